@@ -1,0 +1,1 @@
+"""What `logitless bench` runs."""

@@ -1,0 +1,1 @@
+"""Prompts, filtering that counts what it drops, and packing (the one shift)."""

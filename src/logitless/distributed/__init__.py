@@ -1,0 +1,1 @@
+"""Collectives: sums over ranks."""

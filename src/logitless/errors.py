@@ -1,0 +1,55 @@
+"""Every error logitless raises on purpose.
+
+Each says three things: what was needed, what was given, and what to do. Each is also a ``ValueError`` (the input was
+wrong) or a ``RuntimeError`` (the input was right and the machine, a file or a run was not).
+"""
+
+
+class LogitlessError(Exception):
+    """Root of all logitless errors.
+
+    Args:
+        needed: what the code required, as a noun phrase.
+        given: what it got instead.
+        remedy: what the caller can do, as an imperative sentence.
+
+    Example:
+        >>> str(InputError(needed="at least one token", given="none", remedy="Drop empty batches."))
+        'needed at least one token; given none. Drop empty batches.'
+    """
+
+    def __init__(self, *, needed: str, given: str, remedy: str) -> None:
+        super().__init__(f"needed {needed}; given {given}. {remedy}")
+        self.needed, self.given, self.remedy = needed, given, remedy
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Survive the trip between processes, which positional pickling would not."""
+        return _rebuild, (type(self), self.needed, self.given, self.remedy)
+
+
+def _rebuild(kind: type[LogitlessError], needed: str, given: str, remedy: str) -> LogitlessError:
+    return kind(needed=needed, given=given, remedy=remedy)
+
+
+class InputError(LogitlessError, ValueError):
+    """A function was called with arguments that do not fit together (shapes, dtypes, ranges, missing tensors)."""
+
+
+class ConfigurationError(LogitlessError, ValueError):
+    """A recipe, a preset or a command line asks for something impossible or contradictory."""
+
+
+class DataError(LogitlessError, ValueError):
+    """A file or a row of a data set is malformed; the message names the row."""
+
+
+class UnavailableError(LogitlessError, RuntimeError):
+    """A named backend, engine or optional package cannot run on this machine."""
+
+
+class CheckpointError(LogitlessError, RuntimeError):
+    """A checkpoint could not be written or read back."""
+
+
+class TrainingError(LogitlessError, RuntimeError):
+    """A run cannot go on (non-finite gradients in a row, no group with a signal)."""

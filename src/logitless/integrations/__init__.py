@@ -1,0 +1,1 @@
+"""Third-party trainers and losses; their classes live only here."""

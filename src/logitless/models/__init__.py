@@ -1,0 +1,1 @@
+"""transformers and PEFT at the edge: loading a model, finding its LM head, packed attention."""

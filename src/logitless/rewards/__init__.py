@@ -1,0 +1,1 @@
+"""Rewards: text in, Verdict out; bounded, killable, typed failure."""

@@ -1,0 +1,1 @@
+"""Engines that sample completions: transformers, recorded files."""

@@ -1,0 +1,377 @@
+"""The nouns: what flows between rollout, rewards, packing, head and objective.
+
+Letters: N scored tokens, B sequences (completions), T tokens the backbone reads (prompts included), V vocabulary,
+D hidden size, R LoRA rank. Every tensor of length N speaks of ``target[t]``, predicted from hidden row ``source[t]``.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Self
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from logitless.errors import InputError
+
+VerdictStatus = Literal["graded", "error", "timeout", "missing"]
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question put to the policy.
+
+    Args:
+        id: unique within its data set.
+        text: what the model reads, chat template already applied.
+        token_ids: ``text`` tokenized.
+        columns: the data row, handed to reward functions by name (``answer``, ``kwargs``, ...).
+        messages: the conversation before the chat template, where there was one.
+
+    Example:
+        >>> Prompt(id="7", text="2+2=", token_ids=(4, 9, 4, 11), columns={"answer": "4"}).columns["answer"]
+        '4'
+    """
+
+    id: str
+    text: str
+    token_ids: tuple[int, ...]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[Mapping[str, str], ...] | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled answer.
+
+    Args:
+        prompt_id: the ``Prompt.id`` it answers.
+        token_ids: what was sampled, the stop token included.
+        text: decoded, truncated at the stop sequence, without special tokens: the text that is graded.
+        finish_reason: ``stop`` (a stop token or stop string came) or ``length`` (cut at max_new_tokens).
+        logp_sampler: nats per token, of the distribution that was actually sampled from (temperature and filters
+            included); None where the engine gives none.
+        trained: False for tokens that a tool or environment wrote; None when all are the policy's.
+        turn: non-decreasing id of the assistant turn of each token; None for single-turn completions.
+
+    Raises:
+        InputError: a per-token field has another length than ``token_ids``.
+
+    Example:
+        >>> Completion("7", token_ids=(4, 2), text="4", finish_reason="stop", logp_sampler=(-0.1, -0.2)).length
+        2
+    """
+
+    prompt_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    logp_sampler: tuple[float, ...] | None = None
+    trained: tuple[bool, ...] | None = None
+    turn: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("logp_sampler", "trained", "turn"):
+            value = getattr(self, name)
+            if value is not None and len(value) != len(self.token_ids):
+                raise InputError(
+                    needed=f"one {name} per token ({len(self.token_ids)})",
+                    given=f"{len(value)}",
+                    remedy="Give a value for every token id, or None.",
+                )
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, the stop token included."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a reward function says of one completion.
+
+    Args:
+        score: the reward; a finite number exactly when ``status`` is ``graded``.
+        status: ``graded``; ``error`` (the grader raised or gave nonsense); ``timeout``; ``missing`` (it cannot be
+            graded here: data absent, or the function returned None).
+        detail: (constraint id, satisfied) in the prompt's order; ids may repeat.
+        message: why there is no score.
+
+    Raises:
+        InputError: a score without ``graded``, ``graded`` without a score, or a score that is not finite.
+
+    Example:
+        >>> Verdict.graded(0.5, detail=(("punctuation:no_comma", True), ("startend:quotation", False))).score
+        0.5
+        >>> Verdict(score=None, status="timeout", message="over 2 s").status
+        'timeout'
+    """
+
+    score: float | None
+    status: VerdictStatus
+    detail: tuple[tuple[str, bool], ...] = ()
+    message: str = ""
+
+    def __post_init__(self) -> None:
+        finite = self.score is not None and abs(self.score) < float("inf")
+        if finite != (self.status == "graded"):
+            raise InputError(
+                needed="a finite score exactly when the status is 'graded'",
+                given=f"score={self.score}, status={self.status!r}",
+                remedy="Use Verdict.graded(score), or score=None with another status.",
+            )
+
+    @classmethod
+    def graded(cls, score: float, detail: Sequence[tuple[str, bool]] = ()) -> Self:
+        """A verdict with a score."""
+        return cls(score=float(score), status="graded", detail=tuple(detail))
+
+
+@dataclass(frozen=True)
+class Group:
+    """The G completions of one prompt with what the reward functions said of them.
+
+    Args:
+        prompt: the prompt all of them answer.
+        completions: G completions.
+        verdicts: one mapping (reward name -> Verdict) a completion.
+        rewards: the weighted sum a completion, None where every function left it unscored.
+
+    Example:
+        >>> prompt = Prompt(id="7", text="2+2=", token_ids=(4,))
+        >>> answer = Completion(prompt_id="7", token_ids=(4,), text="4", finish_reason="stop")
+        >>> Group(prompt, (answer,), ({"exact": Verdict.graded(1.0)},), (1.0,)).rewards
+        (1.0,)
+    """
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    verdicts: tuple[Mapping[str, Verdict], ...]
+    rewards: tuple[float | None, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.completions) == len(self.verdicts) == len(self.rewards):
+            raise InputError(
+                needed="equally many completions, verdict mappings and rewards",
+                given=f"{len(self.completions)}, {len(self.verdicts)} and {len(self.rewards)}",
+                remedy="Give a verdict and a reward (None if unscorable) for every completion.",
+            )
+        strays = {c.prompt_id for c in self.completions} - {self.prompt.id}
+        if strays:
+            raise InputError(
+                needed=f"completions of prompt {self.prompt.id!r}",
+                given=f"completions of {sorted(strays)}",
+                remedy="Group completions by prompt_id.",
+            )
+
+
+@dataclass(frozen=True)
+class PackedInputs:
+    """What a backbone reads for B sequences laid end to end, without padding.
+
+    Args:
+        input_ids: [T] prompts and completions.
+        position_ids: [T] counting from 0 in every sequence.
+        lengths: B numbers that sum to T, on the host.
+        source: [N] index into T of the hidden row that predicts each target; increasing.
+        source_counts: B numbers that sum to N: scored tokens of each sequence (0 is allowed), on the host.
+
+    Example:
+        >>> ids = torch.tensor([5, 6, 7, 5, 8])
+        >>> PackedInputs(ids, torch.tensor([0, 1, 2, 0, 1]), (3, 2), torch.tensor([0, 1, 3]), (2, 1)).lengths
+        (3, 2)
+    """
+
+    input_ids: Int[Tensor, "T"]
+    position_ids: Int[Tensor, "T"]
+    lengths: tuple[int, ...]
+    source: Int[Tensor, "N"]
+    source_counts: tuple[int, ...]
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same on another device."""
+        return replace(self, **{name: value.to(device) for name, value in _tensors(self).items()})
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Scored tokens of B sequences, end to end: everything an objective needs besides ``logp`` and ``entropy``.
+
+    The four policies: ``logp`` (trained; not stored here), ``logp_old`` (the trainer's weights when the batch was
+    drawn), ``logp_sampler`` (the engine that produced the tokens), ``logp_ref`` (frozen). Nats, float32 or float64.
+
+    Args:
+        sequence: [N] non-decreasing ids in ``range(num_sequences)``.
+        num_sequences: B, sequences without a scored token included.
+        advantage: [N]; a per-sequence advantage is the same value on each of its tokens.
+        token_weight: [N] normalisation (see ``objective.weighting``); ``loss = (token_weight * token_loss).sum()``.
+        target: [N] vocabulary ids; None where the caller already has log-probabilities.
+        logp_old, logp_sampler, logp_ref: [N] or None.
+        entropy_old: [N] entropy of the scoring pass, or None.
+        turn: [N] non-decreasing turn ids inside a sequence, or None.
+        value_old: [N] value predictions of the scoring pass (PPO), or None.
+        value_target: [N] return the value head is fitted to (PPO), or None.
+        inputs: what the backbone reads, or None where there is no backbone.
+
+    Raises:
+        InputError: a vector of another length, a decreasing sequence id, or an id outside ``range(num_sequences)``
+            (checked for CPU tensors only: on a GPU the check would cost a synchronisation).
+
+    Example:
+        >>> batch = TokenBatch(
+        ...     sequence=torch.tensor([0, 0, 2]), num_sequences=3,
+        ...     advantage=torch.tensor([1.0, 1.0, -1.0]), token_weight=torch.full((3,), 1 / 3))
+        >>> batch.num_tokens
+        3
+        >>> batch.take([2]).sequence
+        tensor([0])
+    """
+
+    sequence: Int[Tensor, "N"]
+    num_sequences: int
+    advantage: Float[Tensor, "N"]
+    token_weight: Float[Tensor, "N"]
+    target: Int[Tensor, "N"] | None = None
+    logp_old: Float[Tensor, "N"] | None = None
+    logp_sampler: Float[Tensor, "N"] | None = None
+    logp_ref: Float[Tensor, "N"] | None = None
+    entropy_old: Float[Tensor, "N"] | None = None
+    turn: Int[Tensor, "N"] | None = None
+    value_old: Float[Tensor, "N"] | None = None
+    value_target: Float[Tensor, "N"] | None = None
+    inputs: PackedInputs | None = None
+
+    def __post_init__(self) -> None:
+        wrong = {name: len(value) for name, value in _tensors(self).items() if len(value) != self.num_tokens}
+        if self.inputs is not None and len(self.inputs.source) != self.num_tokens:
+            wrong["inputs.source"] = len(self.inputs.source)
+        if wrong:
+            raise InputError(
+                needed=f"vectors of the length of `sequence` ({self.num_tokens})",
+                given=", ".join(f"{name} of length {length}" for name, length in wrong.items()),
+                remedy="Give one value per scored token in every per-token field.",
+            )
+        if self.sequence.device.type == "cpu" and self.num_tokens:
+            if bool((self.sequence[1:] < self.sequence[:-1]).any()):
+                raise InputError(
+                    needed="sequence ids that never decrease",
+                    given="a decreasing id",
+                    remedy="Lay the tokens of each sequence end to end, in the order of their ids.",
+                )
+            if int(self.sequence[0]) < 0 or int(self.sequence[-1]) >= self.num_sequences:
+                raise InputError(
+                    needed=f"sequence ids in range({self.num_sequences})",
+                    given=f"{int(self.sequence[0])} to {int(self.sequence[-1])}",
+                    remedy="Count every sequence in num_sequences, also those without scored tokens.",
+                )
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return len(self.sequence)
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same on another device."""
+        moved: dict[str, Any] = {name: value.to(device) for name, value in _tensors(self).items()}
+        return replace(self, **moved, inputs=None if self.inputs is None else self.inputs.to(device))
+
+    def take(self, sequences: Sequence[int]) -> Self:
+        """The batch of these sequences, in this order, renumbered from 0; ``token_weight`` is kept as it is.
+
+        Works on the host's copy of the counts where ``inputs`` is given, so it costs no synchronisation.
+        """
+        if self.inputs is not None:
+            counts = list(self.inputs.source_counts)
+        else:
+            counts = torch.bincount(self.sequence, minlength=self.num_sequences).tolist()
+        device = self.sequence.device
+        tokens = _ranges(counts, sequences).to(device)
+        taken: dict[str, Any] = {name: value[tokens] for name, value in _tensors(self).items()}
+        kept = torch.tensor([counts[s] for s in sequences], dtype=torch.long)
+        taken["sequence"] = torch.repeat_interleave(torch.arange(len(sequences)), kept).to(device)
+        inputs = self.inputs
+        if inputs is not None:
+            rows = _ranges(inputs.lengths, sequences).to(device)
+            starts = torch.cumsum(torch.tensor([0, *inputs.lengths]), 0)
+            lengths = tuple(inputs.lengths[s] for s in sequences)
+            new_starts = torch.cumsum(torch.tensor([0, *lengths]), 0)[:-1]
+            shift = torch.repeat_interleave(new_starts - starts[torch.tensor(sequences, dtype=torch.long)], kept)
+            inputs = PackedInputs(
+                input_ids=inputs.input_ids[rows],
+                position_ids=inputs.position_ids[rows],
+                lengths=lengths,
+                source=inputs.source[tokens] + shift.to(device),
+                source_counts=tuple(counts[s] for s in sequences),
+            )
+        return replace(self, **taken, num_sequences=len(sequences), inputs=inputs)
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What the head gives: log-probability of each target and entropy of each distribution, in nats.
+
+    Example:
+        >>> TokenScores(logp=torch.tensor([-0.5]), entropy=torch.tensor([0.7])).logp.shape
+        torch.Size([1])
+    """
+
+    logp: Float[Tensor, "N"]
+    entropy: Float[Tensor, "N"]
+
+
+@dataclass(frozen=True)
+class LMHead:
+    """The last layer of a causal language model, as data.
+
+    Equals ``logits = scale * (hidden @ weight.T + bias + lora_scale * (hidden @ lora_a.T) @ lora_b.T)``, then, with a
+    softcap c, ``logits = c * tanh(logits / c)``. Temperature is not part of it: it belongs to the call.
+
+    Args:
+        weight: [V, D], tied to the embedding or not, trained (``requires_grad``) or frozen.
+        bias: [V] or None.
+        scale: multiplies the logits (Cohere's ``logit_scale``; one over Granite's ``logits_scaling``).
+        softcap: Gemma's ``final_logit_softcapping``, or None.
+        lora_a, lora_b: [R, D] and [V, R], both or neither.
+        lora_scale: LoRA's alpha / R.
+
+    Raises:
+        InputError: shapes that do not fit, one LoRA factor without the other, or a softcap that is not positive.
+
+    Example:
+        >>> LMHead(weight=torch.zeros(11, 4)).weight.shape
+        torch.Size([11, 4])
+    """
+
+    weight: Float[Tensor, "V D"]
+    bias: Float[Tensor, "V"] | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    lora_a: Float[Tensor, "R D"] | None = None
+    lora_b: Float[Tensor, "V R"] | None = None
+    lora_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if (self.lora_a is None) != (self.lora_b is None):
+            raise InputError(
+                needed="both LoRA factors or neither",
+                given="lora_a only" if self.lora_b is None else "lora_b only",
+                remedy="Give lora_a [R, D] and lora_b [V, R] together.",
+            )
+        if self.softcap is not None and not self.softcap > 0:
+            raise InputError(
+                needed="a positive softcap", given=str(self.softcap), remedy="Leave softcap at None to switch it off."
+            )
+
+
+def _tensors(item: "TokenBatch | PackedInputs") -> dict[str, Tensor]:
+    """The tensor fields by name."""
+    values = {f.name: getattr(item, f.name) for f in fields(item)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def _ranges(counts: Sequence[int], chosen: Sequence[int]) -> Int[Tensor, "K"]:
+    """Indices of the chosen contiguous ranges, one after the other."""
+    starts = torch.cumsum(torch.tensor([0, *counts]), 0)
+    parts = [torch.arange(int(starts[s]), int(starts[s + 1])) for s in chosen]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)

@@ -1,0 +1,38 @@
+"""Shared by all tests: shapes checked, memory poisoned, a bounded number of threads, no network."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from jaxtyping import install_import_hook
+
+# Every module but Triton kernels, whose source Triton reads itself.
+CHECKED = [
+    "logitless.types",
+    "logitless.objective",
+    "logitless.models",
+    "logitless.head.contract",
+    "logitless.head.reference",
+    "logitless.head.chunked",
+    "logitless.head.api",
+    "logitless.data",
+    "logitless.distributed",
+    "logitless.rollout",
+    "logitless.train",
+]
+install_import_hook(CHECKED, "beartype.beartype")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Uninitialised memory is NaN, nondeterministic kernels are errors."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.manual_seed(0)
+    yield
+    torch.use_deterministic_algorithms(False)
