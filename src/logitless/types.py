@@ -191,7 +191,8 @@ class PackedInputs:
 
     def to(self, device: torch.device | str) -> Self:
         """The same on another device."""
-        return replace(self, **{name: value.to(device) for name, value in _tensors(self).items()})
+        moved: dict[str, Any] = {name: value.to(device) for name, value in _tensors(self).items()}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)
