@@ -6,7 +6,7 @@ D hidden size, R LoRA rank. Every tensor of length N speaks of ``target[t]``, pr
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -123,7 +123,7 @@ class Verdict:
             )
 
     @classmethod
-    def graded(cls, score: float, detail: Sequence[tuple[str, bool]] = ()) -> Self:
+    def graded(cls, score: float, detail: Sequence[tuple[str, bool]] = ()) -> "Verdict":
         """A verdict with a score."""
         return cls(score=float(score), status="graded", detail=tuple(detail))
 
@@ -189,7 +189,7 @@ class PackedInputs:
     source: Int[Tensor, "N"]
     source_counts: tuple[int, ...]
 
-    def to(self, device: torch.device | str) -> Self:
+    def to(self, device: torch.device | str) -> "PackedInputs":
         """The same on another device."""
         moved: dict[str, Any] = {name: value.to(device) for name, value in _tensors(self).items()}
         return replace(self, **moved)
@@ -272,12 +272,12 @@ class TokenBatch:
         """N."""
         return len(self.sequence)
 
-    def to(self, device: torch.device | str) -> Self:
+    def to(self, device: torch.device | str) -> "TokenBatch":
         """The same on another device."""
         moved: dict[str, Any] = {name: value.to(device) for name, value in _tensors(self).items()}
         return replace(self, **moved, inputs=None if self.inputs is None else self.inputs.to(device))
 
-    def take(self, sequences: Sequence[int]) -> Self:
+    def take(self, sequences: Sequence[int]) -> "TokenBatch":
         """The batch of these sequences, in this order, renumbered from 0; ``token_weight`` is kept as it is.
 
         Works on the host's copy of the counts where ``inputs`` is given, so it costs no synchronisation.
