@@ -1,0 +1,254 @@
+"""The KL coefficient beta: fixed, or steered so that the KL to the reference stays near a target.
+
+A configuration (``KLControl``) says the rule; ``KLController`` holds the state of a run. Whether it is updated once a
+step or once an epoch is the caller's choice, by how often it calls ``update``; the gains are meant for that interval.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from logitless.errors import CheckpointError, ConfigurationError, InputError
+
+Guardrail = Literal["raise_beta", "shorten_rollout"]
+
+_GUARDRAIL_AT = 2.0
+_GUARDRAIL_BETA_FACTOR = 1.5
+_GUARDRAIL_LENGTH_FACTOR = 0.5
+_LARGEST_RELATIVE_ERROR = 0.2
+
+
+@dataclass(frozen=True)
+class FixedKL:
+    """``beta`` stays what it is.
+
+    Args:
+        beta: coefficient, at least 0.
+
+    Example:
+        >>> FixedKL(0.04).next_beta(0.04, kl_mean=3.0, num_completions=64)
+        0.04
+    """
+
+    beta: float
+    name: Literal["fixed"] = "fixed"
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    def __post_init__(self) -> None:
+        _require(self.beta >= 0, "beta of at least 0", f"beta={self.beta}")
+
+    def next_beta(self, beta: float, kl_mean: float, num_completions: int) -> float:
+        """The same beta."""
+        del kl_mean, num_completions
+        return beta
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Adaptive:
+    """What the adaptive rules share.
+
+    Args:
+        beta: at the start; must not be 0 for a rule that multiplies it.
+        target: wanted KL, nats a token, mean over tokens; 0.03 to 0.10.
+        beta_min, beta_max: bounds that hold after every update.
+        guardrail: what happens where the KL exceeds twice the target: ``raise_beta`` sets ``1.5 * beta`` in place of
+            the rule; ``shorten_rollout`` halves the next rollout's length and lets the rule go on; None does nothing.
+
+    Raises:
+        ConfigurationError: a target or gain that is not positive, or a beta outside its bounds.
+    """
+
+    beta: float = 0.05
+    target: float = 0.05
+    beta_min: float = 1e-4
+    beta_max: float = 10.0
+    guardrail: Guardrail | None = "raise_beta"
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    def __post_init__(self) -> None:
+        _require(self.target > 0, "a positive KL target", f"target={self.target}")
+        _require(
+            0 <= self.beta_min <= self.beta <= self.beta_max,
+            "0 <= beta_min <= beta <= beta_max",
+            f"beta_min={self.beta_min}, beta={self.beta}, beta_max={self.beta_max}",
+        )
+
+
+@dataclass(frozen=True)
+class ProportionalKL(_Adaptive):
+    """Multiply beta by the exponential of the relative error.
+
+    ``beta <- beta * exp(gain * clip((kl - target) / target, -0.2, 0.2))``
+
+    Args:
+        gain: k; with the default 0.1 an update changes beta by 2% at most.
+
+    Example:
+        >>> round(ProportionalKL(gain=1.0).next_beta(0.05, kl_mean=0.055, num_completions=64), 6)  # 0.05 * exp(0.1)
+        0.055259
+    """
+
+    gain: float = 0.1
+    name: Literal["proportional"] = "proportional"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(self.beta > 0, "a positive beta, for it is multiplied", f"beta={self.beta}")
+        _require(self.gain > 0, "a positive gain", f"gain={self.gain}")
+
+    def next_beta(self, beta: float, kl_mean: float, num_completions: int) -> float:
+        """Before bounds and guardrail."""
+        del num_completions
+        return beta * math.exp(self.gain * _relative_error(kl_mean, self.target))
+
+
+@dataclass(frozen=True)
+class LinearKL(_Adaptive):
+    """Add the error to beta.
+
+    ``beta <- max(0, beta + gain * (kl - target))``
+
+    Args:
+        gain: k, in beta a nat.
+
+    Example:
+        >>> round(LinearKL(gain=0.1).next_beta(0.05, kl_mean=0.25, num_completions=64), 6)
+        0.07
+    """
+
+    gain: float = 0.1
+    name: Literal["linear"] = "linear"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(self.gain > 0, "a positive gain", f"gain={self.gain}")
+
+    def next_beta(self, beta: float, kl_mean: float, num_completions: int) -> float:
+        """Before bounds and guardrail; the bound ``beta_min >= 0`` is the ``max(0, ...)``."""
+        del num_completions
+        return beta + self.gain * (kl_mean - self.target)
+
+
+@dataclass(frozen=True)
+class ZieglerKL(_Adaptive):
+    """Multiply beta by the relative error, in proportion to the completions seen.
+
+    ``beta <- beta * (1 + clip(kl / target - 1, -0.2, 0.2) * num_completions / horizon)``
+
+    Args:
+        horizon: completions over which beta changes by up to a fifth.
+
+    Source: arXiv:1909.08593 sec. 2.2.
+
+    Example:
+        >>> round(ZieglerKL(horizon=1000.0).next_beta(0.05, kl_mean=0.055, num_completions=100), 6)  # 1 + 0.1 * 0.1
+        0.0505
+    """
+
+    horizon: float = 1e4
+    name: Literal["ziegler"] = "ziegler"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(self.beta > 0, "a positive beta, for it is multiplied", f"beta={self.beta}")
+        _require(self.horizon > 0, "a positive horizon", f"horizon={self.horizon}")
+
+    def next_beta(self, beta: float, kl_mean: float, num_completions: int) -> float:
+        """Before bounds and guardrail."""
+        return beta * (1 + _relative_error(kl_mean, self.target) * num_completions / self.horizon)
+
+
+KLControl = FixedKL | ProportionalKL | LinearKL | ZieglerKL
+
+
+@dataclass
+class KLController:
+    """The KL coefficient of a run.
+
+    Args:
+        control: the rule.
+
+    Attributes:
+        beta: the coefficient to use now.
+        rollout_factor: what the next rollout's length is to be multiplied by: 1, or 0.5 after ``shorten_rollout``.
+        num_guarded: updates in which the guardrail acted.
+        num_bounded: updates in which a bound held beta.
+
+    Example:
+        >>> controller = KLController(ProportionalKL(beta=0.05, target=0.05))
+        >>> round(controller.update(kl_mean=0.11, num_completions=64), 6), controller.num_guarded  # over 2 x target
+        (0.075, 1)
+        >>> other = KLController(controller.control)
+        >>> other.load_state_dict(controller.state_dict())
+        >>> other == controller
+        True
+    """
+
+    control: KLControl
+    beta: float = field(init=False)
+    rollout_factor: float = field(init=False, default=1.0)
+    num_guarded: int = field(init=False, default=0)
+    num_bounded: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.beta = self.control.beta
+
+    def update(self, kl_mean: float, num_completions: int) -> float:
+        """Take a step's (or epoch's) KL into account.
+
+        Args:
+            kl_mean: nats, mean over the trained tokens of every rank, of the chosen estimator.
+            num_completions: completions in it, on every rank.
+
+        Returns:
+            The new ``beta``.
+
+        Raises:
+            InputError: a KL that is not finite.
+        """
+        if not math.isfinite(kl_mean):
+            raise InputError(
+                needed="a finite mean KL", given=str(kl_mean), remedy="Skip the update of a step with no finite loss."
+            )
+        beta = self.control.next_beta(self.beta, kl_mean, num_completions)
+        self.rollout_factor = 1.0
+        if not isinstance(self.control, FixedKL):
+            if self.control.guardrail is not None and kl_mean > _GUARDRAIL_AT * self.control.target:
+                self.num_guarded += 1
+                if self.control.guardrail == "raise_beta":
+                    beta = _GUARDRAIL_BETA_FACTOR * self.beta
+                else:
+                    self.rollout_factor = _GUARDRAIL_LENGTH_FACTOR
+            bounded = min(max(beta, self.control.beta_min), self.control.beta_max)
+            self.num_bounded += bounded != beta
+            beta = bounded
+        self.beta = beta
+        return beta
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps; the rule comes from the configuration."""
+        return {name: getattr(self, name) for name in _STATE}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on where ``state_dict`` was taken."""
+        if set(state) != set(_STATE):
+            raise CheckpointError(
+                needed=f"a KL controller's state ({', '.join(_STATE)})",
+                given=", ".join(sorted(state)) or "an empty one",
+                remedy="Load a checkpoint of this version.",
+            )
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+_STATE = ("beta", "rollout_factor", "num_guarded", "num_bounded")
+
+
+def _relative_error(kl_mean: float, target: float) -> float:
+    error = kl_mean / target - 1
+    return min(max(error, -_LARGEST_RELATIVE_ERROR), _LARGEST_RELATIVE_ERROR)
+
+
+def _require(condition: bool, needed: str, given: str) -> None:
+    if not condition:
+        raise ConfigurationError(needed=needed, given=given, remedy="Change it under the recipe's KL control.")
