@@ -1,0 +1,377 @@
+"""Rows to prompts: chat template, token ids as the sampler will read them, counted drops, splits and a resumable order.
+
+Nothing is truncated: a prompt that is too long is dropped and counted, or an error.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy
+from transformers import PreTrainedTokenizerBase
+
+from logitless.data.sources import DataOptions, Row, read_rows
+from logitless.errors import CheckpointError, ConfigurationError, DataError, InputError
+from logitless.types import Prompt
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts with the account of what was read and what was dropped.
+
+    Args:
+        prompts: in the order of the rows.
+        counts: ``rows`` read, ``prompts`` kept, and the dropped: ``empty``, ``too_long``.
+
+    Example:
+        >>> PromptSet(prompts=(), counts={"rows": 2, "prompts": 0, "empty": 1, "too_long": 1}).counts["empty"]
+        1
+    """
+
+    prompts: tuple[Prompt, ...]
+    counts: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Two disjoint sets of prompts.
+
+    Args:
+        training: no text of it is in ``held_out``.
+        held_out: prompts for evaluation.
+        num_removed: training prompts that were left out because their text is held out.
+
+    Example:
+        >>> Split(training=(), held_out=(), num_removed=0).num_removed
+        0
+    """
+
+    training: tuple[Prompt, ...]
+    held_out: tuple[Prompt, ...]
+    num_removed: int
+
+
+def load_prompts(
+    options: DataOptions,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_tokens: int,
+    too_long: Literal["drop", "error"] = "drop",
+) -> PromptSet:
+    """The prompts of a data set, tokenized exactly as the sampler reads them.
+
+    With a chat template the text holds its own special tokens and none are added; plain text gets the tokenizer's
+    start token, if it adds one, and never an end token.
+
+    Args:
+        options: which data, see ``sources``.
+        tokenizer: the policy's.
+        max_prompt_tokens: longer prompts are dropped and counted, or an error.
+        too_long: which of the two.
+
+    Returns:
+        The prompts and the counts of what was read, kept and dropped.
+
+    Raises:
+        DataError: a row that is malformed, lacks its prompt's column, repeats an id or (by ``too_long``) is too long;
+            no prompt left.
+        ConfigurationError: a system prompt or a conversation where there is no chat template to put it in.
+        UnavailableError: a library or the network is absent.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from tokenizers import Tokenizer, models, pre_tokenizers
+        >>> from transformers import PreTrainedTokenizerFast
+        >>> from logitless.data.sources import FileData
+        >>> words = Tokenizer(models.WordLevel({"1": 0, "+": 1, "2": 2, "?": 3}, unk_token="?"))
+        >>> words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        >>> path = Path(tempfile.mkdtemp()) / "sums.jsonl"
+        >>> _ = path.write_text('{"prompt": "1 + 2", "answer": "3"}\\n{"prompt": " "}\\n')
+        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+        >>> loaded = load_prompts(FileData(path=path), tokenizer, max_prompt_tokens=8)
+        >>> loaded.prompts[0].token_ids, loaded.counts["empty"]
+        ((0, 1, 2), 1)
+    """
+    rows = read_rows(options)
+    if options.template is None and options.system is not None and not tokenizer.chat_template:
+        raise ConfigurationError(
+            needed="a chat template for data.system",
+            given="a tokenizer without one",
+            remedy="Set data.template with {system} and {prompt}, or leave data.system out.",
+        )
+    ids = _row_ids(rows)
+    filled = [(row, row_id) for row, row_id in zip(rows, ids, strict=True) if not _is_empty(row)]
+    messages = [_messages(row, options, tokenizer) for row, _ in filled]
+    texts = [
+        _plain_text(row, options) if conversation is None else _chat_text(row, conversation, tokenizer)
+        for (row, _), conversation in zip(filled, messages, strict=True)
+    ]
+    token_ids = _token_ids(texts, tokenizer, chat=[conversation is not None for conversation in messages])
+    prompts, num_too_long = [], 0
+    for (row, row_id), conversation, text, tokens in zip(filled, messages, texts, token_ids, strict=True):
+        if len(tokens) > max_prompt_tokens:
+            if too_long == "error":
+                raise DataError(
+                    needed=f"prompts of at most {max_prompt_tokens} tokens",
+                    given=f"{len(tokens)} tokens at {row.place} (id {row_id!r})",
+                    remedy="Raise max_prompt_tokens, shorten the prompt, or set too_long to 'drop'.",
+                )
+            num_too_long += 1
+            continue
+        columns = {name: value for name, value in row.values.items() if name not in ("prompt", "id")}
+        prompts.append(Prompt(id=row_id, text=text, token_ids=tokens, columns=columns, messages=conversation))
+    counts = {
+        "rows": len(rows),
+        "prompts": len(prompts),
+        "empty": len(rows) - len(filled),
+        "too_long": num_too_long,
+    }
+    if not prompts:
+        raise DataError(
+            needed="at least one prompt",
+            given=f"{counts['rows']} rows: {counts['empty']} empty, {num_too_long} over {max_prompt_tokens} tokens",
+            remedy="Check data.columns.prompt, or raise max_prompt_tokens.",
+        )
+    return PromptSet(prompts=tuple(prompts), counts=counts)
+
+
+def split(prompts: Sequence[Prompt], num_held_out: int, seed: int) -> Split:
+    """Hold out ``num_held_out`` prompts of different texts; training keeps none of those texts.
+
+    Args:
+        prompts: all of them.
+        num_held_out: at least 0.
+        seed: decides which.
+
+    Raises:
+        DataError: nothing would be left to train on, or there are not enough different texts.
+
+    Example:
+        >>> prompts = [Prompt(id=str(n), text=f"{n % 4}?", token_ids=(n,)) for n in range(8)]
+        >>> parts = split(prompts, 1, seed=0)
+        >>> len(parts.held_out), len(parts.training), parts.num_removed
+        (1, 6, 1)
+    """
+    chosen: dict[str, int] = {}
+    for index in numpy.random.default_rng(seed).permutation(len(prompts)).tolist():
+        if len(chosen) == num_held_out:
+            break
+        chosen.setdefault(prompts[index].text, index)
+    if len(chosen) < num_held_out:
+        raise DataError(
+            needed=f"{num_held_out} different prompts to hold out",
+            given=f"{len(chosen)}",
+            remedy="Hold out fewer, or give more data.",
+        )
+    held_out_indices = set(chosen.values())
+    rest = [prompt for index, prompt in enumerate(prompts) if index not in held_out_indices]
+    return without_overlap(rest, [prompts[index] for index in sorted(held_out_indices)])
+
+
+def without_overlap(training: Sequence[Prompt], held_out: Sequence[Prompt]) -> Split:
+    """Remove from training every prompt whose text is held out; what is held out stays whole.
+
+    Args:
+        training: for example a reasoning-gym task under one seed.
+        held_out: the same task under another seed.
+
+    Raises:
+        DataError: nothing is left to train on.
+
+    Example:
+        >>> one, two = (Prompt(id=name, text=name, token_ids=(0,)) for name in ("one", "two"))
+        >>> without_overlap([one, two], [two]).num_removed
+        1
+    """
+    texts = {prompt.text for prompt in held_out}
+    kept = tuple(prompt for prompt in training if prompt.text not in texts)
+    if not kept:
+        raise DataError(
+            needed="at least one prompt to train on that is not held out",
+            given=f"{len(training)} prompts, all of them held out",
+            remedy="Hold out fewer, or give more data.",
+        )
+    return Split(training=kept, held_out=tuple(held_out), num_removed=len(training) - len(kept))
+
+
+class PromptOrder:
+    """An endless order over prompts: each epoch is a permutation of its own, drawn from (seed, epoch) alone.
+
+    A draw that runs over the end of an epoch puts the prompts that it already holds at the end of the next one, so
+    that one draw names a prompt twice only if it asks for more than there are.
+
+    Args:
+        num_prompts: at least 1.
+        seed: at least 0.
+
+    Raises:
+        InputError: no prompts.
+
+    Example:
+        >>> order = PromptOrder(4, seed=0)
+        >>> sorted(order.next(2) + order.next(2))
+        [0, 1, 2, 3]
+        >>> resumed = PromptOrder(4, seed=0)
+        >>> resumed.load_state_dict(order.state_dict())
+        >>> resumed.next(3) == order.next(3)
+        True
+    """
+
+    def __init__(self, num_prompts: int, seed: int) -> None:
+        if num_prompts < 1:
+            raise InputError(needed="at least one prompt", given=str(num_prompts), remedy="Give more data.")
+        self.num_prompts, self.seed = num_prompts, seed
+        self.epoch, self.position = 0, 0
+        self._deferred: tuple[int, ...] = ()
+        self._epoch_order = self._permutation()
+
+    def next(self, count: int) -> list[int]:
+        """The next ``count`` indices of prompts."""
+        drawn: list[int] = []
+        while len(drawn) < count:
+            if self.position == self.num_prompts:
+                self.epoch, self.position = self.epoch + 1, 0
+                self._deferred = tuple(dict.fromkeys(drawn))
+                self._epoch_order = self._permutation()
+            taken = self._epoch_order[self.position : self.position + count - len(drawn)]
+            self.position += len(taken)
+            drawn += taken
+        return drawn
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that decides what comes next, as plain numbers."""
+        return {
+            "num_prompts": self.num_prompts,
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "position": self.position,
+            "deferred": list(self._deferred),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken.
+
+        Raises:
+            CheckpointError: the state belongs to another number of prompts or another seed.
+        """
+        for name in ("num_prompts", "seed"):
+            if state[name] != getattr(self, name):
+                raise CheckpointError(
+                    needed=f"{name}={state[name]}, as when the checkpoint was written",
+                    given=f"{name}={getattr(self, name)}",
+                    remedy="Resume with the data and the seed of the run.",
+                )
+        self.epoch, self.position = state["epoch"], state["position"]
+        self._deferred = tuple(state["deferred"])
+        self._epoch_order = self._permutation()
+
+    def _permutation(self) -> list[int]:
+        order = numpy.random.default_rng([self.seed, self.epoch]).permutation(self.num_prompts).tolist()
+        deferred = set(self._deferred)
+        return [index for index in order if index not in deferred] + [index for index in order if index in deferred]
+
+
+def _row_ids(rows: Sequence[Row]) -> list[str]:
+    ids: dict[str, str] = {}
+    for number, row in enumerate(rows):
+        value = row.values.get("id", number)
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise DataError(
+                needed="a text or a whole number as id",
+                given=f"{value!r} at {row.place}",
+                remedy="Map another column with data.columns.id, or fill the missing ids.",
+            )
+        if str(value) in ids:
+            raise DataError(
+                needed="an id for each row that no other row has",
+                given=f"{str(value)!r} at {ids[str(value)]} and at {row.place}",
+                remedy="Map another column with data.columns.id, or number the rows.",
+            )
+        ids[str(value)] = row.place
+    return list(ids)
+
+
+def _is_empty(row: Row) -> bool:
+    """No text to read: null, blank, no messages, or a last message without text."""
+    prompt = row.values["prompt"]
+    if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
+        prompt = prompt[-1].get("content")
+    if isinstance(prompt, str):
+        return not prompt.strip()
+    return prompt is None or prompt == []
+
+
+def _messages(row: Row, options: DataOptions, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, str], ...] | None:
+    """The conversation that goes through the chat template, or None for plain text."""
+    prompt = row.values["prompt"]
+    system = [] if options.system is None else [{"role": "system", "content": options.system}]
+    if isinstance(prompt, str):
+        if options.template is not None or not tokenizer.chat_template:
+            return None
+        return (*system, {"role": "user", "content": prompt})
+    if not isinstance(prompt, list) or not all(_is_message(message) for message in prompt):
+        raise DataError(
+            needed="a prompt that is text, or a list of messages with the texts `role` and `content`",
+            given=f"{str(prompt)[:80]!r} at {row.place}",
+            remedy="Map the right column with data.columns.prompt.",
+        )
+    if options.template is not None or not tokenizer.chat_template:
+        raise ConfigurationError(
+            needed="a chat template for the conversation",
+            given=f"{'data.template' if options.template else 'a tokenizer without one'} at {row.place}",
+            remedy="Use a tokenizer with a chat template and no data.template, or give prompts as text.",
+        )
+    if prompt[-1]["role"] == "assistant":
+        raise DataError(
+            needed="a conversation that leaves the answer to the model",
+            given=f"one that ends with the assistant at {row.place}",
+            remedy="Move the last message to a column of its own.",
+        )
+    if system and prompt[0]["role"] == "system":
+        raise DataError(
+            needed="one system message",
+            given=f"data.system and another one at {row.place}",
+            remedy="Leave data.system out, or remove the message.",
+        )
+    return (*system, *({name: value for name, value in message.items() if value is not None} for message in prompt))
+
+
+def _is_message(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("role"), str)
+        and all(text is None or isinstance(text, str) for text in value.values())
+        and isinstance(value.get("content"), str)
+    )
+
+
+def _plain_text(row: Row, options: DataOptions) -> str:
+    prompt: str = row.values["prompt"]
+    return prompt if options.template is None else options.template.format(prompt=prompt, system=options.system)
+
+
+def _chat_text(row: Row, messages: Sequence[Mapping[str, str]], tokenizer: PreTrainedTokenizerBase) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise DataError(
+            needed="a conversation that the tokenizer's chat template accepts",
+            given=f"roles {[message['role'] for message in messages]} at {row.place} ({error})",
+            remedy="Change the roles, leave data.system out, or set data.template.",
+        ) from error
+
+
+def _token_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, chat: Sequence[bool]) -> list[tuple[int, ...]]:
+    """Tokens of each text; plain text starts with the tokenizer's start token if the tokenizer adds one."""
+    if not texts:
+        return []
+    bare = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    start = tokenizer.bos_token_id
+    adds_start = start is not None and tokenizer("")["input_ids"][:1] == [start]
+    return [
+        tuple(tokens) if is_chat or not adds_start or tokens[:1] == [start] else (start, *tokens)
+        for tokens, is_chat in zip(bare, chat, strict=True)
+    ]

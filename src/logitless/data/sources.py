@@ -1,0 +1,330 @@
+"""Where rows come from: a file, the hub, or a procedural generator; every row keeps the place it was read from.
+
+Gives up streaming: a data set of prompts is held in memory, so that ids can be checked and orders drawn over all of it.
+"""
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Formatter
+from typing import Annotated, Any, ClassVar, Literal
+
+import pyarrow
+import pyarrow.parquet
+from pydantic import ConfigDict, Field
+
+from logitless.errors import ConfigurationError, DataError, UnavailableError
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rendered:
+    """How a row becomes the text that the model reads: what every source has in common."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    system: str | None = None
+    template: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.template is None:
+            return
+        try:
+            names = {name for _, name, _, _ in Formatter().parse(self.template) if name is not None}
+        except ValueError as error:
+            raise ConfigurationError(
+                needed="a format string such as 'Question: {prompt}'",
+                given=f"{self.template!r} ({error})",
+                remedy="Write a literal brace twice.",
+            ) from error
+        wanted = {"prompt"} if self.system is None else {"prompt", "system"}
+        if names != wanted:
+            raise ConfigurationError(
+                needed=f"a template with exactly the fields {_listed(wanted)}",
+                given=f"{self.template!r} with {_listed(names) or 'no field'}",
+                remedy="Use {prompt} always and {system} exactly when `system` is set; write a literal brace twice.",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileData(_Rendered):
+    """Prompts of a JSONL or Parquet file.
+
+    Args:
+        path: ``*.jsonl`` (one object a line, blank lines ignored) or ``*.parquet``.
+        columns: our name -> the file's name. ``prompt`` (text, or a list of messages) and ``id`` (default: the row's
+            number from 0, where the file has no column ``id``) make the prompt; any other entry renames a column for
+            the reward functions. Every other column keeps its name.
+        system: the conversation's first message, or the template's ``{system}``.
+        template: plain text with ``{prompt}`` and, if ``system`` is set, ``{system}``, used instead of the tokenizer's
+            chat template. None: the chat template where there is one, else the prompt as it is.
+
+    Example:
+        >>> FileData(path=Path("train.jsonl"), columns={"prompt": "question", "answer": "gold"}).source
+        'file'
+    """
+
+    path: Path
+    columns: Mapping[str, str] = field(default_factory=dict)
+    source: Literal["file"] = "file"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubData(_Rendered):
+    """Prompts of a data set that the ``datasets`` library can load: a hub name, or a local folder.
+
+    Args:
+        name: for example ``openai/gsm8k``.
+        split: for example ``train``, or ``train[:1000]``.
+        config: the data set's configuration (``main`` for GSM8K), where it has several.
+        columns, system, template: as for ``FileData``.
+
+    Example:
+        >>> HubData(name="openai/gsm8k", config="main", split="train", columns={"prompt": "question"}).split
+        'train'
+    """
+
+    name: str
+    split: str
+    config: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    source: Literal["hub"] = "hub"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningGymData(_Rendered):
+    """Prompts of a procedural reasoning-gym task: no download, and as many as wanted.
+
+    Each row has the columns ``answer`` and ``entry``, the entry as its own verifier needs it.
+
+    Args:
+        task: for example ``chain_sum``.
+        size: number of rows.
+        seed: rows of another seed are other rows, but may repeat questions (see ``without_overlap``).
+        options: the task's own settings, for example ``{"max_terms": 3}``.
+        system, template: as for ``FileData``.
+
+    Example:
+        >>> ReasoningGymData(task="chain_sum", size=100, seed=1, options={"max_terms": 3}).source
+        'reasoning_gym'
+    """
+
+    task: str
+    size: Annotated[int, Field(ge=1)]
+    seed: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    source: Literal["reasoning_gym"] = "reasoning_gym"
+
+
+DataOptions = FileData | HubData | ReasoningGymData
+"""In a pydantic model: ``Annotated[DataOptions, Field(discriminator="source")]``; unknown keys are errors."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a data set and where it stands, for error messages.
+
+    Example:
+        >>> Row(place="train.jsonl, line 3", values={"prompt": "2+2="}).place
+        'train.jsonl, line 3'
+    """
+
+    place: str
+    values: Mapping[str, Any]
+
+
+def read_rows(options: DataOptions) -> tuple[Row, ...]:
+    """All rows under our column names, each with the same columns (None where a row lacks one).
+
+    Raises:
+        DataError: no such file, split, task or column; a row that cannot be read.
+        UnavailableError: the library or the network that this source needs is absent.
+
+    Example:
+        >>> row = read_rows(ReasoningGymData(task="chain_sum", size=1, seed=7))[0]
+        >>> sorted(row.values)
+        ['answer', 'entry', 'prompt']
+    """
+    match options:
+        case FileData():
+            rows, origin = _file_rows(options.path), str(options.path)
+        case HubData():
+            rows, origin = _hub_rows(options), options.name
+        case ReasoningGymData():
+            return _reasoning_gym_rows(options)
+    if not any(row.values for row in rows):
+        raise DataError(needed="at least one row", given=f"none in {origin}", remedy="Check the path or the split.")
+    return _renamed(rows, options.columns, origin)
+
+
+def _file_rows(path: Path) -> list[Row]:
+    if not path.is_file():
+        raise DataError(
+            needed="a data file",
+            given=f"{path}, which does not exist" if not path.exists() else f"{path}, which is not a file",
+            remedy="Check data.path (relative paths start at the current folder).",
+        )
+    if path.suffix == ".jsonl":
+        return _jsonl_rows(path)
+    if path.suffix == ".parquet":
+        return _parquet_rows(path)
+    raise DataError(
+        needed="a file called *.jsonl or *.parquet", given=str(path), remedy="Convert the data, or rename the file."
+    )
+
+
+def _jsonl_rows(path: Path) -> list[Row]:
+    rows = []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            place = f"{path}, line {number}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                if not text:
+                    continue
+                values = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+            except (ValueError, RecursionError) as error:
+                raise DataError(
+                    needed="one JSON object in UTF-8 on each line",
+                    given=f"{place}: {error}",
+                    remedy="Correct or delete this line.",
+                ) from error
+            if not isinstance(values, dict):
+                raise DataError(
+                    needed="one JSON object on each line",
+                    given=f"{place}: a {type(values).__name__}",
+                    remedy='Write the row as {"prompt": ...}.',
+                )
+            rows.append(Row(place, values))
+    return rows
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} comes twice")
+    return values
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _parquet_rows(path: Path) -> list[Row]:
+    try:
+        table = pyarrow.parquet.read_table(path)
+        records = table.to_pylist(maps_as_pydicts="strict")
+    except (pyarrow.ArrowException, OSError, KeyError, ValueError) as error:
+        raise DataError(
+            needed="a readable Parquet file with distinct column names",
+            given=f"{path}: {error}",
+            remedy="Write the file again.",
+        ) from error
+    return [Row(f"{path}, row {number}", values) for number, values in enumerate(records)]
+
+
+def _hub_rows(options: HubData) -> list[Row]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UnavailableError(
+            needed="the package datasets for data.source='hub'",
+            given="an environment without it",
+            remedy="Run pip install 'logitless[data]', or use a JSONL or Parquet file.",
+        ) from error
+    asked = f"{options.name} (config {options.config}, split {options.split})"
+    try:
+        loaded = datasets.load_dataset(options.name, options.config, split=options.split)
+    except ConnectionError as error:
+        raise UnavailableError(
+            needed=f"the hub, or a cached copy of {asked}",
+            given=f"{type(error).__name__}: {error}",
+            remedy="Go online once to fill the cache, unset HF_HUB_OFFLINE, or use a JSONL or Parquet file.",
+        ) from error
+    except (FileNotFoundError, ValueError, RuntimeError) as error:
+        raise DataError(
+            needed=f"the data set {asked}",
+            given=f"{type(error).__name__}: {error}",
+            remedy="Check data.name, data.config and data.split.",
+        ) from error
+    return [Row(f"{options.name}/{options.split}, row {number}", values) for number, values in enumerate(loaded)]
+
+
+def _reasoning_gym_rows(options: ReasoningGymData) -> tuple[Row, ...]:
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise UnavailableError(
+            needed="the package reasoning-gym for data.source='reasoning_gym'",
+            given="an environment without it",
+            remedy="Run pip install 'logitless[rewards]', or use a JSONL or Parquet file.",
+        ) from error
+    if options.task not in DATASETS:
+        raise DataError(
+            needed="the name of a reasoning-gym task",
+            given=repr(options.task),
+            remedy=f"Did you mean {nearest(options.task, DATASETS)!r}?",
+        )
+    try:
+        generated = reasoning_gym.create_dataset(
+            options.task, size=options.size, seed=options.seed, **dict(options.options)
+        )
+        entries = [generated[index] for index in range(options.size)]
+    except (TypeError, AssertionError, ValueError) as error:
+        raise DataError(
+            needed=f"options that the reasoning-gym task {options.task!r} takes",
+            given=f"{dict(options.options)} ({error})",
+            remedy="Check data.options against the task's configuration class.",
+        ) from error
+    return tuple(
+        Row(
+            f"{options.task}, row {number}",
+            {"prompt": entry["question"], "answer": entry["answer"], "entry": entry},
+        )
+        for number, entry in enumerate(entries)
+    )
+
+
+def _renamed(rows: Sequence[Row], columns: Mapping[str, str], origin: str) -> tuple[Row, ...]:
+    """The rows under our names; the first row's order of columns, later columns after it."""
+    theirs = list(dict.fromkeys(name for row in rows for name in row.values))
+    ours_of = {their: our for our, their in columns.items()}
+    if len(ours_of) != len(columns):
+        raise DataError(
+            needed="each column of the data under one name",
+            given=f"data.columns {dict(columns)}",
+            remedy="Map every column once.",
+        )
+    for our, their in {"prompt": "prompt", **columns}.items():
+        if their not in theirs:
+            raise DataError(
+                needed=f"a column {their!r} for {our!r} in {origin}",
+                given=f"the columns {_listed(theirs)}",
+                remedy=f"Set data.columns.{our}; did you mean {nearest(their, theirs)!r}?",
+            )
+    names = {their: ours_of.get(their, their) for their in theirs}
+    twice = {our for our in names.values() if list(names.values()).count(our) > 1}
+    if twice:
+        raise DataError(
+            needed="distinct column names after renaming",
+            given=f"{_listed(twice)} twice in {origin}",
+            remedy="Give the other column of that name a name of its own in data.columns.",
+        )
+    return tuple(Row(row.place, {our: row.values.get(their) for their, our in names.items()}) for row in rows)
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """The candidate spelled most like ``name``.
+
+    Example:
+        >>> nearest("qestion", ["answer", "question"])
+        'question'
+    """
+    return max(candidates, key=lambda candidate: difflib.SequenceMatcher(a=name, b=candidate).ratio())
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in sorted(names))
