@@ -90,7 +90,7 @@ def test_a_template_replaces_the_chat_template(tmp_path):
 
 def test_a_system_prompt_without_a_place_to_put_it_is_an_error(tmp_path):
     path = write_rows(tmp_path, {"prompt": "hi"})
-    with pytest.raises(ConfigurationError, match=r"data\.template"):
+    with pytest.raises(ConfigurationError, match="Set template"):
         load_prompts(FileData(path=path, system="Be."), make_tokenizer(), max_prompt_tokens=9)
 
 

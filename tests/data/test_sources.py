@@ -3,19 +3,18 @@
 import builtins
 import json
 from pathlib import Path
-from typing import Annotated
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from logitless.data.sources import DataOptions, FileData, HubData, ReasoningGymData, nearest, read_rows
 from logitless.errors import ConfigurationError, DataError, UnavailableError
 
 
 class Config(BaseModel):
-    data: Annotated[DataOptions, Field(discriminator="source")]
+    data: DataOptions
 
 
 def write_lines(folder: Path, *lines: str) -> Path:
@@ -25,18 +24,18 @@ def write_lines(folder: Path, *lines: str) -> Path:
 
 
 def test_a_configuration_picks_the_source_by_its_name():
-    data = Config.model_validate({"data": {"source": "file", "path": "a.jsonl", "columns": {"prompt": "q"}}}).data
+    data = Config.model_validate({"data": {"name": "file", "path": "a.jsonl", "columns": {"prompt": "q"}}}).data
     assert data == FileData(path=Path("a.jsonl"), columns={"prompt": "q"})
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        {"source": "file", "path": "a.jsonl", "task": "chain_sum"},
-        {"source": "hub", "name": "a/b", "split": "train", "path": "a.jsonl"},
-        {"source": "reasoning_gym", "task": "chain_sum", "size": 1, "seed": 0, "columns": {}},
-        {"source": "reasoning_gym", "task": "chain_sum", "size": 0, "seed": 0},
-        {"source": "nowhere"},
+        {"name": "file", "path": "a.jsonl", "task": "chain_sum"},
+        {"name": "hub", "dataset": "a/b", "split": "train", "path": "a.jsonl"},
+        {"name": "reasoning_gym", "task": "chain_sum", "size": 1, "seed": 0, "columns": {}},
+        {"name": "reasoning_gym", "task": "chain_sum", "size": 0, "seed": 0},
+        {"name": "nowhere"},
     ],
 )
 def test_a_key_of_another_source_or_an_impossible_value_is_an_error(data):
@@ -187,7 +186,7 @@ def test_the_hub_source_reads_what_the_datasets_library_loads(tmp_path, monkeypa
         return datasets.Dataset.from_list([{"question": "1+2", "answer": "3"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    (row,) = read_rows(HubData(name="me/sums", config="main", split="train", columns={"prompt": "question"}))
+    (row,) = read_rows(HubData(dataset="me/sums", config="main", split="train", columns={"prompt": "question"}))
     assert asked == [("me/sums", "main", "train")]
     assert row.values == {"prompt": "1+2", "answer": "3"}
 
@@ -195,7 +194,7 @@ def test_the_hub_source_reads_what_the_datasets_library_loads(tmp_path, monkeypa
 def test_a_hub_data_set_without_network_says_so():
     pytest.importorskip("datasets")
     with pytest.raises(UnavailableError, match="HF_HUB_OFFLINE"):
-        read_rows(HubData(name="logitless/not-cached-anywhere", split="train"))
+        read_rows(HubData(dataset="logitless/not-cached-anywhere", split="train"))
 
 
 def test_an_unknown_split_of_a_loadable_data_set_is_an_error(tmp_path, monkeypatch):
@@ -206,13 +205,13 @@ def test_an_unknown_split_of_a_loadable_data_set_is_an_error(tmp_path, monkeypat
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(DataError, match="tain"):
-        read_rows(HubData(name="me/sums", split="tain"))
+        read_rows(HubData(dataset="me/sums", split="tain"))
 
 
 @pytest.mark.parametrize(
     ("package", "options"),
     [
-        ("datasets", HubData(name="a/b", split="train")),
+        ("datasets", HubData(dataset="a/b", split="train")),
         ("reasoning_gym", ReasoningGymData(task="chain_sum", size=1, seed=0)),
     ],
 )

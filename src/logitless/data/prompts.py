@@ -96,9 +96,9 @@ def load_prompts(
     rows = read_rows(options)
     if options.template is None and options.system is not None and not tokenizer.chat_template:
         raise ConfigurationError(
-            needed="a chat template for data.system",
+            needed="a chat template for system",
             given="a tokenizer without one",
-            remedy="Set data.template with {system} and {prompt}, or leave data.system out.",
+            remedy="Set template with {system} and {prompt}, or leave system out.",
         )
     ids = _row_ids(rows)
     filled = [(row, row_id) for row, row_id in zip(rows, ids, strict=True) if not _is_empty(row)]
@@ -131,7 +131,7 @@ def load_prompts(
         raise DataError(
             needed="at least one prompt",
             given=f"{counts['rows']} rows: {counts['empty']} empty, {num_too_long} over {max_prompt_tokens} tokens",
-            remedy="Check data.columns.prompt, or raise max_prompt_tokens.",
+            remedy="Check columns.prompt, or raise max_prompt_tokens.",
         )
     return PromptSet(prompts=tuple(prompts), counts=counts)
 
@@ -280,13 +280,13 @@ def _row_ids(rows: Sequence[Row]) -> list[str]:
             raise DataError(
                 needed="a text or a whole number as id",
                 given=f"{value!r} at {row.place}",
-                remedy="Map another column with data.columns.id, or fill the missing ids.",
+                remedy="Map another column with columns.id, or fill the missing ids.",
             )
         if str(value) in ids:
             raise DataError(
                 needed="an id for each row that no other row has",
                 given=f"{str(value)!r} at {ids[str(value)]} and at {row.place}",
-                remedy="Map another column with data.columns.id, or number the rows.",
+                remedy="Map another column with columns.id, or number the rows.",
             )
         ids[str(value)] = row.place
     return list(ids)
@@ -314,13 +314,13 @@ def _messages(row: Row, options: DataOptions, tokenizer: PreTrainedTokenizerBase
         raise DataError(
             needed="a prompt that is text, or a list of messages with the texts `role` and `content`",
             given=f"{str(prompt)[:80]!r} at {row.place}",
-            remedy="Map the right column with data.columns.prompt.",
+            remedy="Map the right column with columns.prompt.",
         )
     if options.template is not None or not tokenizer.chat_template:
         raise ConfigurationError(
             needed="a chat template for the conversation",
-            given=f"{'data.template' if options.template else 'a tokenizer without one'} at {row.place}",
-            remedy="Use a tokenizer with a chat template and no data.template, or give prompts as text.",
+            given=f"{'template' if options.template else 'a tokenizer without one'} at {row.place}",
+            remedy="Use a tokenizer with a chat template and no template, or give prompts as text.",
         )
     if prompt[-1]["role"] == "assistant":
         raise DataError(
@@ -331,8 +331,8 @@ def _messages(row: Row, options: DataOptions, tokenizer: PreTrainedTokenizerBase
     if system and prompt[0]["role"] == "system":
         raise DataError(
             needed="one system message",
-            given=f"data.system and another one at {row.place}",
-            remedy="Leave data.system out, or remove the message.",
+            given=f"system and another one at {row.place}",
+            remedy="Leave system out, or remove the message.",
         )
     return (*system, *({name: value for name, value in message.items() if value is not None} for message in prompt))
 
@@ -360,7 +360,7 @@ def _chat_text(row: Row, messages: Sequence[Mapping[str, str]], tokenizer: PreTr
         raise DataError(
             needed="a conversation that the tokenizer's chat template accepts",
             given=f"roles {[message['role'] for message in messages]} at {row.place} ({error})",
-            remedy="Change the roles, leave data.system out, or set data.template.",
+            remedy="Change the roles, leave system out, or set template.",
         ) from error
 
 

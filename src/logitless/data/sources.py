@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Formatter
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import pyarrow
 import pyarrow.parquet
@@ -61,13 +61,13 @@ class FileData(_Rendered):
             chat template. None: the chat template where there is one, else the prompt as it is.
 
     Example:
-        >>> FileData(path=Path("train.jsonl"), columns={"prompt": "question", "answer": "gold"}).source
+        >>> FileData(path=Path("train.jsonl"), columns={"prompt": "question", "answer": "gold"}).name
         'file'
     """
 
     path: Path
     columns: Mapping[str, str] = field(default_factory=dict)
-    source: Literal["file"] = "file"
+    name: Literal["file"] = "file"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,21 +75,21 @@ class HubData(_Rendered):
     """Prompts of a data set that the ``datasets`` library can load: a hub name, or a local folder.
 
     Args:
-        name: for example ``openai/gsm8k``.
+        dataset: for example ``openai/gsm8k``.
         split: for example ``train``, or ``train[:1000]``.
         config: the data set's configuration (``main`` for GSM8K), where it has several.
         columns, system, template: as for ``FileData``.
 
     Example:
-        >>> HubData(name="openai/gsm8k", config="main", split="train", columns={"prompt": "question"}).split
+        >>> HubData(dataset="openai/gsm8k", config="main", split="train", columns={"prompt": "question"}).split
         'train'
     """
 
-    name: str
+    dataset: str
     split: str
     config: str | None = None
     columns: Mapping[str, str] = field(default_factory=dict)
-    source: Literal["hub"] = "hub"
+    name: Literal["hub"] = "hub"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class ReasoningGymData(_Rendered):
         system, template: as for ``FileData``.
 
     Example:
-        >>> ReasoningGymData(task="chain_sum", size=100, seed=1, options={"max_terms": 3}).source
+        >>> ReasoningGymData(task="chain_sum", size=100, seed=1, options={"max_terms": 3}).name
         'reasoning_gym'
     """
 
@@ -114,11 +114,11 @@ class ReasoningGymData(_Rendered):
     size: Annotated[int, Field(ge=1)]
     seed: int
     options: Mapping[str, Any] = field(default_factory=dict)
-    source: Literal["reasoning_gym"] = "reasoning_gym"
+    name: Literal["reasoning_gym"] = "reasoning_gym"
 
 
-DataOptions = FileData | HubData | ReasoningGymData
-"""In a pydantic model: ``Annotated[DataOptions, Field(discriminator="source")]``; unknown keys are errors."""
+DataOptions: TypeAlias = Annotated[FileData | HubData | ReasoningGymData, Field(discriminator="name")]
+"""A field of this type in a pydantic model is told apart by ``name``; unknown keys are errors."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def read_rows(options: DataOptions) -> tuple[Row, ...]:
         case FileData():
             rows, origin = _file_rows(options.path), str(options.path)
         case HubData():
-            rows, origin = _hub_rows(options), options.name
+            rows, origin = _hub_rows(options), options.dataset
         case ReasoningGymData():
             return _reasoning_gym_rows(options)
     if not any(row.values for row in rows):
@@ -163,7 +163,7 @@ def _file_rows(path: Path) -> list[Row]:
         raise DataError(
             needed="a data file",
             given=f"{path}, which does not exist" if not path.exists() else f"{path}, which is not a file",
-            remedy="Check data.path (relative paths start at the current folder).",
+            remedy="Check path (relative paths start at the current folder).",
         )
     if path.suffix == ".jsonl":
         return _jsonl_rows(path)
@@ -230,13 +230,13 @@ def _hub_rows(options: HubData) -> list[Row]:
         import datasets
     except ImportError as error:
         raise UnavailableError(
-            needed="the package datasets for data.source='hub'",
+            needed="the package datasets for hub data",
             given="an environment without it",
             remedy="Run pip install 'logitless[data]', or use a JSONL or Parquet file.",
         ) from error
-    asked = f"{options.name} (config {options.config}, split {options.split})"
+    asked = f"{options.dataset} (config {options.config}, split {options.split})"
     try:
-        loaded = datasets.load_dataset(options.name, options.config, split=options.split)
+        loaded = datasets.load_dataset(options.dataset, options.config, split=options.split)
     except ConnectionError as error:
         raise UnavailableError(
             needed=f"the hub, or a cached copy of {asked}",
@@ -247,9 +247,9 @@ def _hub_rows(options: HubData) -> list[Row]:
         raise DataError(
             needed=f"the data set {asked}",
             given=f"{type(error).__name__}: {error}",
-            remedy="Check data.name, data.config and data.split.",
+            remedy="Check dataset, config and split.",
         ) from error
-    return [Row(f"{options.name}/{options.split}, row {number}", values) for number, values in enumerate(loaded)]
+    return [Row(f"{options.dataset}/{options.split}, row {number}", values) for number, values in enumerate(loaded)]
 
 
 def _reasoning_gym_rows(options: ReasoningGymData) -> tuple[Row, ...]:
@@ -258,7 +258,7 @@ def _reasoning_gym_rows(options: ReasoningGymData) -> tuple[Row, ...]:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise UnavailableError(
-            needed="the package reasoning-gym for data.source='reasoning_gym'",
+            needed="the package reasoning-gym for reasoning_gym data",
             given="an environment without it",
             remedy="Run pip install 'logitless[rewards]', or use a JSONL or Parquet file.",
         ) from error
@@ -277,7 +277,7 @@ def _reasoning_gym_rows(options: ReasoningGymData) -> tuple[Row, ...]:
         raise DataError(
             needed=f"options that the reasoning-gym task {options.task!r} takes",
             given=f"{dict(options.options)} ({error})",
-            remedy="Check data.options against the task's configuration class.",
+            remedy="Check options against the task's configuration class.",
         ) from error
     return tuple(
         Row(
@@ -295,7 +295,7 @@ def _renamed(rows: Sequence[Row], columns: Mapping[str, str], origin: str) -> tu
     if len(ours_of) != len(columns):
         raise DataError(
             needed="each column of the data under one name",
-            given=f"data.columns {dict(columns)}",
+            given=f"columns {dict(columns)}",
             remedy="Map every column once.",
         )
     for our, their in {"prompt": "prompt", **columns}.items():
@@ -303,7 +303,7 @@ def _renamed(rows: Sequence[Row], columns: Mapping[str, str], origin: str) -> tu
             raise DataError(
                 needed=f"a column {their!r} for {our!r} in {origin}",
                 given=f"the columns {_listed(theirs)}",
-                remedy=f"Set data.columns.{our}; did you mean {nearest(their, theirs)!r}?",
+                remedy=f"Set columns.{our}; did you mean {nearest(their, theirs)!r}?",
             )
     names = {their: ours_of.get(their, their) for their in theirs}
     twice = {our for our in names.values() if list(names.values()).count(our) > 1}
@@ -311,7 +311,7 @@ def _renamed(rows: Sequence[Row], columns: Mapping[str, str], origin: str) -> tu
         raise DataError(
             needed="distinct column names after renaming",
             given=f"{_listed(twice)} twice in {origin}",
-            remedy="Give the other column of that name a name of its own in data.columns.",
+            remedy="Give the other column of that name a name of its own in columns.",
         )
     return tuple(Row(row.place, {our: row.values.get(their) for their, our in names.items()}) for row in rows)
 
