@@ -1,0 +1,124 @@
+"""The head's one public function: which backend runs, and that it gets checked arguments."""
+
+import functools
+import logging
+from typing import Literal
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from logitless.errors import InputError, UnavailableError
+from logitless.head import chunked, reference
+from logitless.head.contract import Backend, checked, why_not, without_autocast
+from logitless.types import LMHead, TokenScores
+
+logger = logging.getLogger("logitless")
+
+
+def token_scores(
+    hidden: Float[Tensor, "N D"],
+    head: LMHead | Float[Tensor, "V D"],
+    target: Int[Tensor, "N"],
+    *,
+    temperature: float | Float[Tensor, "N"] = 1.0,
+    backend: Literal["auto", "reference", "chunked", "fused"] = "auto",
+    memory_budget: int | None = None,
+    anchor: Float[Tensor, "N"] | None = None,
+    live: Bool[Tensor, "N"] | None = None,
+    group: ProcessGroup | None = None,
+) -> TokenScores:
+    """Log-probability of each target and entropy of each next-token distribution, without holding the logits.
+
+        z = softcap * tanh(scale * (hidden @ weight.T + bias + LoRA) / softcap) / temperature
+        logp = log softmax(z)[target];   entropy = -sum_v softmax(z)_v log softmax(z)_v
+
+    Gradient: of both results, to hidden, weight, bias and LoRA factors, as far as they require grad; exactly 0 from
+    rows whose incoming gradient is 0. Nothing flows to the temperature.
+
+    Args:
+        hidden: [N, D], the hidden state that predicts each target; its dtype is the dtype of the matrix products,
+            inside autocast too.
+        head: the LM head, or its weight [V, D].
+        target: [N] integers in range(V).
+        temperature: divides the logits; a positive number, or one per row.
+        backend: ``auto`` takes the fused kernels where they can run, else ``chunked``, and logs once which and why; a
+            name runs or raises.
+        memory_budget: bytes that may hold values of size rows x V; None takes the backend's default.
+        anchor: [N] a hint for speed, near each row's log-sum-exp, such as z_y - logp_old; never changes a result.
+        live: [N] a hint for speed: False where the gradient is known to be zero; never changes a result.
+        group: the process group over which ``head.weight`` is sharded by vocabulary, every rank holding contiguous
+            rows in rank order; hidden and target are the same on all ranks.
+
+    Returns:
+        float32 vectors of length N (float64 for float64 hidden states).
+
+    Raises:
+        InputError: arguments that do not fit together; a target out of range (on CUDA: a device-side assertion).
+        UnavailableError: a named backend that cannot run here.
+
+    Example:
+        >>> import torch
+        >>> scores = token_scores(torch.zeros(1, 3), torch.zeros(4, 3), torch.tensor([2]), backend="chunked")
+        >>> scores.logp, scores.entropy
+        (tensor([-1.3863]), tensor([1.3863]))
+    """
+    lm_head, target, temperature = checked(
+        hidden,
+        head,
+        target,
+        temperature=temperature,
+        memory_budget=memory_budget,
+        anchor=anchor,
+        live=live,
+        group=group,
+    )
+    name = _chosen(hidden, lm_head) if backend == "auto" else _named(backend, hidden, lm_head)
+    if name == "fused":
+        from logitless.head import fused
+
+        scores = fused.token_scores
+    else:
+        scores = reference.token_scores if name == "reference" else chunked.token_scores
+    with without_autocast(hidden.device):
+        return scores(
+            hidden,
+            lm_head,
+            target,
+            temperature=temperature,
+            memory_budget=memory_budget,
+            anchor=anchor,
+            live=live,
+            group=group,
+        )
+
+
+def _named(backend: Backend, hidden: Tensor, head: LMHead) -> Backend:
+    if backend not in ("reference", "chunked", "fused"):
+        raise InputError(
+            needed="a backend 'auto', 'reference', 'chunked' or 'fused'",
+            given=repr(backend),
+            remedy="Use 'auto' unless you compare backends.",
+        )
+    reason = why_not(backend, hidden, head)
+    if reason is not None:
+        raise UnavailableError(
+            needed=f"a machine and tensors on which backend={backend!r} can run",
+            given=reason,
+            remedy="Use backend='auto' or backend='chunked'.",
+        )
+    return backend
+
+
+def _chosen(hidden: Tensor, head: LMHead) -> Backend:
+    reason = why_not("fused", hidden, head)
+    if reason is None:
+        _log_once("fused", "it can run here and is the fastest")
+        return "fused"
+    _log_once("chunked", f"fused cannot run: {reason}")
+    return "chunked"
+
+
+@functools.cache
+def _log_once(backend: Backend, reason: str) -> None:
+    logger.info("head backend: %s (%s)", backend, reason)

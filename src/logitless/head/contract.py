@@ -1,0 +1,200 @@
+"""What every backend of the head relies on: checked arguments, one rule for dtypes, and why a backend cannot run here.
+
+The dtype rule: matrix products are between operands rounded to ``hidden.dtype``; logits, and everything made of them,
+are float32 (float64 for float64). A float32 master weight under bfloat16 hidden states is thus rounded to bfloat16
+for the product, while its gradient stays float32. Autocast changes nothing: ``hidden.dtype`` decides.
+"""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from logitless.errors import InputError
+from logitless.types import LMHead
+
+Backend = Literal["reference", "chunked", "fused"]
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def checked(
+    hidden: Tensor,
+    head: LMHead | Tensor,
+    target: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    memory_budget: int | None = None,
+    anchor: Tensor | None = None,
+    live: Tensor | None = None,
+    group: ProcessGroup | None = None,
+) -> tuple[LMHead, Tensor, float | Tensor]:
+    """The head as an ``LMHead``, the targets as int64 and the temperature in the logits' dtype, or an error.
+
+    Values that live on an accelerator are checked there, without a synchronisation: a target out of range then ends
+    the run with torch's device-side assertion instead of an ``InputError``.
+
+    Raises:
+        InputError: shapes, dtypes or devices that do not fit; a target out of range; a temperature that is not
+            positive or that requires grad; a negative memory budget.
+
+    Example:
+        >>> head, target, temperature = checked(torch.zeros(2, 4), torch.zeros(11, 4), torch.tensor([3, 10]))
+        >>> head.weight.shape, target.dtype, temperature
+        (torch.Size([11, 4]), torch.int64, 1.0)
+    """
+    if isinstance(head, Tensor):
+        head = LMHead(weight=head)
+    if hidden.dim() != 2 or hidden.dtype not in FLOATS:
+        raise InputError(
+            needed="hidden states [N, D] in float16, bfloat16, float32 or float64",
+            given=_described(hidden),
+            remedy="Select the scored rows first: hidden.flatten(0, 1)[source].",
+        )
+    num_rows, width = hidden.shape
+    vocabulary = head.weight.shape[0] if head.weight.dim() == 2 else 0
+    rank = head.lora_a.shape[0] if head.lora_a is not None else 0
+    _check("weight", head.weight, (vocabulary, width), hidden)
+    _check("bias", head.bias, (vocabulary,), hidden)
+    _check("lora_a", head.lora_a, (rank, width), hidden)
+    _check("lora_b", head.lora_b, (vocabulary, rank), hidden)
+    if not vocabulary:
+        raise InputError(
+            needed="a head over at least one token", given=_described(head.weight), remedy="Give a weight [V, D]."
+        )
+    if target.shape != (num_rows,) or target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        raise InputError(
+            needed=f"one integer target per row ({num_rows})",
+            given=_described(target),
+            remedy="Give target[t], the token predicted from hidden[t].",
+        )
+    for name, hint in (("anchor", anchor), ("live", live)):
+        if hint is not None and (hint.shape != (num_rows,) or hint.is_floating_point() != (name == "anchor")):
+            raise InputError(
+                needed=f"{name} [{num_rows}] of {'floats' if name == 'anchor' else 'booleans'}",
+                given=_described(hint),
+                remedy="Leave the hint out: it never changes a result.",
+            )
+    for name, value in (("target", target), ("anchor", anchor), ("live", live), ("temperature", temperature)):
+        if isinstance(value, Tensor) and value.device != hidden.device:
+            raise InputError(
+                needed=f"{name} on {hidden.device}, like hidden",
+                given=str(value.device),
+                remedy=f"Move it: {name}.to(hidden.device).",
+            )
+    if memory_budget is not None and memory_budget < 0:
+        raise InputError(
+            needed="a memory budget of 0 bytes or more", given=str(memory_budget), remedy="Leave it at None to default."
+        )
+    target = target.long()
+    if group is None:
+        require(
+            (target >= 0) & (target < vocabulary),
+            needed=f"targets in range({vocabulary})",
+            given="one outside of it",
+            remedy="Give rows of scored tokens only (no padding, no ignore index), ids of this head's vocabulary.",
+        )
+    return head, target, _checked_temperature(temperature, num_rows, logits_dtype(hidden.dtype))
+
+
+def _checked_temperature(temperature: float | Tensor, num_rows: int, dtype: torch.dtype) -> float | Tensor:
+    if not isinstance(temperature, Tensor):
+        if not (temperature > 0 and math.isfinite(temperature)):
+            raise InputError(
+                needed="a positive, finite temperature",
+                given=str(temperature),
+                remedy="Score greedy decoding at the temperature of the distribution you train, usually 1.0.",
+            )
+        return float(temperature)
+    if temperature.shape != (num_rows,) or not temperature.is_floating_point():
+        raise InputError(
+            needed=f"a number or one temperature per row ({num_rows})",
+            given=_described(temperature),
+            remedy="Give a float, or a float tensor [N].",
+        )
+    if temperature.requires_grad:
+        raise InputError(
+            needed="a temperature without gradient",
+            given="one that requires grad",
+            remedy="Detach it: temperature.detach(); the head does not learn temperatures.",
+        )
+    require(
+        (temperature > 0) & temperature.isfinite(),
+        needed="positive, finite temperatures",
+        given="one that is not",
+        remedy="Score greedy decoding at the temperature of the distribution you train, usually 1.0.",
+    )
+    return temperature.to(dtype)
+
+
+def require(condition: Tensor, *, needed: str, given: str, remedy: str) -> None:
+    """Raise unless all elements hold: at once on the CPU, on the device without synchronisation elsewhere."""
+    if condition.device.type == "meta":
+        return
+    if condition.device.type == "cpu":
+        if not bool(condition.all()):
+            raise InputError(needed=needed, given=given, remedy=remedy)
+    else:
+        torch._assert_async(condition.all(), f"needed {needed}; given {given}. {remedy}")
+
+
+def why_not(backend: Backend, hidden: Tensor, head: LMHead | Tensor) -> str | None:
+    """Why this backend cannot score these tensors on this machine, or None when it can.
+
+    Example:
+        >>> why_not("chunked", torch.zeros(2, 4), torch.zeros(11, 4)) is None
+        True
+    """
+    if backend != "fused":
+        return None
+    try:
+        from logitless.head import fused
+    except ImportError as error:
+        return f"its kernels cannot be imported ({error})"
+    return fused.why_not(hidden, LMHead(weight=head) if isinstance(head, Tensor) else head)
+
+
+def logits_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of logits, log-probs and entropies for hidden states of this dtype.
+
+    Example:
+        >>> logits_dtype(torch.bfloat16)
+        torch.float32
+    """
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A region in which autocast changes no dtype."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def _check(name: str, value: Tensor | None, shape: tuple[int, ...], hidden: Tensor) -> None:
+    if value is None:
+        return
+    if value.shape != shape:
+        raise InputError(
+            needed=f"{name} of shape {list(shape)} for hidden states of width {hidden.shape[1]}",
+            given=_described(value),
+            remedy="Take head and hidden states from the same model (weights as [V, D]).",
+        )
+    if value.dtype not in FLOATS:
+        raise InputError(
+            needed=f"{name} in float16, bfloat16, float32 or float64",
+            given=_described(value),
+            remedy="Dequantise the head, or load the model without quantising it.",
+        )
+    if value.device != hidden.device:
+        raise InputError(
+            needed=f"{name} on {hidden.device}, like hidden",
+            given=str(value.device),
+            remedy="Keep head and hidden states on one device.",
+        )
+
+
+def _described(value: Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
