@@ -78,8 +78,8 @@ def token_scores(
     y = target[:, None]
     delta = z - z.gather(1, y)
     top = delta.detach().amax(1, keepdim=True)
-    # exp of -1e4 is exactly 0: the floor only keeps 0 * -inf out of the entropy, and the target out of the sums.
-    shifted = (delta - top).clamp(min=-1e4).scatter(1, y, -1e4)
+    # exp of -1e4 is exactly 0: it keeps the target out of the sums, and 0 * -inf out of the entropy.
+    shifted = (delta - top).masked_fill(delta == -torch.inf, -1e4).scatter(1, y, -1e4)
     others = shifted.exp()
     top = top.squeeze(1)
     log_normaliser = torch.log1p(others.sum(1) + torch.expm1(-top))

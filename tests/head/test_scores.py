@@ -1,0 +1,323 @@
+"""What holds for every backend of the head."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from logitless.errors import InputError
+from logitless.head.api import token_scores
+from logitless.types import LMHead
+from tests.head.cases import (
+    BACKENDS,
+    DEVICES,
+    DTYPES,
+    Case,
+    assert_same,
+    error,
+    plain,
+    problem,
+    run,
+    truth,
+    widest,
+)
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6}
+SHAPES = [(1, 1, 1), (1, 2, 1), (2, 1, 3), (3, 17, 1), (13, 31, 7), (64, 128, 16), (67, 131, 33), (129, 257, 65)]
+OPTIONS = [
+    {"bias": True},
+    {"softcap": 3.0},
+    {"softcap": 3.0, "temperature": "per token", "scale": 0.25, "bias": True},
+    {"scale": 0.0625, "spread": 30.0},
+    {"temperature": 0.6},
+    {"temperature": "per token"},
+    {"trained": False},
+    {"lora": 3},
+    {"lora": 3, "trained": False, "bias": True, "softcap": 5.0},
+    {"lora": 1, "temperature": "per token", "scale": 2.0},
+]
+CASES = [Case(*shape) for shape in SHAPES] + [Case(29, 53, 11, **options) for options in OPTIONS]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scores_and_all_gradients_equal_log_softmax_of_full_logits(backend, case, device):
+    given = problem(replace(case, dtype=widest(backend)), device)
+    assert_same(run(given, backend), truth(given), TOLERANCE[widest(backend)])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("spread", [1.0, 8.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_further_from_the_truth_than_the_plain_path_in_the_same_dtype(backend, dtype, spread, device):
+    given = problem(Case(61, 211, 48, bias=True, lora=2, softcap=30.0, spread=spread, dtype=dtype), device)
+    exact, scored, usual = truth(given), run(given, backend), plain(given)
+    for name, value in exact.items():
+        floor = 4 * torch.finfo(torch.float32).eps
+        assert error(scored[name], value) <= 1.5 * error(usual[name], value) + floor, name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_log_probs_of_bfloat16_inputs_are_float32_exact(backend, device):
+    given = problem(Case(61, 211, 256, spread=8.0, dtype=torch.bfloat16), device)
+    exact, scored = truth(given), run(given, backend)
+    assert scored["logp"].dtype == scored["entropy"].dtype == torch.float32
+    torch.testing.assert_close(scored["logp"].double(), exact["logp"], atol=2e-5, rtol=0)
+    torch.testing.assert_close(scored["entropy"].double(), exact["entropy"], atol=2e-5, rtol=0)
+    assert error(scored["grad_hidden"], exact["grad_hidden"]) < 4e-3
+    assert error(scored["grad_weight"], exact["grad_weight"]) < 4e-3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_float32_weight_is_rounded_for_the_product_and_its_gradient_is_not(backend, device):
+    given = problem(Case(61, 97, 24, lora=2, dtype=torch.bfloat16, weight_dtype=torch.float32), device)
+    exact, scored = truth(given), run(given, backend)
+    torch.testing.assert_close(scored["logp"].double(), exact["logp"], atol=1e-5, rtol=0)
+    assert scored["grad_weight"].dtype == torch.float32
+    assert scored["grad_hidden"].dtype == torch.bfloat16
+    if device == "cpu" and backend != "fused":
+        assert error(scored["grad_weight"], exact["grad_weight"]) < 1e-5
+        assert error(scored["grad_lora_b"], exact["grad_lora_b"]) < 1e-5
+    assert error(scored["grad_weight"], exact["grad_weight"]) < 4e-3
+
+
+def _corner(backend, gap, target):
+    """Three tokens with logits (gap, 0, 0): hidden is ``gap`` times the first unit vector, weight the identity."""
+    dtype = widest(backend)
+    hidden = torch.zeros(1, 16, dtype=dtype)
+    hidden[0, 0] = gap
+    weight = torch.eye(3, 16, dtype=dtype)
+    return hidden.requires_grad_(), weight.requires_grad_(), torch.tensor([target])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_target_of_probability_nearly_one_still_has_a_log_prob_and_a_gradient(backend):
+    # logits (a, 0, 0) with 2 exp(-a) = 1e-7: p_y = 1 / (1 + 1e-7), logp = -log1p(1e-7), d logp / d z_y = 1e-7 / (1 + 1e-7).
+    hidden, weight, target = _corner(backend, 16.811242831518264, 0)
+    scores = token_scores(hidden, weight, target, backend=backend)
+    scores.logp.sum().backward()
+    assert float(scores.logp.detach()) == pytest.approx(-1e-7, rel=1e-5)
+    assert hidden.grad[0, :3].tolist() == pytest.approx([1e-7, -5e-8, -5e-8], rel=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_entropy_of_a_nearly_certain_token_is_not_lost(backend):
+    # 1 - p = s = 1e-7 on two tokens of s/2: entropy = s + s log(2/s) to first order in s.
+    hidden, weight, target = _corner(backend, 16.811242831518264, 0)
+    scores = token_scores(hidden, weight, target, backend=backend)
+    assert float(scores.entropy.detach()) == pytest.approx(1e-7 * (1 + 16.811242831518264), rel=1e-5)
+
+
+@pytest.mark.parametrize("logp", [-40.0, -90.0, -200.0, -1000.0])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_improbable_targets_have_exact_log_probs_and_gradients(backend, logp):
+    # logits (a, 0, 0), target 1: logp = -a - log(1 + 2 exp(-a)) = -a here; d logp / d z = (-1, 1, 0).
+    hidden, weight, target = _corner(backend, -logp, 1)
+    scores = token_scores(hidden, weight, target, backend=backend)
+    scores.logp.sum().backward()
+    assert float(scores.logp.detach()) == pytest.approx(logp, rel=1e-6)
+    assert float(scores.entropy.detach()) == pytest.approx(0, abs=1e-12 if -logp > 90 else 1e-14)
+    assert hidden.grad[0, :3].tolist() == pytest.approx([-1, 1, 0], rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_large_logits_and_ties_are_finite(backend):
+    hidden = torch.full((2, 16), 500.0, dtype=widest(backend))
+    weight = torch.ones(8, 16, dtype=widest(backend))
+    scores = token_scores(hidden, weight, torch.tensor([0, 7]), backend=backend)
+    torch.testing.assert_close(scores.logp.double(), torch.full((2,), 8.0).double().log().neg(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(scores.entropy.double(), torch.full((2,), 8.0).double().log(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_masked_by_a_bias_of_minus_infinity_do_not_exist(backend):
+    given = problem(Case(9, 24, 16, bias=True, dtype=widest(backend)))
+    target = given.target % 13
+    masked = torch.where(torch.arange(24) < 13, given.head.bias.detach(), float("-inf"))
+    head = replace(given.head, bias=masked.requires_grad_())
+    short = replace(
+        given.head, weight=given.head.weight.detach()[:13].clone().requires_grad_(), bias=given.head.bias.detach()[:13]
+    )
+    results = []
+    for chosen in (head, short):
+        hidden = given.hidden.detach().clone().requires_grad_()
+        scores = token_scores(hidden, chosen, target, backend=backend)
+        (scores.logp.sum() + scores.entropy.sum()).backward()
+        results.append((scores.logp, scores.entropy, hidden.grad, chosen.weight.grad[:13]))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+    assert not head.weight.grad[13:].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_nan_stays_in_its_row(backend):
+    given = problem(Case(23, 31, 16, dtype=widest(backend)))
+    clean = run(given, backend)
+    with torch.no_grad():
+        given.hidden[5, 3] = float("nan")
+    spoilt = run(given, backend)
+    others = torch.arange(23) != 5
+    for name in ("logp", "entropy", "grad_hidden"):
+        assert spoilt[name][5].isnan().all(), name
+        assert torch.equal(spoilt[name][others], clean[name][others]), name
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
+def test_a_nan_in_a_row_without_gradient_reaches_no_gradient(backend):
+    given = problem(Case(23, 31, 16, dtype=widest(backend)))
+    given.grad_logp[5] = given.grad_entropy[5] = 0
+    clean = run(given, backend)
+    with torch.no_grad():
+        given.hidden[5] = float("nan")
+    spoilt = run(given, backend)
+    assert not spoilt["grad_hidden"][5].any()
+    assert_same({"w": spoilt["grad_weight"]}, {"w": clean["grad_weight"]}, 1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_rows_give_empty_scores_and_zero_gradients(backend):
+    given = problem(Case(0, 31, 16, bias=True, lora=2, dtype=widest(backend)))
+    result = run(given, backend)
+    assert result["logp"].shape == result["entropy"].shape == (0,)
+    assert result["grad_hidden"].shape == (0, 16)
+    for name in ("grad_weight", "grad_bias", "grad_lora_a", "grad_lora_b"):
+        assert not result[name].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_without_gradient_give_exact_zeros(backend):
+    given = problem(Case(23, 31, 16, bias=True, lora=2, dtype=widest(backend)))
+    given.grad_logp.zero_()
+    given.grad_entropy.zero_()
+    for name, value in run(given, backend).items():
+        assert name in ("logp", "entropy") or not value.any(), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("wrong", [-100, -1, 31, 2**40])
+def test_targets_out_of_range_are_an_error(backend, wrong):
+    with pytest.raises(InputError, match="range\\(31\\)"):
+        token_scores(torch.zeros(2, 16), torch.zeros(31, 16), torch.tensor([0, wrong]), backend=backend)
+
+
+@pytest.mark.parametrize("anchor", ["old log-sum-exp", "far too low", "far too high"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_anchor_changes_no_result(backend, anchor):
+    given = problem(Case(37, 41, 16, dtype=widest(backend)))
+    logits = (given.hidden @ given.head.weight.T).detach()
+    shift = {"old log-sum-exp": 0.0, "far too low": -500.0, "far too high": 500.0}[anchor]
+    hint = logits.logsumexp(1) + shift
+    assert_same(run(given, backend, anchor=hint), run(given, backend), TOLERANCE[widest(backend)])
+
+
+@pytest.mark.parametrize("hint", ["true", "all dead", "all live"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_live_hint_changes_no_result_even_when_it_is_wrong(backend, hint):
+    given = problem(Case(37, 41, 16, dtype=widest(backend)))
+    moved = (given.grad_logp != 0) | (given.grad_entropy != 0)
+    live = {"true": moved, "all dead": torch.zeros_like(moved), "all live": torch.ones_like(moved)}[hint]
+    assert_same(run(given, backend, live=live), run(given, backend), TOLERANCE[widest(backend)])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 77, 1000])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scoring_and_training_give_the_same_bits(backend, rows, dtype, device):
+    if backend == "fused" and device == "cpu":
+        rows = min(rows, 300)
+    given = problem(Case(rows, 61, 24, dtype=dtype), device)
+    options = {"backend": backend} if backend == "reference" else {"backend": backend, "memory_budget": 3 * 4 * 61 * 96}
+    with torch.no_grad():
+        scored = token_scores(given.hidden, given.head, given.target, **options)
+    trained = token_scores(given.hidden, given.head, given.target, **options)
+    assert trained.logp.requires_grad
+    assert not scored.logp.requires_grad
+    assert torch.equal(scored.logp, trained.logp)
+    assert torch.equal(scored.entropy, trained.entropy)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_same_call_gives_the_same_bits(backend, dtype, device):
+    given = problem(Case(150, 61, 24, bias=True, lora=2, dtype=dtype), device)
+    first = run(given, backend)
+    for name, value in run(given, backend).items():
+        assert torch.equal(value, first[name]), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_inputs_dtype_decides_inside_autocast_too(backend):
+    given = problem(Case(23, 31, 16, dtype=torch.float32))
+    outside = run(given, backend)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = given.hidden.detach().clone().requires_grad_()
+        scores = token_scores(hidden, given.head, given.target, backend=backend)
+    assert torch.equal(scores.logp, outside["logp"])
+    gradient = torch.autograd.grad([scores.logp, scores.entropy], hidden, [given.grad_logp, given.grad_entropy])[0]
+    assert torch.equal(gradient, outside["grad_hidden"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_activation_checkpointing_changes_nothing(backend):
+    given = problem(Case(23, 31, 16, dtype=widest(backend)))
+
+    def loss(hidden, weight):
+        scores = token_scores(hidden, weight, given.target, backend=backend)
+        return (scores.logp * given.grad_logp + scores.entropy * given.grad_entropy).sum()
+
+    results = []
+    for wrapped in (False, True):
+        leaves = [leaf.detach().clone().requires_grad_() for leaf in (given.hidden, given.head.weight)]
+        (checkpoint(loss, *leaves, use_reentrant=False) if wrapped else loss(*leaves)).backward()
+        results.append([leaf.grad for leaf in leaves])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_weight_tied_to_the_embedding_gets_both_gradients(backend):
+    given = problem(Case(9, 31, 16, dtype=widest(backend)))
+    ids = torch.arange(9)
+
+    def gradient(through_input, through_head):
+        weight = given.head.weight.detach().clone().requires_grad_()
+        hidden = (weight if through_input else weight.detach())[ids]
+        head = weight if through_head else weight.detach()
+        return torch.autograd.grad(token_scores(hidden, head, given.target, backend=backend).logp.sum(), weight)[0]
+
+    assert_same(
+        {"w": gradient(True, True)}, {"w": gradient(True, False) + gradient(False, True)}, TOLERANCE[widest(backend)]
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_one_of_the_two_results_may_be_differentiated(backend):
+    given = problem(Case(23, 31, 16, dtype=widest(backend)))
+    both = run(given, backend)
+    parts = []
+    for name, upstream in (("logp", given.grad_logp), ("entropy", given.grad_entropy)):
+        copy = given.leaf_copy()
+        score = getattr(token_scores(copy.hidden, copy.head, copy.target, backend=backend), name)
+        parts.append(torch.autograd.grad(score, copy.hidden, upstream)[0])
+    assert_same({"h": parts[0] + parts[1]}, {"h": both["grad_hidden"]}, TOLERANCE[widest(backend)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_come_in_the_dtype_of_what_they_belong_to(backend, dtype):
+    if dtype not in DTYPES[backend]:
+        pytest.skip(f"{backend} does not take {dtype}")
+    weight = torch.ones(5, 16, dtype=dtype, requires_grad=True)
+    hidden = torch.ones(3, 16, dtype=dtype, requires_grad=True)
+    head = LMHead(weight, bias=torch.zeros(5, requires_grad=True))
+    scores = token_scores(hidden, head, torch.tensor([0, 1, 2], dtype=torch.int32), backend=backend)
+    scores.logp.sum().backward()
+    assert scores.logp.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert (hidden.grad.dtype, weight.grad.dtype, head.bias.grad.dtype) == (dtype, dtype, torch.float32)
