@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from logitless.errors import InputError
@@ -213,6 +213,8 @@ class TokenBatch:
         turn: [N] non-decreasing turn ids inside a sequence, or None.
         value_old: [N] value predictions of the scoring pass (PPO), or None.
         value_target: [N] return the value head is fitted to (PPO), or None.
+        entropy_weight: [N] normalisation of the entropy bonus, or None.
+        selected: [N] tokens that a covariance loss picked from the scoring pass, or None.
         inputs: what the backbone reads, or None where there is no backbone.
 
     Raises:
@@ -241,6 +243,8 @@ class TokenBatch:
     turn: Int[Tensor, "N"] | None = None
     value_old: Float[Tensor, "N"] | None = None
     value_target: Float[Tensor, "N"] | None = None
+    entropy_weight: Float[Tensor, "N"] | None = None
+    selected: Bool[Tensor, "N"] | None = None
     inputs: PackedInputs | None = None
 
     def __post_init__(self) -> None:

@@ -1,0 +1,154 @@
+"""Correction for tokens that another engine sampled: the importance weight of the trainer's old policy to the sampler.
+
+``c = exp(D)``, D from ``logp_old - logp_sampler``: the same weights in two implementations (kernels, precision, delay).
+It multiplies the surrogate's loss, not the KL term, and carries no gradient.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float
+from pydantic import ConfigDict
+from torch import Tensor
+
+from logitless.errors import ConfigurationError
+from logitless.objective.ranges import Ranges
+
+Level = Literal["token", "sequence", "geometric"]
+Mode = Literal["truncate", "mask"]
+
+
+def sampler_log_ratio(logp_old: Float[Tensor, "N"], logp_sampler: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
+    """``D_t = logp_old_t - logp_sampler_t``; 0 where ``logp_sampler`` is NaN, the mark of an engine that gave no value.
+
+    Example:
+        >>> sampler_log_ratio(torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, float("nan")]))
+        tensor([0.5000, 0.0000])
+    """
+    return torch.where(logp_sampler.isnan(), 0.0, logp_old - logp_sampler).detach()
+
+
+def correction_log_weight(log_ratio: Float[Tensor, "N"], ranges: Ranges, level: Level) -> Float[Tensor, "N"]:
+    """``log c``: D of the token, its sum over the sequence, or its mean over the sequence (geometric).
+
+    Source: truncated importance sampling, https://fengyao.notion.site/off-policy-rl; sequence level as TRL has it.
+
+    Example:
+        >>> pair = Ranges(torch.tensor([0, 0]), 1, torch.tensor([True, True]))
+        >>> correction_log_weight(torch.tensor([0.1, 0.3]), pair, "sequence")
+        tensor([0.4000, 0.4000])
+        >>> correction_log_weight(torch.tensor([0.1, 0.3]), pair, "geometric")
+        tensor([0.2000, 0.2000])
+    """
+    if level == "token":
+        return log_ratio
+    return ranges.spread(ranges.sum(log_ratio) if level == "sequence" else ranges.mean(log_ratio))
+
+
+def bounded_weight(
+    weight: Float[Tensor, "N"], mode: Mode, weight_min: float | None, weight_max: float | None
+) -> Float[Tensor, "N"]:
+    """``truncate``: clip to [min, max]; ``mask``: 0 outside of [min, max]. A bound of None does not bound.
+
+    Example:
+        >>> bounded_weight(torch.tensor([0.1, 1.0, 9.0]), "truncate", None, 3.0)
+        tensor([0.1000, 1.0000, 3.0000])
+        >>> bounded_weight(torch.tensor([0.1, 1.0, 9.0]), "mask", 0.5, 3.0)
+        tensor([0., 1., 0.])
+    """
+    if weight_min is None and weight_max is None:
+        return weight
+    bounded = weight.clamp(weight_min, weight_max)
+    return bounded if mode == "truncate" else torch.where(bounded == weight, weight, 0.0)
+
+
+@dataclass(frozen=True)
+class CorrectionTerms:
+    """The correction of each token.
+
+    Args:
+        weight: [N] c, without gradient.
+        missing: [N] tokens without ``logp_sampler``, whose D is 0.
+    """
+
+    weight: Float[Tensor, "N"]
+    missing: Bool[Tensor, "N"]
+
+
+@dataclass(frozen=True)
+class SamplerCorrection:
+    """Multiply the surrogate's loss by ``c = exp(D)``, bounded.
+
+    Args:
+        level: ``token``; ``sequence``, the whole sequence's weight; ``geometric``, its geometric mean.
+        mode: ``truncate`` clips c to [min, max]; ``mask`` drops what lies outside, and without bounds keeps c as it is.
+        min, max: bounds of c.
+        filtered_sampling: what to do where sampling used top-p, top-k, min-p or a penalty, so that ``logp_sampler`` is
+            of another distribution than ``logp_old``: ``refuse`` or ``accept``; ``check_sampling`` asks.
+
+    Raises:
+        ConfigurationError: ``truncate`` without a bound, or bounds out of order.
+
+    Example:
+        >>> one = Ranges(torch.tensor([0]), 1, torch.tensor([True]))
+        >>> SamplerCorrection(max=2.0)(torch.tensor([-1.0]), torch.tensor([-3.0]), one).weight
+        tensor([2.])
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    level: Level = "token"
+    mode: Mode = "truncate"
+    min: float | None = None
+    max: float | None = None
+    filtered_sampling: Literal["refuse", "accept"] = "refuse"
+    name: Literal["sampler"] = field(default="sampler", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.mode == "truncate" and self.min is None and self.max is None:
+            raise ConfigurationError(
+                needed="a bound to truncate at", given="min=None, max=None", remedy="Set max, to about 2.0."
+            )
+        low, high = (0.0 if self.min is None else self.min), (float("inf") if self.max is None else self.max)
+        if not 0 <= low < high:
+            raise ConfigurationError(
+                needed="0 <= min < max",
+                given=f"min={self.min}, max={self.max}",
+                remedy="Bounds are of c itself, around 1.",
+            )
+
+    def __call__(
+        self, logp_old: Float[Tensor, "N"], logp_sampler: Float[Tensor, "N"], sequences: Ranges
+    ) -> CorrectionTerms:
+        """The bounded correction of each token."""
+        log_ratio = sampler_log_ratio(logp_old, logp_sampler)
+        weight = correction_log_weight(log_ratio, sequences, self.level).exp()
+        return CorrectionTerms(bounded_weight(weight, self.mode, self.min, self.max), logp_sampler.isnan())
+
+    def check_sampling(
+        self, *, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0, repetition_penalty: float = 1.0
+    ) -> None:
+        """Refuse a correction between two different distributions, unless ``filtered_sampling="accept"``.
+
+        Args:
+            top_p, top_k, min_p, repetition_penalty: the sampler's settings; the defaults switch each of them off.
+
+        Raises:
+            ConfigurationError: one of them is on.
+
+        Example:
+            >>> SamplerCorrection(max=2.0).check_sampling(top_p=1.0)
+        """
+        used = {
+            "top_p": top_p < 1,
+            "top_k": top_k > 0,
+            "min_p": min_p > 0,
+            "repetition_penalty": repetition_penalty != 1,
+        }
+        names = ", ".join(name for name, is_used in used.items() if is_used)
+        if names and self.filtered_sampling == "refuse":
+            raise ConfigurationError(
+                needed="sampling from the whole softmax under a sampler correction",
+                given=names,
+                remedy="Switch it off, or set filtered_sampling='accept' on the correction.",
+            )

@@ -1,0 +1,94 @@
+"""The choice of tokens by the covariance of advantage and log-probability (Clip-Cov, KL-Cov).
+
+``cov_t = (A_t - mean A)(logp_t - mean logp)`` over the trained tokens of a scope. A few tokens carry most of it, and
+with it most of the fall of entropy. Source: arXiv:2505.22617.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from logitless.objective.advantage import one_rank
+
+GatherOverRanks = Callable[[Tensor], Tensor]
+"""The concatenation of every rank's vector, in the same order on every rank; lengths may differ."""
+
+
+def token_covariance(
+    advantage: Float[Tensor, "N"],
+    logp: Float[Tensor, "N"],
+    counted: Bool[Tensor, "N"],
+    gather: GatherOverRanks = one_rank,
+) -> Float[Tensor, "N"]:
+    """``(A - mean A)(logp - mean logp)``, means over the counted tokens of all ranks; without gradient.
+
+    Example:
+        >>> token_covariance(torch.tensor([1.0, -1.0]), torch.tensor([-1.0, -3.0]), torch.tensor([True, True]))
+        tensor([1., 1.])
+    """
+    everyone = gather(counted)
+    num_counted = everyone.sum().clamp(min=1)
+
+    def centered(values: Tensor) -> Tensor:
+        hidden = torch.where(counted, values.detach(), 0.0)
+        return hidden - (gather(hidden).double().sum() / num_counted).to(values.dtype)
+
+    return centered(advantage) * centered(logp)
+
+
+def num_chosen(fraction: float, num_tokens: Int[Tensor, ""]) -> Int[Tensor, ""]:
+    """``max(1, floor(fraction N))``.
+
+    Example:
+        >>> num_chosen(2e-4, torch.tensor(12345))
+        tensor(2)
+    """
+    return (num_tokens.double() * fraction).floor().long().clamp(min=1)
+
+
+def largest(
+    key: Float[Tensor, "N"], eligible: Bool[Tensor, "N"], number: Int[Tensor, ""], gather: GatherOverRanks = one_rank
+) -> Bool[Tensor, "N"]:
+    """The ``number`` eligible tokens with the largest key over all ranks; all, if fewer. Equal keys stay together.
+
+    Example:
+        >>> largest(torch.tensor([1.0, 3.0, 2.0]), torch.tensor([True, False, True]), torch.tensor(1))
+        tensor([False, False,  True])
+    """
+    if not len(everyone := gather(torch.where(eligible, key, -math.inf))):
+        return eligible
+    ordered = everyone.sort(descending=True).values
+    return eligible & (key >= ordered[(number - 1).clamp(max=len(ordered) - 1)])
+
+
+def random_in_band(
+    covariance: Float[Tensor, "N"],
+    eligible: Bool[Tensor, "N"],
+    number: Int[Tensor, ""],
+    *,
+    low: float,
+    high: float,
+    generator: torch.Generator,
+    gather: GatherOverRanks = one_rank,
+) -> Bool[Tensor, "N"]:
+    """``number`` tokens drawn evenly from the eligible ones with ``low < covariance < high``; all of them, if fewer.
+
+    Args:
+        covariance: [N].
+        eligible: [N].
+        number: how many, over all ranks.
+        low, high: the band.
+        generator: of random numbers; seeded differently on every rank.
+        gather: see ``GatherOverRanks``.
+
+    Example:
+        >>> random_in_band(torch.tensor([0.0, 2.0, 9.0]), torch.tensor([True, True, True]), torch.tensor(1),
+        ...                low=1.0, high=5.0, generator=torch.Generator().manual_seed(0))
+        tensor([False,  True, False])
+    """
+    order = torch.rand(len(covariance), generator=generator, device=generator.device, dtype=torch.float64)
+    in_band = eligible & (covariance > low) & (covariance < high)
+    return largest(order.to(covariance.device), in_band, number, gather)

@@ -1,0 +1,560 @@
+"""The composition: ratio, surrogate, filters, sampler correction, KL and entropy bonus make one loss of vectors [N].
+
+    loss = sum_t w_t (c_t kept_t l_t + beta kl_t)  -  coefficient * sum_t v_t kept_t H_t
+
+There is no second copy of any of it: every head, packing and trainer calls this. It sees no logits, no padding, no
+number of micro-batches and no world size; normalisation is in the weights, so that sums over any partition of a step
+agree.
+Gives up: second derivatives (the gradient is taken here, once, and handed on).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float
+from pydantic import ConfigDict
+from torch import Tensor
+
+from logitless.errors import ConfigurationError, InputError
+from logitless.objective.advantage import one_rank
+from logitless.objective.correction import CorrectionTerms, SamplerCorrection
+from logitless.objective.covariance import GatherOverRanks, largest, num_chosen, random_in_band, token_covariance
+from logitless.objective.divergence import KLPenalty
+from logitless.objective.entropy import EntropyBonus, entropy_mean
+from logitless.objective.filters import Filter, OffPolicy, TopEntropy, off_policy_keep
+from logitless.objective.inputs import required
+from logitless.objective.ranges import Ranges, SumOverRanks, turn_ranges
+from logitless.objective.ratio import (
+    Ratio,
+    SequenceRatio,
+    SequenceTokenRatio,
+    TokenRatio,
+    TurnRatio,
+    sequence_log_ratio,
+    sequence_token_log_ratio,
+    token_log_ratio,
+)
+from logitless.objective.surrogate import (
+    Clip,
+    ClipCov,
+    Gmpo,
+    KlCov,
+    Surrogate,
+    SurrogateInputs,
+    SurrogateTerms,
+    Vespo,
+)
+from logitless.types import TokenBatch
+
+__all__ = [
+    "BlockStatistics",
+    "EntropyBonus",
+    "Filter",
+    "KLPenalty",
+    "Objective",
+    "ObjectiveOutput",
+    "Ratio",
+    "SamplerCorrection",
+    "Surrogate",
+]
+
+
+@dataclass(frozen=True)
+class BlockStatistics:
+    """What is settled once a block, from the scoring pass, so that no optimizer step depends on how it is cut.
+
+    Args:
+        entropy_threshold: entropy from which ``TopEntropy`` keeps a token, or None.
+        selected: [N] tokens of the block that a covariance loss picked, or None.
+    """
+
+    entropy_threshold: Float[Tensor, ""] | None = None
+    selected: Bool[Tensor, "N"] | None = None
+
+    def attach(self, block: TokenBatch) -> TokenBatch:
+        """The block with ``selected``, which ``TokenBatch.take`` carries into every micro-batch."""
+        return block if self.selected is None else replace(block, selected=self.selected)
+
+
+@dataclass(frozen=True)
+class ObjectiveOutput:
+    """A loss and what diagnostics read; everything but ``loss`` is detached. Rows of weight 0 hold 0 or False.
+
+    Args:
+        loss: this micro-batch's part of the step's loss, to be summed over micro-batches and ranks, never averaged.
+        token_loss: [N] ``c_t kept_t l_t + beta kl_t`` before the weight.
+        grad_logp: [N] ``d loss / d logp``, weights included; None where no gradient was asked for.
+        trained: [N] rows with a weight.
+        advantage: [N].
+        entropy: [N], None where none was given.
+        entropy_bonus: the mean entropy that the bonus pays for, this micro-batch's part of it; None without a bonus.
+        token_log_ratio, log_ratio: [N] per token and at the configured level; None without ``logp_old``.
+        clipped_low, clipped_high: [N] see ``SurrogateTerms``; None for a surrogate without bounds.
+        dropped: filter name -> [N] tokens that it dropped.
+        correction, missing_sampler: [N] sampler correction, and tokens without ``logp_sampler``; None without one.
+        kl, log_ratio_ref, kl_clamped: [N] the KL term before beta, ``logp - logp_ref``, and tokens where that was
+            clamped; None without a KL.
+    """
+
+    loss: Float[Tensor, ""]
+    token_loss: Float[Tensor, "N"]
+    trained: Bool[Tensor, "N"]
+    advantage: Float[Tensor, "N"]
+    grad_logp: Float[Tensor, "N"] | None = None
+    entropy: Float[Tensor, "N"] | None = None
+    entropy_bonus: Float[Tensor, ""] | None = None
+    token_log_ratio: Float[Tensor, "N"] | None = None
+    log_ratio: Float[Tensor, "N"] | None = None
+    clipped_low: Bool[Tensor, "N"] | None = None
+    clipped_high: Bool[Tensor, "N"] | None = None
+    dropped: Mapping[str, Bool[Tensor, "N"]] = field(default_factory=dict)
+    correction: Float[Tensor, "N"] | None = None
+    missing_sampler: Bool[Tensor, "N"] | None = None
+    kl: Float[Tensor, "N"] | None = None
+    log_ratio_ref: Float[Tensor, "N"] | None = None
+    kl_clamped: Bool[Tensor, "N"] | None = None
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A policy loss, put together from parts.
+
+    Args:
+        ratio: level of the importance ratio.
+        surrogate: the policy loss.
+        filters: each at most once; a token must pass all of them.
+        correction: of the sampler's distribution, or None.
+        kl: KL to the reference in the loss, or None.
+        entropy_bonus: or None.
+
+    Raises:
+        ConfigurationError: parts that exclude each other: a ratio level that nothing reads, VESPO with a correction that
+            is not per token, a filter given twice.
+
+    Example:
+        >>> batch = TokenBatch(
+        ...     sequence=torch.tensor([0, 0]), num_sequences=1, advantage=torch.tensor([2.0, 2.0]),
+        ...     token_weight=torch.tensor([0.5, 0.5]), logp_old=torch.tensor([-1.0, -1.0]))
+        >>> logp = torch.tensor([-1.0, -1.0], requires_grad=True)
+        >>> output = Objective(surrogate=Clip(0.8, 1.28))(logp, None, batch)
+        >>> output.loss.backward()
+        >>> output.loss.item(), logp.grad
+        (-2.0, tensor([-1., -1.]))
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    ratio: Ratio = field(default_factory=TokenRatio)
+    surrogate: Surrogate = field(default_factory=Clip)
+    filters: tuple[Filter, ...] = ()
+    correction: SamplerCorrection | None = None
+    kl: KLPenalty | None = None
+    entropy_bonus: EntropyBonus | None = None
+
+    def __post_init__(self) -> None:
+        level_is_read = self.surrogate.reads == "any" or (
+            self.kl is not None and self.kl.ratio_corrected == "surrogate"
+        )
+        if not isinstance(self.ratio, TokenRatio) and not level_is_read:
+            raise ConfigurationError(
+                needed=f"the token ratio under {self.surrogate.name!r}, which reads no other",
+                given=f"ratio={self.ratio.name!r}",
+                remedy="Leave the ratio out, or choose a surrogate of the ratio such as 'clip'.",
+            )
+        if isinstance(self.surrogate, Vespo) and self.correction is not None and self.correction.level != "token":
+            raise ConfigurationError(
+                needed="a token-level sampler correction under 'vespo', whose weight is a sequence's already",
+                given=f"level={self.correction.level!r}",
+                remedy="Set correction.level='token'.",
+            )
+        names = [each.name for each in self.filters]
+        if len(set(names)) < len(names):
+            raise ConfigurationError(
+                needed="each filter at most once", given=", ".join(names), remedy="Keep the stricter one."
+            )
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Fields of ``TokenBatch`` that must not be None, besides the obligatory ones.
+
+        Example:
+            >>> sorted(Objective(kl=KLPenalty("k3")).needs)
+            ['logp_old', 'logp_ref']
+        """
+        conditions = {
+            "logp_old": self.surrogate.reads != "none"
+            or self.correction is not None
+            or (self.kl is not None and self.kl.ratio_corrected is not None),
+            "logp_ref": self.kl is not None,
+            "logp_sampler": self.correction is not None,
+            "turn": isinstance(self.ratio, TurnRatio),
+            "entropy_old": any(isinstance(each, TopEntropy) and each.scope == "block" for each in self.filters),
+            "entropy_weight": self.entropy_bonus is not None,
+            "selected": isinstance(self.surrogate, ClipCov | KlCov) and self.surrogate.scope == "block",
+        }
+        return frozenset(name for name, is_needed in conditions.items() if is_needed)
+
+    def __call__(
+        self,
+        logp: Float[Tensor, "N"],
+        entropy: Float[Tensor, "N"] | None,
+        batch: TokenBatch,
+        *,
+        beta: float | Float[Tensor, ""] = 0.0,
+        entropy_coefficient: float | None = None,
+        sum_over_ranks: SumOverRanks | None = None,
+        block: BlockStatistics | None = None,
+        gather: GatherOverRanks = one_rank,
+        generator: torch.Generator | None = None,
+    ) -> ObjectiveOutput:
+        """The loss of a micro-batch.
+
+        Gradient: through ``logp`` and, with an entropy bonus, ``entropy``; exactly 0 in rows of weight 0, whatever they
+            hold. It is worked out during this call (``grad_logp``), so that ``loss.backward()`` only hands it on and
+            every collective of ``sum_over_ranks`` has run when the call returns.
+
+        Args:
+            logp: [N] nats of the policy being trained.
+            entropy: [N] nats, or None where nothing reads it.
+            batch: everything else, on the same device.
+            beta: coefficient of the KL term.
+            entropy_coefficient: ``EntropyController.applied``; obligatory with an adaptive bonus, None otherwise.
+            sum_over_ranks: where sequences are split over ranks, the differentiable sum over those ranks.
+            block: of ``block_statistics``, where a part has ``scope="block"``.
+            gather: over all ranks, for parts with ``scope="micro_batch"``.
+            generator: for ``clip_cov`` with ``scope="micro_batch"``, seeded differently on every rank.
+
+        Raises:
+            InputError: a vector of another length; a tensor that a part needs and the batch lacks; a coefficient
+                without the part that it multiplies; advantages that differ inside a sequence (or turn) that shares one
+                ratio (checked on CPU only: on a GPU it would cost a synchronisation).
+        """
+        self._check_call(logp, entropy, batch, beta, entropy_coefficient)
+
+        def evaluate(logp: Tensor, entropy: Tensor | None) -> ObjectiveOutput:
+            step = _Step(self, logp, entropy, batch, sum_over_ranks, block, gather, generator)
+            return step.output(beta, entropy_coefficient)
+
+        sources = [each for each in (logp, entropy) if each is not None]
+        if not torch.is_grad_enabled() or not any(each.requires_grad for each in sources):
+            return evaluate(logp, entropy)
+        leaves = [each.detach().requires_grad_() for each in sources]
+        output = evaluate(leaves[0], leaves[1] if entropy is not None else None)
+        gradients = torch.autograd.grad(output.loss, leaves, allow_unused=True, materialize_grads=True)
+        loss = _KnownGradient.apply(output.loss.detach(), gradients, *sources)  # type: ignore[no-untyped-call]
+        return replace(output, loss=loss, grad_logp=gradients[0])
+
+    def block_statistics(
+        self,
+        block: TokenBatch,
+        *,
+        gather: GatherOverRanks = one_rank,
+        generator: torch.Generator | None = None,
+    ) -> BlockStatistics | None:
+        """What parts with ``scope="block"`` take from the scoring pass; None where no part does.
+
+        Args:
+            block: all sequences of the block on this rank, with weights (those of weight 0 are left out).
+            gather: over all ranks.
+            generator: for ``clip_cov``, seeded differently on every rank.
+
+        Returns:
+            Statistics to pass to every call as ``block``; a covariance loss needs ``attach`` before the block is cut.
+
+        Raises:
+            InputError: ``entropy_old``, ``logp_old`` or the generator is missing.
+
+        Example:
+            >>> objective = Objective(filters=(TopEntropy(0.5),))
+            >>> block = TokenBatch(
+            ...     sequence=torch.tensor([0, 0, 0]), num_sequences=1, advantage=torch.zeros(3),
+            ...     token_weight=torch.ones(3), entropy_old=torch.tensor([0.1, 0.2, 0.9]))
+            >>> objective.block_statistics(block).entropy_threshold
+            tensor(0.2000)
+        """
+        trained = block.token_weight != 0
+        threshold = selected = None
+        for each in self.filters:
+            if isinstance(each, TopEntropy) and each.scope == "block":
+                threshold = each.threshold(gather(required(block.entropy_old, "entropy_old")), gather(trained))
+        if isinstance(self.surrogate, ClipCov | KlCov) and self.surrogate.scope == "block":
+            logp_old = required(block.logp_old, "logp_old")
+            selected = _selected(self.surrogate, logp_old, block.advantage, trained, trained, gather, generator)
+        return None if threshold is None and selected is None else BlockStatistics(threshold, selected)
+
+    def entropy_weight(
+        self,
+        step: TokenBatch,
+        *,
+        block: BlockStatistics | None = None,
+        sum_over_ranks: Callable[[Tensor], Tensor] = one_rank,
+    ) -> Float[Tensor, "N"]:
+        """Weights of the entropy bonus for an optimizer step: ``kept_t`` over the number of kept tokens of all ranks.
+
+        Kept means trained and, with ``TopEntropy(scope="block")``, at or above the block's threshold.
+
+        Args:
+            step: every sequence of the step on this rank, with weights.
+            block: as in ``__call__``.
+            sum_over_ranks: of a number, over **all** ranks.
+
+        Example:
+            >>> step = TokenBatch(sequence=torch.tensor([0, 0]), num_sequences=1, advantage=torch.zeros(2),
+            ...                   token_weight=torch.ones(2))
+            >>> Objective(entropy_bonus=EntropyBonus(0.01)).entropy_weight(step)
+            tensor([0.5000, 0.5000])
+        """
+        kept = step.token_weight != 0
+        for each in self.filters:
+            if isinstance(each, TopEntropy) and each.scope == "block":
+                kept = kept & _above_threshold(step, block)
+        number = sum_over_ranks(kept.double().sum()).clamp(min=1.0)
+        return (kept.double() / number).to(step.token_weight.dtype)
+
+    def _check_call(
+        self,
+        logp: Tensor,
+        entropy: Tensor | None,
+        batch: TokenBatch,
+        beta: float | Tensor,
+        entropy_coefficient: float | None,
+    ) -> None:
+        lengths = [len(each) for each in (logp, entropy) if each is not None]
+        if set(lengths) != {batch.num_tokens}:
+            raise InputError(
+                needed=f"logp and entropy of the batch's {batch.num_tokens} tokens",
+                given=" and ".join(str(length) for length in lengths),
+                remedy="Score exactly the batch's targets.",
+            )
+        if self.kl is None and (isinstance(beta, Tensor) or beta != 0):
+            raise InputError(
+                needed="a KL term for beta to multiply",
+                given=f"beta={beta} and kl=None",
+                remedy="Set kl=KLPenalty(...), or leave beta out.",
+            )
+        adaptive = self.entropy_bonus is not None and self.entropy_bonus.adaptive is not None
+        if adaptive != (entropy_coefficient is not None):
+            raise InputError(
+                needed="an entropy_coefficient exactly when the entropy bonus is adaptive",
+                given=f"entropy_coefficient={entropy_coefficient}",
+                remedy="Pass EntropyController.applied with an adaptive bonus, and nothing otherwise.",
+            )
+
+
+class _Step:
+    """One evaluation of an objective: its vectors in the working dtype, 0 in rows of weight 0."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        logp: Tensor,
+        entropy: Tensor | None,
+        batch: TokenBatch,
+        sum_over_ranks: SumOverRanks | None,
+        block: BlockStatistics | None,
+        gather: GatherOverRanks,
+        generator: torch.Generator | None,
+    ) -> None:
+        self.objective, self.batch, self.block = objective, batch, block
+        self.gather, self.generator, self.sum_over_ranks = gather, generator, sum_over_ranks
+        self.dtype = torch.float64 if logp.dtype == torch.float64 else torch.float32
+        self.trained = batch.token_weight != 0
+        self.sequences = Ranges(batch.sequence, batch.num_sequences, self.trained, sum_over_ranks)
+        self.logp = self.read(logp, "logp")
+        self.entropy = None if entropy is None else self.read(entropy, "entropy")
+        self.advantage = self.read(batch.advantage, "advantage")
+        self.token_log_ratio: Tensor | None = None
+        self.log_ratio: Tensor | None = None
+        if batch.logp_old is not None:
+            self.token_log_ratio = token_log_ratio(self.logp, self.read(batch.logp_old, "logp_old"))
+            self.log_ratio = self.level(self.token_log_ratio)
+
+    def read(self, value: Tensor | None, name: str) -> Tensor:
+        """The values of trained rows, 0 elsewhere."""
+        return torch.where(self.trained, required(value, name).to(self.dtype), 0.0)
+
+    def level(self, log_ratio: Tensor) -> Tensor:
+        """The log ratio at the configured level, advantages made to fit it."""
+        ratio = self.objective.ratio
+        match ratio:
+            case TokenRatio():
+                return log_ratio
+            case SequenceTokenRatio():
+                return sequence_token_log_ratio(log_ratio, self.sequences)
+            case SequenceRatio():
+                if ratio.advantage_within_sequence is None:
+                    _check_constant(self.advantage, self.sequences, "sequence")
+                elif ratio.advantage_within_sequence == "mean":
+                    self.advantage = self.sequences.spread(self.sequences.mean(self.advantage))
+                return sequence_log_ratio(log_ratio, self.sequences)
+            case TurnRatio():
+                turns = turn_ranges(
+                    self.batch.sequence,
+                    self.batch.num_sequences,
+                    required(self.batch.turn, "turn"),
+                    self.trained,
+                    max_turns=ratio.max_turns,
+                    sum_over_ranks=self.sum_over_ranks,
+                )
+                _check_constant(self.advantage, turns, "turn")
+                return sequence_log_ratio(log_ratio, turns)
+
+    def output(self, beta: float | Tensor, entropy_coefficient: float | None) -> ObjectiveOutput:
+        """Section by section of the equation at the top of this file."""
+        objective, batch = self.objective, self.batch
+        correction = self.correction()
+        terms = self.surrogate(correction)
+        dropped: dict[str, Tensor] = {each.name: self.trained & ~self.kept(each) for each in objective.filters}
+        token_loss = torch.where(self.trained, terms.loss, 0.0)
+        for mask in dropped.values():
+            token_loss = torch.where(mask, 0.0, token_loss)
+        if correction is not None and not isinstance(objective.surrogate, Vespo):
+            token_loss = token_loss * correction.weight
+        kl = None
+        if objective.kl is not None:
+            logp_ref = self.read(batch.logp_ref, "logp_ref")
+            kl = objective.kl(self.logp, logp_ref, self.token_log_ratio, self.log_ratio)
+            token_loss = token_loss + beta * kl.kl
+        loss = (batch.token_weight.to(self.dtype) * token_loss).sum()
+        bonus = None
+        if objective.entropy_bonus is not None:
+            bonus = entropy_mean(
+                required(self.entropy, "entropy"),
+                self.read(batch.entropy_weight, "entropy_weight"),
+                self.trained & ~dropped[TopEntropy.name] if TopEntropy.name in dropped else self.trained,
+                renormalized=objective.entropy_bonus.scope == "micro_batch",
+            )
+            static = objective.entropy_bonus.coefficient
+            loss = loss - (static if entropy_coefficient is None else entropy_coefficient) * bonus
+        return ObjectiveOutput(
+            loss=loss,
+            token_loss=token_loss.detach(),
+            trained=self.trained,
+            advantage=self.advantage,
+            entropy=_detached(self.entropy),
+            entropy_bonus=_detached(bonus),
+            token_log_ratio=_detached(self.token_log_ratio),
+            log_ratio=_detached(self.log_ratio),
+            clipped_low=terms.clipped_low,
+            clipped_high=terms.clipped_high,
+            dropped=dropped,
+            correction=None if correction is None else correction.weight,
+            missing_sampler=None if correction is None else correction.missing,
+            kl=None if kl is None else kl.kl.detach(),
+            log_ratio_ref=None if kl is None else kl.log_ratio_ref,
+            kl_clamped=None if kl is None else kl.clamped,
+        )
+
+    def correction(self) -> CorrectionTerms | None:
+        if self.objective.correction is None:
+            return None
+        logp_old = self.read(self.batch.logp_old, "logp_old")
+        logp_sampler = self.read(self.batch.logp_sampler, "logp_sampler")
+        return self.objective.correction(logp_old, logp_sampler, self.sequences)
+
+    def surrogate(self, correction: CorrectionTerms | None) -> SurrogateTerms:
+        surrogate = self.objective.surrogate
+        if isinstance(surrogate, Gmpo):
+            _check_constant(self.advantage, self.sequences, "sequence")
+        inputs = SurrogateInputs(
+            logp=self.logp,
+            advantage=self.advantage,
+            sequences=self.sequences,
+            logp_old=None if self.batch.logp_old is None else self.read(self.batch.logp_old, "logp_old"),
+            token_log_ratio=self.token_log_ratio,
+            log_ratio=self.log_ratio,
+            correction=None if correction is None else correction.weight,
+            selected=self.batch.selected,
+        )
+        if isinstance(surrogate, ClipCov | KlCov) and surrogate.scope == "micro_batch":
+            eligible = self.trained
+            if isinstance(surrogate, ClipCov):
+                clipped = Clip(surrogate.ratio_min, surrogate.ratio_max)(inputs)
+                assert clipped.clipped_low is not None
+                assert clipped.clipped_high is not None
+                eligible = eligible & ~clipped.clipped_low & ~clipped.clipped_high
+            selected = _selected(
+                surrogate, self.logp, self.advantage, self.trained, eligible, self.gather, self.generator
+            )
+            inputs = replace(inputs, selected=selected)
+        return surrogate(inputs)
+
+    def kept(self, each: OffPolicy | TopEntropy) -> Tensor:
+        if isinstance(each, OffPolicy):
+            drawn, name = self.batch.logp_sampler, "logp_sampler"
+            if drawn is None:
+                drawn, name = self.batch.logp_old, "logp_old"
+            return off_policy_keep(self.logp, self.read(drawn, name), self.advantage, self.sequences, each.threshold)
+        if each.scope == "block":
+            return _above_threshold(self.batch, self.block)
+        entropy = required(self.entropy, "entropy").detach()
+        return entropy >= each.threshold(self.gather(entropy), self.gather(self.trained))
+
+
+class _KnownGradient(torch.autograd.Function):
+    """A loss whose gradients are known already; backward multiplies and hands them on."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: tuple[Tensor, ...], *sources: Tensor) -> Tensor:
+        del sources
+        ctx.save_for_backward(*gradients)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return None, None, *(grad * gradient for gradient in ctx.saved_tensors)
+
+
+def _detached(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.detach()
+
+
+def _selected(
+    surrogate: ClipCov | KlCov,
+    logp: Tensor,
+    advantage: Tensor,
+    trained: Tensor,
+    eligible: Tensor,
+    gather: GatherOverRanks,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """The tokens that a covariance loss picks among the eligible ones."""
+    covariance = token_covariance(advantage, logp, trained, gather)
+    number = num_chosen(surrogate.fraction, gather(trained).sum())
+    if isinstance(surrogate, KlCov):
+        return largest(covariance, eligible, number, gather)
+    if generator is None:
+        raise InputError(
+            needed="a random generator to choose tokens for 'clip_cov'",
+            given="None",
+            remedy="Pass generator=torch.Generator().manual_seed(...), seeded differently on every rank.",
+        )
+    return random_in_band(
+        covariance, eligible, number, low=surrogate.low, high=surrogate.high, generator=generator, gather=gather
+    )
+
+
+def _above_threshold(batch: TokenBatch, block: BlockStatistics | None) -> Tensor:
+    entropy_old = required(batch.entropy_old, "entropy_old")
+    if block is None or block.entropy_threshold is None:
+        raise InputError(
+            needed="the block's entropy threshold",
+            given="block=None" if block is None else "block statistics of another objective",
+            remedy="Pass block=objective.block_statistics(whole_block), or set TopEntropy(scope='micro_batch').",
+        )
+    return entropy_old >= block.entropy_threshold
+
+
+def _check_constant(advantage: Tensor, ranges: Ranges, what: Literal["sequence", "turn"]) -> None:
+    if advantage.device.type != "cpu":
+        return
+    values, index = advantage[ranges.counted], ranges.index[ranges.counted]
+    if bool(((values[1:] != values[:-1]) & (index[1:] == index[:-1])).any()):
+        remedy = "Use the ratio 'sequence_token' for advantages per token"
+        more = ", or choose advantage_within_sequence='mean' or 'multiply'." if what == "sequence" else "."
+        raise InputError(
+            needed=f"one advantage a {what}, for its tokens share one ratio",
+            given=f"advantages that differ inside a {what}",
+            remedy=remedy + more,
+        )

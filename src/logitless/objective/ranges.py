@@ -1,0 +1,169 @@
+"""Sums and means over the contiguous token ranges of a packed batch: its sequences, or their turns.
+
+Equal to ``zeros(B).index_add(0, index, values)``, but every range is added up by itself, in float64 and in a fixed
+order: no float atomics (bitwise repeatable on CPU and CUDA), no long cumulative sum to difference (a NaN or a large
+value stays in its own sequence), no Python loop and no synchronisation (borders come from a binary search).
+Gives up: ids must not decrease, and MPS, which has no float64.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from logitless.errors import InputError
+
+SumOverRanks = Callable[[Tensor], Tensor]
+"""A differentiable all-reduce (sum) over the ranks that hold parts of the same sequences."""
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Contiguous ranges of tokens, of which only the counted (trained) tokens enter sums and means.
+
+    Args:
+        index: [N] non-decreasing range of each token, in ``range(num_ranges)``.
+        num_ranges: B, ranges without tokens included.
+        counted: [N] tokens that take part; values of the others are never read.
+        sum_over_ranks: where ranges are split over ranks, the sum of a [B] tensor over those ranks, differentiable
+            (its backward sums the gradients over the same ranks); None where every range is whole.
+
+    Example:
+        >>> ranges = Ranges(torch.tensor([0, 0, 2]), 3, torch.tensor([True, True, True]))
+        >>> ranges.sum(torch.tensor([1.0, 2.0, 5.0]))
+        tensor([3., 0., 5.])
+        >>> ranges.spread(ranges.mean(torch.tensor([1.0, 2.0, 5.0])))
+        tensor([1.5000, 1.5000, 5.0000])
+    """
+
+    index: Int[Tensor, "N"]
+    num_ranges: int
+    counted: Bool[Tensor, "N"]
+    sum_over_ranks: SumOverRanks | None = None
+
+    @cached_property
+    def offsets(self) -> Int[Tensor, "B1"]:
+        """[B + 1] first token of each range on this rank, and N."""
+        borders = torch.arange(self.num_ranges + 1, device=self.index.device, dtype=self.index.dtype)
+        return torch.searchsorted(self.index, borders)
+
+    @cached_property
+    def counts(self) -> Float[Tensor, "B"]:
+        """[B] counted tokens of each range over all ranks, float64."""
+        return self._total(self.counted.double())
+
+    def sum(self, values: Float[Tensor, "N"]) -> Float[Tensor, "B"]:
+        """Sum over the counted tokens of each range; 0 for a range without any.
+
+        Gradient: 1 to every counted token of the range, on whichever rank it lies.
+        """
+        return self._total(torch.where(self.counted, values, 0.0).double()).to(values.dtype)
+
+    def mean(self, values: Float[Tensor, "N"]) -> Float[Tensor, "B"]:
+        """Mean over the counted tokens of each range; 0 for a range without any."""
+        total = self._total(torch.where(self.counted, values, 0.0).double())
+        return (total / self.counts.clamp(min=1.0)).to(values.dtype)
+
+    def spread(self, values: Float[Tensor, "B"]) -> Float[Tensor, "N"]:
+        """The value of its range for every token.
+
+        Gradient: summed over the range, as ``sum`` does it.
+        """
+        return _Spread.apply(values, self.index, self.offsets)  # type: ignore[no-untyped-call]
+
+    def _total(self, values: Float[Tensor, "N"]) -> Float[Tensor, "B"]:
+        local = _Sum.apply(values, self.index, self.offsets)  # type: ignore[no-untyped-call]
+        return local if self.sum_over_ranks is None else self.sum_over_ranks(local)
+
+
+def turn_ranges(
+    sequence: Int[Tensor, "N"],
+    num_sequences: int,
+    turn: Int[Tensor, "N"],
+    counted: Bool[Tensor, "N"],
+    *,
+    max_turns: int | None = None,
+    sum_over_ranks: SumOverRanks | None = None,
+) -> Ranges:
+    """The turns of all sequences as ranges.
+
+    Args:
+        sequence: [N] sequence of each token, non-decreasing.
+        num_sequences: B.
+        turn: [N] turn ids, non-decreasing inside a sequence.
+        counted: [N] trained tokens.
+        max_turns: every turn id is below it. Without it turns are numbered by where the id changes, which a rank that
+            holds only a part of a sequence cannot do.
+        sum_over_ranks: see ``Ranges``.
+
+    Raises:
+        InputError: ``max_turns`` missing with ``sum_over_ranks``; a turn id that decreases inside its sequence or is
+            not below ``max_turns`` (checked on CPU).
+
+    Example:
+        >>> counted = torch.ones(4, dtype=torch.bool)
+        >>> turn_ranges(torch.tensor([0, 0, 0, 1]), 2, torch.tensor([0, 0, 3, 0]), counted).index
+        tensor([0, 0, 1, 2])
+    """
+    changes = (sequence[1:] != sequence[:-1]) | (turn[1:] != turn[:-1])
+    if turn.device.type == "cpu":
+        _check_turns(sequence, turn, max_turns)
+    if max_turns is not None:
+        return Ranges(sequence * max_turns + turn, num_sequences * max_turns, counted, sum_over_ranks)
+    if sum_over_ranks is not None:
+        raise InputError(
+            needed="a bound on turn ids where sequences are split over ranks",
+            given="max_turns=None",
+            remedy="Set TurnRatio(max_turns=...) to more than the largest turn id.",
+        )
+    index = torch.cat([turn.new_zeros(min(1, len(turn))), changes.cumsum(0)])
+    return Ranges(index, len(turn), counted)
+
+
+def _check_turns(sequence: Tensor, turn: Tensor, max_turns: int | None) -> None:
+    backwards = (sequence[1:] == sequence[:-1]) & (turn[1:] < turn[:-1])
+    if bool(backwards.any()):
+        raise InputError(
+            needed="turn ids that do not decrease inside a sequence",
+            given="a decreasing turn id",
+            remedy="Number the turns of each sequence in their order.",
+        )
+    if max_turns is not None and len(turn) and not 0 <= int(turn.min()) <= int(turn.max()) < max_turns:
+        raise InputError(
+            needed=f"turn ids in range({max_turns})",
+            given=f"{int(turn.min())} to {int(turn.max())}",
+            remedy="Raise max_turns, or number turns from 0.",
+        )
+
+
+class _Sum(torch.autograd.Function):
+    """[N] -> [B]; its gradient is a gather."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(index, offsets)
+        return torch.segment_reduce(values, "sum", offsets=offsets, initial=0.0, unsafe=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        index, offsets = ctx.saved_tensors
+        return _Spread.apply(grad, index, offsets), None, None  # type: ignore[no-untyped-call]
+
+
+class _Spread(torch.autograd.Function):
+    """[B] -> [N]; its gradient is a sum over ranges, where autograd's own would use atomics on CUDA."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(index, offsets)
+        return values[index]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        index, offsets = ctx.saved_tensors
+        total = _Sum.apply(grad.double(), index, offsets)  # type: ignore[no-untyped-call]
+        return total.to(grad.dtype), None, None
