@@ -144,11 +144,13 @@ class TextReward:
     Args:
         name: which reward this is.
         weight: factor in the weighted sum.
+        gate: instead of counting in the sum, make the whole reward 0 unless this score is above 0.
         label: what its metrics are called; ``name`` where None. For two rewards of one kind.
     """
 
     name: str
     weight: float = 1.0
+    gate: bool = False
     label: str | None = None
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
@@ -242,25 +244,33 @@ class Batch:
 
 @dataclass(frozen=True)
 class WeightedReward:
-    """A reward in a weighted sum.
+    """A reward's place in a sum.
 
     Args:
         reward: the reward.
         weight: its factor; may be negative (a penalty).
         name: what its metrics are called; the reward's own name where empty.
+        gate: instead of counting in the sum, make the whole sum 0 unless this score is above 0.
 
     Raises:
-        ConfigurationError: the weight is not finite.
+        ConfigurationError: the weight is not finite, or a gate has one.
     """
 
     reward: Reward
     weight: float = 1.0
     name: str = ""
+    gate: bool = False
 
     def __post_init__(self) -> None:
         if not abs(self.weight) < float("inf"):
             raise ConfigurationError(
                 needed="a finite weight", given=str(self.weight), remedy="Leave the reward out, or give it a number."
+            )
+        if self.gate and self.weight != 1.0:
+            raise ConfigurationError(
+                needed="no weight on a gate, which is not part of the sum",
+                given=str(self.weight),
+                remedy="Leave `weight` out, or set `gate: false`.",
             )
         if not self.name:
             object.__setattr__(self, "name", self.reward.name)
