@@ -97,7 +97,7 @@ def _corner(backend, gap, target):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_target_of_probability_nearly_one_still_has_a_log_prob_and_a_gradient(backend):
-    # logits (a, 0, 0) with 2 exp(-a) = 1e-7: p_y = 1 / (1 + 1e-7), logp = -log1p(1e-7), d logp / d z_y = 1e-7 / (1 + 1e-7).
+    # logits (a, 0, 0) with s = 2 exp(-a) = 1e-7: p_y = 1 / (1 + s), logp = -log1p(s), d logp / d z_y = s / (1 + s).
     hidden, weight, target = _corner(backend, 16.811242831518264, 0)
     scores = token_scores(hidden, weight, target, backend=backend)
     scores.logp.sum().backward()

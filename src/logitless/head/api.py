@@ -63,6 +63,12 @@ def token_scores(
         >>> scores.logp, scores.entropy
         (tensor([-1.3863]), tensor([1.3863]))
     """
+    if backend not in ("auto", "reference", "chunked", "fused"):
+        raise InputError(
+            needed="a backend 'auto', 'reference', 'chunked' or 'fused'",
+            given=repr(backend),
+            remedy="Use 'auto' unless you compare backends.",
+        )
     lm_head, target, temperature = checked(
         hidden,
         head,
@@ -94,12 +100,6 @@ def token_scores(
 
 
 def _named(backend: Backend, hidden: Tensor, head: LMHead) -> Backend:
-    if backend not in ("reference", "chunked", "fused"):
-        raise InputError(
-            needed="a backend 'auto', 'reference', 'chunked' or 'fused'",
-            given=repr(backend),
-            remedy="Use 'auto' unless you compare backends.",
-        )
     reason = why_not(backend, hidden, head)
     if reason is not None:
         raise UnavailableError(

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from logitless.head import vocab_parallel
-from logitless.head.contract import logits_dtype, require, without_autocast
+from logitless.head.contract import logits_dtype, refuse_second_derivative, require, without_autocast
 from logitless.head.vocab_parallel import Partial
 from logitless.types import LMHead, TokenScores
 
@@ -239,8 +238,8 @@ class _TokenScores(torch.autograd.Function):
         return logp, entropy
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("chunked")
         arriving = [gradient for gradient in (grad_logp, grad_entropy) if gradient is not None]
         if not arriving:
             return (None,) * 8
@@ -262,8 +261,10 @@ class _TokenScores(torch.autograd.Function):
                 None if grad_entropy is None else grad_entropy[live],
                 ctx.call,
             )
-            gradients = _gradients(_Operands.of(*inputs, ctx.call), hidden, live, rows, ctx.needs_input_grad[:5])
-        cast = [None if g is None else g.to(x.dtype) for g, x in zip(gradients, inputs, strict=True)]
+            gradients = _Gradients(_Operands.of(*inputs, ctx.call), hidden, rows, ctx.needs_input_grad[:5])
+            for chunk in _slices(len(live), ctx.call.chunk):
+                gradients.add(live[chunk], hidden[live[chunk]], rows.chunk(chunk))
+        cast = [None if g is None else g.to(x.dtype) for g, x in zip(gradients.total(), inputs, strict=True)]
         return (*cast, None, None, None)
 
 
@@ -348,45 +349,57 @@ def _rows(
     )
 
 
-def _gradients(
-    operands: _Operands, hidden: Tensor, live: Tensor, rows: _Rows, needed: tuple[bool, ...]
-) -> tuple[Tensor | None, ...]:
-    """Gradients of hidden, weight, bias and the LoRA factors, None where not needed."""
-    for_hidden, for_weight, for_bias, for_lora_a, for_lora_b = needed
-    weight, lora_a, lora_b, call = operands.weight, operands.lora_a, operands.lora_b, operands.call
-    wide = rows.top.dtype
-    grad_hidden = torch.zeros_like(hidden, dtype=hidden.dtype if call.group is None else wide) if for_hidden else None
-    grad_weight = grad_bias = grad_lora_a = grad_lora_b = None
-    # float16 would lose small factors: there the weight's gradient is formed in units of the largest.
-    unit = rows.factor.abs().amax() if weight.dtype == torch.float16 and len(live) else None
-    for chunk in _slices(len(live), call.chunk):
-        index, part = live[chunk], rows.chunk(chunk)
-        h, factor = hidden[index], part.factor[:, None]
-        u = _logit_gradient(operands, h, part)
-        narrow = u.to(weight.dtype)
-        if for_weight:
-            scaled = h.to(wide) * (factor if unit is None else factor / unit)
-            grad_weight = _accumulated(grad_weight, narrow.T, scaled.to(weight.dtype))
-        if for_bias:
-            grad_bias = _accumulated(grad_bias, u.T, factor)
-        grad_rows = _product(narrow, weight) if grad_hidden is not None else None
-        if lora_a is not None and lora_b is not None:
-            low = call.lora_scale * (u @ lora_b)
-            if for_lora_a:
-                grad_lora_a = _accumulated(grad_lora_a, (low * factor).T, h.to(wide))
-            if for_lora_b:
-                grad_lora_b = _accumulated(grad_lora_b, u.T, call.lora_scale * factor * (h.to(wide) @ lora_a.T))
-            if grad_rows is not None:
-                grad_rows.addmm_(low, lora_a)
-        if grad_hidden is not None and grad_rows is not None:
-            grad_hidden[index] = (grad_rows * factor).to(grad_hidden.dtype)
-    if grad_weight is not None and unit is not None:
-        grad_weight *= unit
-    if call.group is not None:
-        grad_hidden, grad_lora_a = (
-            None if g is None else vocab_parallel.summed(g, call.group) for g in (grad_hidden, grad_lora_a)
-        )
-    return grad_hidden, grad_weight, None if grad_bias is None else grad_bias.squeeze(1), grad_lora_a, grad_lora_b
+class _Gradients:
+    """Sums of the gradients of (hidden, weight, bias, lora_a, lora_b) over chunks of live rows; None where not needed.
+
+    Sums over rows are in the logits' dtype. In float16, where small factors would be lost, the weight's is in units of
+    the largest factor.
+    """
+
+    def __init__(self, operands: _Operands, hidden: Tensor, rows: _Rows, needed: tuple[bool, ...]) -> None:
+        self.operands, self.wide = operands, rows.top.dtype
+        self.for_hidden, self.for_weight, self.for_bias, self.for_lora_a, self.for_lora_b = needed
+        self.unit = rows.factor.abs().amax() if operands.weight.dtype == torch.float16 and len(rows.factor) else None
+        # Ranks sum their shares of the hidden gradient before it is rounded.
+        dtype = hidden.dtype if operands.call.group is None else self.wide
+        self.hidden = torch.zeros_like(hidden, dtype=dtype) if self.for_hidden else None
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        self.lora_a: Tensor | None = None
+        self.lora_b: Tensor | None = None
+
+    def add(self, index: Tensor, hidden: Tensor, rows: _Rows) -> None:
+        """Add the chunk of hidden states ``hidden``, which are rows ``index`` of all."""
+        head, factor = self.operands, rows.factor[:, None]
+        u = _logit_gradient(head, hidden, rows)
+        narrow = u.to(head.weight.dtype)
+        if self.for_weight:
+            scaled = hidden.to(self.wide) * (factor if self.unit is None else factor / self.unit)
+            self.weight = _plus(self.weight, narrow.T, scaled.to(narrow.dtype))
+        if self.for_bias:
+            self.bias = _plus(self.bias, u.T, factor)
+        if self.for_lora_b and head.lora_a is not None:
+            low = hidden.to(self.wide) @ head.lora_a.T
+            self.lora_b = _plus(self.lora_b, u.T, head.call.lora_scale * factor * low)
+        through_b = None if head.lora_b is None else head.call.lora_scale * (u @ head.lora_b)
+        if self.for_lora_a and through_b is not None:
+            self.lora_a = _plus(self.lora_a, (through_b * factor).T, hidden.to(self.wide))
+        if self.hidden is not None:
+            gradient = _product(narrow, head.weight)
+            if through_b is not None and head.lora_a is not None:
+                gradient.addmm_(through_b, head.lora_a)
+            self.hidden[index] = (gradient * factor).to(self.hidden.dtype)
+
+    def total(self) -> tuple[Tensor | None, ...]:
+        """The gradients, those of replicated inputs summed over the group."""
+        if self.weight is not None and self.unit is not None:
+            self.weight *= self.unit
+        bias = None if self.bias is None else self.bias.squeeze(1)
+        if self.operands.call.group is not None:
+            for replicated in (self.hidden, self.lora_a):
+                if replicated is not None:
+                    vocab_parallel.summed(replicated, self.operands.call.group)
+        return self.hidden, self.weight, bias, self.lora_a, self.lora_b
 
 
 def _logit_gradient(operands: _Operands, hidden: Tensor, rows: _Rows) -> Tensor:
@@ -464,7 +477,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return a @ b if b.dtype in (torch.float32, torch.float64) else torch.mm(a, b, out_dtype=torch.float32)
 
 
-def _accumulated(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+def _plus(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """total + a @ b, in place where there is a total; the total is never narrower than float32."""
     if total is None:
         return _product(a, b)

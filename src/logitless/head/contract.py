@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from logitless.errors import InputError
+from logitless.errors import InputError, UnavailableError
 from logitless.types import LMHead
 
 Backend = Literal["reference", "chunked", "fused"]
@@ -138,6 +138,24 @@ def require(condition: Tensor, *, needed: str, given: str, remedy: str) -> None:
             raise InputError(needed=needed, given=given, remedy=remedy)
     else:
         torch._assert_async(condition.all(), f"needed {needed}; given {given}. {remedy}")
+
+
+def refuse_second_derivative(backend: Backend) -> None:
+    """Raise in a backward whose own graph is asked for; autograd would leave its part out without a word.
+
+    Raises:
+        UnavailableError: the backward runs under ``create_graph=True``.
+
+    Example:
+        >>> with torch.no_grad():
+        ...     refuse_second_derivative("chunked")
+    """
+    if torch.is_grad_enabled():
+        raise UnavailableError(
+            needed="a head that can be differentiated twice (create_graph=True)",
+            given=f"backend={backend!r}",
+            remedy="Use backend='reference'.",
+        )
 
 
 def why_not(backend: Backend, hidden: Tensor, head: LMHead | Tensor) -> str | None:

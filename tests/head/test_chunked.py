@@ -1,0 +1,177 @@
+"""What is the chunked backend's own: bounded memory, any chunking, no work that nobody asked for."""
+
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from logitless.errors import UnavailableError
+from logitless.head.api import token_scores
+from logitless.head.chunked import MIN_ROWS, chunk_rows
+from logitless.types import LMHead
+from tests.head.cases import DEVICES, Case, assert_same, problem, run
+
+CPU = torch.device("cpu")
+
+
+class Allocations(TorchDispatchMode):
+    """The shapes of all tensors made inside, and the most bytes of those with ``columns`` columns alive at once."""
+
+    def __init__(self, columns: int = 0) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+        self.columns, self.alive, self.peak = columns, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        taken = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for value in tree_leaves(result):
+            if not isinstance(value, torch.Tensor) or value.untyped_storage().data_ptr() in taken:
+                continue
+            self.shapes.add(tuple(value.shape))
+            if value.dim() == 2 and value.shape[1] == self.columns:
+                self._count(value.nbytes)
+                weakref.finalize(value, self._count, -value.nbytes)
+        return result
+
+    def _count(self, num_bytes: int) -> None:
+        self.alive += num_bytes
+        self.peak = max(self.peak, self.alive)
+
+
+@pytest.mark.parametrize("budget", [0, 1, 8 * 53 * 20, 3 * 8 * 53 * 37, 10**9, None])
+@pytest.mark.parametrize("case", [Case(97, 53, 11), Case(97, 53, 11, True, 3.0, 0.5, "per token", 3)], ids=str)
+def test_any_memory_budget_gives_the_reference(case, budget):
+    given = problem(case)
+    assert_same(run(given, "chunked", memory_budget=budget), run(given, "reference"), 1e-12)
+
+
+@settings(max_examples=25, deadline=None)
+@drawn(rows=st.integers(0, 120), vocabulary=st.integers(1, 40), width=st.integers(1, 9), budget=st.integers(0, 40_000))
+def test_any_shape_under_any_budget_gives_the_reference(rows, vocabulary, width, budget):
+    given = problem(Case(rows, vocabulary, width, bias=True, softcap=4.0, lora=2))
+    assert_same(run(given, "chunked", memory_budget=budget), run(given, "reference"), 1e-12)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 1000, 4097])
+@pytest.mark.parametrize("budget", [0, 10**5, 10**6, 10**9])
+def test_chunks_fill_the_budget_and_are_of_about_equal_size(rows, budget):
+    chunk = chunk_rows(rows, 1000, torch.float32, budget, device=CPU)
+    assert chunk <= max(MIN_ROWS, budget // 12_000)
+    assert 1 <= chunk <= max(1, rows)
+    fewest = -(-rows // max(MIN_ROWS, budget // 12_000))
+    assert -(-rows // chunk) <= fewest
+
+
+@pytest.mark.parametrize("grad_enabled", [True, False])
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": True, "softcap": 3.0, "lora": 2, "temperature": "per token"}], ids=str
+)
+def test_values_of_vocabulary_width_stay_within_the_budget(options, grad_enabled):
+    given = problem(Case(700, 201, 8, dtype=torch.float32, **options))
+    budget = 3 * 4 * 201 * 50
+    with Allocations(columns=201) as made, torch.set_grad_enabled(grad_enabled):
+        scores = token_scores(
+            given.hidden,
+            given.head,
+            given.target,
+            temperature=given.temperature,
+            backend="chunked",
+            memory_budget=budget,
+        )
+        if grad_enabled:
+            torch.autograd.grad(
+                [scores.logp, scores.entropy], list(given.leaves.values()), [given.grad_logp, given.grad_entropy]
+            )
+    assert budget // 2 <= made.peak <= budget
+    assert max(shape[0] for shape in made.shapes if shape[1:] == (201,)) <= 50
+
+
+def test_scoring_without_gradient_makes_nothing_of_the_weights_size():
+    given = problem(Case(40, 201, 16, dtype=torch.float32))
+    with Allocations() as made, torch.no_grad():
+        token_scores(given.hidden, given.head, given.target, backend="chunked")
+    assert not {(201, 16), (40, 16)} & made.shapes
+
+
+def test_a_frozen_weight_gets_no_buffer():
+    given = problem(Case(40, 201, 16, dtype=torch.float32, trained=False, lora=2))
+    with Allocations() as made:
+        token_scores(given.hidden, given.head, given.target, backend="chunked").logp.sum().backward()
+    assert (201, 16) not in made.shapes
+    assert given.hidden.grad is not None
+
+
+def test_lora_factors_are_never_multiplied_out():
+    given = problem(Case(40, 201, 16, dtype=torch.float32, trained=False, lora=2, bias=True))
+    with Allocations() as made:
+        token_scores(given.hidden, given.head, given.target, backend="chunked").logp.sum().backward()
+    assert (201, 16) not in made.shapes
+    assert given.head.lora_a.grad is not None
+
+
+def test_dead_rows_enter_no_product_of_the_backward():
+    given = problem(Case(64, 201, 16, dtype=torch.float32))
+    given.grad_entropy.zero_()
+    given.grad_logp.zero_()[[3, 60]] = 1.0
+    scores = token_scores(given.hidden, given.head, given.target, backend="chunked")
+    with Allocations() as made:
+        scores.logp.backward(given.grad_logp)
+    assert {shape for shape in made.shapes if shape[-1:] == (201,)} == {(2, 201)}
+
+
+def test_the_entropys_gradient_costs_nothing_unless_asked_for():
+    given = problem(Case(64, 201, 16, dtype=torch.float32))
+    peaks = []
+    for name in ("logp", "entropy"):
+        score = getattr(token_scores(given.hidden, given.head, given.target, backend="chunked"), name)
+        with Allocations(columns=201) as made:
+            score.sum().backward()
+        peaks.append(made.peak)
+    assert peaks == [4 * 64 * 201, 2 * 4 * 64 * 201]
+
+
+@pytest.mark.parametrize("case", [Case(5, 7, 3), Case(5, 7, 3, True, 2.0, 0.7, "per token", 2)], ids=str)
+def test_gradcheck(case):
+    given = problem(case)
+    names = list(given.leaves)
+
+    def scores(*leaves):
+        chosen = dict(zip(names, leaves, strict=True))
+        hidden = chosen.pop("hidden")
+        result = token_scores(
+            hidden, replace(given.head, **chosen), given.target, temperature=given.temperature, backend="chunked"
+        )
+        return result.logp, result.entropy
+
+    assert torch.autograd.gradcheck(scores, tuple(given.leaves.values()))
+
+
+def test_a_second_derivative_is_refused():
+    given = problem(Case())
+    logp = token_scores(given.hidden, given.head, given.target, backend="chunked").logp
+    with pytest.raises(UnavailableError, match=r"create_graph=True.*backend='reference'"):
+        torch.autograd.grad(logp.sum(), given.hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_float16_keeps_gradients_of_small_weights(device):
+    # A token weight of 1e-6 puts every gradient of the logits below float16's smallest number.
+    given = problem(Case(64, 100, 32, dtype=torch.float16, weight_dtype=torch.float32), device)
+    given.grad_entropy.zero_()
+    large, small = run(given, "chunked"), run(replace(given, grad_logp=given.grad_logp * 2.0**-20), "chunked")
+    torch.testing.assert_close(small["grad_weight"] * 2.0**20, large["grad_weight"], rtol=1e-3, atol=1e-3)
+
+
+def test_non_contiguous_hidden_states_and_weights_score_the_same():
+    given = problem(Case(20, 30, 8))
+    hidden, weight = given.hidden.detach(), given.head.weight.detach()
+    strided = token_scores(hidden.T.contiguous().T, LMHead(weight.T.contiguous().T), given.target, backend="chunked")
+    plain = token_scores(hidden, weight, given.target, backend="chunked")
+    torch.testing.assert_close(strided.logp, plain.logp, atol=1e-13, rtol=0)
