@@ -1,0 +1,52 @@
+"""A tokenizer of single characters, small enough to commit next to a recipe."""
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from logitless.errors import InputError
+
+
+def character_tokenizer(
+    alphabet: str, *, pad_token: str = "<pad>", bos_token: str = "<bos>", eos_token: str = "<eos>"
+) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per character, in the format that ``AutoTokenizer`` reads.
+
+    Ids: pad 0, BOS 1, EOS 2, then the characters in the order of ``alphabet``. No token is added to a text. A
+    character outside of the alphabet raises, so that no text is changed without notice.
+
+    Args:
+        alphabet: every character of the task, each once.
+        pad_token, bos_token, eos_token: the special tokens.
+
+    Returns:
+        A tokenizer; ``save_pretrained(folder)`` writes it.
+
+    Raises:
+        InputError: a character occurs twice.
+
+    Example:
+        >>> tokenizer = character_tokenizer("abc ")
+        >>> tokenizer("cab a")["input_ids"]
+        [5, 3, 4, 6, 3]
+        >>> tokenizer.decode([5, 3, 4, 6, 3, 2], skip_special_tokens=True)
+        'cab a'
+    """
+    twice = sorted({character for character in alphabet if alphabet.count(character) > 1})
+    if twice or not alphabet:
+        raise InputError(
+            needed="an alphabet with each character once",
+            given=f"{twice} more than once" if twice else "an empty one",
+            remedy="List every character of the task exactly once.",
+        )
+    special = [pad_token, bos_token, eos_token]
+    vocabulary = {token: index for index, token in enumerate([*special, *alphabet])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=pad_token,
+        bos_token=bos_token,
+        eos_token=eos_token,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,354 @@
+"""The two halves of a causal language model: its backbone, run on packed tokens, and its LM head, as data.
+
+``lm_head`` reads the head from the model by what transformers calls things; because a name can lie, ``verify_lm_head``
+and ``verify_packing`` compare numbers with the model's own forward pass and refuse a model that differs.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from logitless.errors import InputError, UnavailableError
+from logitless.models.packed import PACKED, packed_layout
+from logitless.types import LMHead, PackedInputs
+
+_MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
+_SCALING_MULTIPLIES = {"hyperclovax"}  # its `logits_scaling` is a factor, everyone else's a divisor
+
+
+def causal_lm(model: nn.Module) -> nn.Module:
+    """The transformers causal LM inside a PEFT wrapper, or the model itself.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> causal_lm(layer) is layer
+        True
+    """
+    if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
+        return model
+    kinds = {name: config for name, config in model.peft_config.items() if config.is_prompt_learning}
+    if kinds:
+        raise UnavailableError(
+            needed="an adapter that lives inside the layers",
+            given=f"prompt learning ({next(iter(kinds.values())).peft_type})",
+            remedy="Use LoRA.",
+        )
+    return model.get_base_model()
+
+
+def backbone(model: nn.Module) -> nn.Module:
+    """The decoder without its LM head, through PEFT wrappers.
+
+    Raises:
+        UnavailableError: the model has no separate decoder.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...                      vocab_size=11)
+        >>> type(backbone(LlamaForCausalLM(config))).__name__
+        'LlamaModel'
+    """
+    inner = causal_lm(model)
+    decoder = getattr(inner, "base_model", inner)
+    if decoder is inner:
+        raise UnavailableError(
+            needed="a causal language model with a decoder below its LM head",
+            given=type(inner).__name__,
+            remedy="Load the model with AutoModelForCausalLM.",
+        )
+    return decoder
+
+
+def backbone_hidden(model: nn.Module, inputs: PackedInputs) -> Float[Tensor, "T D"]:
+    """Last hidden states of packed sequences; the LM head does not run and no logits exist.
+
+    Gradient: through the decoder. ``D`` is what the LM head reads (the final norm has been applied).
+
+    Args:
+        model: a transformers causal LM, PEFT-wrapped or not, with any attention implementation; with
+            ``logitless_packed`` no mask is built.
+        inputs: T tokens of B sequences, on the model's device.
+
+    Returns:
+        [T, D] in the decoder's dtype; take the rows ``inputs.source`` for the head.
+
+    Raises:
+        UnavailableError: the model's attention cannot be packed this way.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...                      vocab_size=11, attn_implementation="logitless_packed")
+        >>> ids = torch.tensor([5, 6, 7, 5, 8])
+        >>> inputs = PackedInputs(ids, torch.tensor([0, 1, 2, 0, 1]), (3, 2), torch.tensor([0, 1, 3]), (2, 1))
+        >>> backbone_hidden(LlamaForCausalLM(config), inputs).shape
+        torch.Size([5, 8])
+    """
+    decoder = backbone(model)
+    if not _accepts_position_ids(decoder):
+        raise UnavailableError(
+            needed="a decoder that takes position_ids",
+            given=type(decoder).__name__,
+            remedy="Use a model whose positions can restart inside a packed row.",
+        )
+    output = decoder(
+        input_ids=inputs.input_ids[None],
+        position_ids=inputs.position_ids[None],
+        use_cache=False,
+        **_packing_arguments(decoder, inputs),
+    )
+    return output.last_hidden_state[0]
+
+
+def _packing_arguments(decoder: nn.Module, inputs: PackedInputs) -> dict[str, Any]:
+    """What keeps sequences apart, besides positions that restart. A mask of four dimensions is used as it is."""
+    config, device = decoder.config.get_text_config(), inputs.input_ids.device
+    attention = config._attn_implementation
+    if attention == PACKED:
+        # The layout does the work; NaN so that a layer which adds the mask anyway is noticed.
+        mask = torch.full((1, 1, 1, 1), float("nan"), device=device)
+        return {"attention_mask": mask, "packed_layout": packed_layout(inputs.lengths, device)}
+    kinds = getattr(config, "layer_types", None) or []
+    windowed = any(kind != "full_attention" for kind in kinds) or (
+        not kinds and getattr(config, "sliding_window", None)
+    )
+    if attention not in ("sdpa", "eager") or windowed:
+        return {}  # transformers makes a mask for each kind of layer from the positions
+    sequence = torch.repeat_interleave(
+        torch.arange(len(inputs.lengths), device=device),
+        torch.tensor(inputs.lengths, device=device),
+        output_size=len(inputs.input_ids),
+    )
+    allowed = (sequence[:, None] == sequence).tril()[None, None]
+    if attention == "sdpa":
+        return {"attention_mask": allowed}
+    dtype = decoder.dtype
+    return {"attention_mask": torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)}
+
+
+def _accepts_position_ids(decoder: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(type(decoder).forward).parameters
+
+
+def lm_head(model: nn.Module) -> LMHead:
+    """The LM head of a causal LM as it is now: while adapters are off it has no LoRA factors.
+
+    ``logits = scale * (hidden @ weight.T + bias + lora_scale * (hidden @ lora_a.T) @ lora_b.T)``, then the softcap.
+
+    Gradient: the tensors are the model's own parameters, so gradients land in them.
+
+    Args:
+        model: a transformers causal LM, PEFT-wrapped or not.
+
+    Raises:
+        UnavailableError: no linear LM head, a quantized one, or an adapter on it that is not plain LoRA.
+
+    Example:
+        >>> from transformers import CohereConfig, CohereForCausalLM
+        >>> config = CohereConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...                       vocab_size=11, logit_scale=0.0625)
+        >>> head = lm_head(CohereForCausalLM(config))
+        >>> head.weight.shape, head.scale
+        (torch.Size([11, 8]), 0.0625)
+    """
+    inner = causal_lm(model)
+    layer = inner.get_output_embeddings()
+    layer = _active_module(layer)
+    base, lora = _split_lora(layer)
+    weight = getattr(base, "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+        raise UnavailableError(
+            needed="a linear LM head with a floating-point weight [V, D]",
+            given=f"{type(base).__name__} in {type(inner).__name__}",
+            remedy="Leave the LM head out of quantization, or use another model.",
+        )
+    config = inner.config.get_text_config()
+    bias = getattr(base, "bias", None)
+    if lora is None:
+        return LMHead(weight=weight, bias=bias, scale=_scale(config), softcap=_softcap(config))
+    lora_a, lora_b, lora_scale = lora
+    return LMHead(
+        weight=weight,
+        bias=bias,
+        scale=_scale(config),
+        softcap=_softcap(config),
+        lora_a=lora_a,
+        lora_b=lora_b,
+        lora_scale=lora_scale,
+    )
+
+
+def _scale(config: Any) -> float:
+    scale = 1.0
+    for name in _MULTIPLIERS:
+        scale *= getattr(config, name, None) or 1.0
+    for name in _DIVISORS:
+        value = getattr(config, name, None) or 1.0
+        scale = scale * value if config.model_type in _SCALING_MULTIPLIES else scale / value
+    return float(scale)
+
+
+def _softcap(config: Any) -> float | None:
+    return next((float(cap) for name in _SOFTCAPS if (cap := getattr(config, name, None)) is not None), None)
+
+
+def _active_module(layer: Any) -> Any:
+    """What a ``modules_to_save`` wrapper runs now, or the layer itself."""
+    if not hasattr(layer, "modules_to_save") or not hasattr(layer, "original_module"):
+        return layer
+    if layer.disable_adapters or not layer.active_adapters:
+        return layer.original_module
+    return layer.modules_to_save[layer.active_adapters[0]]
+
+
+def _split_lora(layer: Any) -> tuple[Any, tuple[Tensor, Tensor, float] | None]:
+    """(linear layer, (A, B, scale) or None) of a layer that may carry a LoRA adapter."""
+    if not hasattr(layer, "base_layer"):
+        return layer, None
+    base = layer.get_base_layer()
+    active = [name for name in layer.active_adapters if name in getattr(layer, "lora_A", {})]
+    if layer.disable_adapters or layer.merged or not active:
+        return base, None
+    name = active[0]
+    dropout = layer.lora_dropout[name]
+    odd = {
+        "several active adapters": len(active) > 1,
+        "a LoRA variant (DoRA, ...)": bool(layer.lora_variant),
+        "LoRA with a bias": layer.lora_bias[name],
+        "LoRA with dropout": getattr(dropout, "p", 0.0) > 0 and dropout.training,
+    }
+    given = [reason for reason, holds in odd.items() if holds]
+    if given:
+        raise UnavailableError(
+            needed="plain LoRA on the LM head, without dropout",
+            given=", ".join(given),
+            remedy="Leave the LM head out of the adapter's target modules, or call disable_dropout.",
+        )
+    return base, (layer.lora_A[name].weight, layer.lora_B[name].weight, float(layer.scaling[name]))
+
+
+def verify_lm_head(model: nn.Module, head: LMHead | None = None) -> None:
+    """Compare the model's own logits of a few tokens with the formula of ``LMHead``; raise where they differ.
+
+    Args:
+        model: a causal LM on its device; meta models have no numbers and are not checked.
+        head: default ``lm_head(model)``.
+
+    Raises:
+        UnavailableError: the model turns hidden states into logits in a way LMHead does not express.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> verify_lm_head(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=11)))
+    """
+    inner = causal_lm(model)
+    if _is_meta(inner):
+        return
+    head = lm_head(model) if head is None else head
+    inputs = _probe(inner, (8,))
+    with torch.no_grad(), _evaluating(inner):
+        logits = inner(input_ids=inputs.input_ids[None], use_cache=False).logits[0].double()
+        mine = _logits(backbone_hidden(model, inputs), head)
+    if mine.shape != logits.shape or not _close(mine, logits, head.weight.dtype):
+        error = (mine - logits).abs().max().item() if mine.shape == logits.shape else float("nan")
+        raise UnavailableError(
+            needed="logits = softcap(scale * (hidden @ weight.T + bias))",
+            given=f"{type(inner).__name__}, whose logits differ by {error:.3g} (largest {logits.abs().max():.3g})",
+            remedy="Describe this model's LM head with your own LMHead, or use another model.",
+        )
+
+
+def verify_packing(model: nn.Module) -> None:
+    """Check that packed sequences do not see each other and equal the same sequences run alone.
+
+    Args:
+        model: a causal LM on its device; meta models have no numbers and are not checked.
+
+    Raises:
+        UnavailableError: they see each other (recurrent layers, a mask built from something else than positions), or
+            the result differs from running alone.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> verify_packing(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=11)))
+    """
+    inner = causal_lm(model)
+    if _is_meta(inner):
+        return
+    dtype = next(inner.parameters()).dtype
+    inputs = _probe(inner, (7, 3, 6))
+    first = inputs.lengths[0]
+    ids = inputs.input_ids.clone()
+    ids[:first] = ids[:first].flip(0)
+    changed = PackedInputs(ids, inputs.position_ids, inputs.lengths, inputs.source, inputs.source_counts)
+    with torch.no_grad(), _evaluating(inner):
+        together = backbone_hidden(model, inputs)
+        beside_another = backbone_hidden(model, changed)
+        alone = torch.cat(
+            [
+                backbone(model)(input_ids=part[None], use_cache=False).last_hidden_state[0]
+                for part in inputs.input_ids.split(list(inputs.lengths))
+            ]
+        )
+    leak = not _close(beside_another[first:], together[first:], dtype, ulps=2.0)
+    if leak or not _close(together, alone, dtype):
+        raise UnavailableError(
+            needed="packed sequences that equal the same sequences run alone",
+            given=f"{type(inner).__name__} with attention {inner.config._attn_implementation!r}, "
+            + ("whose sequences see each other" if leak else "which gives other hidden states"),
+            remedy='Load it with another attention ("packed", "eager", "sdpa", "flex_attention"), or use a model'
+            " without recurrent layers.",
+        )
+
+
+def _logits(hidden: Tensor, head: LMHead) -> Tensor:
+    """The formula, with products in the dtype of the weight as in the model itself."""
+    hidden = hidden.to(head.weight.dtype)
+    logits = F.linear(hidden, head.weight, head.bias).double()
+    if head.lora_a is not None and head.lora_b is not None:
+        low_rank = F.linear(F.linear(hidden.to(head.lora_a.dtype), head.lora_a), head.lora_b)
+        logits = logits + head.lora_scale * low_rank.double()
+    logits = head.scale * logits
+    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+
+
+def _close(a: Tensor, b: Tensor, dtype: torch.dtype, ulps: float = 1000.0) -> bool:
+    """Equal up to rounding of the dtype, relative to the largest number."""
+    tolerance = min(ulps * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps), 0.03)
+    return bool((a.double() - b.double()).abs().max() <= tolerance * b.double().abs().max())
+
+
+def _probe(inner: nn.Module, lengths: Sequence[int]) -> PackedInputs:
+    """A few tokens spread over the vocabulary."""
+    if not isinstance(embedding := inner.get_input_embeddings(), nn.Module):
+        raise InputError(needed="a model with input embeddings", given=str(embedding), remedy="Use a causal LM.")
+    total = sum(lengths)
+    vocabulary = inner.config.get_text_config().vocab_size
+    ids = (torch.arange(total) * max(1, vocabulary // (total + 1)) + 1) % vocabulary
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    device = next(inner.parameters()).device
+    rows = torch.arange(total)
+    return PackedInputs(ids, positions, tuple(lengths), rows, tuple(lengths)).to(device)
+
+
+def _is_meta(model: nn.Module) -> bool:
+    return next(model.parameters()).device.type == "meta"
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

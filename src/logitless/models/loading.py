@@ -1,0 +1,274 @@
+"""Any transformers causal language model and its tokenizer, checked before a run depends on them.
+
+Weights come from a hub name or a local folder, as safetensors only (a pickle runs code when it is read), or are drawn
+at random from a config under a seed. On the meta device nothing is read or drawn: enough for a dry run.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from logitless.errors import ConfigurationError, UnavailableError
+from logitless.models.lm_head import causal_lm, verify_lm_head, verify_packing
+from logitless.models.packed import PACKED
+
+Attention = Literal["packed", "sdpa", "eager", "flex_attention"]
+ModelSource = str | Path | Mapping[str, Any]
+
+
+def load_model(
+    source: ModelSource,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    attention: Attention = "packed",
+    trust_remote_code: bool = False,
+    random_weights: bool = False,
+    seed: int = 0,
+    drop_router_loss: bool = False,
+) -> PreTrainedModel:
+    """A causal language model with its weights, its LM head and its packing verified.
+
+    Args:
+        source: hub name, local folder, ``config.json`` file, or a mapping with ``model_type`` and the config's fields.
+        dtype: of the weights.
+        device: where the model ends up; on ``meta`` only shapes exist.
+        attention: ``packed`` (own, no mask is built) or one of transformers', packed by a block-diagonal mask.
+        trust_remote_code: run code that the model repository ships.
+        random_weights: draw the weights instead of reading them.
+        seed: of the random weights; the global generators are left alone.
+        drop_router_loss: train a mixture of experts without its load-balancing loss.
+
+    Raises:
+        ConfigurationError: the source does not exist, has no safetensors, lacks weights, or is a mixture of experts
+            whose router loss would be dropped.
+        UnavailableError: this architecture cannot run with this attention, or its LM head is not an LMHead.
+
+    Example:
+        >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
+        ...           "num_attention_heads": 1, "vocab_size": 11}
+        >>> load_model(config, random_weights=True, seed=1).num_parameters()
+        840
+    """
+    config = _load_config(source, trust_remote_code)
+    _check_router_loss(config, drop_router_loss)
+    _check_attention_softcap(config, attention)
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": PACKED if attention == "packed" else attention,
+        "trust_remote_code": trust_remote_code,
+    }
+    if attention == "packed":
+        _check_attention_interface(config)
+    meta = torch.device(device).type == "meta"
+    if isinstance(source, Mapping) and not random_weights:
+        raise ConfigurationError(
+            needed="weights for the model",
+            given="a config only",
+            remedy="Set random_weights, or give the folder or hub name of a trained model.",
+        )
+    if random_weights or meta:
+        with torch.random.fork_rng(), torch.device("meta" if meta else "cpu"):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config, **options)
+    else:
+        model = _read_weights(source, config, options)
+    model.to(device)
+    verify_lm_head(model)
+    verify_packing(model)
+    return model
+
+
+def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model; it must know how a text ends.
+
+    A pad token is not needed: nothing is padded but the sampler's prompts, and there the EOS token stands in, masked.
+
+    Args:
+        source: hub name or local folder.
+        trust_remote_code: run code that the repository ships.
+
+    Raises:
+        ConfigurationError: the source does not exist, or the tokenizer has no EOS token.
+
+    Example:
+        >>> import tempfile
+        >>> from logitless.models.char_tokenizer import character_tokenizer
+        >>> folder = tempfile.mkdtemp()
+        >>> _ = character_tokenizer("abc").save_pretrained(folder)
+        >>> load_tokenizer(folder).eos_token
+        '<eos>'
+    """
+    _check_path(source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            needed="a tokenizer",
+            given=f"{str(source)!r}: {_first_line(error)}",
+            remedy="Give the folder or hub name of a tokenizer; the hub must be reachable or the model in its cache.",
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigurationError(
+            needed="a tokenizer with an EOS token, so that completions can end",
+            given=f"none in {str(source)!r}",
+            remedy='Set "eos_token" in its tokenizer_config.json.',
+        )
+    return tokenizer
+
+
+def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer whose ids the model has no embedding for; a model may have spare rows.
+
+    Raises:
+        ConfigurationError: the tokenizer's largest id is not below the number of embedding rows.
+
+    Example:
+        >>> from logitless.models.char_tokenizer import character_tokenizer
+        >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
+        ...           "num_attention_heads": 1, "vocab_size": 6}
+        >>> check_vocabulary(load_model(config, random_weights=True), character_tokenizer("abc"))
+    """
+    rows = causal_lm(model).get_input_embeddings().weight.shape[0]
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= rows:
+        raise ConfigurationError(
+            needed=f"token ids below the model's {rows} embedding rows",
+            given=f"a tokenizer with ids up to {largest}",
+            remedy=f"Use the model's own tokenizer, or a model with vocab_size >= {largest + 1}.",
+        )
+
+
+def disable_dropout(model: nn.Module) -> int:
+    """Set every dropout probability of a model to 0, in its modules and its config; returns how many were not.
+
+    With dropout the first step's ratio to ``logp_old`` would not be 1.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+        >>> disable_dropout(model), model[1].p
+        (1, 0.0)
+    """
+    owners: list[Any] = []
+    for module in model.modules():
+        owners.append(module)
+        config = getattr(module, "config", None)
+        if config is not None and all(config is not owner for owner in owners):
+            owners.append(config)
+    changed = 0
+    for owner in owners:
+        names = ["p"] if isinstance(owner, nn.modules.dropout._DropoutNd) else [n for n in vars(owner) if "drop" in n]
+        for name in names:
+            value = getattr(owner, name)
+            if isinstance(value, float) and value > 0:
+                setattr(owner, name, 0.0)
+                changed += 1
+    return changed
+
+
+def _load_config(source: ModelSource, trust_remote_code: bool) -> Any:
+    try:
+        if isinstance(source, Mapping):
+            fields = dict(source)
+            return AutoConfig.for_model(fields.pop("model_type"), **fields)
+        _check_path(source)
+        return AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
+    except KeyError as error:
+        raise ConfigurationError(
+            needed="a model_type in the model's config",
+            given=f"keys {sorted(source) if isinstance(source, Mapping) else source}",
+            remedy='Add for example "model_type: llama".',
+        ) from error
+    except (OSError, ValueError, TypeError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        shown = dict(source) if isinstance(source, Mapping) else str(source)
+        raise ConfigurationError(
+            needed="a model that transformers knows",
+            given=f"{shown!r}: {_first_line(error)}",
+            remedy="Give a local folder, a reachable hub name, or a config with a known model_type; "
+            "set trust_remote_code if the repository ships its own code.",
+        ) from error
+
+
+def _check_path(source: str | Path) -> None:
+    """A source that looks like a path must exist: a hub name is ``name`` or ``owner/name``."""
+    path = Path(source).expanduser()
+    looks_local = isinstance(source, Path) or str(source).startswith((".", "/", "~")) or str(source).count("/") > 1
+    if looks_local and not path.exists():
+        raise ConfigurationError(
+            needed="an existing model folder",
+            given=f"{str(source)!r}, which does not exist",
+            remedy="Correct the path, or give a hub name such as Qwen/Qwen2.5-0.5B-Instruct.",
+        )
+
+
+def _check_router_loss(config: Any, drop_router_loss: bool) -> None:
+    coefficient = getattr(config.get_text_config(), "router_aux_loss_coef", None)
+    if coefficient and not drop_router_loss:
+        raise ConfigurationError(
+            needed="a model whose whole loss is computed",
+            given=f"a mixture of experts ({config.model_type}) whose router loss (coefficient {coefficient}) would be"
+            " dropped",
+            remedy='Set "router_aux_loss_coef" to 0 in the model\'s config, or allow it with drop_router_loss.',
+        )
+
+
+def _check_attention_softcap(config: Any, attention: Attention) -> None:
+    """SDPA leaves a softcap out without a word."""
+    cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    if cap is not None and attention in ("packed", "sdpa"):
+        raise UnavailableError(
+            needed=f"attention with a softcap of {cap}",
+            given=f"attention {attention!r}, which has none",
+            remedy='Set attention to "eager" or "flex_attention".',
+        )
+
+
+def _check_attention_interface(config: Any) -> None:
+    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if kind is not None and not kind._supports_attention_backend:
+        raise UnavailableError(
+            needed="an architecture with replaceable attention",
+            given=f"{kind.__name__} with attention 'packed'",
+            remedy='Set attention to "sdpa" or "eager".',
+        )
+
+
+def _read_weights(source: ModelSource, config: Any, options: Mapping[str, Any]) -> PreTrainedModel:
+    folder = Path(str(source)).expanduser()
+    if folder.is_file() or (folder.is_dir() and not list(folder.glob("*.safetensors"))):
+        pickles = sorted(path.name for path in folder.glob("*.bin")) if folder.is_dir() else []
+        raise ConfigurationError(
+            needed="weights as *.safetensors",
+            given=f"{str(source)!r} with {pickles[0] if pickles else 'a config only'}",
+            remedy="Convert the weights to safetensors (a pickle can run code)."
+            if pickles
+            else "Set random_weights, or give the folder of a trained model.",
+        )
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            str(source), config=config, use_safetensors=True, output_loading_info=True, **options
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(
+            needed="readable weights as safetensors",
+            given=f"{str(source)!r}: {_first_line(error)}",
+            remedy="Check the folder or hub name; weights that exist only as .bin must be converted to safetensors.",
+        ) from error
+    absent = sorted(report["missing_keys"])
+    if absent:
+        raise ConfigurationError(
+            needed="weights for every parameter",
+            given=f"{str(source)!r} without {', '.join(map(str, absent[:5]))}{' ...' if len(absent) > 5 else ''}",
+            remedy="Give a checkpoint of a causal language model of this architecture.",
+        )
+    return model
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]

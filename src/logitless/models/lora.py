@@ -1,0 +1,243 @@
+"""Low-rank adapters through PEFT, and the frozen reference policy: the same model with its adapters off, or a copy."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from logitless.errors import CheckpointError, ConfigurationError, InputError, UnavailableError
+from logitless.models.lm_head import causal_lm
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """What to adapt and how much. There is no dropout: with it the first step's ratio would not be 1.
+
+    Args:
+        rank: R.
+        alpha: the product of the factors is multiplied by alpha / rank.
+        targets: names of linear modules, or every linear module but the LM head.
+        trained_modules: names of modules that are trained whole beside the adapters (PEFT's ``modules_to_save``).
+
+    Raises:
+        ConfigurationError: a rank or alpha that is not positive.
+
+    Example:
+        >>> LoraOptions(rank=8, alpha=16.0, targets=("q_proj", "v_proj")).rank
+        8
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    trained_modules: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or not self.alpha > 0:
+            raise ConfigurationError(
+                needed="a rank of at least 1 and a positive alpha",
+                given=f"rank {self.rank}, alpha {self.alpha}",
+                remedy="Use for example rank 16 and alpha 32.",
+            )
+
+
+def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Module:
+    """Freeze the model and put trainable float32 adapters into it; the policy is unchanged until they are trained.
+
+    Args:
+        model: a causal LM, changed in place; one that already carries an adapter gets it merged first, so that the
+            reference (adapters off) is the policy the training starts from.
+        options: rank, scale and targets.
+        seed: of the A factors; B starts at 0. The global generators are left alone.
+
+    Returns:
+        The PEFT model around it.
+
+    Raises:
+        ConfigurationError: no module has a target's name, or the LM head is adapted while tied to the embedding.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...                      vocab_size=11)
+        >>> model = add_lora(LlamaForCausalLM(config), LoraOptions(rank=2, targets=("q_proj",)))
+        >>> sum(p.numel() for p in model.parameters() if p.requires_grad)
+        32
+    """
+    peft = _peft()
+    if _is_peft(model):
+        model = merge_adapters(model)
+    _check_tied_head(model, options)
+    config = peft.LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        target_modules=options.targets if isinstance(options.targets, str) else list(options.targets),
+        modules_to_save=list(options.trained_modules) or None,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            return peft.get_peft_model(model, config)
+        except ValueError as error:
+            raise ConfigurationError(
+                needed="targets that name linear modules of the model",
+                given=f"{options.targets}: {error}",
+                remedy='Name modules such as "q_proj", or use "all-linear".',
+            ) from error
+
+
+def load_adapters(model: nn.Module, folder: str | Path) -> nn.Module:
+    """A model with adapters that ``save_adapters`` wrote, not yet merged and not trainable.
+
+    Args:
+        model: the base model they were trained on, changed in place.
+        folder: with ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+    Raises:
+        ConfigurationError: the folder holds no adapters in safetensors, or they do not fit the model.
+
+    Example:
+        >>> import tempfile
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...                      vocab_size=11)
+        >>> folder = tempfile.mkdtemp()
+        >>> save_adapters(add_lora(LlamaForCausalLM(config), LoraOptions(rank=2, targets=("q_proj",))), folder)
+        >>> sum("lora_A" in name for name, _ in load_adapters(LlamaForCausalLM(config), folder).named_parameters())
+        1
+    """
+    missing = [n for n in ("adapter_config.json", "adapter_model.safetensors") if not (Path(folder) / n).is_file()]
+    if missing:
+        raise ConfigurationError(
+            needed="a folder of adapters in safetensors",
+            given=f"{str(folder)!r} without {' and '.join(missing)}",
+            remedy="Give a folder written by save_adapters or by PEFT's save_pretrained.",
+        )
+    try:
+        return _peft().PeftModel.from_pretrained(model, str(folder))
+    except (RuntimeError, ValueError) as error:
+        raise ConfigurationError(
+            needed="adapters of this model",
+            given=f"{str(folder)!r}: {error}",
+            remedy="Load the base model they were trained on.",
+        ) from error
+
+
+def save_adapters(model: nn.Module, folder: str | Path) -> None:
+    """Write the adapters alone, in PEFT's format with safetensors.
+
+    Raises:
+        InputError: the model has none.
+        CheckpointError: the folder cannot be written.
+
+    Example: see ``load_adapters``.
+    """
+    _check_peft(model)
+    try:
+        model.save_pretrained(str(folder), save_embedding_layers=False)  # type: ignore[operator]
+    except OSError as error:
+        raise CheckpointError(
+            needed="a folder that can be written",
+            given=f"{str(folder)!r}: {error}",
+            remedy="Free disk space or choose another folder.",
+        ) from error
+
+
+def merge_adapters(model: nn.Module) -> nn.Module:
+    """The plain causal LM whose weights include the adapters (rounded to the dtype of its weights).
+
+    Raises:
+        InputError: the model has no adapters.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...                      vocab_size=11)
+        >>> model = LlamaForCausalLM(config)
+        >>> merge_adapters(add_lora(model, LoraOptions(rank=2, targets=("q_proj",)))) is model
+        True
+    """
+    _check_peft(model)
+    return model.merge_and_unload(safe_merge=True)  # type: ignore[operator]
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside, the model and its LM head are those of the base model.
+
+    Raises:
+        InputError: the model has no adapters.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from logitless.models.lm_head import lm_head
+        >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...                      vocab_size=11)
+        >>> model = add_lora(LlamaForCausalLM(config), LoraOptions(rank=2, targets=("lm_head",)))
+        >>> with adapters_off(model):
+        ...     print(lm_head(model).lora_a)
+        None
+    """
+    _check_peft(model)
+    with model.disable_adapter():  # type: ignore[operator]
+        yield
+
+
+def frozen_copy(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy of the model that is never trained: the reference of full fine-tuning.
+
+    Args:
+        model: left as it is.
+        dtype: of the copy's floating-point weights; default as they are.
+
+    Example:
+        >>> copied = frozen_copy(nn.Linear(2, 2), dtype=torch.bfloat16)
+        >>> copied.weight.requires_grad, copied.weight.dtype, copied.training
+        (False, torch.bfloat16, False)
+    """
+    copied = copy.deepcopy(model).requires_grad_(False).eval()
+    copied.zero_grad(set_to_none=True)
+    return copied if dtype is None else copied.to(dtype)
+
+
+def _check_tied_head(model: nn.Module, options: LoraOptions) -> None:
+    output, inputs = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
+    if output is None or output.weight is not inputs.weight:
+        return
+    name = next(name for name, module in causal_lm(model).named_modules() if module is output).rsplit(".", 1)[-1]
+    named = [*(() if isinstance(options.targets, str) else options.targets), *options.trained_modules]
+    if name in named:
+        raise ConfigurationError(
+            needed="an LM head of its own for adapters",
+            given=f"{name!r} among the targets, while it is tied to the embedding",
+            remedy=f"Leave {name!r} out, or untie it (tie_word_embeddings: false).",
+        )
+
+
+def _is_peft(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def _check_peft(model: nn.Module) -> None:
+    if not _is_peft(model):
+        raise InputError(
+            needed="a model with adapters",
+            given=type(model).__name__,
+            remedy="Call add_lora first; for full fine-tuning the reference is frozen_copy(model).",
+        )
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise UnavailableError(
+            needed="PEFT for LoRA", given="no peft installed", remedy="pip install logitless[lora]"
+        ) from error
+    return peft

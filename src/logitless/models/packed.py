@@ -1,0 +1,350 @@
+"""Attention over sequences that lie end to end, as an attention function of transformers named ``logitless_packed``.
+
+Equal to running every sequence alone. The sequences' lengths are known on the host, so no [T, T] mask is built and
+nothing synchronises. On CUDA in bfloat16 or float16 the variable-length kernel of torch runs on the packed row as it
+is. Everywhere else sequences of similar length are laid side by side, padded on the right: under a causal mask no real
+token sees padding. Called without a layout (decoding with a cache) it is transformers' SDPA attention, with grouped
+queries folded so that keys and values are not repeated.
+
+Gives up: attention softcaps, sinks, position biases (ALiBi) and chunked attention. For those use ``attention="eager"``,
+``"sdpa"`` or ``"flex_attention"``, which build transformers' block-diagonal mask from restarting positions.
+"""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from logitless.errors import InputError, UnavailableError
+
+PACKED = "logitless_packed"
+_OTHER_ATTENTION = 'Load the model with attention="eager", "sdpa" or "flex_attention".'
+_UNSUPPORTED = {
+    "softcap": "attention logits with a softcap",
+    "s_aux": "attention sinks",
+    "position_bias": "a position bias (ALiBi)",
+}
+_MAX_PADDING = 1.25  # padded tokens a bucket may hold per real token
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences of similar length, laid side by side.
+
+    Args:
+        num_sequences: sequences in the bucket.
+        max_length: length they are padded to.
+        tokens: [n] index into T of the bucket's tokens; None when they are all of T, in order.
+        slots: [n] index into ``num_sequences * max_length`` of each; None when there is no padding.
+    """
+
+    num_sequences: int
+    max_length: int
+    tokens: Int[Tensor, "n"] | None
+    slots: Int[Tensor, "n"] | None
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Where each sequence lies in a packed row: travels to every attention layer as a keyword argument.
+
+    Args:
+        num_tokens: T.
+        max_length: of the longest sequence.
+        buckets: for padded attention.
+        inverse: [T] index into the buckets' outputs, one after the other; None when that is the identity.
+        offsets: [O] int32, O = B + 1, where each sequence starts and the last ends, on the device, for the variable-length kernel.
+    """
+
+    num_tokens: int
+    max_length: int
+    buckets: tuple[Bucket, ...]
+    inverse: Int[Tensor, "T"] | None
+    offsets: Int[Tensor, "O"]
+
+
+def packed_layout(lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedLayout:
+    """The layout of sequences of these lengths.
+
+    Sequences are sorted by length and cut into buckets so that none holds more than 1.25 tokens per real token.
+
+    Args:
+        lengths: B positive numbers, on the host.
+        device: of the model.
+
+    Raises:
+        InputError: a length below 1, or none at all.
+
+    Example:
+        >>> layout = packed_layout([3, 3, 100])
+        >>> [(bucket.num_sequences, bucket.max_length) for bucket in layout.buckets]
+        [(2, 3), (1, 100)]
+    """
+    if not lengths or min(lengths) < 1:
+        raise InputError(
+            needed="at least one sequence and no empty one",
+            given=f"lengths {list(lengths)[:8]}",
+            remedy="Drop sequences without tokens before packing.",
+        )
+    sizes = torch.tensor(lengths)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)])
+    groups = _groups_of_similar_length(lengths)
+    whole = len(groups) == 1 and groups[0] == list(range(len(lengths)))
+    buckets, orders = [], []
+    for group in groups:
+        longest = max(lengths[s] for s in group)
+        kept = sizes[group]
+        within = torch.arange(int(kept.sum())) - torch.repeat_interleave(kept.cumsum(0) - kept, kept)
+        tokens = torch.repeat_interleave(offsets[group], kept) + within
+        slots = torch.repeat_interleave(torch.arange(len(group)) * longest, kept) + within
+        padded = len(tokens) < len(group) * longest
+        orders.append(tokens)
+        buckets.append(
+            Bucket(
+                num_sequences=len(group),
+                max_length=longest,
+                tokens=None if whole else tokens.to(device),
+                slots=slots.to(device) if padded else None,
+            )
+        )
+    return PackedLayout(
+        num_tokens=int(offsets[-1]),
+        max_length=max(lengths),
+        buckets=tuple(buckets),
+        inverse=None if whole else torch.argsort(torch.cat(orders)).to(device),
+        offsets=offsets.to(device=device, dtype=torch.int32),
+    )
+
+
+def _groups_of_similar_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Sequences in buckets; a single bucket keeps their order."""
+    if len(lengths) * max(lengths) <= _MAX_PADDING * sum(lengths):
+        return [list(range(len(lengths)))]
+    groups: list[list[int]] = []
+    real = 0
+    for s in sorted(range(len(lengths)), key=lambda s: (lengths[s], s)):
+        if groups and (len(groups[-1]) + 1) * lengths[s] <= _MAX_PADDING * (real + lengths[s]):
+            groups[-1].append(s)
+            real += lengths[s]
+        else:
+            groups.append([s])
+            real = lengths[s]
+    return groups
+
+
+def packed_attention(
+    query: Float[Tensor, "1 H T E"],
+    key: Float[Tensor, "1 K T E"],
+    value: Float[Tensor, "1 K T F"],
+    layout: PackedLayout,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+) -> Float[Tensor, "1 T H F"]:
+    """Causal attention within each sequence of a packed row.
+
+    ``out[t] = sum_s softmax_s(scaling * q[t] @ k[s]) v[s]`` over s of t's own sequence with
+    ``t - sliding_window < s <= t``.
+
+    Args:
+        query, key, value: H query heads, K key heads with K dividing H.
+        layout: of ``packed_layout``.
+        scaling: default ``E ** -0.5``.
+        dropout: of the attention weights.
+        sliding_window: tokens a token sees, itself included; None for all.
+
+    Raises:
+        InputError: the layout is of another number of tokens.
+
+    Example:
+        >>> q = k = v = torch.randn(1, 1, 5, 8)
+        >>> packed_attention(q, k, v, packed_layout([3, 2])).shape
+        torch.Size([1, 5, 1, 8])
+    """
+    if query.shape[0] != 1 or not query.shape[2] == key.shape[2] == layout.num_tokens:
+        raise InputError(
+            needed=f"one packed row of {layout.num_tokens} tokens",
+            given=f"queries {tuple(query.shape)} and keys {tuple(key.shape)}",
+            remedy="Use a decoder without cross-attention or cache, or another attention implementation.",
+        )
+    dtype = torch.get_autocast_dtype("cuda") if query.is_cuda and torch.is_autocast_enabled("cuda") else query.dtype
+    window = None if sliding_window is None or sliding_window >= layout.max_length else sliding_window
+    if _variable_length_kernel_runs(query, value, dtype, dropout):
+        query, key, value = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
+        return _variable_length(query, key, value, layout, scaling, window)[None]
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    parts = [_bucket_attention(query, key, value, bucket, scaling, dropout, window) for bucket in layout.buckets]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if layout.inverse is not None:
+        out = out.index_select(0, layout.inverse)
+    return out[None]
+
+
+def _bucket_attention(
+    query: Float[Tensor, "T H E"],
+    key: Float[Tensor, "T K E"],
+    value: Float[Tensor, "T K F"],
+    bucket: Bucket,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+) -> Float[Tensor, "n H F"]:
+    """Attention of one bucket's tokens, in the bucket's order."""
+
+    def side_by_side(x: Tensor) -> Tensor:
+        if bucket.tokens is not None:
+            x = x.index_select(0, bucket.tokens)
+        if bucket.slots is not None:
+            x = x.new_zeros(bucket.num_sequences * bucket.max_length, *x.shape[1:]).index_copy(0, bucket.slots, x)
+        return x.reshape(bucket.num_sequences, bucket.max_length, *x.shape[1:]).transpose(1, 2)
+
+    mask = None
+    if window is not None and window < bucket.max_length:
+        mask = _window_mask(bucket.max_length, window, query.device)
+    out = F.scaled_dot_product_attention(
+        side_by_side(query),
+        side_by_side(key),
+        side_by_side(value),
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    out = out.transpose(1, 2).flatten(0, 1)
+    return out if bucket.slots is None else out.index_select(0, bucket.slots)
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Bool[Tensor, "L L"]:
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return (distance >= 0) & (distance < window)
+
+
+@cache
+def _variable_length_arguments() -> frozenset[str]:
+    """Names that this torch's ``varlen_attn`` takes; empty where there is none."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def _variable_length_kernel_runs(query: Tensor, value: Tensor, dtype: torch.dtype, dropout: float) -> bool:
+    head_dim = query.shape[-1]
+    return (
+        query.is_cuda
+        and dtype in (torch.bfloat16, torch.float16)
+        and dropout == 0
+        and head_dim == value.shape[-1]
+        and head_dim % 8 == 0
+        and head_dim <= 256
+        and "window_size" in _variable_length_arguments()
+    )
+
+
+def _variable_length(
+    query: Float[Tensor, "T H E"],
+    key: Float[Tensor, "T K E"],
+    value: Float[Tensor, "T K E"],
+    layout: PackedLayout,
+    scaling: float | None,
+    window: int | None,
+) -> Float[Tensor, "T H E"]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    extra: dict[str, Any] = {}
+    if query.shape[1] != key.shape[1]:
+        if "enable_gqa" in _variable_length_arguments():
+            extra["enable_gqa"] = True
+        else:
+            repeats = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    out = varlen_attn(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        layout.offsets,
+        layout.offsets,
+        layout.max_length,
+        layout.max_length,
+        scale=scaling,
+        window_size=(-1, 0) if window is None else (window - 1, 0),
+        **extra,
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _attention_layer(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    packed_layout: PackedLayout | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every layer."""
+    for name, meaning in _UNSUPPORTED.items():
+        if kwargs.get(name) is not None:
+            raise UnavailableError(
+                needed="plain causal attention", given=f"{meaning} in {type(module).__name__}", remedy=_OTHER_ATTENTION
+            )
+    if packed_layout is not None:
+        _check_layer(module, sliding_window, kwargs.get("is_causal"))
+        out = packed_attention(
+            query, key, value, packed_layout, scaling=scaling, dropout=dropout, sliding_window=sliding_window
+        )
+        return out, None
+    if query.shape[2] == 1 and query.shape[1] != key.shape[1]:
+        return _decode_grouped(query, key, value, attention_mask, scaling, dropout), None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+
+
+def _check_layer(module: nn.Module, sliding_window: int | None, is_causal: bool | None) -> None:
+    """Refuse what a layout cannot express."""
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    index = getattr(module, "layer_idx", None)
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    kind = kinds[index] if kinds is not None and index is not None else "full_attention"
+    known = kind == "full_attention" or (kind == "sliding_attention" and sliding_window is not None)
+    if not causal or not known:
+        raise UnavailableError(
+            needed="causal attention, full or with a window known to the layer",
+            given=f"{kind if causal else 'bidirectional attention'} in {type(module).__name__}",
+            remedy=_OTHER_ATTENTION,
+        )
+
+
+def _decode_grouped(
+    query: Float[Tensor, "B H 1 E"],
+    key: Float[Tensor, "B K S E"],
+    value: Float[Tensor, "B K S F"],
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+) -> Float[Tensor, "B 1 H F"]:
+    """One new token per row: the query heads of a group become rows of queries of their key head."""
+    rows, heads, _, width = query.shape
+    folded = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
+    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
+    return out.reshape(rows, 1, heads, value.shape[-1])
+
+
+AttentionInterface.register(PACKED, _attention_layer)
+AttentionMaskInterface.register(PACKED, sdpa_mask)

@@ -1,0 +1,167 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from logitless.errors import ConfigurationError, InputError, UnavailableError
+from logitless.models.lm_head import backbone, backbone_hidden, verify_packing
+from logitless.models.loading import load_model
+from logitless.models.packed import packed_attention, packed_layout
+from logitless.types import PackedInputs
+from tests.models.tiny import CONFIGS, PACKABLE, packed, tiny
+
+
+def one_at_a_time(model: nn.Module, inputs: PackedInputs) -> Tensor:
+    """The model's own plain forward of each sequence alone."""
+    parts = inputs.input_ids.split(list(inputs.lengths))
+    return torch.cat([backbone(model)(input_ids=part[None], use_cache=False).last_hidden_state[0] for part in parts])
+
+
+def causal_by_hand(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None, scale: float) -> Tensor:
+    """Softmax over the allowed pairs of the whole row, [T, H, F]."""
+    total = sum(lengths)
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    distance = torch.arange(total)[:, None] - torch.arange(total)
+    allowed = (sequence[:, None] == sequence) & (distance >= 0) & (distance < (window or total))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    weights = (scale * q @ k.transpose(2, 3)).masked_fill(~allowed, float("-inf")).softmax(-1)
+    return (weights @ v)[0].transpose(0, 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 24), min_size=1, max_size=7),
+    window=st.sampled_from([None, 1, 3, 30]),
+    key_heads=st.sampled_from([1, 2, 4]),
+)
+def test_packed_attention_and_its_gradients_are_softmax_over_each_sequence_in_float64(lengths, window, key_heads):
+    generator = torch.Generator().manual_seed(sum(lengths))
+    shapes = [(1, 4, sum(lengths), 8), (1, key_heads, sum(lengths), 8), (1, key_heads, sum(lengths), 6)]
+    mine = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
+    truth = [x.detach().clone().requires_grad_() for x in mine]
+    out = packed_attention(*mine, packed_layout(lengths), scaling=0.3, sliding_window=window)
+    expected = causal_by_hand(*truth, lengths, window, 0.3)
+    torch.testing.assert_close(out[0], expected, rtol=1e-12, atol=1e-12)
+    upstream = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    out[0].backward(upstream)
+    expected.backward(upstream)
+    for a, b in zip(mine, truth, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=st.lists(st.integers(1, 1000), min_size=1, max_size=40))
+def test_buckets_hold_every_sequence_once_with_at_most_a_quarter_of_padding(lengths):
+    layout = packed_layout(lengths)
+    assert sum(bucket.num_sequences for bucket in layout.buckets) == len(lengths)
+    assert sum(bucket.num_sequences * bucket.max_length for bucket in layout.buckets) <= 1.25 * sum(lengths)
+    if layout.inverse is not None:
+        order = torch.cat([bucket.tokens for bucket in layout.buckets])
+        assert torch.equal(order[layout.inverse], torch.arange(sum(lengths)))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_packed_row_equals_its_sequences_run_alone_with_gradients(name):
+    model, inputs = tiny(name), packed([5, 1, 9, 9, 2, 17])
+    mine, alone = backbone_hidden(model, inputs), one_at_a_time(model, inputs)
+    torch.testing.assert_close(mine, alone, rtol=1e-4, atol=1e-5)
+    upstream = torch.randn(mine.shape, generator=torch.Generator().manual_seed(3))
+    parameters = [p for p in backbone(model).parameters() if p.requires_grad]
+    first = torch.autograd.grad(mine, parameters, upstream, allow_unused=True)
+    second = torch.autograd.grad(alone, parameters, upstream, allow_unused=True)
+    for a, b in zip(first, second, strict=True):
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-4 * b.abs().max().item() + 1e-6)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma3", "opt"])
+def test_attention_with_a_mask_gives_the_same_hidden_states(name, attention):
+    inputs = packed([5, 1, 9, 2])
+    mine = backbone_hidden(tiny(name), inputs)
+    theirs = backbone_hidden(tiny(name, attention=attention), inputs)
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", PACKABLE)
+def test_scoring_without_gradient_gives_bitwise_the_hidden_states_of_training(name):
+    model, inputs = tiny(name).train(), packed([5, 1, 9, 30, 2])
+    with torch.no_grad():
+        scored = backbone_hidden(model, inputs)
+    assert torch.equal(scored, backbone_hidden(model, inputs).detach())
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gpt2", "opt"])
+def test_gradient_checkpointing_changes_no_bit(name):
+    inputs, upstream = packed([5, 1, 30]), None
+    grads = []
+    for checkpointing in (False, True):
+        model = tiny(name).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        hidden = backbone_hidden(model, inputs)
+        upstream = torch.ones_like(hidden) if upstream is None else upstream
+        hidden.backward(upstream)
+        grads.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    assert all(torch.equal(grads[0][key], grads[1][key]) for key in grads[0])
+
+
+def test_a_model_in_float64_equals_its_sequences_run_alone_to_the_float32_inside_it():
+    model, inputs = tiny("llama", dtype=torch.float64), packed([5, 1, 9])
+    hidden = backbone_hidden(model, inputs)
+    assert hidden.dtype == torch.float64
+    torch.testing.assert_close(hidden, one_at_a_time(model, inputs), rtol=1e-6, atol=1e-6)
+
+
+def test_other_sequences_of_the_row_change_no_bit():
+    model, inputs = tiny("qwen3"), packed([7, 3, 6])
+    ids = inputs.input_ids.clone()
+    ids[:7] = ids[:7].flip(0)
+    changed = PackedInputs(ids, inputs.position_ids, inputs.lengths, inputs.source, inputs.source_counts)
+    a, b = backbone_hidden(model, inputs), backbone_hidden(model, changed)
+    assert torch.equal(a[7:], b[7:])
+    assert not torch.equal(a[:7], b[:7])
+
+
+def test_an_empty_sequence_is_refused():
+    with pytest.raises(InputError, match="no empty one"):
+        packed_layout([3, 0])
+
+
+def test_a_layout_of_another_length_is_refused():
+    q = torch.zeros(1, 1, 4, 8)
+    with pytest.raises(InputError, match="one packed row of 5 tokens"):
+        packed_attention(q, q, q, packed_layout([3, 2]))
+
+
+def test_attention_with_a_softcap_is_refused_where_it_would_be_left_out():
+    for attention in ("packed", "sdpa"):
+        with pytest.raises(UnavailableError, match="softcap of 2.0"):
+            load_model(CONFIGS["gemma2"], random_weights=True, attention=attention)
+
+
+def test_attention_sinks_are_refused():
+    config = {"model_type": "gpt_oss", **{k: v for k, v in CONFIGS["llama"].items() if k != "model_type"}}
+    config |= {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}
+    with pytest.raises(UnavailableError, match="attention sinks"):
+        load_model(config, random_weights=True, drop_router_loss=True)
+
+
+def test_an_architecture_with_its_own_attention_is_refused():
+    with pytest.raises(UnavailableError, match="FalconForCausalLM"):
+        load_model(CONFIGS["falcon"], random_weights=True, attention="packed")
+
+
+def test_a_model_whose_packed_sequences_see_each_other_is_refused(monkeypatch):
+    """OPT makes a mask of ones itself, so that under SDPA transformers finds no packing in it."""
+    monkeypatch.setattr("logitless.models.lm_head._packing_arguments", lambda *_: {})
+    with pytest.raises(UnavailableError, match="sequences see each other"):
+        load_model(CONFIGS["opt"], random_weights=True, attention="sdpa")
+
+
+def test_a_recurrent_model_is_refused():
+    config = {"model_type": "mamba", "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "vocab_size": 61}
+    with pytest.raises((UnavailableError, ConfigurationError)):
+        verify_packing(load_model(config, random_weights=True, attention="eager"))

@@ -1,0 +1,108 @@
+"""Tiny models of many architectures, each with what sets it apart, and packed inputs."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from logitless.models.loading import disable_dropout, load_model
+from logitless.types import PackedInputs
+
+LLAMA: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 61,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **LLAMA},
+    "llama-tied": {"model_type": "llama", **LLAMA, "tie_word_embeddings": True},
+    "qwen2": {"model_type": "qwen2", **LLAMA},
+    "qwen3": {"model_type": "qwen3", **LLAMA, "head_dim": 16},
+    "mistral-window": {"model_type": "mistral", **LLAMA, "sliding_window": 3},
+    "gemma2": {
+        "model_type": "gemma2",
+        **LLAMA,
+        "head_dim": 8,
+        "sliding_window": 3,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        **LLAMA,
+        "head_dim": 8,
+        "sliding_window": 3,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "cohere": {"model_type": "cohere", **LLAMA, "logit_scale": 0.25},
+    "granite": {"model_type": "granite", **LLAMA, "logits_scaling": 3.0, "attention_multiplier": 0.5},
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "vocab_size": 61,
+        "n_positions": 64,
+        "initializer_range": 0.2,
+    },
+    "phi": {"model_type": "phi", **LLAMA, "partial_rotary_factor": 0.5},
+    "opt": {
+        "model_type": "opt",
+        "hidden_size": 32,
+        "word_embed_proj_dim": 16,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 61,
+        "max_position_embeddings": 64,
+        "init_std": 0.2,
+    },
+    "gpt_neox": {
+        "model_type": "gpt_neox",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 61,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+    },
+    "falcon": {
+        "model_type": "falcon",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 61,
+        "initializer_range": 0.2,
+    },
+}
+ATTENTION = {"gemma2": "eager", "falcon": "sdpa"}
+PACKABLE = [name for name in CONFIGS if name not in ATTENTION]
+
+
+def tiny(name: str, **options: Any) -> nn.Module:
+    """A verified model with seeded random weights and biases, without dropout, evaluating."""
+    options = {"attention": ATTENTION.get(name, "packed"), "seed": 1, **options}
+    model = load_model(CONFIGS[name], random_weights=True, **options)
+    disable_dropout(model)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("bias"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model.eval()
+
+
+def packed(lengths: list[int], vocabulary: int = 61) -> PackedInputs:
+    """Random tokens; every token but a sequence's last is scored."""
+    generator = torch.Generator().manual_seed(len(lengths))
+    ids = torch.randint(0, vocabulary, (sum(lengths),), generator=generator)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    starts = torch.tensor([0, *lengths]).cumsum(0)[:-1].tolist()
+    source = torch.cat([torch.arange(s, s + n - 1) for s, n in zip(starts, lengths, strict=True)])
+    return PackedInputs(ids, positions, tuple(lengths), source, tuple(n - 1 for n in lengths))
