@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from pydantic import ConfigDict
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
+from logitless.objective.inputs import check_choices
 from logitless.objective.ranges import Ranges
 
 Level = Literal["token", "sequence", "geometric"]
@@ -64,19 +65,6 @@ def bounded_weight(
 
 
 @dataclass(frozen=True)
-class CorrectionTerms:
-    """The correction of each token.
-
-    Args:
-        weight: [N] c, without gradient.
-        missing: [N] tokens without ``logp_sampler``, whose D is 0.
-    """
-
-    weight: Float[Tensor, "N"]
-    missing: Bool[Tensor, "N"]
-
-
-@dataclass(frozen=True)
 class SamplerCorrection:
     """Multiply the surrogate's loss by ``c = exp(D)``, bounded.
 
@@ -92,7 +80,7 @@ class SamplerCorrection:
 
     Example:
         >>> one = Ranges(torch.tensor([0]), 1, torch.tensor([True]))
-        >>> SamplerCorrection(max=2.0)(torch.tensor([-1.0]), torch.tensor([-3.0]), one).weight
+        >>> SamplerCorrection(max=2.0)(torch.tensor([3.0]), one)
         tensor([2.])
     """
 
@@ -105,6 +93,7 @@ class SamplerCorrection:
     name: Literal["sampler"] = field(default="sampler", kw_only=True)
 
     def __post_init__(self) -> None:
+        check_choices(self)
         if self.mode == "truncate" and self.min is None and self.max is None:
             raise ConfigurationError(
                 needed="a bound to truncate at", given="min=None, max=None", remedy="Set max, to about 2.0."
@@ -117,13 +106,10 @@ class SamplerCorrection:
                 remedy="Bounds are of c itself, around 1.",
             )
 
-    def __call__(
-        self, logp_old: Float[Tensor, "N"], logp_sampler: Float[Tensor, "N"], sequences: Ranges
-    ) -> CorrectionTerms:
-        """The bounded correction of each token."""
-        log_ratio = sampler_log_ratio(logp_old, logp_sampler)
+    def __call__(self, log_ratio: Float[Tensor, "N"], sequences: Ranges) -> Float[Tensor, "N"]:
+        """The bounded c of each token from its ``sampler_log_ratio``."""
         weight = correction_log_weight(log_ratio, sequences, self.level).exp()
-        return CorrectionTerms(bounded_weight(weight, self.mode, self.min, self.max), logp_sampler.isnan())
+        return bounded_weight(weight, self.mode, self.min, self.max)
 
     def check_sampling(
         self, *, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0, repetition_penalty: float = 1.0

@@ -1,7 +1,7 @@
 """KL to the reference: the three estimators from one sampled token, in the loss or in the reward.
 
-Everywhere ``d = logp - logp_ref`` with tokens drawn from the policy, so that k1 and k3 have mean KL(pi || ref). Names k1,
-k2, k3 are Schulman's. What counts in a loss is the expected **gradient**, which is another matter than the value:
+Everywhere ``d = logp - logp_ref`` with tokens drawn from the policy, so that k1 and k3 have mean KL(pi || ref). Names
+k1, k2, k3 are Schulman's. What counts in a loss is the expected **gradient**, another matter than the value:
 
     in the loss                     expected gradient
     k1, k2, k3 ratio-corrected      KL(pi || ref)
@@ -19,11 +19,9 @@ from pydantic import ConfigDict
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.inputs import required
+from logitless.objective.inputs import check_choices, required
 
-Estimator = Literal["k1", "k2", "k3"]
-EstimatorAlias = Literal["mse", "low_var_kl"]
-_ALIASES: dict[str, Estimator] = {"mse": "k2", "low_var_kl": "k3"}
+_ALIASES = {"mse": "k2", "low_var_kl": "k3"}
 
 
 def k1(log_ratio_ref: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
@@ -117,12 +115,13 @@ class KLPenalty:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-    estimator: Estimator | EstimatorAlias = "k3"
+    estimator: Literal["k1", "k2", "k3", "mse", "low_var_kl"] = "k3"
     ratio_corrected: Literal["token", "surrogate"] | None = None
     clamp: float | None = 20.0
     name: Literal["kl"] = field(default="kl", kw_only=True)
 
     def __post_init__(self) -> None:
+        check_choices(self)
         object.__setattr__(self, "estimator", _ALIASES.get(self.estimator, self.estimator))
         if self.estimator == "k1" and self.ratio_corrected is None:
             raise ConfigurationError(

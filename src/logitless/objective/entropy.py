@@ -14,6 +14,7 @@ from pydantic import ConfigDict
 from torch import Tensor
 
 from logitless.errors import CheckpointError, ConfigurationError, InputError
+from logitless.objective.inputs import check_choices
 
 
 def entropy_mean(
@@ -97,6 +98,9 @@ class EntropyBonus:
     adaptive: AdaptiveEntropy | None = None
     scope: Literal["step", "micro_batch"] = "step"
     name: Literal["entropy_bonus"] = field(default="entropy_bonus", kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_choices(self)
 
 
 @dataclass

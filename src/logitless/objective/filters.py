@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
+from logitless.objective.inputs import check_choices
 from logitless.objective.ranges import Ranges
 
 
@@ -95,6 +96,7 @@ class TopEntropy:
     name: Literal["top_entropy"] = field(default="top_entropy", kw_only=True)
 
     def __post_init__(self) -> None:
+        check_choices(self)
         if not 0 <= self.quantile <= 1:
             raise ConfigurationError(
                 needed="a fraction of tokens to keep from 0 to 1",

@@ -1,8 +1,10 @@
-"""Optional tensors made obligatory: the one place that says which tensor is missing and where it comes from."""
+"""Checks of what an objective is given: choices that exist, and optional tensors that turn out to be obligatory."""
+
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
-from logitless.errors import InputError
+from logitless.errors import ConfigurationError, InputError
 
 _REMEDIES = {
     "logp_old": "Score the batch with the policy that it was drawn from and set TokenBatch.logp_old",
@@ -34,3 +36,23 @@ def required(value: Tensor | None, name: str) -> Tensor:
             remedy=f"{_REMEDIES[name]}, or choose an objective without it.",
         )
     return value
+
+
+def check_choices(part: Any) -> None:
+    """Refuse a value that its field's ``Literal`` does not list, for parts that are not read from a validated file.
+
+    Raises:
+        ConfigurationError: such a value.
+
+    Example:
+        >>> from logitless.objective.ratio import SequenceRatio
+        >>> check_choices(SequenceRatio("mean"))
+    """
+    for name, hint in get_type_hints(type(part)).items():
+        hints = [hint, *get_args(hint)]
+        choices = [choice for each in hints if get_origin(each) is Literal for choice in get_args(each)]
+        value = getattr(part, name)
+        if choices and value is not None and value not in choices:
+            raise ConfigurationError(
+                needed=f"{name} out of {', '.join(map(repr, choices))}", given=repr(value), remedy="Choose one of them."
+            )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from logitless.errors import ConfigurationError, InputError
 from logitless.objective.advantage import one_rank
-from logitless.objective.correction import CorrectionTerms, SamplerCorrection
+from logitless.objective.correction import SamplerCorrection, sampler_log_ratio
 from logitless.objective.covariance import GatherOverRanks, largest, num_chosen, random_in_band, token_covariance
 from logitless.objective.divergence import KLPenalty
 from logitless.objective.entropy import EntropyBonus, entropy_mean
@@ -93,7 +93,9 @@ class ObjectiveOutput:
         token_log_ratio, log_ratio: [N] per token and at the configured level; None without ``logp_old``.
         clipped_low, clipped_high: [N] see ``SurrogateTerms``; None for a surrogate without bounds.
         dropped: filter name -> [N] tokens that it dropped.
-        correction, missing_sampler: [N] sampler correction, and tokens without ``logp_sampler``; None without one.
+        correction: [N] sampler correction; None without one.
+        sampler_log_ratio, missing_sampler: [N] ``logp_old - logp_sampler`` (0 where the sampler gave none), and those
+            tokens; None where the batch lacks either vector.
         kl, log_ratio_ref, kl_clamped: [N] the KL term before beta, ``logp - logp_ref``, and tokens where that was
             clamped; None without a KL.
     """
@@ -111,6 +113,7 @@ class ObjectiveOutput:
     clipped_high: Bool[Tensor, "N"] | None = None
     dropped: Mapping[str, Bool[Tensor, "N"]] = field(default_factory=dict)
     correction: Float[Tensor, "N"] | None = None
+    sampler_log_ratio: Float[Tensor, "N"] | None = None
     missing_sampler: Bool[Tensor, "N"] | None = None
     kl: Float[Tensor, "N"] | None = None
     log_ratio_ref: Float[Tensor, "N"] | None = None
@@ -130,8 +133,8 @@ class Objective:
         entropy_bonus: or None.
 
     Raises:
-        ConfigurationError: parts that exclude each other: a ratio level that nothing reads, VESPO with a correction that
-            is not per token, a filter given twice.
+        ConfigurationError: parts that exclude each other: a ratio level that nothing reads, VESPO with a correction
+            that is not per token, a filter given twice.
 
     Example:
         >>> batch = TokenBatch(
@@ -364,11 +367,19 @@ class _Step:
         self.logp = self.read(logp, "logp")
         self.entropy = None if entropy is None else self.read(entropy, "entropy")
         self.advantage = self.read(batch.advantage, "advantage")
+        self.logp_old: Tensor | None = None
         self.token_log_ratio: Tensor | None = None
         self.log_ratio: Tensor | None = None
+        self.sampler_log_ratio: Tensor | None = None
+        self.missing_sampler: Tensor | None = None
         if batch.logp_old is not None:
-            self.token_log_ratio = token_log_ratio(self.logp, self.read(batch.logp_old, "logp_old"))
+            self.logp_old = self.read(batch.logp_old, "logp_old")
+            self.token_log_ratio = token_log_ratio(self.logp, self.logp_old)
             self.log_ratio = self.level(self.token_log_ratio)
+            if batch.logp_sampler is not None:
+                logp_sampler = self.read(batch.logp_sampler, "logp_sampler")
+                self.sampler_log_ratio = sampler_log_ratio(self.logp_old, logp_sampler)
+                self.missing_sampler = logp_sampler.isnan()
 
     def read(self, value: Tensor | None, name: str) -> Tensor:
         """The values of trained rows, 0 elsewhere."""
@@ -410,7 +421,7 @@ class _Step:
         for mask in dropped.values():
             token_loss = torch.where(mask, 0.0, token_loss)
         if correction is not None and not isinstance(objective.surrogate, Vespo):
-            token_loss = token_loss * correction.weight
+            token_loss = token_loss * correction
         kl = None
         if objective.kl is not None:
             logp_ref = self.read(batch.logp_ref, "logp_ref")
@@ -439,21 +450,21 @@ class _Step:
             clipped_low=terms.clipped_low,
             clipped_high=terms.clipped_high,
             dropped=dropped,
-            correction=None if correction is None else correction.weight,
-            missing_sampler=None if correction is None else correction.missing,
+            correction=correction,
+            sampler_log_ratio=self.sampler_log_ratio,
+            missing_sampler=self.missing_sampler,
             kl=None if kl is None else kl.kl.detach(),
             log_ratio_ref=None if kl is None else kl.log_ratio_ref,
             kl_clamped=None if kl is None else kl.clamped,
         )
 
-    def correction(self) -> CorrectionTerms | None:
+    def correction(self) -> Tensor | None:
         if self.objective.correction is None:
             return None
-        logp_old = self.read(self.batch.logp_old, "logp_old")
-        logp_sampler = self.read(self.batch.logp_sampler, "logp_sampler")
-        return self.objective.correction(logp_old, logp_sampler, self.sequences)
+        missing = "logp_old" if self.logp_old is None else "logp_sampler"
+        return self.objective.correction(required(self.sampler_log_ratio, missing), self.sequences)
 
-    def surrogate(self, correction: CorrectionTerms | None) -> SurrogateTerms:
+    def surrogate(self, correction: Tensor | None) -> SurrogateTerms:
         surrogate = self.objective.surrogate
         if isinstance(surrogate, Gmpo):
             _check_constant(self.advantage, self.sequences, "sequence")
@@ -461,10 +472,10 @@ class _Step:
             logp=self.logp,
             advantage=self.advantage,
             sequences=self.sequences,
-            logp_old=None if self.batch.logp_old is None else self.read(self.batch.logp_old, "logp_old"),
+            logp_old=self.logp_old,
             token_log_ratio=self.token_log_ratio,
             log_ratio=self.log_ratio,
-            correction=None if correction is None else correction.weight,
+            correction=correction,
             selected=self.batch.selected,
         )
         if isinstance(surrogate, ClipCov | KlCov) and surrogate.scope == "micro_batch":

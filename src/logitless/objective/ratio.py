@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
+from logitless.objective.inputs import check_choices
 from logitless.objective.ranges import Ranges
 
 
@@ -82,6 +83,9 @@ class SequenceRatio:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     advantage_within_sequence: Literal["mean", "multiply"] | None = None
     name: Literal["sequence"] = field(default="sequence", kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_choices(self)
 
 
 @dataclass(frozen=True)

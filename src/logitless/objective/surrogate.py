@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.inputs import required
+from logitless.objective.inputs import check_choices, required
 from logitless.objective.ranges import Ranges
 
 RatioLevel = Literal["any", "token", "none"]
@@ -550,6 +550,7 @@ class Dppo:
     name: Literal["dppo"] = field(default="dppo", kw_only=True)
 
     def __post_init__(self) -> None:
+        check_choices(self)
         for bound in ("max_low", "max_high"):
             if getattr(self, bound) is None:
                 object.__setattr__(self, bound, 0.15 if self.divergence == "tv" else 0.05)
@@ -597,6 +598,7 @@ class ClipCov:
     name: Literal["clip_cov"] = field(default="clip_cov", kw_only=True)
 
     def __post_init__(self) -> None:
+        check_choices(self)
         _check_bounds(self.ratio_min, self.ratio_max)
         _check_fraction(self.fraction)
         if self.low >= self.high:
@@ -631,6 +633,7 @@ class KlCov:
     name: Literal["kl_cov"] = field(default="kl_cov", kw_only=True)
 
     def __post_init__(self) -> None:
+        check_choices(self)
         _check_fraction(self.fraction)
 
     def __call__(self, inputs: SurrogateInputs) -> SurrogateTerms:

@@ -1,0 +1,127 @@
+"""What one optimizer step did, from the vectors that its losses were made of: no second pass, no synchronisation.
+
+Every number is a plain mean (or quantile, or count) over the trained tokens of the step, whatever the weights were:
+nats a token stay nats a token. The caller stacks the values and reads them once.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from logitless.objective.advantage import one_rank
+from logitless.objective.covariance import GatherOverRanks
+from logitless.objective.divergence import k1, k2, k3
+from logitless.objective.filters import quantile
+from logitless.objective.objective import ObjectiveOutput
+
+
+def effective_fraction(weight: Float[Tensor, "N"], counted: Bool[Tensor, "N"]) -> Float[Tensor, ""]:
+    """``(sum c)^2 / (n sum c^2)``: effective sample size of importance weights as a fraction of the n counted tokens.
+
+    Example:
+        >>> effective_fraction(torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.ones(4, dtype=torch.bool))
+        tensor(0.5000, dtype=torch.float64)
+    """
+    weight = torch.where(counted, weight, 0.0).double()
+    return weight.sum().square() / (counted.sum() * weight.square().sum()).clamp(min=torch.finfo(torch.float64).tiny)
+
+
+def step_diagnostics(
+    outputs: Sequence[ObjectiveOutput], *, gather: GatherOverRanks = one_rank
+) -> dict[str, Float[Tensor, ""]]:
+    """The numbers of an optimizer step.
+
+    Args:
+        outputs: of every micro-batch of the step on this rank, at least one, all of the same objective.
+        gather: over all ranks; every rank then gets the numbers of the whole step.
+
+    Returns:
+        float64 scalars on the outputs' device. A number whose vectors the objective does not have is left out:
+
+        - ``loss``; ``num_tokens``, trained tokens.
+        - ``clip_fraction_low``, ``_high``: tokens whose gradient the lower or upper bound cuts; ``_positive``,
+          ``_negative``: tokens cut by either, as a fraction of those with A > 0 or A < 0.
+        - ``ratio_min``, ``ratio_mean``, ``ratio_max``: at the configured level.
+        - ``old_k1_mean``, ``old_k1_p95``, ... ``old_k3_p95``: KL(old || policy); tokens are drawn from the old policy,
+          so that d is ``logp_old - logp`` here.
+        - ``ref_k1_mean`` ... ``ref_k3_p95``: KL(policy || reference), d unclamped; ``kl_mean``, ``kl_p95``: the term
+          that is in the loss, before beta, with its correction; ``num_kl_clamped``.
+        - ``entropy_mean``; ``entropy_bonus``: the mean that the bonus pays for.
+        - ``sampler_difference_mean``, ``_p95``, ``_max``: ``|logp_old - logp_sampler|``; ``num_missing_sampler``.
+        - ``correction_mean``, ``correction_effective_fraction``.
+        - ``dropped_<filter>``: fraction that each filter drops.
+        - ``live_fraction``: tokens with a gradient other than 0.
+
+    Example:
+        >>> from logitless.objective.objective import Objective
+        >>> from logitless.types import TokenBatch
+        >>> batch = TokenBatch(
+        ...     sequence=torch.tensor([0, 0]), num_sequences=1, advantage=torch.tensor([1.0, 1.0]),
+        ...     token_weight=torch.tensor([0.5, 0.5]), logp_old=torch.tensor([-1.0, -1.0]))
+        >>> output = Objective()(torch.tensor([-0.5, -1.0], requires_grad=True), None, batch)
+        >>> numbers = step_diagnostics([output])
+        >>> numbers["clip_fraction_high"].item(), numbers["live_fraction"].item()
+        (0.5, 0.5)
+    """
+
+    def vector(name: str) -> Tensor | None:
+        parts = [getattr(each, name) for each in outputs]
+        return None if parts[0] is None else gather(torch.cat(parts))
+
+    def mean(values: Tensor, among: Tensor) -> Tensor:
+        return torch.where(among, values, 0.0).double().sum() / among.sum().clamp(min=1)
+
+    def p95(values: Tensor) -> Tensor:
+        return quantile(values, 0.95, trained)
+
+    def largest(values: Tensor) -> Tensor:
+        return torch.cat([torch.where(trained, values, -torch.inf), values.new_full((1,), -torch.inf)]).max()
+
+    trained = gather(torch.cat([each.trained for each in outputs]))
+    numbers = {
+        "loss": gather(torch.stack([each.loss.detach() for each in outputs])).double().sum(),
+        "num_tokens": trained.sum(),
+    }
+    advantage = gather(torch.cat([each.advantage for each in outputs]))
+    low, high = vector("clipped_low"), vector("clipped_high")
+    if low is not None and high is not None:
+        numbers["clip_fraction_low"] = mean(low, trained)
+        numbers["clip_fraction_high"] = mean(high, trained)
+        numbers["clip_fraction_positive"] = mean(low | high, trained & (advantage > 0))
+        numbers["clip_fraction_negative"] = mean(low | high, trained & (advantage < 0))
+    if (log_ratio := vector("log_ratio")) is not None:
+        numbers["ratio_min"] = (-largest(-log_ratio)).exp()
+        numbers["ratio_mean"] = mean(log_ratio.exp(), trained)
+        numbers["ratio_max"] = largest(log_ratio).exp()
+    differences = {"old": vector("token_log_ratio"), "ref": vector("log_ratio_ref")}
+    for policy, difference in differences.items():
+        if difference is not None:
+            for name, estimator in {"k1": k1, "k2": k2, "k3": k3}.items():
+                values = estimator(-difference if policy == "old" else difference)
+                numbers[f"{policy}_{name}_mean"] = mean(values, trained)
+                numbers[f"{policy}_{name}_p95"] = p95(values)
+    if (kl := vector("kl")) is not None:
+        numbers["kl_mean"], numbers["kl_p95"] = mean(kl, trained), p95(kl)
+    if (clamped := vector("kl_clamped")) is not None:
+        numbers["num_kl_clamped"] = clamped.sum()
+    if (entropy := vector("entropy")) is not None:
+        numbers["entropy_mean"] = mean(entropy, trained)
+    bonuses = [each.entropy_bonus for each in outputs if each.entropy_bonus is not None]
+    if bonuses:
+        numbers["entropy_bonus"] = gather(torch.stack(bonuses)).double().sum()
+    if (sampler := vector("sampler_log_ratio")) is not None:
+        size = sampler.abs()
+        numbers["sampler_difference_mean"], numbers["sampler_difference_p95"] = mean(size, trained), p95(size)
+        numbers["sampler_difference_max"] = largest(size)
+    if (missing := vector("missing_sampler")) is not None:
+        numbers["num_missing_sampler"] = missing.sum()
+    if (correction := vector("correction")) is not None:
+        numbers["correction_mean"] = mean(correction, trained)
+        numbers["correction_effective_fraction"] = effective_fraction(correction, trained)
+    for name in outputs[0].dropped:
+        numbers[f"dropped_{name}"] = mean(gather(torch.cat([each.dropped[name] for each in outputs])), trained)
+    if (gradient := vector("grad_logp")) is not None:
+        numbers["live_fraction"] = mean(gradient != 0, trained)
+    return {name: value.double() for name, value in numbers.items()}
