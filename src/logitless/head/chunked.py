@@ -271,7 +271,8 @@ class _TokenScores(torch.autograd.Function):
 def _partial(operands: _Operands, hidden: Tensor, target: Tensor, temperature: Tensor | None) -> Partial:
     """The sums of one chunk of rows; two buffers of its logits' size."""
     z = operands.relative(operands.capped(hidden), temperature)
-    top = z.amax(1)
+    # A shard may hold nothing but padding, masked with -inf; its maximum must be a number all the same.
+    top = z.amax(1).clamp(min=torch.finfo(z.dtype).min)
     owned, column = _column(target, z.shape[1])
     target_logit = torch.where(owned, z.gather(1, column).squeeze(1), 0)
     z -= top[:, None]

@@ -1,0 +1,100 @@
+"""A vocabulary sharded over processes gives what one process gives."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from logitless.errors import InputError
+from logitless.head.api import token_scores
+from tests.head.cases import Case, Problem, assert_same, problem, run, truth
+from tests.ranks import run_on_ranks
+
+FULL = Case(43, 37, 11, bias=True, softcap=6.0, lora=3, temperature="per token", spread=6.0)
+
+
+def _shard_of(given: Problem, sizes: tuple[int, ...], rank: int) -> Problem:
+    """The rank's columns: of weight, bias and lora_b; all else is replicated."""
+    rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    cut = {
+        name: value.detach()[rows].clone().requires_grad_(value.requires_grad)
+        for name in ("weight", "bias", "lora_b")
+        if (value := getattr(given.head, name)) is not None
+    }
+    return replace(given, head=replace(given.head, **cut))
+
+
+def _run(rank, case, sizes, budget):
+    return run(_shard_of(problem(case), sizes, rank), "chunked", group=dist.group.WORLD, memory_budget=budget)
+
+
+@pytest.mark.parametrize("sizes", [(19, 18), (36, 1), (12, 12, 13)], ids=str)
+@pytest.mark.parametrize("case", [Case(43, 37, 11), FULL, replace(FULL, trained=False)], ids=str)
+def test_sharded_equals_whole_in_every_score_and_gradient(case, sizes):
+    whole = truth(problem(case))
+    for rank, given in enumerate(run_on_ranks(len(sizes), _run, case, sizes, 5000)):
+        rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        sharded = {"grad_weight", "grad_bias", "grad_lora_b"}
+        assert_same(given, {name: v[rows] if name in sharded else v for name, v in whole.items()}, 1e-12)
+
+
+def _improbable(rank):
+    """Logits (a, 0 | 0, 0) on two ranks; targets on either side of the boundary."""
+    weight = torch.eye(4, dtype=torch.float32)[2 * rank : 2 * rank + 2].requires_grad_()
+    hidden = torch.zeros(4, 4)
+    hidden[:, 0] = torch.tensor([40.0, 200.0, 1000.0, 16.811242831518264])
+    hidden.requires_grad_()
+    scores = token_scores(hidden, weight, torch.tensor([2, 3, 1, 0]), backend="chunked", group=dist.group.WORLD)
+    scores.logp.sum().backward()
+    return scores.logp.detach(), hidden.grad
+
+
+def test_no_log_prob_is_too_small_or_too_near_zero_for_a_sum_over_ranks():
+    # p_y = 1 / (1 + s) with s = 3 exp(-a) = 1.5e-7 in the last row.
+    for logp, gradient in run_on_ranks(2, _improbable):
+        assert logp.tolist() == pytest.approx([-40, -200, -1000, -1.5e-7], rel=1e-5)
+        assert gradient[1].tolist() == pytest.approx([-1, 0, 0, 1], abs=1e-6)
+        assert gradient[3].tolist() == pytest.approx([1.5e-7, -5e-8, -5e-8, -5e-8], rel=1e-5)
+
+
+def _same_bits(rank):
+    given = _shard_of(problem(replace(FULL, dtype=torch.float32)), (19, 18), rank)
+    result = run(given, "chunked", group=dist.group.WORLD)
+    return [result[name] for name in ("logp", "entropy", "grad_hidden", "grad_lora_a")]
+
+
+def test_all_ranks_have_the_same_bits():
+    for one, other in zip(*run_on_ranks(2, _same_bits), strict=True):
+        assert torch.equal(one, other)
+
+
+def _out_of_range(rank):
+    weight = torch.zeros(5, 3)
+    try:
+        token_scores(torch.zeros(1, 3), weight, torch.tensor([10]), backend="chunked", group=dist.group.WORLD)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def test_a_target_beyond_the_whole_vocabulary_is_an_error_on_every_rank():
+    for message in run_on_ranks(2, _out_of_range):
+        assert "targets within the vocabulary that the group shares" in message
+
+
+def _masked_shard(rank):
+    given = _shard_of(problem(Case(9, 20, 4, bias=True, temperature=0.7)), (12, 8), rank)
+    if rank == 1:
+        given = replace(given, head=replace(given.head, bias=torch.full((8,), float("-inf"), dtype=torch.float64)))
+    given = replace(given, target=given.target % 12).leaf_copy()
+    result = run(given, "chunked", group=dist.group.WORLD)
+    return {name: result[name] for name in ("logp", "entropy", "grad_hidden")}
+
+
+def test_a_shard_of_padding_masked_by_minus_infinity_adds_nothing():
+    given = problem(Case(9, 20, 4, bias=True, temperature=0.7))
+    short = replace(given.head, weight=given.head.weight.detach()[:12], bias=given.head.bias.detach()[:12])
+    whole = truth(replace(given, head=short, target=given.target % 12).leaf_copy())
+    for result in run_on_ranks(2, _masked_shard):
+        assert_same(result, {name: whole[name] for name in result}, 1e-12)
