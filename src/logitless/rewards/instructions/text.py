@@ -1,0 +1,259 @@
+"""How texts are cut into sentences and words, and what languages and word classes they show.
+
+Everything is deterministic, works without downloaded data and never touches the global state of a library. Optional
+packages are imported on first use; where one, or the tagger's data, is absent, ``UnavailableError`` says so.
+
+Sentences come from nltk's Punkt algorithm, untrained, with a list of common abbreviations: it agrees with the trained
+English model but for texts whose breaks hang on words that only the training data knows.
+"""
+
+import functools
+import importlib
+import re
+import string
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from logitless.errors import UnavailableError
+from logitless.rewards.instructions.word_lists import ABBREVIATIONS
+
+TAGGER = "averaged_perceptron_tagger_eng"
+
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_LANGUAGE_LOCK = threading.Lock()
+
+
+def without_punctuation(text: str) -> str:
+    """The text without ASCII punctuation.
+
+    Example:
+        >>> without_punctuation("It's 3.14!")
+        'Its 314'
+    """
+    return text.translate(_NO_PUNCTUATION)
+
+
+def bare(word: str) -> str:
+    """A word without ASCII punctuation and spaces around it.
+
+    Example:
+        >>> bare('"don\\'t!"')
+        "don't"
+    """
+    return word.strip(string.punctuation + " ")
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences, by nltk's Punkt algorithm.
+
+    Example:
+        >>> sentences('Dr. Lee said "Go." He went! Why?')
+        ['Dr. Lee said "Go."', 'He went!', 'Why?']
+    """
+    if not any(mark in text for mark in ".?!"):
+        whole = text.rstrip()
+        return [whole] if whole else []
+    splitter = _punkt().PunktSentenceTokenizer(_punkt_parameters(), lang_vars=_punkt_language())
+    # Each context is judged once a text: a text of one repeated phrase would take seconds.
+    splitter.text_contains_sentbreak = functools.cache(splitter.text_contains_sentbreak)
+    return list(splitter.tokenize(text))
+
+
+def words(text: str) -> list[str]:
+    """The words and signs, as nltk's word_tokenize gives them.
+
+    Example:
+        >>> words("I can't. Stop!")
+        ['I', 'ca', "n't", '.', 'Stop', '!']
+    """
+    tokenizer = _word_tokenizer()
+    tokens: dict[str, list[str]] = {}
+    for sentence in (split := sentences(text)):
+        if sentence not in tokens:
+            tokens[sentence] = tokenizer.tokenize(sentence)
+    return [token for sentence in split for token in tokens[sentence]]
+
+
+def words_without_signs(text: str) -> list[str]:
+    """The words that hold a letter or a digit.
+
+    Example:
+        >>> words_without_signs("Well, 2 cats!")
+        ['Well', '2', 'cats']
+    """
+    return [word for word in words(text) if any(character.isalnum() for character in word)]
+
+
+_STARTERS = (
+    r"(Mr|Mrs|Ms|Dr|Prof|Capt|Cpt|Lt|He\s|She\s|It\s|They\s|Their\s|Our\s|We\s|But\s|However\s|That\s|This\s|Wherever)"
+)
+_LETTER = "([A-Za-z])"
+_KEPT, _BREAK = "<prd>", "<stop>"
+_DOTS_THAT_END_NOTHING: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"(Mr|St|Mrs|Ms|Dr)\.", rf"\1{_KEPT}"),
+        (r"\.(com|net|org|io|gov|edu|me)", rf"{_KEPT}\1"),
+        (r"([0-9])\.([0-9])", rf"\1{_KEPT}\2"),
+    )
+)
+_ABBREVIATED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (rf"\s{_LETTER}\. ", rf" \1{_KEPT} "),
+        (rf"([A-Z]\.[A-Z]\.(?:[A-Z]\.)?) {_STARTERS}", rf"\1{_BREAK} \2"),
+        (rf"{_LETTER}\.{_LETTER}\.{_LETTER}\.", rf"\1{_KEPT}\2{_KEPT}\3{_KEPT}"),
+        (rf"{_LETTER}\.{_LETTER}\.", rf"\1{_KEPT}\2{_KEPT}"),
+        (rf" (Inc|Ltd|Jr|Sr|Co)\. {_STARTERS}", rf" \1{_BREAK} \2"),
+        (r" (Inc|Ltd|Jr|Sr|Co)\.", rf" \1{_KEPT}"),
+        (rf" {_LETTER}\.", rf" \1{_KEPT}"),
+    )
+)
+
+
+def rule_sentences(text: str) -> list[str]:
+    """The sentences by the substitution rules that IFEval's own splitter uses.
+
+    Dots that end no sentence are set aside, quotation marks move in front of the mark that ends their sentence, and
+    every ``.``, ``?`` and ``!`` that is left ends one.
+
+    Example:
+        >>> rule_sentences('Mr. Lee paid 3.50. "Why?" she said')
+        ['Mr. Lee paid 3.50.', '"Why"?', 'she said']
+    """
+    text = f" {text}  ".replace("\n", " ")
+    for pattern, replacement in _DOTS_THAT_END_NOTHING:
+        text = pattern.sub(replacement, text)
+    text = re.sub(r"\.{2,}", lambda dots: _KEPT * len(dots.group()) + _BREAK, text)
+    text = text.replace("Ph.D.", f"Ph{_KEPT}D{_KEPT}")
+    for pattern, replacement in _ABBREVIATED:
+        text = pattern.sub(replacement, text)
+    for quoted, swapped in ((".”", "”."), ('."', '".'), ('!"', '"!'), ('?"', '"?')):
+        text = text.replace(quoted, swapped)
+    for mark in ".?!":
+        text = text.replace(mark, mark + _BREAK)
+    parts = [part.strip() for part in text.replace(_KEPT, ".").split(_BREAK)]
+    return parts if parts[-1] else parts[:-1]
+
+
+def language(text: str) -> str | None:
+    """The ISO 639-1 code of the most probable language; None where the text shows none.
+
+    Seeded on every call, so that a text always gets the same answer, in any order and from any thread.
+
+    Example:
+        >>> language("Das ist ein schöner Tag."), language("12345")
+        ('de', None)
+    """
+    langdetect = _package("langdetect")
+    with _LANGUAGE_LOCK:
+        factory = _language_factory()
+    detector = factory.create()
+    detector.append(text)
+    try:
+        return str(detector.detect())
+    except langdetect.LangDetectException:
+        return None
+
+
+def syllables(word: str) -> int:
+    """How many syllables syllapy counts.
+
+    Example:
+        >>> syllables("banana")
+        3
+    """
+    return int(_package("syllapy").count(word))
+
+
+def is_emoji(character: str) -> bool:
+    """Whether one code point is an emoji by itself.
+
+    Example:
+        >>> is_emoji("🙂"), is_emoji("🇫")
+        (True, False)
+    """
+    return bool(_package("emoji").is_emoji(character))
+
+
+def ends_with_emoji(text: str) -> bool:
+    """Whether the last thing in the text is an emoji of any number of code points.
+
+    Example:
+        >>> ends_with_emoji("Allez 🇫🇷"), ends_with_emoji("🇫🇷 Allez")
+        (True, False)
+    """
+    tail = text[-40:]
+    found = _package("emoji").emoji_list(tail)
+    return bool(found) and found[-1]["match_end"] == len(tail)
+
+
+def first_tag(tokens: Sequence[str]) -> str:
+    """The Penn Treebank tag of the first token; it hangs on the first three only.
+
+    Raises:
+        UnavailableError: the tagger's data is not installed.
+    """
+    nltk = _package("nltk")
+    try:
+        nltk.data.find(f"taggers/{TAGGER}")
+    except LookupError:
+        raise UnavailableError(
+            needed=f"nltk's tagger data {TAGGER!r}",
+            given="none in nltk.data.path",
+            remedy=f"Install it once: python -m nltk.downloader {TAGGER}",
+        ) from None
+    return str(nltk.pos_tag(list(tokens[:3]))[0][1])
+
+
+class _NoCounts(dict[str, int]):
+    """Counts of an untrained model: 0 for every word, and none remembered."""
+
+    def __missing__(self, word: str) -> int:
+        return 0
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise UnavailableError(
+            needed=f"the package {name!r}",
+            given="an environment without it",
+            remedy='Install the extra: pip install "logitless[rewards]"',
+        ) from None
+
+
+@functools.cache
+def _language_factory() -> Any:
+    _package("langdetect")
+    module = importlib.import_module("langdetect.detector_factory")
+    factory = module.DetectorFactory()
+    factory.load_profile(module.PROFILES_DIRECTORY)
+    factory.set_seed(0)
+    return factory
+
+
+def _punkt() -> Any:
+    _package("nltk")
+    return importlib.import_module("nltk.tokenize.punkt")
+
+
+@functools.cache
+def _punkt_parameters() -> Any:
+    parameters = _punkt().PunktParameters()
+    parameters.abbrev_types.update(ABBREVIATIONS)
+    parameters.ortho_context = _NoCounts()
+    return parameters
+
+
+@functools.cache
+def _punkt_language() -> Any:
+    return _punkt().PunktLanguageVars()
+
+
+@functools.cache
+def _word_tokenizer() -> Any:
+    _package("nltk")
+    return importlib.import_module("nltk.tokenize.destructive").NLTKWordTokenizer()
