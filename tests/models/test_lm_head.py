@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from logitless.errors import UnavailableError
+from logitless.errors import InputError, UnavailableError
 from logitless.models.lm_head import backbone, backbone_hidden, causal_lm, lm_head, verify_lm_head
 from logitless.types import LMHead
 from tests.models.tiny import CONFIGS, packed, tiny
@@ -73,6 +73,11 @@ def test_the_backbone_builds_no_logits():
 
 def test_a_model_without_a_decoder_below_its_head_is_refused():
     with pytest.raises(UnavailableError, match="a decoder below its LM head"):
+        backbone(backbone(tiny("llama")))
+
+
+def test_a_model_that_is_not_of_transformers_is_refused():
+    with pytest.raises(InputError, match="a transformers model"):
         backbone(nn.Linear(2, 2))
 
 

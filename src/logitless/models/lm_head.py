@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from logitless.errors import InputError, UnavailableError
 from logitless.models.packed import PACKED, packed_layout
@@ -24,27 +25,37 @@ _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
 _SCALING_MULTIPLIES = {"hyperclovax"}  # its `logits_scaling` is a factor, everyone else's a divisor
 
 
-def causal_lm(model: nn.Module) -> nn.Module:
+def causal_lm(model: nn.Module) -> PreTrainedModel:
     """The transformers causal LM inside a PEFT wrapper, or the model itself.
 
+    Raises:
+        InputError: neither of the two.
+        UnavailableError: an adapter that is not inside the layers (prompt learning).
+
     Example:
-        >>> layer = nn.Linear(2, 2)
-        >>> causal_lm(layer) is layer
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=11))
+        >>> causal_lm(model) is model
         True
     """
-    if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
-        return model
-    kinds = {name: config for name, config in model.peft_config.items() if config.is_prompt_learning}
-    if kinds:
-        raise UnavailableError(
-            needed="an adapter that lives inside the layers",
-            given=f"prompt learning ({next(iter(kinds.values())).peft_type})",
-            remedy="Use LoRA.",
+    inner: Any = model
+    if hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
+        prompts = [config.peft_type for config in inner.peft_config.values() if config.is_prompt_learning]
+        if prompts:
+            raise UnavailableError(
+                needed="an adapter that lives inside the layers",
+                given=f"prompt learning ({prompts[0]})",
+                remedy="Use LoRA.",
+            )
+        inner = inner.get_base_model()
+    if not isinstance(inner, PreTrainedModel):
+        raise InputError(
+            needed="a transformers model", given=type(inner).__name__, remedy="Load it with logitless.models.loading."
         )
-    return model.get_base_model()
+    return inner
 
 
-def backbone(model: nn.Module) -> nn.Module:
+def backbone(model: nn.Module) -> PreTrainedModel:
     """The decoder without its LM head, through PEFT wrappers.
 
     Raises:
@@ -58,14 +69,13 @@ def backbone(model: nn.Module) -> nn.Module:
         'LlamaModel'
     """
     inner = causal_lm(model)
-    decoder = getattr(inner, "base_model", inner)
-    if decoder is inner:
+    if inner.base_model is inner:
         raise UnavailableError(
             needed="a causal language model with a decoder below its LM head",
             given=type(inner).__name__,
             remedy="Load the model with AutoModelForCausalLM.",
         )
-    return decoder
+    return inner.base_model
 
 
 def backbone_hidden(model: nn.Module, inputs: PackedInputs) -> Float[Tensor, "T D"]:
@@ -109,7 +119,7 @@ def backbone_hidden(model: nn.Module, inputs: PackedInputs) -> Float[Tensor, "T 
     return output.last_hidden_state[0]
 
 
-def _packing_arguments(decoder: nn.Module, inputs: PackedInputs) -> dict[str, Any]:
+def _packing_arguments(decoder: PreTrainedModel, inputs: PackedInputs) -> dict[str, Any]:
     """What keeps sequences apart, besides positions that restart. A mask of four dimensions is used as it is."""
     config, device = decoder.config.get_text_config(), inputs.input_ids.device
     attention = config._attn_implementation
@@ -135,7 +145,7 @@ def _packing_arguments(decoder: nn.Module, inputs: PackedInputs) -> dict[str, An
     return {"attention_mask": torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)}
 
 
-def _accepts_position_ids(decoder: nn.Module) -> bool:
+def _accepts_position_ids(decoder: PreTrainedModel) -> bool:
     return "position_ids" in inspect.signature(type(decoder).forward).parameters
 
 
@@ -296,7 +306,7 @@ def verify_packing(model: nn.Module) -> None:
         alone = torch.cat(
             [
                 backbone(model)(input_ids=part[None], use_cache=False).last_hidden_state[0]
-                for part in inputs.input_ids.split(list(inputs.lengths))
+                for part in torch.split(inputs.input_ids, list(inputs.lengths))
             ]
         )
     leak = not _close(beside_another[first:], together[first:], dtype, ulps=2.0)
@@ -327,10 +337,8 @@ def _close(a: Tensor, b: Tensor, dtype: torch.dtype, ulps: float = 1000.0) -> bo
     return bool((a.double() - b.double()).abs().max() <= tolerance * b.double().abs().max())
 
 
-def _probe(inner: nn.Module, lengths: Sequence[int]) -> PackedInputs:
+def _probe(inner: PreTrainedModel, lengths: Sequence[int]) -> PackedInputs:
     """A few tokens spread over the vocabulary."""
-    if not isinstance(embedding := inner.get_input_embeddings(), nn.Module):
-        raise InputError(needed="a model with input embeddings", given=str(embedding), remedy="Use a causal LM.")
     total = sum(lengths)
     vocabulary = inner.config.get_text_config().vocab_size
     ids = (torch.arange(total) * max(1, vocabulary // (total + 1)) + 1) % vocabulary
@@ -340,8 +348,8 @@ def _probe(inner: nn.Module, lengths: Sequence[int]) -> PackedInputs:
     return PackedInputs(ids, positions, tuple(lengths), rows, tuple(lengths)).to(device)
 
 
-def _is_meta(model: nn.Module) -> bool:
-    return next(model.parameters()).device.type == "meta"
+def _is_meta(inner: PreTrainedModel) -> bool:
+    return next(inner.parameters()).device.type == "meta"
 
 
 @contextmanager

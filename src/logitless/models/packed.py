@@ -62,7 +62,7 @@ class PackedLayout:
         max_length: of the longest sequence.
         buckets: for padded attention.
         inverse: [T] index into the buckets' outputs, one after the other; None when that is the identity.
-        offsets: [O] int32, O = B + 1, where each sequence starts and the last ends, on the device, for the variable-length kernel.
+        offsets: [O] int32, O = B + 1, where each sequence starts and the last one ends.
     """
 
     num_tokens: int
