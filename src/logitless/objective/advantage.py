@@ -623,11 +623,11 @@ class Robust(_OnePerCompletion):
 
 
 @dataclass(frozen=True)
-class MaxRL(_OnePerCompletion):
+class MaxRl(_OnePerCompletion):
     """See ``max_rl``.
 
     Example:
-        >>> MaxRL()(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]))
+        >>> MaxRl()(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]))
         tensor([-0.5000,  0.5000])
     """
 
@@ -768,7 +768,7 @@ GroupAdvantage = (
     | LeaveOneOut
     | Percentile
     | Robust
-    | MaxRL
+    | MaxRl
     | ReinforcePPBaseline
 )
 """Called with ``(rewards [B], group [B], sum_over_ranks)``; gives one advantage a completion."""

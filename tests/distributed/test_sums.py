@@ -1,0 +1,90 @@
+"""Sums over ranks: their value, and the gradient of a loss that the ranks hold parts of."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from logitless.distributed import sum_over_group
+from tests.ranks import run_on_ranks
+
+
+def test_one_rank_alone_needs_no_process_group():
+    part = torch.tensor([1.0, -2.0], requires_grad=True)
+    total = sum_over_group(None)(part)
+    total.square().sum().backward()
+    assert total.tolist() == [1.0, -2.0]
+    assert part.grad.tolist() == [2.0, -4.0]
+
+
+def weighted_squares(rank, num_ranks):
+    """Rank r holds x_r and the part (r + 1) * y^2 of the loss, y = sum_r x_r."""
+    total = sum_over_group(dist.group.WORLD)
+    x = torch.tensor([1.0 + rank, -0.5 * rank], dtype=torch.float64, requires_grad=True)
+    y = total(x)
+    ((rank + 1) * y.square()).sum().backward()
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_gradients_are_those_of_the_sum_of_every_rank_s_loss(num_ranks):
+    # y = [1 + 2 (+ 3 + 4), -0.5 (- 1 - 1.5)]; L = (1 + 2 (+ 3 + 4)) y^2; dL/dx_r = 2 (1 + 2 ...) y on every rank.
+    y = {2: [3.0, -0.5], 4: [10.0, -3.0]}[num_ranks]
+    gradient = {2: [18.0, -3.0], 4: [200.0, -60.0]}[num_ranks]
+    for value, grad in run_on_ranks(num_ranks, weighted_squares, num_ranks):
+        assert value.tolist() == y
+        assert grad.tolist() == gradient
+
+
+def mean_of_a_split_sequence(rank, num_ranks, logp, weight):
+    """exp(mean logp) of one sequence, its tokens spread over the ranks, weighed token by token."""
+    total = sum_over_group(dist.group.WORLD)
+    mine = logp.chunk(num_ranks)[rank].clone().requires_grad_()
+    sums = total(torch.stack([mine.sum(), mine.new_tensor(float(len(mine)))]))
+    loss = (weight.chunk(num_ranks)[rank] * torch.exp(sums[0] / sums[1])).sum()
+    loss.backward()
+    return loss.detach(), mine.grad
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_sequence_split_over_ranks_has_the_loss_and_gradient_of_one_rank(num_ranks):
+    logp = torch.randn(11, dtype=torch.float64)
+    weight = torch.rand(11, dtype=torch.float64)
+    whole = logp.clone().requires_grad_()
+    loss = (weight * torch.exp(whole.mean())).sum()
+    loss.backward()
+    parts = run_on_ranks(num_ranks, mean_of_a_split_sequence, num_ranks, logp, weight)
+    torch.testing.assert_close(sum(part for part, _ in parts), loss.detach(), rtol=1e-14, atol=0)
+    torch.testing.assert_close(torch.cat([gradient for _, gradient in parts]), whole.grad, rtol=1e-14, atol=0)
+
+
+def gradient_of_gradient(rank):
+    x = torch.tensor(1.0 + rank, dtype=torch.float64, requires_grad=True)
+    y = sum_over_group(dist.group.WORLD)(x)
+    (first,) = torch.autograd.grad(y**3, x, create_graph=True)
+    (second,) = torch.autograd.grad(first, x)
+    return first.item(), second.item()
+
+
+def test_it_can_be_differentiated_twice():
+    # Two ranks, y = 3, L = 2 y^3: dL/dx_r = 6 y^2 = 54. The sum over ranks of these is 12 y^2, and its derivative
+    # by x_r is 24 y = 72.
+    assert run_on_ranks(2, gradient_of_gradient) == [(54.0, 72.0)] * 2
+
+
+def leave_argument_alone(rank):
+    part = torch.tensor([[1, 2], [3, 4]]).T
+    total = sum_over_group(dist.group.WORLD)(part)
+    return part.tolist(), total.tolist()
+
+
+def test_the_argument_is_left_as_it_is_and_may_be_of_whole_numbers_and_not_contiguous():
+    assert run_on_ranks(2, leave_argument_alone) == [([[1, 3], [2, 4]], [[2, 6], [4, 8]])] * 2
+
+
+def only_some_ranks(rank):
+    pair = dist.new_group([0, 1])
+    return sum_over_group(pair)(torch.tensor(rank + 1)).item() if rank < 2 else None
+
+
+def test_ranks_outside_the_group_take_no_part():
+    assert run_on_ranks(4, only_some_ranks) == [3, 3, None, None]
