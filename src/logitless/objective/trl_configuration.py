@@ -1,0 +1,305 @@
+"""What a TRL ``GRPOConfig`` means, as an ``Algorithm``: so that a user can move over and check that nothing changed.
+
+Read by name only; TRL is not imported. Defaults and meaning are those of TRL 1.16. What cannot be expressed and what is
+almost surely a mistake is an error; what TRL ignores in silence, or makes depend on the micro-batch, becomes a note.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from logitless.errors import ConfigurationError
+from logitless.objective.advantage import Advantage, BatchStandardized, Gdpo, GroupCentered, GroupStandardized
+from logitless.objective.algorithm import Algorithm
+from logitless.objective.correction import Level, Mode, SamplerCorrection
+from logitless.objective.divergence import KLPenalty
+from logitless.objective.entropy import AdaptiveEntropy, EntropyBonus
+from logitless.objective.filters import Filter, OffPolicy, TopEntropy
+from logitless.objective.kl_control import FixedKL
+from logitless.objective.objective import Objective
+from logitless.objective.ratio import Ratio, SequenceRatio, TokenRatio
+from logitless.objective.surrogate import Cispo, Clip, Sapo, Surrogate, Vespo
+from logitless.objective.weighting import (
+    ConstantLength,
+    MicroBatchTokenMean,
+    SequenceMean,
+    SequenceSum,
+    TokenMean,
+    Weighting,
+)
+
+DEFAULTS: Mapping[str, Any] = {
+    "loss_type": "dapo",
+    "importance_sampling_level": "token",
+    "epsilon": 0.2,
+    "epsilon_high": None,
+    "delta": None,
+    "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05,
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+    "beta": 0.0,
+    "use_bias_correction_kl": True,
+    "sync_ref_model": False,
+    "scale_rewards": "group",
+    "multi_objective_aggregation": "sum_then_normalize",
+    "reward_weights": None,
+    "max_completion_length": 512,
+    "mask_truncated_completions": False,
+    "top_entropy_quantile": 1.0,
+    "off_policy_mask_threshold": None,
+    "entropy_coef": 0.0,
+    "use_adaptive_entropy": False,
+    "entropy_coef_min": 0.0,
+    "entropy_coef_max": 1.0,
+    "entropy_coef_delta": 0.005,
+    "entropy_target": 0.2,
+    "use_vllm": False,
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "sequence_mask",
+    "vllm_importance_sampling_clip_max": 3.0,
+    "vllm_importance_sampling_clip_min": None,
+    "vllm_importance_sampling_cap": None,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "router_aux_loss_coef": None,
+}
+"""The fields of ``GRPOConfig`` that an objective depends on, with TRL's defaults."""
+
+_CLIPPED = ("grpo", "dr_grpo", "dapo", "bnpo", "luspo")
+_LOSSES = (*_CLIPPED, "cispo", "sapo", "vespo")
+_MODES: Mapping[str, tuple[Level, Mode]] = {
+    "token_truncate": ("token", "truncate"),
+    "token_mask": ("token", "mask"),
+    "sequence_truncate": ("sequence", "truncate"),
+    "sequence_mask": ("sequence", "mask"),
+}
+_READ_ONLY_BY: Mapping[str, tuple[str, ...]] = {
+    "epsilon": _CLIPPED,
+    "epsilon_high": (*_CLIPPED, "cispo"),
+    "sapo_temperature_pos": ("sapo",),
+    "sapo_temperature_neg": ("sapo",),
+    "vespo_k_pos": ("vespo",),
+    "vespo_lambda_pos": ("vespo",),
+    "vespo_k_neg": ("vespo",),
+    "vespo_lambda_neg": ("vespo",),
+}
+
+
+def trl(config: object | None = None, **fields: Any) -> Algorithm:
+    """The algorithm that a TRL configuration describes.
+
+    Args:
+        config: a ``GRPOConfig``, or anything with its attributes; fields it lacks have TRL's defaults.
+        fields: the same by name, over those of ``config``.
+
+    Returns:
+        An algorithm whose loss and gradient are TRL's: unclamped KL difference, KL corrected by the surrogate's ratio,
+        its scopes. A weighting with ``scope="block"`` takes ``Totals`` of the generation batch with
+        ``num_steps=steps_per_generation / gradient_accumulation_steps``.
+
+    Raises:
+        ConfigurationError: an unknown field or value; ``cispo`` with an ``epsilon_high`` below 1, which in TRL is a
+            ceiling that scales every gradient; ``delta`` with a loss that ignores it; a router loss; a moving
+            reference; VESPO with a correction that is not per token.
+
+    Example:
+        >>> algorithm = trl(loss_type="dapo", epsilon_high=0.28, beta=0.04)
+        >>> algorithm.objective.surrogate.ratio_max, algorithm.objective.kl.ratio_corrected, algorithm.kl_control.beta
+        (1.28, 'surrogate', 0.04)
+    """
+    for name in fields:
+        _choice("field", name, DEFAULTS)
+    values = {name: fields.get(name, getattr(config, name, default)) for name, default in DEFAULTS.items()}
+    loss = _choice("loss_type", values["loss_type"], _LOSSES)
+    _choice("vllm_importance_sampling_mode", values["vllm_importance_sampling_mode"], _MODES)
+    _refuse_what_cannot_be_expressed(values)
+    notes = _notes(values)
+    kl = None
+    if values["beta"] != 0:
+        kl = KLPenalty("k3", ratio_corrected="surrogate" if values["use_bias_correction_kl"] else None, clamp=None)
+    objective = Objective(
+        ratio=_ratio(values, kl, notes),
+        surrogate=_surrogate(values),
+        filters=_filters(values),
+        correction=_correction(values, notes),
+        kl=kl,
+        entropy_bonus=_entropy_bonus(values),
+    )
+    return Algorithm(
+        objective,
+        advantage=_advantage(values),
+        weighting=_weighting(loss, values["max_completion_length"]),
+        kl_control=None if kl is None else FixedKL(values["beta"]),
+        drop_truncated=values["mask_truncated_completions"],
+        notes=tuple(notes),
+    )
+
+
+def _choice(what: str, value: Any, choices: Any) -> Any:
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
+        raise ConfigurationError(
+            needed=f"a {what} that an objective of TRL's knows",
+            given=repr(value),
+            remedy=f"Did you mean {near[0]!r}?" if near else f"Choose from {', '.join(map(str, choices))}.",
+        )
+    return value
+
+
+def _refuse_what_cannot_be_expressed(values: Mapping[str, Any]) -> None:
+    loss, delta = values["loss_type"], values["delta"]
+    if values["router_aux_loss_coef"]:
+        raise ConfigurationError(
+            needed="a loss of log-probabilities",
+            given=f"router_aux_loss_coef={values['router_aux_loss_coef']}",
+            remedy="Mixture-of-experts router losses are not supported: set it to 0, or stay with TRL for this model.",
+        )
+    if values["sync_ref_model"]:
+        raise ConfigurationError(
+            needed="a frozen reference",
+            given="sync_ref_model=True",
+            remedy="Moving references are not supported: set sync_ref_model=False, or stay with TRL for this run.",
+        )
+    if delta is not None and loss not in _CLIPPED:
+        raise ConfigurationError(
+            needed=f"no delta with loss_type={loss!r}, which ignores it",
+            given=f"delta={delta}",
+            remedy="Leave delta out, or use a clipped loss such as 'dapo'.",
+        )
+    if loss == "vespo" and _corrects(values) and not values["vllm_importance_sampling_mode"].startswith("token"):
+        raise ConfigurationError(
+            needed="a token-level sampler correction with loss_type='vespo', whose weight is a sequence's already",
+            given=f"vllm_importance_sampling_mode={values['vllm_importance_sampling_mode']!r}",
+            remedy="Set it to 'token_truncate' or 'token_mask'.",
+        )
+    if loss == "cispo" and _epsilon_high(values) < 1:
+        raise ConfigurationError(
+            needed="epsilon_high of at least 1 with loss_type='cispo', where TRL takes it for the ceiling itself",
+            given=f"{_epsilon_high(values)}, which would scale every gradient by it",
+            remedy="Set epsilon_high=5.0.",
+        )
+
+
+def _corrects(values: Mapping[str, Any]) -> bool:
+    return values["use_vllm"] and values["vllm_importance_sampling_correction"]
+
+
+def _epsilon_high(values: Mapping[str, Any]) -> float:
+    return values["epsilon"] if values["epsilon_high"] is None else values["epsilon_high"]
+
+
+def _notes(values: Mapping[str, Any]) -> list[str]:
+    loss, level = values["loss_type"], values["importance_sampling_level"]
+    notes = []
+    if values["multi_objective_aggregation"] == "normalize_then_sum":
+        notes.append(f"scale_rewards={values['scale_rewards']!r} has no effect under normalize_then_sum")
+    for name, losses in _READ_ONLY_BY.items():
+        always = name == "epsilon" and loss in ("sapo", "vespo")
+        if loss not in losses and (always or values[name] != DEFAULTS[name]):
+            notes.append(f"{name}={values[name]} has no effect with loss_type={loss!r}")
+    if values["top_entropy_quantile"] < 1:
+        notes.append("top_entropy_quantile takes its threshold from each micro-batch: the result depends on its size")
+    if loss == "bnpo":
+        notes.append("loss_type='bnpo' averages over each micro-batch: the result depends on its size")
+    if values["entropy_coef"] != 0 or values["use_adaptive_entropy"]:
+        notes.append("the entropy bonus averages over each micro-batch: the result depends on its size")
+    if loss == "luspo" and level != "sequence":
+        notes.append("loss_type='luspo' is meant for importance_sampling_level='sequence'")
+    if level == "sequence" and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
+        notes.append(f"loss_type={loss!r} weights the ratio of a sequence by its length; GSPO is 'grpo' at this level")
+    if values["reward_weights"] is not None:
+        notes.append(f"reward_weights={values['reward_weights']} belong to the rewards")
+    if values["off_policy_mask_threshold"] is not None and not values["use_vllm"]:
+        notes.append("TRL measures off-policy drift from logp_old here: leave logp_sampler out of the batch")
+    return notes
+
+
+def _ratio(values: Mapping[str, Any], kl: KLPenalty | None, notes: list[str]) -> Ratio:
+    if _choice("importance_sampling_level", values["importance_sampling_level"], ("token", "sequence")) == "token":
+        return TokenRatio()
+    if values["loss_type"] == "vespo" and (kl is None or kl.ratio_corrected is None):
+        notes.append("importance_sampling_level='sequence' has no effect with loss_type='vespo' and no corrected KL")
+        return TokenRatio()
+    return SequenceRatio(advantage_within_sequence="multiply")
+
+
+def _surrogate(values: Mapping[str, Any]) -> Surrogate:
+    match values["loss_type"]:
+        case "cispo":
+            return Cispo(ratio_max=_epsilon_high(values))
+        case "sapo":
+            return Sapo(values["sapo_temperature_pos"], values["sapo_temperature_neg"])
+        case "vespo":
+            return Vespo(*(values[f"vespo_{name}"] for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")))
+        case _:
+            return Clip(1 - values["epsilon"], 1 + _epsilon_high(values), ratio_cap=values["delta"])
+
+
+def _filters(values: Mapping[str, Any]) -> tuple[Filter, ...]:
+    filters: list[Filter] = []
+    if values["off_policy_mask_threshold"] is not None:
+        filters.append(OffPolicy(values["off_policy_mask_threshold"]))
+    if values["top_entropy_quantile"] < 1:
+        filters.append(TopEntropy(values["top_entropy_quantile"], scope="micro_batch"))
+    return tuple(filters)
+
+
+def _correction(values: Mapping[str, Any], notes: list[str]) -> SamplerCorrection | None:
+    if not _corrects(values):
+        return None
+    cap = values["vllm_importance_sampling_cap"]
+    filtering = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+    used = [name for name, off in filtering.items() if (values[name] or off) != off]
+    if used:
+        notes.append(f"{', '.join(used)}: the sampler correction compares two different distributions")
+    return SamplerCorrection(
+        *_MODES[values["vllm_importance_sampling_mode"]],
+        min=values["vllm_importance_sampling_clip_min"],
+        max=values["vllm_importance_sampling_clip_max"] if cap is None else cap,
+        filtered_sampling="accept",
+    )
+
+
+def _entropy_bonus(values: Mapping[str, Any]) -> EntropyBonus | None:
+    if values["use_adaptive_entropy"]:
+        adaptive = AdaptiveEntropy(
+            target=values["entropy_target"],
+            delta=values["entropy_coef_delta"],
+            coefficient_min=values["entropy_coef_min"],
+            coefficient_max=values["entropy_coef_max"],
+        )
+        return EntropyBonus(values["entropy_coef"], adaptive, scope="micro_batch")
+    return EntropyBonus(values["entropy_coef"], scope="micro_batch") if values["entropy_coef"] != 0 else None
+
+
+def _advantage(values: Mapping[str, Any]) -> Advantage:
+    aggregation = values["multi_objective_aggregation"]
+    _choice("multi_objective_aggregation", aggregation, ("sum_then_normalize", "normalize_then_sum"))
+    if aggregation == "normalize_then_sum":
+        return Gdpo()
+    scale = {True: "group", False: "none"}.get(values["scale_rewards"], values["scale_rewards"])
+    scaled: dict[str, Advantage] = {
+        "group": GroupStandardized(),
+        "batch": BatchStandardized(),
+        "none": GroupCentered(),
+    }
+    return scaled[_choice("scale_rewards", scale, scaled)]
+
+
+def _weighting(loss: str, max_completion_length: int | None) -> Weighting:
+    match loss:
+        case "grpo" | "sapo":
+            return SequenceMean()
+        case "bnpo":
+            return MicroBatchTokenMean()
+        case "dr_grpo":
+            return ConstantLength(max_completion_length)
+        case "luspo":
+            return SequenceSum()
+        case _:
+            return TokenMean(scope="block")
