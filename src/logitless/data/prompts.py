@@ -10,7 +10,8 @@ from typing import Any, Literal
 import numpy
 from transformers import PreTrainedTokenizerBase
 
-from logitless.data.sources import DataOptions, Row, read_rows
+from logitless.data.sources import DataOptions as DataOptions
+from logitless.data.sources import Row, read_rows
 from logitless.errors import CheckpointError, ConfigurationError, DataError, InputError
 from logitless.types import Prompt
 

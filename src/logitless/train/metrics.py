@@ -1,0 +1,342 @@
+"""The closed list of metrics: every number of ``metrics.jsonl`` has its name, unit and meaning here, or is refused.
+
+A part in braces (``reward/{function}/mean``) is free: it stands for anything without a slash.
+``docs/metrics.md`` is written from this list.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+from typing import Any, Literal, get_args
+
+from logitless.data.sources import nearest
+from logitless.errors import InputError
+from logitless.rewards.combine import reward_statistics
+from logitless.types import Group, VerdictStatus
+
+Unit = Literal["1", "nat", "reward", "token", "completion", "group", "prompt", "step", "block", "s", "token/s", "byte"]
+Aggregation = Literal["mean", "std", "p95", "min", "max", "sum", "last"]
+Over = Literal["token", "completion", "group", "constraint", "step", "block", "run", "evaluation"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number of a run.
+
+    Args:
+        name: unique; ``{function}``, ``{constraint}``, ``{family}`` and ``{filter}`` stand for the name of one.
+        unit: ``1`` for fractions and plain numbers.
+        aggregation: how one number is made of many.
+        over: of which: tokens are the trained ones of the optimizer step, completions and groups those of the block
+            before any group is left out; ``run`` counts from its first step, and ``last`` is the current value.
+        description: what it is, in one clause.
+
+    Example:
+        >>> Metric("length/mean", "token", "mean", "completion", "sampled tokens, the stop token included").unit
+        'token'
+    """
+
+    name: str
+    unit: Unit
+    aggregation: Aggregation
+    over: Over
+    description: str
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a resumed or repeated run gives the same number: False for times, speeds and memory."""
+        return self.unit not in ("s", "token/s", "byte")
+
+    def matches(self, name: str) -> bool:
+        """Whether ``name`` is this metric's, with something in place of its free parts."""
+        return re.fullmatch(re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(self.name)), name) is not None
+
+
+_ESTIMATORS = {"k1": "d", "k2": "d^2 / 2", "k3": "exp(-d) - 1 + d"}
+
+METRICS: tuple[Metric, ...] = (
+    Metric("step", "step", "last", "run", "optimizer steps done, skipped ones included"),
+    Metric("block", "block", "last", "run", "the block that the step belongs to, from 1"),
+    Metric("epoch", "1", "last", "block", "the pass over the block, from 1"),
+    # Rewards and verdicts
+    Metric("reward/mean", "reward", "mean", "completion", "weighted sum of the functions; unscorable ones left out"),
+    Metric("reward/std", "reward", "std", "completion", "spread of the weighted sum over the block"),
+    Metric("reward/std_in_group", "reward", "mean", "group", "spread of the weighted sum inside a group"),
+    Metric("reward/unscored", "completion", "sum", "completion", "completions that no function could score"),
+    Metric("reward/{function}/mean", "reward", "mean", "completion", "score of one function before its weight"),
+    Metric("reward/{function}/std", "reward", "std", "completion", "spread of that score"),
+    Metric("verdict/{function}/graded", "completion", "sum", "completion", "verdicts with a score"),
+    Metric("verdict/{function}/error", "completion", "sum", "completion", "the function raised or gave nonsense"),
+    Metric("verdict/{function}/timeout", "completion", "sum", "completion", "the function passed its deadline"),
+    Metric("verdict/{function}/missing", "completion", "sum", "completion", "it could not be graded here"),
+    Metric("gate/{function}/closed_fraction", "1", "mean", "completion", "completions that a gate kept from scoring"),
+    Metric(
+        "constraint/{function}/{constraint}/pass_rate",
+        "1",
+        "mean",
+        "constraint",
+        "checks of one constraint that passed",
+    ),
+    Metric("constraint/{function}/{constraint}/count", "1", "sum", "constraint", "checks of one constraint"),
+    Metric(
+        "constraint_family/{function}/{family}/pass_rate",
+        "1",
+        "mean",
+        "constraint",
+        "the same over a family of constraints",
+    ),
+    Metric(
+        "constraint_family/{function}/{family}/count", "1", "sum", "constraint", "checks of a family of constraints"
+    ),
+    # Groups
+    Metric("group/zero_signal_fraction", "1", "mean", "group", "groups whose rewards are all equal"),
+    Metric("group/dropped", "group", "sum", "block", "zero-signal groups left out of training"),
+    Metric("group/refilled", "group", "sum", "block", "zero-signal groups replaced by new ones"),
+    Metric("group/refill_rounds", "1", "sum", "block", "further rounds of generation"),
+    Metric("group/trained", "group", "sum", "block", "groups trained on"),
+    # Advantages
+    Metric("advantage/mean", "1", "mean", "completion", "advantage of the completions trained on"),
+    Metric("advantage/std", "1", "std", "completion", "its spread"),
+    Metric("advantage/clipped", "1", "sum", "completion", "advantages at the clip value or beyond"),
+    # Lengths
+    Metric("length/mean", "token", "mean", "completion", "sampled tokens, the stop token included"),
+    Metric("length/min", "token", "min", "completion", "the shortest completion"),
+    Metric("length/max", "token", "max", "completion", "the longest completion"),
+    Metric("length/truncated_fraction", "1", "mean", "completion", "completions cut at max_new_tokens"),
+    Metric("length/empty", "completion", "sum", "completion", "completions without text"),
+    Metric("length/prompt_mean", "token", "mean", "completion", "tokens of the prompt"),
+    # Divergences
+    *(
+        Metric(f"kl_{policy}/{estimator}_{aggregation}", "nat", aggregation, "token", f"{formula}, d = {difference}")
+        for policy, difference in (("ref", "logp - logp_ref"), ("old", "logp_old - logp"))
+        for estimator, formula in _ESTIMATORS.items()
+        for aggregation in ("mean", "p95")
+    ),
+    Metric(
+        "kl_ref/penalty_mean", "nat", "mean", "token", "the KL term of the loss, its correction included, before beta"
+    ),
+    Metric("kl_ref/penalty_p95", "nat", "p95", "token", "the same"),
+    Metric("kl_ref/clamped", "token", "sum", "token", "tokens whose d was cut at +-20 before exp"),
+    Metric("kl_ref/beta", "1", "last", "run", "coefficient of the KL term in this step"),
+    Metric("kl_ref/controlled", "nat", "mean", "token", "the KL that the controller compares with its target"),
+    Metric("kl_ref/guarded", "1", "sum", "run", "times the guardrail acted: KL above twice the target"),
+    Metric("kl_ref/bounded", "1", "sum", "run", "times beta was held at its bounds"),
+    # Policy
+    Metric("entropy/mean", "nat", "mean", "token", "entropy of the policy's next-token distribution"),
+    Metric("entropy/bonus", "nat", "mean", "token", "the mean that the entropy bonus pays for"),
+    Metric("entropy/bonus_coefficient", "1", "last", "run", "coefficient of the entropy bonus in this step"),
+    Metric("ratio/min", "1", "min", "token", "exp(logp - logp_old), at the level the objective uses"),
+    Metric("ratio/mean", "1", "mean", "token", "the same"),
+    Metric("ratio/max", "1", "max", "token", "the same"),
+    Metric("clip/low_fraction", "1", "mean", "token", "tokens whose gradient the lower bound removes or caps"),
+    Metric("clip/high_fraction", "1", "mean", "token", "tokens whose gradient the upper bound removes or caps"),
+    Metric("clip/positive_fraction", "1", "mean", "token", "the same by either bound, of tokens with advantage > 0"),
+    Metric("clip/negative_fraction", "1", "mean", "token", "the same by either bound, of tokens with advantage < 0"),
+    Metric("filter/{filter}/dropped_fraction", "1", "mean", "token", "tokens whose loss a filter set to 0"),
+    Metric("sampler/logp_difference_mean", "nat", "mean", "token", "abs(logp_old - logp_sampler)"),
+    Metric("sampler/logp_difference_p95", "nat", "p95", "token", "the same"),
+    Metric("sampler/logp_difference_max", "nat", "max", "token", "the same"),
+    Metric("sampler/missing", "token", "sum", "token", "tokens without logp_sampler"),
+    Metric("sampler/correction_mean", "1", "mean", "token", "factor of the sampler correction"),
+    Metric("sampler/correction_effective_fraction", "1", "last", "step", "(sum c)^2 / (n sum c^2) of that factor c"),
+    Metric("head/live_fraction", "1", "mean", "token", "tokens with a gradient other than 0"),
+    # Optimization
+    Metric("loss/total", "1", "sum", "step", "what is differentiated"),
+    Metric("optimizer/grad_norm", "1", "last", "step", "global norm of the gradient before clipping"),
+    Metric("optimizer/learning_rate", "1", "last", "step", "learning rate of this step"),
+    Metric("optimizer/skipped_steps", "step", "sum", "run", "steps not taken because a gradient was not finite"),
+    Metric("optimizer/tokens", "token", "sum", "step", "tokens trained on"),
+    Metric("optimizer/sequences", "completion", "sum", "step", "completions trained on"),
+    Metric("optimizer/micro_batches", "1", "sum", "step", "forward and backward passes"),
+    # Speed and memory
+    Metric("throughput/rollout_tokens_per_second", "token/s", "mean", "block", "sampled tokens"),
+    Metric("throughput/scoring_tokens_per_second", "token/s", "mean", "block", "tokens scored, once per policy"),
+    Metric("throughput/training_tokens_per_second", "token/s", "mean", "step", "tokens trained on"),
+    Metric("time/rollout_seconds", "s", "sum", "block", "sampling"),
+    Metric("time/reward_seconds", "s", "sum", "block", "verdicts"),
+    Metric("time/scoring_seconds", "s", "sum", "block", "logp_old and logp_ref"),
+    Metric("time/training_seconds", "s", "sum", "step", "forward, backward and update"),
+    Metric("time/sync_seconds", "s", "sum", "block", "weights to the sampler"),
+    Metric("time/evaluation_seconds", "s", "sum", "evaluation", "held-out prompts"),
+    Metric("time/checkpoint_seconds", "s", "sum", "step", "saving"),
+    Metric("time/elapsed_seconds", "s", "last", "run", "since this process began the run or resumed it"),
+    Metric("memory/peak_bytes", "byte", "max", "run", "most memory held: of the GPU, or of the process on a CPU"),
+    # Stages around the loop
+    Metric("evaluation/accuracy", "1", "mean", "evaluation", "held-out completions that count as correct"),
+    Metric("evaluation/reward_mean", "reward", "mean", "evaluation", "weighted sum of the functions, held out"),
+    Metric("evaluation/{function}/mean", "reward", "mean", "evaluation", "score of one function, held out"),
+    Metric("evaluation/length_mean", "token", "mean", "evaluation", "sampled tokens"),
+    Metric("evaluation/truncated_fraction", "1", "mean", "evaluation", "completions cut at max_new_tokens"),
+    Metric("evaluation/unscored", "completion", "sum", "evaluation", "completions that no function could score"),
+    Metric("evaluation/prompts", "prompt", "sum", "evaluation", "held-out prompts"),
+    Metric("warm_start/loss", "nat", "mean", "token", "negative log-probability of the answers"),
+    Metric("warm_start/tokens", "token", "sum", "step", "tokens of answers trained on"),
+    Metric("warm_start/learning_rate", "1", "last", "step", "learning rate of this step"),
+    Metric("warm_start/grad_norm", "1", "last", "step", "global norm of the gradient before clipping"),
+)
+
+_EXACT = {metric.name: metric for metric in METRICS if "{" not in metric.name}
+_PATTERNS = tuple(metric for metric in METRICS if "{" in metric.name)
+
+
+def metric_of(name: str) -> Metric:
+    """The metric that a name belongs to.
+
+    Raises:
+        InputError: it is on no line of the list; the nearest name is given.
+
+    Example:
+        >>> metric_of("reward/exact/mean").name
+        'reward/{function}/mean'
+    """
+    found = _EXACT.get(name) or next((metric for metric in _PATTERNS if metric.matches(name)), None)
+    if found is None:
+        raise InputError(
+            needed="a metric of the closed list in logitless.train.metrics",
+            given=repr(name),
+            remedy=f"Did you mean {nearest(name, [metric.name for metric in METRICS])!r}?",
+        )
+    return found
+
+
+def check_names(record: Iterable[str]) -> None:
+    """Refuse a record with a metric that is not on the list.
+
+    Raises:
+        InputError: the first unknown name, with the nearest known one.
+
+    Example:
+        >>> check_names({"step": 1, "reward/mean": 0.5})
+    """
+    for name in record:
+        metric_of(name)
+
+
+def repeatable(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a record that a resumed run repeats exactly: without times, speeds and memory.
+
+    Example:
+        >>> repeatable({"step": 1, "time/training_seconds": 0.2})
+        {'step': 1}
+    """
+    return {name: value for name, value in record.items() if metric_of(name).repeatable}
+
+
+def step_metrics(diagnostics: Mapping[str, float]) -> dict[str, float]:
+    """The numbers of ``objective.diagnostics.step_diagnostics`` under the names of the list.
+
+    Raises:
+        InputError: a number that has no name here.
+
+    Example:
+        >>> step_metrics({"clip_fraction_low": 0.1, "ref_k3_p95": 0.2, "dropped_off_policy": 0.0})
+        {'clip/low_fraction': 0.1, 'kl_ref/k3_p95': 0.2, 'filter/off_policy/dropped_fraction': 0.0}
+    """
+    return {_diagnostic_name(name): value for name, value in diagnostics.items()}
+
+
+_DIAGNOSTICS = {
+    "loss": "loss/total",
+    "num_tokens": "optimizer/tokens",
+    "num_kl_clamped": "kl_ref/clamped",
+    "num_missing_sampler": "sampler/missing",
+    "entropy_bonus": "entropy/bonus",
+    "live_fraction": "head/live_fraction",
+}
+_DIAGNOSTIC_FAMILIES = (
+    (r"clip_fraction_(\w+)", r"clip/\1_fraction"),
+    (r"ratio_(\w+)", r"ratio/\1"),
+    (r"(old|ref)_(k[123]_\w+)", r"kl_\1/\2"),
+    (r"kl_(mean|p95)", r"kl_ref/penalty_\1"),
+    (r"entropy_(\w+)", r"entropy/\1"),
+    (r"sampler_difference_(\w+)", r"sampler/logp_difference_\1"),
+    (r"correction_(\w+)", r"sampler/correction_\1"),
+    (r"dropped_(\w+)", r"filter/\1/dropped_fraction"),
+)
+
+
+def _diagnostic_name(name: str) -> str:
+    found = _DIAGNOSTICS.get(name)
+    for pattern, replacement in _DIAGNOSTIC_FAMILIES:
+        if found is None and re.fullmatch(pattern, name):
+            found = re.sub(pattern, replacement, name)
+    check_names([found or name])
+    return found or name
+
+
+def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Rewards, verdicts, constraints, signal and lengths of a block's groups, before any of them is left out.
+
+    Args:
+        groups: at least one completion in all. Spreads are of the population.
+
+    Returns:
+        A mean of nothing (no scored completion) is left out.
+
+    Example:
+        >>> from logitless.types import Completion, Prompt, Verdict
+        >>> prompt = Prompt(id="7", text="2+2=", token_ids=(4, 9))
+        >>> right = Completion(prompt_id="7", token_ids=(4, 0), text="4", finish_reason="stop")
+        >>> cut = Completion(prompt_id="7", token_ids=(5, 5, 5, 5), text="5555", finish_reason="length")
+        >>> verdicts = ({"exact": Verdict.graded(1.0)}, {"exact": Verdict.graded(0.0)})
+        >>> numbers = group_metrics([Group(prompt, (right, cut), verdicts, (1.0, 0.0))])
+        >>> numbers["reward/mean"], numbers["length/truncated_fraction"], numbers["group/zero_signal_fraction"]
+        (0.5, 0.5, 0.0)
+    """
+    completions = [completion for group in groups for completion in group.completions]
+    scored = [[reward for reward in group.rewards if reward is not None] for group in groups]
+    rewards = [reward for of_group in scored for reward in of_group]
+    lengths = [completion.length for completion in completions]
+    metrics: dict[str, float] = {
+        "reward/unscored": len(completions) - len(rewards),
+        "group/zero_signal_fraction": fmean(len(set(of_group)) < 2 for of_group in scored),
+        "length/mean": fmean(lengths),
+        "length/min": min(lengths),
+        "length/max": max(lengths),
+        "length/truncated_fraction": fmean(completion.finish_reason == "length" for completion in completions),
+        "length/empty": sum(not completion.text for completion in completions),
+        "length/prompt_mean": fmean(len(group.prompt.token_ids) for group in groups for _ in group.completions),
+    }
+    if rewards:
+        metrics["reward/mean"], metrics["reward/std"] = fmean(rewards), pstdev(rewards)
+        metrics["reward/std_in_group"] = fmean(pstdev(of_group) for of_group in scored if of_group)
+    for function, numbers in reward_statistics([verdicts for group in groups for verdicts in group.verdicts]).items():
+        for status in get_args(VerdictStatus):
+            metrics[f"verdict/{function}/{status}"] = numbers[status]
+        if numbers["mean"] is not None:
+            metrics[f"reward/{function}/mean"], metrics[f"reward/{function}/std"] = numbers["mean"], numbers["std"]
+        for kind, of_kind in (("constraint", numbers["constraints"]), ("constraint_family", numbers["families"])):
+            for identifier, rate in of_kind.items():
+                metrics[f"{kind}/{function}/{identifier}/pass_rate"] = rate["pass_rate"]
+                metrics[f"{kind}/{function}/{identifier}/count"] = rate["count"]
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def metrics_page() -> str:
+    """``docs/metrics.md``: the list as a table.
+
+    Example:
+        >>> metrics_page().splitlines()[0]
+        '# Metrics'
+    """
+    rows = [
+        f"| `{metric.name}` | {metric.unit} | {metric.aggregation} over {metric.over} | {metric.description} |"
+        for metric in METRICS
+    ]
+    return "\n".join([_PAGE_HEAD, *rows, ""])
+
+
+_PAGE_HEAD = """# Metrics
+
+Every number of `metrics.jsonl`, one line an optimizer step. The list is closed: another name is an error. This page is
+written from `logitless.train.metrics`.
+
+A part in braces stands for a name: of a reward function, a constraint, a family of constraints or a filter. "Over
+token" means the trained tokens of the optimizer step; "over completion" and "over group" mean those of the block before
+any group is left out; "over run" counts from the first step. A number that a step does not have is absent from its
+line; one that is not finite is `null`. Times, speeds (`token/s`) and memory (`byte`) aside, a run that was stopped and
+resumed writes the same lines.
+
+| Name | Unit | Made by | What it is |
+|---|---|---|---|"""

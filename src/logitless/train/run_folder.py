@@ -1,0 +1,315 @@
+"""The folder of a run: configuration, metrics, rollouts, checkpoints, summary and report; files appear whole.
+
+    runs/<name>/
+        config.yaml                     the resolved recipe
+        metrics.jsonl                   one line an optimizer step, see docs/metrics.md
+        rollouts/block-000012.parquet   one row a completion
+        checkpoints/
+        tensorboard/
+        summary.json                    at the end
+        report.html                     `logitless report`
+
+A file is written beside its place, flushed to disk and renamed. ``metrics.jsonl`` alone grows in place: a crash can cut
+its last line, which is then left out when it is read and removed when the run goes on.
+"""
+
+import io
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from logitless.errors import ConfigurationError, DataError, InputError, TrainingError
+from logitless.train.metrics import check_names
+from logitless.types import Group
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run keeps what it writes; make one with ``create_run_folder`` or ``open_run_folder``.
+
+    Example:
+        >>> RunFolder(Path("runs/quickstart")).metrics.as_posix()
+        'runs/quickstart/metrics.jsonl'
+    """
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved recipe."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line, one line an optimizer step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        """One Parquet file a block."""
+        return self.path / "rollouts"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder a checkpoint."""
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def summary(self) -> Path:
+        """A few numbers of the finished run."""
+        return self.path / "summary.json"
+
+    @property
+    def report(self) -> Path:
+        """The self-contained page."""
+        return self.path / "report.html"
+
+    def write_config(self, text: str) -> None:
+        """Write the resolved recipe."""
+        write_atomically(self.config, text.encode())
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary; numbers that are not finite become null."""
+        write_atomically(self.summary, (json.dumps(_plain(summary), indent=2) + "\n").encode())
+
+    def append_metrics(self, record: Mapping[str, float | int | None]) -> None:
+        """Add one line; numbers that are not finite become null.
+
+        Raises:
+            InputError: a name that is not on the closed list, or no ``step``.
+            TrainingError: the disk is full or not writable.
+        """
+        check_names(record)
+        if "step" not in record:
+            raise InputError(needed="a record with its step", given=", ".join(record), remedy="Add 'step'.")
+        line = json.dumps(_plain(record)) + "\n"
+        try:
+            with self.metrics.open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            raise _cannot_write(self.metrics, error) from error
+
+    def truncate_metrics(self, last_step: int) -> None:
+        """Remove the lines after ``last_step`` and a last line that was cut: the run goes on from that step."""
+        kept = [record for record in self.read_metrics() if record["step"] <= last_step]
+        write_atomically(self.metrics, "".join(json.dumps(record) + "\n" for record in kept).encode())
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All lines; a last line that a crash cut is left out.
+
+        Raises:
+            DataError: a malformed line that is not the last one.
+        """
+        if not self.metrics.exists():
+            return []
+        *lines, last = self.metrics.read_text(encoding="utf-8", errors="replace").split("\n")
+        records = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                record = json.loads(line)
+                int(record["step"])
+                records.append(record)
+            except (ValueError, KeyError, TypeError) as error:
+                if number == len(lines) and not last:
+                    break
+                raise DataError(
+                    needed="one JSON object with its step on each line",
+                    given=f"{self.metrics}, line {number}: {error}",
+                    remedy="Delete this line.",
+                ) from error
+        return records
+
+    def write_rollouts(
+        self, block: int, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]] | None = None
+    ) -> Path:
+        """Write every completion of a block with what was said of it.
+
+        Columns: ``block``, ``prompt_id``, ``prompt``, ``completion``, ``num_tokens``, ``finish_reason``, ``reward``,
+        ``advantage``, ``verdicts`` (JSON: by function, status, score, detail and message) and ``reward/<function>``.
+
+        Args:
+            block: from 1.
+            groups: also those that training leaves out.
+            advantages: one a completion, by group; None for completions that have none.
+
+        Raises:
+            InputError: another number of advantages than completions.
+            TrainingError: the disk is full or not writable.
+        """
+        if advantages is None:
+            advantages = [[None] * len(group.completions) for group in groups]
+        if [len(of_group) for of_group in advantages] != [len(group.completions) for group in groups]:
+            raise InputError(
+                needed="one advantage a completion, by group",
+                given=f"{[len(of_group) for of_group in advantages]} for groups of "
+                f"{[len(group.completions) for group in groups]}",
+                remedy="Give None for a completion without an advantage.",
+            )
+        functions = list(dict.fromkeys(name for group in groups for verdicts in group.verdicts for name in verdicts))
+        rows = [
+            {
+                "block": block,
+                "prompt_id": group.prompt.id,
+                "prompt": group.prompt.text,
+                "completion": completion.text,
+                "num_tokens": completion.length,
+                "finish_reason": completion.finish_reason,
+                "reward": reward,
+                "advantage": advantage,
+                "verdicts": json.dumps({name: asdict(verdict) for name, verdict in verdicts.items()}),
+                **{f"reward/{name}": verdicts[name].score if name in verdicts else None for name in functions},
+            }
+            for group, of_group in zip(groups, advantages, strict=True)
+            for completion, verdicts, reward, advantage in zip(
+                group.completions, group.verdicts, group.rewards, of_group, strict=True
+            )
+        ]
+        schema = pyarrow.schema([*_ROLLOUT_COLUMNS, *((f"reward/{name}", pyarrow.float64()) for name in functions)])
+        buffer = io.BytesIO()
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), buffer, compression="zstd")
+        path = self.rollouts / f"block-{block:06d}.parquet"
+        write_atomically(path, buffer.getvalue())
+        return path
+
+    def read_rollouts(self) -> dict[int, list[dict[str, Any]]]:
+        """The rows of every block, by its number, in order."""
+        return {
+            int(path.stem.removeprefix("block-")): pyarrow.parquet.read_table(path).to_pylist()
+            for path in sorted(self.rollouts.glob("block-*.parquet"))
+        }
+
+
+_ROLLOUT_COLUMNS = (
+    ("block", pyarrow.int64()),
+    ("prompt_id", pyarrow.string()),
+    ("prompt", pyarrow.string()),
+    ("completion", pyarrow.string()),
+    ("num_tokens", pyarrow.int64()),
+    ("finish_reason", pyarrow.string()),
+    ("reward", pyarrow.float64()),
+    ("advantage", pyarrow.float64()),
+    ("verdicts", pyarrow.string()),
+)
+
+
+def create_run_folder(root: Path, name: str, *, unique: bool = False) -> RunFolder:
+    """Make ``root/name``, which must not exist yet.
+
+    Args:
+        root: folder of run folders; made if missing.
+        name: of the run.
+        unique: where the name is taken, use ``name-2``, ``name-3``, ...
+
+    Raises:
+        ConfigurationError: the folder exists.
+        TrainingError: it cannot be made.
+
+    Example:
+        >>> import tempfile
+        >>> root = Path(tempfile.mkdtemp())
+        >>> [create_run_folder(root, "toy", unique=True).path.name for _ in range(3)]
+        ['toy', 'toy-2', 'toy-3']
+    """
+    number = 1
+    while True:
+        path = root / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+            break
+        except FileExistsError as error:
+            if not unique:
+                raise ConfigurationError(
+                    needed=f"a run folder that does not exist yet, or --resume to go on in {path}",
+                    given="an existing one",
+                    remedy="Add --resume, choose another name with --set name=..., or remove the folder.",
+                ) from error
+            number += 1
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+    folder = RunFolder(path)
+    folder.rollouts.mkdir()
+    folder.checkpoints.mkdir()
+    return folder
+
+
+def open_run_folder(path: Path) -> RunFolder:
+    """The folder of a run that was started before.
+
+    Raises:
+        ConfigurationError: there is no run in it.
+
+    Example:
+        >>> import tempfile
+        >>> made = create_run_folder(Path(tempfile.mkdtemp()), "toy")
+        >>> made.write_config("name: toy")
+        >>> open_run_folder(made.path) == made
+        True
+    """
+    folder = RunFolder(path)
+    if not folder.config.is_file():
+        raise ConfigurationError(
+            needed=f"a run folder with config.yaml at {path}",
+            given="a folder without it" if path.is_dir() else "no folder",
+            remedy="Check the name, or start the run without --resume.",
+        )
+    return folder
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Put ``content`` at ``path`` so that a crash at any moment leaves the old file or the new one.
+
+    Raises:
+        TrainingError: the disk is full or not writable; the old file is untouched.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "summary.json"
+        >>> write_atomically(path, b"{}")
+        >>> path.read_text()
+        '{}'
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise _cannot_write(path, error) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> TrainingError:
+    return TrainingError(
+        needed=f"room and permission to write {path}",
+        given=str(error),
+        remedy="Free disk space or choose another `output`, then continue with --resume from the last checkpoint.",
+    )
+
+
+def _plain(value: Any) -> Any:
+    """The same with null for numbers that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

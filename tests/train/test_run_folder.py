@@ -1,0 +1,162 @@
+"""What is written is read back; a crash cuts at most the last line; nothing that exists is overwritten."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+
+from logitless.errors import ConfigurationError, DataError, InputError, TrainingError
+from logitless.train.run_folder import create_run_folder, open_run_folder, write_atomically
+from tests.train.fake_run import fake_groups, fake_run
+
+
+def test_an_existing_folder_is_an_error_that_names_the_ways_out(tmp_path):
+    create_run_folder(tmp_path, "toy")
+    with pytest.raises(ConfigurationError, match="--resume"):
+        create_run_folder(tmp_path, "toy")
+
+
+def test_a_unique_folder_takes_the_next_free_number(tmp_path):
+    (tmp_path / "toy-2").mkdir()
+    names = [create_run_folder(tmp_path, "toy", unique=True).path.name for _ in range(3)]
+    assert names == ["toy", "toy-3", "toy-4"]
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainingError, match="write"):
+        create_run_folder(tmp_path / "file" / "below", "toy")
+
+
+def test_opening_a_folder_without_a_run_is_an_error(tmp_path):
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ConfigurationError, match="without --resume"):
+            open_run_folder(path)
+
+
+def test_metrics_are_read_back_with_null_for_what_json_does_not_have(tmp_path):
+    folder = create_run_folder(tmp_path, "toy")
+    folder.append_metrics({"step": 1, "optimizer/grad_norm": float("inf"), "loss/total": float("nan")})
+    folder.append_metrics({"step": 2, "loss/total": 0.1})
+    assert folder.metrics.read_text().splitlines() == [
+        '{"step": 1, "optimizer/grad_norm": null, "loss/total": null}',
+        '{"step": 2, "loss/total": 0.1}',
+    ]
+    assert folder.read_metrics()[1] == {"step": 2, "loss/total": 0.1}
+
+
+@pytest.mark.parametrize("record", [{"step": 1, "rewards/mean": 1.0}, {"loss/total": 1.0}])
+def test_an_unknown_metric_or_a_line_without_its_step_is_refused_before_it_is_written(tmp_path, record):
+    folder = create_run_folder(tmp_path, "toy")
+    with pytest.raises(InputError):
+        folder.append_metrics(record)
+    assert not folder.metrics.exists()
+
+
+@pytest.mark.parametrize("rest", ['{"step": 4, "loss/to', '{"step": 4}', '{"step": 4, \n', "\x00\x00\n"])
+def test_a_last_line_that_a_crash_cut_is_left_out(tmp_path, rest):
+    folder = create_run_folder(tmp_path, "toy")
+    for step in (1, 2, 3):
+        folder.append_metrics({"step": step})
+    with folder.metrics.open("a") as file:
+        file.write(rest)
+    assert [record["step"] for record in folder.read_metrics()] == [1, 2, 3]
+
+
+def test_a_malformed_line_before_the_last_is_an_error_with_its_number(tmp_path):
+    folder = create_run_folder(tmp_path, "toy")
+    folder.metrics.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
+    with pytest.raises(DataError, match="line 2"):
+        folder.read_metrics()
+
+
+def test_a_run_that_goes_on_leaves_the_file_that_it_would_have_left_without_a_stop(tmp_path):
+    whole, stopped = create_run_folder(tmp_path, "whole"), create_run_folder(tmp_path, "stopped")
+    records = [{"block": step // 2, "step": step, "loss/total": 0.1 * step} for step in range(1, 7)]
+    for record in records:
+        whole.append_metrics(record)
+    for record in records[:5]:
+        stopped.append_metrics(record)
+    with stopped.metrics.open("a") as file:
+        file.write('{"block": 3, "st')
+    stopped.truncate_metrics(last_step=3)
+    for record in records[3:]:
+        stopped.append_metrics(record)
+    assert stopped.metrics.read_bytes() == whole.metrics.read_bytes()
+
+
+def test_truncating_before_the_first_line_leaves_an_empty_file(tmp_path):
+    folder = create_run_folder(tmp_path, "toy")
+    folder.truncate_metrics(last_step=0)
+    assert folder.metrics.read_text() == ""
+    assert folder.read_metrics() == []
+
+
+def test_rollouts_hold_every_completion_with_what_was_said_of_it(tmp_path):
+    folder = create_run_folder(tmp_path, "toy")
+    groups = fake_groups(3, 12)
+    advantages = [[0.25 * number for number in range(8)] for _ in groups]
+    path = folder.write_rollouts(3, groups, advantages)
+    assert path.name == "block-000003.parquet"
+    (rows,) = folder.read_rollouts().values()
+    assert len(rows) == 32
+    group, row = groups[1], rows[8 + 5]
+    assert (row["block"], row["prompt_id"], row["prompt"]) == (3, group.prompt.id, group.prompt.text)
+    assert (row["completion"], row["num_tokens"]) == (group.completions[5].text, group.completions[5].length)
+    assert (row["finish_reason"], row["reward"]) == (group.completions[5].finish_reason, group.rewards[5])
+    assert row["advantage"] == 1.25
+    assert row["reward/style"] == group.verdicts[5]["style"].score
+    said = json.loads(row["verdicts"])["style"]
+    assert tuple(map(tuple, said["detail"])) == group.verdicts[5]["style"].detail
+    assert said["status"] == group.verdicts[5]["style"].status
+
+
+def test_an_ungraded_verdict_and_an_absent_advantage_are_null(tmp_path):
+    folder = create_run_folder(tmp_path, "toy")
+    groups = next(
+        groups
+        for groups in (fake_groups(block, 12) for block in range(1, 12))
+        if any(v["style"].status == "timeout" for group in groups for v in group.verdicts)
+    )
+    table = pyarrow.parquet.read_table(folder.write_rollouts(1, groups))
+    assert table["advantage"].null_count == 32
+    ungraded = sum(v["style"].score is None for group in groups for v in group.verdicts)
+    assert table["reward/style"].null_count == ungraded > 0
+
+
+def test_another_number_of_advantages_than_completions_is_refused(tmp_path):
+    folder = create_run_folder(tmp_path, "toy")
+    with pytest.raises(InputError, match="one advantage a completion"):
+        folder.write_rollouts(1, fake_groups(1, 12), [[0.0] * 7] * 4)
+
+
+def test_a_full_disk_leaves_the_old_file_and_says_what_to_do(tmp_path, monkeypatch):
+    path = tmp_path / "summary.json"
+    path.write_text("old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(TrainingError, match=r"No space left.*--resume"):
+        write_atomically(path, b"new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_metrics_on_a_full_disk_are_an_error_of_ours(tmp_path):
+    folder = create_run_folder(tmp_path, "toy")
+    folder.metrics.mkdir()
+    with pytest.raises(TrainingError, match="metrics"):
+        folder.append_metrics({"step": 1})
+
+
+def test_a_whole_run_is_read_back(tmp_path):
+    folder = open_run_folder(fake_run(tmp_path, num_blocks=3).path)
+    assert [record["step"] for record in folder.read_metrics()] == [1, 2, 3, 4, 5, 6]
+    assert list(folder.read_rollouts()) == [1, 2, 3]
+    assert json.loads(folder.summary.read_text())["accuracy_after"] == 0.9
+    assert not [path for path in Path(folder.path).rglob("*") if path.name.endswith(".partial")]
