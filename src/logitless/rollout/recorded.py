@@ -1,0 +1,198 @@
+"""Completions in a file: written once, replayed as an engine.
+
+One JSON object a line (``.jsonl``) or one Parquet row (``.parquet``) a completion, with the fields of ``Completion``:
+``prompt_id``, ``token_ids``, ``text``, ``finish_reason`` and, where known, ``logp_sampler``, ``trained`` and ``turn``.
+Other columns may stand beside them (verdicts, prompts); they are not read.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from logitless.errors import DataError, InputError
+from logitless.rollout.sampling import SamplingOptions
+from logitless.types import Completion, Prompt
+
+_REQUIRED = {"prompt_id": str, "token_ids": int, "text": str, "finish_reason": str}
+_OPTIONAL = {"logp_sampler": (int, float), "trained": bool, "turn": int}
+_SEQUENCES = {"token_ids", *_OPTIONAL}
+
+
+class RecordedEngine:
+    """An ``Engine`` that gives back recorded completions; its weights never change.
+
+    Where a prompt has more recorded completions than are asked for, the seed chooses which.
+
+    Args:
+        path: ``.jsonl`` or ``.parquet`` file.
+
+    Raises:
+        DataError: a malformed row, with its number.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "completions.jsonl"
+        >>> write_completions(path, [Completion("7", (4, 2), "4", "stop")])
+        >>> RecordedEngine(path).sample([Prompt("7", "2+2=", (4,))], 1, SamplingOptions(max_new_tokens=2), seed=0)[0][0].text
+        '4'
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._recorded: dict[str, list[Completion]] = {}
+        for completion in read_completions(path):
+            self._recorded.setdefault(completion.prompt_id, []).append(completion)
+
+    @property
+    def version(self) -> int:
+        """Always 0: the weights that the file came from."""
+        return 0
+
+    def update_weights(self, model: nn.Module, *, version: int) -> None:
+        """Nothing to do: what was recorded stays."""
+
+    def sample(
+        self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
+    ) -> list[list[Completion]]:
+        """``num_samples`` recorded completions of each prompt, in the file's order.
+
+        Raises:
+            DataError: a prompt has fewer, or one is longer than ``options.max_new_tokens``.
+        """
+        return [self._choose(prompt, num_samples, options, seed) for prompt in prompts]
+
+    def _choose(self, prompt: Prompt, num_samples: int, options: SamplingOptions, seed: int) -> list[Completion]:
+        recorded = self._recorded.get(prompt.id, [])
+        if len(recorded) < num_samples:
+            raise DataError(
+                needed=f"{num_samples} recorded completions of prompt {prompt.id!r}",
+                given=f"{len(recorded)} in {str(self.path)!r}",
+                remedy="Record more, ask for fewer completions a prompt, or leave the prompt out.",
+            )
+        generator = np.random.default_rng([seed, *prompt.id.encode()])
+        chosen = sorted(generator.permutation(len(recorded))[:num_samples].tolist())
+        completions = [recorded[index] for index in chosen]
+        longest = max((completion.length for completion in completions), default=0)
+        if longest > options.max_new_tokens:
+            raise DataError(
+                needed=f"completions of at most {options.max_new_tokens} tokens",
+                given=f"one of {longest} for prompt {prompt.id!r} in {str(self.path)!r}",
+                remedy="Raise max_new_tokens to the value the file was recorded with.",
+            )
+        return completions
+
+
+def read_completions(path: str | Path) -> list[Completion]:
+    """The completions in a file.
+
+    Raises:
+        DataError: no such file, another kind of file, or a malformed row, with its number.
+
+    Example: see ``write_completions``.
+    """
+    path = Path(path)
+    rows = _rows(path)
+    return [_completion(row, f"{path}, {place}") for place, row in rows]
+
+
+def write_completions(path: str | Path, completions: Sequence[Completion]) -> None:
+    """Write a file that ``read_completions`` reads back equal.
+
+    Raises:
+        InputError: a file name that ends neither in ``.jsonl`` nor in ``.parquet``.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "completions.parquet"
+        >>> write_completions(path, [Completion("7", (4, 2), "4", "stop", logp_sampler=(-0.5, -0.25))])
+        >>> read_completions(path)[0].logp_sampler
+        (-0.5, -0.25)
+    """
+    path = Path(path)
+    rows = [asdict(completion) for completion in completions]
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    elif path.suffix == ".parquet":
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        lists = {"token_ids": pa.int64(), "logp_sampler": pa.float64(), "trained": pa.bool_(), "turn": pa.int64()}
+        schema = pa.schema([(name, pa.list_(lists[name]) if name in lists else pa.string()) for name in _fields()])
+        parquet.write_table(pa.Table.from_pylist(rows, schema=schema), path)
+    else:
+        raise InputError(needed="a .jsonl or .parquet file", given=repr(str(path)), remedy="Choose one of the two.")
+
+
+def _fields() -> list[str]:
+    return [*_REQUIRED, *_OPTIONAL]
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """(where, row) for each completion."""
+    if not path.is_file():
+        raise DataError(
+            needed="a file of completions", given=f"{str(path)!r}, which does not exist", remedy="Correct the path."
+        )
+    if path.suffix == ".jsonl":
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    yield f"line {number}", json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise DataError(
+                        needed="one JSON object a line",
+                        given=f"{path}, line {number}: {error}",
+                        remedy="Repair or remove the line.",
+                    ) from error
+    elif path.suffix == ".parquet":
+        from pyarrow import ArrowInvalid, parquet
+
+        try:
+            table = parquet.read_table(path)
+        except ArrowInvalid as error:
+            raise DataError(
+                needed="a Parquet file", given=f"{str(path)!r}: {error}", remedy="Write the file again."
+            ) from error
+        for number, row in enumerate(table.select([n for n in _fields() if n in table.column_names]).to_pylist()):
+            yield f"row {number}", row
+    else:
+        raise DataError(needed="a .jsonl or .parquet file", given=repr(str(path)), remedy="Convert it to one of them.")
+
+
+def _completion(row: Any, place: str) -> Completion:
+    if not isinstance(row, Mapping):
+        raise DataError(needed="an object a completion", given=f"{row!r} in {place}", remedy="Repair the row.")
+    for name, kind in {**_REQUIRED, **_OPTIONAL}.items():
+        value = row.get(name)
+        if value is None and name in _OPTIONAL:
+            continue
+        items = value if name in _SEQUENCES else [value]
+        if not isinstance(items, list) or any(not isinstance(item, kind) for item in items):
+            raise DataError(
+                needed=f"{name} as {'a list of ' if name in _SEQUENCES else ''}{_name(kind)}",
+                given=f"{value!r} in {place}",
+                remedy="Repair or remove the row.",
+            )
+    if row["finish_reason"] not in ("stop", "length"):
+        raise DataError(
+            needed="finish_reason 'stop' or 'length'",
+            given=f"{row['finish_reason']!r} in {place}",
+            remedy="Repair or remove the row.",
+        )
+    values = {name: row.get(name) for name in _fields()}
+    values |= {name: tuple(values[name]) for name in _SEQUENCES if values[name] is not None}
+    try:
+        return Completion(**values)
+    except InputError as error:
+        raise DataError(needed=error.needed, given=f"{error.given} in {place}", remedy=error.remedy) from error
+
+
+def _name(kind: Any) -> str:
+    return " or ".join(k.__name__ for k in kind) if isinstance(kind, tuple) else kind.__name__

@@ -1,0 +1,400 @@
+"""Sampling with the trained model itself, in this process: batched decoding with a key-value cache.
+
+A prompt is read once and its cache repeated for its samples. Rows that have ended leave the batch. Each completion
+draws its randomness from (seed, prompt id, sample index) alone, so that it does not depend on what else is in the
+batch, as far as the model's rounding does not. It gives up continuous batching: a row that ends makes room for nothing
+until its batch is through.
+"""
+
+import hashlib
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+from transformers.cache_utils import Cache, DynamicLayer
+
+from logitless.errors import InputError, UnavailableError
+from logitless.rollout.sampling import SamplingOptions, draw, penalized, sampling_logp
+from logitless.types import Completion, Prompt
+
+_DECODING = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+_COMPACT_BELOW = 0.75  # share of live rows under which ended ones are removed from the batch
+
+
+class TransformersSampler:
+    """An ``Engine`` around a transformers causal LM.
+
+    Args:
+        model: on its device, PEFT-wrapped or not. It is put into evaluation mode while sampling and back afterwards.
+        tokenizer: decodes completions; its EOS token ends them and stands in for padding, masked.
+        max_rows: completions decoded at once; bounds the cache.
+        autocast: dtype of the products, or None for that of the weights. Log-probabilities are float32 either way.
+
+    Raises:
+        UnavailableError: the model has layers whose cache cannot be repeated and compacted (recurrent ones).
+
+    Example:
+        >>> from tokenizers import Tokenizer, models
+        >>> from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+        >>> words = Tokenizer(models.WordLevel({"<eos>": 0, "a": 1, "b": 2}, unk_token="<eos>"))
+        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
+        >>> sampler = TransformersSampler(
+        ...     GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=3)), tokenizer)
+        >>> completions = sampler.sample([Prompt("7", "a b", (1, 2))], 4, SamplingOptions(max_new_tokens=5), seed=0)
+        >>> len(completions[0])
+        4
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_rows: int = 512,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        if max_rows < 1:
+            raise InputError(needed="max_rows of at least 1", given=str(max_rows), remedy="Use for example 512.")
+        self.tokenizer, self.max_rows, self.autocast = tokenizer, max_rows, autocast
+        self.update_weights(model, version=0)
+
+    @property
+    def version(self) -> int:
+        """Of the weights."""
+        return self._version
+
+    def update_weights(self, model: nn.Module, *, version: int) -> None:
+        """Sample with ``model``, which is not copied: training it changes what is sampled."""
+        inner: Any = model
+        if hasattr(inner, "peft_config"):
+            inner = inner.get_base_model()
+        config = inner.config.get_text_config()
+        kinds = set(getattr(config, "layer_types", None) or ())
+        recurrent = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
+        if recurrent:
+            raise UnavailableError(
+                needed="attention layers only",
+                given=f"{', '.join(sorted(recurrent))} in {config.model_type}",
+                remedy="Sample with another engine.",
+            )
+        self._model, self._config, self._version = inner, config, version
+        self._arguments = frozenset(inspect.signature(type(inner).forward).parameters)
+
+    def sample(
+        self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
+    ) -> list[list[Completion]]:
+        """Exactly ``num_samples`` completions of each prompt.
+
+        ``logp_sampler`` is of the distribution that was sampled from, in float32: after repetition penalty,
+        temperature and filters. At temperature 0 that distribution is one token, and ``logp_sampler`` is 0.
+
+        Args:
+            prompts: P, with distinct ids.
+            num_samples: G.
+            options: the same for all.
+            seed: with the same weights, the same completions.
+
+        Raises:
+            InputError: an empty prompt, one whose completion would not fit into the model, or two with one id.
+        """
+        self._check(prompts, num_samples, options)
+        by_length = sorted(range(len(prompts)), key=lambda p: len(prompts[p].token_ids))
+        rows = [(p, g) for p in by_length for g in range(num_samples)]
+        completions: list[list[Completion]] = [[] for _ in prompts]
+        with torch.no_grad(), _evaluating(self._model), self._autocast():
+            for start in range(0, len(rows), self.max_rows):
+                part = rows[start : start + self.max_rows]
+                for (p, _), completion in zip(part, self._decode(prompts, part, options, seed), strict=True):
+                    completions[p].append(completion)
+        return completions
+
+    def _check(self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions) -> None:
+        if num_samples < 1:
+            raise InputError(needed="at least 1 sample a prompt", given=str(num_samples), remedy="Ask for 1 or more.")
+        ids = [prompt.id for prompt in prompts]
+        if len(set(ids)) < len(ids):
+            raise InputError(
+                needed="prompts with distinct ids, which seed their completions",
+                given=f"{next(i for i in ids if ids.count(i) > 1)!r} more than once",
+                remedy="Ask for more samples of the prompt instead.",
+            )
+        limit = getattr(self._config, "max_position_embeddings", None)
+        for prompt in prompts:
+            if not prompt.token_ids:
+                raise InputError(
+                    needed="prompts with at least one token",
+                    given=f"prompt {prompt.id!r} with none",
+                    remedy="Drop empty prompts, or start them with a BOS token.",
+                )
+            if limit is not None and len(prompt.token_ids) + options.max_new_tokens > limit:
+                raise InputError(
+                    needed=f"prompt and completion within the model's {limit} positions",
+                    given=f"prompt {prompt.id!r} of {len(prompt.token_ids)} tokens and {options.max_new_tokens} new",
+                    remedy="Lower max_new_tokens or drop long prompts.",
+                )
+
+    def _decode(
+        self, prompts: Sequence[Prompt], rows: Sequence[tuple[int, int]], options: SamplingOptions, seed: int
+    ) -> list[Completion]:
+        """One batch: rows of (prompt, sample), those of one prompt next to each other."""
+        device = next(self._model.parameters()).device
+        num_rows, max_new = len(rows), options.max_new_tokens
+        uniform = np.stack([_uniforms(seed, prompts[p].id, g, max_new) for p, g in rows])
+        noise = torch.from_numpy(uniform).to(device)
+        ends = torch.tensor(self._stop_ids(options), device=device)
+        tokens = torch.zeros(num_rows, max_new, dtype=torch.long, device=device)
+        logps = torch.zeros(num_rows, max_new, device=device)
+        lengths = torch.full((num_rows,), max_new, device=device)
+
+        batch, logits = self._read_prompts(prompts, rows, options)
+        for step in range(max_new):
+            token, logp = _next_token(logits, noise[batch.row, step], options, batch.seen)
+            tokens[batch.row, step] = token
+            logps[batch.row, step] = logp
+            ended = torch.isin(token, ends)
+            if options.stop:
+                ended |= self._stop_string_came(tokens[batch.row, : step + 1], batch.ended, options.stop)
+            newly_ended = ended & ~batch.ended
+            lengths[batch.row[newly_ended]] = step + 1
+            batch.ended |= newly_ended
+            num_live = len(batch.ended) - int(batch.ended.sum())
+            if num_live == 0 or step + 1 == max_new:
+                break
+            if num_live < _COMPACT_BELOW * len(batch.ended):
+                token = token[batch.keep_live()]
+            logits = self._advance(batch, token)
+        return self._completions(prompts, rows, options, tokens.tolist(), logps.tolist(), lengths.tolist())
+
+    def _read_prompts(
+        self, prompts: Sequence[Prompt], rows: Sequence[tuple[int, int]], options: SamplingOptions
+    ) -> tuple["_Batch", Float[Tensor, "R V"]]:
+        """The batch after its prompts, each read once, and the logits of the first new tokens."""
+        device = next(self._model.parameters()).device
+        num_rows = Counter(p for p, _ in rows)
+        chosen = list(num_rows)
+        repeats = torch.tensor(list(num_rows.values()), device=device)
+        ids, attended = _left_padded([prompts[p].token_ids for p in chosen], self.tokenizer.eos_token_id, device)
+        num_tokens = attended.sum(1)
+        cache = Cache(layer_class_to_replicate=_GrowingLayer)
+        padded = bool((attended == 0).any())
+        mask = F.pad(attended, (0, options.max_new_tokens), value=1) if padded else None
+        positions = (attended.cumsum(1) - 1).clamp(min=0)
+        logits = self._forward(ids, None if mask is None else attended, positions, cache)
+        seen = None
+        if options.repetition_penalty != 1:
+            seen = torch.zeros(logits.shape, device=device).scatter_add_(1, ids, attended.float()) > 0
+        batch = _Batch(
+            row=torch.arange(len(chosen), device=device),
+            ended=torch.zeros(len(chosen), dtype=torch.bool, device=device),
+            position=num_tokens,
+            cache=cache,
+            width=ids.shape[1],
+            mask=mask,
+            seen=seen,
+        )
+        index = torch.repeat_interleave(torch.arange(len(chosen), device=device), repeats)
+        batch.select(index)
+        batch.row = torch.arange(len(rows), device=device)
+        return batch, logits[index]
+
+    def _advance(self, batch: "_Batch", token: Int[Tensor, "R"]) -> Float[Tensor, "R V"]:
+        """Append one token to every row; the logits of the next."""
+        if batch.seen is not None:
+            batch.seen.scatter_(1, token[:, None], True)
+        batch.width += 1
+        mask = None if batch.mask is None else batch.mask[:, : batch.width]
+        logits = self._forward(token[:, None], mask, batch.position[:, None], batch.cache)
+        batch.position = batch.position + 1
+        return logits
+
+    def _forward(
+        self,
+        ids: Int[Tensor, "R L"],
+        mask: Int[Tensor, "R S"] | None,
+        positions: Int[Tensor, "R L"],
+        cache: Cache,
+    ) -> Float[Tensor, "R V"]:
+        """float32 logits after the last column."""
+        options: dict[str, Any] = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+        if "position_ids" in self._arguments:
+            options["position_ids"] = positions
+        if "logits_to_keep" in self._arguments:
+            options["logits_to_keep"] = 1
+        return self._model(**options).logits[:, -1].float()
+
+    def _stop_ids(self, options: SamplingOptions) -> list[int]:
+        """Tokens that end a completion: the tokenizer's EOS, the model's, and the caller's."""
+        configured = getattr(getattr(self._model, "generation_config", None), "eos_token_id", None)
+        if configured is None:
+            configured = []
+        elif isinstance(configured, int):
+            configured = [configured]
+        return sorted({self.tokenizer.eos_token_id, *configured, *options.stop_token_ids})
+
+    def _stop_string_came(
+        self, tokens: Int[Tensor, "R S"], ended: Bool[Tensor, "R"], stop: Sequence[str]
+    ) -> Bool[Tensor, "R"]:
+        """Rows whose text now contains a stop string; only the text's end can have brought one."""
+        window = max(len(string.encode()) for string in stop) + 8  # every token has at least a byte; 8 to spare
+        ids = tokens[:, -window:].tolist()
+        live = [row for row, over in enumerate(ended.tolist()) if not over]
+        texts = self.tokenizer.batch_decode([ids[row] for row in live], **_DECODING)
+        came = torch.zeros(len(ids), dtype=torch.bool)
+        for row, text in zip(live, texts, strict=True):
+            came[row] = any(string in text for string in stop)
+        return came.to(tokens.device)
+
+    def _completions(
+        self,
+        prompts: Sequence[Prompt],
+        rows: Sequence[tuple[int, int]],
+        options: SamplingOptions,
+        tokens: list[list[int]],
+        logps: list[list[float]],
+        lengths: list[int],
+    ) -> list[Completion]:
+        ends = set(self._stop_ids(options))
+        kept = [ids[:length] for ids, length in zip(tokens, lengths, strict=True)]
+        texts = self.tokenizer.batch_decode([ids[:-1] if ids[-1] in ends else ids for ids in kept], **_DECODING)
+        completions = []
+        for (p, _), ids, logp, text in zip(rows, kept, logps, texts, strict=True):
+            cut = min((at for string in options.stop if (at := text.find(string)) >= 0), default=None)
+            completions.append(
+                Completion(
+                    prompt_id=prompts[p].id,
+                    token_ids=tuple(ids),
+                    text=text[:cut],
+                    finish_reason="stop" if cut is not None or ids[-1] in ends else "length",
+                    logp_sampler=tuple(logp[: len(ids)]),
+                )
+            )
+        return completions
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(next(self._model.parameters()).device.type, self.autocast)
+
+
+@dataclass
+class _Batch:
+    """Rows being decoded.
+
+    Args:
+        row: [R] place of each in the output.
+        ended: [R] rows that wait to be removed.
+        position: [R] of the next token.
+        cache: keys and values so far.
+        width: columns in the cache.
+        mask: [R, width + new tokens] 1 where a column is a token of the row; None without padding.
+        seen: [R, V] tokens of the row so far, where a repetition penalty asks for them.
+    """
+
+    row: Int[Tensor, "R"]
+    ended: Bool[Tensor, "R"]
+    position: Int[Tensor, "R"]
+    cache: Cache
+    width: int
+    mask: Int[Tensor, "R W"] | None
+    seen: Bool[Tensor, "R V"] | None
+
+    def keep_live(self) -> Int[Tensor, "K"]:
+        """Remove ended rows; returns the indices that stay."""
+        live = (~self.ended).nonzero()[:, 0]
+        self.select(live)
+        return live
+
+    def select(self, index: Int[Tensor, "K"]) -> None:
+        """Keep these rows, in this order; one may come several times."""
+        self.row, self.ended, self.position = self.row[index], self.ended[index], self.position[index]
+        self.cache.batch_select_indices(index)
+        self.mask = None if self.mask is None else self.mask[index]
+        self.seen = None if self.seen is None else self.seen[index]
+
+
+class _GrowingLayer(DynamicLayer):
+    """Keys and values of one layer in a buffer with room for more tokens, so that a step copies one column only."""
+
+    room = 64
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._buffers = [x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (key_states, value_states)]
+            self._length = 0
+        start, stop = self._length, self._length + key_states.shape[2]
+        if stop > self._buffers[0].shape[2]:
+            capacity = stop + (self.room if start else 0)
+            self._buffers = [self._grown(buffer, capacity) for buffer in self._buffers]
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, start:stop] = states
+        self._length = stop
+        return self._view()
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._buffers = [buffer.index_select(0, indices) for buffer in self._buffers]
+        self._view()
+
+    def _grown(self, buffer: Tensor, capacity: int) -> Tensor:
+        grown = buffer.new_empty(*buffer.shape[:2], capacity, buffer.shape[3])
+        grown[:, :, : self._length] = buffer[:, :, : self._length]
+        return grown
+
+    def _view(self) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = (buffer[:, :, : self._length] for buffer in self._buffers)
+        return self.keys, self.values
+
+
+def _next_token(
+    logits: Float[Tensor, "R V"],
+    uniform: Float[Tensor, "R"],
+    options: SamplingOptions,
+    seen: Bool[Tensor, "R V"] | None,
+) -> tuple[Int[Tensor, "R"], Float[Tensor, "R"]]:
+    """A token a row and its log-probability under the distribution it was drawn from."""
+    if options.temperature == 0:
+        return penalized(logits, options, seen).argmax(-1), torch.zeros(len(logits), device=logits.device)
+    logp = sampling_logp(logits, options, seen)
+    token = draw(logp, uniform)
+    return token, logp.gather(1, token[:, None])[:, 0]
+
+
+def _uniforms(seed: int, prompt_id: str, sample: int, count: int) -> np.ndarray:
+    """Numbers in [0, 1) that depend on nothing but these arguments; a longer sequence starts with the shorter."""
+    key = hashlib.blake2b(f"{seed}/{sample}/{prompt_id}".encode(), digest_size=16).digest()
+    raw = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(count)
+    return (raw >> np.uint64(32)).astype(np.float64) * 2.0**-32
+
+
+def _left_padded(
+    sequences: Sequence[Sequence[int]], padding: int, device: torch.device
+) -> tuple[Int[Tensor, "P L"], Int[Tensor, "P L"]]:
+    """Ids and mask with every sequence ending in the last column."""
+    width = max(len(ids) for ids in sequences)
+    rows = [[padding] * (width - len(ids)) + list(ids) for ids in sequences]
+    mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in sequences]
+    return torch.tensor(rows, device=device), torch.tensor(mask, device=device)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
