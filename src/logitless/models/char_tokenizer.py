@@ -1,13 +1,20 @@
 """A tokenizer of single characters, small enough to commit next to a recipe."""
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from collections.abc import Sequence
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from logitless.errors import InputError
 
 
 def character_tokenizer(
-    alphabet: str, *, pad_token: str = "<pad>", bos_token: str = "<bos>", eos_token: str = "<eos>"
+    alphabet: str,
+    *,
+    phrases: Sequence[str] = (),
+    pad_token: str = "<pad>",
+    bos_token: str = "<bos>",
+    eos_token: str = "<eos>",
 ) -> PreTrainedTokenizerFast:
     """A tokenizer with one token per character, in the format that ``AutoTokenizer`` reads.
 
@@ -16,6 +23,7 @@ def character_tokenizer(
 
     Args:
         alphabet: every character of the task, each once.
+        phrases: longer texts that are one token each, such as the fixed part of a task's instruction.
         pad_token, bos_token, eos_token: the special tokens.
 
     Returns:
@@ -43,6 +51,7 @@ def character_tokenizer(
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=None))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=pad_token,

@@ -1,0 +1,54 @@
+"""The command line. Exit status 0: done; 2: bad input (arguments, recipe, data); 1: a run that failed."""
+
+import argparse
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+
+from logitless.errors import LogitlessError
+
+COMMANDS = {
+    "train": "run a recipe",
+    "report": "write report.html for a run folder",
+    "score": "judge a file of responses with a suite or a reward function",
+    "parity": "compare losses and gradients between backends and against other libraries",
+    "bench": "measure speed, memory and error on this machine",
+    "doctor": "say what this machine can run",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; every command lives in the module of its name.
+
+    Args:
+        arguments: without the program's name; None reads ``sys.argv``.
+
+    Returns:
+        The exit status.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog="logitless", description=__doc__)
+    parser.add_argument("--verbose", action="store_true", help="show a traceback for every error")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chosen = next((word for word in given if not word.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        if name == chosen:  # the others' imports are not worth waiting for
+            importlib.import_module(f"logitless.cli.{name}").add_arguments(command)
+    options = parser.parse_args(given)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    for noisy in ("httpx", "urllib3", "filelock", "absl"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    try:
+        status: int = importlib.import_module(f"logitless.cli.{options.command}").run(options)
+    except LogitlessError as error:
+        if options.verbose:
+            raise
+        print(f"logitless {options.command}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

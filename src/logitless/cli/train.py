@@ -1,0 +1,55 @@
+"""``logitless train RECIPE``: check a recipe, run it, continue it."""
+
+import argparse
+import json
+import logging
+from pathlib import Path
+
+from logitless.train.plan import dry_run
+from logitless.train.recipe import load_recipe
+from logitless.train.run import start
+from logitless.train.run_folder import RunFolder
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The recipe and what to do with it."""
+    parser.add_argument("recipe", type=Path, help="YAML file, see recipes/ and docs/configuration.md")
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="replace a value (repeatable)"
+    )
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--dry-run", action="store_true", help="check everything, print the plan, train nothing")
+    mode.add_argument("--resume", action="store_true", help="continue the run of this name from its last checkpoint")
+    mode.add_argument("--numbered", action="store_true", help="if the name is taken, use name-2, name-3, ...")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train, and end with what came of it."""
+    recipe = load_recipe(options.recipe, options.overrides)
+    if options.dry_run:
+        print(dry_run(recipe))
+        return 0
+    logging.getLogger("logitless").setLevel(logging.INFO)
+    folder, complete = start(recipe, numbered=options.numbered, resume=options.resume)
+    print(_ending(folder, complete, options.recipe))
+    return 0
+
+
+def _ending(folder: RunFolder, complete: bool, recipe: Path) -> str:
+    summary = json.loads(folder.summary.read_text())
+    lines = ["", f"{'finished' if complete else 'stopped and saved'}: {folder.path}"]
+    for label, before, after in (
+        ("held-out accuracy", "accuracy_before", "accuracy_after"),
+        ("mean reward", "reward_first_block", "reward_last_block"),
+    ):
+        if summary.get(before) is not None and summary.get(after) is not None:
+            lines.append(f"  {label:18s} {summary[before]:.3f} -> {summary[after]:.3f}")
+    seconds = ", ".join(f"{phase} {value:.0f} s" for phase, value in summary["seconds"].items())
+    lines.append(f"  {'time':18s} {seconds}")
+    lines.append(f"  {'report':18s} {folder.report}")
+    name = folder.path.name
+    if complete:
+        lines.append(f"next: logitless train {recipe} --set name={name}-hotter --set rollout.sampling.temperature=1.2")
+    else:
+        lines.append(f"next: logitless train {recipe} --set name={name} --resume")
+    return "\n".join(lines)

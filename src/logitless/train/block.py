@@ -1,0 +1,270 @@
+"""A block: one round of generation, judged, packed, scored and given advantages, ready to be trained on.
+
+Everything random is drawn from ``derived_seed(seed, ...)`` of the block's number, so a block that was interrupted is
+drawn again exactly as it was.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from logitless.data.packing import StepPlan, pack
+from logitless.objective.advantage import Advantage, Gae, Gdpo, ReinforcePP, has_signal, pay_at_last_token
+from logitless.objective.divergence import kl_in_reward
+from logitless.objective.ranges import Ranges
+from logitless.rewards.combine import reward_statistics, score_batch, total_reward
+from logitless.rewards.contract import WeightedReward
+from logitless.rollout.engine import Engine
+from logitless.rollout.sampling import SamplingOptions
+from logitless.train.config import Backend
+from logitless.train.policy import Scorer
+from logitless.types import Group, Prompt, TokenBatch, VerdictStatus
+
+
+@dataclass(frozen=True)
+class Block:
+    """What optimizer steps train on.
+
+    Args:
+        batch: every sequence of the block, on the CPU, scored; ``token_weight`` is set by each step.
+        groups: the sequence indices of each group.
+        truncated: whether each completion was cut at its limit.
+        metrics: of the block as a whole.
+    """
+
+    batch: TokenBatch
+    groups: tuple[tuple[int, ...], ...]
+    truncated: tuple[bool, ...]
+    metrics: Mapping[str, float]
+
+
+def derived_seed(*labels: int | str) -> int:
+    """A seed of 63 bits for one purpose, from the run's seed and what it is for.
+
+    Example:
+        >>> derived_seed(0, "rollout", 3) == derived_seed(0, "rollout", 3) != derived_seed(0, "rollout", 4)
+        True
+    """
+    digest = hashlib.sha256(repr(labels).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def roll_out(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    rewards: Sequence[WeightedReward],
+    *,
+    num_samples: int,
+    sampling: SamplingOptions,
+    seed: int,
+) -> list[Group]:
+    """Sample ``num_samples`` completions for each prompt and have them judged."""
+    sampled = engine.sample(prompts, num_samples, sampling, seed=seed)
+    pairs = [(p, c) for p, completions in zip(prompts, sampled, strict=True) for c in completions]
+    names = {name for prompt in prompts for name in prompt.columns}
+    verdicts = score_batch(
+        rewards,
+        [p.messages if p.messages is not None else p.text for p, _ in pairs],
+        [c.text for _, c in pairs],
+        {name: [p.columns.get(name) for p, _ in pairs] for name in names},
+        completion_ids=[c.token_ids for _, c in pairs],
+    )
+    totals = [total_reward(v, rewards) for v in verdicts]
+    groups = []
+    for prompt, completions in zip(prompts, sampled, strict=True):
+        n = len(completions)
+        groups.append(Group(prompt, tuple(completions), tuple(verdicts[:n]), tuple(totals[:n])))
+        verdicts, totals = verdicts[n:], totals[n:]
+    return groups
+
+
+def signal(groups: Sequence[Group]) -> list[bool]:
+    """Whether the rewards inside each group differ.
+
+    Example:
+        >>> signal([])
+        []
+    """
+    if not groups:
+        return []
+    rewards, group = _rewards(groups)
+    return has_signal(rewards, group).tolist()
+
+
+def score(
+    scorer: Scorer, batch: TokenBatch, micro_batches: Sequence[Sequence[int]], *, temperature: float, backend: Backend
+) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
+    """logp and entropy [N] of a block under a policy, without gradient, in the packing it is given.
+
+    The packing is that of the first epoch, so the first optimizer step meets the very same numbers: its ratio is 1.
+
+    Args:
+        scorer: policy or reference.
+        batch: the block, on the CPU.
+        micro_batches: the sequences of each packed row; together every sequence with a scored token, once.
+        temperature: of sampling.
+        backend: of the head.
+
+    Returns:
+        CPU tensors in the block's order.
+    """
+    assert batch.inputs is not None
+    counts = torch.tensor(batch.inputs.source_counts)
+    starts = torch.cumsum(counts, 0) - counts
+    logp, entropy = torch.empty(batch.num_tokens), torch.empty(batch.num_tokens)
+    with torch.no_grad():
+        for sequences in micro_batches:
+            scores = scorer.scores(batch.take(sequences), temperature=temperature, backend=backend)
+            where = torch.cat([torch.arange(int(starts[s]), int(starts[s] + counts[s])) for s in sequences])
+            logp[where], entropy[where] = scores.logp.float().cpu(), scores.entropy.float().cpu()
+    return logp, entropy
+
+
+def packed(groups: Sequence[Group]) -> tuple[TokenBatch, tuple[tuple[int, ...], ...]]:
+    """The groups' completions end to end, and the sequence indices of each group."""
+    batch = pack([(g.prompt, c) for g in groups for c in g.completions])
+    members: list[tuple[int, ...]] = []
+    for g in groups:
+        first = sum(len(m) for m in members)
+        members.append(tuple(range(first, first + len(g.completions))))
+    return batch, tuple(members)
+
+
+def micro_batches_of(plan: Sequence[StepPlan]) -> list[tuple[int, ...]]:
+    """The packed rows of all steps of an epoch.
+
+    Example:
+        >>> micro_batches_of([StepPlan((0, 1), ((0,), (1,)))])
+        [(0,), (1,)]
+    """
+    return [row for step in plan for row in step.micro_batches]
+
+
+def with_advantages(
+    batch: TokenBatch,
+    groups: Sequence[Group],
+    estimator: Advantage | None,
+    *,
+    weights: Mapping[str, float],
+    kl_beta: float = 0.0,
+) -> TokenBatch:
+    """The block with ``advantage`` (and ``value_target``) set from the groups' rewards.
+
+    A KL in the reward is paid per token by estimators of token returns, and subtracted as its sum over the sequence
+    before group statistics by the others.
+
+    Args:
+        batch: scored (``logp_old``, with ``kl_beta`` also ``logp_ref``; ``value_old`` for GAE).
+        groups: in the order they were packed.
+        estimator: of the algorithm; None (a loss that reads no advantage) gives 0.
+        weights: of the reward functions, for estimators that take them apart.
+        kl_beta: coefficient of the KL in the reward; 0 for none.
+    """
+    if estimator is None:
+        return replace(batch, advantage=torch.zeros(batch.num_tokens))
+    rewards, group = _rewards(groups)
+    kl = torch.zeros(batch.num_tokens)
+    if kl_beta:
+        assert batch.logp_old is not None
+        assert batch.logp_ref is not None
+        kl = kl_beta * kl_in_reward(batch.logp_old, batch.logp_ref)
+    if isinstance(estimator, ReinforcePP | Gae):
+        paid = pay_at_last_token(rewards, batch.sequence) - kl
+        if isinstance(estimator, Gae):
+            advantage, value_target = estimator(paid, batch.sequence, batch.value_old, batch.turn)
+            return replace(batch, advantage=advantage, value_target=value_target)
+        return replace(batch, advantage=estimator(paid, batch.sequence)[0])
+    trained = torch.ones(batch.num_tokens, dtype=torch.bool)
+    penalty = Ranges(batch.sequence, batch.num_sequences, trained).sum(kl)
+    if isinstance(estimator, Gdpo):
+        names = list(weights)
+        per_function = torch.tensor([[_number(v[n].score) for n in names] for g in groups for v in g.verdicts])
+        per_sequence = estimator(per_function, group, torch.tensor([weights[n] for n in names]))
+    else:
+        per_sequence = estimator(rewards - penalty, group)
+    return replace(batch, advantage=per_sequence[batch.sequence])
+
+
+def block_metrics(drawn: Sequence[Group], trained: Sequence[Group], *, rounds: int) -> dict[str, float]:
+    """Rewards, verdicts, groups and lengths of everything that was drawn, before any group is left out.
+
+    Args:
+        drawn: all groups of the block, those of refills included.
+        trained: the groups that are trained on.
+        rounds: of generation.
+    """
+    rewards = torch.tensor([_number(r) for g in drawn for r in g.rewards], dtype=torch.float64)
+    scored = rewards[~rewards.isnan()]
+    completions = [c for g in drawn for c in g.completions]
+    lengths = [c.length for c in completions]
+    informative = signal(drawn)
+    spreads = [_spread(g) for g in drawn]
+    metrics = {
+        "reward/mean": float(scored.mean()),
+        "reward/std": float(scored.std()) if len(scored) > 1 else 0.0,
+        "reward/std_in_group": sum(spreads) / len(spreads),
+        "reward/unscored": len(rewards) - len(scored),
+        "group/zero_signal_fraction": 1 - sum(informative) / len(drawn),
+        "group/trained": len(trained),
+        "group/dropped": len(drawn) - len(trained),
+        "group/refill_rounds": rounds - 1,
+        "length/mean": sum(lengths) / len(lengths),
+        "length/min": min(lengths),
+        "length/max": max(lengths),
+        "length/truncated_fraction": sum(c.finish_reason == "length" for c in completions) / len(completions),
+        "length/empty": sum(not c.text for c in completions),
+        "length/prompt_mean": sum(len(g.prompt.token_ids) for g in drawn) / len(drawn),
+    }
+    return metrics | verdict_metrics(drawn)
+
+
+def verdict_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Scores and statuses by reward function, pass rates by constraint and family."""
+    metrics: dict[str, float] = {}
+    for name, found in reward_statistics([v for g in groups for v in g.verdicts]).items():
+        if found["mean"] is not None:
+            metrics[f"reward/{name}/mean"], metrics[f"reward/{name}/std"] = found["mean"], found["std"]
+        for status in get_args(VerdictStatus):
+            metrics[f"verdict/{name}/{status}"] = found[status]
+        for kind, rates in (("constraint", found["constraints"]), ("constraint_family", found["families"])):
+            for identifier, rate in rates.items():
+                metrics[f"{kind}/{identifier}/pass_rate"] = rate["pass_rate"]
+                metrics[f"{kind}/{identifier}/count"] = rate["count"]
+    return metrics
+
+
+def advantages_of(
+    trained: Sequence[Group], batch: TokenBatch, drawn: Sequence[Group]
+) -> tuple[list[list[float | None]], dict[str, float]]:
+    """The advantage of each drawn completion (its first token's; None where it is not trained on), and their spread."""
+    assert batch.inputs is not None
+    counts = torch.tensor(batch.inputs.source_counts)
+    first = (torch.cumsum(counts, 0) - counts).tolist()
+    values = [float(batch.advantage[f]) if n else None for f, n in zip(first, counts.tolist(), strict=True)]
+    by_group: dict[str, list[float | None]] = {}
+    for g in trained:
+        by_group[g.prompt.id], values = values[: len(g.completions)], values[len(g.completions) :]
+    per_completion = [by_group.get(g.prompt.id, [None] * len(g.completions)) for g in drawn]
+    known = torch.tensor([a for group in by_group.values() for a in group if a is not None], dtype=torch.float64)
+    spread = float(known.std()) if len(known) > 1 else 0.0
+    return per_completion, {"advantage/mean": float(known.mean()), "advantage/std": spread}
+
+
+def _spread(group: Group) -> float:
+    known = torch.tensor([r for r in group.rewards if r is not None], dtype=torch.float64)
+    return float(known.std()) if len(known) > 1 else 0.0
+
+
+def _rewards(groups: Sequence[Group]) -> tuple[Float[Tensor, "B"], Int[Tensor, "B"]]:
+    rewards = torch.tensor([_number(r) for g in groups for r in g.rewards])
+    return rewards, torch.tensor([i for i, g in enumerate(groups) for _ in g.completions])
+
+
+def _number(score: float | None) -> float:
+    return math.nan if score is None else score

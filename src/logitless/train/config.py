@@ -1,0 +1,254 @@
+"""The recipe of a run: one YAML file, typed, checked as a whole before anything is loaded.
+
+Each section is a frozen pydantic model; parts with variants (surrogates, advantages, rewards, data sources) are unions
+told apart by ``name``, so a variant has only its own knobs. ``docs/configuration.md`` is generated from these types.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from logitless.data.prompts import DataOptions
+from logitless.errors import ConfigurationError
+from logitless.objective.advantage import Advantage
+from logitless.objective.correction import SamplerCorrection
+from logitless.objective.divergence import KLPenalty
+from logitless.objective.filters import Filter
+from logitless.objective.objective import EntropyBonus, Ratio, Surrogate
+from logitless.objective.weighting import Weighting
+from logitless.rewards.options import RewardOptions
+from logitless.rollout.sampling import SamplingOptions
+
+Backend = Literal["auto", "reference", "chunked", "fused"]
+
+
+class Section(BaseModel):
+    """A part of a recipe: unknown keys are errors, values do not change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+
+class LoraSection(Section):
+    """Train low-rank factors on a frozen base model; the reference is the base model with the adapter off."""
+
+    rank: PositiveInt = Field(16, description="R, rank of the factors")
+    alpha: PositiveFloat = Field(32.0, description="the factors' product is scaled by alpha / rank")
+    targets: tuple[str, ...] | Literal["all-linear"] = Field("all-linear", description="module names to adapt")
+
+
+class ModelSection(Section):
+    """Which model is trained, and how it is held in memory."""
+
+    source: str | dict[str, Any] = Field(description="hub name, local folder, or a transformers config as a mapping")
+    random_weights: bool = Field(False, description="build the model from its config with seeded random weights")
+    tokenizer: str | None = Field(None, description="hub name or folder; default: `source`")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="of frozen weights (LoRA's base, the reference); trained ones are always float32"
+    )
+    autocast: Literal["bfloat16"] | None = Field(None, description="dtype of the products in forward and backward")
+    attention: Literal["packed", "sdpa", "eager", "flex_attention"] = Field(
+        "packed", description="packed: own packed attention; the others: transformers' with a block-diagonal mask"
+    )
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward")
+    compile: bool = Field(False, description="torch.compile the backbone")
+    matmul_precision: Literal["highest", "high", "medium"] = Field(
+        "highest", description="torch.set_float32_matmul_precision: high and medium allow TF32"
+    )
+    trust_remote_code: bool = Field(False, description="run code that the model repository ships")
+    lora: LoraSection | None = Field(None, description="None: full fine-tuning")
+
+
+class DataSection(Section):
+    """Where prompts come from."""
+
+    train: DataOptions = Field(description="prompts to train on")
+    held_out: DataOptions | None = Field(None, description="prompts to evaluate on, removed from training; or None")
+    max_prompt_tokens: PositiveInt = Field(512, description="tokens; longer prompts are handled as `too_long` says")
+    too_long: Literal["drop", "error"] = Field("drop", description="what a longer prompt is; dropped ones are counted")
+
+
+class WarmStartSection(Section):
+    """A supervised stage before the first rollout: `nll` of a column's text through the same head."""
+
+    data: DataOptions = Field(description="prompts with their answers")
+    answer_column: str = Field("answer", description="column with the text to imitate")
+    steps: PositiveInt = Field(100, description="optimizer steps")
+    sequences_per_step: PositiveInt = Field(64, description="prompt-answer pairs a step")
+    learning_rate: PositiveFloat = Field(1e-3, description="peak learning rate, linear decay to 0")
+
+
+class TransformersEngineSection(Section):
+    """Sample with the policy itself, in this process."""
+
+    name: Literal["transformers"] = "transformers"
+    max_rows: PositiveInt = Field(512, description="completions decoded at once")
+
+
+class RecordedEngineSection(Section):
+    """Replay completions from a file."""
+
+    name: Literal["recorded"] = "recorded"
+    path: str = Field(description="JSONL or Parquet file of completions")
+
+
+class RolloutSection(Section):
+    """One round of generation: a block."""
+
+    engine: TransformersEngineSection | RecordedEngineSection = Field(
+        default_factory=TransformersEngineSection, discriminator="name", description="what samples"
+    )
+    prompts_per_block: PositiveInt = Field(32, description="P, prompts a block")
+    completions_per_prompt: PositiveInt = Field(8, description="G, completions a prompt")
+    sampling: SamplingOptions = Field(description="temperature, filters, limits, stops")
+    zero_signal: Literal["keep", "drop", "refill"] = Field(
+        "keep", description="groups whose rewards are all equal: train on them, leave them out, or draw others"
+    )
+    max_refills: NonNegativeInt = Field(3, description="further rounds of generation under `refill`")
+
+
+class AlgorithmSection(Section):
+    """A paper's composition, with parts replaced by name."""
+
+    preset: str = Field("grpo", description="see docs/objectives.md")
+    parameters: dict[str, Any] = Field(default_factory=dict, description="of the preset, in its paper's terms")
+    ratio: Annotated[Ratio, Field(discriminator="name")] | None = Field(None, description="replaces the preset's")
+    surrogate: Annotated[Surrogate, Field(discriminator="name")] | None = Field(
+        None, description="replaces the preset's"
+    )
+    filters: tuple[Annotated[Filter, Field(discriminator="name")], ...] | None = Field(
+        None, description="replaces the preset's"
+    )
+    correction: SamplerCorrection | None = Field(None, description="sampler correction (importance sampling)")
+    correction_of_filtered_sampling: bool = Field(
+        False, description="allow a correction although sampling used top-p, top-k, min-p or penalties"
+    )
+    entropy_bonus: EntropyBonus | None = Field(None, description="replaces the preset's")
+    advantage: Annotated[Advantage, Field(discriminator="name")] | None = Field(
+        None, description="replaces the preset's"
+    )
+    weighting: Annotated[Weighting, Field(discriminator="name")] | None = Field(
+        None, description="replaces the preset's"
+    )
+
+
+class _KL(Section):
+    control: Annotated[KLControl, Field(discriminator="name")] = Field(description="fixed or adaptive coefficient")
+    update: Literal["step", "epoch"] = Field("step", description="when the coefficient moves")
+
+
+class KLInLoss(_KL):
+    """A term of the loss that keeps the policy near the reference."""
+
+    placement: Literal["loss"]
+    penalty: KLPenalty = Field(default_factory=KLPenalty, description="estimator, ratio correction, clamp")
+
+
+class KLInReward(_KL):
+    """k1 subtracted from the reward: per token for token returns, else its sum over the sequence."""
+
+    placement: Literal["reward"]
+
+
+class OptimizerSection(Section):
+    """AdamW."""
+
+    learning_rate: PositiveFloat = Field(1e-6, description="peak")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="decay of the moments")
+    eps: PositiveFloat = Field(1e-8, description="added to the denominator")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled; not on vectors")
+    implementation: Literal["auto", "foreach", "fused", "loop"] = Field("auto", description="of torch.optim.AdamW")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after warm-up, to 0 at the end")
+    warmup_steps: NonNegativeInt = Field(0, description="optimizer steps of linear warm-up")
+
+
+class TrainSection(Section):
+    """The loop."""
+
+    blocks: PositiveInt = Field(100, description="rounds of generation")
+    epochs_per_block: PositiveInt = Field(1, description="E, passes over a block")
+    tokens_per_step: PositiveInt = Field(65536, description="scored tokens an optimizer step aims at")
+    tokens_per_micro_batch: PositiveInt = Field(16384, description="most tokens read at once; memory and speed only")
+    drop_truncated: bool = Field(False, description="give no weight to tokens of completions cut at the limit")
+    max_grad_norm: PositiveFloat | None = Field(1.0, description="global norm to clip at")
+    max_skipped_in_a_row: PositiveInt = Field(5, description="non-finite steps in a row that stop the run")
+    max_blocks_without_signal: PositiveInt = Field(20, description="such blocks in a row that stop the run")
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    training_backend: Backend = Field("auto", description="head backend with gradients")
+    scoring_backend: Backend = Field("auto", description="head backend without")
+    head_memory_budget: PositiveInt | None = Field(None, description="bytes of logits-like memory; None: chosen")
+
+
+class EvaluationSection(Section):
+    """Held-out prompts, with their own sampling settings."""
+
+    every_blocks: PositiveInt = Field(10, description="also before the first and after the last block")
+    samples_per_prompt: PositiveInt = Field(1, description="completions a prompt")
+    sampling: SamplingOptions | None = Field(None, description="default: the rollout's at temperature 0")
+    success_at: float = Field(1.0, description="reward from which a completion counts as correct")
+
+
+class CheckpointSection(Section):
+    """Saves that `--resume` continues from."""
+
+    every_blocks: PositiveInt = Field(10, description="also at the end and on Ctrl-C")
+    keep: PositiveInt = Field(2, description="latest checkpoints kept")
+
+
+class Recipe(Section):
+    """A complete run."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="of the run folder")
+    seed: NonNegativeInt = Field(0, description="of everything random")
+    output: str = Field("runs", description="folder of run folders")
+    model: ModelSection
+    data: DataSection
+    warm_start: WarmStartSection | None = None
+    rollout: RolloutSection
+    rewards: tuple[RewardOptions, ...] = Field(min_length=1, description="several are summed with their weights")
+    algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
+    kl: KLInLoss | KLInReward | None = Field(
+        None, discriminator="placement", description="distance to the reference; None: no reference is loaded"
+    )
+    train: TrainSection = Field(default_factory=TrainSection)
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    writers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+        ("tensorboard",), description="besides the run folder"
+    )
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "Recipe":
+        longest = self.data.max_prompt_tokens + self.rollout.sampling.max_new_tokens - 1
+        _require(
+            longest <= self.train.tokens_per_micro_batch,
+            f"train.tokens_per_micro_batch of at least {longest}, one sequence of the longest prompt and completion",
+            str(self.train.tokens_per_micro_batch),
+            "Raise it, or lower data.max_prompt_tokens or rollout.sampling.max_new_tokens.",
+        )
+        _require(
+            self.rollout.sampling.temperature > 0,
+            "a positive rollout.sampling.temperature, which also divides the logits in the loss",
+            str(self.rollout.sampling.temperature),
+            "Sample at temperature 1, or set evaluation.sampling for greedy evaluation.",
+        )
+        _require(
+            self.model.lora is not None or self.model.dtype == "float32" or self.kl is not None,
+            "frozen weights for model.dtype to apply to",
+            f"model.dtype={self.model.dtype} with full fine-tuning and no reference",
+            "Remove it, or set model.autocast to make products in bfloat16.",
+        )
+        _require(
+            self.algorithm.correction is None
+            or self.algorithm.correction_of_filtered_sampling
+            or not self.rollout.sampling.filters_distribution,
+            "sampling from the full softmax for a sampler correction",
+            "top-p, top-k, min-p or a repetition penalty, whose log-probabilities are of another distribution",
+            "Switch the filters off, or set algorithm.correction_of_filtered_sampling: true.",
+        )
+        return self
+
+
+def _require(condition: bool, needed: str, given: str, remedy: str) -> None:
+    if not condition:
+        raise ConfigurationError(needed=needed, given=given, remedy=remedy)

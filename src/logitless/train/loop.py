@@ -1,0 +1,505 @@
+"""The loop: roll out, judge, score once, train E epochs, move the KL coefficient, hand the weights to the sampler.
+
+Everything random follows from the recipe's seed and counters, and all state is in ``Progress``, the block in flight
+and the tensors of model and optimizer, so a run that is stopped anywhere goes on bitwise.
+"""
+
+import logging
+import signal as signals
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from types import FrameType
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from logitless.data.packing import StepPlan, plan_epoch
+from logitless.data.prompts import PromptOrder
+from logitless.errors import TrainingError
+from logitless.objective.divergence import kl_in_reward
+from logitless.objective.entropy import EntropyController
+from logitless.objective.kl_control import KLController
+from logitless.objective.objective import BlockStatistics
+from logitless.objective.presets import Algorithm
+from logitless.rewards.contract import WeightedReward
+from logitless.rollout.engine import Engine
+from logitless.train import checkpoint as checkpoints
+from logitless.train.block import (
+    Block,
+    advantages_of,
+    block_metrics,
+    derived_seed,
+    micro_batches_of,
+    packed,
+    roll_out,
+    score,
+    signal,
+    with_advantages,
+)
+from logitless.train.config import KLInLoss, KLInReward, Recipe
+from logitless.train.evaluate import evaluate, greedy
+from logitless.train.live_view import LiveView
+from logitless.train.memory import peak_memory
+from logitless.train.optimizer import adamw, learning_rate, take_step
+from logitless.train.policy import Policy, Scorer
+from logitless.train.run_folder import RunFolder
+from logitless.train.setup import Data
+from logitless.train.step import backward, step_batch, step_metrics
+from logitless.types import Group, TokenBatch
+
+logger = logging.getLogger("logitless")
+
+
+@dataclass
+class Progress:
+    """Where a run stands; what is not a tensor of its state.
+
+    Args:
+        block: blocks finished.
+        epoch: epochs finished of the block in flight.
+        step_in_epoch: steps finished of the epoch in flight.
+        step: optimizer steps done, skipped ones included.
+        skipped, skipped_in_a_row: steps without a finite gradient.
+        without_signal_in_a_row: blocks without a step to take.
+        epoch_kl: sum and number of the steps' KL in the epoch in flight, for a controller that moves once an epoch.
+        rollout_factor: of the next rollout's length (the KL guardrail may shorten it).
+        seconds: by phase.
+        summary: what ``summary.json`` says so far.
+    """
+
+    block: int = 0
+    epoch: int = 0
+    step_in_epoch: int = 0
+    step: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    without_signal_in_a_row: int = 0
+    epoch_kl: list[float] = field(default_factory=list)
+    rollout_factor: float = 1.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    summary: dict[str, float] = field(default_factory=dict)
+
+
+class Trainer:
+    """One run, from its first rollout to its last checkpoint.
+
+    Args:
+        recipe: checked.
+        algorithm: objective, advantage and weighting of the recipe.
+        policy: trained in place.
+        reference: scores under the frozen policy, or None without a KL.
+        tokenizer: saved beside the weights.
+        engine: samples with the policy's weights.
+        rewards: judge completions.
+        data: prompts.
+        folder: where everything is written.
+        view: what the user sees.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        algorithm: Algorithm,
+        policy: Policy,
+        reference: Scorer | None,
+        tokenizer: PreTrainedTokenizerBase,
+        engine: Engine,
+        rewards: tuple[WeightedReward, ...],
+        data: Data,
+        folder: RunFolder,
+        view: LiveView,
+    ) -> None:
+        self.recipe, self.algorithm, self.policy, self.reference = recipe, algorithm, policy, reference
+        self.tokenizer, self.engine, self.rewards, self.data = tokenizer, engine, rewards, data
+        self.folder, self.view = folder, view
+        self.optimizer = adamw(policy.model.parameters(), recipe.train.optimizer, policy.device)
+        self.order = PromptOrder(len(data.train), derived_seed(recipe.seed, "order"))
+        self.controller = KLController(recipe.kl.control) if recipe.kl is not None else None
+        bonus = algorithm.objective.entropy_bonus
+        self.entropy_controller = EntropyController(bonus) if bonus is not None and bonus.adaptive else None
+        self.progress = Progress()
+        self.block: Block | None = None
+        self.sample: Group | None = None
+        self.stopping = False
+        self.interruptible = False
+
+    def run(self) -> bool:
+        """Train to the end, or to Ctrl-C; returns whether the run is complete. Either way a checkpoint is saved."""
+        with self._ctrl_c():
+            if self.progress.step == 0 and "accuracy_before" not in self.progress.summary:
+                self._write(self._evaluation("accuracy_before"))
+                self.save()
+            while self.progress.block < self.recipe.train.blocks and not self.stopping:
+                self._block()
+                if self.stopping or self.progress.block % self.recipe.checkpoint.every_blocks == 0:
+                    self.save()
+            self.save()
+        return self.progress.block == self.recipe.train.blocks
+
+    def _block(self) -> None:
+        """Collect a block unless one is in flight, and train on it until its end or Ctrl-C."""
+        if self.block is None and not self._collected():
+            return
+        block, train = self.block, self.recipe.train
+        assert block is not None
+        assert block.batch.inputs is not None
+        objective = self.algorithm.objective
+        kept = (~torch.tensor(self._dropped(block))).float()
+        generator = torch.Generator().manual_seed(derived_seed(self.recipe.seed, "selection", self.progress.block))
+        statistics = objective.block_statistics(
+            replace(block.batch, token_weight=kept[block.batch.sequence]), generator=generator
+        )
+        batch = block.batch if statistics is None else statistics.attach(block.batch)
+        while self.progress.epoch < train.epochs_per_block:
+            plan = self._plan(block, self.progress.epoch)
+            while self.progress.step_in_epoch < len(plan):
+                if self.stopping:
+                    return
+                first = self.progress.epoch == self.progress.step_in_epoch == 0
+                last = (self.progress.epoch, self.progress.step_in_epoch) == (train.epochs_per_block - 1, len(plan) - 1)
+                with self._phase("training") as seconds:
+                    micro_batches = step_batch(
+                        batch,
+                        plan[self.progress.step_in_epoch],
+                        objective,
+                        self.algorithm.weighting,
+                        dropped=self._dropped(block),
+                        num_steps=len(plan),
+                        statistics=statistics,
+                    )
+                    record = self._step(micro_batches, statistics) if micro_batches else {}
+                if micro_batches:
+                    record["time/training_seconds"] = seconds[0]
+                    record["throughput/training_tokens_per_second"] = record["optimizer/tokens"] / seconds[0]
+                self.progress.step_in_epoch += 1
+                if first:
+                    record |= block.metrics
+                if last and self._evaluation_due():
+                    record |= self._evaluation("accuracy_after")
+                if micro_batches:
+                    self._write(record)
+            self._end_of_epoch()
+        self.progress.block, self.progress.epoch, self.block = self.progress.block + 1, 0, None
+
+    def _step(self, micro_batches: list[TokenBatch], statistics: BlockStatistics | None) -> dict[str, float]:
+        """One optimizer step and its numbers; the only synchronisation is their one trip to the host."""
+        recipe, progress = self.recipe, self.progress
+        outputs = backward(
+            self.policy,
+            self.algorithm.objective,
+            micro_batches,
+            temperature=recipe.rollout.sampling.temperature,
+            backend=recipe.train.training_backend,
+            beta=self._beta() if isinstance(recipe.kl, KLInLoss) else 0.0,
+            entropy_coefficient=None if self.entropy_controller is None else self.entropy_controller.applied,
+            statistics=statistics,
+            seed=derived_seed(recipe.seed, "step", progress.step),
+        )
+        rate = learning_rate(progress.step, progress.block / recipe.train.blocks, recipe.train.optimizer)
+        norm, taken = take_step(self.optimizer, rate=rate, max_grad_norm=recipe.train.max_grad_norm)
+        record = step_metrics(outputs)
+        record |= {
+            "kl_ref/beta": self._beta(),
+            "optimizer/grad_norm": float(norm),
+            "optimizer/learning_rate": rate,
+            "optimizer/sequences": sum(b.num_sequences for b in micro_batches),
+            "optimizer/micro_batches": len(micro_batches),
+        }
+        if self.controller is None:
+            del record["kl_ref/beta"]
+        progress.step += 1
+        if taken:
+            progress.skipped_in_a_row = 0
+            self._control(record, micro_batches)
+        else:
+            self._skip(record)
+        return record | {"optimizer/skipped_steps": progress.skipped}
+
+    def _skip(self, record: Mapping[str, float]) -> None:
+        """Count a step without a finite gradient; too many in a row end the run."""
+        self.progress.skipped += 1
+        self.progress.skipped_in_a_row += 1
+        self.view.message(f"step {self.progress.step} skipped: gradient norm {record['optimizer/grad_norm']}")
+        if self.progress.skipped_in_a_row >= self.recipe.train.max_skipped_in_a_row:
+            raise TrainingError(
+                needed="finite gradients",
+                given=f"{self.progress.skipped_in_a_row} steps in a row without (train.max_skipped_in_a_row)",
+                remedy="Lower the learning rate, or go on from the last checkpoint with --resume.",
+            )
+
+    def _control(self, record: dict[str, float], micro_batches: list[TokenBatch]) -> None:
+        """Let the KL and entropy controllers see the step."""
+        if self.entropy_controller is not None:
+            self.entropy_controller.update(record["entropy/bonus_mean"])
+        kl = self.recipe.kl
+        if kl is None or self.controller is None:
+            return
+        if isinstance(kl, KLInLoss):
+            seen = record[f"kl_ref/{kl.penalty.estimator}_mean"]
+        else:
+            seen = float(torch.cat([_drift(b) for b in micro_batches]).mean())
+        record["kl_ref/controlled"] = seen
+        num_completions = sum(b.num_sequences for b in micro_batches)
+        self.progress.epoch_kl.append(seen)
+        if kl.update == "step":
+            self.controller.update(seen, num_completions)
+            self.progress.rollout_factor = self.controller.rollout_factor
+
+    def _end_of_epoch(self) -> None:
+        progress, kl = self.progress, self.recipe.kl
+        if kl is not None and self.controller is not None and kl.update == "epoch" and progress.epoch_kl:
+            assert self.block is not None
+            self.controller.update(sum(progress.epoch_kl) / len(progress.epoch_kl), self.block.batch.num_sequences)
+            progress.rollout_factor = self.controller.rollout_factor
+        progress.epoch, progress.step_in_epoch, progress.epoch_kl = progress.epoch + 1, 0, []
+
+    def _collected(self) -> bool:
+        """Make the next block, or count one that has nothing to train on; Ctrl-C gives it up without a trace."""
+        before = self.order.state_dict()
+        self.interruptible = True
+        try:
+            self.block = self._collect()
+        except KeyboardInterrupt:
+            self.order.load_state_dict(before)
+            self.stopping = True
+            return False
+        finally:
+            self.interruptible = False
+        if self.block is not None:
+            self.progress.without_signal_in_a_row = 0
+            return True
+        self.progress.block += 1
+        self.progress.without_signal_in_a_row += 1
+        self.view.message(f"block {self.progress.block}: no group with a signal, no step taken")
+        if self.progress.without_signal_in_a_row >= self.recipe.train.max_blocks_without_signal:
+            raise TrainingError(
+                needed="completions of a prompt that differ in reward",
+                given=f"none in {self.progress.without_signal_in_a_row} blocks (train.max_blocks_without_signal)",
+                remedy="Choose an easier task, warm-start the policy, raise the temperature or the group size.",
+            )
+        return False
+
+    def _collect(self) -> Block | None:
+        """Roll out, judge, score and give advantages; None where no group is left to train on."""
+        recipe, number = self.recipe, self.progress.block
+        sampling = recipe.rollout.sampling
+        if self.progress.rollout_factor != 1.0:
+            shorter = max(1, int(sampling.max_new_tokens * self.progress.rollout_factor))
+            sampling = replace(sampling, max_new_tokens=shorter)
+        wanted, drawn, trained = recipe.rollout.prompts_per_block, list[Group](), list[Group]()
+        rounds = 1 + (recipe.rollout.max_refills if recipe.rollout.zero_signal == "refill" else 0)
+        with self._phase("rollout") as rollout_seconds:
+            for attempt in range(rounds):
+                indices = self.order.next(wanted - len(trained))
+                groups = roll_out(
+                    self.engine,
+                    [self.data.train[i] for i in indices],
+                    self.rewards,
+                    num_samples=recipe.rollout.completions_per_prompt,
+                    sampling=sampling,
+                    seed=derived_seed(recipe.seed, "rollout", number, attempt),
+                )
+                drawn += groups
+                keep_all = recipe.rollout.zero_signal == "keep"
+                trained += [g for g, informative in zip(groups, signal(groups), strict=True) if informative or keep_all]
+                if len(trained) == wanted:
+                    break
+        metrics = block_metrics(drawn, trained, rounds=attempt + 1)
+        metrics["time/rollout_seconds"] = rollout_seconds[0]
+        sampled = sum(c.length for g in drawn for c in g.completions)
+        metrics["throughput/rollout_tokens_per_second"] = sampled / rollout_seconds[0]
+        self.progress.summary.setdefault("reward_first_block", metrics["reward/mean"])
+        self.progress.summary["reward_last_block"] = metrics["reward/mean"]
+        batch, members = packed(trained)
+        if not batch.num_tokens:
+            self.folder.write_rollouts(number + 1, drawn)
+            return None
+        block = Block(batch, members, tuple(c.finish_reason == "length" for g in trained for c in g.completions), {})
+        rows = micro_batches_of(self._plan(block, 0))
+        temperature, backend = recipe.rollout.sampling.temperature, recipe.train.scoring_backend
+        with self._phase("scoring") as scoring_seconds:
+            logp, entropy = score(self.policy, batch, rows, temperature=temperature, backend=backend)
+            batch = replace(batch, logp_old=logp, entropy_old=entropy)
+            if self.reference is not None:
+                logp_ref, _ = score(self.reference, batch, rows, temperature=temperature, backend=backend)
+                batch = replace(batch, logp_ref=logp_ref)
+        num_scored = batch.num_tokens * (1 if self.reference is None else 2)
+        metrics["time/scoring_seconds"] = scoring_seconds[0]
+        metrics["throughput/scoring_tokens_per_second"] = num_scored / scoring_seconds[0]
+        batch = with_advantages(
+            batch,
+            trained,
+            self.algorithm.advantage,
+            weights={r.name: r.weight for r in self.rewards},
+            kl_beta=self._beta() if isinstance(recipe.kl, KLInReward) else 0.0,
+        )
+        advantages, of_trained = advantages_of(trained, batch, drawn)
+        metrics |= of_trained
+        self.folder.write_rollouts(number + 1, drawn, advantages)
+        self.sample = drawn[0]
+        return replace(block, batch=batch, metrics=metrics)
+
+    def _plan(self, block: Block, epoch: int) -> list[StepPlan]:
+        assert block.batch.inputs is not None
+        return plan_epoch(
+            block.groups,
+            block.batch.inputs,
+            tokens_per_step=self.recipe.train.tokens_per_step,
+            tokens_per_micro_batch=self.recipe.train.tokens_per_micro_batch,
+            seed=derived_seed(self.recipe.seed, "epoch", self.progress.block, epoch),
+        )
+
+    def _dropped(self, block: Block) -> list[bool]:
+        """Completions whose tokens weigh 0."""
+        return [t and self.recipe.train.drop_truncated for t in block.truncated]
+
+    def _beta(self) -> float:
+        return 0.0 if self.controller is None else self.controller.beta
+
+    def _evaluation_due(self) -> bool:
+        done = self.progress.block + 1
+        return done % self.recipe.evaluation.every_blocks == 0 or done == self.recipe.train.blocks
+
+    def _evaluation(self, called: str) -> dict[str, float]:
+        """Held-out metrics, which also enter the summary as ``called``; none without held-out prompts."""
+        options = self.recipe.evaluation
+        if not self.data.held_out:
+            return {}
+        with self._phase("evaluation") as seconds:
+            found = evaluate(
+                self.engine,
+                self.data.held_out,
+                self.rewards,
+                num_samples=options.samples_per_prompt,
+                sampling=options.sampling or greedy(self.recipe.rollout.sampling),
+                success_at=options.success_at,
+                seed=derived_seed(self.recipe.seed, "evaluation"),
+            )
+        self.progress.summary[called] = found["evaluation/accuracy"]
+        return found | {"time/evaluation_seconds": seconds[0]}
+
+    def _write(self, record: dict[str, float]) -> None:
+        """One line of metrics for the step just done."""
+        progress = self.progress
+        record = {
+            "step": progress.step,
+            "block": min(progress.block + 1, self.recipe.train.blocks),
+            "epoch": progress.epoch + 1,
+            **record,
+            "memory/peak_bytes": peak_memory(self.policy.device),
+            "time/elapsed_seconds": sum(progress.seconds.values()),
+        }
+        self.folder.append_metrics(record)
+        self.view.update(record, self.sample)
+
+    def summary(self) -> dict[str, Any]:
+        """What ``summary.json`` holds."""
+        progress = self.progress
+        return {
+            "name": self.recipe.name,
+            "blocks": progress.block,
+            "steps": progress.step,
+            "skipped_steps": progress.skipped,
+            **progress.summary,
+            "seconds": progress.seconds,
+            "peak_memory_bytes": peak_memory(self.policy.device),
+        }
+
+    def save(self) -> None:
+        """A checkpoint of everything; see ``checkpoint.py``."""
+        with self._phase("checkpoint"):
+            tensors = checkpoints.optimizer_tensors(self.policy.model, self.optimizer) | checkpoints.random_tensors()
+            tensors |= self.policy.adapter_tensors()
+            state: dict[str, Any] = {
+                "progress": asdict(self.progress),
+                "order": self.order.state_dict(),
+                "controller": None if self.controller is None else self.controller.state_dict(),
+                "entropy": None if self.entropy_controller is None else self.entropy_controller.state_dict(),
+                "random": checkpoints.random_state(),
+                "block": None,
+            }
+            if self.block is not None:
+                inputs = self.block.batch.inputs
+                assert inputs is not None
+                tensors |= checkpoints.batch_tensors(self.block.batch)
+                state["block"] = {
+                    "groups": self.block.groups,
+                    "truncated": self.block.truncated,
+                    "metrics": dict(self.block.metrics),
+                    "lengths": inputs.lengths,
+                    "source_counts": inputs.source_counts,
+                }
+            checkpoints.save_checkpoint(
+                self.folder.checkpoints,
+                self.progress.step,
+                save_model=lambda path: self.policy.save(path, self.tokenizer),
+                tensors=tensors,
+                state=state,
+                keep=self.recipe.checkpoint.keep,
+            )
+
+    def restore(self, saved: checkpoints.Checkpoint) -> None:
+        """Go on from a checkpoint whose weights the policy already has; later lines of metrics are removed."""
+        state = saved.state
+        self.progress = Progress(**state["progress"])
+        self.order.load_state_dict(state["order"])
+        if self.controller is not None:
+            self.controller.load_state_dict(state["controller"])
+        if self.entropy_controller is not None:
+            self.entropy_controller.load_state_dict(state["entropy"])
+        checkpoints.restore_optimizer(self.policy.model, self.optimizer, saved.tensors)
+        checkpoints.restore_random(saved.tensors, state["random"])
+        self.policy.load_adapter_tensors(saved.tensors)
+        block = state["block"]
+        if block is not None:
+            self.block = Block(
+                batch=checkpoints.restore_batch(saved.tensors, block["lengths"], block["source_counts"]),
+                groups=tuple(tuple(g) for g in block["groups"]),
+                truncated=tuple(block["truncated"]),
+                metrics=block["metrics"],
+            )
+        self.folder.truncate_metrics(self.progress.step)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[list[float]]:
+        """Time a phase; the seconds are in the list afterwards."""
+        self.view.phase(name)
+        seconds = [0.0]
+        start = time.perf_counter()
+        try:
+            yield seconds
+        finally:
+            seconds[0] = time.perf_counter() - start
+            self.progress.seconds[name] = self.progress.seconds.get(name, 0.0) + seconds[0]
+
+    @contextmanager
+    def _ctrl_c(self) -> Iterator[None]:
+        """Ctrl-C stops at the next step, or at once while rolling out; a second one stops at once, without saving."""
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            del number, frame
+            if self.interruptible or self.stopping:
+                raise KeyboardInterrupt
+            self.stopping = True
+            self.view.message("stopping after this step; Ctrl-C again stops at once without saving")
+
+        try:
+            previous = signals.signal(signals.SIGINT, stop)
+        except ValueError:  # not the main thread: whoever owns it handles Ctrl-C
+            yield
+            return
+        try:
+            yield
+        finally:
+            signals.signal(signals.SIGINT, previous)
+
+
+def _drift(batch: TokenBatch) -> Float[Tensor, "N"]:
+    assert batch.logp_old is not None
+    assert batch.logp_ref is not None
+    return kl_in_reward(batch.logp_old, batch.logp_ref)

@@ -1,0 +1,86 @@
+"""AdamW and its learning rate, as functions of the step, so that nothing about the schedule has to be saved."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from logitless.train.config import OptimizerSection
+
+
+def adamw(parameters: Iterable[nn.Parameter], options: OptimizerSection, device: torch.device) -> torch.optim.AdamW:
+    """AdamW over the trained parameters; vectors (norms, biases) are not decayed.
+
+    ``implementation="auto"`` is ``fused`` on CUDA and ``foreach`` elsewhere.
+
+    Example:
+        >>> optimizer = adamw([nn.Parameter(torch.ones(2, 2))], OptimizerSection(), torch.device("cpu"))
+        >>> len(optimizer.param_groups)
+        1
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    implementation = options.implementation
+    if implementation == "auto":
+        implementation = "fused" if device.type == "cuda" else "foreach"
+    matrices = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": options.weight_decay}
+    vectors = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
+    return torch.optim.AdamW(
+        [group for group in (matrices, vectors) if group["params"]],
+        lr=options.learning_rate,
+        betas=options.betas,
+        eps=options.eps,
+        foreach=implementation == "foreach",
+        fused=implementation == "fused",
+    )
+
+
+def learning_rate(step: int, progress: float, options: OptimizerSection) -> float:
+    """Learning rate of an optimizer step.
+
+    ``peak * min(1, (step + 1) / warmup_steps) * decay(progress)``, decay being 1, ``1 - progress`` or
+    ``(1 + cos(pi progress)) / 2``.
+
+    Args:
+        step: optimizer steps taken before this one.
+        progress: fraction of the run that is done, in [0, 1]. The number of steps of a run is not known beforehand
+            (it follows the lengths of the completions), its number of blocks is.
+
+    Example:
+        >>> learning_rate(0, 0.5, OptimizerSection(learning_rate=1.0, schedule="linear", warmup_steps=4))
+        0.125
+    """
+    warmup = min(1.0, (step + 1) / options.warmup_steps) if options.warmup_steps else 1.0
+    decay = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }[options.schedule]
+    return options.learning_rate * warmup * decay
+
+
+def take_step(
+    optimizer: torch.optim.Optimizer, *, rate: float, max_grad_norm: float | None
+) -> tuple[Float[Tensor, ""], bool]:
+    """Clip the summed gradients by their global norm and step, unless the norm is not finite.
+
+    Args:
+        optimizer: holds parameters with ``.grad``.
+        rate: learning rate of this step.
+        max_grad_norm: global norm to clip at; None leaves gradients as they are.
+
+    Returns:
+        The norm before clipping and whether the step was taken. Gradients are freed either way.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    finite = bool(torch.isfinite(norm))
+    if finite:
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm, finite

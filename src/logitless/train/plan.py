@@ -1,0 +1,140 @@
+"""``--dry-run``: everything is checked, one batch is loaded, the plan is printed, and nothing is trained.
+
+The model is built on the meta device, so that an 8-billion-weight recipe can be planned on a laptop. Bytes of weights,
+gradients and moments are exact; activations and cache are estimates and are called so.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from logitless.models.lm_head import causal_lm
+from logitless.train.config import Recipe, TransformersEngineSection
+from logitless.train.setup import algorithm_of, data_of, policy_model, rewards_of, tokenizer_of
+from logitless.types import Prompt
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a recipe will do.
+
+    Args:
+        completions_per_block: P * G.
+        tokens_per_block: most scored tokens a block can have.
+        steps_per_block: optimizer steps at that many tokens, over all epochs.
+        steps: at most, over the run.
+        memory_bytes: by part; names that end in "(estimate)" are not exact.
+        counts: rows read and dropped, by data source.
+        first_prompt: as the model reads it.
+    """
+
+    completions_per_block: int
+    tokens_per_block: int
+    steps_per_block: int
+    steps: int
+    memory_bytes: Mapping[str, int]
+    counts: Mapping[str, Mapping[str, int]]
+    first_prompt: Prompt
+
+    @property
+    def total_bytes(self) -> int:
+        """All parts at once."""
+        return sum(self.memory_bytes.values())
+
+
+def plan_of(recipe: Recipe) -> Plan:
+    """Check a recipe as a whole and work out what it will do; needs the model's config, not its weights.
+
+    Raises:
+        LogitlessError: whatever a real start would raise before its first rollout.
+    """
+    tokenizer = tokenizer_of(recipe.model)
+    data = data_of(recipe, tokenizer)
+    rewards_of(recipe, [*data.train, *data.held_out])
+    algorithm_of(recipe)
+    model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=torch.device("meta"))
+    rollout, train = recipe.rollout, recipe.train
+    completions = rollout.prompts_per_block * rollout.completions_per_prompt
+    tokens = completions * rollout.sampling.max_new_tokens
+    steps = train.epochs_per_block * max(1, min(round(tokens / train.tokens_per_step), rollout.prompts_per_block))
+    return Plan(
+        completions_per_block=completions,
+        tokens_per_block=tokens,
+        steps_per_block=steps,
+        steps=steps * train.blocks,
+        memory_bytes=memory(recipe, model),
+        counts=data.counts,
+        first_prompt=data.train[0],
+    )
+
+
+def memory(recipe: Recipe, model: nn.Module) -> dict[str, int]:
+    """Bytes by part, of a model on the meta device.
+
+    Activations follow Korthikanti et al. 2022 (arXiv:2205.05198, sec. 4) without the quadratic part, which fused
+    attention does not keep: about 34 D bytes a token and layer at two bytes a number, or 2 D with checkpointing and
+    one layer worked on at a time. Scoring, sampling and training do not overlap, so the larger of activations and
+    cache counts.
+    """
+    section, train, rollout = recipe.model, recipe.train, recipe.rollout
+    trained = [p for p in model.parameters() if p.requires_grad]
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr]
+    layers, width = config.num_hidden_layers, config.hidden_size
+    number = 2 if section.autocast is not None or section.dtype != "float32" else 4
+    kept, worked_on = (1, 1) if section.gradient_checkpointing else (17, 0)
+    activations = train.tokens_per_micro_batch * width * number * (layers * kept + 17 * worked_on)
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or width // config.num_attention_heads
+    cache = 0
+    if isinstance(rollout.engine, TransformersEngineSection):
+        rows = min(rollout.engine.max_rows, rollout.prompts_per_block * rollout.completions_per_prompt)
+        length = recipe.data.max_prompt_tokens + rollout.sampling.max_new_tokens
+        cache = rows * length * layers * 2 * kv_heads * head_dim * number
+    parts = {
+        "trained weights": sum(p.numel() * p.element_size() for p in trained),
+        "gradients": sum(p.numel() * p.element_size() for p in trained),
+        "AdamW moments": 2 * sum(p.numel() * p.element_size() for p in trained),
+        "frozen weights": sum(p.numel() * p.element_size() for p in frozen),
+    }
+    if recipe.kl is not None and section.lora is None:
+        size = torch.empty(0, dtype=getattr(torch, section.dtype)).element_size()
+        parts["reference"] = size * sum(p.numel() for p in trained)
+    if section.autocast is not None:  # autocast keeps a copy of each trained matrix in its dtype during a pass
+        parts["autocast copies"] = 2 * sum(p.numel() for p in trained if p.ndim >= 2)
+    parts["activations or cache (estimate)"] = max(activations, cache)
+    budget = train.head_memory_budget or default_head_budget()
+    parts["head"] = budget
+    return parts
+
+
+def default_head_budget() -> int:
+    """What the plan counts for the head where the recipe leaves it open: 1 GiB."""
+    return GIB
+
+
+def dry_run(recipe: Recipe) -> str:
+    """The plan as text."""
+    plan = plan_of(recipe)
+    train = recipe.train
+    lines = [
+        f"recipe {recipe.name}: checked",
+        f"  preset             {recipe.algorithm.preset}",
+        f"  data               {'; '.join(f'{k}: {dict(v)}' for k, v in plan.counts.items())}",
+        f"  first prompt       {plan.first_prompt.text[:100]!r} ({len(plan.first_prompt.token_ids)} tokens)",
+        f"  a block            {recipe.rollout.prompts_per_block} prompts x {recipe.rollout.completions_per_prompt} "
+        f"completions = {plan.completions_per_block}, at most {plan.tokens_per_block:,} scored tokens",
+        f"  steps              at most {plan.steps_per_block} a block ({train.epochs_per_block} epochs), {plan.steps} in "
+        f"{train.blocks} blocks",
+        f"  micro-batch        {train.tokens_per_micro_batch:,} tokens",
+        "  memory",
+    ]
+    width = max(len(name) for name in plan.memory_bytes)
+    lines += [f"    {name:{width}s} {size / GIB:8.3f} GiB" for name, size in plan.memory_bytes.items()]
+    lines.append(f"    {'total':{width}s} {plan.total_bytes / GIB:8.3f} GiB")
+    return "\n".join(lines)

@@ -1,0 +1,109 @@
+"""A causal language model as the loop sees it: packed tokens in, log-probabilities of the targets out, no logits.
+
+The reference is another ``Policy`` around a frozen copy, or ``AdaptersOff`` under LoRA. Both score through the same
+code, the same packing and the same head.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from logitless.head import token_scores
+from logitless.models.lm_head import backbone_hidden, lm_head
+from logitless.models.lora import adapters_off
+from logitless.train.config import Backend
+from logitless.types import LMHead, TokenBatch, TokenScores
+
+
+class Scorer(Protocol):
+    """Anything that gives the log-probability of a batch's targets."""
+
+    def scores(self, batch: TokenBatch, *, temperature: float, backend: Backend) -> TokenScores:
+        """logp and entropy [N], float32."""
+        ...
+
+
+class Policy:
+    """The model that is trained.
+
+    Args:
+        model: a transformers causal LM, PEFT-wrapped or not, on its device, dropout off.
+        autocast: dtype of the products, or None for those of the weights.
+        memory_budget: bytes the head may spend on logits-like blocks; None lets the head choose.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, autocast: torch.dtype | None = None, memory_budget: int | None = None
+    ) -> None:
+        self.model, self.autocast, self.memory_budget = model, autocast, memory_budget
+        self.device = next(model.parameters()).device
+        self.is_adapter = hasattr(model, "peft_config")
+
+    def scores(self, batch: TokenBatch, *, temperature: float, backend: Backend) -> TokenScores:
+        """logp and entropy [N] of the batch's targets; differentiable unless called under ``torch.no_grad``.
+
+        Args:
+            batch: with ``inputs`` and ``target``; moved to the model's device.
+            temperature: divides the logits, as in sampling.
+            backend: of the head.
+        """
+        batch = batch.to(self.device)
+        assert batch.inputs is not None
+        assert batch.target is not None
+        with self._autocast():
+            hidden = backbone_hidden(self.model, batch.inputs)
+        rows = hidden.index_select(0, batch.inputs.source)
+        if self.autocast is not None:
+            rows = rows.to(self.autocast)
+        return token_scores(
+            rows,
+            self.head(),
+            batch.target,
+            temperature=temperature,
+            backend=backend,
+            memory_budget=self.memory_budget,
+        )
+
+    def head(self) -> LMHead:
+        """The LM head, read from the model now: its LoRA factors are absent while adapters are off."""
+        return lm_head(self.model)
+
+    def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write the weights (under LoRA the adapter) and the tokenizer in Hugging Face format, as safetensors."""
+        self.model.save_pretrained(str(folder))  # type: ignore[operator]
+        tokenizer.save_pretrained(str(folder))
+
+    def adapter_tensors(self) -> dict[str, Tensor]:
+        """Under LoRA the trained tensors by name, exactly as they are; empty under full fine-tuning."""
+        if not self.is_adapter:
+            return {}
+        return {f"adapter/{name}": p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def load_adapter_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put ``adapter_tensors`` back."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if self.is_adapter and parameter.requires_grad:
+                    parameter.copy_(tensors[f"adapter/{name}"])
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.autocast)
+
+
+class AdaptersOff:
+    """The reference of a LoRA policy: the same model without its adapters; no second copy."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def scores(self, batch: TokenBatch, *, temperature: float, backend: Backend) -> TokenScores:
+        """logp and entropy [N] under the base model."""
+        with adapters_off(self.policy.model):
+            return self.policy.scores(batch, temperature=temperature, backend=backend)

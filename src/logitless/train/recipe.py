@@ -1,0 +1,176 @@
+"""From a YAML file and ``--set a.b=c`` to a checked ``Recipe``, with errors that name the key and the repair."""
+
+import dataclasses
+import difflib
+import re
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from logitless.errors import ConfigurationError
+from logitless.train.config import Recipe
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which ``1e-5`` is a number and a key given twice is an error."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
+    twice = {key for key in keys if keys.count(key) > 1}
+    if twice:
+        raise yaml.constructor.ConstructorError(None, None, f"{twice.pop()!r} is given twice", node.start_mark)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe and apply overrides.
+
+    Args:
+        path: YAML file.
+        overrides: ``a.b=value`` with a YAML value; list items by number (``rewards.0.weight=2``).
+
+    Raises:
+        ConfigurationError: no such file, malformed YAML, an unknown key (the nearest known one is named), a value of
+            the wrong type, or parts that contradict each other.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            needed=f"a readable recipe at {path}", given=str(error), remedy="Check the path."
+        ) from error
+    raw = _parse(text, str(path))
+    if not isinstance(raw, dict):
+        raise ConfigurationError(
+            needed=f"a mapping of sections in {path}", given=type(raw).__name__, remedy="See docs/configuration.md."
+        )
+    for override in overrides:
+        _apply(raw, override)
+    return parse_recipe(raw)
+
+
+def parse_recipe(raw: Mapping[str, Any]) -> Recipe:
+    """Check a recipe that is already a mapping.
+
+    Raises:
+        ConfigurationError: as ``load_recipe``; every problem is listed.
+    """
+    try:
+        return Recipe.model_validate(raw)
+    except ValidationError as error:
+        problems = "; ".join(_problem(details) for details in error.errors())
+        raise ConfigurationError(
+            needed="a valid recipe", given=problems, remedy="See docs/configuration.md for every key."
+        ) from error
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML that ``load_recipe`` reads back to the same recipe."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigurationError(
+            needed=f"well-formed YAML in {where}", given=str(error).replace("\n", " "), remedy="Repair that line."
+        ) from error
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise ConfigurationError(
+            needed="--set key=value", given=override, remedy="Write for example --set train.blocks=10."
+        )
+    *parents, last = key.split(".")
+    at: Any = raw
+    for parent in parents:
+        if isinstance(at, dict) and at.get(parent) is None:
+            at[parent] = {}
+        at = _item(at, parent, key)
+    if isinstance(at, list):
+        _item(at, last, key)
+        at[int(last)] = _parse(value, f"--set {key}")
+    elif isinstance(at, dict):
+        at[last] = _parse(value, f"--set {key}")
+    else:
+        _item(at, last, key)
+
+
+def _item(at: Any, name: str, key: str) -> Any:
+    if isinstance(at, dict):
+        return at[name]
+    if isinstance(at, list) and name.isdigit() and int(name) < len(at):
+        return at[int(name)]
+    raise ConfigurationError(
+        needed=f"a section or list item called {name!r} in --set {key}",
+        given=f"{type(at).__name__}" if not isinstance(at, list) else f"a list of {len(at)} items",
+        remedy="Name sections by key and list items by number from 0.",
+    )
+
+
+def _problem(details: ErrorDetails) -> str:
+    location = [str(part) for part in details["loc"]]
+    where = ".".join(location)
+    if details["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        known = sorted(_fields_at(Recipe, location[:-1]))
+        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.0)
+        return f"unknown key {where!r} (nearest: {near[0]!r})" if near else f"unknown key {where!r}"
+    message = details["msg"].removeprefix("Value error, ")
+    given = "" if details["type"] == "missing" or isinstance(details["input"], dict) else f", not {details['input']!r}"
+    return f"{where or 'the recipe'}: {message}{given}"
+
+
+def _fields_at(kind: Any, location: Sequence[str]) -> set[str]:
+    """Names of the keys that are known at a place of the recipe; pydantic's locations hold union tags too."""
+    kinds = list(_alternatives(kind))
+    for part in location:
+        entered = [inner for k in kinds for name, inner in _fields(k).items() if name == part]
+        items = [a for k in kinds if get_origin(k) in (tuple, list) for a in get_args(k) if a is not Ellipsis]
+        if entered:
+            kinds = [a for inner in entered for a in _alternatives(inner)]
+        elif items and part.isdigit():
+            kinds = [a for inner in items for a in _alternatives(inner)]
+        else:  # the tag of a union
+            kinds = [k for k in kinds if part == getattr(k, "__name__", "") or part == _tag(k)] or kinds
+    return {name for k in kinds for name in _fields(k)}
+
+
+def _alternatives(kind: Any) -> Iterator[Any]:
+    if get_origin(kind) is Annotated:
+        yield from _alternatives(get_args(kind)[0])
+    elif get_origin(kind) in (Union, types.UnionType):
+        for inner in get_args(kind):
+            yield from _alternatives(inner)
+    else:
+        yield kind
+
+
+def _fields(kind: Any) -> dict[str, Any]:
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return {name: field.annotation for name, field in kind.model_fields.items()}
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return {field.name: field.type for field in dataclasses.fields(kind) if field.init}
+    return {}
+
+
+def _tag(kind: Any) -> str | None:
+    annotation = _fields(kind).get("name")
+    values = get_args(annotation)
+    return str(values[0]) if values else None

@@ -1,0 +1,157 @@
+"""A run from its recipe: made anew, or continued from its latest checkpoint."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from logitless.errors import ConfigurationError
+from logitless.models.lora import frozen_copy
+from logitless.rollout.engine import Engine
+from logitless.rollout.recorded import RecordedSampler
+from logitless.rollout.transformers import TransformersSampler
+from logitless.train.checkpoint import load_checkpoint
+from logitless.train.config import RecordedEngineSection, Recipe
+from logitless.train.live_view import LiveView
+from logitless.train.loop import Trainer
+from logitless.train.policy import AdaptersOff, Policy, Scorer
+from logitless.train.recipe import dump_recipe, load_recipe
+from logitless.train.report import write_report
+from logitless.train.run_folder import RunFolder, create_run_folder, open_run_folder
+from logitless.train.setup import (
+    Data,
+    algorithm_of,
+    data_of,
+    device_of,
+    effects,
+    policy_model,
+    rewards_of,
+    set_process,
+    tokenizer_of,
+)
+from logitless.train.warm_start import warm_start
+
+logger = logging.getLogger("logitless")
+
+
+def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tuple[RunFolder, bool]:
+    """Run a recipe, or continue it.
+
+    Args:
+        recipe: checked.
+        numbered: where the name is taken, take ``name-2``, ``name-3``, ...
+        resume: continue the run of this name from its latest checkpoint; the recipe must be the one it was started
+            with, but for its number of blocks, evaluation, checkpoints and writers.
+
+    Returns:
+        The run folder, and whether the run is complete (False after Ctrl-C).
+
+    Raises:
+        LogitlessError: anything that is wrong with the recipe, the data, the model or the machine, and a run that
+            cannot go on.
+    """
+    set_process(recipe.model)
+    tokenizer = tokenizer_of(recipe.model)
+    data = data_of(recipe, tokenizer)
+    rewards = rewards_of(recipe, [*data.train, *data.held_out])
+    algorithm = algorithm_of(recipe)
+    root = Path(recipe.output)
+    if resume:
+        folder = open_run_folder(root / recipe.name)
+        _check_same(load_recipe(folder.config), recipe)
+        saved = load_checkpoint(folder.checkpoints)
+    else:
+        folder = create_run_folder(root, recipe.name, unique=numbered)
+        saved = None
+    folder.write_config(dump_recipe(recipe))
+    with LiveView(folder, recipe) as view:
+        policy, reference = _policies(recipe, tokenizer, data, folder, view, saved.folder if saved else None)
+        engine = _engine(recipe, policy, tokenizer)
+        trainer = Trainer(
+            recipe, algorithm, policy, reference, tokenizer, engine, rewards, data, folder, view
+        )
+        if saved is not None:
+            trainer.restore(saved)
+        complete = trainer.run()
+    folder.write_summary(trainer.summary())
+    write_report(folder.path)
+    return folder, complete
+
+
+def _policies(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    data: Data,
+    folder: RunFolder,
+    view: LiveView,
+    checkpoint: Path | None,
+) -> tuple[Policy, Scorer | None]:
+    """The policy at its starting point or checkpoint, and the reference: the policy as reinforcement learning began."""
+    section, device = recipe.model, device_of(recipe.model)
+    warm = folder.path / "warm_start"
+
+    def build(weights: Path | None) -> nn.Module:
+        return policy_model(section, tokenizer, seed=recipe.seed, device=device, weights=weights)
+
+    def policy_of(model: nn.Module) -> Policy:
+        autocast = None if section.autocast is None else getattr(torch, section.autocast)
+        return Policy(model, autocast=autocast, memory_budget=recipe.train.head_memory_budget)
+
+    model = build(warm if warm.exists() else None)
+    for line in effects(section, device, model):
+        view.message(line)
+    if recipe.warm_start is not None and not warm.exists():
+        view.phase("warm start")
+        warm_start(
+            policy_of(model), data.warm_start, tokenizer, recipe.warm_start, recipe.train, seed=recipe.seed, view=view
+        )
+        policy_of(model).save(warm, tokenizer)
+        if section.lora is not None:  # merge what was learnt, start from a fresh adapter
+            model = build(warm)
+    reference: Scorer | None = None
+    if section.lora is None:
+        if recipe.kl is not None:
+            reference = policy_of(frozen_copy(model, dtype=getattr(torch, section.dtype)))
+        if checkpoint is not None:
+            model = build(checkpoint / "model")
+    policy = policy_of(model)
+    if section.lora is not None and recipe.kl is not None:
+        reference = AdaptersOff(policy)
+    return policy, reference
+
+
+def _engine(recipe: Recipe, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Engine:
+    options = recipe.rollout.engine
+    if isinstance(options, RecordedEngineSection):
+        return RecordedSampler(Path(options.path))
+    return TransformersSampler(policy.model, tokenizer, max_rows=options.max_rows, autocast=policy.autocast)
+
+
+_MAY_CHANGE = {"output", "checkpoint", "writers"}
+
+
+def _check_same(before: Recipe, now: Recipe) -> None:
+    """A resumed run is the same run: only where and how often it is written may change, and how long it is."""
+
+    def fixed(recipe: Recipe) -> dict[str, Any]:
+        kept = {k: v for k, v in recipe.model_dump(mode="json").items() if k not in _MAY_CHANGE}
+        kept["train"].pop("blocks")
+        return kept
+
+    old, new = fixed(before), fixed(now)
+    changed = [f"{k}.{i}" for k in old for i in _changed(old[k], new[k])]
+    if changed:
+        raise ConfigurationError(
+            needed="the recipe that the run was started with",
+            given=f"another {', '.join(changed)}",
+            remedy="Repeat the --set of the first start, or start a run of another name.",
+        )
+
+
+def _changed(old: Any, new: Any) -> list[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [str(key) for key in {*old, *new} if old.get(key) != new.get(key)]
+    return ["value"] if old != new else []

@@ -1,0 +1,236 @@
+"""From a recipe to the things a run is made of, each checked before the first rollout.
+
+Also the place where settings of the process are made and their effect is read back: matmul precision, allocator,
+attention, optimizer. ``effects`` says what is really in force.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from logitless.data.prompts import load_prompts, without_overlap
+from logitless.errors import ConfigurationError, DataError
+from logitless.models.loading import check_vocabulary, disable_dropout, load_model, load_tokenizer
+from logitless.models.lora import LoraOptions, add_lora, load_adapters
+from logitless.objective.advantage import Gae, Gdpo, GroupAdvantage, Raw
+from logitless.objective.algorithm import Algorithm
+from logitless.objective.presets import algorithm
+from logitless.objective.weighting import ConstantLength
+from logitless.rewards.combine import weighted
+from logitless.rewards.contract import WeightedReward
+from logitless.train.config import KLInLoss, ModelSection, Recipe
+from logitless.types import Prompt
+
+logger = logging.getLogger("logitless")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Prompts, and the account of what was left out.
+
+    Args:
+        train: prompts to train on; none is held out.
+        held_out: prompts to evaluate on.
+        warm_start: prompts with answers, none held out.
+        counts: rows read and dropped, by source.
+    """
+
+    train: tuple[Prompt, ...]
+    held_out: tuple[Prompt, ...]
+    warm_start: tuple[Prompt, ...]
+    counts: dict[str, dict[str, int]]
+
+
+def device_of(section: ModelSection) -> torch.device:
+    """The device a recipe asks for; ``auto`` is CUDA where there is one.
+
+    Raises:
+        ConfigurationError: CUDA by name on a machine without it.
+    """
+    if section.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if section.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigurationError(
+            needed="a CUDA device for model.device",
+            given="none on this machine",
+            remedy="Set model.device: cpu or auto.",
+        )
+    return torch.device(section.device)
+
+
+def set_process(section: ModelSection) -> None:
+    """Settings that must precede the first CUDA call or product; an allocator setting of the user's is kept."""
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    torch.set_float32_matmul_precision(section.matmul_precision)
+
+
+def tokenizer_of(section: ModelSection) -> PreTrainedTokenizerBase:
+    """The tokenizer of a recipe.
+
+    Raises:
+        ConfigurationError: none is named beside a model that is a bare config.
+    """
+    source = section.tokenizer if section.tokenizer is not None else section.source
+    if not isinstance(source, str):
+        raise ConfigurationError(
+            needed="a tokenizer beside a model given as a config",
+            given="model.tokenizer: null",
+            remedy="Set model.tokenizer to a folder or hub name.",
+        )
+    return load_tokenizer(source, trust_remote_code=section.trust_remote_code)
+
+
+def policy_model(
+    section: ModelSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    device: torch.device,
+    weights: Path | None = None,
+) -> nn.Module:
+    """The model to train: every weight float32 under full fine-tuning, float32 adapters on a frozen base under LoRA.
+
+    Args:
+        section: of the recipe.
+        tokenizer: must fit the vocabulary.
+        seed: of random weights and of the adapter's.
+        device: ``meta`` for a dry run.
+        weights: folder with the weights of a run: a whole model, or under LoRA the adapter of a warm start, which is
+            merged before the adapter to train is added.
+    """
+    full = section.lora is None
+    stored = full and weights is not None
+    model: nn.Module = load_model(
+        str(weights) if stored else section.source,
+        dtype=torch.float32 if full else getattr(torch, section.dtype),
+        device=device,
+        attention=section.attention,
+        trust_remote_code=section.trust_remote_code,
+        random_weights=section.random_weights and not stored,
+        seed=seed,
+    )
+    check_vocabulary(model, tokenizer)
+    num_dropouts = disable_dropout(model)
+    if num_dropouts:
+        logger.info("dropout: %d probabilities set to 0, so that logp_old and logp are of one function", num_dropouts)
+    if section.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    if section.lora is not None:
+        if weights is not None:
+            model = load_adapters(model, weights)
+        lora = section.lora
+        model = add_lora(model, LoraOptions(rank=lora.rank, alpha=lora.alpha, targets=lora.targets), seed=seed)
+    if section.compile:
+        model.compile()
+    return model.train()
+
+
+def effects(section: ModelSection, device: torch.device, model: nn.Module) -> list[str]:
+    """What is really in force, read back from torch and the model, one line each."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    lines = [
+        f"device {device}" + (f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""),
+        f"trained: {sum(p.numel() for p in trained):,} weights in {_dtypes(trained)}",
+        f"frozen: {sum(p.numel() for p in frozen):,} weights in {_dtypes(frozen)}" if frozen else "frozen: none",
+        f"products in {section.autocast or _dtypes(trained)}, float32 ones at precision "
+        f"{torch.get_float32_matmul_precision()!r}",
+        f"attention {section.attention}, gradient checkpointing {'on' if section.gradient_checkpointing else 'off'}, "
+        f"compile {'on' if section.compile else 'off'}",
+    ]
+    if device.type == "cuda":
+        lines.append(f"allocator {os.environ.get('PYTORCH_CUDA_ALLOC_CONF', 'default')}")
+    return lines
+
+
+def _dtypes(parameters: Sequence[nn.Parameter]) -> str:
+    return ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})) or "none"
+
+
+def data_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Data:
+    """Load all prompts of a recipe; held-out texts are removed from training.
+
+    Raises:
+        DataError: nothing is left to train on, and whatever the sources raise.
+    """
+    section = recipe.data
+    counts: dict[str, dict[str, int]] = {}
+
+    def load(name: str, options: object) -> tuple[Prompt, ...]:
+        found = load_prompts(
+            options,  # type: ignore[arg-type]
+            tokenizer,
+            max_prompt_tokens=section.max_prompt_tokens,
+            too_long=section.too_long,
+        )
+        counts[name] = dict(found.counts)
+        return found.prompts
+
+    train = load("train", section.train)
+    held_out = load("held_out", section.held_out) if section.held_out is not None else ()
+    warm = load("warm_start", recipe.warm_start.data) if recipe.warm_start is not None else ()
+    split = without_overlap(train, held_out)
+    counts["train"]["held_out"] = split.num_removed
+    if len(split.training) < recipe.rollout.prompts_per_block:
+        raise DataError(
+            needed=f"at least rollout.prompts_per_block = {recipe.rollout.prompts_per_block} prompts to train on",
+            given=f"{len(split.training)} ({counts['train']})",
+            remedy="Give more data, raise data.max_prompt_tokens, or lower rollout.prompts_per_block.",
+        )
+    return Data(split.training, held_out, without_overlap(warm, held_out).training, counts)
+
+
+def rewards_of(recipe: Recipe, prompts: Sequence[Prompt]) -> tuple[WeightedReward, ...]:
+    """The recipe's rewards, checked against every row they will be given."""
+    rewards = weighted(recipe.rewards)
+    columns = {name: [p.columns.get(name) for p in prompts] for name in {n for p in prompts for n in p.columns}}
+    for entry in rewards:
+        entry.reward.check(columns)
+    return rewards
+
+
+def algorithm_of(recipe: Recipe) -> Algorithm:
+    """The preset with the recipe's replacements, its KL and its lengths filled in.
+
+    Raises:
+        ConfigurationError: an unknown preset, parameters it does not have, or parts that do not go together.
+    """
+    section = recipe.algorithm
+    preset = algorithm(section.preset, section.parameters)
+    parts = {
+        name: value
+        for name in ("ratio", "surrogate", "filters", "correction", "entropy_bonus")
+        if (value := getattr(section, name)) is not None
+    }
+    kl = recipe.kl
+    objective = replace(preset.objective, **parts, kl=kl.penalty if isinstance(kl, KLInLoss) else None)
+    weighting = section.weighting or preset.weighting
+    if isinstance(weighting, ConstantLength) and weighting.max_new_tokens is None:
+        weighting = replace(weighting, max_new_tokens=recipe.rollout.sampling.max_new_tokens)
+    advantage = section.advantage or preset.advantage
+    if isinstance(advantage, Gae):
+        raise ConfigurationError(
+            needed="an advantage without a value function",
+            given="gae",
+            remedy="The trainer has no value head yet; choose group_standardized, leave_one_out or reinforce_pp.",
+        )
+    if isinstance(advantage, Gdpo) and kl is not None and kl.placement == "reward":
+        raise ConfigurationError(
+            needed="one reward a completion for a KL in the reward",
+            given="gdpo, which takes the reward functions apart",
+            remedy="Set kl.placement: loss.",
+        )
+    grouped = isinstance(advantage, GroupAdvantage | Gdpo) and not isinstance(advantage, Raw)
+    if grouped and recipe.rollout.completions_per_prompt < 2:
+        raise ConfigurationError(
+            needed="at least two completions a prompt for a group-relative advantage",
+            given=f"rollout.completions_per_prompt={recipe.rollout.completions_per_prompt}",
+            remedy="Raise it, or set algorithm.advantage to raw or reinforce_pp.",
+        )
+    return replace(preset, objective=objective, advantage=advantage, weighting=weighting)

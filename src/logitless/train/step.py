@@ -1,0 +1,176 @@
+"""One optimizer step: weights from counts, micro-batches through the policy, gradients summed.
+
+    loss = sum over micro-batches of (token_weight * token_loss).sum()
+
+The token weights belong to the step and are made before its first forward pass, so the cut into micro-batches changes
+memory and speed and nothing else.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from logitless.data.packing import StepPlan
+from logitless.errors import InputError
+from logitless.objective.diagnostics import step_diagnostics
+from logitless.objective.objective import BlockStatistics, Objective, ObjectiveOutput
+from logitless.objective.weighting import MicroBatchTokenMean, Totals, Weighting
+from logitless.train.config import Backend
+from logitless.train.policy import Policy
+from logitless.types import TokenBatch
+
+
+def step_batch(
+    block: TokenBatch,
+    plan: StepPlan,
+    objective: Objective,
+    weighting: Weighting,
+    *,
+    dropped: Sequence[bool],
+    num_steps: int,
+    statistics: BlockStatistics | None,
+) -> list[TokenBatch]:
+    """The micro-batches of a step with their weights, which sum as the weighting says over the whole step.
+
+    Args:
+        block: scored, with advantages.
+        plan: the step's sequences and how they are cut.
+        objective: its entropy bonus brings weights of its own.
+        weighting: of the algorithm.
+        dropped: one flag a sequence of the block: truncated completions whose tokens weigh 0.
+        num_steps: of the epoch, for weightings with ``scope="block"``.
+        statistics: of the block.
+
+    Returns:
+        One batch a micro-batch, on the CPU.
+    """
+    assert block.inputs is not None
+    counts = block.inputs.source_counts
+    over = range(block.num_sequences) if _of_block(weighting) else plan.sequences
+    totals = replace(
+        Totals.of(tuple(counts[s] for s in over), [dropped[s] for s in over]),
+        num_steps=float(num_steps) if _of_block(weighting) else 1.0,
+        num_micro_batches=max(1, len(plan.micro_batches)),
+    )
+    parts = []
+    for row in plan.micro_batches:
+        weights = weighting(tuple(counts[s] for s in row), totals, [dropped[s] for s in row])
+        parts.append(replace(block.take(row), token_weight=weights))
+    bonus = objective.entropy_bonus
+    if bonus is None or not parts:
+        return parts
+    if bonus.scope == "micro_batch":
+        per_micro_batch = MicroBatchTokenMean()
+        return [
+            replace(p, entropy_weight=per_micro_batch(_counts(p), totals, [dropped[s] for s in row]))
+            for p, row in zip(parts, plan.micro_batches, strict=True)
+        ]
+    whole = block.take([s for row in plan.micro_batches for s in row])
+    whole = replace(whole, token_weight=torch.cat([p.token_weight for p in parts]))
+    entropy_weight = objective.entropy_weight(whole, block=statistics).split([p.num_tokens for p in parts])
+    return [replace(p, entropy_weight=w) for p, w in zip(parts, entropy_weight, strict=True)]
+
+
+def backward(
+    policy: Policy,
+    objective: Objective,
+    micro_batches: Sequence[TokenBatch],
+    *,
+    temperature: float,
+    backend: Backend,
+    beta: float,
+    entropy_coefficient: float | None,
+    statistics: BlockStatistics | None,
+    seed: int,
+) -> list[ObjectiveOutput]:
+    """Add the gradient of the step's loss to the parameters' ``.grad``; what the diagnostics need comes back.
+
+    Args:
+        policy: whose parameters get gradients.
+        objective: of the algorithm.
+        micro_batches: of ``step_batch``.
+        temperature: of sampling, which the loss shares.
+        backend: of the head.
+        beta: coefficient of the KL in the loss.
+        entropy_coefficient: of an adaptive entropy bonus.
+        statistics: of the block.
+        seed: for objectives that choose tokens at random in each micro-batch.
+
+    Raises:
+        InputError: no micro-batch: a step of sequences without scored tokens has no gradient to take.
+    """
+    if not micro_batches:
+        raise InputError(
+            needed="a step with a scored token", given="none", remedy="Leave out steps whose completions are all empty."
+        )
+    outputs = []
+    generator = torch.Generator().manual_seed(seed)
+    for batch in micro_batches:
+        on_device = batch.to(policy.device)
+        scores = policy.scores(on_device, temperature=temperature, backend=backend)
+        output = objective(
+            scores.logp,
+            scores.entropy,
+            on_device,
+            beta=beta,
+            entropy_coefficient=entropy_coefficient,
+            block=statistics,
+            generator=generator,
+        )
+        output.loss.backward()  # type: ignore[no-untyped-call]
+        outputs.append(output)
+    return outputs
+
+
+def step_metrics(outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:
+    """The step's diagnostics under the names of ``metrics.py``, brought to the host in one transfer."""
+    numbers = step_diagnostics(outputs)
+    values = torch.stack(list(numbers.values())).tolist()
+    return {metric_name(name): value for name, value in zip(numbers, values, strict=True)}
+
+
+_NAMES = {
+    "loss": "loss/total",
+    "num_tokens": "optimizer/tokens",
+    "clip_fraction_low": "clip/low_fraction",
+    "clip_fraction_high": "clip/high_fraction",
+    "clip_fraction_positive": "clip/positive_fraction",
+    "clip_fraction_negative": "clip/negative_fraction",
+    "kl_mean": "kl_ref/penalty_mean",
+    "kl_p95": "kl_ref/penalty_p95",
+    "num_kl_clamped": "kl_ref/clamped",
+    "entropy_mean": "entropy/mean",
+    "entropy_bonus": "entropy/bonus_mean",
+    "sampler_difference_mean": "sampler/logp_difference_mean",
+    "sampler_difference_p95": "sampler/logp_difference_p95",
+    "sampler_difference_max": "sampler/logp_difference_max",
+    "num_missing_sampler": "sampler/missing",
+    "correction_mean": "sampler/correction_mean",
+    "correction_effective_fraction": "sampler/correction_effective_fraction",
+    "live_fraction": "head/live_fraction",
+}
+
+
+def metric_name(diagnostic: str) -> str:
+    """The metric that a diagnostic of the objective becomes.
+
+    Example:
+        >>> metric_name("ref_k3_p95"), metric_name("ratio_max"), metric_name("dropped_off_policy")
+        ('kl_ref/k3_p95', 'ratio/max', 'filter/off_policy/dropped_fraction')
+    """
+    if diagnostic in _NAMES:
+        return _NAMES[diagnostic]
+    kind, _, rest = diagnostic.partition("_")
+    if kind in ("ref", "old"):
+        return f"kl_{kind}/{rest}"
+    return f"filter/{rest}/dropped_fraction" if kind == "dropped" else f"{kind}/{rest}"
+
+
+def _of_block(weighting: Weighting) -> bool:
+    return not isinstance(weighting, MicroBatchTokenMean) and weighting.scope == "block"
+
+
+def _counts(batch: TokenBatch) -> tuple[int, ...]:
+    assert batch.inputs is not None
+    return batch.inputs.source_counts

@@ -1,0 +1,94 @@
+"""The supervised stage before the first rollout: negative log-likelihood of given answers, through the same head."""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from logitless.data.packing import pack, plan_epoch
+from logitless.errors import DataError, TrainingError
+from logitless.train.block import derived_seed
+from logitless.train.config import OptimizerSection, TrainSection, WarmStartSection
+from logitless.train.live_view import LiveView
+from logitless.train.optimizer import adamw, learning_rate, take_step
+from logitless.train.policy import Policy
+from logitless.types import Completion, Prompt
+
+
+def warm_start(
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    options: WarmStartSection,
+    train: TrainSection,
+    *,
+    seed: int,
+    view: LiveView,
+) -> None:
+    """Train the policy to give the answers of a column, with an AdamW of its own that is thrown away.
+
+    ``loss = -mean over the answers' tokens of logp`` at temperature 1.
+
+    Args:
+        policy: changed in place.
+        prompts: each with the answer's text under ``options.answer_column``.
+        tokenizer: the answer is tokenized without special tokens and ends with its EOS.
+        options: of the recipe.
+        train: its ``tokens_per_micro_batch``, gradient norm and head backend are used here too.
+        seed: of the order.
+        view: told of the loss now and then.
+
+    Raises:
+        DataError: a prompt without a text in the answer column.
+        TrainingError: a gradient that is not finite.
+    """
+    pairs = [(prompt, _answer(prompt, tokenizer, options.answer_column)) for prompt in prompts]
+    data = pack(pairs)
+    assert data.inputs is not None
+    schedule = OptimizerSection(learning_rate=options.learning_rate, schedule="linear")
+    optimizer = adamw(policy.model.parameters(), schedule, policy.device)
+    order: list[int] = []
+    for step in range(options.steps):
+        if len(order) < options.sequences_per_step:
+            generator = torch.Generator().manual_seed(derived_seed(seed, "warm_start", step))
+            order += torch.randperm(len(pairs), generator=generator).tolist()
+        chosen, order = order[: options.sequences_per_step], order[options.sequences_per_step :]
+        batch = data.take(chosen)
+        assert batch.inputs is not None
+        [plan] = plan_epoch(
+            [range(len(chosen))],
+            batch.inputs,
+            tokens_per_step=batch.num_tokens,
+            tokens_per_micro_batch=train.tokens_per_micro_batch,
+            seed=0,
+        )
+        loss = 0.0
+        for sequences in plan.micro_batches:
+            scores = policy.scores(
+                batch.take(sequences).to(policy.device), temperature=1.0, backend=train.training_backend
+            )
+            part = -scores.logp.sum() / batch.num_tokens
+            part.backward()
+            loss += float(part.detach())
+        rate = learning_rate(step, step / options.steps, schedule)
+        _, finite = take_step(optimizer, rate=rate, max_grad_norm=train.max_grad_norm)
+        if not finite:
+            raise TrainingError(
+                needed="finite gradients in the warm start",
+                given=f"a gradient that is not finite at step {step}",
+                remedy="Lower warm_start.learning_rate.",
+            )
+        if (step + 1) % max(1, options.steps // 10) == 0:
+            view.message(f"warm start {step + 1}/{options.steps}: loss {loss:.4f} nat a token")
+
+
+def _answer(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, column: str) -> Completion:
+    text = prompt.columns.get(column)
+    if not isinstance(text, str):
+        raise DataError(
+            needed=f"text in column {column!r} of every warm-start prompt",
+            given=f"{type(text).__name__} for prompt {prompt.id!r}",
+            remedy="Set warm_start.answer_column to the column that holds the answer.",
+        )
+    ids = (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
+    return Completion(prompt.id, token_ids=ids, text=text, finish_reason="stop")
