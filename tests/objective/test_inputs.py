@@ -1,0 +1,49 @@
+"""Checks of what an objective is given."""
+
+import jaxtyping
+import pytest
+import torch
+
+from logitless.errors import ConfigurationError, InputError
+from logitless.objective.correction import SamplerCorrection
+from logitless.objective.divergence import KLPenalty
+from logitless.objective.entropy import EntropyBonus
+from logitless.objective.filters import TopEntropy
+from logitless.objective.inputs import required
+from logitless.objective.ratio import SequenceRatio
+from logitless.objective.surrogate import ClipCov, Dppo, KlCov
+
+
+@pytest.fixture
+def without_shape_checks():
+    """As users run: jaxtyping's import hook, which would catch a wrong string first, switched off."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.parametrize(
+    ("part", "options", "listed"),
+    [
+        (SequenceRatio, {"advantage_within_sequence": "average"}, "'mean', 'multiply'"),
+        (SamplerCorrection, {"level": "tokens", "max": 2.0}, "'token', 'sequence', 'geometric'"),
+        (SamplerCorrection, {"mode": "clip", "max": 2.0}, "'truncate', 'mask'"),
+        (KLPenalty, {"estimator": "k4"}, "'k1', 'k2', 'k3', 'mse', 'low_var_kl'"),
+        (KLPenalty, {"ratio_corrected": "sequence"}, "'token', 'surrogate'"),
+        (TopEntropy, {"quantile": 0.2, "scope": "step"}, "'block', 'micro_batch'"),
+        (EntropyBonus, {"coefficient": 0.1, "scope": "block"}, "'step', 'micro_batch'"),
+        (Dppo, {"divergence": "js"}, "'tv', 'kl'"),
+        (ClipCov, {"scope": "step"}, "'block', 'micro_batch'"),
+        (KlCov, {"scope": "step"}, "'block', 'micro_batch'"),
+    ],
+)
+def test_a_choice_that_does_not_exist_is_refused_in_python_as_in_files(part, options, listed, without_shape_checks):
+    with pytest.raises(ConfigurationError, match=listed):
+        part(**options)
+
+
+@pytest.mark.parametrize("name", ["logp_old", "logp_ref", "logp_sampler", "entropy", "entropy_old", "turn", "selected"])
+def test_a_missing_tensor_is_named_with_a_remedy(name):
+    with pytest.raises(InputError, match=f"needed {name} for every token; given None. .+, or choose an objective"):
+        required(None, name)
+    assert required(torch.ones(1), name).item() == 1.0
