@@ -202,7 +202,7 @@ def leave_one_out(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> Float
     """
     grid, row = _grid(rewards, group)
     count = _num_scored(grid)[row]
-    return _assign(count / (count - 1) * (rewards - _mean(grid)[row]), grid, row)
+    return _assign((rewards - _mean(grid)[row]) * count / (count - 1), grid, row)
 
 
 def percentile(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"], q: float) -> Float[Tensor, "B"]:

@@ -1,0 +1,490 @@
+"""Advantages: hand-worked numbers for each equation, and the laws that hold for all rewards."""
+
+import math
+from typing import Annotated, get_args
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import Field, TypeAdapter, ValidationError
+
+from logitless.distributed import sum_over_group
+from logitless.errors import ConfigurationError, InputError
+from logitless.objective import advantage as adv
+from tests.ranks import run_on_ranks
+
+NAN = float("nan")
+EPS = 1e-4
+
+
+def f64(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def assert_close(actual, expected, atol=1e-12):
+    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=1e-12, atol=atol)
+
+
+# Two interleaved groups with ids that are neither compact nor in order:
+# group 41: 1, 2, 6, 3 -> mean 3, std sqrt(((-2)^2 + (-1)^2 + 3^2 + 0) / 3) = sqrt(14/3), median 2.5, MAD 1
+# group 7: 0, 4       -> mean 2, std sqrt(8), median 2, MAD 2
+REWARDS = f64(1, 0, 2, 6, 4, 3)
+GROUP = torch.tensor([41, 7, 41, 41, 7, 41])
+STD = [math.sqrt(14 / 3), math.sqrt(8)]
+CENTERED = [-2, -2, -1, 3, 2, 0]
+# The batch: 1 0 2 6 4 3, mean 16/6, sum of squares 66 - 256/6 = 70/3.
+BATCH_STD = math.sqrt(70 / 3 / 5)
+
+
+def test_raw_is_the_reward():
+    assert adv.raw(f64(3, NAN, -1)).tolist() == [3, 0, -1]
+
+
+def test_group_centered_by_hand():
+    assert_close(adv.group_centered(REWARDS, GROUP), CENTERED)
+
+
+def test_group_standardized_by_hand():
+    scale = [STD[0], STD[1], STD[0], STD[0], STD[1], STD[0]]
+    expected = [c / (s + EPS) for c, s in zip(CENTERED, scale, strict=True)]
+    assert_close(adv.group_standardized(REWARDS, GROUP), expected)
+
+
+def test_batch_standardized_divides_by_the_spread_of_the_raw_rewards_of_the_batch():
+    assert_close(adv.batch_standardized(REWARDS, GROUP), [c / (BATCH_STD + EPS) for c in CENTERED])
+
+
+def test_leave_one_out_by_hand():
+    # 1 - (2+6+3)/3, 0 - 4, 2 - (1+6+3)/3, 6 - (1+2+3)/3, 4 - 0, 3 - (1+2+6)/3
+    assert_close(adv.leave_one_out(REWARDS, GROUP), [-8 / 3, -4, -4 / 3, 4, 4, 0])
+
+
+@pytest.mark.parametrize(
+    ("q", "subtracted"),
+    # Sorted 1 2 3 6: the q-th percentile lies at place 3 q/100; 0 4 at place q/100.
+    [(0.0, (1, 0)), (25.0, (1.75, 1)), (50.0, (2.5, 2)), (90.0, (5.1, 3.6)), (100.0, (6, 4))],
+)
+def test_percentile_by_hand(q, subtracted):
+    a, b = subtracted
+    assert_close(adv.percentile(REWARDS, GROUP, q), [1 - a, 0 - b, 2 - a, 6 - a, 4 - b, 3 - a])
+
+
+def test_robust_by_hand():
+    one, two = 1 + EPS, 2 + EPS
+    assert_close(adv.robust(REWARDS, GROUP), [-1.5 / one, -2 / two, -0.5 / one, 3.5 / one, 2 / two, 0.5 / one])
+
+
+def test_robust_falls_back_on_the_standard_deviation_where_half_the_group_agrees():
+    # Median 0, MAD 0, std 1/2: 1 / (0.5 + 1e-4), not 1 / 1e-4.
+    assert_close(adv.robust(f64(0, 0, 0, 1), torch.zeros(4, dtype=torch.long)), [0, 0, 0, 1 / (0.5 + EPS)])
+
+
+def test_max_rl_by_hand_and_zero_where_the_mean_is_not_positive():
+    rewards = f64(0, 3, -1, 1, -4, 2, 0, 0)
+    group = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+    assert_close(adv.max_rl(rewards, group), [-1, 1, 0, 0, 0, 0, 0, 0])
+
+
+def test_reinforce_pp_baseline_whitens_the_centered_rewards_over_the_batch():
+    # Sum of squares 4 + 4 + 1 + 9 + 4 + 0 = 22, mean 0, std sqrt(22/5).
+    assert_close(adv.reinforce_pp_baseline(REWARDS, GROUP), [c / (math.sqrt(22 / 5) + EPS) for c in CENTERED])
+
+
+def test_gdpo_by_hand():
+    # f: 0 2 in group 0, 0 0 in group 1; g: 5 5, 1 3. Standardised: f -+1/(sqrt2 + eps), 0; g 0, -+1/(sqrt2 + eps).
+    # With weights 1 and 3: -a, a, -3a, 3a; mean 0, std sqrt(20/3) a.
+    rewards = torch.tensor([[0, 5], [2, 5], [0, 1], [0, 3]], dtype=torch.float64)
+    a = 1 / (math.sqrt(2) + EPS)
+    scale = math.sqrt(20 / 3) * a + EPS
+    expected = [-a / scale, a / scale, -3 * a / scale, 3 * a / scale]
+    assert_close(adv.gdpo(rewards, torch.tensor([0, 0, 1, 1]), f64(1, 3)), expected)
+
+
+def test_gdpo_leaves_a_missing_value_out_of_its_function_only():
+    # f of completion 1 is missing: group f = 0, 2 (completions 0, 2); g = 1, 1, 4 with mean 2, std sqrt(3).
+    rewards = torch.tensor([[0, 1], [NAN, 1], [2, 4], [NAN, NAN]], dtype=torch.float64)
+    f, g = 1 / (math.sqrt(2) + EPS), 1 / (math.sqrt(3) + EPS)
+    combined = [-f - g, -g, f + 2 * g]  # sums to 0
+    scale = math.sqrt(sum(c**2 for c in combined) / 2) + EPS
+    actual = adv.gdpo(rewards, torch.zeros(4, dtype=torch.long), f64(1, 1))
+    assert_close(actual, [*(c / scale for c in combined), 0])
+
+
+def test_rewards_of_several_functions_are_a_weighted_sum_without_the_missing():
+    per_function = torch.tensor([[1, 10], [NAN, 10], [NAN, NAN], [0, 0]], dtype=torch.float64)
+    combined = adv.combine_rewards(per_function, f64(2, 0.5))
+    assert combined[[0, 1, 3]].tolist() == [7, 5, 0]
+    assert combined[2].isnan()
+
+
+def test_a_group_has_signal_where_its_scored_rewards_differ():
+    rewards = f64(1, 1, NAN, 0, 1, NAN, NAN, 5, NAN)
+    group = torch.tensor([9, 9, 9, 4, 4, 4, 30, 2, 2])
+    assert adv.has_signal(rewards, group).tolist() == [False, True, False, False]  # ids 2, 4, 9, 30
+
+
+def test_no_outlier_moves_the_other_group():
+    # [1, 1, 1, 9] twice: mean 3, centred -2 -2 -2 6, whatever the order and the ids.
+    rewards = f64(1, 9, 1, 1, 1, 9, 1, 1)
+    group = torch.tensor([900, 3, 3, 900, 3, 900, 900, 3])
+    actual = adv.group_centered(rewards, group)
+    assert_close(actual, [-2, 6, -2, -2, -2, 6, -2, -2])
+    assert actual[group == 3].sum() == 0
+    assert actual[group == 900].sum() == 0
+
+
+GROUP_RELATIVE = [
+    adv.GroupCentered(),
+    adv.GroupStandardized(),
+    adv.BatchStandardized(),
+    adv.LeaveOneOut(),
+    adv.Percentile(30.0),
+    adv.Robust(),
+    adv.MaxRl(),
+    adv.ReinforcePPBaseline(),
+]
+CENTERED_ON_THE_MEAN = [e for e in GROUP_RELATIVE if not isinstance(e, adv.Percentile | adv.Robust)]
+by_name = {"ids": lambda estimator: estimator.name}
+
+
+@pytest.mark.parametrize("estimator", GROUP_RELATIVE, **by_name)
+def test_an_unscorable_completion_has_advantage_zero_and_moves_no_other(estimator):
+    rewards = torch.cat([REWARDS, f64(NAN, NAN)])
+    group = torch.cat([GROUP, torch.tensor([7, 99])])
+    actual = estimator(rewards, group)
+    assert_close(actual[:6], estimator(REWARDS, GROUP))
+    assert actual[6:].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("estimator", GROUP_RELATIVE, **by_name)
+def test_a_completion_with_nothing_to_compare_it_with_has_advantage_zero(estimator):
+    actual = estimator(f64(5, 1, NAN, 3, 4), torch.tensor([0, 1, 1, 2, 2]))
+    assert actual[:3].tolist() == [0, 0, 0]
+    assert actual[3] <= 0 < actual[4]
+
+
+@pytest.mark.parametrize("estimator", GROUP_RELATIVE, **by_name)
+@pytest.mark.parametrize("reward", [0.1, -0.3, 1e6])
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_equal_rewards_give_exactly_zero(estimator, reward, size):
+    rewards = torch.full((size,), reward)
+    assert estimator(rewards, torch.zeros(size, dtype=torch.long)).tolist() == [0] * size
+    assert not adv.has_signal(rewards, torch.zeros(size, dtype=torch.long)).any()
+
+
+@pytest.mark.parametrize("estimator", GROUP_RELATIVE, **by_name)
+def test_a_batch_without_any_score_gives_zeros(estimator):
+    assert estimator(f64(NAN, NAN, NAN), torch.tensor([0, 0, 1])).tolist() == [0, 0, 0]
+
+
+batches = st.integers(1, 4).flatmap(
+    lambda num_groups: st.lists(
+        st.tuples(st.integers(0, num_groups - 1), st.sampled_from([-1.0, 0.0, 0.25, 1.0, 9.0, NAN])),
+        min_size=1,
+        max_size=16,
+    )
+)
+
+
+@given(batch=batches, seed=st.integers(0, 99), estimator=st.sampled_from(GROUP_RELATIVE))
+@settings(max_examples=60, deadline=None)
+def test_neither_order_nor_ids_matter(batch, seed, estimator):
+    group = torch.tensor([g for g, _ in batch])
+    rewards = f64(*(r for _, r in batch))
+    shuffle = torch.from_numpy(np.random.default_rng(seed).permutation(len(batch)))
+    ids = torch.tensor([70, -3, 11, 4])
+    expected = estimator(rewards, group)[shuffle]
+    assert_close(estimator(rewards[shuffle], ids[group[shuffle]]), expected)
+
+
+@given(batch=batches, estimator=st.sampled_from(CENTERED_ON_THE_MEAN))
+@settings(max_examples=60, deadline=None)
+def test_centred_advantages_sum_to_zero_in_each_group(batch, estimator):
+    group = torch.tensor([g for g, _ in batch])
+    actual = estimator(f64(*(r for _, r in batch)), group)
+    for g in group.unique():
+        assert abs(actual[group == g].sum().item()) < 1e-9
+
+
+@given(batch=batches, shift=st.sampled_from([-3.0, 10.0]))
+@settings(max_examples=30, deadline=None)
+def test_a_constant_added_to_every_reward_changes_nothing_but_max_rl(batch, shift):
+    group = torch.tensor([g for g, _ in batch])
+    rewards = f64(*(r for _, r in batch))
+    for estimator in GROUP_RELATIVE:
+        if not isinstance(estimator, adv.MaxRl):
+            assert_close(estimator(rewards + shift, group), estimator(rewards, group), atol=1e-9)
+
+
+@given(batch=batches)
+@settings(max_examples=30, deadline=None)
+def test_group_statistics_are_numpy_s(batch):
+    group = np.array([g for g, _ in batch])
+    rewards = np.array([r for _, r in batch])
+    standardized, robust, percentile = (np.zeros(len(batch)) for _ in range(3))
+    for g in np.unique(group):
+        mine = (group == g) & ~np.isnan(rewards)
+        r = rewards[mine]
+        if len(r) < 2:
+            continue
+        standardized[mine] = (r - r.mean()) / (r.std(ddof=1) + EPS)
+        mad = np.median(np.abs(r - np.median(r)))
+        robust[mine] = (r - np.median(r)) / ((mad if mad > 0 else r.std(ddof=1)) + EPS)
+        percentile[mine] = r - np.percentile(r, 80)
+    tensors = torch.from_numpy(rewards), torch.from_numpy(group)
+    assert_close(adv.group_standardized(*tensors), standardized, atol=1e-9)
+    assert_close(adv.robust(*tensors), robust, atol=1e-9)
+    assert_close(adv.percentile(*tensors, 80.0), percentile, atol=1e-9)
+
+
+def test_float32_rewards_give_float32_advantages():
+    assert all(e(REWARDS.float(), GROUP).dtype == torch.float32 for e in GROUP_RELATIVE)
+
+
+@pytest.mark.parametrize(("rewards", "group"), [([1.0, math.inf], [0, 0]), ([1.0, -math.inf], [0, 0]), ([], [])])
+def test_infinite_or_no_rewards_are_refused(rewards, group):
+    with pytest.raises(InputError, match="finite reward"):
+        adv.group_centered(f64(*rewards), torch.tensor(group, dtype=torch.long))
+
+
+# --- token returns ---
+
+
+SEQUENCE = torch.tensor([0, 0, 0, 2, 2])
+
+
+def test_rewards_are_paid_once_at_the_last_token():
+    assert adv.pay_at_last_token(f64(5, 6, 7), SEQUENCE).tolist() == [0, 0, 5, 0, 7]
+
+
+def test_a_turn_s_reward_is_paid_once_at_the_last_token_of_the_turn():
+    turn = torch.tensor([0, 1, 1, 1, 4])
+    index = adv.turn_index(SEQUENCE, turn)
+    assert index.tolist() == [0, 1, 1, 2, 3]
+    assert adv.pay_at_last_token(f64(1, 2, 3, 4), index).tolist() == [1, 0, 2, 3, 4]
+
+
+def test_a_new_sequence_is_a_new_turn_even_under_the_same_turn_id():
+    assert adv.turn_index(torch.tensor([0, 1, 1]), torch.tensor([3, 3, 3])).tolist() == [0, 1, 1]
+
+
+def test_discounted_returns_by_hand():
+    # 1 + 0.5 (2 + 0.5 * 4) = 3, 2 + 2 = 4, 4 | 8 + 0.5 * 6 = 11, 6
+    assert adv.discounted_returns(f64(1, 2, 4, 8, 6), SEQUENCE, 0.5).tolist() == [3, 4, 4, 11, 6]
+
+
+runs = st.lists(st.integers(1, 9), min_size=1, max_size=6)
+
+
+@given(lengths=runs, seed=st.integers(0, 99), discount=st.sampled_from([0.0, 0.3, 0.99, 1.0]))
+@settings(max_examples=50, deadline=None)
+def test_discounted_returns_are_those_of_the_recursion(lengths, seed, discount):
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    rewards = np.random.default_rng(seed).normal(size=len(sequence))
+    expected, following = np.zeros_like(rewards), 0.0
+    for t in reversed(range(len(rewards))):
+        last = t + 1 == len(rewards) or sequence[t + 1] != sequence[t]
+        following = rewards[t] + (0.0 if last else discount * following)
+        expected[t] = following
+    assert_close(adv.discounted_returns(torch.from_numpy(rewards), sequence, discount), expected)
+
+
+def test_reinforce_pp_by_hand():
+    # Returns with gamma 1/2 of the rewards above: 3 4 4 11 6, mean 28/5, squares 198 - 784/5 = 206/5, std sqrt(206/20).
+    std = math.sqrt(206 / 20) + EPS
+    expected = [(r - 5.6) / std for r in (3, 4, 4, 11, 6)]
+    assert_close(adv.reinforce_pp(f64(1, 2, 4, 8, 6), SEQUENCE, 0.5), expected)
+
+
+def test_reinforce_pp_leaves_an_unscorable_sequence_out():
+    actual, target = adv.ReinforcePP()(f64(0, 0, NAN, 0, 2, 0), torch.tensor([0, 0, 0, 1, 1, 2]))
+    std = math.sqrt(4 / 3) + EPS  # returns 2 2 0, mean 4/3, squares 8/3
+    assert_close(actual, [0, 0, 0, 2 / 3 / std, 2 / 3 / std, -4 / 3 / std])
+    assert target is None
+
+
+def test_gae_by_hand():
+    # gamma 1/2, lambda 1/2: delta = 1 + .5*4 - 2 = 1, 0 + .5*8 - 4 = 0, 16 - 8 = 8 | 0 + .5*2 - 4 = -3, 6 - 2 = 4
+    # A: 8; 0 + 8/4 = 2; 1 + 2/4 = 1.5 | 4; -3 + 4/4 = -2.  R = A + V.
+    rewards, values = f64(1, 0, 16, 0, 6), f64(2, 4, 8, 4, 2)
+    advantage, target = adv.gae(rewards, values, SEQUENCE, gamma=0.5, lambda_=0.5)
+    assert advantage.tolist() == [1.5, 2, 8, -2, 4]
+    assert target.tolist() == [3.5, 6, 16, 2, 6]
+
+
+def test_gae_per_turn_by_hand():
+    # Sequence 0: turn 0 (tokens 0, 1; reward 1 + 3 = 4, V 2), turn 1 (token 2; reward 16, V 8). Sequence 2: one turn
+    # (reward 6, V 4). gamma 1/2, lambda 1/2: delta = 4 + 4 - 2 = 6, 16 - 8 = 8 | 6 - 4 = 2. A: 6 + 8/4 = 8, 8 | 2.
+    rewards, values, turn = f64(1, 3, 16, 0, 6), f64(2, 100, 8, 4, 100), torch.tensor([0, 0, 1, 0, 0])
+    advantage, target = adv.gae(rewards, values, SEQUENCE, gamma=0.5, lambda_=0.5, turn=turn)
+    assert advantage.tolist() == [8, 8, 8, 2, 2]
+    assert target.tolist() == [10, 10, 16, 6, 6]
+
+
+@given(lengths=runs, seed=st.integers(0, 99))
+@settings(max_examples=25, deadline=None)
+def test_gae_with_lambda_one_is_the_return_minus_the_value(lengths, seed):
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    rewards, values = torch.from_numpy(np.random.default_rng(seed).normal(size=(2, len(sequence))))
+    advantage, target = adv.gae(rewards, values, sequence, gamma=0.9, lambda_=1.0)
+    assert_close(target, adv.discounted_returns(rewards, sequence, 0.9))
+    assert_close(advantage, target - values)
+
+
+def test_one_turn_a_token_is_gae_per_token():
+    rewards, values = f64(1, 0, 16, 0, 6), f64(2, 4, 8, 4, 2)
+    per_token = adv.gae(rewards, values, SEQUENCE, 0.9, 0.8)
+    per_turn = adv.gae(rewards, values, SEQUENCE, 0.9, 0.8, turn=torch.tensor([0, 1, 2, 0, 1]))
+    for a, b in zip(per_token, per_turn, strict=True):
+        assert_close(a, b)
+
+
+def test_gae_s_value_targets_come_from_unwhitened_advantages():
+    rewards, values = f64(1, 0, 16, 0, 6), f64(2, 4, 8, 4, 2)
+    advantage, target = adv.Gae(gamma=0.5, lambda_=0.5)(rewards, SEQUENCE, values)
+    # 1.5 2 8 -2 4: mean 2.7, squares 90.25 - 36.45 = 53.8
+    std = math.sqrt(53.8 / 4) + EPS
+    assert_close(advantage, [(a - 2.7) / std for a in (1.5, 2, 8, -2, 4)])
+    assert target.tolist() == [3.5, 6, 16, 2, 6]
+
+
+def test_gae_leaves_an_unscorable_sequence_out_and_its_values_where_they_are():
+    rewards, values = f64(0, 0, NAN, 0, 6), f64(2, 4, 8, 4, 2)
+    advantage, target = adv.Gae(gamma=0.5, lambda_=0.5)(rewards, SEQUENCE, values)
+    # Of the second sequence: -3 + 4/4 = -2 and 4, mean 1, std sqrt(18).
+    std = math.sqrt(18) + EPS
+    assert_close(advantage, [0, 0, 0, -3 / std, 3 / std])
+    assert target.tolist() == [2, 4, 8, 2, 6]
+
+
+def test_token_advantages_of_no_token_are_empty():
+    nothing = f64()
+    assert adv.ReinforcePP()(nothing, nothing.long())[0].tolist() == []
+    assert [x.tolist() for x in adv.Gae()(nothing, nothing.long(), nothing)] == [[], []]
+    assert adv.gae(nothing, nothing, nothing.long(), turn=nothing.long())[0].tolist() == []
+
+
+def test_gae_without_what_it_needs_is_refused():
+    rewards = f64(1, 0, 16, 0, 6)
+    with pytest.raises(InputError, match="value head"):
+        adv.Gae()(rewards, SEQUENCE)
+    with pytest.raises(InputError, match="turn ids"):
+        adv.Gae(action="turn")(rewards, SEQUENCE, values=rewards)
+
+
+def test_turn_ids_matter_only_where_an_action_is_a_turn():
+    rewards, values, turn = f64(1, 3, 16, 0, 6), f64(2, 100, 8, 4, 100), torch.tensor([0, 0, 1, 0, 0])
+    per_token = adv.Gae(0.5, 0.5, whiten=False)(rewards, SEQUENCE, values, turn)
+    assert torch.equal(per_token[0], adv.gae(rewards, values, SEQUENCE, 0.5, 0.5)[0])
+    per_turn = adv.Gae(0.5, 0.5, action="turn", whiten=False)(rewards, SEQUENCE, values, turn)
+    assert per_turn[0].tolist() == [8, 8, 8, 2, 2]
+
+
+# --- the batch over ranks ---
+
+
+def on_a_share(rank, num_ranks):
+    """Each rank's whole groups, or tokens, of one batch."""
+    everywhere = sum_over_group(torch.distributed.group.WORLD)
+    group = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+    rewards = f64(1, 2, 0, NAN, 5, 1, 3, 4)
+    mine = group % num_ranks == rank
+    results = [
+        estimator(rewards[mine], group[mine], everywhere)
+        for estimator in (adv.BatchStandardized(), adv.ReinforcePPBaseline())
+    ]
+    both = torch.stack([rewards, rewards.flip(0)], 1)
+    results.append(adv.Gdpo()(both[mine], group[mine], f64(1, 2), everywhere))
+    results.append(adv.ReinforcePP()(rewards[mine], group[mine], sum_over_ranks=everywhere)[0])
+    results.append(adv.Gae()(rewards[mine], group[mine], rewards.flip(0)[mine].nan_to_num(), None, everywhere)[0])
+    return mine, results
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_statistics_of_the_batch_are_those_of_every_rank(num_ranks):
+    _, whole = run_on_ranks(1, on_a_share, 1)[0]
+    shares = run_on_ranks(num_ranks, on_a_share, num_ranks)
+    for i, expected in enumerate(whole):
+        actual = torch.empty_like(expected)
+        for mine, results in shares:
+            actual[mine] = results[i]
+        assert_close(actual, expected)
+
+
+# --- configuration ---
+
+
+adapter = TypeAdapter(Annotated[adv.Advantage, Field(discriminator="name")])
+
+
+def test_every_estimator_is_chosen_by_name():
+    for kind in get_args(adv.Advantage):
+        knobs = {"q": 50} if kind is adv.Percentile else {}
+        chosen = adapter.validate_python({"name": kind.name, "clip": 5, **knobs})
+        assert type(chosen) is kind
+        assert chosen.clip == 5
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"name": "group_centered", "q": 50}, "Unexpected keyword argument"),
+        ({"name": "reinforce_pp", "lambda_": 1}, "Unexpected keyword argument"),
+        ({"name": "percentile"}, "Field required"),
+        ({"name": "percentile", "q": 100.5}, "percentile q from 0 to 100"),
+        ({"name": "percentile", "q": -1}, "percentile q from 0 to 100"),
+        ({"name": "raw", "clip": 0}, "positive advantage clip"),
+        ({"name": "gae", "clip": -1}, "positive advantage clip"),
+        ({"name": "reinforce_pp", "clip": -1}, "positive advantage clip"),
+        ({"name": "percentile", "q": 1, "clip": -1}, "positive advantage clip"),
+        ({"name": "gae", "gamma": 1.01}, "gamma from 0 to 1"),
+        ({"name": "gae", "lambda_": -0.1}, "lambda_ from 0 to 1"),
+        ({"name": "reinforce_pp", "gamma": -0.1}, "gamma from 0 to 1"),
+        ({"name": "zscore"}, "expected tags"),
+    ],
+)
+def test_a_wrong_configuration_says_what_is_wrong(config, message):
+    with pytest.raises(ValidationError, match=message):
+        adapter.validate_python(config)
+
+
+def test_bounds_of_knobs_are_allowed():
+    assert adv.Percentile(0.0).q == 0
+    assert adv.Percentile(100.0).q == 100
+    assert adv.Gae(gamma=0.0, lambda_=0.0).gamma == 0
+    assert adv.Gae(gamma=1.0, lambda_=1.0).lambda_ == 1
+    with pytest.raises(ConfigurationError):
+        adv.Raw(clip=0.0)
+
+
+def test_defaults_are_the_papers():
+    assert (adv.Gae().gamma, adv.Gae().lambda_, adv.Gae().action, adv.Gae().whiten) == (1, 0.95, "token", True)
+    assert adv.ReinforcePP().gamma == 1
+
+
+def test_clip_holds_the_advantage_and_the_held_are_counted():
+    for estimator, expected in [
+        (adv.GroupCentered(clip=2.0), [-2, -2, -1, 2, 2, 0]),
+        (adv.Raw(clip=2.0), [1, 0, 2, 2, 2, 2]),
+    ]:
+        assert estimator(REWARDS, GROUP).tolist() == expected
+    assert adv.num_clipped(f64(-2, -2, -1, 2, 2, 0), 2.0) == 4
+    held, target = adv.Gae(0.5, 0.5, whiten=False, clip=3.0)(f64(1, 0, 16, 0, 6), SEQUENCE, f64(2, 4, 8, 4, 2))
+    assert held.tolist() == [1.5, 2, 3, -2, 3]
+    assert target.tolist() == [3.5, 6, 16, 2, 6]
+    one, _ = adv.ReinforcePP(clip=0.5)(f64(0, 2, 0), torch.tensor([0, 0, 1]))
+    assert one.tolist() == [0.5, 0.5, -0.5]
+    assert adv.Gdpo(clip=0.5)(f64(0, 2)[:, None], torch.tensor([0, 0]), f64(1)).tolist() == [-0.5, 0.5]
+
+
+def test_whitening_gives_mean_zero_and_deviation_one_over_the_kept():
+    kept = torch.tensor([True, True, True, False])
+    white = adv.whiten(f64(1, 2, 6, 1000), kept)
+    # Mean 3, squares 4 + 1 + 9 = 14, std sqrt 7.
+    assert_close(white, [-2 / (math.sqrt(7) + EPS), -1 / (math.sqrt(7) + EPS), 3 / (math.sqrt(7) + EPS), 0])
+
+
+def test_whitening_a_single_value_gives_zero():
+    assert adv.whiten(f64(5, 7), torch.tensor([True, False])).tolist() == [0, 0]
