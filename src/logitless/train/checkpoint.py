@@ -126,11 +126,10 @@ def load_checkpoint(root: Path) -> Checkpoint:
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's state by parameter name: ``optimizer/<parameter>/<moment>``."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
     return {
-        f"optimizer/{names[parameter]}/{key}": value
-        for parameter, moments in optimizer.state.items()
-        for key, value in moments.items()
+        f"optimizer/{name}/{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
     }
 
 
@@ -185,7 +184,7 @@ def batch_tensors(batch: TokenBatch) -> dict[str, Tensor]:
 
 def restore_batch(tensors: Mapping[str, Tensor], lengths: Sequence[int], source_counts: Sequence[int]) -> TokenBatch:
     """The block of ``batch_tensors``; its host-side counts come from the JSON state."""
-    of_batch = {n.removeprefix("block/"): t for n, t in tensors.items() if n.startswith("block/")}
+    of_batch: dict[str, Any] = {n.removeprefix("block/"): t for n, t in tensors.items() if n.startswith("block/")}
     of_inputs = {n.removeprefix("inputs/"): of_batch.pop(n) for n in list(of_batch) if n.startswith("inputs/")}
     inputs = PackedInputs(**of_inputs, lengths=tuple(lengths), source_counts=tuple(source_counts))
     return TokenBatch(**of_batch, num_sequences=len(lengths), inputs=inputs)

@@ -14,6 +14,7 @@ from logitless.objective.advantage import Advantage
 from logitless.objective.correction import SamplerCorrection
 from logitless.objective.divergence import KLPenalty
 from logitless.objective.filters import Filter
+from logitless.objective.kl_control import KLControl
 from logitless.objective.objective import EntropyBonus, Ratio, Surrogate
 from logitless.objective.weighting import Weighting
 from logitless.rewards.options import RewardOptions

@@ -5,15 +5,12 @@ A part in braces (``reward/{function}/mean``) is free: it stands for anything wi
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import fmean, pstdev
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from logitless.data.sources import nearest
 from logitless.errors import InputError
-from logitless.rewards.combine import reward_statistics
-from logitless.types import Group, VerdictStatus
 
 Unit = Literal["1", "nat", "reward", "token", "completion", "group", "prompt", "step", "block", "s", "token/s", "byte"]
 Aggregation = Literal["mean", "std", "p95", "min", "max", "sum", "last"]
@@ -72,23 +69,21 @@ METRICS: tuple[Metric, ...] = (
     Metric("verdict/{function}/missing", "completion", "sum", "completion", "it could not be graded here"),
     Metric("gate/{function}/closed_fraction", "1", "mean", "completion", "completions that a gate kept from scoring"),
     Metric(
-        "constraint/{function}/{constraint}/pass_rate",
+        "constraint/{constraint}/pass_rate",
         "1",
         "mean",
         "constraint",
         "checks of one constraint that passed",
     ),
-    Metric("constraint/{function}/{constraint}/count", "1", "sum", "constraint", "checks of one constraint"),
+    Metric("constraint/{constraint}/count", "1", "sum", "constraint", "checks of one constraint"),
     Metric(
-        "constraint_family/{function}/{family}/pass_rate",
+        "constraint_family/{family}/pass_rate",
         "1",
         "mean",
         "constraint",
         "the same over a family of constraints",
     ),
-    Metric(
-        "constraint_family/{function}/{family}/count", "1", "sum", "constraint", "checks of a family of constraints"
-    ),
+    Metric("constraint_family/{family}/count", "1", "sum", "constraint", "checks of a family of constraints"),
     # Groups
     Metric("group/zero_signal_fraction", "1", "mean", "group", "groups whose rewards are all equal"),
     Metric("group/dropped", "group", "sum", "block", "zero-signal groups left out of training"),
@@ -124,7 +119,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("kl_ref/bounded", "1", "sum", "run", "times beta was held at its bounds"),
     # Policy
     Metric("entropy/mean", "nat", "mean", "token", "entropy of the policy's next-token distribution"),
-    Metric("entropy/bonus", "nat", "mean", "token", "the mean that the entropy bonus pays for"),
+    Metric("entropy/bonus_mean", "nat", "mean", "token", "the mean that the entropy bonus pays for"),
     Metric("entropy/bonus_coefficient", "1", "last", "run", "coefficient of the entropy bonus in this step"),
     Metric("ratio/min", "1", "min", "token", "exp(logp - logp_old), at the level the objective uses"),
     Metric("ratio/mean", "1", "mean", "token", "the same"),
@@ -221,96 +216,6 @@ def repeatable(record: Mapping[str, Any]) -> dict[str, Any]:
         {'step': 1}
     """
     return {name: value for name, value in record.items() if metric_of(name).repeatable}
-
-
-def step_metrics(diagnostics: Mapping[str, float]) -> dict[str, float]:
-    """The numbers of ``objective.diagnostics.step_diagnostics`` under the names of the list.
-
-    Raises:
-        InputError: a number that has no name here.
-
-    Example:
-        >>> step_metrics({"clip_fraction_low": 0.1, "ref_k3_p95": 0.2, "dropped_off_policy": 0.0})
-        {'clip/low_fraction': 0.1, 'kl_ref/k3_p95': 0.2, 'filter/off_policy/dropped_fraction': 0.0}
-    """
-    return {_diagnostic_name(name): value for name, value in diagnostics.items()}
-
-
-_DIAGNOSTICS = {
-    "loss": "loss/total",
-    "num_tokens": "optimizer/tokens",
-    "num_kl_clamped": "kl_ref/clamped",
-    "num_missing_sampler": "sampler/missing",
-    "entropy_bonus": "entropy/bonus",
-    "live_fraction": "head/live_fraction",
-}
-_DIAGNOSTIC_FAMILIES = (
-    (r"clip_fraction_(\w+)", r"clip/\1_fraction"),
-    (r"ratio_(\w+)", r"ratio/\1"),
-    (r"(old|ref)_(k[123]_\w+)", r"kl_\1/\2"),
-    (r"kl_(mean|p95)", r"kl_ref/penalty_\1"),
-    (r"entropy_(\w+)", r"entropy/\1"),
-    (r"sampler_difference_(\w+)", r"sampler/logp_difference_\1"),
-    (r"correction_(\w+)", r"sampler/correction_\1"),
-    (r"dropped_(\w+)", r"filter/\1/dropped_fraction"),
-)
-
-
-def _diagnostic_name(name: str) -> str:
-    found = _DIAGNOSTICS.get(name)
-    for pattern, replacement in _DIAGNOSTIC_FAMILIES:
-        if found is None and re.fullmatch(pattern, name):
-            found = re.sub(pattern, replacement, name)
-    check_names([found or name])
-    return found or name
-
-
-def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards, verdicts, constraints, signal and lengths of a block's groups, before any of them is left out.
-
-    Args:
-        groups: at least one completion in all. Spreads are of the population.
-
-    Returns:
-        A mean of nothing (no scored completion) is left out.
-
-    Example:
-        >>> from logitless.types import Completion, Prompt, Verdict
-        >>> prompt = Prompt(id="7", text="2+2=", token_ids=(4, 9))
-        >>> right = Completion(prompt_id="7", token_ids=(4, 0), text="4", finish_reason="stop")
-        >>> cut = Completion(prompt_id="7", token_ids=(5, 5, 5, 5), text="5555", finish_reason="length")
-        >>> verdicts = ({"exact": Verdict.graded(1.0)}, {"exact": Verdict.graded(0.0)})
-        >>> numbers = group_metrics([Group(prompt, (right, cut), verdicts, (1.0, 0.0))])
-        >>> numbers["reward/mean"], numbers["length/truncated_fraction"], numbers["group/zero_signal_fraction"]
-        (0.5, 0.5, 0.0)
-    """
-    completions = [completion for group in groups for completion in group.completions]
-    scored = [[reward for reward in group.rewards if reward is not None] for group in groups]
-    rewards = [reward for of_group in scored for reward in of_group]
-    lengths = [completion.length for completion in completions]
-    metrics: dict[str, float] = {
-        "reward/unscored": len(completions) - len(rewards),
-        "group/zero_signal_fraction": fmean(len(set(of_group)) < 2 for of_group in scored),
-        "length/mean": fmean(lengths),
-        "length/min": min(lengths),
-        "length/max": max(lengths),
-        "length/truncated_fraction": fmean(completion.finish_reason == "length" for completion in completions),
-        "length/empty": sum(not completion.text for completion in completions),
-        "length/prompt_mean": fmean(len(group.prompt.token_ids) for group in groups for _ in group.completions),
-    }
-    if rewards:
-        metrics["reward/mean"], metrics["reward/std"] = fmean(rewards), pstdev(rewards)
-        metrics["reward/std_in_group"] = fmean(pstdev(of_group) for of_group in scored if of_group)
-    for function, numbers in reward_statistics([verdicts for group in groups for verdicts in group.verdicts]).items():
-        for status in get_args(VerdictStatus):
-            metrics[f"verdict/{function}/{status}"] = numbers[status]
-        if numbers["mean"] is not None:
-            metrics[f"reward/{function}/mean"], metrics[f"reward/{function}/std"] = numbers["mean"], numbers["std"]
-        for kind, of_kind in (("constraint", numbers["constraints"]), ("constraint_family", numbers["families"])):
-            for identifier, rate in of_kind.items():
-                metrics[f"{kind}/{function}/{identifier}/pass_rate"] = rate["pass_rate"]
-                metrics[f"{kind}/{function}/{identifier}/count"] = rate["count"]
-    return {name: float(value) for name, value in metrics.items()}
 
 
 def metrics_page() -> str:

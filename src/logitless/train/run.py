@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from logitless.errors import ConfigurationError
 from logitless.models.lora import frozen_copy
 from logitless.rollout.engine import Engine
-from logitless.rollout.recorded import RecordedSampler
+from logitless.rollout.recorded import RecordedEngine
 from logitless.rollout.transformers import TransformersSampler
 from logitless.train.checkpoint import load_checkpoint
 from logitless.train.config import RecordedEngineSection, Recipe
@@ -126,7 +126,7 @@ def _policies(
 def _engine(recipe: Recipe, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Engine:
     options = recipe.rollout.engine
     if isinstance(options, RecordedEngineSection):
-        return RecordedSampler(Path(options.path))
+        return RecordedEngine(Path(options.path))
     return TransformersSampler(policy.model, tokenizer, max_rows=options.max_rows, autocast=policy.autocast)
 
 

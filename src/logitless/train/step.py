@@ -68,7 +68,7 @@ def step_batch(
         ]
     whole = block.take([s for row in plan.micro_batches for s in row])
     whole = replace(whole, token_weight=torch.cat([p.token_weight for p in parts]))
-    entropy_weight = objective.entropy_weight(whole, block=statistics).split([p.num_tokens for p in parts])
+    entropy_weight = torch.split(objective.entropy_weight(whole, block=statistics), [p.num_tokens for p in parts])
     return [replace(p, entropy_weight=w) for p, w in zip(parts, entropy_weight, strict=True)]
 
 

@@ -68,7 +68,7 @@ def warm_start(
                 batch.take(sequences).to(policy.device), temperature=1.0, backend=train.training_backend
             )
             part = -scores.logp.sum() / batch.num_tokens
-            part.backward()
+            part.backward()  # type: ignore[no-untyped-call]
             loss += float(part.detach())
         rate = learning_rate(step, step / options.steps, schedule)
         _, finite = take_step(optimizer, rate=rate, max_grad_norm=train.max_grad_norm)
