@@ -18,8 +18,9 @@ from logitless.errors import DataError, InputError
 from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
 
-_REQUIRED = {"prompt_id": str, "token_ids": int, "text": str, "finish_reason": str}
-_OPTIONAL = {"logp_sampler": (int, float), "trained": bool, "turn": int}
+_Kinds = dict[str, tuple[type, ...]]
+_REQUIRED: _Kinds = {"prompt_id": (str,), "token_ids": (int,), "text": (str,), "finish_reason": (str,)}
+_OPTIONAL: _Kinds = {"logp_sampler": (float, int), "trained": (bool,), "turn": (int,)}
 _SEQUENCES = {"token_ids", *_OPTIONAL}
 
 
@@ -38,7 +39,8 @@ class RecordedEngine:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "completions.jsonl"
         >>> write_completions(path, [Completion("7", (4, 2), "4", "stop")])
-        >>> RecordedEngine(path).sample([Prompt("7", "2+2=", (4,))], 1, SamplingOptions(max_new_tokens=2), seed=0)[0][0].text
+        >>> engine = RecordedEngine(path)
+        >>> engine.sample([Prompt("7", "2+2=", (4,))], 1, SamplingOptions(max_new_tokens=2), seed=0)[0][0].text
         '4'
     """
 
@@ -169,14 +171,14 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
 def _completion(row: Any, place: str) -> Completion:
     if not isinstance(row, Mapping):
         raise DataError(needed="an object a completion", given=f"{row!r} in {place}", remedy="Repair the row.")
-    for name, kind in {**_REQUIRED, **_OPTIONAL}.items():
+    for name, kinds in {**_REQUIRED, **_OPTIONAL}.items():
         value = row.get(name)
         if value is None and name in _OPTIONAL:
             continue
         items = value if name in _SEQUENCES else [value]
-        if not isinstance(items, list) or any(not isinstance(item, kind) for item in items):
+        if not isinstance(items, list) or any(not isinstance(item, kinds) for item in items):
             raise DataError(
-                needed=f"{name} as {'a list of ' if name in _SEQUENCES else ''}{_name(kind)}",
+                needed=f"{name} as {'a list of ' if name in _SEQUENCES else ''}{kinds[0].__name__}",
                 given=f"{value!r} in {place}",
                 remedy="Repair or remove the row.",
             )
@@ -186,13 +188,9 @@ def _completion(row: Any, place: str) -> Completion:
             given=f"{row['finish_reason']!r} in {place}",
             remedy="Repair or remove the row.",
         )
-    values = {name: row.get(name) for name in _fields()}
-    values |= {name: tuple(values[name]) for name in _SEQUENCES if values[name] is not None}
+    values: dict[str, Any] = {name: row[name] for name in _fields() if row.get(name) is not None}
+    values |= {name: tuple(value) for name, value in values.items() if name in _SEQUENCES}
     try:
         return Completion(**values)
     except InputError as error:
         raise DataError(needed=error.needed, given=f"{error.given} in {place}", remedy=error.remedy) from error
-
-
-def _name(kind: Any) -> str:
-    return " or ".join(k.__name__ for k in kind) if isinstance(kind, tuple) else kind.__name__

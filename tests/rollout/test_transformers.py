@@ -1,0 +1,300 @@
+import math
+from collections import Counter
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from logitless.errors import InputError, UnavailableError
+from logitless.models.char_tokenizer import character_tokenizer
+from logitless.models.lora import LoraOptions, add_lora
+from logitless.rollout.sampling import SamplingOptions, sampling_logp
+from logitless.rollout.transformers import TransformersSampler
+from logitless.types import Completion, Prompt
+from tests.models.tiny import CONFIGS, tiny
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,;:?"
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    made = character_tokenizer(ALPHABET)
+    assert len(made) == 61
+    return made
+
+
+def prompts(*lengths: int) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(5)
+    ids = [torch.randint(3, 61, (n,), generator=generator).tolist() for n in lengths]
+    return [Prompt(id=f"p{i}", text="", token_ids=tuple(row)) for i, row in enumerate(ids)]
+
+
+def sampler(name: str = "llama", **options: Any) -> TransformersSampler:
+    return TransformersSampler(tiny(name), tokenizer(), **options)
+
+
+def speaking(end_bias: float) -> nn.Module:
+    """A Llama that never says pad or BOS, and EOS as often as the bias makes it."""
+    model = tiny("llama")
+    bias = torch.zeros(61)
+    bias[:3] = torch.tensor([-1e4, -1e4, end_bias])
+    model.lm_head.bias = nn.Parameter(bias)
+    return model
+
+
+def with_frequent_end() -> nn.Module:
+    """A model that ends a completion after a few tokens."""
+    return speaking(4.0)
+
+
+def logp_alone(model: nn.Module, prompt: Prompt, completion: Completion, options: SamplingOptions) -> torch.Tensor:
+    """One plain forward over prompt and completion, then the distribution of each step."""
+    ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]])
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt.token_ids) - 1 : -1].float()
+    seen = torch.stack(
+        [torch.bincount(ids[0, : len(prompt.token_ids) + t], minlength=61) > 0 for t in range(completion.length)]
+    )
+    logp = sampling_logp(logits, options, seen)
+    return logp.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logp_sampler_is_that_of_a_plain_forward_over_each_completion(name):
+    engine, asked = sampler(name), prompts(3, 9, 1, 9)
+    options = SamplingOptions(max_new_tokens=12, temperature=0.8)
+    for prompt, group in zip(asked, engine.sample(asked, 3, options, seed=1), strict=True):
+        assert len(group) == 3
+        for completion in group:
+            expected = logp_alone(engine._model, prompt, completion, options)
+            torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"top_p": 0.7},
+        {"top_k": 4},
+        {"min_p": 0.2},
+        {"repetition_penalty": 1.5},
+        {"top_p": 0.9, "top_k": 10, "repetition_penalty": 1.2, "temperature": 1.5},
+    ],
+    ids=str,
+)
+def test_logp_sampler_includes_the_filters(filters):
+    engine, asked = sampler(), prompts(3, 5)
+    options = SamplingOptions(max_new_tokens=10, **filters)
+    for prompt, group in zip(asked, engine.sample(asked, 4, options, seed=1), strict=True):
+        for completion in group:
+            expected = logp_alone(engine._model, prompt, completion, options)
+            assert expected.isfinite().all()
+            torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "gemma3", "gpt2", "opt", "falcon"])
+def test_temperature_zero_is_the_greedy_search_of_transformers(name):
+    model, asked = tiny(name), prompts(3, 9, 1)
+    completions = TransformersSampler(model, tokenizer()).sample(
+        asked, 1, SamplingOptions(max_new_tokens=12, temperature=0.0, repetition_penalty=1.2), seed=0
+    )
+    config = GenerationConfig(
+        max_new_tokens=12, do_sample=False, repetition_penalty=1.2, eos_token_id=2, pad_token_id=0, bos_token_id=1
+    )
+    for prompt, (completion,) in zip(asked, completions, strict=True):
+        ids = torch.tensor([prompt.token_ids])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        assert completion.token_ids == tuple(out[0, ids.shape[1] :].tolist())
+        assert set(completion.logp_sampler) == {0.0}
+
+
+def test_first_tokens_are_sampled_as_often_as_they_are_likely():
+    """4000 draws; each of 61 frequencies within 5 standard deviations of its probability."""
+    engine, (prompt,) = sampler(max_rows=1000), prompts(4)
+    options = SamplingOptions(max_new_tokens=1, temperature=0.7)
+    (group,) = engine.sample([prompt], 4000, options, seed=3)
+    counts = Counter(completion.token_ids[0] for completion in group)
+    with torch.no_grad():
+        logits = engine._model(input_ids=torch.tensor([prompt.token_ids])).logits[0, -1]
+    for token, p in enumerate((logits / 0.7).softmax(-1).tolist()):
+        assert abs(counts[token] - 4000 * p) <= 5 * math.sqrt(4000 * p * (1 - p)) + 1
+
+
+def test_the_same_seed_gives_the_same_completions_and_another_others():
+    engine, asked = sampler(), prompts(3, 5)
+    options = SamplingOptions(max_new_tokens=8)
+    first = engine.sample(asked, 3, options, seed=1)
+    torch.manual_seed(99)
+    assert engine.sample(asked, 3, options, seed=1) == first
+    assert engine.sample(asked, 3, options, seed=2) != first
+    assert len({completion.token_ids for group in first for completion in group}) == 6
+
+
+@pytest.mark.parametrize("max_rows", [1, 4, 5, 512])
+def test_a_completion_does_not_depend_on_the_batch_it_is_sampled_in(max_rows):
+    model, asked = with_frequent_end(), prompts(3, 9, 1, 5)
+    options = SamplingOptions(max_new_tokens=20)
+    whole = TransformersSampler(model, tokenizer()).sample(asked, 4, options, seed=1)
+    other = TransformersSampler(model, tokenizer(), max_rows=max_rows)
+    assert [[c.token_ids for c in g] for g in other.sample(asked, 4, options, seed=1)] == [
+        [c.token_ids for c in g] for g in whole
+    ]
+    alone = other.sample(asked[2:3], 2, options, seed=1)
+    assert [c.token_ids for c in alone[0]] == [c.token_ids for c in whole[2][:2]]
+
+
+def test_removing_ended_rows_changes_no_completion(monkeypatch):
+    model, asked = with_frequent_end(), prompts(3, 9, 1, 5)
+    options = SamplingOptions(max_new_tokens=30, repetition_penalty=1.1)
+    engine = TransformersSampler(model, tokenizer())
+    removed = engine.sample(asked, 8, options, seed=1)
+    monkeypatch.setattr("logitless.rollout.transformers._COMPACT_BELOW", 0.0)
+    kept = engine.sample(asked, 8, options, seed=1)
+    assert [c.token_ids for g in removed for c in g] == [c.token_ids for g in kept for c in g]
+    assert len({c.length for g in kept for c in g}) > 5
+
+
+def test_ended_rows_leave_the_batch():
+    model, rows = with_frequent_end(), []
+    model.register_forward_pre_hook(
+        lambda module, arguments, named: rows.append(named["input_ids"].shape), with_kwargs=True
+    )
+    TransformersSampler(model, tokenizer()).sample(prompts(3, 3), 50, SamplingOptions(max_new_tokens=30), seed=1)
+    assert rows[0] == (2, 3), "prompts are read once, not once a sample"
+    assert rows[1][0] > 40
+    assert rows[-1][0] < 10
+
+
+def test_the_cache_grows_beyond_its_first_room():
+    engine = TransformersSampler(speaking(-1e4), tokenizer())
+    engine._config.max_position_embeddings = 400
+    (prompt,) = prompts(4)
+    options = SamplingOptions(max_new_tokens=150)
+    ((completion,),) = engine.sample([prompt], 1, options, seed=11)
+    assert completion.length == 150
+    expected = logp_alone(engine._model, prompt, completion, options)
+    torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_stop_token_ends_a_completion_and_stays_in_its_ids():
+    engine = TransformersSampler(with_frequent_end(), tokenizer())
+    (group,) = engine.sample(prompts(3), 40, SamplingOptions(max_new_tokens=10), seed=1)
+    assert {c.finish_reason for c in group} == {"stop", "length"}
+    for completion in group:
+        if completion.finish_reason == "stop":
+            assert completion.token_ids[-1] == 2
+            assert len(completion.text) == completion.length - 1
+        else:
+            assert completion.length == 10
+        assert 2 not in completion.token_ids[:-1]
+        assert "<" not in completion.text
+
+
+def test_stop_token_ids_of_the_caller_and_of_the_model_end_it_too():
+    model = speaking(0.0)
+    model.generation_config.eos_token_id = [2, 30, 31]
+    options = SamplingOptions(max_new_tokens=40, stop_token_ids=(32, 33, 34, 35))
+    (group,) = TransformersSampler(model, tokenizer()).sample(prompts(3), 20, options, seed=1)
+    ends = {2, 30, 31, 32, 33, 34, 35}
+    last = {c.token_ids[-1] for c in group if c.finish_reason == "stop"}
+    assert last & {30, 31}
+    assert last & set(options.stop_token_ids)
+    assert all(not ends & set(c.token_ids[:-1]) for c in group)
+    assert all(len(c.text) == c.length - (c.finish_reason == "stop") for c in group)
+
+
+def test_a_stop_string_cuts_the_text_before_it_and_the_ids_after_it():
+    engine, asked = TransformersSampler(speaking(0.0), tokenizer()), prompts(3, 5)
+    free = engine.sample(asked, 30, SamplingOptions(max_new_tokens=20), seed=1)
+    texts = [c.text for group in free for c in group]
+    stop = (texts[0][4:6], texts[40][7], texts[59][2:5])
+    halted = engine.sample(asked, 30, SamplingOptions(max_new_tokens=20, stop=stop), seed=1)
+    count = 0
+    for before, after in zip(chain(*free), chain(*halted), strict=True):
+        ends = [before.text.find(s) + len(s) for s in stop if s in before.text]
+        if not ends:
+            assert after.token_ids == before.token_ids
+            continue
+        count += 1
+        assert after.finish_reason == "stop"
+        assert after.token_ids == before.token_ids[: after.length]
+        assert after.text == before.text[: min(before.text.find(s) for s in stop if s in before.text[: min(ends)])]
+        assert tokenizer().decode(after.token_ids, skip_special_tokens=True) == before.text[: min(ends)]
+    assert count >= 3
+
+
+def test_a_row_of_one_token_and_a_prompt_of_one_token_work():
+    ((completion,),) = sampler().sample(prompts(1), 1, SamplingOptions(max_new_tokens=1), seed=0)
+    assert completion.length == 1
+
+
+def test_sampling_leaves_modes_gradients_and_generators_alone():
+    model = tiny("llama").train()
+    before = torch.get_rng_state()
+    TransformersSampler(model, tokenizer()).sample(prompts(3), 2, SamplingOptions(max_new_tokens=3), seed=0)
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+def test_a_trained_model_is_sampled_with_its_new_weights():
+    model, asked = tiny("llama"), prompts(3)
+    engine = TransformersSampler(model, tokenizer())
+    options = SamplingOptions(max_new_tokens=6)
+    before = engine.sample(asked, 2, options, seed=0)
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
+    engine.update_weights(model, version=3)
+    assert engine.version == 3
+    assert engine.sample(asked, 2, options, seed=0) != before
+
+
+def test_an_adapter_is_sampled_with():
+    model, asked = add_lora(tiny("llama"), LoraOptions(rank=2, targets=("q_proj", "v_proj")), seed=1), prompts(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.5)
+    options = SamplingOptions(max_new_tokens=6)
+    (group,) = TransformersSampler(model, tokenizer()).sample(asked, 3, options, seed=0)
+    for completion in group:
+        expected = logp_alone(model.eval(), asked[0], completion, options)
+        torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_autocast_gives_float32_log_probabilities_of_bfloat16_products():
+    asked, options = prompts(3), SamplingOptions(max_new_tokens=6)
+    (group,) = sampler(autocast=torch.bfloat16).sample(asked, 2, options, seed=0)
+    expected = logp_alone(tiny("llama"), asked[0], group[0], options)
+    torch.testing.assert_close(torch.tensor(group[0].logp_sampler), expected, rtol=0.1, atol=0.2)
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(InputError, match="prompt 'x' with none"):
+        sampler().sample([Prompt("x", "", ())], 1, SamplingOptions(max_new_tokens=3), seed=0)
+
+
+def test_a_prompt_asked_twice_is_refused():
+    (prompt,) = prompts(3)
+    with pytest.raises(InputError, match="'p0' more than once"):
+        sampler().sample([prompt, prompt], 1, SamplingOptions(max_new_tokens=3), seed=0)
+
+
+def test_a_completion_beyond_the_models_positions_is_refused():
+    with pytest.raises(InputError, match="within the model's 64 positions"):
+        sampler("gpt2").sample(prompts(10), 1, SamplingOptions(max_new_tokens=55), seed=0)
+
+
+def test_no_samples_and_no_rows_are_refused():
+    with pytest.raises(InputError, match="at least 1 sample"):
+        sampler().sample(prompts(3), 0, SamplingOptions(max_new_tokens=3), seed=0)
+    with pytest.raises(InputError, match="max_rows"):
+        sampler(max_rows=0)
+
+
+def test_a_recurrent_model_is_refused():
+    model = tiny("llama")
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(UnavailableError, match="linear_attention"):
+        TransformersSampler(model, tokenizer())
