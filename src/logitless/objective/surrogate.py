@@ -104,7 +104,7 @@ def sapo_loss(
         >>> sapo_loss(torch.zeros(1), torch.ones(1), temperature_positive=1.0, temperature_negative=1.05)
         tensor([-2.])
     """
-    tau = torch.where(advantage > 0, temperature_positive, temperature_negative).to(log_ratio.dtype)
+    tau = _by_sign(advantage > 0, temperature_positive, temperature_negative, log_ratio)
     # The sigmoid of 80 is 1 in every dtype: cutting there keeps exp finite, and 0 * inf out of its gradient.
     ratio = torch.minimum(log_ratio, torch.log1p(80.0 / tau)).exp()
     return -4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)) * advantage
@@ -149,8 +149,8 @@ def vespo_weight(
         log_weight = log_weight + ranges.sum(log_correction.clamp(VESPO_LOG_WEIGHT_MIN, VESPO_LOG_WEIGHT_MAX))
     log_weight = ranges.spread(log_weight.clamp(VESPO_LOG_WEIGHT_MIN, VESPO_LOG_WEIGHT_MAX))
     positive = advantage >= 0
-    k = torch.where(positive, k_positive, k_negative).to(log_weight.dtype)
-    decay = torch.where(positive, lambda_positive, lambda_negative).clamp(min=VESPO_LAMBDA_MIN).to(log_weight.dtype)
+    k = _by_sign(positive, k_positive, k_negative, log_weight)
+    decay = _by_sign(positive, lambda_positive, lambda_negative, log_weight).clamp(min=VESPO_LAMBDA_MIN)
     phi = (decay + k * log_weight - decay * log_weight.exp()).exp()
     return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
@@ -706,6 +706,11 @@ Surrogate = Annotated[
     Clip | Cispo | Sapo | Vespo | Gmpo | Dppo | ClipCov | KlCov | Dro | Reinforce | Importance | Nll,
     Field(discriminator="name"),
 ]
+
+
+def _by_sign(condition: Tensor, value: float, otherwise: float, like: Tensor) -> Tensor:
+    """One of two numbers for each token; ``torch.where`` of two Python numbers would round them to float32."""
+    return torch.where(condition, like.new_full((), value), like.new_full((), otherwise))
 
 
 def _check_bounds(ratio_min: float, ratio_max: float) -> None:

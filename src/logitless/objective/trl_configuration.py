@@ -5,6 +5,7 @@ almost surely a mistake is an error; what TRL ignores in silence, or makes depen
 """
 
 import difflib
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -233,11 +234,18 @@ def _surrogate(values: Mapping[str, Any]) -> Surrogate:
         case "cispo":
             return Cispo(ratio_max=_epsilon_high(values))
         case "sapo":
-            return Sapo(values["sapo_temperature_pos"], values["sapo_temperature_neg"])
+            return Sapo(*(_float32(values[f"sapo_temperature_{sign}"]) for sign in ("pos", "neg")))
         case "vespo":
-            return Vespo(*(values[f"vespo_{name}"] for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")))
+            return Vespo(
+                *(_float32(values[f"vespo_{name}"]) for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg"))
+            )
         case _:
             return Clip(1 - values["epsilon"], 1 + _epsilon_high(values), ratio_cap=values["delta"])
+
+
+def _float32(value: float) -> float:
+    """TRL selects these numbers by sign in a float32 tensor, also in a float64 loss."""
+    return struct.unpack("f", struct.pack("f", value))[0]
 
 
 def _filters(values: Mapping[str, Any]) -> tuple[Filter, ...]:
