@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -254,7 +255,7 @@ def _read_weights(source: ModelSource, config: Any, options: Mapping[str, Any]) 
         model, report = AutoModelForCausalLM.from_pretrained(
             str(source), config=config, use_safetensors=True, output_loading_info=True, **options
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigurationError(
             needed="readable weights as safetensors",
             given=f"{str(source)!r}: {_first_line(error)}",

@@ -1,6 +1,7 @@
 """Low-rank adapters through PEFT, and the frozen reference policy: the same model with its adapters off, or a copy."""
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from logitless.errors import CheckpointError, ConfigurationError, InputError, UnavailableError
 from logitless.models.lm_head import causal_lm
@@ -78,6 +80,7 @@ def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Mod
         lora_alpha=options.alpha,
         target_modules=options.targets if isinstance(options.targets, str) else list(options.targets),
         modules_to_save=list(options.trained_modules) or None,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng():
@@ -120,8 +123,10 @@ def load_adapters(model: nn.Module, folder: str | Path) -> nn.Module:
             remedy="Give a folder written by save_adapters or by PEFT's save_pretrained.",
         )
     try:
-        return _peft().PeftModel.from_pretrained(model, str(folder))
-    except (RuntimeError, ValueError) as error:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            return _peft().PeftModel.from_pretrained(model, str(folder))
+    except (RuntimeError, ValueError, UserWarning) as error:
         raise ConfigurationError(
             needed="adapters of this model",
             given=f"{str(folder)!r}: {error}",

@@ -1,0 +1,142 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from logitless.errors import ConfigurationError
+from logitless.models.char_tokenizer import character_tokenizer
+from logitless.models.loading import check_vocabulary, disable_dropout, load_model, load_tokenizer
+from tests.models.tiny import CONFIGS, LLAMA, tiny
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A saved model with its tokenizer."""
+    tiny("llama").save_pretrained(tmp_path / "model")
+    character_tokenizer("abc").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def same_weights(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_a_saved_model_is_loaded_with_its_weights(folder):
+    loaded = load_model(str(folder))
+    assert same_weights(loaded, tiny("llama"))
+    assert loaded.config._attn_implementation == "logitless_packed"
+    assert load_model(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_a_saved_model_loads_in_plain_transformers_whatever_its_attention(folder):
+    load_model(folder).save_pretrained(folder / "again")
+    assert same_weights(AutoModelForCausalLM.from_pretrained(folder / "again"), tiny("llama"))
+
+
+def test_random_weights_depend_on_the_seed_alone(folder):
+    config = CONFIGS["llama"]
+    state = torch.get_rng_state()
+    first = load_model(config, random_weights=True, seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(9)
+    assert same_weights(first, load_model(config, random_weights=True, seed=3))
+    assert same_weights(first, load_model(folder / "config.json", random_weights=True, seed=3))
+    assert not same_weights(first, load_model(config, random_weights=True, seed=4))
+
+
+def test_a_model_on_meta_has_shapes_and_no_numbers(folder):
+    for source, drawn in ((CONFIGS["llama"], True), (folder, False)):
+        model = load_model(source, device="meta", random_weights=drawn)
+        assert {p.device.type for p in model.parameters()} == {"meta"}
+        assert model.lm_head.weight.shape == (61, 32)
+
+
+@pytest.mark.parametrize("source", ["./no/such/folder", "/no/such/folder", Path("nosuchfolder"), "a/b/c"])
+def test_a_missing_folder_is_an_error(source):
+    with pytest.raises(ConfigurationError, match="does not exist"):
+        load_model(source)
+    with pytest.raises(ConfigurationError, match="does not exist"):
+        load_tokenizer(source)
+
+
+def test_a_hub_name_that_cannot_be_read_is_an_error():
+    with pytest.raises(ConfigurationError, match="'nobody/nothing'"):
+        load_model("nobody/nothing")
+    with pytest.raises(ConfigurationError, match="'nobody/nothing'"):
+        load_tokenizer("nobody/nothing")
+
+
+def test_a_config_without_weights_is_an_error(folder):
+    with pytest.raises(ConfigurationError, match="given a config only"):
+        load_model(CONFIGS["llama"])
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigurationError, match="a config only"):
+        load_model(folder)
+
+
+def test_pickled_weights_are_refused(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ConfigurationError, match=r"pytorch_model.bin. Convert the weights to safetensors"):
+        load_model(folder)
+
+
+def test_truncated_weights_are_an_error(folder):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ConfigurationError, match="readable weights"):
+        load_model(folder)
+
+
+def test_weights_that_lack_a_parameter_are_an_error(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    with pytest.raises(ConfigurationError, match="weights for every parameter"):
+        load_model(folder)
+
+
+def test_a_config_that_transformers_does_not_know_is_an_error():
+    with pytest.raises(ConfigurationError, match="model_type"):
+        load_model(LLAMA, random_weights=True)
+    with pytest.raises(ConfigurationError, match="a model that transformers knows"):
+        load_model({**LLAMA, "model_type": "lama"}, random_weights=True)
+
+
+def test_a_mixture_of_experts_is_refused_unless_its_router_loss_may_be_dropped():
+    config = {"model_type": "mixtral", **LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
+    with pytest.raises(ConfigurationError, match="router loss"):
+        load_model(config, random_weights=True)
+    load_model({**config, "router_aux_loss_coef": 0.0}, random_weights=True)
+    load_model(config, random_weights=True, drop_router_loss=True)
+
+
+def test_a_tokenizer_without_eos_is_an_error_and_without_pad_is_not(tmp_path):
+    inner = character_tokenizer("abc").backend_tokenizer
+    PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>").save_pretrained(tmp_path / "endless")
+    with pytest.raises(ConfigurationError, match="a tokenizer with an EOS token"):
+        load_tokenizer(tmp_path / "endless")
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>").save_pretrained(tmp_path / "unpadded")
+    assert load_tokenizer(tmp_path / "unpadded").pad_token is None
+
+
+def test_a_tokenizer_larger_than_the_model_is_an_error_and_a_smaller_one_is_not():
+    alphabet = "".join(map(chr, range(0x4E00, 0x4E00 + 59)))
+    check_vocabulary(tiny("llama"), character_tokenizer(alphabet[:58]))
+    with pytest.raises(ConfigurationError, match="61 embedding rows; given a tokenizer with ids up to 61"):
+        check_vocabulary(tiny("llama"), character_tokenizer(alphabet))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "phi", "falcon"])
+def test_without_dropout_training_and_evaluation_agree(name):
+    config = {**CONFIGS[name], "attention_dropout": 0.3, "resid_pdrop": 0.3, "dropout": 0.3, "hidden_dropout": 0.3}
+    model = load_model(config, random_weights=True, attention="eager").train()
+    ids = torch.arange(8)[None]
+    with_dropout = model(input_ids=ids).logits
+    assert disable_dropout(model) > 0
+    assert disable_dropout(model) == 0
+    training = model(input_ids=ids).logits
+    evaluating = model.eval()(input_ids=ids).logits
+    assert torch.equal(training, evaluating)
+    assert not torch.equal(with_dropout, training)

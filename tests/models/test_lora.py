@@ -1,0 +1,178 @@
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from logitless.errors import ConfigurationError, InputError
+from logitless.models.lm_head import backbone_hidden, lm_head, verify_lm_head, verify_packing
+from logitless.models.lora import (
+    LoraOptions,
+    adapters_off,
+    add_lora,
+    frozen_copy,
+    load_adapters,
+    merge_adapters,
+    save_adapters,
+)
+from tests.models.tiny import packed, tiny
+
+INPUTS = packed([5, 9])
+OPTIONS = LoraOptions(rank=3, alpha=6.0)
+
+
+def trained(options: LoraOptions = OPTIONS, name: str = "llama") -> nn.Module:
+    """A model whose adapters do something."""
+    model = add_lora(tiny(name), options, seed=1)
+    generator = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=INPUTS.input_ids[None], use_cache=False).logits
+
+
+def hidden(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return backbone_hidden(model, INPUTS)
+
+
+def test_a_new_adapter_changes_nothing_and_trains_only_itself():
+    model = add_lora(tiny("llama"), OPTIONS)
+    torch.testing.assert_close(hidden(model), hidden(tiny("llama")))
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert names
+    assert all("lora_" in name for name in names)
+    assert not any("lm_head" in name for name in names)
+
+
+def test_adapters_depend_on_the_seed_and_not_on_the_global_generator():
+    def weights(seed: int) -> Tensor:
+        return torch.cat([p.flatten() for n, p in add_lora(tiny("llama"), OPTIONS, seed=seed).named_parameters()
+                          if "lora_A" in n])  # fmt: skip
+
+    first, state = weights(1), torch.get_rng_state()
+    torch.manual_seed(5)
+    assert torch.equal(first, weights(1))
+    assert not torch.equal(first, weights(2))
+    torch.manual_seed(0)
+    weights(1)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_adapters_of_a_bfloat16_model_are_trained_in_float32():
+    model = add_lora(tiny("llama", dtype=torch.bfloat16), OPTIONS)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [OPTIONS, LoraOptions(rank=2, targets=("q_proj", "lm_head")), LoraOptions(rank=2, trained_modules=("lm_head",))],
+    ids=["layers", "lora-on-head", "trained-head"],
+)
+def test_with_adapters_off_the_model_is_bitwise_the_base_model_and_trains_again_afterwards(options):
+    model = trained(options)
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    on = logits(model)
+    with adapters_off(model):
+        off = logits(model)
+        rows, head = hidden(model), lm_head(model)
+    assert torch.equal(off, logits(tiny("llama")))
+    assert torch.equal(rows, hidden(tiny("llama")))
+    assert torch.equal(head.weight, tiny("llama").lm_head.weight)
+    assert torch.equal(logits(model), on)
+    assert not torch.allclose(on, off, atol=1e-2)
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == trainable
+
+
+def test_gradients_reach_the_adapters_and_leave_the_base_alone():
+    model = trained(LoraOptions(rank=2, targets=("q_proj", "lm_head")))
+    rows, head = backbone_hidden(model, INPUTS), lm_head(model)
+    ((rows @ head.lora_a.T) @ head.lora_b.T).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == ("lora_" in name), name
+
+
+def test_a_warm_started_adapter_is_merged_so_that_the_reference_is_where_training_starts():
+    first = trained()
+    start = logits(first)
+    second = add_lora(first, LoraOptions(rank=2), seed=2)
+    torch.testing.assert_close(logits(second), start, rtol=1e-4, atol=1e-4)
+    with adapters_off(second):
+        torch.testing.assert_close(logits(second), start, rtol=1e-4, atol=1e-4)
+    assert not any(".lora_A" in name for name, _ in merge_adapters(second).named_modules())
+
+
+def test_saved_adapters_come_back(tmp_path):
+    model = trained()
+    save_adapters(model, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    again = load_adapters(tiny("llama"), tmp_path).eval()
+    assert torch.equal(logits(again), logits(model))
+    assert not any(p.requires_grad for p in again.parameters())
+    verify_lm_head(again)
+    verify_packing(again)
+
+
+def test_missing_and_foreign_adapters_are_errors(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"adapter_config\.json and adapter_model\.safetensors"):
+        load_adapters(tiny("llama"), tmp_path)
+    for other in ("gpt2", "qwen3"):
+        save_adapters(trained(name=other), tmp_path)
+        with pytest.raises(ConfigurationError, match="adapters of this model"):
+            load_adapters(tiny("llama"), tmp_path)
+    weights = load_file(tmp_path / "adapter_model.safetensors")
+    save_adapters(trained(), tmp_path)
+    save_file(
+        {key: value for key, value in weights.items() if "layers.1" in key}, tmp_path / "adapter_model.safetensors"
+    )
+    with pytest.raises(ConfigurationError, match="missing adapter keys"):
+        load_adapters(tiny("qwen3"), tmp_path)
+
+
+def test_a_target_that_is_no_module_is_an_error():
+    with pytest.raises(ConfigurationError, match="targets that name linear modules"):
+        add_lora(tiny("llama"), LoraOptions(targets=("no_such_proj",)))
+
+
+def test_an_adapter_on_a_tied_head_is_an_error():
+    for options in (LoraOptions(targets=("lm_head",)), LoraOptions(trained_modules=("lm_head",))):
+        with pytest.raises(ConfigurationError, match="tied to the embedding"):
+            add_lora(tiny("llama-tied"), options)
+    add_lora(tiny("llama-tied"), OPTIONS)
+
+
+def test_ranks_and_alphas_that_are_not_positive_are_errors():
+    for wrong in ({"rank": 0}, {"alpha": 0.0}):
+        with pytest.raises(ConfigurationError, match="a rank of at least 1"):
+            LoraOptions(**wrong)
+
+
+def test_a_model_without_adapters_has_none_to_switch_off_merge_or_save(tmp_path):
+    model = tiny("llama")
+    with pytest.raises(InputError, match="a model with adapters"), adapters_off(model):
+        pass
+    with pytest.raises(InputError, match="a model with adapters"):
+        merge_adapters(model)
+    with pytest.raises(InputError, match="a model with adapters"):
+        save_adapters(model, tmp_path)
+
+
+def test_a_frozen_copy_stays_while_the_model_is_trained():
+    model = tiny("llama-tied").train()
+    hidden_before = hidden(model.eval())
+    backbone_hidden(model.train(), INPUTS).sum().backward()
+    reference = frozen_copy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    assert torch.equal(hidden(reference), hidden_before)
+    assert not reference.training
+    assert all(p.grad is None and not p.requires_grad for p in reference.parameters())
+    assert reference.lm_head.weight is reference.get_input_embeddings().weight
+    assert frozen_copy(model, dtype=torch.bfloat16).dtype == torch.bfloat16
