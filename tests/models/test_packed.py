@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from logitless.errors import ConfigurationError, InputError, UnavailableError
 from logitless.models.lm_head import backbone, backbone_hidden, verify_packing
 from logitless.models.loading import load_model
-from logitless.models.packed import packed_attention, packed_layout
+from logitless.models.packed import PackedLayout, packed_attention
 from logitless.types import PackedInputs
 from tests.models.tiny import CONFIGS, PACKABLE, packed, tiny
 
@@ -40,7 +40,7 @@ def test_packed_attention_and_its_gradients_are_softmax_over_each_sequence_in_fl
     shapes = [(1, 4, sum(lengths), 8), (1, key_heads, sum(lengths), 8), (1, key_heads, sum(lengths), 6)]
     mine = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
     truth = [x.detach().clone().requires_grad_() for x in mine]
-    out = packed_attention(*mine, packed_layout(lengths), scaling=0.3, sliding_window=window)
+    out = packed_attention(*mine, PackedLayout(tuple(lengths)), scaling=0.3, sliding_window=window)
     expected = causal_by_hand(*truth, lengths, window, 0.3)
     torch.testing.assert_close(out[0], expected, rtol=1e-12, atol=1e-12)
     upstream = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
@@ -53,7 +53,7 @@ def test_packed_attention_and_its_gradients_are_softmax_over_each_sequence_in_fl
 @settings(max_examples=50, deadline=None)
 @given(lengths=st.lists(st.integers(1, 1000), min_size=1, max_size=40))
 def test_buckets_hold_every_sequence_once_with_at_most_a_quarter_of_padding(lengths):
-    layout = packed_layout(lengths)
+    layout = PackedLayout(tuple(lengths))
     assert sum(bucket.num_sequences for bucket in layout.buckets) == len(lengths)
     assert sum(bucket.num_sequences * bucket.max_length for bucket in layout.buckets) <= 1.25 * sum(lengths)
     if layout.inverse is not None:
@@ -127,13 +127,13 @@ def test_other_sequences_of_the_row_change_no_bit():
 
 def test_an_empty_sequence_is_refused():
     with pytest.raises(InputError, match="no empty one"):
-        packed_layout([3, 0])
+        PackedLayout((3, 0))
 
 
 def test_a_layout_of_another_length_is_refused():
     q = torch.zeros(1, 1, 4, 8)
     with pytest.raises(InputError, match="one packed row of 5 tokens"):
-        packed_attention(q, q, q, packed_layout([3, 2]))
+        packed_attention(q, q, q, PackedLayout((3, 2)))
 
 
 def test_attention_with_a_softcap_is_refused_where_it_would_be_left_out():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from logitless.errors import InputError, UnavailableError
-from logitless.models.packed import PACKED, packed_layout
+from logitless.models.packed import PACKED, PackedLayout
 from logitless.types import LMHead, PackedInputs
 
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
@@ -126,7 +126,7 @@ def _packing_arguments(decoder: PreTrainedModel, inputs: PackedInputs) -> dict[s
     if attention == PACKED:
         # The layout does the work; NaN so that a layer which adds the mask anyway is noticed.
         mask = torch.full((1, 1, 1, 1), float("nan"), device=device)
-        return {"attention_mask": mask, "packed_layout": packed_layout(inputs.lengths, device)}
+        return {"attention_mask": mask, "packed_layout": PackedLayout(inputs.lengths, device)}
     kinds = getattr(config, "layer_types", None) or []
     windowed = any(kind != "full_attention" for kind in kinds) or (
         not kinds and getattr(config, "sliding_window", None)

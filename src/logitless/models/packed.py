@@ -13,7 +13,8 @@ Gives up: attention softcaps, sinks, position biases (ALiBi) and chunked attenti
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -57,25 +58,7 @@ class Bucket:
 class PackedLayout:
     """Where each sequence lies in a packed row: travels to every attention layer as a keyword argument.
 
-    Args:
-        num_tokens: T.
-        max_length: of the longest sequence.
-        buckets: for padded attention.
-        inverse: [T] index into the buckets' outputs, one after the other; None when that is the identity.
-        offsets: [O] int32, O = B + 1, where each sequence starts and the last one ends.
-    """
-
-    num_tokens: int
-    max_length: int
-    buckets: tuple[Bucket, ...]
-    inverse: Int[Tensor, "T"] | None
-    offsets: Int[Tensor, "O"]
-
-
-def packed_layout(lengths: Sequence[int], device: torch.device | str = "cpu") -> PackedLayout:
-    """The layout of sequences of these lengths.
-
-    Sequences are sorted by length and cut into buckets so that none holds more than 1.25 tokens per real token.
+    What only one of the two ways to attend needs is made when it is first asked for, once a forward pass.
 
     Args:
         lengths: B positive numbers, on the host.
@@ -85,44 +68,66 @@ def packed_layout(lengths: Sequence[int], device: torch.device | str = "cpu") ->
         InputError: a length below 1, or none at all.
 
     Example:
-        >>> layout = packed_layout([3, 3, 100])
+        >>> layout = PackedLayout((3, 3, 100))
         >>> [(bucket.num_sequences, bucket.max_length) for bucket in layout.buckets]
         [(2, 3), (1, 100)]
     """
-    if not lengths or min(lengths) < 1:
-        raise InputError(
-            needed="at least one sequence and no empty one",
-            given=f"lengths {list(lengths)[:8]}",
-            remedy="Drop sequences without tokens before packing.",
-        )
-    sizes = torch.tensor(lengths)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)])
-    groups = _groups_of_similar_length(lengths)
-    whole = len(groups) == 1 and groups[0] == list(range(len(lengths)))
-    buckets, orders = [], []
-    for group in groups:
-        longest = max(lengths[s] for s in group)
-        kept = sizes[group]
-        within = torch.arange(int(kept.sum())) - torch.repeat_interleave(kept.cumsum(0) - kept, kept)
-        tokens = torch.repeat_interleave(offsets[group], kept) + within
-        slots = torch.repeat_interleave(torch.arange(len(group)) * longest, kept) + within
-        padded = len(tokens) < len(group) * longest
-        orders.append(tokens)
-        buckets.append(
-            Bucket(
-                num_sequences=len(group),
-                max_length=longest,
-                tokens=None if whole else tokens.to(device),
-                slots=slots.to(device) if padded else None,
+
+    lengths: tuple[int, ...]
+    device: torch.device | str = "cpu"
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 1:
+            raise InputError(
+                needed="at least one sequence and no empty one",
+                given=f"lengths {self.lengths[:8]}",
+                remedy="Drop sequences without tokens before packing.",
             )
-        )
-    return PackedLayout(
-        num_tokens=int(offsets[-1]),
-        max_length=max(lengths),
-        buckets=tuple(buckets),
-        inverse=None if whole else torch.argsort(torch.cat(orders)).to(device),
-        offsets=offsets.to(device=device, dtype=torch.int32),
-    )
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """T."""
+        return sum(self.lengths)
+
+    @cached_property
+    def max_length(self) -> int:
+        """Of the longest sequence."""
+        return max(self.lengths)
+
+    @cached_property
+    def offsets(self) -> Int[Tensor, "O"]:
+        """[B + 1] int32: where each sequence starts and the last one ends."""
+        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The sequences sorted by length and cut so that no bucket holds more than 1.25 tokens per real token."""
+        sizes = torch.tensor(self.lengths)
+        starts = sizes.cumsum(0) - sizes
+        groups = _groups_of_similar_length(self.lengths)
+        in_order = len(groups) == 1
+        buckets = []
+        for group in groups:
+            kept = sizes[group]
+            longest = int(kept.max())
+            within = torch.arange(int(kept.sum())) - torch.repeat_interleave(kept.cumsum(0) - kept, kept)
+            tokens = torch.repeat_interleave(starts[group], kept) + within
+            slots = torch.repeat_interleave(torch.arange(len(group)) * longest, kept) + within
+            buckets.append(
+                Bucket(
+                    num_sequences=len(group),
+                    max_length=longest,
+                    tokens=None if in_order else tokens.to(self.device),
+                    slots=None if len(tokens) == len(group) * longest else slots.to(self.device),
+                )
+            )
+        return tuple(buckets)
+
+    @cached_property
+    def inverse(self) -> Int[Tensor, "T"] | None:
+        """[T] index into the buckets' tokens, one bucket after the other; None when that is the identity."""
+        tokens = [bucket.tokens for bucket in self.buckets if bucket.tokens is not None]
+        return torch.argsort(torch.cat(tokens)) if tokens else None
 
 
 def _groups_of_similar_length(lengths: Sequence[int]) -> list[list[int]]:
@@ -158,7 +163,7 @@ def packed_attention(
 
     Args:
         query, key, value: H query heads, K key heads with K dividing H.
-        layout: of ``packed_layout``.
+        layout: of the row.
         scaling: default ``E ** -0.5``.
         dropout: of the attention weights.
         sliding_window: tokens a token sees, itself included; None for all.
@@ -168,7 +173,7 @@ def packed_attention(
 
     Example:
         >>> q = k = v = torch.randn(1, 1, 5, 8)
-        >>> packed_attention(q, k, v, packed_layout([3, 2])).shape
+        >>> packed_attention(q, k, v, PackedLayout((3, 2))).shape
         torch.Size([1, 5, 1, 8])
     """
     if query.shape[0] != 1 or not query.shape[2] == key.shape[2] == layout.num_tokens:

@@ -5,7 +5,6 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
-from pydantic import ConfigDict
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
@@ -34,7 +33,7 @@ class SamplingOptions:
         True
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     max_new_tokens: int
     temperature: float = 1.0

@@ -1,0 +1,77 @@
+"""The variable-length kernel, under the truth rule: no further from float64 than padded SDPA in the same dtype."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from logitless.models import packed as module
+from logitless.models.lm_head import backbone_hidden, verify_lm_head, verify_packing
+from logitless.models.packed import PackedLayout, packed_attention
+from tests.models.test_packed import causal_by_hand, one_at_a_time
+from tests.models.tiny import packed, tiny
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+LENGTHS = (1, 130, 7, 64, 3, 257)
+
+
+def value_and_gradients(inputs: list[Tensor], upstream: Tensor, window: int | None) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    layout = PackedLayout(LENGTHS, "cuda")
+    out = packed_attention(*leaves, layout, scaling=0.2, sliding_window=window)[0]
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+
+def truth(inputs: list[Tensor], upstream: Tensor, window: int | None) -> list[Tensor]:
+    leaves = [x.detach().double().requires_grad_() for x in inputs]
+    sequence = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).cuda()
+    distance = torch.arange(sum(LENGTHS)).cuda()[:, None] - torch.arange(sum(LENGTHS)).cuda()
+    allowed = (sequence[:, None] == sequence) & (distance >= 0) & (distance < (window or 10**6))
+    q, k, v = leaves
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    weights = (0.2 * q @ k.transpose(2, 3)).masked_fill(~allowed, float("-inf")).softmax(-1)
+    out = (weights @ v)[0].transpose(0, 1)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream.double())]
+
+
+@pytest.mark.parametrize("window", [None, 1, 16, 200])
+@pytest.mark.parametrize("key_heads", [1, 2, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_kernel_is_no_further_from_float64_than_padded_attention(window, key_heads, dtype, monkeypatch):
+    torch.use_deterministic_algorithms(False)
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(1, 8, sum(LENGTHS), 32), (1, key_heads, sum(LENGTHS), 32), (1, key_heads, sum(LENGTHS), 32)]
+    inputs = [torch.randn(s, generator=generator, device="cuda").to(dtype) for s in shapes]
+    upstream = torch.randn(sum(LENGTHS), 8, 32, generator=generator, device="cuda").to(dtype)
+    exact = truth(inputs, upstream, window)
+    kernel = value_and_gradients(inputs, upstream, window)
+    monkeypatch.setattr(module, "_variable_length_kernel_runs", lambda *_: False)
+    padded = value_and_gradients(inputs, upstream, window)
+    assert not torch.equal(kernel[1], padded[1]), "both ran the same path"
+    for mine, plain, right in zip(kernel, padded, exact, strict=True):
+        assert (mine - right).abs().max() <= 2 * (plain - right).abs().max() + 1e-6
+
+
+def test_padded_attention_in_float64_is_softmax_by_hand_on_the_device():
+    torch.use_deterministic_algorithms(False)
+    q, k, v = (torch.randn(1, 4, 14, 8, dtype=torch.float64) for _ in range(3))
+    out = packed_attention(q.cuda(), k.cuda(), v.cuda(), PackedLayout((5, 9), "cuda"), scaling=0.3)
+    torch.testing.assert_close(out[0].cpu(), causal_by_hand(q, k, v, [5, 9], None, 0.3), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window", "gemma3", "gpt2"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_models_in_bfloat16_equal_their_sequences_run_alone_and_score_bitwise_as_they_train(name, autocast):
+    torch.use_deterministic_algorithms(False)
+    dtype = torch.float32 if autocast else torch.bfloat16
+    model, inputs = tiny(name, dtype=dtype, device="cuda").train(), packed([5, 1, 9, 30, 2]).to("cuda")
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        trained = backbone_hidden(model, inputs)
+        with torch.no_grad():
+            scored = backbone_hidden(model, inputs)
+            alone = one_at_a_time(model, inputs)
+    assert torch.equal(scored, trained.detach())
+    torch.testing.assert_close(trained.float(), alone.float(), rtol=0.05, atol=0.05 * alone.abs().max().item())
+    trained.float().square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    verify_lm_head(model)
+    verify_packing(model)
