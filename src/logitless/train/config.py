@@ -83,7 +83,6 @@ class TransformersEngineSection(Section):
     """Sample with the policy itself, in this process."""
 
     name: Literal["transformers"] = "transformers"
-    max_rows: PositiveInt = Field(512, description="completions decoded at once")
 
 
 class RecordedEngineSection(Section):
@@ -101,6 +100,7 @@ class RolloutSection(Section):
     )
     prompts_per_block: PositiveInt = Field(32, description="P, prompts a block")
     completions_per_prompt: PositiveInt = Field(8, description="G, completions a prompt")
+    max_rows: PositiveInt = Field(512, description="completions decoded at once, here and in evaluation")
     sampling: SamplingOptions = Field(description="temperature, filters, limits, stops")
     zero_signal: Literal["keep", "drop", "refill"] = Field(
         "keep", description="groups whose rewards are all equal: train on them, leave them out, or draw others"

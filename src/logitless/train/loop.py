@@ -7,7 +7,7 @@ and the tensors of model and optimizer, so a run that is stopped anywhere goes o
 import logging
 import signal as signals
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from types import FrameType
@@ -50,6 +50,7 @@ from logitless.train.policy import Policy, Scorer
 from logitless.train.run_folder import RunFolder
 from logitless.train.setup import Data
 from logitless.train.step import backward, step_batch, step_metrics
+from logitless.train.writers import Writer
 from logitless.types import Group, TokenBatch
 
 logger = logging.getLogger("logitless")
@@ -94,11 +95,13 @@ class Trainer:
         policy: trained in place.
         reference: scores under the frozen policy, or None without a KL.
         tokenizer: saved beside the weights.
-        engine: samples with the policy's weights.
+        engine: gives the completions to train on.
+        evaluation_engine: samples with the policy's weights.
         rewards: judge completions.
         data: prompts.
         folder: where everything is written.
         view: what the user sees.
+        writers: other places that metrics go to.
     """
 
     def __init__(
@@ -109,14 +112,17 @@ class Trainer:
         reference: Scorer | None,
         tokenizer: PreTrainedTokenizerBase,
         engine: Engine,
+        evaluation_engine: Engine,
         rewards: tuple[WeightedReward, ...],
         data: Data,
         folder: RunFolder,
         view: LiveView,
+        writers: Sequence[Writer],
     ) -> None:
         self.recipe, self.algorithm, self.policy, self.reference = recipe, algorithm, policy, reference
-        self.tokenizer, self.engine, self.rewards, self.data = tokenizer, engine, rewards, data
-        self.folder, self.view = folder, view
+        self.tokenizer, self.engine, self.evaluation_engine = tokenizer, engine, evaluation_engine
+        self.rewards, self.data = rewards, data
+        self.folder, self.view, self.writers = folder, view, writers
         self.optimizer = adamw(policy.model.parameters(), recipe.train.optimizer, policy.device)
         self.order = PromptOrder(len(data.train), derived_seed(recipe.seed, "order"))
         self.controller = KLController(recipe.kl.control) if recipe.kl is not None else None
@@ -124,7 +130,7 @@ class Trainer:
         self.entropy_controller = EntropyController(bonus) if bonus is not None and bonus.adaptive else None
         self.progress = Progress()
         self.block: Block | None = None
-        self.sample: Group | None = None
+        self.sample: tuple[str, str, float] | None = None
         self.stopping = False
         self.interruptible = False
 
@@ -185,6 +191,7 @@ class Trainer:
                     self._write(record)
             self._end_of_epoch()
         self.progress.block, self.progress.epoch, self.block = self.progress.block + 1, 0, None
+        self.engine.update_weights(self.policy.model, version=self.progress.block)
 
     def _step(self, micro_batches: list[TokenBatch], statistics: BlockStatistics | None) -> dict[str, float]:
         """One optimizer step and its numbers; the only synchronisation is their one trip to the host."""
@@ -341,7 +348,8 @@ class Trainer:
         advantages, of_trained = advantages_of(trained, batch, drawn)
         metrics |= of_trained
         self.folder.write_rollouts(number + 1, drawn, advantages)
-        self.sample = drawn[0]
+        first = drawn[0]
+        self.sample = (first.prompt.text, first.completions[0].text, first.rewards[0] or 0.0)
         return replace(block, batch=batch, metrics=metrics)
 
     def _plan(self, block: Block, epoch: int) -> list[StepPlan]:
@@ -372,7 +380,7 @@ class Trainer:
             return {}
         with self._phase("evaluation") as seconds:
             found = evaluate(
-                self.engine,
+                self.evaluation_engine,
                 self.data.held_out,
                 self.rewards,
                 num_samples=options.samples_per_prompt,
@@ -395,6 +403,8 @@ class Trainer:
             "time/elapsed_seconds": sum(progress.seconds.values()),
         }
         self.folder.append_metrics(record)
+        for writer in self.writers:
+            writer.write(record)
         self.view.update(record, self.sample)
 
     def summary(self) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from logitless.head.chunked import default_budget
 from logitless.models.lm_head import causal_lm
-from logitless.train.config import Recipe, TransformersEngineSection
-from logitless.train.setup import algorithm_of, data_of, policy_model, rewards_of, tokenizer_of
+from logitless.train.config import Recipe
+from logitless.train.setup import algorithm_of, data_of, device_of, policy_model, rewards_of, tokenizer_of
 from logitless.types import Prompt
 
 GIB = 2**30
@@ -91,11 +92,9 @@ def memory(recipe: Recipe, model: nn.Module) -> dict[str, int]:
     activations = train.tokens_per_micro_batch * width * number * (layers * kept + 17 * worked_on)
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or width // config.num_attention_heads
-    cache = 0
-    if isinstance(rollout.engine, TransformersEngineSection):
-        rows = min(rollout.engine.max_rows, rollout.prompts_per_block * rollout.completions_per_prompt)
-        length = recipe.data.max_prompt_tokens + rollout.sampling.max_new_tokens
-        cache = rows * length * layers * 2 * kv_heads * head_dim * number
+    rows = min(rollout.max_rows, rollout.prompts_per_block * rollout.completions_per_prompt)
+    length = recipe.data.max_prompt_tokens + rollout.sampling.max_new_tokens
+    cache = rows * length * layers * 2 * kv_heads * head_dim * number
     parts = {
         "trained weights": sum(p.numel() * p.element_size() for p in trained),
         "gradients": sum(p.numel() * p.element_size() for p in trained),
@@ -108,14 +107,8 @@ def memory(recipe: Recipe, model: nn.Module) -> dict[str, int]:
     if section.autocast is not None:  # autocast keeps a copy of each trained matrix in its dtype during a pass
         parts["autocast copies"] = 2 * sum(p.numel() for p in trained if p.ndim >= 2)
     parts["activations or cache (estimate)"] = max(activations, cache)
-    budget = train.head_memory_budget or default_head_budget()
-    parts["head"] = budget
+    parts["head"] = train.head_memory_budget or default_budget(device_of(section))
     return parts
-
-
-def default_head_budget() -> int:
-    """What the plan counts for the head where the recipe leaves it open: 1 GiB."""
-    return GIB
 
 
 def dry_run(recipe: Recipe) -> str:
@@ -129,8 +122,8 @@ def dry_run(recipe: Recipe) -> str:
         f"  first prompt       {plan.first_prompt.text[:100]!r} ({len(plan.first_prompt.token_ids)} tokens)",
         f"  a block            {recipe.rollout.prompts_per_block} prompts x {recipe.rollout.completions_per_prompt} "
         f"completions = {plan.completions_per_block}, at most {plan.tokens_per_block:,} scored tokens",
-        f"  steps              at most {plan.steps_per_block} a block ({train.epochs_per_block} epochs), {plan.steps} in "
-        f"{train.blocks} blocks",
+        f"  steps              at most {plan.steps_per_block} a block ({train.epochs_per_block} epochs), "
+        f"{plan.steps} in {train.blocks} blocks",
         f"  micro-batch        {train.tokens_per_micro_batch:,} tokens",
         "  memory",
     ]

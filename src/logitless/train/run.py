@@ -1,6 +1,8 @@
 """A run from its recipe: made anew, or continued from its latest checkpoint."""
 
 import logging
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from logitless.errors import ConfigurationError
 from logitless.models.lora import frozen_copy
-from logitless.rollout.engine import Engine
 from logitless.rollout.recorded import RecordedEngine
 from logitless.rollout.transformers import TransformersSampler
 from logitless.train.checkpoint import load_checkpoint
-from logitless.train.config import RecordedEngineSection, Recipe
+from logitless.train.config import Recipe, RecordedEngineSection
 from logitless.train.live_view import LiveView
 from logitless.train.loop import Trainer
 from logitless.train.policy import AdaptersOff, Policy, Scorer
@@ -33,6 +34,7 @@ from logitless.train.setup import (
     tokenizer_of,
 )
 from logitless.train.warm_start import warm_start
+from logitless.train.writers import open_writers
 
 logger = logging.getLogger("logitless")
 
@@ -67,13 +69,41 @@ def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tu
         folder = create_run_folder(root, recipe.name, unique=numbered)
         saved = None
     folder.write_config(dump_recipe(recipe))
-    with LiveView(folder, recipe) as view:
-        policy, reference = _policies(recipe, tokenizer, data, folder, view, saved.folder if saved else None)
-        engine = _engine(recipe, policy, tokenizer)
-        trainer = Trainer(
-            recipe, algorithm, policy, reference, tokenizer, engine, rewards, data, folder, view
+    done = saved.state["progress"] if saved is not None else {"block": 0, "step": 0}
+    with ExitStack() as stack:
+        view = stack.enter_context(LiveView(recipe.train.blocks, first_block=done["block"], title=folder.path.name))
+        writers = open_writers(
+            recipe.writers,
+            folder=folder.path,
+            run_name=folder.path.name,
+            config=recipe.model_dump(mode="json"),
+            first_step=done["step"],
         )
-        if saved is not None:
+        for writer in writers:
+            stack.callback(writer.close)
+        began = time.perf_counter()
+        policy, reference = _policies(recipe, tokenizer, data, folder, view, saved.folder if saved else None)
+        sampler = TransformersSampler(
+            policy.model, tokenizer, max_rows=recipe.rollout.max_rows, autocast=policy.autocast
+        )
+        engine = recipe.rollout.engine
+        trainer = Trainer(
+            recipe,
+            algorithm,
+            policy,
+            reference,
+            tokenizer,
+            RecordedEngine(Path(engine.path)) if isinstance(engine, RecordedEngineSection) else sampler,
+            sampler,
+            rewards,
+            data,
+            folder,
+            view,
+            writers,
+        )
+        if saved is None:
+            trainer.progress.seconds["start"] = time.perf_counter() - began
+        else:
             trainer.restore(saved)
         complete = trainer.run()
     folder.write_summary(trainer.summary())
@@ -121,13 +151,6 @@ def _policies(
     if section.lora is not None and recipe.kl is not None:
         reference = AdaptersOff(policy)
     return policy, reference
-
-
-def _engine(recipe: Recipe, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    options = recipe.rollout.engine
-    if isinstance(options, RecordedEngineSection):
-        return RecordedEngine(Path(options.path))
-    return TransformersSampler(policy.model, tokenizer, max_rows=options.max_rows, autocast=policy.autocast)
 
 
 _MAY_CHANGE = {"output", "checkpoint", "writers"}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -68,6 +69,7 @@ def set_process(section: ModelSection) -> None:
     """Settings that must precede the first CUDA call or product; an allocator setting of the user's is kept."""
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch.set_float32_matmul_precision(section.matmul_precision)
+    transformers.utils.logging.disable_progress_bar()
 
 
 def tokenizer_of(section: ModelSection) -> PreTrainedTokenizerBase:
