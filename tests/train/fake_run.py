@@ -3,8 +3,8 @@
 import math
 import random
 from pathlib import Path
+from statistics import fmean, stdev
 
-from logitless.train.metrics import group_metrics
 from logitless.train.run_folder import RunFolder, create_run_folder
 from logitless.types import Completion, Group, Prompt, Verdict
 
@@ -43,6 +43,26 @@ def fake_groups(block: int, num_blocks: int, *, num_prompts: int = 4, num_comple
     return groups
 
 
+def fake_block_metrics(groups: list[Group]) -> dict[str, float]:
+    """Means over the block, of the kinds that the loop writes with the block's first step."""
+    completions = [completion for group in groups for completion in group.completions]
+    verdicts = [verdicts for group in groups for verdicts in group.verdicts]
+    rewards = [reward or 0.0 for group in groups for reward in group.rewards]
+    styles = [v["style"].score for v in verdicts if v["style"].score is not None]
+    return {
+        "reward/mean": fmean(rewards),
+        "reward/std": stdev(rewards),
+        "reward/exact/mean": fmean(v["exact"].score or 0.0 for v in verdicts),
+        "reward/style/mean": fmean(styles),
+        "verdict/style/graded": len(styles),
+        "verdict/style/timeout": len(verdicts) - len(styles),
+        "group/zero_signal_fraction": fmean(len(set(group.rewards)) == 1 for group in groups),
+        "length/mean": fmean(c.length for c in completions),
+        "length/max": max(c.length for c in completions),
+        "length/truncated_fraction": fmean(c.finish_reason == "length" for c in completions),
+    }
+
+
 def fake_run(root: Path, *, num_blocks: int = 12, steps_per_block: int = 2, seed: int = 0) -> RunFolder:
     """A finished run of ``num_blocks * steps_per_block`` steps."""
     folder = create_run_folder(root, "fake", unique=True)
@@ -59,7 +79,7 @@ def fake_run(root: Path, *, num_blocks: int = 12, steps_per_block: int = 2, seed
             done = step / (num_blocks * steps_per_block)
             record = {"step": step, "block": block, "epoch": 1}
             if step_in_block == 0:
-                record |= group_metrics(groups)
+                record |= fake_block_metrics(groups)
                 record |= {"throughput/rollout_tokens_per_second": 900 + 100 * draw.random()}
             kl = 0.06 * (1 - math.exp(-4 * done)) * (1 + 0.2 * draw.random())
             record |= {

@@ -7,7 +7,7 @@ piped into a file.
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from rich.console import Console, Group
@@ -16,6 +16,8 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from logitless.train.metrics import Record
 
 _BARS = "▁▂▃▄▅▆▇█"
 _KEPT = 48
@@ -29,7 +31,7 @@ _SHOWN = (
 _MAX_SAMPLE_CHARACTERS = 400
 
 
-def sparkline(values: "deque[float] | list[float]") -> str:
+def sparkline(values: Sequence[float | int]) -> str:
     """Values as a row of bars from the lowest to the highest; a value that is not finite is a gap.
 
     Example:
@@ -46,7 +48,7 @@ def sparkline(values: "deque[float] | list[float]") -> str:
     return "".join(_BARS[round((value - low) * scale)] if math.isfinite(value) else " " for value in values)
 
 
-def duration(seconds: float) -> str:
+def duration(seconds: float | int) -> str:
     """A time to go, as short as it can be read.
 
     Example:
@@ -99,11 +101,11 @@ class LiveView:
         self.total_blocks, self.first_block, self.title = total_blocks, first_block, title
         self.console = Console() if console is None else console
         self._clock = clock
-        self._block_starts = {first_block + 1: clock()}
+        self._block_starts: dict[int, float] = {first_block + 1: clock()}
         self._block = first_block
-        self._history: dict[str, deque[float]] = {}
-        self._record: Mapping[str, float | None] = {}
-        self._sample: tuple[str, str, float] | None = None
+        self._history: dict[str, deque[float | int]] = {}
+        self._record: Record = {}
+        self._sample: tuple[str, str, float | int] | None = None
         self._phase = "starting"
         self._phase_start = clock()
         self._live: Live | None = None
@@ -128,7 +130,7 @@ class LiveView:
         """Say what the run is doing now: ``rollout``, ``scoring``, ..."""
         self._phase, self._phase_start = name, self._clock()
 
-    def update(self, record: Mapping[str, float | None], sample: tuple[str, str, float] | None) -> None:
+    def update(self, record: Record, sample: tuple[str, str, float | int] | None) -> None:
         """Show the record of a step, and with it a (prompt, completion, reward) if there is a new one."""
         self._record = record
         self._sample = sample or self._sample

@@ -7,7 +7,7 @@ A part in braces (``reward/{function}/mean``) is free: it stands for anything wi
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from logitless.data.sources import nearest
 from logitless.errors import InputError
@@ -15,6 +15,9 @@ from logitless.errors import InputError
 Unit = Literal["1", "nat", "reward", "token", "completion", "group", "prompt", "step", "block", "s", "token/s", "byte"]
 Aggregation = Literal["mean", "std", "p95", "min", "max", "sum", "last"]
 Over = Literal["token", "completion", "group", "constraint", "step", "block", "run", "evaluation"]
+
+Record: TypeAlias = Mapping[str, float | int | None]
+"""The numbers of a step by name; None for one that is not finite."""
 
 
 @dataclass(frozen=True)

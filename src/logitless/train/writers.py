@@ -8,17 +8,19 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from logitless.errors import UnavailableError
+from logitless.train.metrics import Record
 
 WriterName = Literal["tensorboard", "wandb", "trackio"]
 
 
+@runtime_checkable
 class Writer(Protocol):
     """Takes the record of each step until it is closed."""
 
-    def write(self, record: Mapping[str, float | int | None]) -> None:
+    def write(self, record: Record) -> None:
         """Forward one record; it has a ``step``."""
 
     def close(self) -> None:
@@ -44,7 +46,7 @@ class TensorBoardWriter:
 
         self._events = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
 
-    def write(self, record: Mapping[str, float | int | None]) -> None:
+    def write(self, record: Record) -> None:
         """Add one scalar a metric; null and non-finite numbers have no point."""
         for name, value in _numbers(record).items():
             self._events.add_scalar(name, value, int(record["step"] or 0))
@@ -75,7 +77,7 @@ class ServiceWriter:
         self._module = module
         module.init(project="logitless", name=run_name, config=dict(config), **place)
 
-    def write(self, record: Mapping[str, float | int | None]) -> None:
+    def write(self, record: Record) -> None:
         """Log one record at its step."""
         self._module.log(_numbers(record), step=int(record["step"] or 0))
 
@@ -126,6 +128,6 @@ def _imported(package: str) -> ModuleType:
         ) from error
 
 
-def _numbers(record: Mapping[str, float | int | None]) -> dict[str, float]:
+def _numbers(record: Record) -> dict[str, float | int]:
     """The metrics that are finite, without the step itself."""
     return {n: v for n, v in record.items() if n != "step" and v is not None and math.isfinite(v)}

@@ -1,0 +1,104 @@
+"""The view shows what the records say, on a terminal and off it, and its time to go is that of the blocks so far."""
+
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from logitless.train.live_view import LiveView, duration, sparkline
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def terminal() -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=90, height=30, color_system=None)
+
+
+def shown(view: LiveView) -> str:
+    console = Console(file=io.StringIO(), width=90, color_system=None)
+    console.print(view._render())
+    return console.file.getvalue()
+
+
+def test_a_sparkline_goes_from_the_lowest_to_the_highest_bar():
+    assert sparkline([1.0, 2.0, 3.0, 8.0]) == "▁▂▃█"  # steps of 1/7 of the span: 0, 1, 2, 7
+
+
+def test_a_sparkline_of_nothing_finite_is_blank():
+    assert sparkline([math.nan, math.inf]) == "  "
+    assert sparkline([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (59.6, "1 min 00 s"), (3599, "59 min 59 s"), (7260, "2 h 01 min")]
+)
+def test_a_duration_is_rounded_to_what_can_be_read(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_the_time_to_go_leaves_out_the_first_block():
+    clock = Clock()
+    view = LiveView(10, console=terminal(), clock=clock)
+    assert view.seconds_left() is None
+    for block, now in [(1, 100.0), (2, 110.0), (3, 120.0)]:
+        clock.now = now
+        view.update({"step": block, "block": block}, None)
+    # 10 s a block; 3 begun at 120, so 3 to 10 are 8 blocks: 80 s, of which 4 are gone at 124.
+    clock.now = 124.0
+    assert view.seconds_left() == pytest.approx(76.0)
+
+
+def test_the_time_to_go_after_a_resume_counts_the_blocks_since():
+    clock = Clock()
+    view = LiveView(10, first_block=6, console=terminal(), clock=clock)
+    for block, now in [(7, 50.0), (8, 60.0), (9, 70.0)]:
+        clock.now = now
+        view.update({"step": block, "block": block}, None)
+    assert view.seconds_left() == pytest.approx(20.0)
+
+
+def test_a_terminal_shows_progress_curves_phase_and_a_sample():
+    with LiveView(10, title="toy", console=terminal(), clock=Clock()) as view:
+        view.phase("rollout")
+        for step, reward in [(1, 0.1), (2, 0.1), (3, 0.3)]:
+            view.update({"step": step, "block": step, "reward/mean": reward, "kl_ref/k3_mean": 0.01}, None)
+        view.update({"step": 4, "block": 3, "entropy/mean": 1.5}, ("2+2=", "four", 1.0))
+        view.update({"step": 5, "block": 3}, None)
+        text = shown(view)
+    for part in ("toy", "block 3/10", "reward", "▁▁█", "0.3", "KL", "1.5", "2+2=four", "rollout"):
+        assert part in text
+
+
+def test_off_a_terminal_each_step_is_one_plain_line():
+    out = io.StringIO()
+    with LiveView(2, title="toy", console=Console(file=out, width=40)) as view:
+        view.update({"step": 1, "block": 1, "reward/mean": 0.123456, "kl_ref/k3_mean": None}, ("a", "b", 0.0))
+        view.message("[bold]not markup[/bold] " + "x" * 60)
+    assert out.getvalue().splitlines() == [
+        "toy: 2 blocks",
+        "block 1/2  step 1  reward 0.1235",
+        "[bold]not markup[/bold] " + "x" * 60,
+    ]
+
+
+def test_hostile_text_is_shown_and_not_obeyed():
+    with LiveView(2, title="[red]toy", console=terminal(), clock=Clock()) as view:
+        view.update({"step": 1, "block": 1}, ("[blink]", "\x1b[2J\r\x07" + "a" * 1000, -1.0))
+        text = shown(view)
+    assert "[red]toy" in text
+    assert "[blink]" in text
+    assert "\x1b[2J" not in text
+    assert text.count("a") < 500
+
+
+def test_a_view_says_that_a_run_stopped_and_lets_the_error_through():
+    console = terminal()
+    with pytest.raises(RuntimeError), LiveView(2, console=console, clock=Clock()):
+        raise RuntimeError
+    assert "stopped" in console.file.getvalue()
