@@ -1,6 +1,5 @@
 """Checks of what an objective is given."""
 
-import jaxtyping
 import pytest
 import torch
 
@@ -12,14 +11,6 @@ from logitless.objective.filters import TopEntropy
 from logitless.objective.inputs import required
 from logitless.objective.ratio import SequenceRatio
 from logitless.objective.surrogate import ClipCov, Dppo, KlCov
-
-
-@pytest.fixture
-def without_shape_checks():
-    """As users run: jaxtyping's import hook, which would catch a wrong string first, switched off."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def off_policy_keep(
     """
     difference = (logp_drawn - logp).detach()
     drift = ranges.mean(torch.where(logp_drawn.isnan(), 0.0, difference))
-    return (advantage >= 0) | ranges.spread(drift <= threshold)
+    return (advantage >= 0) | (ranges.spread(drift) <= threshold)
 
 
 def quantile(values: Float[Tensor, "n"], q: float, counted: Bool[Tensor, "n"] | None = None) -> Float[Tensor, ""]:

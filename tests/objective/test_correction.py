@@ -1,0 +1,85 @@
+"""Sampler corrections by hand."""
+
+import math
+
+import pytest
+import torch
+
+from logitless.errors import ConfigurationError
+from logitless.objective.correction import (
+    SamplerCorrection,
+    bounded_weight,
+    correction_log_weight,
+    sampler_log_ratio,
+)
+from logitless.objective.ranges import Ranges
+
+# Sequence A of tokens 0, 1, B of token 2.
+RANGES = Ranges(torch.tensor([0, 0, 1]), 2, torch.ones(3, dtype=torch.bool))
+
+
+def test_the_log_ratio_is_zero_where_the_sampler_gave_none():
+    old, sampler = torch.tensor([-1.0, -1.0, -2.0]), torch.tensor([-1.5, math.nan, -1.0])
+    assert sampler_log_ratio(old.requires_grad_(), sampler).tolist() == [0.5, 0.0, -1.0]
+    assert not sampler_log_ratio(old, sampler).requires_grad
+
+
+def test_each_level_by_hand():
+    log_ratio = torch.tensor([0.5, 1.0, -1.0])
+    assert correction_log_weight(log_ratio, RANGES, "token").tolist() == [0.5, 1.0, -1.0]
+    assert correction_log_weight(log_ratio, RANGES, "sequence").tolist() == [1.5, 1.5, -1.0]
+    assert correction_log_weight(log_ratio, RANGES, "geometric").tolist() == [0.75, 0.75, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "low", "high", "expected"),
+    [
+        ("truncate", None, 3.0, [0.1, 0.5, 3.0, 3.0]),
+        ("truncate", 0.5, None, [0.5, 0.5, 3.0, 9.0]),
+        ("truncate", 0.5, 3.0, [0.5, 0.5, 3.0, 3.0]),
+        ("mask", None, 3.0, [0.1, 0.5, 3.0, 0.0]),  # the bound itself is inside
+        ("mask", 0.5, None, [0.0, 0.5, 3.0, 9.0]),
+        ("mask", 0.5, 3.0, [0.0, 0.5, 3.0, 0.0]),
+        ("mask", None, None, [0.1, 0.5, 3.0, 9.0]),
+    ],
+)
+def test_bounds_truncate_or_mask(mode, low, high, expected):
+    weight = torch.tensor([0.1, 0.5, 3.0, 9.0], dtype=torch.float64)
+    assert bounded_weight(weight, mode, low, high).tolist() == expected
+
+
+def test_the_correction_is_the_bounded_exponential():
+    # token: exp(log 2), exp(log 3), exp(-log 2) cut to [0.6, 2.5]; sequence: 6 for both
+    log_ratio = torch.tensor([math.log(2), math.log(3), -math.log(2)], dtype=torch.float64)
+    token = SamplerCorrection(min=0.6, max=2.5)(log_ratio, RANGES)
+    assert token.tolist() == pytest.approx([2, 2.5, 0.6])
+    masked = SamplerCorrection("sequence", "mask", max=5.0)(log_ratio, RANGES)
+    assert masked.tolist() == pytest.approx([0, 0, 0.5])
+
+
+def test_an_overflowing_weight_is_bounded_too():
+    log_ratio = torch.tensor([200.0, 0.0, 0.0])
+    assert SamplerCorrection(max=2.0)(log_ratio, RANGES)[0].item() == 2.0
+    assert SamplerCorrection(mode="mask", max=2.0)(log_ratio, RANGES)[0].item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "bound to truncate at"),
+        ({"min": 3.0, "max": 2.0}, "0 <= min < max"),
+        ({"min": -1.0, "max": 2.0}, "0 <= min < max"),
+        ({"max": 0.0}, "0 <= min < max"),
+    ],
+)
+def test_bounds_out_of_order_or_missing_are_refused(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        SamplerCorrection(**options)
+
+
+@pytest.mark.parametrize("used", [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.05}, {"repetition_penalty": 1.1}])
+def test_filtered_sampling_is_refused_unless_accepted_by_name(used):
+    with pytest.raises(ConfigurationError, match=next(iter(used))):
+        SamplerCorrection(max=2.0).check_sampling(**used)
+    SamplerCorrection(max=2.0, filtered_sampling="accept").check_sampling(**used)
+    SamplerCorrection(max=2.0).check_sampling()

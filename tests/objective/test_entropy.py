@@ -1,0 +1,61 @@
+"""The entropy bonus and its controller."""
+
+import math
+
+import pytest
+import torch
+
+from logitless.errors import CheckpointError, ConfigurationError, InputError
+from logitless.objective.entropy import AdaptiveEntropy, EntropyBonus, EntropyController, entropy_mean
+
+
+def test_the_mean_is_weighted_and_renormalised_by_name():
+    # v = 1/4 each (half of the step is here): kept 1 and 3 -> 1/4 (1 + 3) = 1; renormalised: mean 2 times 3/4
+    entropy = torch.tensor([1.0, 2.0, 3.0])
+    weight, kept = torch.full((3,), 0.25), torch.tensor([True, False, True])
+    assert entropy_mean(entropy, weight, kept, renormalized=False).item() == 1.0
+    assert entropy_mean(entropy, weight, kept, renormalized=True).item() == 1.5
+
+
+def test_where_nothing_is_kept_the_mean_is_zero_and_has_no_gradient():
+    entropy = torch.tensor([1.0, 2.0], requires_grad=True)
+    kept = torch.tensor([False, False])
+    mean = entropy_mean(entropy, torch.full((2,), 0.5), kept, renormalized=True)
+    mean.backward()
+    assert mean.item() == 0.0
+    assert entropy.grad.tolist() == [0.0, 0.0]
+
+
+def test_a_static_coefficient_never_moves():
+    controller = EntropyController(EntropyBonus(0.01))
+    for entropy in (0.1, 5.0):
+        assert controller.applied == 0.01
+        controller.update(entropy)
+
+
+def test_an_adaptive_coefficient_rises_at_or_below_the_target_and_is_applied_there_only():
+    controller = EntropyController(EntropyBonus(0.5, AdaptiveEntropy(1.0, 0.25, 0.25, 0.75)))
+    history = [(controller.coefficient, controller.applied)]
+    for entropy in (1.0, 0.9, 1.1, 1.1, 1.1):
+        controller.update(entropy)
+        history.append((controller.coefficient, controller.applied))
+    # not applied before a measurement; up to the bound 0.75; down to the bound 0.25, not applied above the target
+    assert history == [(0.5, 0.0), (0.75, 0.75), (0.75, 0.75), (0.5, 0.0), (0.25, 0.0), (0.25, 0.0)]
+
+
+def test_a_controller_goes_on_from_its_state():
+    bonus = EntropyBonus(0.5, AdaptiveEntropy(1.0, 0.25))
+    controller, other = EntropyController(bonus), EntropyController(bonus)
+    controller.update(0.5)
+    other.load_state_dict(controller.state_dict())
+    assert (other.coefficient, other.last_entropy, other.applied) == (0.75, 0.5, 0.75)
+    with pytest.raises(CheckpointError, match="coefficient, last_entropy"):
+        other.load_state_dict({"beta": 1.0})
+
+
+def test_bad_settings_and_measurements_are_refused():
+    for wrong in ({"delta": 0.0}, {"coefficient_min": 2.0}):
+        with pytest.raises(ConfigurationError, match="positive delta"):
+            AdaptiveEntropy(**wrong)
+    with pytest.raises(InputError, match="finite"):
+        EntropyController(EntropyBonus(0.01)).update(math.nan)

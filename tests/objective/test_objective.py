@@ -1,0 +1,478 @@
+"""The composition: its order by hand, its errors, its configuration."""
+
+import math
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from logitless.errors import ConfigurationError, InputError
+from logitless.objective.correction import SamplerCorrection
+from logitless.objective.divergence import KLPenalty
+from logitless.objective.entropy import AdaptiveEntropy, EntropyBonus
+from logitless.objective.filters import OffPolicy, TopEntropy
+from logitless.objective.objective import BlockStatistics, Objective
+from logitless.objective.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio, TurnRatio
+from logitless.objective.surrogate import (
+    Cispo,
+    Clip,
+    ClipCov,
+    Dppo,
+    Dro,
+    Gmpo,
+    Importance,
+    KlCov,
+    Nll,
+    Reinforce,
+    Sapo,
+    Vespo,
+)
+from logitless.types import TokenBatch
+from tests.objective.batches import random_batch
+
+
+def batch_of(num_tokens, **fields):
+    """One sequence, weights 1, float64, policies that agree."""
+    ones = torch.ones(num_tokens, dtype=torch.float64)
+    given = {name: torch.tensor(values, dtype=torch.float64) for name, values in fields.items() if name != "turn"}
+    if "turn" in fields:
+        given["turn"] = torch.tensor(fields["turn"])
+    defaults = {"advantage": ones, "token_weight": ones, "logp_old": -ones}
+    return TokenBatch(torch.zeros(num_tokens, dtype=torch.long), 1, **{**defaults, **given})
+
+
+def run(objective, batch, logp, entropy=None, **options):
+    logp = torch.tensor(logp, dtype=torch.float64, requires_grad=True)
+    entropy = None if entropy is None else torch.tensor(entropy, dtype=torch.float64, requires_grad=True)
+    output = objective(logp, entropy, batch, **options)
+    output.loss.backward()
+    return output, logp.grad.tolist(), None if entropy is None else entropy.grad.tolist()
+
+
+# --- the equation -----------------------------------------------------------------------------------------------------
+
+
+def test_weight_filter_correction_and_kl_come_in_this_order():
+    # A = -2, r = 1: l = 2 each.  Off-policy: drift logp_sampler - logp = 1 and 0 -> mean 0.5 > 0.4: both dropped.
+    # KL k2: d = 1 -> 1/2, times beta 10 = 5, neither filtered nor corrected.  loss = 0.25 * 5 + 0.75 * 5 = 5
+    objective = Objective(
+        surrogate=Importance(), filters=(OffPolicy(0.4),), correction=SamplerCorrection(max=2.0), kl=KLPenalty("k2")
+    )
+    batch = batch_of(2, advantage=[-2, -2], token_weight=[0.25, 0.75], logp_sampler=[0, -1], logp_ref=[-2, -2])
+    output, gradient, _ = run(objective, batch, [-1, -1], beta=10.0)
+    assert output.loss.item() == pytest.approx(5)
+    assert output.token_loss.tolist() == pytest.approx([5, 5])
+    assert gradient == pytest.approx([2.5, 7.5])  # w * beta * d
+    assert output.dropped["off_policy"].tolist() == [True, True]
+    # Without the filter: c = exp(-1 - 0) and exp(-1 + 1) -> l c = 2 e^-1 and 2.
+    output, gradient, _ = run(replace(objective, filters=()), batch, [-1, -1], beta=10.0)
+    assert output.token_loss.tolist() == pytest.approx([5 + 2 / math.e, 7])
+    assert output.correction.tolist() == pytest.approx([1 / math.e, 1])
+    assert gradient == pytest.approx([0.25 * (10 + 2 / math.e), 0.75 * 12])
+
+
+def test_a_filtered_token_keeps_its_weight_in_the_denominator():
+    # entropies 1 and 3, top half: threshold 2; the first token's loss is dropped, the second keeps its 1/2
+    objective = Objective(surrogate=Reinforce(), filters=(TopEntropy(0.5, scope="micro_batch"),))
+    output, gradient, entropy_gradient = run(objective, batch_of(2, token_weight=[0.5, 0.5]), [-1, -1], [1, 3])
+    assert output.loss.item() == 0.5
+    assert gradient == [0, -0.5]
+    assert entropy_gradient == [0, 0]
+
+
+def test_a_block_threshold_is_compared_with_the_entropy_of_the_scoring_pass():
+    objective = Objective(surrogate=Reinforce(), filters=(TopEntropy(0.5),))
+    block = batch_of(4, entropy_old=[1, 2, 3, 4])
+    statistics = objective.block_statistics(block)
+    assert statistics.entropy_threshold.item() == 2.5
+    output, _, _ = run(objective, block, [-1] * 4, [9, 9, 0, 0], block=statistics)
+    assert output.dropped["top_entropy"].tolist() == [True, True, False, False]
+
+
+def test_vespo_takes_the_correction_into_its_weight_and_not_beside_it():
+    # lr = 0, c = 2: w = 2, phi = exp(3 + 2 log 2 - 6) = 4 e^-3; loss -phi A logp = phi, not c phi
+    objective = Objective(surrogate=Vespo(), correction=SamplerCorrection(max=2.0))
+    output, gradient, _ = run(objective, batch_of(1, logp_sampler=[-9]), [-1])
+    assert output.loss.item() == pytest.approx(4 * math.exp(-3))
+    assert gradient == pytest.approx([-4 * math.exp(-3)])
+
+
+def test_the_entropy_bonus_has_its_own_weights_and_skips_what_top_entropy_drops():
+    # bonus = 0.1 * (3 / 4) on the kept token; the policy loss keeps 1/2 of it: 0.5 - 0.075
+    objective = Objective(
+        surrogate=Reinforce(), filters=(TopEntropy(0.5, scope="micro_batch"),), entropy_bonus=EntropyBonus(0.1)
+    )
+    batch = batch_of(2, token_weight=[0.5, 0.5], entropy_weight=[0.25, 0.25])
+    output, _, entropy_gradient = run(objective, batch, [-1, -1], [1, 3])
+    assert output.loss.item() == pytest.approx(0.5 - 0.1 * 0.75)
+    assert output.entropy_bonus.item() == pytest.approx(0.75)
+    assert entropy_gradient == pytest.approx([0, -0.1 * 0.25])
+    of_micro_batch = replace(objective, entropy_bonus=EntropyBonus(0.1, scope="micro_batch"))
+    output, _, entropy_gradient = run(of_micro_batch, batch, [-1, -1], [1, 3])
+    assert output.loss.item() == pytest.approx(0.5 - 0.1 * 1.5)  # mean 3 of the kept, times half of the step
+    assert entropy_gradient == pytest.approx([0, -0.1 * 0.5])
+
+
+def test_the_entropy_bonus_does_not_skip_what_the_off_policy_filter_drops():
+    objective = Objective(surrogate=Reinforce(), filters=(OffPolicy(0.1),), entropy_bonus=EntropyBonus(0.1))
+    batch = batch_of(1, advantage=[-1], logp_sampler=[0], entropy_weight=[1])
+    output, gradient, entropy_gradient = run(objective, batch, [-1], [2])
+    assert output.loss.item() == pytest.approx(-0.2)
+    assert (gradient, entropy_gradient) == ([0], [-0.1])
+
+
+def test_entropy_weights_are_one_over_the_kept_tokens_of_the_step():
+    objective = Objective(entropy_bonus=EntropyBonus(0.1), filters=(TopEntropy(0.5),))
+    step = batch_of(4, token_weight=[1, 1, 0, 1], entropy_old=[1, 2, 9, 4])
+    statistics = objective.block_statistics(step)  # of 1, 2 and 4 the median: 2
+    weights = objective.entropy_weight(step, block=statistics)
+    assert weights.tolist() == [0, 0.5, 0, 0.5]
+    both_ranks = objective.entropy_weight(step, block=statistics, sum_over_ranks=lambda number: 2 * number)
+    assert both_ranks.tolist() == [0, 0.25, 0, 0.25]
+    assert Objective(entropy_bonus=EntropyBonus(0.1)).entropy_weight(step).tolist() == pytest.approx(
+        [1 / 3, 1 / 3, 0, 1 / 3]
+    )
+
+
+def test_an_adaptive_bonus_takes_its_coefficient_from_the_call():
+    objective = Objective(surrogate=Reinforce(), entropy_bonus=EntropyBonus(0.1, AdaptiveEntropy()))
+    output, _, _ = run(objective, batch_of(1, entropy_weight=[1]), [-1], [2], entropy_coefficient=0.5)
+    assert output.loss.item() == pytest.approx(1 - 0.5 * 2)
+
+
+def test_beta_may_be_a_tensor():
+    objective = Objective(surrogate=Reinforce(), kl=KLPenalty("k2"))
+    batch = batch_of(1, logp_ref=[-3])
+    expected, _, _ = run(objective, batch, [-1], beta=0.5)
+    output, _, _ = run(objective, batch, [-1], beta=torch.tensor(0.5, dtype=torch.float64))
+    assert output.loss.item() == expected.loss.item() == 1 + 0.5 * 2
+
+
+# --- sequences and turns ----------------------------------------------------------------------------------------------
+
+
+def test_a_sequence_ratio_sends_its_gradient_through_every_token_of_the_sequence():
+    # weights 1 and 3, A = 1, lr = 0: d loss / d logp_u = -(1 + 3) / 2 each; per token it would be -1 and -3
+    batch = batch_of(2, token_weight=[1, 3])
+    _, shared, _ = run(Objective(SequenceRatio(), Importance()), batch, [-1, -1])
+    _, own, _ = run(Objective(SequenceTokenRatio(), Importance()), batch, [-1, -1])
+    assert shared == [-2, -2]
+    assert own == [-1, -3]
+
+
+def test_sequence_and_sequence_token_agree_where_everything_is_constant_in_the_sequence():
+    logp, entropy, batch = random_batch((3, 0, 1, 4), seed=5)
+    outputs = [Objective(ratio, Clip())(logp, entropy, batch) for ratio in (SequenceRatio(), SequenceTokenRatio())]
+    torch.testing.assert_close(outputs[0].loss, outputs[1].loss, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(outputs[0].grad_logp, outputs[1].grad_logp, rtol=1e-12, atol=1e-12)
+
+
+def test_a_turn_ratio_is_a_sequence_ratio_inside_the_turn():
+    # turns of tokens (0, 1) and (2): ratios e^{0.5} and e^{-1}
+    batch = batch_of(3, turn=[0, 0, 4])
+    output, gradient, _ = run(Objective(TurnRatio(), Importance()), batch, [0, -1, -2])
+    assert output.log_ratio.tolist() == [0.5, 0.5, -1]
+    assert gradient == pytest.approx([-math.exp(0.5), -math.exp(0.5), -math.exp(-1)])
+
+
+def test_advantages_that_differ_under_a_shared_ratio_are_an_error_unless_asked_for():
+    # A = 1 and 3, ratio e^0 for both. mean: -2 each; multiply: -1 and -3
+    batch = batch_of(2, advantage=[1, 3])
+    with pytest.raises(InputError, match=r"'sequence_token' .*'mean' or 'multiply'"):
+        run(Objective(SequenceRatio(), Importance()), batch, [-1, -1])
+    averaged, _, _ = run(Objective(SequenceRatio("mean"), Importance()), batch, [-1, -1])
+    assert averaged.token_loss.tolist() == [-2, -2]
+    multiplied, _, _ = run(Objective(SequenceRatio("multiply"), Importance()), batch, [-1, -1])
+    assert multiplied.token_loss.tolist() == [-1, -3]
+    with pytest.raises(InputError, match="one advantage a turn"):
+        run(Objective(TurnRatio(), Importance()), replace(batch, turn=torch.tensor([0, 0])), [-1, -1])
+    run(Objective(TurnRatio(), Importance()), replace(batch, turn=torch.tensor([0, 1])), [-1, -1])
+    with pytest.raises(InputError, match="one advantage a sequence"):
+        run(Objective(surrogate=Gmpo()), batch, [-1, -1])
+
+
+def test_an_advantage_of_weight_zero_may_differ():
+    batch = batch_of(3, advantage=[1, 9, 1], token_weight=[1, 0, 1])
+    output, _, _ = run(Objective(SequenceRatio(), Importance()), batch, [-1, -1, -1])
+    assert output.token_loss.tolist() == [-1, 0, -1]
+
+
+# --- covariance losses ------------------------------------------------------------------------------------------------
+
+
+def test_kl_cov_selects_once_a_block_from_the_scoring_pass():
+    # A centred +-1, logp_old centred (1.5, 0.5, -0.5, -1.5): covariances 1.5, -0.5, -0.5, 1.5 -> top half 0 and 3
+    objective = Objective(surrogate=KlCov(fraction=0.5))
+    block = batch_of(4, advantage=[1, -1, 1, -1], logp_old=[-1, -2, -3, -4])
+    attached = objective.block_statistics(block).attach(block)
+    assert attached.selected.tolist() == [True, False, False, True]
+    assert attached.take([0]).selected.tolist() == [True, False, False, True]
+    with pytest.raises(InputError, match="attach"):
+        run(objective, block, [-1, -2, -3, -4])
+
+
+def test_kl_cov_of_a_micro_batch_selects_from_current_values():
+    objective = Objective(surrogate=KlCov(fraction=0.25, coefficient=10.0, scope="micro_batch"))
+    batch = batch_of(4, advantage=[1, -1, 1, -1], logp_old=[-1, -2, -3, -4])
+    output, _, _ = run(objective, batch, [-1, -2, -3, -9])  # covariance is largest at the last token now
+    assert output.token_loss.tolist() == pytest.approx([-1, 1, -1, math.exp(-5) + 50])
+
+
+def test_clip_cov_leaves_out_tokens_that_are_clipped_already():
+    # tokens 0 and 3 are in the band; 0 is clipped (r = e > 1.2, A > 0), so 3 alone can be chosen
+    objective = Objective(surrogate=ClipCov(fraction=0.25, low=1.0, high=9.0, scope="micro_batch"))
+    batch = batch_of(4, advantage=[1, -1, 1, -1], logp_old=[-2, -2, -3, -4])
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        output, _, _ = run(objective, batch, [-1, -2, -3, -4], generator=generator)
+        assert output.token_loss.tolist() == pytest.approx([-1.2, 1, -1, 0])
+    with pytest.raises(InputError, match="generator"):
+        run(objective, batch, [-1, -2, -3, -4])
+
+
+def test_clip_cov_selects_once_a_block_with_a_generator():
+    objective = Objective(surrogate=ClipCov(fraction=0.25, low=1.0, high=9.0))
+    block = batch_of(4, advantage=[1, -1, 1, -1], logp_old=[-1, -2, -3, -4])
+    selections = {
+        tuple(objective.block_statistics(block, generator=torch.Generator().manual_seed(s)).selected.tolist())
+        for s in range(20)
+    }
+    assert selections == {(True, False, False, False), (False, False, False, True)}
+    with pytest.raises(InputError, match="generator"):
+        objective.block_statistics(block)
+
+
+def test_nothing_is_settled_once_a_block_unless_a_part_says_so():
+    block = batch_of(2)
+    assert Objective().block_statistics(block) is None
+    assert Objective(filters=(TopEntropy(0.2, scope="micro_batch"),)).block_statistics(block) is None
+    assert BlockStatistics(entropy_threshold=torch.tensor(1.0)).attach(block) is block
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("objective", "fields", "missing"),
+    [
+        (Objective(), {"logp_old": None}, "logp_old"),
+        (Objective(surrogate=Nll(), kl=KLPenalty("k3")), {}, "logp_ref"),
+        (Objective(surrogate=Nll(), kl=KLPenalty("k3", "token")), {"logp_old": None, "logp_ref": [-1]}, "logp_old"),
+        (Objective(correction=SamplerCorrection(max=2.0)), {}, "logp_sampler"),
+        (
+            Objective(surrogate=Reinforce(), correction=SamplerCorrection(max=2.0)),
+            {"logp_old": None, "logp_sampler": [-1]},
+            "logp_old",
+        ),
+        (Objective(surrogate=Reinforce(), filters=(OffPolicy(0.5),)), {"logp_old": None}, "logp_old"),
+        (Objective(TurnRatio()), {}, "turn"),
+        (Objective(filters=(TopEntropy(0.2),)), {}, "entropy_old"),
+        (Objective(filters=(TopEntropy(0.2),)), {"entropy_old": [1]}, "block=objective.block_statistics"),
+        (Objective(filters=(TopEntropy(0.2, scope="micro_batch"),)), {}, "entropy"),
+        (Objective(entropy_bonus=EntropyBonus(0.1)), {}, "entropy"),
+        (Objective(surrogate=ClipCov()), {}, "selected"),
+    ],
+)
+def test_a_missing_tensor_is_an_error_with_a_remedy(objective, fields, missing):
+    given = {name: value for name, value in fields.items() if value is not None}
+    batch = batch_of(1, **given)
+    if "logp_old" in fields:
+        batch = replace(batch, logp_old=None)
+    with pytest.raises(InputError, match=missing):
+        run(objective, batch, [-1])
+
+
+def test_an_entropy_bonus_asks_for_its_weights():
+    with pytest.raises(InputError, match=r"Objective\.entropy_weight"):
+        run(Objective(entropy_bonus=EntropyBonus(0.1)), batch_of(1), [-1], [1])
+
+
+def test_needs_names_what_the_batch_must_hold():
+    assert Objective(surrogate=Reinforce()).needs == set()
+    assert Objective(surrogate=Reinforce(), correction=SamplerCorrection(max=2.0)).needs == {"logp_old", "logp_sampler"}
+    assert Objective(surrogate=Nll(), kl=KLPenalty("k3")).needs == {"logp_ref"}
+    assert Objective(surrogate=Nll(), kl=KLPenalty("k3", "token")).needs == {"logp_ref", "logp_old"}
+    assert Objective(TurnRatio()).needs == {"logp_old", "turn"}
+    assert Objective(filters=(TopEntropy(0.2),)).needs == {"logp_old", "entropy_old"}
+    assert Objective(filters=(TopEntropy(0.2, scope="micro_batch"),)).needs == {"logp_old"}
+    assert Objective(entropy_bonus=EntropyBonus(0.1)).needs == {"logp_old", "entropy_weight"}
+    assert Objective(surrogate=KlCov()).needs == {"logp_old", "selected"}
+    assert Objective(surrogate=KlCov(scope="micro_batch")).needs == {"logp_old"}
+
+
+@pytest.mark.parametrize(
+    ("objective", "options", "message"),
+    [
+        (Objective(), {"beta": 0.1}, "KL term for beta"),
+        (Objective(), {"beta": torch.tensor(0.0)}, "KL term for beta"),
+        (Objective(), {"entropy_coefficient": 0.1}, "exactly when the entropy bonus is adaptive"),
+        (Objective(entropy_bonus=EntropyBonus(0.1)), {"entropy_coefficient": 0.1}, "exactly when"),
+        (Objective(entropy_bonus=EntropyBonus(0.1, AdaptiveEntropy())), {}, r"EntropyController\.applied"),
+    ],
+)
+def test_a_coefficient_without_its_part_is_refused(objective, options, message):
+    with pytest.raises(InputError, match=message):
+        run(objective, batch_of(1, entropy_weight=[1]), [-1], [1], **options)
+
+
+@pytest.mark.parametrize(("logp", "entropy"), [([-1], None), ([-1, -1], [1]), ([-1], [1, 1]), ([-1] * 3, [1] * 3)])
+def test_scores_of_another_number_of_tokens_are_refused(logp, entropy, without_shape_checks):
+    logp = torch.tensor(logp, dtype=torch.float64)
+    entropy = None if entropy is None else torch.tensor(entropy, dtype=torch.float64)
+    with pytest.raises(InputError, match="the batch's 2 tokens"):
+        Objective()(logp, entropy, batch_of(2))
+
+
+@pytest.mark.parametrize("ratio", [SequenceRatio(), SequenceTokenRatio(), TurnRatio()], ids=lambda ratio: ratio.name)
+@pytest.mark.parametrize(
+    "surrogate", [Vespo(), Gmpo(), Dppo(), Dro(0.1), Reinforce(), Nll()], ids=lambda surrogate: surrogate.name
+)
+def test_a_ratio_level_that_nothing_reads_is_refused(ratio, surrogate):
+    with pytest.raises(ConfigurationError, match="reads no other"):
+        Objective(ratio, surrogate)
+    with pytest.raises(ConfigurationError, match="reads no other"):
+        Objective(ratio, surrogate, kl=KLPenalty("k3", "token"))
+    Objective(ratio, surrogate, kl=KLPenalty("k3", "surrogate"))
+
+
+@pytest.mark.parametrize(
+    "surrogate", [Clip(), Cispo(), Sapo(), ClipCov(), KlCov(), Importance()], ids=lambda surrogate: surrogate.name
+)
+def test_a_surrogate_of_the_ratio_takes_every_level(surrogate):
+    for ratio in (TokenRatio(), SequenceRatio(), SequenceTokenRatio(), TurnRatio()):
+        Objective(ratio, surrogate)
+
+
+def test_vespo_with_a_correction_of_sequences_is_refused():
+    for level in ("sequence", "geometric"):
+        with pytest.raises(ConfigurationError, match="token-level"):
+            Objective(surrogate=Vespo(), correction=SamplerCorrection(level, max=2.0))
+
+
+def test_a_filter_given_twice_is_refused():
+    with pytest.raises(ConfigurationError, match="at most once"):
+        Objective(filters=(OffPolicy(0.1), OffPolicy(0.2)))
+
+
+# --- gradients, dtypes ------------------------------------------------------------------------------------------------
+
+
+def test_no_gradient_is_taken_where_none_is_asked_for():
+    logp, entropy, batch = random_batch((2, 3), seed=0)
+    with torch.no_grad():
+        without = Objective()(logp, entropy, batch)
+    detached = Objective()(logp.detach(), entropy.detach(), batch)
+    assert without.grad_logp is None
+    assert detached.grad_logp is None
+    assert not detached.loss.requires_grad
+    assert without.loss.item() == Objective()(logp, entropy, batch).loss.item()
+
+
+def test_the_gradient_scales_with_what_is_done_to_the_loss():
+    logp, entropy, batch = random_batch((2, 3), seed=0)
+    output = Objective()(logp * 1.0, entropy, batch)
+    (3 * output.loss).backward()
+    torch.testing.assert_close(logp.grad, 3 * output.grad_logp)
+
+
+def test_the_gradient_is_that_of_the_loss_by_finite_differences():
+    logp, entropy, batch = random_batch((2, 3), seed=1)
+    batch = replace(batch, token_weight=batch.token_weight * torch.tensor([1.0, 2, 3, 4, 5], dtype=torch.float64))
+    objective = Objective(
+        SequenceRatio(),
+        Sapo(),
+        correction=SamplerCorrection("geometric", max=3.0),
+        kl=KLPenalty("k3", "surrogate"),
+        entropy_bonus=EntropyBonus(0.1),
+    )
+    assert torch.autograd.gradcheck(
+        lambda logp, entropy: objective(logp, entropy, batch, beta=0.3).loss, (logp, entropy)
+    )
+
+
+def test_results_are_float32_for_lower_inputs_and_float64_for_float64():
+    for given, worked in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ):
+        logp, entropy, batch = random_batch((2, 3), seed=0, dtype=given)
+        output = Objective(SequenceRatio(), kl=KLPenalty("k3"))(logp, entropy, batch, beta=0.1)
+        assert output.loss.dtype == output.log_ratio.dtype == output.kl.dtype == worked
+        output.loss.backward()
+        assert logp.grad.dtype == given
+
+
+def test_no_token_at_all_is_a_loss_of_zero():
+    for objective in (Objective(), Objective(SequenceRatio(), kl=KLPenalty("k3")), Objective(surrogate=Gmpo())):
+        logp, entropy, batch = random_batch((0, 0), seed=0)
+        output = objective(logp, entropy, batch, beta=0.1 if objective.kl else 0.0)
+        output.loss.backward()
+        assert output.loss.item() == 0.0
+        assert logp.grad.shape == (0,)
+
+
+def test_131072_tokens_take_a_fraction_of_a_second():
+    logp, entropy, batch = random_batch((1,) * 1024 + (127,) * 1024, seed=0, dtype=torch.float32)
+    batch = replace(batch, token_weight=batch.token_weight.float())
+    objective = Objective(
+        SequenceRatio(),
+        filters=(OffPolicy(0.5),),
+        correction=SamplerCorrection("sequence", max=2.0),
+        kl=KLPenalty("k3"),
+    )
+    started = time.perf_counter()
+    objective(logp, entropy, batch, beta=0.1).loss.backward()
+    assert time.perf_counter() - started < 2.0
+
+
+# --- as configuration -------------------------------------------------------------------------------------------------
+
+OBJECTIVE = TypeAdapter(Objective)
+
+
+def test_an_objective_is_read_from_plain_data_and_written_back():
+    data = {
+        "ratio": {"name": "sequence", "advantage_within_sequence": "mean"},
+        "surrogate": {"name": "clip", "ratio_min": 0.9, "ratio_max": 2},
+        "filters": [{"name": "off_policy", "threshold": 0.5}, {"name": "top_entropy", "quantile": 0.2}],
+        "correction": {"level": "geometric", "max": 2},
+        "kl": {"estimator": "low_var_kl"},
+        "entropy_bonus": {"coefficient": 0.1, "adaptive": {"target": 0.4}},
+    }
+    objective = OBJECTIVE.validate_python(data)
+    assert objective == Objective(
+        SequenceRatio("mean"),
+        Clip(0.9, 2.0),
+        (OffPolicy(0.5), TopEntropy(0.2)),
+        SamplerCorrection("geometric", max=2.0),
+        KLPenalty("k3"),
+        EntropyBonus(0.1, AdaptiveEntropy(0.4)),
+    )
+    assert OBJECTIVE.validate_python(OBJECTIVE.dump_python(objective)) == objective
+    assert OBJECTIVE.validate_json(OBJECTIVE.dump_json(objective)) == objective
+    assert OBJECTIVE.validate_python({}) == Objective()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"surrogate": {"name": "cispo", "ratio_cap": 3}}, "surrogate.cispo.ratio_cap"),
+        ({"surrogate": {"name": "sapo", "ratio_min": 0.8}}, "surrogate.sapo.ratio_min"),
+        ({"surrogate": {"name": "grpo"}}, "clip_cov"),
+        ({"surrogate": {"ratio_min": 0.8}}, "discriminator"),
+        ({"surrogate": {"name": "clip", "reads": "none"}}, "surrogate.clip.reads"),
+        ({"ratio": {"name": "token", "advantage_within_sequence": "mean"}}, "advantage_within_sequence"),
+        ({"filters": [{"name": "off_policy", "threshold": 0.5, "quantile": 1}]}, "filters.0.off_policy.quantile"),
+        ({"kl": {"estimator": "k1"}}, "put k1 in the reward"),
+        ({"correction": {"max": 2, "cap": 3}}, "correction.cap"),
+        ({"entropy_bonus": {"coefficient": 0.1, "target": 0.2}}, "entropy_bonus.target"),
+        ({"clip": 0.2}, "clip"),
+        ({"ratio": {"name": "sequence"}, "surrogate": {"name": "vespo"}}, "reads no other"),
+    ],
+)
+def test_knobs_of_another_part_and_contradictions_are_refused_in_files(data, message):
+    with pytest.raises(ValidationError, match=message):
+        OBJECTIVE.validate_python(data)
