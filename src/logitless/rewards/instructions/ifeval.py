@@ -325,14 +325,14 @@ IFEVAL = table(
         "Every keyword is found, in any case.",
         has_keywords,
         (Argument("keywords", "texts"),),
-        passes=case("The cat met a dog.", keywords=["dog", "Cat"]),
+        passes=case("The cat slept.", keywords=["Cat"]),
         fails=case("The cat slept.", keywords=["dog", "cat"]),
         quirks=(
             quirk("a keyword inside a word counts", True, "concatenate", keywords=["cat"]),
             quirk("keywords are regular expressions", True, "abc", keywords=["a.c"]),
             quirk(_NO_PATTERN, False, "(", keywords=["("]),
         ),
-        one_token="dogcat",
+        one_token="cat",
         fixed=Repair("Every keyword stands in the text as a whole word, in any case.", has_whole_keywords),
     ),
     Instruction(

@@ -189,22 +189,24 @@ def ends_with_emoji(text: str) -> bool:
     return bool(found) and found[-1]["match_end"] == len(tail)
 
 
+def starts_with_emoji(text: str) -> bool:
+    """Whether the first thing in the text is an emoji of any number of code points.
+
+    Example:
+        >>> starts_with_emoji("🇫🇷 Allez"), starts_with_emoji("Allez 🇫🇷")
+        (True, False)
+    """
+    found = _package("emoji").emoji_list(text[:40])
+    return bool(found) and found[0]["match_start"] == 0
+
+
 def first_tag(tokens: Sequence[str]) -> str:
     """The Penn Treebank tag of the first token; it hangs on the first three only.
 
     Raises:
         UnavailableError: the tagger's data is not installed.
     """
-    nltk = _package("nltk")
-    try:
-        nltk.data.find(f"taggers/{TAGGER}")
-    except LookupError:
-        raise UnavailableError(
-            needed=f"nltk's tagger data {TAGGER!r}",
-            given="none in nltk.data.path",
-            remedy=f"Install it once: python -m nltk.downloader {TAGGER}",
-        ) from None
-    return str(nltk.pos_tag(list(tokens[:3]))[0][1])
+    return str(_tagger().tag(list(tokens[:3]))[0][1])
 
 
 class _NoCounts(dict[str, int]):
@@ -257,3 +259,16 @@ def _punkt_language() -> Any:
 def _word_tokenizer() -> Any:
     _package("nltk")
     return importlib.import_module("nltk.tokenize.destructive").NLTKWordTokenizer()
+
+
+@functools.cache
+def _tagger() -> Any:
+    _package("nltk")
+    try:
+        return importlib.import_module("nltk.tag.perceptron").PerceptronTagger()
+    except LookupError:
+        raise UnavailableError(
+            needed=f"nltk's tagger data {TAGGER!r}",
+            given="none in nltk.data.path",
+            remedy=f"Install it once: python -m nltk.downloader {TAGGER}",
+        ) from None

@@ -1,0 +1,135 @@
+"""Every instruction of the registry does what its entry says: cases, quirks, repairs, time, purity."""
+
+import re
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from logitless.rewards.instructions import IFBENCH, IFEVAL, IFTRAIN, INSTRUCTIONS, Case, Instruction
+from tests.rewards.instructions.official import official_rows
+
+SECONDS_AT_100K = 2.0
+"""What a hostile text may take: four times what it takes on an idle core. A quadratic check would take minutes."""
+
+OFFICIAL = [instruction for instruction in INSTRUCTIONS.values() if not instruction.id.endswith("@fixed")]
+FIXED = [instruction for instruction in INSTRUCTIONS.values() if instruction.id.endswith("@fixed")]
+QUIRKS = [(instruction, quirk) for instruction in OFFICIAL for quirk in instruction.quirks]
+# Cut to size by what they are: pieces that checks look for, so that random texts come near a verdict of True.
+PIECES = st.sampled_from(
+    [
+        *"\n|\n\n| |\t|*|**|***|******|* a|- b|.|. |!|?|?!|,|;|:|'|\"|“|”|[|]|(|)|{|<<|>>|<i>|</i>|#|-".split("|"),  # noqa: SIM905
+        *"1|2,|14 |3.14|a|I |the |cat |Cat. |We won. |Question 1: |A) x\n|日本|🙂|🇫🇷|é|İ|ß|Σ".split("|"),  # noqa: SIM905
+        *"\x00|\x0b|\u2028|\ud800|ID,Country|Dr. |U.S. |P.S. |{}|NaN".split("|"),  # noqa: SIM905
+    ]
+)
+TEXTS = st.one_of(st.lists(PIECES, max_size=12).map("".join), st.text(max_size=30))
+
+
+def verdict(instruction: Instruction, case: Case) -> bool:
+    return instruction.check(case.text, **instruction.read_arguments(case.arguments, row="test"))
+
+
+def by_id(instructions):
+    return pytest.mark.parametrize("instruction", instructions, ids=lambda instruction: instruction.id)
+
+
+def test_the_registry_has_the_25_29_and_58_official_ids():
+    assert [sum("@" not in name for name in table) for table in (IFEVAL, IFTRAIN, IFBENCH)] == [25, 29, 58]
+    assert len(OFFICIAL) == 112
+
+
+def test_every_name_is_a_family_and_a_word():
+    assert all(re.fullmatch(r"[a-z_]+:[a-z0-9_-]+(@fixed)?", name) for name in INSTRUCTIONS)
+    assert all(name == instruction.id for name, instruction in INSTRUCTIONS.items())
+
+
+@by_id(INSTRUCTIONS.values())
+def test_a_text_that_follows_the_instruction_passes(instruction, tagger):
+    assert verdict(instruction, instruction.passes) is True
+
+
+@by_id(INSTRUCTIONS.values())
+def test_a_text_that_does_not_follow_the_instruction_fails(instruction, tagger):
+    assert verdict(instruction, instruction.fails) is False
+    assert instruction.fails.text.strip()
+
+
+@pytest.mark.parametrize(
+    ("instruction", "quirk"), QUIRKS, ids=lambda part: getattr(part, "id", getattr(part, "note", ""))
+)
+def test_a_quirk_of_the_official_check_is_kept(instruction, quirk):
+    assert verdict(instruction, quirk.case) is quirk.verdict
+
+
+@by_id(FIXED)
+def test_a_fixed_check_judges_one_of_the_quirks_differently(instruction):
+    official = INSTRUCTIONS[instruction.id.removesuffix("@fixed")]
+    assert any(verdict(instruction, quirk.case) is not quirk.verdict for quirk in official.quirks)
+
+
+@by_id([instruction for instruction in OFFICIAL if instruction.one_token])
+def test_the_token_that_is_said_to_satisfy_the_instruction_does(instruction, tagger):
+    assert re.fullmatch(r"[^\W\d_]+|\d+|[^\w\s]+", instruction.one_token)
+    assert verdict(instruction, Case(instruction.one_token, instruction.passes.arguments))
+
+
+@by_id([instruction for instruction in OFFICIAL if not instruction.one_token])
+def test_no_common_token_satisfies_an_instruction_said_to_need_more(instruction, tagger):
+    for token in (
+        "Yes",
+        "no",
+        "a",
+        "I",
+        "The",
+        "5",
+        "14",
+        ".",
+        "?!",
+        '"',
+        "-",
+        "*",
+        "***",
+        "🙂",
+        "日本",
+        "[]",
+        "kayak",
+    ):
+        assert not verdict(instruction, Case(token, instruction.passes.arguments)), token
+
+
+@by_id(INSTRUCTIONS.values())
+def test_a_hostile_text_of_100k_characters_is_judged_in_linear_time(instruction, tagger):
+    text = (instruction.hostile * 100_000)[:100_000]
+    arguments = instruction.read_arguments(instruction.passes.arguments, row="test")
+    instruction.check(text[:100], **arguments)
+    started = time.perf_counter()
+    instruction.check(text, **arguments)
+    assert time.perf_counter() - started < SECONDS_AT_100K
+
+
+@by_id(INSTRUCTIONS.values())
+@settings(max_examples=15, deadline=None, database=None, derandomize=True)
+@given(text=TEXTS)
+def test_any_text_gets_the_same_verdict_twice_and_raises_nothing(instruction, tagger, text):
+    arguments = instruction.read_arguments(instruction.passes.arguments, row="test")
+    first = instruction.check(text, **arguments)
+    assert isinstance(first, bool)
+    assert instruction.check(text, **arguments) is first
+
+
+@by_id(INSTRUCTIONS.values())
+def test_a_blank_text_follows_nothing(instruction):
+    assert not instruction.follows(" \n", instruction.read_arguments(instruction.passes.arguments, row="test"))
+
+
+@pytest.mark.parametrize(("name", "rows", "instructions"), [("ifeval", 541, 834), ("ifbench", 300, 344)])
+def test_the_official_prompts_have_arguments_of_the_declared_kinds(name, rows, instructions):
+    official = official_rows(name)
+    read = [
+        INSTRUCTIONS[instruction_id].read_arguments(arguments, row=f"row {row}")
+        for row, prompt in enumerate(official)
+        for instruction_id, arguments in zip(prompt["instruction_id_list"], prompt["kwargs"], strict=True)
+    ]
+    assert (len(official), len(read)) == (rows, instructions)
