@@ -25,6 +25,9 @@ MAX_CHARACTERS = 1_000_000
 TRAINER_ARGUMENTS = frozenset({"trainer_state", "log_extra", "log_metric"})
 """What TRL passes to every reward function beside the columns; not one value a completion."""
 
+RESERVED_ARGUMENTS = frozenset({"prompts", "completions", "completion_ids"})
+"""Names that a column cannot have where columns are spread as arguments."""
+
 
 @runtime_checkable
 class Reward(Protocol):
@@ -134,6 +137,24 @@ def check_text_column(columns: Columns, name: str) -> None:
             )
 
 
+def check_reserved(columns: Columns) -> None:
+    """No column has the name of an argument of a reward function.
+
+    Raises:
+        ConfigurationError: one has.
+
+    Example:
+        >>> check_reserved({"kwargs": [{}], "self": [1]})
+    """
+    clashing = sorted(RESERVED_ARGUMENTS & set(columns))
+    if clashing:
+        raise ConfigurationError(
+            needed="columns with names of their own",
+            given=f"{', '.join(map(repr, clashing))}, as the arguments of a reward function are called",
+            remedy="Rename them in the data section.",
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextReward:
     """The common part of rewards that read the text of a completion: knobs of every reward, and both call shapes.
@@ -156,9 +177,14 @@ class TextReward:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     @property
+    def metric_name(self) -> str:
+        """What its metrics are called."""
+        return self.label or self.name
+
+    @property
     def __name__(self) -> str:
         """What TRL calls the reward in its logs."""
-        return self.label or self.name
+        return self.metric_name
 
     def check(self, columns: Columns) -> None:
         """Nothing in the data can be wrong for this reward."""

@@ -88,11 +88,11 @@ class WorkerPool:
         self.num_workers = workers or len(os.sched_getaffinity(0))
         self.counts: Counter[OutcomeStatus] = Counter(dict.fromkeys(get_args(OutcomeStatus), 0))
         self._start_seconds = start_seconds
-        self._owner = os.getpid()
         self._lock = threading.Lock()
         self._loaded: list[str] = []
-        self._workers: list[_Worker] = []
-        self._supervisor: _Supervisor | None = None
+        self._processes = _Processes()
+        self._workers = self._processes.workers
+        weakref.finalize(self, self._processes.end)
 
     def __enter__(self) -> "WorkerPool":
         return self
@@ -103,7 +103,7 @@ class WorkerPool:
     def close(self) -> None:
         """End every process of the pool; a later ``run`` starts it anew."""
         with self._lock:
-            self._end()
+            self._processes.end()
 
     def load(self, *paths: str) -> None:
         """Import what the paths name, once and for all workers to come.
@@ -154,7 +154,7 @@ class WorkerPool:
                 while len(batch.outcomes) < len(batch.frames):
                     self._advance(batch, deadline_seconds)
             except BaseException:
-                self._end()
+                self._processes.end()
                 raise
             outcomes = [batch.outcomes[index] for index in range(len(batch.frames))]
             self.counts.update(outcome.status for outcome in outcomes)
@@ -171,13 +171,13 @@ class WorkerPool:
             for worker in self._awake(deadline_seconds):
                 state = worker.receive(batch)
                 if state == "ended":
-                    self._fail(worker, batch, "crashed", "its process ended by")
+                    self._fail(worker, batch, "crashed", "its process ended")
                 elif state == "spent":
                     self._dismiss(worker, batch)
             for worker in list(self._workers):
                 limit = self._limit(worker, deadline_seconds)
                 if worker.queued and time.monotonic() >= worker.since + limit:
-                    self._fail(worker, batch, "timeout", f"over {limit:g} s, ended by")
+                    self._fail(worker, batch, "timeout", f"over {limit:g} s")
         except _SupervisorLostError:
             self._recover(batch)
 
@@ -198,10 +198,13 @@ class WorkerPool:
 
     def _fail(self, worker: "_Worker", batch: "_Batch", status: OutcomeStatus, why: str) -> None:
         """End a worker; the item it was at gets the status, those behind it go back."""
-        index = worker.queued.popleft() if worker.queued else None
+        failed = None
+        if worker.queued:
+            failed = worker.queued.popleft()
+            batch.outcomes[failed] = Outcome(status, message=why)
         ended = self._dismiss(worker, batch)
-        if index is not None:
-            batch.outcomes[index] = Outcome(status, message=f"{why} {ended}")
+        if failed is not None:
+            batch.outcomes[failed] = Outcome(status, message=f"{why} ({ended})")
 
     def _dismiss(self, worker: "_Worker", batch: "_Batch") -> str:
         """End a worker and give back the items it did not begin; say how its process ended."""
@@ -212,26 +215,25 @@ class WorkerPool:
 
     def _recover(self, batch: "_Batch") -> None:
         """The supervisor was killed, by an item or from outside: what its workers were at has crashed."""
-        begun = False
         for worker in self._workers:
             worker.receive(batch)
             if worker.queued:
                 batch.outcomes[worker.queued.popleft()] = Outcome("crashed", message="its supervisor ended")
-                begun = True
             batch.waiting.extendleft(reversed(worker.queued))
-        self._end()
-        if not begun:
+        self._processes.end()
+        if batch.recovered_at == len(batch.outcomes):
             raise UnavailableError(
-                needed="a supervisor of worker processes",
-                given="one that ends before any work",
+                needed="a supervisor of worker processes that stays alive",
+                given="one that ended twice without any work done",
                 remedy="Look for a memory limit or a process limit of this machine.",
             )
+        batch.recovered_at = len(batch.outcomes)
 
     def _load(self, paths: Sequence[str]) -> None:
-        if os.getpid() != self._owner:
+        if os.getpid() != self._processes.owner:
             raise InputError(
                 needed="a pool made in this process",
-                given=f"one of process {self._owner}",
+                given=f"one of process {self._processes.owner}",
                 remedy="Make pools after forking.",
             )
         for path in paths:
@@ -255,25 +257,15 @@ class WorkerPool:
         try:
             return self._started().load(path)
         except _SupervisorLostError:
-            self._end()
+            self._processes.end()
             return f"importing it ends the process or takes over {self._start_seconds:g} s"
 
     def _started(self) -> "_Supervisor":
-        if self._supervisor is None:
-            self._supervisor = _Supervisor(self._start_seconds)
+        if self._processes.supervisor is None:
+            self._processes.supervisor = _Supervisor(self._start_seconds)
             for path in self._loaded:
-                self._supervisor.load(path)
-        return self._supervisor
-
-    def _end(self) -> None:
-        if self._owner != os.getpid():
-            return
-        for worker in self._workers:
-            worker.close()
-        self._workers.clear()
-        if self._supervisor is not None:
-            self._supervisor.stop()
-            self._supervisor = None
+                self._processes.supervisor.load(path)
+        return self._processes.supervisor
 
 
 def shared_pool() -> WorkerPool:
@@ -298,6 +290,7 @@ class _Batch:
     frames: list[bytes]
     waiting: deque[int] = field(init=False)
     outcomes: dict[int, Outcome] = field(default_factory=dict)
+    recovered_at: int | None = None
 
     def __post_init__(self) -> None:
         self.waiting = deque(range(len(self.frames)))
@@ -366,6 +359,24 @@ class _Worker:
         os.close(self.pidfd)
 
 
+@dataclass(eq=False)
+class _Processes:
+    """What a pool has started, apart from the pool, so that it can be ended after the pool is no more."""
+
+    workers: list[_Worker] = field(default_factory=list)
+    supervisor: "_Supervisor | None" = None
+    owner: int = field(default_factory=os.getpid)
+
+    def end(self) -> None:
+        """End everything; in a process forked from the owner, only let go of it."""
+        for worker in self.workers:
+            worker.close()
+        self.workers.clear()
+        if self.supervisor is not None:
+            self.supervisor.stop(ours=os.getpid() == self.owner)
+            self.supervisor = None
+
+
 class _SupervisorLostError(Exception):
     """The supervisor ended, and its workers with it."""
 
@@ -387,7 +398,6 @@ class _Supervisor:
                 env={"PYTHONHASHSEED": "0", **os.environ},
             )
         self._control.settimeout(2 * seconds)
-        self.stop = weakref.finalize(self, _stop, self._process, self._control, os.getpid())
 
     def load(self, path: str) -> str:
         """Import a path in the supervisor; why that failed, or nothing."""
@@ -406,6 +416,18 @@ class _Supervisor:
         """Kill a worker with all it started, and say how its process ended."""
         return self._reply({"kind": "end", "pid": pid})["ended"]
 
+    def stop(self, ours: bool) -> None:
+        """Close the control socket, at which the process kills its workers and ends; wait for it if it is ours."""
+        self._control.close()
+        if not ours:
+            self._process.poll()
+            return
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
     def _reply(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
         try:
             socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
@@ -415,18 +437,6 @@ class _Supervisor:
         if not reply:
             raise _SupervisorLostError
         return json.loads(reply)
-
-
-def _stop(process: "subprocess.Popen[bytes]", control: socket.socket, owner: int) -> None:
-    """Close the supervisor's control socket, at which it kills its workers and ends."""
-    control.close()
-    if os.getpid() != owner:
-        return
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def _frame(task: str, memory_bytes: int, item: tuple[Any, ...]) -> bytes:

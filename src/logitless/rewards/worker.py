@@ -55,7 +55,7 @@ def supervise(control: socket.socket) -> None:
                 reply = {"ended": _end(request["pid"], workers)}
             control.sendall(json.dumps(reply).encode())
     finally:
-        _end_children(spared=frozenset())
+        end_children()
 
 
 def resolve(path: str) -> Callable[..., Any]:
@@ -175,14 +175,14 @@ def _end(pid: int, workers: set[int]) -> str:
     """Kill a worker with all that it started; say how it had ended, if it had."""
     _kill_tree(pid)
     _, status = os.waitpid(pid, 0)
-    _end_children(spared=frozenset(workers))
+    end_children(spared=frozenset(workers))
     if os.WIFSIGNALED(status):
         return f"signal {signal.Signals(os.WTERMSIG(status)).name}"
     return f"exit code {os.WEXITSTATUS(status)}"
 
 
-def _end_children(spared: frozenset[int]) -> None:
-    """Kill and collect every child but the spared ones: workers, and orphans that came here when a worker ended."""
+def end_children(spared: frozenset[int] = frozenset()) -> None:
+    """Kill and collect every child of this process but the spared ones, orphans that it has inherited included."""
     while children := [pid for pid, parent in _parents().items() if parent == os.getpid() and pid not in spared]:
         for pid in children:
             _kill_tree(pid)

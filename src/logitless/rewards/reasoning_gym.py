@@ -1,0 +1,107 @@
+"""The verifier of a reasoning-gym task. Some call ``eval`` on the model's text, so workers run all of them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from logitless.errors import ConfigurationError, DataError
+from logitless.rewards.contract import Batch, Columns, column
+from logitless.rewards.format import tagged
+from logitless.rewards.pooled import PooledReward, require, verdict_of
+from logitless.types import Verdict
+
+REFUSED = {"game_of_life_halting": "its verifier gives 1 to any text where the answer is true"}
+"""Tasks that cannot be trained on, and why."""
+
+_NEEDS = ("reasoning_gym:create_dataset",)
+_ROWS_TRIED = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningGym(PooledReward):
+    """The task's own score of the completion against the entry it was asked about, in [0, 1].
+
+    Many tasks give a little to a wrong answer of the right form. An answer at which the verifier raises is wrong: 0.
+    Entries of five tasks hold no gold answer (boxnet, graph_color, propositional_logic, rubiks_cube, rush_hour); they
+    score correct answers all the same.
+
+    Args:
+        task: for example ``chain_sum``.
+        options: the task's settings that the data was made with, where its verifier depends on them.
+        column: column with the entry (question, answer, metadata) as the task made it, or as JSON text.
+        answer_tag: score what stands in the last ``<answer_tag>...</answer_tag>``; without the tags there is no answer.
+
+    Raises:
+        ConfigurationError: a task whose verifier cannot be trusted.
+
+    Example:
+        >>> entry = {"answer": "abba", "metadata": {"letters": ["a", "b", "a", "b"]}}
+        >>> ReasoningGym(task="palindrome_generation")(["Use a, b, a, b."] * 2, ["baab", "ab"], entry=[entry] * 2)
+        [1.0, 0.02]
+    """
+
+    name: Literal["reasoning_gym"] = "reasoning_gym"
+    task: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    column: str = "entry"
+    answer_tag: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.task in REFUSED:
+            raise ConfigurationError(
+                needed="a reasoning-gym task whose verifier can tell right from wrong",
+                given=f"{self.task!r}: {REFUSED[self.task]}",
+                remedy="Choose another task.",
+            )
+
+    def check(self, columns: Columns) -> None:
+        """The task exists, every row holds an entry, and the gold answers of the first rows score 1."""
+        require("reasoning_gym", "reasoning-gym")
+        from reasoning_gym.factory import DATASETS
+
+        if self.task not in DATASETS:
+            raise ConfigurationError(
+                needed="the name of a reasoning-gym task", given=repr(self.task), remedy="Correct `task`."
+            )
+        entries = [_entry(value, self.column, row) for row, value in enumerate(column(columns, self.column))]
+        gold = [row for row, entry in enumerate(entries) if entry["answer"] is not None][:_ROWS_TRIED]
+        verdicts = self._verdicts([entries[row] for row in gold], [entries[row]["answer"] for row in gold])
+        for row, verdict in zip(gold, verdicts, strict=True):
+            if verdict.score != 1.0:
+                raise DataError(
+                    needed=f"an entry of the task {self.task!r} in column {self.column!r}, made with these options",
+                    given=f"one in row {row} whose own answer scores {verdict.score} ({verdict.status})",
+                    remedy="Use the task that made the data, its options, and entries that kept their types.",
+                )
+
+    def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
+        """One verdict a text."""
+        require("reasoning_gym", "reasoning-gym")
+        values = column(batch.columns, self.column)
+        entries = [_entry(value, self.column, row) for row, value in enumerate(values)]
+        said = texts if self.answer_tag is None else [tagged(text, self.answer_tag) for text in texts]
+        return self._verdicts(entries, said)
+
+    def _verdicts(self, entries: Sequence[Mapping[str, Any]], answers: Sequence[str | None]) -> list[Verdict]:
+        options = json.dumps(dict(self.options), sort_keys=True)
+        items = [(self.task, options, entry, answer) for entry, answer in zip(entries, answers, strict=True)]
+        return [verdict_of(outcome) for outcome in self.run("grade_reasoning_gym", items, _NEEDS)]
+
+
+def _entry(value: Any, name: str, row: int) -> Mapping[str, Any]:
+    """A row's entry."""
+    entry = value
+    if isinstance(value, str):
+        try:
+            entry = json.loads(value)
+        except ValueError:
+            entry = None
+    if not isinstance(entry, Mapping) or not {"answer", "metadata"} <= set(entry):
+        raise DataError(
+            needed=f"an entry with answer and metadata in column {name!r}",
+            given=f"{value!r:.80} in row {row}",
+            remedy="Keep what reasoning-gym made, or name the right `column`.",
+        )
+    return entry
