@@ -1,0 +1,273 @@
+"""Scores by Triton kernels: exponentials kept from the one product of the forward, so three products are all there is.
+
+Equal to ``reference`` to rounding. Of every row the exponentials E_v = exp(z_v - anchor) are kept in the operands'
+width (bfloat16 has the exponents of float32, so the relative error is at most 2^-8 at any size), and with
+``c_n = -dloss/dlogp_n / Z_n`` the gradients are two products, ``c * (E W)`` and ``E^T (c * hidden)``, E_y being -S.
+What it gives up: memory for E, bounded by ``memory_budget``; rows beyond it are made anew in the backward, one
+product more for them, vocabulary blocks outermost. docs/head.md has the construction, the memory and the times.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from logitless.errors import UnavailableError
+from logitless.head.contract import without_autocast
+from logitless.types import LMHead, TokenScores
+
+SHARE = 2
+"""Without a budget, kept exponentials take at most one part in SHARE of the memory torch has not given out."""
+
+OLDEST = (8, 0)
+"""Compute capability from which bfloat16 and tf32 products exist."""
+
+
+def why_not(hidden: Tensor, head: LMHead) -> str | None:
+    """Why the kernels cannot score these tensors on this machine, or None when they can.
+
+    Example:
+        >>> why_not(torch.zeros(2, 4), LMHead(weight=torch.zeros(11, 4)))
+        'tensors are on cpu, the kernels need a CUDA device'
+    """
+    if hidden.device.type != "cuda":
+        return f"tensors are on {hidden.device.type}, the kernels need a CUDA device"
+    if torch.version.cuda is None:
+        return "this torch is not built for CUDA"
+    capability = torch.cuda.get_device_capability(hidden.device)
+    if capability < OLDEST:
+        return f"compute capability {capability[0]}.{capability[1]} is older than {OLDEST[0]}.{OLDEST[1]}"
+    return _unsupported(hidden, head)
+
+
+def _unsupported(hidden: Tensor, head: LMHead) -> str | None:
+    """What holds on any device, the interpreter's included."""
+    if hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"hidden states are {str(hidden.dtype).removeprefix('torch.')}, the kernels take 16 and 32 bit floats"
+    if type(head.weight).__name__ == "DTensor":
+        return "the head's weight is sharded (DTensor)"
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return f"triton cannot be imported ({error})"
+    return None
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How many rows keep their exponentials, and in how many bytes.
+
+    Example:
+        >>> MemoryPlan.of(1000, 1000, torch.bfloat16, memory_budget=10**6)
+        MemoryPlan(kept_rows=500, kept_bytes=1000000)
+    """
+
+    kept_rows: int
+    kept_bytes: int
+
+    @classmethod
+    def of(cls, num_rows: int, vocabulary: int, kept: torch.dtype, *, memory_budget: int) -> "MemoryPlan":
+        """As many rows as the budget holds, in multiples of 8 where not all of them fit."""
+        row = -(-vocabulary // 8) * 8 * kept.itemsize
+        rows = min(num_rows, memory_budget // row)
+        if rows < num_rows:
+            rows -= rows % 4
+        return cls(kept_rows=rows, kept_bytes=rows * row)
+
+
+def default_budget(device: torch.device) -> int:
+    """Bytes for kept exponentials when the caller names none: half of the memory torch has not given out.
+
+    What other libraries or processes hold is not seen. It depends on what this process has allocated and on nothing
+    else, so that the same program keeps the same rows in every run.
+
+    Example:
+        >>> default_budget(torch.device("cpu")) // 2**20
+        1024
+    """
+    if device.type != "cuda":
+        return 2**30
+    total = torch.cuda.get_device_properties(device).total_memory
+    return max(0, total - torch.cuda.memory_allocated(device)) // SHARE
+
+
+def token_scores(
+    hidden: Float[Tensor, "N D"],
+    head: LMHead,
+    target: Int[Tensor, "N"],
+    *,
+    temperature: float | Float[Tensor, "N"] = 1.0,
+    memory_budget: int | None = None,
+    anchor: Float[Tensor, "N"] | None = None,
+    live: Bool[Tensor, "N"] | None = None,
+    group: ProcessGroup | None = None,
+) -> TokenScores:
+    """Log-probability of each target and entropy of each distribution, at three matrix products with gradients.
+
+        E_v = exp(z_v - a);   S = sum_{v != y} E_v;   logp = -log1p(S exp(a - z_y));   a = z_y, or the given anchor
+
+    Gradient: through both results to hidden, weight, bias and LoRA factors; formed only for inputs that require grad
+    and only for rows whose incoming gradient is not zero, without waiting for the device. An entropy gradient costs
+    one pass over the kept exponentials (with a softcap: the rows are made anew). It cannot be differentiated again.
+    Kept exponentials serve one backward; a second one through the same graph makes them anew.
+
+    Args:
+        hidden: [N, D] bfloat16, float16 or float32.
+        head: the weights; shapes as checked by ``contract.checked``.
+        target: [N] int64.
+        temperature: divides the logits; a number or [N].
+        memory_budget: bytes for kept exponentials, 2 V a row (4 V for float16 and float32); None takes
+            ``default_budget``. 0 keeps nothing.
+        anchor: [N] near each row's log-sum-exp; None anchors at the target's logit. A bad anchor costs time only.
+        live: [N] False where the gradient is known to be zero: such rows keep exponentials last.
+        group: the process group over which the vocabulary is sharded.
+
+    Returns:
+        float32. A row's bits depend neither on the other rows nor on whether grad is enabled.
+
+    Raises:
+        UnavailableError: the kernels cannot take these tensors; or triton is missing.
+
+    Equals: ``reference.token_scores``.
+    Memory: docs/head.md, "Memory"; beyond kept exponentials, about ``8 N V / 256`` bytes of partial sums in the forward
+        and ``2 N D`` in the backward (``6 N D`` and a block of logit gradients when rows are made anew).
+    Accumulation: float32; every gradient is rounded once.
+    Determinism: bitwise repeatable.
+    Supports: CUDA devices from compute capability 8.0; measured on Hopper. bias, scale, softcap, LoRA, float32 master
+        weights (rounded to hidden's dtype for the products).
+    """
+    reason = _unsupported(hidden, head)
+    if reason is not None:
+        raise UnavailableError(
+            needed="tensors the fused head can take", given=reason, remedy="Use backend='auto' or backend='chunked'."
+        )
+    if group is not None:
+        raise UnavailableError(
+            needed="a head that is whole on this device",
+            given="a vocabulary sharded over a process group",
+            remedy="Use backend='chunked' for sharded vocabularies.",
+        )
+    call = _Call(
+        scale=head.scale,
+        softcap=head.softcap,
+        lora_scale=head.lora_scale,
+        temperature=1.0 if isinstance(temperature, Tensor) else temperature,
+        memory_budget=memory_budget,
+        trained=torch.is_grad_enabled()
+        and any(x is not None and x.requires_grad for x in (hidden, head.weight, head.bias, head.lora_a, head.lora_b)),
+    )
+    per_row = temperature if isinstance(temperature, Tensor) else None
+    logp, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
+        hidden, head.weight, head.bias, head.lora_a, head.lora_b, target, per_row, anchor, live, call
+    )
+    return TokenScores(logp=logp, entropy=entropy)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a call fixes besides tensors."""
+
+    scale: float
+    softcap: float | None
+    lora_scale: float
+    temperature: float
+    memory_budget: int | None
+    trained: bool
+
+    def head(self, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None) -> LMHead:
+        """The head of these tensors, cut off from autograd."""
+        tensors = [None if x is None else x.detach() for x in (weight, bias, lora_a, lora_b)]
+        assert tensors[0] is not None
+        return LMHead(tensors[0], tensors[1], self.scale, self.softcap, tensors[2], tensors[3], self.lora_scale)
+
+
+class _TokenScores(torch.autograd.Function):
+    """(logp [N], entropy [N]) of the head's tensors, target, temperature [N], anchor, live and the call."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        lora_a: Tensor | None,
+        lora_b: Tensor | None,
+        target: Tensor,
+        temperature: Tensor | None,
+        anchor: Tensor | None,
+        live: Tensor | None,
+        call: _Call,
+    ) -> tuple[Tensor, Tensor]:
+        from logitless.head.kernels import passes
+
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.kept = call, None
+        if not len(hidden):
+            ctx.save_for_backward(hidden, weight, bias, lora_a, lora_b)
+            return hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros(0, dtype=torch.float32)
+        head = call.head(weight, bias, lora_a, lora_b)
+        order = None
+        with without_autocast(hidden.device):
+            rows = hidden.detach().contiguous()
+            operands = passes.operands(rows, head)
+            budget = 0
+            if call.trained:
+                budget = default_budget(hidden.device) if call.memory_budget is None else call.memory_budget
+            plan = MemoryPlan.of(len(hidden), len(weight), operands.variant.kept, memory_budget=budget)
+            if live is not None and 0 < plan.kept_rows < len(hidden):
+                order = torch.sort(live, descending=True, stable=True).indices
+                rows = rows[order]
+            target, temperature, anchor = (
+                x if x is None or order is None else x[order] for x in (target, temperature, anchor)
+            )
+            state, kept = passes.scored(
+                operands,
+                head,
+                rows,
+                target,
+                temperature=call.temperature if temperature is None else temperature,
+                anchor=anchor,
+                kept_rows=plan.kept_rows,
+            )
+            logp, entropy = state.logp, state.entropy
+            if order is not None:
+                place = torch.argsort(order)
+                logp, entropy = logp[place], entropy[place]
+        if call.trained:
+            ctx.kept = kept
+            ctx.save_for_backward(hidden, weight, bias, lora_a, lora_b, order, rows, *state)
+        return logp, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        from logitless.head.kernels import passes
+
+        hidden, weight, bias, lora_a, lora_b, *saved = ctx.saved_tensors
+        needed = passes.Needed(*ctx.needs_input_grad[:5])
+        not_differentiated = (None,) * 5
+        if grad_logp is None and grad_entropy is None:
+            return (None,) * 5 + not_differentiated
+        if not len(hidden):
+            inputs = (hidden, weight, bias, lora_a, lora_b)
+            zeros = (torch.zeros_like(x) if wanted else None for x, wanted in zip(inputs, needed, strict=True))
+            return (*zeros, *not_differentiated)
+        order, rows, *fields = saved
+        kept, ctx.kept = ctx.kept, None
+        if grad_entropy is not None and ctx.call.softcap is not None:
+            kept = None  # it holds E times the softcap's slope, of which log p cannot be read
+        with without_autocast(hidden.device):
+            gradients = passes.gradients(
+                passes.State(*fields),
+                ctx.call.head(weight, bias, lora_a, lora_b),
+                rows,
+                kept,
+                order,
+                *(g if g is None or order is None else g[order] for g in (grad_logp, grad_entropy)),
+                needed=needed,
+            )
+        return (*gradients, *not_differentiated)

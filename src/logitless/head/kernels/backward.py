@@ -1,0 +1,197 @@
+"""Kernels of the gradient pass: two products on the live rows, and what prepares their operands.
+
+Rows without gradient leave by compaction: ``source[j]`` is the row that slot j takes, for j below the device-side
+``count``. Holes below ``count`` are filled from live rows above it, so rows move in place without ever being read and
+written at once, and nothing on the host needs to know how many are live.
+"""
+
+import triton
+import triton.language as tl
+
+from logitless.head.kernels.forward import LN2, row_by_column, tanh, tile_place
+
+
+@triton.jit(do_not_specialize=["N"])
+def move_rows(kept, source, count, V, stride, N, ALIGN: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Row ``source[j]`` of ``kept`` to row j for all j < count, and zeros up to a multiple of ALIGN after it."""
+    live = tl.load(count).to(tl.int32)
+    end = tl.minimum(tl.cdiv(tl.maximum(live, 1), ALIGN) * ALIGN, N)
+    for slot in range(tl.program_id(0), end, PROGRAMS):
+        origin = tl.load(source + slot)
+        if (origin != slot) | (slot >= live):
+            to = kept + tl.cast(slot, tl.int64) * stride
+            of = kept + origin.to(tl.int64) * stride
+            for start in range(0, V, BLOCK):
+                v = start + tl.arange(0, BLOCK)
+                value = tl.load(of + v, mask=(v < V) & (slot < live), other=0.0)
+                tl.store(to + v, value, mask=v < V)
+
+
+@triton.jit
+def gather_rows(x, row_of_slot, factor, count, out, D, BLOCK: tl.constexpr):
+    """out[j] = factor[j] * x[row_of_slot[j]] for j < count, 0 after it."""
+    slot = tl.program_id(0).to(tl.int64)
+    live = slot < tl.load(count)
+    row = tl.load(row_of_slot + slot).to(tl.int64)
+    scale = 1.0
+    if factor is not None:
+        scale = tl.load(factor + slot)
+    for start in range(0, D, BLOCK):
+        d = start + tl.arange(0, BLOCK)
+        value = tl.load(x + row * D + d, mask=(d < D) & live, other=0.0).to(tl.float32)
+        value = tl.where(live, value * scale, 0.0)
+        tl.store(out + slot * D + d, value.to(out.dtype.element_ty), mask=d < D)
+
+
+@triton.jit(do_not_specialize=["N"])
+def add_entropy_gradient(
+    kept, live, target, entry, shift, grad_logp, grad_entropy, entropy, V, stride, N,
+    BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """E_v becomes E_v (g + h (log p_v + H)), the target's entry ``entry``; log p_v is read off E_v itself."""
+    for row in range(tl.program_id(0), N, PROGRAMS):
+        if tl.load(live + row) != 0:
+            place = kept + tl.cast(row, tl.int64) * stride
+            g = tl.load(grad_logp + row)
+            h = tl.load(grad_entropy + row)
+            offset = tl.load(shift + row) * LN2 + tl.load(entropy + row)
+            y = tl.load(target + row)
+            own = tl.load(entry + row)
+            for start in range(0, V, BLOCK):
+                v = start + tl.arange(0, BLOCK)
+                e = tl.load(place + v, mask=v < V, other=0.0).to(tl.float32)
+                log_p = tl.log(tl.where(e == 0.0, 1.0, e)) + offset
+                value = tl.where(v == y, own, tl.where(e == 0.0, 0.0, e * (g + h * log_p)))
+                tl.store(place + v, value.to(kept.dtype.element_ty), mask=v < V)
+
+
+@triton.jit(do_not_specialize=["N", "first"])
+def logit_gradient_product(
+    x, w, low_x, low_w, bias, out, count, multiplier, inner, log_normaliser, target, grad_logp, grad_target,
+    grad_entropy, entropy, first, V, D, N, out_stride,
+    SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the loss in the products, for the block of columns that starts at ``first``, made anew.
+
+    -p_v (g + h (log p_v + H)) times the softcap's slope, and ``grad_target`` times it in the target's column.
+    """
+    num_rows = tl.load(count).to(tl.int32)
+    num_m = tl.cdiv(tl.maximum(num_rows, 1), BM)
+    num_n = tl.cdiv(tl.minimum(out_stride, V - first), BN)
+    for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=TMA):
+        m, n = tile_place(tile, num_m, num_n, GROUP)
+        row = m * BM + tl.arange(0, BM)
+        row_ok = row < num_rows
+        cols = first + n * BN + tl.arange(0, BN)
+        z = row_by_column(
+            x, w, low_x, low_w, bias, row, row_ok, m * BM, first + n * BN, V, D, BM, BN, BK, BR, TMA, PRECISION
+        )
+        slope = 1.0
+        if SOFTCAP:
+            capped = tanh(z * inner)
+            slope = 1.0 - capped * capped
+            z = capped
+        log_p = z * tl.load(multiplier + row, mask=row_ok, other=0.0)[:, None]
+        log_p -= tl.load(log_normaliser + row, mask=row_ok, other=0.0)[:, None]
+        p = tl.exp2(log_p)
+        weight = tl.load(grad_logp + row, mask=row_ok, other=0.0)[:, None]
+        if grad_entropy is not None:
+            h = tl.load(grad_entropy + row, mask=row_ok, other=0.0)[:, None]
+            log_p = tl.where(p == 0.0, 0.0, log_p)
+            weight += h * (log_p * LN2 + tl.load(entropy + row, mask=row_ok, other=0.0)[:, None])
+        own = tl.load(grad_target + row, mask=row_ok, other=0.0)[:, None]
+        y = tl.load(target + row, mask=row_ok, other=-1)[:, None]
+        value = tl.where(cols[None, :] == y, own, -p * weight) * slope
+        value = tl.where(row_ok[:, None] & (cols < V)[None, :], value, 0.0)
+        if TMA:
+            out.store([m * BM, n * BN], value.to(out.dtype))
+        else:
+            local = n * BN + tl.arange(0, BN)
+            place = out + row.to(tl.int64)[:, None] * out_stride + local[None, :]
+            tl.store(place, value.to(out.dtype.element_ty), mask=(row < N)[:, None] & (local < out_stride)[None, :])
+
+
+@triton.jit
+def row_product(
+    k, w, low_k, low_w, base, out, row_of_slot, factor, count, V, D, k_stride, low_stride,
+    TMA: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """out[row_of_slot[j]] = factor[j] * (base[j] + sum_v k[j, v] w[v] + low_k[j] @ low_w), for j < count.
+
+    k [slots, V], w [V, D]; summed over v in float32, rounded once.
+    """
+    num_rows = tl.load(count).to(tl.int32)
+    num_m = tl.cdiv(num_rows, BM)
+    num_n = tl.cdiv(D, BN)
+    for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=TMA):
+        m, n = tile_place(tile, num_m, num_n, GROUP)
+        slot = m * BM + tl.arange(0, BM)
+        slot_ok = slot < num_rows
+        cols = n * BN + tl.arange(0, BN)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for step in range(tl.cdiv(V, BK)):
+            if TMA:
+                a = k.load([m * BM, step * BK])
+                b = w.load([step * BK, n * BN])
+            else:
+                v = step * BK + tl.arange(0, BK)
+                a_place = k + slot.to(tl.int64)[:, None] * k_stride + v[None, :]
+                b_place = w + v.to(tl.int64)[:, None] * D + cols[None, :]
+                a = tl.load(a_place, mask=slot_ok[:, None] & (v < V)[None, :], other=0.0)
+                b = tl.load(b_place, mask=(v < V)[:, None] & (cols < D)[None, :], other=0.0)
+            if UPCAST:
+                a = a.to(tl.float32)
+                b = b.to(tl.float32)
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        inside = slot_ok[:, None] & (cols < D)[None, :]
+        if low_k is not None:
+            r = tl.arange(0, BR)
+            a = tl.load(low_k + slot[:, None] * low_stride + r[None, :], mask=slot_ok[:, None], other=0.0)
+            b = tl.load(low_w + r[:, None] * D + cols[None, :], mask=(cols < D)[None, :], other=0.0)
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        if base is not None:
+            acc += tl.load(base + slot.to(tl.int64)[:, None] * D + cols[None, :], mask=inside, other=0.0)
+        if factor is not None:
+            acc *= tl.load(factor + slot, mask=slot_ok, other=0.0)[:, None]
+        row = slot if row_of_slot is None else tl.load(row_of_slot + slot, mask=slot_ok, other=0)
+        place = out + row.to(tl.int64)[:, None] * D + cols[None, :]
+        tl.store(place, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def column_product(
+    k, h, base, out, count, V, D, k_stride,
+    TMA: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """out[v] = base[v] + sum_{j < count} k[j, v] h[j]; k [slots, V], h [slots, D], 0 from ``count`` to the next BK."""
+    num_steps = tl.cdiv(tl.maximum(tl.load(count).to(tl.int32), 1), BK)
+    num_rows = tl.load(count)
+    num_m = tl.cdiv(V, BM)
+    num_n = tl.cdiv(D, BN)
+    for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=TMA):
+        m, n = tile_place(tile, num_m, num_n, GROUP)
+        v = m * BM + tl.arange(0, BM)
+        cols = n * BN + tl.arange(0, BN)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for step in range(num_steps):
+            if TMA:
+                a = k.load([step * BK, m * BM])
+                b = h.load([step * BK, n * BN])
+            else:
+                slot = step * BK + tl.arange(0, BK)
+                a_place = k + slot.to(tl.int64)[:, None] * k_stride + v[None, :]
+                b_place = h + slot.to(tl.int64)[:, None] * D + cols[None, :]
+                a = tl.load(a_place, mask=(slot < num_rows)[:, None] & (v < V)[None, :], other=0.0)
+                b = tl.load(b_place, mask=(slot < num_rows)[:, None] & (cols < D)[None, :], other=0.0)
+            if UPCAST:
+                a = a.to(tl.float32)
+                b = b.to(tl.float32)
+            acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+        place = v.to(tl.int64)[:, None] * D + cols[None, :]
+        inside = (v < V)[:, None] & (cols < D)[None, :]
+        if base is not None:
+            acc += tl.load(base + place, mask=inside, other=0.0)
+        tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)

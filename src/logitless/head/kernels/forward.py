@@ -1,0 +1,211 @@
+"""Kernels of the scoring pass: one product of size N x V x D whose epilogue keeps exponentials anchored per row.
+
+Everything per row is in bits (base 2), so that one multiply-add leads from a product to the argument of ``exp2``:
+
+    z = multiplier_n * product        (with a softcap: multiplier_n * tanh(inner * product))
+    E_v = 2^(z_v - anchor_n),   S = sum_{v != y} E_v,   T = sum_{v != y} E_v (z_v - anchor_n)
+
+``multiplier`` is scale / temperature * log2(e) (softcap / temperature * log2(e) with a softcap). Row sums are written
+per tile and added up afterwards: no atomics, so results are bitwise repeatable, and a row's sums do not depend on the
+other rows of the batch.
+
+Two ways to load: TMA descriptors (Hopper and later) or plain masked tiles (any GPU; the only way that can follow a
+list of rows). What this gives up: no maximum is tracked, so rows whose exponentials leave the range are found by
+``row_scores`` and computed again with their maximum as the anchor.
+"""
+
+import triton
+import triton.language as tl
+
+LN2 = tl.constexpr(0.6931471805599453)
+WIDEST_BITS = tl.constexpr(60.0)  # rows with a normaliser outside 2^-60 .. 2^60 are anchored again
+
+
+@triton.jit
+def tile_place(tile, num_m, num_n, GROUP: tl.constexpr):
+    """Row and column of a tile when GROUP rows of tiles are walked together, column by column."""
+    width = GROUP * num_n
+    first = (tile // width) * GROUP
+    size = tl.minimum(num_m - first, GROUP)
+    inside = tile % width
+    return first + inside % size, inside // size
+
+
+@triton.jit
+def tanh(x):
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x) to the last bit or two, by dividing out the rounding of 1 + x."""
+    u = 1.0 + x
+    lost = tl.where(u == 1.0, 1.0, u - 1.0)
+    return tl.where((u == 1.0) | (u == float("inf")), x, tl.log(u) * (x / lost))
+
+
+@triton.jit
+def row_by_column(
+    x, w, low_x, low_w, bias, row, row_ok, m, n, V, D,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """x @ w.T + low_x @ low_w.T + bias of one tile, in float32; ``m`` and ``n`` are its first row and column."""
+    acc = tl.zeros((BM, BN), tl.float32)
+    cols = n + tl.arange(0, BN)
+    if TMA:
+        for k in range(tl.cdiv(D, BK)):
+            acc = tl.dot(x.load([m, k * BK]), w.load([n, k * BK]).T, acc, input_precision=PRECISION)
+    else:
+        inner = tl.arange(0, BK)
+        x_row = x + row.to(tl.int64)[:, None] * D
+        w_row = w + cols.to(tl.int64)[:, None] * D
+        for k in range(tl.cdiv(D, BK)):
+            d = k * BK + inner
+            a = tl.load(x_row + d[None, :], mask=row_ok[:, None] & (d < D)[None, :], other=0.0)
+            b = tl.load(w_row + d[None, :], mask=(cols < V)[:, None] & (d < D)[None, :], other=0.0)
+            acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
+    if low_x is not None:
+        r = tl.arange(0, BR)
+        a = tl.load(low_x + row.to(tl.int64)[:, None] * BR + r[None, :], mask=row_ok[:, None], other=0.0)
+        b = tl.load(low_w + cols.to(tl.int64)[:, None] * BR + r[None, :], mask=(cols < V)[:, None], other=0.0)
+        acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
+    if bias is not None:
+        acc += tl.load(bias + cols, mask=cols < V, other=0.0)[None, :]
+    return acc
+
+
+@triton.jit
+def target_logits(
+    x, w, low_x, low_w, bias, target, multiplier, inner, target_logit, target_slope, V, D,
+    SOFTCAP: tl.constexpr, BR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """z_y in bits and, with a softcap, its slope 1 - tanh^2; a target outside range(V) belongs to no column: 0."""
+    row = tl.program_id(0).to(tl.int64)
+    y = tl.load(target + row)
+    owned = (y >= 0) & (y < V)
+    column = tl.where(owned, y, 0).to(tl.int64)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, D, BLOCK):
+        d = start + tl.arange(0, BLOCK)
+        h = tl.load(x + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+        acc += h * tl.load(w + column * D + d, mask=d < D, other=0.0).to(tl.float32)
+    z = tl.sum(acc, 0)
+    if low_x is not None:
+        r = tl.arange(0, BR)
+        z += tl.sum(tl.load(low_x + row * BR + r).to(tl.float32) * tl.load(low_w + column * BR + r).to(tl.float32), 0)
+    if bias is not None:
+        z += tl.load(bias + column)
+    if SOFTCAP:
+        z = tanh(z * inner)
+        tl.store(target_slope + row, 1.0 - z * z)
+    tl.store(target_logit + row, tl.where(owned, z * tl.load(multiplier + row), 0.0))
+
+
+@triton.jit(do_not_specialize=["N", "kept_rows"])
+def anchored_exp_product(
+    x, w, low_x, low_w, bias, kept, row_list, count, multiplier, inner, anchor, target, part_s, part_t,
+    N, V, D, kept_rows, kept_stride,
+    SOFTCAP: tl.constexpr, MAXIMUM: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """S and T of every tile's columns and, where ``kept`` is given, E (times the softcap's slope) in its dtype.
+
+    With ``row_list`` only its first ``count`` rows enter, and the sums are those of list positions. With MAXIMUM,
+    ``part_s`` gets the largest z of the tile instead and nothing else is written.
+    """
+    num_rows = N if count is None else tl.load(count).to(tl.int32)
+    num_m = tl.cdiv(num_rows, BM)
+    num_n = tl.cdiv(V, BN)
+    for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=TMA):
+        m, n = tile_place(tile, num_m, num_n, GROUP)
+        slot = m * BM + tl.arange(0, BM)
+        row_ok = slot < num_rows
+        row = slot if row_list is None else tl.load(row_list + slot, mask=row_ok, other=0)
+        cols = n * BN + tl.arange(0, BN)
+        z = row_by_column(x, w, low_x, low_w, bias, row, row_ok, m * BM, n * BN, V, D, BM, BN, BK, BR, TMA, PRECISION)
+        if SOFTCAP:
+            capped = tanh(z * inner)
+            slope = 1.0 - capped * capped
+            z = capped
+        scale = tl.load(multiplier + row, mask=row_ok, other=0.0)
+        part = n.to(tl.int64) * N + slot
+        if MAXIMUM:
+            z = tl.where((cols < V)[None, :], z * scale[:, None], -float("inf"))
+            tl.store(part_s + part, tl.max(z, 1), mask=row_ok)
+        else:
+            d = z * scale[:, None] - tl.load(anchor + row, mask=row_ok, other=0.0)[:, None]
+            y = tl.load(target + row, mask=row_ok, other=-1)
+            e = tl.where((cols < V)[None, :] & (cols[None, :] != y[:, None]), tl.exp2(d), 0.0)
+            weighted = e * d
+            if bias is not None:  # a column masked by a bias of -inf: 0 * -inf
+                weighted = tl.where(e == 0.0, 0.0, weighted)
+            tl.store(part_s + part, tl.sum(e, 1), mask=row_ok)
+            tl.store(part_t + part, tl.sum(weighted, 1), mask=row_ok)
+            if kept is not None:
+                if SOFTCAP:
+                    e *= slope
+                if TMA:
+                    kept.store([m * BM, n * BN], e.to(kept.dtype))
+                else:
+                    place = kept + row.to(tl.int64)[:, None] * kept_stride + cols[None, :]
+                    stored = (row_ok & (row < kept_rows))[:, None] & (cols < kept_stride)[None, :]
+                    tl.store(place, e.to(kept.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=["N"])
+def partial_sums(
+    part_s, part_t, row_list, count, out_s, out_t, N, parts,
+    MAXIMUM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Adds up (or takes the largest of) the tiles' sums of each row, in tile order."""
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    num_rows = N if count is None else tl.load(count).to(tl.int32)
+    ok = slot < num_rows
+    row = slot if row_list is None else tl.load(row_list + slot, mask=ok, other=0)
+    s = tl.full((BLOCK,), -float("inf") if MAXIMUM else 0.0, tl.float32)
+    t = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, parts, PARTS):
+        p = start + tl.arange(0, PARTS)
+        place = p.to(tl.int64)[:, None] * N + slot[None, :]
+        mask = (p < parts)[:, None] & ok[None, :]
+        if MAXIMUM:
+            s = tl.maximum(s, tl.max(tl.load(part_s + place, mask=mask, other=-float("inf")), 0))
+        else:
+            s += tl.sum(tl.load(part_s + place, mask=mask, other=0.0), 0)
+            t += tl.sum(tl.load(part_t + place, mask=mask, other=0.0), 0)
+    tl.store(out_s + row, s, mask=ok)
+    if not MAXIMUM:
+        tl.store(out_t + row, t, mask=ok)
+
+
+@triton.jit(do_not_specialize=["N", "kept_rows"])
+def row_scores(
+    s, t, anchor, target_logit, target_slope, target, kept, logp, entropy, normaliser, rounding, N, V, kept_rows,
+    kept_stride, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """logp, entropy and Z = S + E_y of each row from its sums, and the target's entry -S of the kept exponentials.
+
+    ``rounding`` is the exact entry over the stored one: folded into a row's factor it makes the target's term exact.
+    """
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = row < N
+    others = tl.load(s + row, mask=ok, other=1.0)
+    above = tl.load(target_logit + row, mask=ok, other=0.0) - tl.load(anchor + row, mask=ok, other=0.0)
+    own = tl.exp2(above)
+    z = others + own
+    log_z = tl.where(above == 0.0, log1p(others), tl.log(z))
+    near = log1p(others * tl.exp2(-above))
+    tl.store(logp + row, tl.where(above > -100.0, -near, above * LN2 - log_z), mask=ok)
+    weighted = tl.load(t + row, mask=ok, other=0.0) + tl.where(own == 0.0, 0.0, own * above)
+    tl.store(entropy + row, log_z - weighted / z * LN2, mask=ok)
+    tl.store(normaliser + row, z, mask=ok)
+    if kept is not None:
+        entry = -others
+        if SOFTCAP:
+            entry *= tl.load(target_slope + row, mask=ok, other=1.0)
+        stored = entry.to(kept.dtype.element_ty)
+        exact = stored.to(tl.float32)
+        tl.store(rounding + row, tl.where(exact == 0.0, 1.0, entry / exact), mask=ok)
+        y = tl.load(target + row, mask=ok, other=0)
+        owned = ok & (row < kept_rows) & (y >= 0) & (y < V)
+        tl.store(kept + row.to(tl.int64) * kept_stride + y, stored, mask=owned)

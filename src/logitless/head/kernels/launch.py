@@ -1,0 +1,286 @@
+"""Kernels as functions of tensors: shapes in, grid and descriptors out. Nothing here waits for the device."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from logitless.head.kernels import backward, forward
+from logitless.head.kernels.variants import Tile, Variant
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The head as the kernels multiply it: ``logits = multiplier * f(x @ weight.T + low_x @ low_weight.T + bias)``.
+
+    Args:
+        weight: [V, D] in hidden's dtype.
+        bias: [V] float32 or None.
+        low_weight: [V, 2R, padded] LoRA's B twice (for the high and the low part of the factor before it), or None.
+        inner: scale / softcap, the factor inside tanh; 1 without a softcap.
+        softcap: whether there is one.
+        rank: R, 0 without LoRA.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    low_weight: Tensor | None
+    inner: float
+    softcap: bool
+    rank: int
+    variant: Variant
+
+
+class Rows(NamedTuple):
+    """Per-row inputs of the products: hidden, LoRA's factor, multiplier in bits and targets."""
+
+    hidden: Tensor
+    low: Tensor | None
+    multiplier: Tensor
+    target: Tensor
+
+
+class Compaction(NamedTuple):
+    """Which row each slot takes, and how many slots are taken (a device scalar)."""
+
+    source: Tensor
+    count: Tensor
+
+
+def compaction(live: Tensor) -> Compaction:
+    """Live rows first, moving as few as possible: slot j keeps row j if it is live, else takes one from the end."""
+    position = torch.arange(len(live), device=live.device)
+    passed = live.cumsum(0)
+    count = passed[-1:]
+    inside = passed[(count - 1).clamp(min=0)]
+    wanted = inside + position + 1 - passed
+    source = torch.where(live, position, torch.searchsorted(passed, wanted).clamp(max=len(live) - 1))
+    return Compaction(source=source.to(torch.int32), count=count)
+
+
+def kept_rows(rows: int, vocabulary: int, variant: Variant, device: torch.device) -> Tensor:
+    """Room for the exponentials of so many rows; a row starts at a multiple of 16 bytes."""
+    stride = -(-vocabulary // 8) * 8
+    return torch.empty(rows, stride, dtype=variant.kept, device=device)
+
+
+def target_logits(operands: Operands, rows: Rows) -> tuple[Tensor, Tensor]:
+    """z_y in bits and the softcap's slope there."""
+    z = torch.empty_like(rows.multiplier)
+    slope = torch.ones_like(z)
+    v, d = operands.weight.shape
+    forward.target_logits[(len(z),)](
+        rows.hidden, operands.weight, rows.low, operands.low_weight, operands.bias, rows.target, rows.multiplier,
+        operands.inner, z, slope, v, d, SOFTCAP=operands.softcap, BR=_rank(operands),
+        BLOCK=min(1024, triton.next_power_of_2(d)), num_warps=4,
+    )  # fmt: skip
+    return z, slope
+
+
+def anchored_sums(
+    operands: Operands, rows: Rows, anchor: Tensor, kept: Tensor | None, num_kept: int
+) -> tuple[Tensor, Tensor]:
+    """S and T of every row; E into the first ``num_kept`` rows of ``kept``."""
+    parts = _Parts.of(operands, rows)
+    s, t = torch.empty_like(anchor), torch.empty_like(anchor)
+    _product(operands, rows, anchor, kept, num_kept, parts, None, maximum=False)
+    parts.sum(s, t, None, maximum=False)
+    return s, t
+
+
+def anchor_again(
+    operands: Operands, rows: Rows, flagged: Tensor, anchor: Tensor, s: Tensor, t: Tensor, kept: Tensor | None,
+    num_kept: int,
+) -> None:  # fmt: skip
+    """Anchors flagged rows at their maximum and writes their anchor, S, T and E, in place; nothing if none is."""
+    passed = flagged.cumsum(0)
+    position = torch.arange(1, len(flagged) + 1, device=flagged.device)
+    row_list = torch.searchsorted(passed, position).clamp(max=len(flagged) - 1).to(torch.int32)
+    chosen = Compaction(row_list, passed[-1:])
+    parts = _Parts.of(operands, rows)
+    _product(operands, rows, anchor, None, 0, parts, chosen, maximum=True)
+    parts.sum(anchor, t, chosen, maximum=True)
+    _product(operands, rows, anchor, kept, num_kept, parts, chosen, maximum=False)
+    parts.sum(s, t, chosen, maximum=False)
+
+
+class Scores(NamedTuple):
+    """Results of the scoring pass by row; ``rounding`` is the exact target entry of E over the stored one."""
+
+    logp: Tensor
+    entropy: Tensor
+    normaliser: Tensor
+    rounding: Tensor
+
+
+def row_scores(
+    operands: Operands, rows: Rows, s: Tensor, t: Tensor, anchor: Tensor, target_logit: Tensor, slope: Tensor,
+    kept: Tensor | None, num_kept: int,
+) -> Scores:  # fmt: skip
+    """Log-prob, entropy and normaliser from the sums; writes the target's entry of ``kept``."""
+    n = len(s)
+    out = Scores(*(torch.empty_like(s) for _ in range(4)))
+    forward.row_scores[(triton.cdiv(n, 128),)](
+        s, t, anchor, target_logit, slope, rows.target, kept, *out, n, len(operands.weight), num_kept,
+        0 if kept is None else kept.stride(0), SOFTCAP=operands.softcap, BLOCK=128, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def logit_gradient(
+    operands: Operands, rows: Rows, count: Tensor, log_normaliser: Tensor, grad_logp: Tensor, grad_target: Tensor,
+    grad_entropy: Tensor | None, entropy: Tensor, first: int, out: Tensor,
+) -> None:  # fmt: skip
+    """Columns ``first`` to ``first + out.shape[1]`` of the loss's gradient in the products, into ``out``."""
+    variant, tile = operands.variant, operands.variant.score
+    v, d = operands.weight.shape
+    n, width = out.shape
+    backward.logit_gradient_product[_grid(variant, n, width, tile)](
+        *_row_operands(operands, rows, tile, variant.tma),
+        _tiles(out, (tile.rows, tile.columns), variant.tma), count, rows.multiplier, operands.inner, log_normaliser,
+        rows.target, grad_logp, grad_target, grad_entropy, entropy, first, v, d, n, width,
+        SOFTCAP=operands.softcap, TMA=variant.tma, PRECISION=variant.precision, BR=_rank(operands),
+        **_blocks(variant, tile),
+    )  # fmt: skip
+
+
+def add_entropy_gradient(
+    kept: Tensor, live: Tensor, target: Tensor, entry: Tensor, shift: Tensor, grad_logp: Tensor, grad_entropy: Tensor,
+    entropy: Tensor, operands: Operands,
+) -> None:  # fmt: skip
+    """Makes kept exponentials into logit gradients of both outputs, in place, on live rows."""
+    programs = operands.variant.programs * 8
+    backward.add_entropy_gradient[(programs,)](
+        kept, live, target, entry, shift, grad_logp, grad_entropy, entropy, len(operands.weight), kept.stride(0), len(kept),
+        BLOCK=4096, PROGRAMS=programs, num_warps=4,
+    )  # fmt: skip
+
+
+def move_rows(kept: Tensor, chosen: Compaction, variant: Variant) -> None:
+    """Brings live rows to the front, in place."""
+    programs = variant.programs * 8
+    backward.move_rows[(programs,)](
+        kept, chosen.source, chosen.count, kept.shape[1], kept.stride(0), len(kept),
+        ALIGN=variant.weight.depth, BLOCK=4096, PROGRAMS=programs, num_warps=4,
+    )  # fmt: skip
+
+
+def gather_rows(x: Tensor, row_of_slot: Tensor, factor: Tensor | None, count: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of x in slot order, times ``factor`` [slots], zeros in the slots that are not taken."""
+    n, d = len(row_of_slot), x.shape[1]
+    out = torch.empty(n, d, dtype=dtype, device=x.device)
+    backward.gather_rows[(n,)](
+        x, row_of_slot, factor, count, out, d, BLOCK=min(4096, triton.next_power_of_2(d)), num_warps=4
+    )
+    return out
+
+
+def row_product(
+    k: Tensor, w: Tensor, out: Tensor, count: Tensor, variant: Variant, *, row_of_slot: Tensor | None = None,
+    factor: Tensor | None = None, low: tuple[Tensor, Tensor] | None = None, base: Tensor | None = None,
+) -> None:  # fmt: skip
+    """out[row_of_slot[j]] = factor[j] (base[j] + k[j] @ w + low[0][j] @ low[1]) for the taken slots."""
+    v, d = w.shape
+    tma, tile = _fitting(variant, variant.hidden, d, w, k)
+    low_k, low_w = (None, None) if low is None else low
+    backward.row_product[_grid(variant, len(k), d, tile)](
+        _tiles(k[:, :v], (tile.rows, tile.depth), tma), _tiles(w, (tile.depth, tile.columns), tma),
+        low_k, low_w, base, out, row_of_slot, factor, count, v, d, k.stride(0), 0 if low_k is None else low_k.stride(0),
+        TMA=tma, UPCAST=not variant.narrow, PRECISION=variant.precision, BR=16 if low_k is None else low_k.shape[1],
+        **_blocks(variant, tile),
+    )  # fmt: skip
+
+
+def column_product(
+    k: Tensor, h: Tensor, out: Tensor, count: Tensor, variant: Variant, *, base: Tensor | None = None
+) -> None:
+    """out = base + k.T @ h over the taken slots; ``out`` [V, D] may be a block of rows of a larger matrix."""
+    v, d = out.shape
+    tma, tile = _fitting(variant, variant.weight, d, h, k)
+    backward.column_product[_grid(variant, v, d, tile)](
+        _tiles(k[:, :v], (tile.depth, tile.rows), tma), _tiles(h, (tile.depth, tile.columns), tma), base, out, count,
+        v, d, k.stride(0), TMA=tma, UPCAST=not variant.narrow, PRECISION=variant.precision,
+        **_blocks(variant, tile),
+    )  # fmt: skip
+
+
+class _Parts(NamedTuple):
+    """Room for the sums of each tile of columns."""
+
+    s: Tensor
+    t: Tensor
+
+    @classmethod
+    def of(cls, operands: Operands, rows: Rows) -> "_Parts":
+        tiles = triton.cdiv(len(operands.weight), operands.variant.score.columns)
+        s = torch.empty(2, tiles, len(rows.multiplier), dtype=torch.float32, device=rows.hidden.device)
+        return cls(s[0], s[1])
+
+    def sum(self, s: Tensor, t: Tensor, chosen: Compaction | None, maximum: bool) -> None:
+        row_list, count = (None, None) if chosen is None else chosen
+        n = len(s)
+        forward.partial_sums[(triton.cdiv(n, 64),)](
+            self.s, self.t, row_list, count, s, t, n, len(self.s), MAXIMUM=maximum, BLOCK=64, PARTS=64, num_warps=4
+        )
+
+
+def _product(
+    operands: Operands, rows: Rows, anchor: Tensor, kept: Tensor | None, num_kept: int, parts: _Parts,
+    chosen: Compaction | None, maximum: bool,
+) -> None:  # fmt: skip
+    variant, tile = operands.variant, operands.variant.score
+    tma = variant.tma and chosen is None
+    v, d = operands.weight.shape
+    n = len(anchor)
+    row_list, count = (None, None) if chosen is None else chosen
+    place = None if kept is None else _tiles(kept[:, :v], (tile.rows, tile.columns), tma)
+    forward.anchored_exp_product[_grid(variant, n, v, tile)](
+        *_row_operands(operands, rows, tile, tma), place, row_list, count, rows.multiplier, operands.inner, anchor,
+        rows.target, parts.s, parts.t, n, v, d, num_kept, 0 if kept is None else kept.stride(0),
+        SOFTCAP=operands.softcap, MAXIMUM=maximum, TMA=tma, PRECISION=variant.precision, BR=_rank(operands),
+        **_blocks(variant, tile),
+    )  # fmt: skip
+
+
+def _row_operands(operands: Operands, rows: Rows, tile: Tile, tma: bool) -> tuple[Any, ...]:
+    return (
+        _tiles(rows.hidden, (tile.rows, tile.depth), tma),
+        _tiles(operands.weight, (tile.columns, tile.depth), tma),
+        rows.low,
+        operands.low_weight,
+        operands.bias,
+    )
+
+
+def _tiles(matrix: Tensor, block: tuple[int, int], tma: bool) -> Any:
+    return TensorDescriptor.from_tensor(matrix, list(block)) if tma else matrix
+
+
+def _fitting(variant: Variant, tile: Tile, width: int, *operands: Tensor) -> tuple[bool, Tile]:
+    """TMA where every row starts at a multiple of 16 bytes, and no more columns than there are."""
+    columns = min(tile.columns, max(16, triton.next_power_of_2(width)))
+    aligned = all(x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0 for x in operands)
+    return variant.tma and aligned, Tile(tile.rows, columns, tile.depth, tile.group, tile.stages, tile.warps)
+
+
+def _rank(operands: Operands) -> int:
+    return 16 if operands.low_weight is None else operands.low_weight.shape[1]
+
+
+def _grid(variant: Variant, rows: int, columns: int, tile: Tile) -> tuple[int]:
+    return (min(variant.programs, triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)),)
+
+
+def _blocks(variant: Variant, tile: Tile) -> dict[str, int]:
+    return {
+        "BM": tile.rows,
+        "BN": tile.columns,
+        "BK": tile.depth,
+        "GROUP": tile.group,
+        "PROGRAMS": variant.programs,
+        "num_stages": tile.stages,
+        "num_warps": tile.warps,
+    }

@@ -1,0 +1,76 @@
+"""Which tiles a GPU, a dtype and a shape get, and why not any; the measurements behind it are in docs/head.md."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Block of the output (rows, columns), depth of a step, row tiles walked together, pipeline stages and warps."""
+
+    rows: int
+    columns: int
+    depth: int
+    group: int
+    stages: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How the kernels run.
+
+    Args:
+        tma: tiles come through TMA descriptors (Hopper and later); else through masked loads.
+        programs: programs of a persistent grid.
+        score: tile of the forward product and of recomputed logit gradients (the same, so that log-probs of scoring
+            and training have the same bits).
+        hidden: tile of the hidden gradient's product.
+        weight: tile of the weight gradient's product.
+        kept: dtype of kept exponentials and logit gradients.
+        precision: how float32 operands are multiplied (irrelevant for 16-bit ones).
+    """
+
+    tma: bool
+    programs: int
+    score: Tile
+    hidden: Tile
+    weight: Tile
+    kept: torch.dtype
+    precision: str
+
+    @property
+    def narrow(self) -> bool:
+        """Whether kept exponentials are narrower than float32."""
+        return self.kept.itemsize < 4
+
+
+INTERPRETED = Tile(rows=16, columns=16, depth=16, group=2, stages=1, warps=1)
+WIDE = Tile(rows=128, columns=256, depth=64, group=16, stages=3, warps=8)
+PLAIN = Tile(rows=128, columns=128, depth=32, group=8, stages=3, warps=8)
+FLOAT32 = Tile(rows=64, columns=64, depth=32, group=8, stages=2, warps=4)
+
+
+def variant(hidden: Tensor, weight: Tensor) -> Variant:
+    """The variant for these operands on this device.
+
+    bfloat16 keeps exponentials in bfloat16; float16 and float32 keep them in float32, whose products run as tf32
+    (exact for float16 weights) or as three tf32 products.
+    """
+    kept = torch.bfloat16 if hidden.dtype == torch.bfloat16 else torch.float32
+    precision = "tf32x3" if hidden.dtype == torch.float32 else "tf32"
+    aligned = (
+        hidden.shape[1] * hidden.element_size()
+    ) % 16 == 0 and hidden.data_ptr() % 16 == weight.data_ptr() % 16 == 0
+    if hidden.device.type != "cuda":
+        return Variant(aligned, 2, INTERPRETED, INTERPRETED, INTERPRETED, kept, "ieee")
+    capability = torch.cuda.get_device_capability(hidden.device)
+    programs = torch.cuda.get_device_properties(hidden.device).multi_processor_count
+    if kept == torch.bfloat16 and capability[0] >= 9 and aligned:
+        return Variant(True, programs, WIDE, WIDE, WIDE, kept, precision)
+    if kept == torch.bfloat16:
+        return Variant(False, programs * 2, PLAIN, PLAIN, PLAIN, kept, precision)
+    score = PLAIN if hidden.dtype == torch.float16 else FLOAT32
+    return Variant(False, programs * 2, score, FLOAT32, FLOAT32, kept, precision)
