@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -26,7 +27,9 @@ from logitless.errors import InputError, UnavailableError
 from logitless.rollout.sampling import SamplingOptions, draw, penalized, sampling_logp
 from logitless.types import Completion, Prompt
 
-_DECODING = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+_TEXT = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+# Not cuDNN's, which spends milliseconds on a plan for every new length, that is on every step.
+_DECODING_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _COMPACT_BELOW = 0.75  # share of live rows under which ended ones are removed from the batch
 
 
@@ -110,7 +113,7 @@ class TransformersSampler:
         by_length = sorted(range(len(prompts)), key=lambda p: len(prompts[p].token_ids))
         rows = [(p, g) for p in by_length for g in range(num_samples)]
         completions: list[list[Completion]] = [[] for _ in prompts]
-        with torch.no_grad(), _evaluating(self._model), self._autocast():
+        with torch.no_grad(), _evaluating(self._model), self._autocast(), sdpa_kernel(_DECODING_KERNELS):
             for start in range(0, len(rows), self.max_rows):
                 part = rows[start : start + self.max_rows]
                 for (p, _), completion in zip(part, self._decode(prompts, part, options, seed), strict=True):
@@ -252,7 +255,7 @@ class TransformersSampler:
         window = max(len(string.encode()) for string in stop) + 8  # every token has at least a byte; 8 to spare
         ids = tokens[:, -window:].tolist()
         live = [row for row, over in enumerate(ended.tolist()) if not over]
-        texts = self.tokenizer.batch_decode([ids[row] for row in live], **_DECODING)
+        texts = self.tokenizer.batch_decode([ids[row] for row in live], **_TEXT)
         came = torch.zeros(len(ids), dtype=torch.bool)
         for row, text in zip(live, texts, strict=True):
             came[row] = any(string in text for string in stop)
@@ -269,7 +272,7 @@ class TransformersSampler:
     ) -> list[Completion]:
         ends = set(self._stop_ids(options))
         kept = [ids[:length] for ids, length in zip(tokens, lengths, strict=True)]
-        texts = self.tokenizer.batch_decode([ids[:-1] if ids[-1] in ends else ids for ids in kept], **_DECODING)
+        texts = self.tokenizer.batch_decode([ids[:-1] if ids[-1] in ends else ids for ids in kept], **_TEXT)
         completions = []
         for (p, _), ids, logp, text in zip(rows, kept, logps, texts, strict=True):
             cut = min((at for string in options.stop if (at := text.find(string)) >= 0), default=None)
