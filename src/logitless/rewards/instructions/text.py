@@ -12,11 +12,21 @@ import importlib
 import re
 import string
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from logitless.errors import UnavailableError
 from logitless.rewards.instructions.word_lists import ABBREVIATIONS
+
+PACKAGES = {
+    "sentences": "nltk",
+    "words": "nltk",
+    "tagger": "nltk",
+    "language": "langdetect",
+    "emoji": "emoji",
+    "syllables": "syllapy",
+}
+"""The package behind what a check needs; stop words need none."""
 
 TAGGER = "averaged_perceptron_tagger_eng"
 
@@ -207,6 +217,20 @@ def first_tag(tokens: Sequence[str]) -> str:
         UnavailableError: the tagger's data is not installed.
     """
     return str(_tagger().tag(list(tokens[:3]))[0][1])
+
+
+def require(needs: Iterable[str]) -> None:
+    """The packages behind what checks need are installed; the tagger's data need not be.
+
+    Raises:
+        UnavailableError: one is not.
+
+    Example:
+        >>> require(("sentences", "stop words"))
+    """
+    for need in needs:
+        if need in PACKAGES:
+            _package(PACKAGES[need])
 
 
 class _NoCounts(dict[str, int]):

@@ -1,0 +1,223 @@
+"""Suites of checkable instructions: reading the constraints of a prompt, strict and loose verdicts, and the reward.
+
+``ifeval`` (25 ids) and ``iftrain`` (29) are for training, ``ifbench`` (58) is held out; ``ifeval_basic`` and
+``ifbench_easy`` are parts of them, and ``instructions`` is all of them. Repaired ids (``<id>@fixed``) belong to a suite
+as the official ones do.
+"""
+
+import difflib
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from logitless.errors import DataError, UnavailableError
+from logitless.rewards.contract import Batch, Columns, TextReward, column
+from logitless.rewards.instructions import IFBENCH, IFEVAL, IFTRAIN, INSTRUCTIONS, Instruction
+from logitless.rewards.instructions.text import require
+from logitless.types import Verdict
+
+SuiteName: TypeAlias = Literal["ifeval", "iftrain", "ifbench", "ifeval_basic", "ifbench_easy", "instructions"]
+
+_EASY = {
+    "count": "word_count_range unique_word_count conjunctions person_names numbers punctuation keywords_multiple",
+    "ratio": "overlap",
+    "words": "alphabet consonants palindrome",
+    "format": "parentheses quotes options list thesis output_template",
+    "repeat": "repeat_change repeat_simple repeat_span",
+}
+
+
+def _part(suite: Mapping[str, Instruction], ids: Iterable[str]) -> dict[str, Instruction]:
+    chosen = set(ids)
+    return {name: instruction for name, instruction in suite.items() if name.removesuffix("@fixed") in chosen}
+
+
+SUITES: dict[SuiteName, Mapping[str, Instruction]] = {
+    "ifeval": IFEVAL,
+    "iftrain": IFTRAIN,
+    "ifbench": IFBENCH,
+    "ifeval_basic": _part(IFEVAL, (name for name, instruction in IFEVAL.items() if not instruction.needs)),
+    "ifbench_easy": _part(IFBENCH, (f"{family}:{name}" for family, names in _EASY.items() for name in names.split())),
+    "instructions": INSTRUCTIONS,
+}
+
+
+class OverlapWarning(UserWarning):
+    """What is trained on is also what is evaluated."""
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """An instruction with the arguments of one prompt.
+
+    Example:
+        >>> constraint = Constraint(IFEVAL["punctuation:no_comma"], {})
+        >>> constraint.is_satisfied("Well, no."), constraint.is_satisfied("Well, *no*", loose=True)
+        (False, False)
+        >>> constraint.is_satisfied("Sure, here it is:\\nNo comma.", loose=True)
+        True
+    """
+
+    instruction: Instruction
+    arguments: Mapping[str, Any]
+
+    def is_satisfied(self, text: str, *, loose: bool = False) -> bool:
+        """The strict verdict, or the loose one: whether any of ``loose_variants`` passes.
+
+        Raises:
+            UnavailableError: a package or data that the check needs is absent.
+        """
+        variants = loose_variants(text) if loose else [text]
+        return any(self.instruction.follows(variant, self.arguments) for variant in variants)
+
+
+def loose_variants(text: str) -> list[str]:
+    """The whole text, and it without its first line, its last line and both; each as it is and without asterisks.
+
+    The variants without a line are stripped, the whole is not. Equal ones are given once.
+
+    Example:
+        >>> loose_variants("Sure:\\n*Yes*")
+        ['Sure:\\n*Yes*', 'Sure:\\nYes', '*Yes*', 'Yes', 'Sure:', '']
+    """
+    lines = text.split("\n")
+    wholes = [text, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
+    return list(dict.fromkeys(variant for whole in wholes for variant in (whole, whole.replace("*", ""))))
+
+
+def read_constraints(ids: Any, arguments: Any, *, suite: SuiteName, row: str) -> tuple[Constraint, ...]:
+    """The constraints of one prompt, in its order; ids may repeat.
+
+    Args:
+        ids: the row's ``instruction_id_list``.
+        arguments: the row's ``kwargs``, one mapping an id; null arguments are absent ones.
+        suite: where the ids must be from.
+        row: how errors name the row.
+
+    Raises:
+        DataError: an unknown id, arguments that are absent, unknown or of another type, or lists that do not fit.
+
+    Example:
+        >>> read_constraints(["count:numbers"], [{"N": 2.0}], suite="ifbench", row="row 1")[0].arguments
+        {'N': 2}
+    """
+    if not isinstance(ids, list | tuple) or not isinstance(arguments, list | tuple) or len(ids) != len(arguments):
+        raise DataError(
+            needed=f"a list of instruction ids and as many arguments in {row}",
+            given=f"{ids!r:.80} and {arguments!r:.80}",
+            remedy="Give instruction_id_list and kwargs as lists of the same length.",
+        )
+    if not ids:
+        raise DataError(needed=f"an instruction in {row}", given="an empty list", remedy="Leave the row out.")
+    return tuple(_read_constraint(*pair, suite, row) for pair in zip(ids, arguments, strict=True))
+
+
+def judge(
+    constraints: Sequence[Constraint], text: str, *, reduction: Literal["fraction", "all"] = "fraction"
+) -> Verdict:
+    """The strict verdict of a text: the fraction of its constraints that are satisfied, or whether all are.
+
+    ``missing`` where data or a package that a check needs is absent: nothing is scored by guess.
+
+    Example:
+        >>> judge(read_constraints(["punctuation:no_comma"], [{}], suite="ifeval", row="row 1"), "Yes.").detail
+        (('punctuation:no_comma', True),)
+    """
+    detail = []
+    try:
+        for constraint in constraints:
+            detail.append((constraint.instruction.id, constraint.is_satisfied(text)))
+    except UnavailableError as error:
+        return Verdict(score=None, status="missing", detail=tuple(detail), message=str(error))
+    except TimeoutError as error:
+        return Verdict(score=None, status="timeout", detail=tuple(detail), message=str(error))
+    satisfied = sum(passed for _, passed in detail)
+    return Verdict.graded(satisfied == len(detail) if reduction == "all" else satisfied / len(detail), detail)
+
+
+def overlap(reward_ids: Iterable[str], evaluation_ids: Iterable[str]) -> tuple[str, ...]:
+    """The evaluated ids that are also trained on, repaired or not.
+
+    Example:
+        >>> overlap(["count:numbers@fixed", "copy:copy"], IFBENCH)
+        ('count:numbers',)
+    """
+    return tuple(sorted(_official(reward_ids) & _official(evaluation_ids)))
+
+
+def warn_of_overlap(reward_ids: Iterable[str], evaluation_ids: Iterable[str]) -> None:
+    """Warn, with the list, where evaluated ids are also trained on: the evaluation then shows no generalisation."""
+    shared = overlap(reward_ids, evaluation_ids)
+    if shared:
+        warnings.warn(
+            f"{len(shared)} instruction ids are trained on and evaluated: {', '.join(shared)}. "
+            "Train on ifeval and iftrain and hold out ifbench to measure generalisation.",
+            OverlapWarning,
+            stacklevel=2,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstructionReward(TextReward):
+    """How many of its prompt's constraints a completion satisfies, strictly.
+
+    Args:
+        name: the suite that the ids must be from.
+        reduction: ``fraction`` of the constraints, or 1 where ``all`` are satisfied and else 0.
+        ids_column: column with the list of instruction ids.
+        arguments_column: column with the list of their arguments.
+
+    Example:
+        >>> reward = InstructionReward(name="ifeval_basic")
+        >>> row = {"instruction_id_list": [["punctuation:no_comma", "startend:quotation"]], "kwargs": [[{}, {}]]}
+        >>> reward(["Say yes."], ["Yes."], **row)
+        [0.5]
+    """
+
+    name: SuiteName = "ifeval"
+    reduction: Literal["fraction", "all"] = "fraction"
+    ids_column: str = "instruction_id_list"
+    arguments_column: str = "kwargs"
+
+    def check(self, columns: Columns) -> None:
+        """Every row has known ids with their arguments, and the packages that they need are installed."""
+        for constraints in self._constraints(columns):
+            for constraint in constraints:
+                require(constraint.instruction.needs)
+
+    def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
+        """One verdict a text."""
+        rows = self._constraints(batch.columns)
+        return [
+            judge(constraints, text, reduction=self.reduction) for constraints, text in zip(rows, texts, strict=True)
+        ]
+
+    def _constraints(self, columns: Columns) -> list[tuple[Constraint, ...]]:
+        pairs = zip(column(columns, self.ids_column), column(columns, self.arguments_column), strict=True)
+        return [
+            read_constraints(ids, arguments, suite=self.name, row=f"row {row}")
+            for row, (ids, arguments) in enumerate(pairs)
+        ]
+
+
+def _read_constraint(instruction_id: Any, given: Any, suite: SuiteName, row: str) -> Constraint:
+    known = SUITES[suite]
+    if not isinstance(instruction_id, str) or instruction_id not in known:
+        close = difflib.get_close_matches(str(instruction_id), known, n=1)
+        raise DataError(
+            needed=f"an instruction id of suite {suite!r} in {row}",
+            given=repr(instruction_id),
+            remedy=f"Did you mean {close[0]!r}?" if close else "See the table of ids in docs/rewards.md.",
+        )
+    if not isinstance(given, Mapping):
+        raise DataError(
+            needed=f"the arguments of {instruction_id!r} in {row} as a mapping",
+            given=f"{given!r:.80}",
+            remedy="Give {} where there are none.",
+        )
+    return Constraint(known[instruction_id], known[instruction_id].read_arguments(given, row))
+
+
+def _official(ids: Iterable[str]) -> set[str]:
+    return {name.removesuffix("@fixed") for name in ids}
