@@ -1,13 +1,15 @@
-"""Scores by row chunks in pure torch, on any device: nothing of size N x V ever exists.
+"""Scores by blocks of the vocabulary in pure torch, on any device: nothing of size N x V exists beyond a budget.
 
 Equal to ``reference`` to rounding. Forward and backward each form the logits once (four matrix products where the
 bare minimum is three); what this gives up is the speed of the fused kernels, which keep the exponentials.
+
+The vocabulary is outermost: a block of columns meets all rows, so that the weight's gradient of a block is one product,
+rounded once, and needs no [V, D] buffer in float32. Only where the rows alone exceed the budget are they cut too.
 """
 
 import functools
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +18,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from logitless.head import vocab_parallel
-from logitless.head.contract import logits_dtype, refuse_second_derivative, require, without_autocast
-from logitless.head.vocab_parallel import Partial
+from logitless.head.contract import logits_dtype, refuse_second_derivative, without_autocast
+from logitless.head.vocab_parallel import Partial, merged
 from logitless.types import LMHead, TokenScores
 
 logger = logging.getLogger("logitless")
@@ -28,8 +30,8 @@ CPU_BUDGET = 256 * 2**20
 CUDA_SHARE = 32
 """The default budget on CUDA is this fraction of the device's memory: 4.4 GiB of 140, 0.75 GiB of 24."""
 
-MIN_ROWS = 16
-"""Chunks are not made smaller than this, however small the budget."""
+MIN_ROWS, MIN_COLUMNS = 16, 512
+"""Tiles are not made smaller than this, however small the budget."""
 
 FLOOR = -1e4
 """Stands for -inf in differences of logits: exp of it is exactly 0, and so is 0 times it."""
@@ -46,7 +48,7 @@ def token_scores(
     live: Bool[Tensor, "N"] | None = None,  # noqa: ARG001 - and rows without gradient are seen when it arrives
     group: ProcessGroup | None = None,
 ) -> TokenScores:
-    """Log-probability of each target and entropy of each distribution, a chunk of rows at a time.
+    """Log-probability of each target and entropy of each distribution, a block of the vocabulary at a time.
 
         S = sum_{v != y} exp(z_v - max z);   d = z_y - max z
         logp = d - log(S + e^d), written d - log1p(S + expm1(d)) so that it is exact when p_y is nearly 1
@@ -60,8 +62,8 @@ def token_scores(
         head: the weights; shapes as checked by ``contract.checked``.
         target: [N] int64.
         temperature: divides the logits; a number or [N].
-        memory_budget: bytes for temporaries of size chunk x V; the default is 256 MiB off CUDA and a 32nd of the
-            device's memory on CUDA (of all of it, not of what is free: chunk sizes, and with them last bits, then
+        memory_budget: bytes for temporaries of size rows x columns; the default is 256 MiB off CUDA and a 32nd of the
+            device's memory on CUDA (of all of it, not of what is free: tile sizes, and with them last bits, then
             depend on nothing that changes during a run).
         anchor, live: hints for other backends.
         group: the process group over which the vocabulary is sharded (see ``vocab_parallel``).
@@ -69,10 +71,12 @@ def token_scores(
     Returns:
         float32 (float64 for float64). Row by row they do not depend on whether grad is enabled.
 
+    Raises:
+        UnavailableError: the backward runs under ``create_graph=True``.
+
     Equals: ``reference.token_scores``.
-    Memory: at most ``max(memory_budget, 16 rows)`` for chunks; ``4 V D`` bytes to accumulate the weight's gradient if
-        it is trained (for float32 weights this becomes the result); a rounded copy of the weight if its dtype
-        differs from the product's.
+    Memory: ``memory_budget``, but no less than three tiles of 16 x 512; in the backward ``4 N D`` bytes to sum hidden's
+        gradient, and copies of a block of the weight where its dtype is not the product's.
     Accumulation: float32 or wider, everywhere. Off CUDA, float16 and bfloat16 operands are multiplied in float32.
     Determinism: bitwise repeatable. A NaN stays in its row of scores and hidden gradient; the weight's gradient sums
         over rows and is NaN if a row with a gradient is.
@@ -82,38 +86,47 @@ def token_scores(
         >>> scores.logp, scores.entropy
         (tensor([-1.3863]), tensor([1.3863]))
     """
+    outside = (head.scale if head.softcap is None else head.softcap) / temperature
+    if not isinstance(outside, Tensor):
+        outside = None if outside == 1 else torch.full_like(target, outside, dtype=logits_dtype(hidden.dtype))
     call = _Call(
-        scale=head.scale,
-        softcap=head.softcap,
+        product=hidden.dtype,
+        narrow=_multiplied_in(hidden),
+        wide=logits_dtype(hidden.dtype),
+        inside=None if head.softcap is None else head.scale / head.softcap,
         lora_scale=head.lora_scale,
-        temperature=1.0 if isinstance(temperature, Tensor) else temperature,
-        chunk=chunk_rows(
-            len(target), head.weight.shape[0], logits_dtype(hidden.dtype), memory_budget, device=hidden.device
-        ),
+        memory_budget=default_budget(hidden.device) if memory_budget is None else memory_budget,
         group=group,
     )
-    per_row = temperature if isinstance(temperature, Tensor) else None
     logp, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, head.bias, head.lora_a, head.lora_b, target, per_row, call
+        hidden, head.weight, head.bias, head.lora_a, head.lora_b, target, outside, call
     )
     return TokenScores(logp=logp, entropy=entropy)
 
 
-def chunk_rows(
-    num_rows: int, vocabulary: int, dtype: torch.dtype, memory_budget: int | None, *, device: torch.device
-) -> int:
-    """Rows a chunk: as many as three temporaries of chunk x V leave room for, the chunks of about equal size.
+class Tile(NamedTuple):
+    """Rows and columns of the largest block of logits."""
+
+    rows: int
+    columns: int
+
+
+def tile(num_rows: int, vocabulary: int, dtype: torch.dtype, memory_budget: int) -> Tile:
+    """The tile of which three fit into the budget: all rows and some columns where that is possible.
 
     Example:
-        >>> chunk_rows(1000, 1000, torch.float32, 12_000 * 600, device=torch.device("cpu"))
-        512
+        >>> tile(1000, 50_000, torch.float32, 12 * 1000 * 10_300)
+        Tile(rows=1000, columns=10112)
+        >>> tile(100_000, 50_000, torch.float32, 12 * 512 * 9_000)
+        Tile(rows=9000, columns=512)
     """
-    if memory_budget is None:
-        memory_budget = default_budget(device)
-    most = max(MIN_ROWS, memory_budget // (3 * dtype.itemsize * vocabulary))
-    chunks = max(1, -(-num_rows // most))
-    balanced = -(-num_rows // chunks)
-    return max(1, min(most, -(-balanced // 64) * 64, num_rows))
+    entries = memory_budget // (3 * dtype.itemsize)
+    columns = max(entries // max(num_rows, 1), MIN_COLUMNS)
+    if columns < vocabulary:
+        blocks = -(-vocabulary // columns)
+        columns = min(columns, -(-vocabulary // (128 * blocks)) * 128)
+    columns = min(columns, vocabulary)
+    return Tile(rows=min(max(entries // columns, MIN_ROWS), max(num_rows, 1)), columns=columns)
 
 
 def default_budget(device: torch.device) -> int:
@@ -128,72 +141,84 @@ def default_budget(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory // CUDA_SHARE
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What a call fixes besides tensors."""
+class _Call(NamedTuple):
+    """What a call fixes besides tensors.
 
-    scale: float
-    softcap: float | None
+    Args:
+        product: the dtype that operands are rounded to.
+        narrow: the dtype in which the wide products then take them.
+        wide: the dtype of their results, of logits and of every sum.
+        inside: logits are ``outside * tanh(inside * product)``, or with None ``outside * product``.
+    """
+
+    product: torch.dtype
+    narrow: torch.dtype
+    wide: torch.dtype
+    inside: float | None
     lora_scale: float
-    temperature: float
-    chunk: int
+    memory_budget: int
     group: ProcessGroup | None
 
 
-@dataclass(frozen=True)
-class _Operands:
-    """The head in the dtypes it is multiplied in: ``weight`` for the wide products, the rest in the logits' dtype."""
+class _Head(NamedTuple):
+    """All columns of this rank's head, or some."""
 
     weight: Tensor
     bias: Tensor | None
     lora_a: Tensor | None
     lora_b: Tensor | None
-    call: _Call
 
-    @classmethod
-    def of(
-        cls,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        lora_a: Tensor | None,
-        lora_b: Tensor | None,
-        call: _Call,
-    ) -> "_Operands":
-        product, wide = hidden.dtype, logits_dtype(hidden.dtype)
-        return cls(
-            weight=weight.to(product).to(_multiplied_in(hidden)),
-            bias=None if bias is None else bias.to(wide),
-            lora_a=None if lora_a is None else lora_a.to(product).to(wide),
-            lora_b=None if lora_b is None else lora_b.to(product).to(wide),
-            call=call,
-        )
 
-    def capped(self, rows: Tensor) -> Tensor:
-        """[n, V] logits before temperature; with a softcap, their tanh, which is the logits over the softcap."""
-        call = self.call
-        z = _product(rows, self.weight.T)
-        if self.lora_a is not None and self.lora_b is not None:
-            z.addmm_(rows.to(z.dtype) @ self.lora_a.T, self.lora_b.T, alpha=call.lora_scale)
-        if self.bias is not None:
-            z += self.bias
-        if call.scale != 1:
-            z *= call.scale
-        return z if call.softcap is None else z.div_(call.softcap).tanh_()
+class _Rows(NamedTuple):
+    """Some rows as they are multiplied.
 
-    def relative(self, z: Tensor, temperature: Tensor | None) -> Tensor:
-        """``capped`` logits made into logits, in place."""
-        if self.call.softcap is not None:
-            z *= self.call.softcap
-        if temperature is not None:
-            z /= temperature[:, None]
-        elif self.call.temperature != 1:
-            z /= self.call.temperature
-        return z
+    Args:
+        hidden: [n, D], in the dtype of the wide products.
+        low: [n, R] lora_scale * hidden @ lora_a.T, in the logits' dtype, or None.
+        target: [n] counted from the first column at hand.
+        outside: [n] what multiplies the logits last, or None for 1.
+    """
+
+    hidden: Tensor
+    low: Tensor | None
+    target: Tensor
+    outside: Tensor | None
+
+    def cut(self, rows: slice, first_column: int) -> "_Rows":
+        low, outside = (None if column is None else column[rows] for column in (self.low, self.outside))
+        return _Rows(self.hidden[rows], low, self.target[rows] - first_column, outside)
+
+
+class _Slopes(NamedTuple):
+    """What the backward knows of each live row.
+
+    The gradient of the products' output is ``factor * u``, with u of the order of a probability:
+
+        u_v = (grad_logp + grad_entropy (z_v - top + offset)) exp(z_v - top) over   (v != y),   u_y = at_target
+
+    Args:
+        top: the maximum that exponentials are relative to.
+        over: -1 / sum_v exp(z_v - top).
+        offset: entropy - log sum_v exp(z_v - top).
+        at_target: u_y, made of the other columns' sum so that it is exact when p_y is nearly 1.
+        grad_logp, grad_entropy: the incoming gradients, scaled so that the larger one is 1 in size; None for none.
+        factor: what was taken out, with the derivative of scale and temperature.
+    """
+
+    top: Tensor
+    over: Tensor
+    offset: Tensor
+    at_target: Tensor
+    grad_logp: Tensor | None
+    grad_entropy: Tensor | None
+    factor: Tensor
+
+    def cut(self, rows: slice) -> "_Slopes":
+        return _Slopes(*(None if column is None else column[rows] for column in self))  # type: ignore[arg-type]
 
 
 class _TokenScores(torch.autograd.Function):
-    """(logp [N], entropy [N]) of (hidden, weight, bias, lora_a, lora_b, target, temperature [N] or None, call)."""
+    """(logp [N], entropy [N]) of (hidden, weight, bias, lora_a, lora_b, target, outside, call)."""
 
     @staticmethod
     def forward(
@@ -204,37 +229,25 @@ class _TokenScores(torch.autograd.Function):
         lora_a: Tensor | None,
         lora_b: Tensor | None,
         target: Tensor,
-        temperature: Tensor | None,
+        outside: Tensor | None,
         call: _Call,
     ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
+        head = _Head(weight, bias, lora_a, lora_b)
         with without_autocast(hidden.device):
             if call.group is not None:
-                place = vocab_parallel.shard(weight.shape[0], call.group, hidden.device)
-                require(
-                    (target >= 0) & (target < place.vocabulary),
-                    needed="targets within the vocabulary that the group shares",
-                    given="one outside of it",
-                    remedy="Give rows of scored tokens only, ids counted over the whole vocabulary.",
-                )
-                target = target - place.offset
-            operands = _Operands.of(hidden, weight, bias, lora_a, lora_b, call)
-            parts = [
-                _partial(operands, hidden[rows], target[rows], None if temperature is None else temperature[rows])
-                for rows in _slices(len(target), call.chunk)
-            ]
-            partial = Partial(*(torch.cat(column) for column in zip(*parts, strict=True)))
+                target = vocab_parallel.within_shard(target, len(weight), call.group)
+            partial = _partial(head, _rows(hidden, head, target, outside, call), call)
             if call.group is not None:
-                partial = vocab_parallel.combined(partial, call.group)
+                partial = vocab_parallel.gathered(partial, call.group)
             below = partial.target_logit - partial.top
+            at_target = below.exp()
+            normaliser = partial.others + at_target
             log_normaliser = torch.log1p(partial.others + torch.expm1(below))
-            normaliser = partial.others + below.exp()
-            weighted = partial.weighted + below.exp() * below.clamp(min=FLOOR)
-            logp, entropy = below - log_normaliser, log_normaliser - weighted / normaliser
+            logp = below - log_normaliser
+            entropy = log_normaliser - (partial.weighted + at_target * below.clamp(min=FLOOR)) / normaliser
         ctx.call = call
-        ctx.save_for_backward(
-            hidden, weight, bias, lora_a, lora_b, target, temperature, *partial[:2], normaliser, logp, entropy
-        )
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, *head, target, outside, *partial[:2], normaliser, logp, entropy)
         return logp, entropy
 
     @staticmethod
@@ -243,93 +256,92 @@ class _TokenScores(torch.autograd.Function):
         arriving = [gradient for gradient in (grad_logp, grad_entropy) if gradient is not None]
         if not arriving:
             return (None,) * 8
-        hidden, weight, bias, lora_a, lora_b, target, temperature, top, others, normaliser, logp, entropy = (
-            ctx.saved_tensors
-        )
-        inputs = (hidden, weight, bias, lora_a, lora_b)
+        hidden, weight, bias, lora_a, lora_b, *columns = ctx.saved_tensors
+        head = _Head(weight, bias, lora_a, lora_b)
         live = torch.stack([gradient != 0 for gradient in arriving]).any(0).nonzero().squeeze(1)
         with without_autocast(hidden.device):
-            rows = _rows(
-                target[live],
-                None if temperature is None else temperature[live],
-                top[live],
-                others[live],
-                normaliser[live],
-                logp[live],
-                entropy[live],
-                None if grad_logp is None else grad_logp[live],
-                None if grad_entropy is None else grad_entropy[live],
-                ctx.call,
+            target, outside, *scored, grad_logp, grad_entropy = (
+                None if column is None else column[live] for column in (*columns, grad_logp, grad_entropy)
             )
-            gradients = _Gradients(_Operands.of(*inputs, ctx.call), hidden, rows, ctx.needs_input_grad[:5])
-            for chunk in _slices(len(live), ctx.call.chunk):
-                gradients.add(live[chunk], hidden[live[chunk]], rows.chunk(chunk))
-        cast = [None if g is None else g.to(x.dtype) for g, x in zip(gradients.total(), inputs, strict=True)]
-        return (*cast, None, None, None)
+            all_live = len(live) == len(hidden)
+            rows = _rows(hidden if all_live else hidden[live], head, target, outside, ctx.call)
+            slopes = _slopes(*scored, outside, grad_logp, grad_entropy, ctx.call)
+            of_live, *of_head = _gradients(head, rows, slopes, ctx.needs_input_grad[:5], ctx.call)
+            of_hidden = None if of_live is None else of_live.to(hidden.dtype)
+            if of_hidden is not None and not all_live:
+                of_hidden = torch.zeros_like(hidden).index_copy_(0, live, of_hidden)
+        of_head = [None if g is None else g.to(x.dtype) for g, x in zip(of_head, head, strict=True)]
+        return (of_hidden, *of_head, None, None, None)
 
 
-def _partial(operands: _Operands, hidden: Tensor, target: Tensor, temperature: Tensor | None) -> Partial:
-    """The sums of one chunk of rows; two buffers of its logits' size."""
-    z = operands.relative(operands.capped(hidden), temperature)
+def _rows(hidden: Tensor, head: _Head, target: Tensor, outside: Tensor | None, call: _Call) -> _Rows:
+    low = None
+    if head.lora_a is not None:
+        low = call.lora_scale * (hidden.to(call.wide) @ _multiplied(head.lora_a, call).T)
+    return _Rows(hidden.to(call.narrow), low, target, outside)
+
+
+def _block(head: _Head, columns: slice, call: _Call) -> _Head:
+    """Some columns as they are multiplied: ``weight`` narrow, ``bias`` and ``lora_b`` wide."""
+    return _Head(
+        weight=head.weight[columns].to(call.product).to(call.narrow),
+        bias=None if head.bias is None else head.bias[columns].to(call.wide),
+        lora_a=None,
+        lora_b=None if head.lora_b is None else _multiplied(head.lora_b[columns], call),
+    )
+
+
+def _multiplied(factor: Tensor, call: _Call) -> Tensor:
+    """A LoRA factor as it is multiplied: rounded like the weight, in the logits' dtype."""
+    return factor.to(call.product).to(call.wide)
+
+
+def _partial(head: _Head, rows: _Rows, call: _Call) -> Partial:
+    """The sums over all columns of this rank's head."""
+    size = tile(len(rows.target), len(head.weight), call.wide, call.memory_budget)
+    total: Partial | None = None
+    for columns in _slices(len(head.weight), size.columns):
+        block = _block(head, columns, call)
+        sums = rows.hidden.new_empty(4, len(rows.target), dtype=call.wide)
+        for some in _slices(len(rows.target), size.rows):
+            sums[:, some] = _tile_sums(rows.cut(some, columns.start), block, call)
+        total = Partial(*sums) if total is None else merged([total, Partial(*sums)])
+    assert total is not None
+    return total
+
+
+def _tile_sums(rows: _Rows, block: _Head, call: _Call) -> Tensor:
+    """``Partial`` of one tile as [4, n]; two buffers of its size."""
+    z = _product(rows, block, call)
+    if call.inside is not None:
+        z.mul_(call.inside).tanh_()
+    if rows.outside is not None:
+        z *= rows.outside[:, None]
     # A shard may hold nothing but padding, masked with -inf; its maximum must be a number all the same.
     top = z.amax(1).clamp(min=torch.finfo(z.dtype).min)
-    owned, column = _column(target, z.shape[1])
+    owned, column = _owned(rows.target, z.shape[1])
     target_logit = torch.where(owned, z.gather(1, column).squeeze(1), 0)
     z -= top[:, None]
-    if operands.bias is not None:
+    if block.bias is not None:
         z.clamp_(min=FLOOR)
-    _write_target(z, target, torch.full_like(top, FLOOR))
+    _write_target(z, rows.target, torch.full_like(top, FLOOR))
     exponential = z.exp()
     others = exponential.sum(1)
-    return Partial(top, others, exponential.mul_(z).sum(1), target_logit)
+    return torch.stack([top, others, exponential.mul_(z).sum(1), target_logit])
 
 
-class _Rows(NamedTuple):
-    """What the backward knows of each live row.
-
-    The gradient of the products' output is ``factor * u``, with u of the order of a probability:
-
-        u_v = (grad_logp + grad_entropy (z_v - top + offset)) exp(z_v - top) over   (v != y),   u_y = at_target
-
-    Args:
-        target: column within this shard; outside of it if another shard owns it.
-        temperature: [n] or None.
-        top: the maximum that exponentials are relative to.
-        over: -1 / sum_v exp(z_v - top).
-        offset: entropy - log sum_v exp(z_v - top).
-        at_target: u_y, made of the other columns' sum so that it is exact when p_y is nearly 1.
-        grad_logp, grad_entropy: the incoming gradients, scaled so that the larger one is 1 in size; None for none.
-        factor: what was taken out, with the derivative of scale and temperature.
-    """
-
-    target: Tensor
-    temperature: Tensor | None
-    top: Tensor
-    over: Tensor
-    offset: Tensor
-    at_target: Tensor
-    grad_logp: Tensor | None
-    grad_entropy: Tensor | None
-    factor: Tensor
-
-    def chunk(self, rows: slice) -> "_Rows":
-        return _Rows(*(None if column is None else column[rows] for column in self))  # type: ignore[arg-type]
-
-
-def _rows(
-    target: Tensor,
-    temperature: Tensor | None,
+def _slopes(
     top: Tensor,
     others: Tensor,
     normaliser: Tensor,
     logp: Tensor,
     entropy: Tensor,
+    outside: Tensor | None,
     grad_logp: Tensor | None,
     grad_entropy: Tensor | None,
     call: _Call,
-) -> _Rows:
-    sizes = [gradient.abs() for gradient in (grad_logp, grad_entropy) if gradient is not None]
-    size = functools.reduce(torch.maximum, sizes)
+) -> _Slopes:
+    size = functools.reduce(torch.maximum, [g.abs() for g in (grad_logp, grad_entropy) if g is not None])
     at_target = torch.zeros_like(top)
     if grad_logp is not None:
         grad_logp = grad_logp / size
@@ -337,111 +349,135 @@ def _rows(
     if grad_entropy is not None:
         grad_entropy = grad_entropy / size
         at_target -= grad_entropy * logp.exp() * (logp.clamp(min=FLOOR) + entropy)
-    return _Rows(
-        target=target,
-        temperature=temperature,
+    factor = size if outside is None else size * outside
+    return _Slopes(
         top=top,
         over=-1 / normaliser,
         offset=entropy - normaliser.log(),
         at_target=at_target,
         grad_logp=grad_logp,
         grad_entropy=grad_entropy,
-        factor=size * call.scale / (call.temperature if temperature is None else temperature),
+        factor=factor if call.inside is None else factor * call.inside,
     )
 
 
-class _Gradients:
-    """Sums of the gradients of (hidden, weight, bias, lora_a, lora_b) over chunks of live rows; None where not needed.
+def _gradients(
+    head: _Head, rows: _Rows, slopes: _Slopes, needed: Sequence[bool], call: _Call
+) -> tuple[Tensor | None, ...]:
+    """Gradients of hidden (of these rows), weight, bias, lora_a and lora_b; None where not needed.
 
-    Sums over rows are in the logits' dtype. In float16, where small factors would be lost, the weight's is in units of
-    the largest factor.
+    Sums over tiles are in the logits' dtype. In float16, where small numbers are lost, the weight's is in units of the
+    largest factor.
     """
+    for_hidden, for_weight, for_bias, for_lora_a, for_lora_b = needed
+    hidden, factor = rows.hidden.to(call.wide), slopes.factor[:, None]
+    unit = slopes.factor.abs().amax() if call.narrow == torch.float16 and len(factor) else None
+    scaled = (hidden * (factor if unit is None else factor / unit)).to(call.narrow) if for_weight else None
+    of_hidden = torch.zeros_like(hidden) if for_hidden else None
+    of_weight = torch.zeros_like(head.weight) if for_weight else None
+    of_bias = torch.zeros_like(head.bias, dtype=call.wide) if for_bias and head.bias is not None else None
+    of_lora_b = torch.zeros_like(head.lora_b, dtype=call.wide) if for_lora_b and head.lora_b is not None else None
+    of_low = torch.zeros_like(rows.low) if rows.low is not None and (for_hidden or for_lora_a) else None
 
-    def __init__(self, operands: _Operands, hidden: Tensor, rows: _Rows, needed: tuple[bool, ...]) -> None:
-        self.operands, self.wide = operands, rows.top.dtype
-        self.for_hidden, self.for_weight, self.for_bias, self.for_lora_a, self.for_lora_b = needed
-        self.unit = rows.factor.abs().amax() if operands.weight.dtype == torch.float16 and len(rows.factor) else None
-        # Ranks sum their shares of the hidden gradient before it is rounded.
-        dtype = hidden.dtype if operands.call.group is None else self.wide
-        self.hidden = torch.zeros_like(hidden, dtype=dtype) if self.for_hidden else None
-        self.weight: Tensor | None = None
-        self.bias: Tensor | None = None
-        self.lora_a: Tensor | None = None
-        self.lora_b: Tensor | None = None
+    def add(some: slice, columns: slice, block: _Head, of_block: Tensor | None) -> None:
+        u = _logit_gradient(rows.cut(some, columns.start), block, slopes.cut(some), call)
+        narrow = u.to(call.narrow)
+        if of_block is not None and scaled is not None:
+            _add_product(of_block, narrow.T, scaled[some])
+        if of_hidden is not None:
+            _add_product(of_hidden[some], narrow, block.weight)
+        if of_bias is not None:
+            of_bias[columns].addmv_(u.T, slopes.factor[some])
+        if of_lora_b is not None and rows.low is not None:
+            of_lora_b[columns].addmm_(u.T, (factor * rows.low)[some])
+        if of_low is not None and block.lora_b is not None:
+            of_low[some].addmm_(u, block.lora_b)
 
-    def add(self, index: Tensor, hidden: Tensor, rows: _Rows) -> None:
-        """Add the chunk of hidden states ``hidden``, which are rows ``index`` of all."""
-        head, factor = self.operands, rows.factor[:, None]
-        u = _logit_gradient(head, hidden, rows)
-        narrow = u.to(head.weight.dtype)
-        if self.for_weight:
-            scaled = hidden.to(self.wide) * (factor if self.unit is None else factor / self.unit)
-            self.weight = _plus(self.weight, narrow.T, scaled.to(narrow.dtype))
-        if self.for_bias:
-            self.bias = _plus(self.bias, u.T, factor)
-        if self.for_lora_b and head.lora_a is not None:
-            low = hidden.to(self.wide) @ head.lora_a.T
-            self.lora_b = _plus(self.lora_b, u.T, head.call.lora_scale * factor * low)
-        through_b = None if head.lora_b is None else head.call.lora_scale * (u @ head.lora_b)
-        if self.for_lora_a and through_b is not None:
-            self.lora_a = _plus(self.lora_a, (through_b * factor).T, hidden.to(self.wide))
-        if self.hidden is not None:
-            gradient = _product(narrow, head.weight)
-            if through_b is not None and head.lora_a is not None:
-                gradient.addmm_(through_b, head.lora_a)
-            self.hidden[index] = (gradient * factor).to(self.hidden.dtype)
-
-    def total(self) -> tuple[Tensor | None, ...]:
-        """The gradients, those of replicated inputs summed over the group."""
-        if self.weight is not None and self.unit is not None:
-            self.weight *= self.unit
-        bias = None if self.bias is None else self.bias.squeeze(1)
-        if self.operands.call.group is not None:
-            for replicated in (self.hidden, self.lora_a):
-                if replicated is not None:
-                    vocab_parallel.summed(replicated, self.operands.call.group)
-        return self.hidden, self.weight, bias, self.lora_a, self.lora_b
+    size = tile(len(hidden), len(head.weight), call.wide, call.memory_budget)
+    for columns in _slices(len(head.weight), size.columns):
+        of_block = None if of_weight is None else of_weight[columns].to(call.wide)
+        for some in _slices(len(hidden), size.rows):
+            add(some, columns, _block(head, columns, call), of_block)
+        if of_block is not None and unit is not None:
+            of_block *= unit
+        if of_weight is not None and of_block is not None and of_weight.dtype != of_block.dtype:
+            of_weight[columns] = of_block
+    of_lora_a = None
+    if of_low is not None and head.lora_a is not None:
+        if for_lora_a:
+            of_lora_a = call.lora_scale * (factor * of_low).T @ hidden
+        if of_hidden is not None:
+            of_hidden.addmm_(of_low, _multiplied(head.lora_a, call), alpha=call.lora_scale)
+    if of_hidden is not None:
+        of_hidden *= factor
+    if call.group is not None:
+        for replicated in (of_hidden, of_lora_a):
+            if replicated is not None:
+                vocab_parallel.summed(replicated, call.group)
+    return of_hidden, of_weight, of_bias, of_lora_a, of_lora_b
 
 
-def _logit_gradient(operands: _Operands, hidden: Tensor, rows: _Rows) -> Tensor:
-    """u [n, V] of ``_Rows``; three buffers of its size at most."""
-    z = operands.capped(hidden)
-    tanh = None if operands.call.softcap is None else z.clone()
-    z = operands.relative(z, rows.temperature)
-    z -= rows.top[:, None]
-    if operands.bias is not None:
+def _logit_gradient(rows: _Rows, block: _Head, slopes: _Slopes, call: _Call) -> Tensor:
+    """u of ``_Slopes`` for one tile; three buffers of its size at most."""
+    z = _product(rows, block, call)
+    tanh = None
+    if call.inside is not None:
+        tanh = z.mul_(call.inside).tanh_()
+        z = tanh.clone()
+    if rows.outside is not None:
+        z *= rows.outside[:, None]
+    z -= slopes.top[:, None]
+    if block.bias is not None:
         z.clamp_(min=FLOOR)
-    if rows.grad_entropy is None:
+    if slopes.grad_entropy is None:
         u = z.exp_()
-        weight = rows.over if rows.grad_logp is None else rows.over * rows.grad_logp
+        weight = slopes.over if slopes.grad_logp is None else slopes.over * slopes.grad_logp
     else:
         u = z.exp()
-        z += rows.offset[:, None]
-        z *= rows.grad_entropy[:, None]
-        if rows.grad_logp is not None:
-            z += rows.grad_logp[:, None]
+        z += slopes.offset[:, None]
+        z *= slopes.grad_entropy[:, None]
+        if slopes.grad_logp is not None:
+            z += slopes.grad_logp[:, None]
         u *= z
-        weight = rows.over
+        weight = slopes.over
     u *= weight[:, None]
-    _write_target(u, rows.target, rows.at_target)
+    _write_target(u, rows.target, slopes.at_target)
     return u if tanh is None else u.mul_(tanh.square_().neg_().add_(1))
 
 
-def _column(target: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Whether this shard owns each row's target, and the column [n, 1] of it (0 where it does not)."""
-    owned = (target >= 0) & (target < vocabulary)
+def _product(rows: _Rows, block: _Head, call: _Call) -> Tensor:
+    """hidden @ weight.T + low @ lora_b.T + bias of one tile, in the logits' dtype."""
+    if call.narrow == call.wide:
+        z = rows.hidden @ block.weight.T
+    else:
+        z = torch.mm(rows.hidden, block.weight.T, out_dtype=call.wide)
+    if rows.low is not None and block.lora_b is not None:
+        z.addmm_(rows.low, block.lora_b.T)
+    return z if block.bias is None else z.add_(block.bias)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, where total may be wider than a and b."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+def _owned(target: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Whether each row's target is one of the columns at hand, and the column [n, 1] (0 where it is not)."""
+    owned = (target >= 0) & (target < columns)
     return owned, torch.where(owned, target, 0)[:, None]
 
 
 def _write_target(matrix: Tensor, target: Tensor, value: Tensor) -> None:
-    """Set each row's target column, where this shard owns it."""
-    owned, column = _column(target, matrix.shape[1])
+    """Set each row's target column, where it is at hand."""
+    owned, column = _owned(target, matrix.shape[1])
     matrix.scatter_(1, column, torch.where(owned, value, matrix.gather(1, column).squeeze(1))[:, None])
 
 
 def _slices(length: int, step: int) -> Iterator[slice]:
-    """At least one slice: products over no rows are the zeros that empty inputs call for."""
-    return (slice(start, start + step) for start in range(0, max(length, 1), step))
+    return (slice(start, min(start + step, length)) for start in range(0, length, step))
 
 
 def _multiplied_in(hidden: Tensor) -> torch.dtype:
@@ -470,18 +506,3 @@ def _float32_output(device: torch.device, dtype: torch.dtype) -> bool:
         )
         return False
     return True
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, never narrower than float32."""
-    a = a.to(b.dtype)
-    return a @ b if b.dtype in (torch.float32, torch.float64) else torch.mm(a, b, out_dtype=torch.float32)
-
-
-def _plus(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a @ b, in place where there is a total; the total is never narrower than float32."""
-    if total is None:
-        return _product(a, b)
-    if a.dtype == total.dtype:
-        return total.addmm_(a, b)
-    return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)

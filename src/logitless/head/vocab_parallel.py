@@ -6,23 +6,26 @@ row, one gather of [4, N] makes them whole, and one sum makes the gradient of wh
 travel with the maximum they are relative to, no log-prob is too small for them.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from logitless.head.contract import require
+
 
 class Partial(NamedTuple):
-    """Sums over the columns v != y of one shard, relative to its own maximum.
+    """Sums over the columns v != y of one shard (or block of it), relative to its own maximum; each [N].
 
     Args:
-        top: max over the shard's logits, the target's included.
+        top: max over the part's logits, the target's included.
         others: sum of exp(z_v - top) over v != y.
         weighted: sum of exp(z_v - top) (z_v - top) over v != y.
-        target_logit: z_y where the shard owns the target, else 0.
+        target_logit: z_y where the part holds the target, else 0.
     """
 
     top: Tensor
@@ -31,29 +34,17 @@ class Partial(NamedTuple):
     target_logit: Tensor
 
 
-class Shard(NamedTuple):
-    """Where a rank's rows lie in the whole vocabulary: two device scalars."""
+def merged(parts: Sequence[Partial]) -> Partial:
+    """The sums over several shards or blocks, from those over each.
 
-    offset: Tensor
-    vocabulary: Tensor
-
-
-def shard(num_rows: int, group: ProcessGroup, device: torch.device) -> Shard:
-    """This rank's place, from the sizes of the ranks before it; known on the device only, so nothing waits."""
-    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.full((1,), num_rows, dtype=torch.int64, device=device), group=group)
-    ends = torch.cat(sizes).cumsum(0)
-    return Shard(offset=ends[dist.get_rank(group)] - num_rows, vocabulary=ends[-1])
-
-
-def combined(partial: Partial, group: ProcessGroup) -> Partial:
-    """The sums over the whole vocabulary, in rank order, so that every rank has the same bits."""
-    mine = torch.stack(partial)
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, mine, group=group)
-    tops, others, weighted, target_logit = torch.stack(parts, 1)
+    Example:
+        >>> block = Partial(*torch.tensor([[2.0], [1.0], [0.0], [0.0]]))
+        >>> [float(column) for column in merged([block, block])]
+        [2.0, 2.0, 0.0, 0.0]
+    """
+    tops, others, weighted, target_logit = (torch.stack(column) for column in zip(*parts, strict=True))
     top = tops.amax(0)
-    # A shard that is 1e4 nats below the top adds exactly 0, also when all of it is masked with -inf.
+    # A part that is 1e4 nats below the top adds exactly 0, also when all of it is masked with -inf.
     below = (tops - top).clamp(min=-1e4)
     scale = below.exp()
     return Partial(
@@ -62,6 +53,34 @@ def combined(partial: Partial, group: ProcessGroup) -> Partial:
         weighted=(scale * (weighted + others * below)).sum(0),
         target_logit=target_logit.sum(0),
     )
+
+
+def gathered(partial: Partial, group: ProcessGroup) -> Partial:
+    """The sums over the whole vocabulary, merged in rank order, so that every rank has the same bits."""
+    mine = torch.stack(partial)
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group=group)
+    return merged([Partial(*part) for part in parts])
+
+
+def within_shard(target: Int[Tensor, "N"], num_rows: int, group: ProcessGroup) -> Int[Tensor, "N"]:
+    """Targets counted from this rank's first row, given how many rows it holds.
+
+    The sizes of the other shards are known on the device only, so nothing waits for them.
+
+    Raises:
+        InputError: a target beyond the whole vocabulary (on CUDA: a device-side assertion).
+    """
+    sizes = [torch.empty(1, dtype=torch.int64, device=target.device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.full_like(sizes[0], num_rows), group=group)
+    ends = torch.cat(sizes).cumsum(0)
+    require(
+        (target >= 0) & (target < ends[-1]),
+        needed="targets within the vocabulary that the group shares",
+        given="one outside of it",
+        remedy="Give rows of scored tokens only, ids counted over the whole vocabulary.",
+    )
+    return target - (ends[dist.get_rank(group)] - num_rows)
 
 
 def summed(partial: Float[Tensor, "..."], group: ProcessGroup) -> Float[Tensor, "..."]:
