@@ -33,7 +33,7 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
 
 def test_opening_a_folder_without_a_run_is_an_error(tmp_path):
     for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(ConfigurationError, match="without --resume"):
+        with pytest.raises(ConfigurationError, match="never started"):
             open_run_folder(path)
 
 
@@ -101,7 +101,8 @@ def test_rollouts_hold_every_completion_with_what_was_said_of_it(tmp_path):
     advantages = [[0.25 * number for number in range(8)] for _ in groups]
     path = folder.write_rollouts(3, groups, advantages)
     assert path.name == "block-000003.parquet"
-    (rows,) = folder.read_rollouts().values()
+    ((number, rows),) = folder.read_rollouts()
+    assert number == 3
     assert len(rows) == 32
     group, row = groups[1], rows[8 + 5]
     assert (row["block"], row["prompt_id"], row["prompt"]) == (3, group.prompt.id, group.prompt.text)
@@ -157,6 +158,13 @@ def test_metrics_on_a_full_disk_are_an_error_of_ours(tmp_path):
 def test_a_whole_run_is_read_back(tmp_path):
     folder = open_run_folder(fake_run(tmp_path, num_blocks=3).path)
     assert [record["step"] for record in folder.read_metrics()] == [1, 2, 3, 4, 5, 6]
-    assert list(folder.read_rollouts()) == [1, 2, 3]
+    assert [number for number, _ in folder.read_rollouts()] == [1, 2, 3]
     assert json.loads(folder.summary.read_text())["accuracy_after"] == 0.9
     assert not [path for path in Path(folder.path).rglob("*") if path.name.endswith(".partial")]
+
+
+def test_a_rollout_file_that_is_not_parquet_is_named(tmp_path):
+    folder = create_run_folder(tmp_path, "toy")
+    (folder.rollouts / "block-000001.parquet").write_bytes(b"not Parquet")
+    with pytest.raises(DataError, match="block-000001"):
+        list(folder.read_rollouts())

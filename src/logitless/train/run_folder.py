@@ -17,7 +17,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -183,12 +183,20 @@ class RunFolder:
         write_atomically(path, buffer.getvalue())
         return path
 
-    def read_rollouts(self) -> dict[int, list[dict[str, Any]]]:
-        """The rows of every block, by its number, in order."""
-        return {
-            int(path.stem.removeprefix("block-")): pyarrow.parquet.read_table(path).to_pylist()
-            for path in sorted(self.rollouts.glob("block-*.parquet"))
-        }
+    def read_rollouts(self) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        """The number and the rows of each block, in order, one block in memory at a time.
+
+        Raises:
+            DataError: a file that is not Parquet.
+        """
+        for path in sorted(self.rollouts.glob("block-*.parquet")):
+            try:
+                rows = pyarrow.parquet.read_table(path).to_pylist()
+            except pyarrow.ArrowException as error:
+                raise DataError(
+                    needed=f"Parquet in {path}", given=str(error), remedy="Delete this file; a run never leaves such."
+                ) from error
+            yield int(path.stem.removeprefix("block-")), rows
 
 
 _ROLLOUT_COLUMNS = (
@@ -262,7 +270,7 @@ def open_run_folder(path: Path) -> RunFolder:
         raise ConfigurationError(
             needed=f"a run folder with config.yaml at {path}",
             given="a folder without it" if path.is_dir() else "no folder",
-            remedy="Check the name, or start the run without --resume.",
+            remedy="Check the name; a run that was never started has no folder, and nothing to resume.",
         )
     return folder
 

@@ -1,0 +1,210 @@
+"""Plots as SVG text: drawn without a display, the same bytes for the same numbers, no more points than can be seen."""
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import matplotlib
+import numpy
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
+
+Number = float | int
+
+COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#ca8a04", "#0891b2", "#db2777", "#64748b")
+_MAX_POINTS = 400
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "logitless",
+    "font.family": ["sans-serif"],
+    "font.size": 9.0,
+    "text.parse_math": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#94a3b8",
+    "axes.grid": True,
+    "grid.color": "#e2e8f0",
+    "grid.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "xtick.color": "#475569",
+    "ytick.color": "#475569",
+    "text.color": "#0f172a",
+    "axes.labelcolor": "#475569",
+    "legend.frameon": False,
+    "legend.fontsize": 8.0,
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve of a plot: points in the order of x; a y that is None or not finite is a gap.
+
+    Example:
+        >>> Line("reward", (1, 2), (0.5, None)).label
+        'reward'
+    """
+
+    label: str
+    x: tuple[Number, ...]
+    y: tuple[Number | None, ...]
+    dashed: bool = False
+
+
+def line_plot(
+    lines: Sequence[Line],
+    *,
+    x_label: str,
+    y_label: str,
+    level: tuple[str, Number] | None = None,
+    log: bool = False,
+    unit_interval: bool = False,
+) -> str:
+    """Curves over a common axis.
+
+    Args:
+        lines: at least one. Long ones are drawn as means over equal stretches.
+        x_label, y_label: of the axes.
+        level: a label and the height of a horizontal line.
+        log: logarithmic y axis, where there is a positive value.
+        unit_interval: y from 0 to 1.
+
+    Returns:
+        An ``<svg>`` document.
+
+    Example:
+        >>> line_plot([Line("reward", (1, 2), (0.5, 1))], x_label="step", y_label="reward").count("<svg")
+        1
+    """
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(5.4, 2.9), layout="constrained")
+        axes = figure.add_subplot()
+        for number, line in enumerate(lines):
+            x, y = _thinned(line)
+            axes.plot(
+                x,
+                y,
+                label=line.label,
+                color=COLOURS[number % len(COLOURS)],
+                linewidth=1.6,
+                linestyle="--" if line.dashed else "-",
+                marker="o" if len(x) <= 30 else None,
+                markersize=3.0,
+            )
+        if level is not None:
+            axes.axhline(level[1], color="#dc2626", linewidth=1.0, linestyle=":", label=level[0])
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.margins(x=0.02)
+        if log and any(value is not None and value > 0 for line in lines for value in line.y):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        if unit_interval:
+            axes.set_ylim(-0.02, 1.02)
+        if len(lines) > 1 or level is not None:
+            figure.legend(loc="outside upper left", ncols=4)
+        return _svg(figure)
+
+
+def heat_map(
+    rows: Sequence[Sequence[Number | None]],
+    *,
+    x: Sequence[Number],
+    x_label: str,
+    y_label: str,
+    y_edges: Sequence[Number] | None = None,
+    y_names: Sequence[str] | None = None,
+    value_label: str,
+) -> str:
+    """Colours over columns ``x`` and rows, the first row at the bottom for ``y_edges`` and at the top for ``y_names``.
+
+    Args:
+        rows: one sequence of ``len(x)`` values in [0, 1] a row; None is blank.
+        x: ascending; long ones are drawn as means over equal stretches.
+        x_label, y_label: of the axes.
+        y_edges: ``len(rows) + 1`` numbers between which the rows lie; or
+        y_names: one name a row.
+        value_label: of the colours.
+
+    Returns:
+        An ``<svg>`` document.
+
+    Example:
+        >>> svg = heat_map([[0.5, None]], x=[1, 2], x_label="block", y_label="", y_names=["a"], value_label="rate")
+        >>> svg.count("<svg")
+        1
+    """
+    columns = _stretches(len(x))
+    values = numpy.array([[numpy.nan if value is None else value for value in row] for row in rows], dtype=float)
+    with numpy.errstate(invalid="ignore"):
+        filled = numpy.isfinite(values)
+        sums, counts = numpy.where(filled, values, 0.0), filled.astype(float)
+        thinned = numpy.stack([sums[:, c].sum(1) / counts[:, c].sum(1) for c in columns], axis=1)
+    starts = [x[c.start] for c in columns]
+    edges = numpy.array([*starts, x[-1] + 1], dtype=float) - 0.5
+    height = 2.9 if y_names is None else max(1.6, 0.9 + 0.24 * len(rows))
+    with matplotlib.rc_context(_STYLE | {"axes.grid": False}):
+        figure = Figure(figsize=(5.4, height), layout="constrained")
+        axes = figure.add_subplot()
+        row_edges = numpy.arange(len(rows) + 1, dtype=float) if y_edges is None else numpy.array(y_edges, dtype=float)
+        mesh = axes.pcolormesh(edges, row_edges, numpy.ma.masked_invalid(thinned), cmap="Blues", vmin=0.0, vmax=1.0)
+        mesh.set_rasterized(len(columns) * len(rows) > 2000)
+        if y_names is not None:
+            axes.set_yticks(numpy.arange(len(rows)) + 0.5, y_names)
+            axes.invert_yaxis()
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        bar = figure.colorbar(mesh, ax=axes, label=value_label, pad=0.02)
+        bar.outline.set_visible(False)
+        return _svg(figure)
+
+
+def bar_plot(values: Mapping[str, Number], *, x_label: str) -> str:
+    """One horizontal bar a name, the longest first.
+
+    Example:
+        >>> bar_plot({"rollout": 3.0, "training": 1.0}, x_label="seconds").count("<svg")
+        1
+    """
+    names = sorted(values, key=lambda name: -values[name])
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(5.4, max(1.3, 0.6 + 0.27 * len(names))), layout="constrained")
+        axes = figure.add_subplot()
+        bars = axes.barh(names, [values[name] for name in names], color=COLOURS[0], height=0.62)
+        axes.bar_label(bars, fmt="{:.3g}", padding=3, fontsize=8, color="#475569")
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        axes.grid(visible=False, axis="y")
+        axes.set_xlabel(x_label)
+        return _svg(figure)
+
+
+def _thinned(line: Line) -> tuple[list[float], list[float]]:
+    """The line as means over at most ``_MAX_POINTS`` equal stretches of its points."""
+    y = [math.nan if value is None else float(value) for value in line.y]
+    if len(y) <= _MAX_POINTS:
+        return [float(value) for value in line.x], y
+    means = []
+    for stretch in _stretches(len(y)):
+        finite = [value for value in y[stretch] if math.isfinite(value)]
+        means.append(math.fsum(finite) / len(finite) if finite else math.nan)
+    return [float(numpy.mean(line.x[stretch])) for stretch in _stretches(len(y))], means
+
+
+def _stretches(length: int) -> list[slice]:
+    """At most ``_MAX_POINTS`` slices of nearly equal length that cover ``range(length)``."""
+    count = min(length, _MAX_POINTS)
+    bounds = [length * number // count for number in range(count + 1)]
+    return [slice(start, stop) for start, stop in pairwise(bounds)]
+
+
+def _svg(figure: Figure) -> str:
+    text = io.StringIO()
+    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    drawn = text.getvalue()
+    return drawn[drawn.index("<svg") :]

@@ -1,0 +1,461 @@
+"""``report.html``: one self-contained page on a run, finished or not; it loads nothing and runs no script.
+
+Everything is read from the run folder. What a run did not record has no plot; a run without a summary is described by
+its metrics. Texts of prompts and completions are shown escaped, whatever they hold.
+"""
+
+import base64
+import html
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from logitless.train.live_view import duration
+from logitless.train.metrics import metric_of
+from logitless.train.plots import Line, Number, bar_plot, heat_map, line_plot
+from logitless.train.run_folder import RunFolder, open_run_folder, write_atomically
+
+_MAX_SHOWN_CHARACTERS = 2000
+_HISTOGRAM_BINS = 12
+
+
+def write_report(run_folder: Path) -> Path:
+    """Write ``report.html`` into a run folder.
+
+    Args:
+        run_folder: of a run that is finished, stopped, crashed or still going on.
+
+    Returns:
+        Where the page is.
+
+    Raises:
+        ConfigurationError: there is no run in the folder.
+        DataError: a damaged line of metrics that is not the last one.
+
+    Example:
+        >>> import tempfile
+        >>> from logitless.train.run_folder import create_run_folder
+        >>> folder = create_run_folder(Path(tempfile.mkdtemp()), "toy")
+        >>> folder.write_config("name: toy")
+        >>> folder.append_metrics({"step": 1, "reward/mean": 0.5})
+        >>> write_report(folder.path).name
+        'report.html'
+    """
+    folder = open_run_folder(run_folder)
+    write_atomically(folder.report, _page(folder).encode("utf-8", errors="replace"))
+    return folder.report
+
+
+def _page(folder: RunFolder) -> str:
+    records = folder.read_metrics()
+    config_text = folder.config.read_text(encoding="utf-8")
+    config = _mapping(config_text)
+    summary = _mapping(folder.summary.read_text(encoding="utf-8")) if folder.summary.exists() else {}
+    rollouts = _Rollouts()
+    for block, rows in folder.read_rollouts():
+        rollouts.add(block, rows)
+    sections = [
+        _head(folder, config, records, finished=bool(summary)),
+        _tiles(records, summary),
+        _curves([*_before(summary), *records], _target(config)),
+        _over_blocks(rollouts),
+        _cost(records, summary),
+        _graders(records),
+        _samples(rollouts),
+        f"<section><h2>Recipe</h2><details><summary>config.yaml</summary><pre>{html.escape(config_text)}</pre>"
+        "</details></section>",
+    ]
+    name = html.escape(folder.path.name)
+    return f"{_BEFORE.replace('TITLE', name)}{''.join(sections)}{_AFTER}"
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    """YAML or JSON as a mapping; anything else as an empty one: the page is about the run, not its files."""
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _target(config: Mapping[str, Any]) -> Number | None:
+    """The KL target of a recipe, wherever its controller is."""
+    inside = [config.get("kl")]
+    while inside:
+        part = inside.pop()
+        if isinstance(part, dict):
+            if isinstance(part.get("target"), int | float):
+                return part["target"]
+            inside += part.values()
+    return None
+
+
+def _before(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The held-out accuracy before the first step, which has no line of metrics."""
+    if summary.get("accuracy_before") is None:
+        return []
+    return [{"step": 0, "evaluation/accuracy": summary["accuracy_before"]}]
+
+
+@dataclass
+class _Rollouts:
+    """Rewards and constraint verdicts by block, and the rows that are shown."""
+
+    rewards: dict[str, dict[int, list[float]]] = field(default_factory=lambda: defaultdict(dict))
+    passed: dict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
+    blocks: list[int] = field(default_factory=list)
+    first: list[dict[str, Any]] = field(default_factory=list)
+    last: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, block: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Take a block in."""
+        self.blocks.append(block)
+        for column in rows[0] if rows else ():
+            if column.partition("/")[0] == "reward":
+                self.rewards[column][block] = [row[column] for row in rows if row[column] is not None]
+        checks: dict[str, list[bool]] = defaultdict(list)
+        for row in rows:
+            for verdict in json.loads(row["verdicts"]).values():
+                for constraint, satisfied in verdict["detail"]:
+                    checks[constraint].append(satisfied)
+        for constraint, said in checks.items():
+            self.passed[constraint][block] = sum(said) / len(said)
+        self.last = _extremes(rows)
+        self.first = self.first or self.last
+
+
+def _extremes(rows: Sequence[Mapping[str, Any]], num_prompts: int = 3) -> list[dict[str, Any]]:
+    """The best and the worst completion of the first prompts."""
+    groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for row in rows:
+        groups[row["prompt_id"]].append(row)
+    shown = []
+    for group in list(groups.values())[:num_prompts]:
+        scored = sorted((row for row in group if row["reward"] is not None), key=lambda row: -row["reward"]) or group
+        shown += [dict(row) for row in ([scored[0]] if len(scored) == 1 else [scored[0], scored[-1]])]
+    return shown
+
+
+def _head(folder: RunFolder, config: Mapping[str, Any], records: Sequence[Mapping[str, Any]], *, finished: bool) -> str:
+    if finished:
+        state = "finished"
+    elif records:
+        state = f"no summary: still going on, or stopped after step {records[-1]['step']}"
+    else:
+        state = "no step recorded"
+    facts = [state, *(f"{key} {config[key]}" for key in ("seed",) if key in config)]
+    return f"<header><h1>{html.escape(folder.path.name)}</h1><p>{html.escape(' · '.join(facts))}</p></header>"
+
+
+def _tiles(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
+    accuracy = _known(records, "evaluation/accuracy")
+    rewards = _known(records, "reward/mean")
+    steps = records[-1]["step"] if records else 0
+    seconds = summary.get("seconds")
+    elapsed = math.fsum(seconds.values()) if isinstance(seconds, dict) else _last(records, "time/elapsed_seconds")
+    peak = summary.get("peak_memory_bytes") or _last(records, "memory/peak_bytes")
+    tiles = [
+        _tile(
+            "held-out accuracy",
+            summary.get("accuracy_before", accuracy[0] if accuracy else None),
+            summary.get("accuracy_after", accuracy[-1] if accuracy else None),
+        ),
+        _tile(
+            "mean reward, first and last block",
+            summary.get("reward_first_block", rewards[0] if rewards else None),
+            summary.get("reward_last_block", rewards[-1] if rewards else None),
+        ),
+        _tile("optimizer steps", None, f"{steps}"),
+        _tile("time", None, None if elapsed is None else duration(elapsed)),
+        _tile("peak memory", None, None if peak is None else f"{peak / 2**30:.2f} GiB"),
+    ]
+    return f"<section class=tiles>{''.join(tiles)}</section>"
+
+
+def _tile(label: str, before: Number | None, after: Number | str | None) -> str:
+    if after is None:
+        return ""
+    value = after if isinstance(after, str) else f"{after:.3g}"
+    start = "" if before is None else f"<small>{before:.3g} → </small>"
+    return f"<div class=tile><div class=value>{start}{html.escape(value)}</div><div>{html.escape(label)}</div></div>"
+
+
+@dataclass(frozen=True)
+class _Curves:
+    """One plot over the optimizer steps: which metrics, and how they are drawn."""
+
+    title: str
+    caption: str
+    labels: Mapping[str, str]
+    options: Mapping[str, Any]
+
+
+_FRACTION = {"y_label": "fraction", "unit_interval": True}
+_CURVES = (
+    _Curves(
+        "Held-out accuracy",
+        "Held-out completions that count as correct, under the evaluation's sampling settings.",
+        {"evaluation/accuracy": "accuracy"},
+        _FRACTION,
+    ),
+    _Curves(
+        "KL to the reference",
+        "k3 of each token, mean and 95th percentile, and the controller's target where it has one.",
+        {"kl_ref/k3_mean": "mean", "kl_ref/k3_p95": "95th percentile"},
+        {"y_label": "nat per token"},
+    ),
+    _Curves("KL coefficient", "Beta, as the controller moved it.", {"kl_ref/beta": "beta"}, {"y_label": "beta"}),
+    _Curves(
+        "Entropy",
+        "Of the policy's next-token distribution, mean over trained tokens.",
+        {"entropy/mean": "entropy"},
+        {"y_label": "nat per token"},
+    ),
+    _Curves(
+        "Completion length",
+        "Sampled tokens, the stop token included.",
+        {"length/mean": "mean", "length/max": "longest", "length/min": "shortest"},
+        {"y_label": "token"},
+    ),
+    _Curves(
+        "Truncated and without signal",
+        "Completions cut at their limit; groups whose rewards are all equal.",
+        {"length/truncated_fraction": "truncated", "group/zero_signal_fraction": "groups without signal"},
+        _FRACTION,
+    ),
+    _Curves(
+        "Clipped tokens",
+        "Tokens whose gradient a bound of the ratio removes or caps.",
+        {"clip/low_fraction": "lower bound", "clip/high_fraction": "upper bound"},
+        {"y_label": "fraction"},
+    ),
+    _Curves(
+        "Ratio to the old policy",
+        "At the level that the objective uses.",
+        {"ratio/mean": "mean", "ratio/min": "smallest", "ratio/max": "largest"},
+        {"y_label": "ratio"},
+    ),
+    _Curves(
+        "Sampler against trainer",
+        "|logp_old − logp_sampler|: how far the two engines disagree about the same weights.",
+        {"sampler/logp_difference_mean": "mean", "sampler/logp_difference_max": "largest"},
+        {"y_label": "nat"},
+    ),
+    _Curves(
+        "Gradient norm",
+        "Before clipping; a gap is a step that was skipped.",
+        {"optimizer/grad_norm": "norm"},
+        {"y_label": "norm"},
+    ),
+    _Curves(
+        "Learning rate", "Of each step.", {"optimizer/learning_rate": "learning rate"}, {"y_label": "learning rate"}
+    ),
+)
+
+
+def _curves(records: Sequence[Mapping[str, Any]], target: Number | None) -> str:
+    names = dict.fromkeys(name for record in records for name in record)
+    functions = [name for name in names if metric_of(name).name == "reward/{function}/mean"]
+    reward = _Curves(
+        "Reward",
+        "Mean over the block of the weighted sum, and of each function before its weight.",
+        {"reward/mean": "total"} | ({name: name.split("/")[1] for name in functions} if len(functions) > 1 else {}),
+        {"y_label": "reward"},
+    )
+    cards = []
+    for curves in (reward, *_CURVES):
+        level = ("target", target) if target is not None and curves.title == "KL to the reference" else None
+        cards.append(_card(curves.title, curves.caption, _plot(records, curves, level=level)))
+    return _grid("Training", cards)
+
+
+def _over_blocks(rollouts: _Rollouts) -> str:
+    cards = []
+    several = len(rollouts.rewards) > 2
+    for column, by_block in rollouts.rewards.items():
+        if column == "reward" or several:
+            title = "Rewards over time" if column == "reward" else f"Scores of {column.partition('/')[2]} over time"
+            cards.append(_card(title, "Each column is the histogram of one block.", _histograms(by_block)))
+    if rollouts.passed:
+        rates = [[by_block.get(block) for block in rollouts.blocks] for by_block in rollouts.passed.values()]
+        plot = heat_map(
+            rates,
+            x=rollouts.blocks,
+            x_label="block",
+            y_label="",
+            y_names=list(rollouts.passed),
+            value_label="pass rate",
+        )
+        cards.append(_card("Constraints over time", "Pass rate of each constraint in each block.", plot))
+    return _grid("Blocks", cards)
+
+
+def _histograms(by_block: Mapping[int, Sequence[float]]) -> str | None:
+    scores = [score for of_block in by_block.values() for score in of_block]
+    if not scores:
+        return None
+    low, high = min(scores), max(scores)
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    width = (high - low) / _HISTOGRAM_BINS
+    columns: list[list[float | None]] = []
+    for of_block in by_block.values():
+        counts = Counter(min(int((score - low) / width), _HISTOGRAM_BINS - 1) for score in of_block)
+        columns.append([counts[b] / len(of_block) if of_block else None for b in range(_HISTOGRAM_BINS)])
+    return heat_map(
+        [list(row) for row in zip(*columns, strict=True)],
+        x=list(by_block),
+        x_label="block",
+        y_label="reward",
+        y_edges=[low + width * edge for edge in range(_HISTOGRAM_BINS + 1)],
+        value_label="share of the block",
+    )
+
+
+def _cost(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
+    seconds = summary.get("seconds")
+    throughput = _Curves(
+        "Throughput",
+        "Tokens a second.",
+        {f"throughput/{kind}_tokens_per_second": kind for kind in ("rollout", "scoring", "training")},
+        {"y_label": "token/s", "log": True},
+    )
+    cards = [
+        _card(throughput.title, throughput.caption, _plot(records, throughput)),
+        _card(
+            "Time by phase",
+            "Seconds of the whole run.",
+            bar_plot(seconds, x_label="seconds") if isinstance(seconds, dict) and seconds else None,
+        ),
+    ]
+    return _grid("Cost", cards)
+
+
+def _graders(records: Sequence[Mapping[str, Any]]) -> str:
+    """What became of every verdict, where one of them is not a grade."""
+    totals: dict[str, Counter[str]] = defaultdict(Counter)
+    for record in records:
+        for name, value in record.items():
+            if name.startswith("verdict/"):
+                _, function, status = name.split("/")
+                totals[function][status] += round(value or 0)
+    if not any(count for of_function in totals.values() for status, count in of_function.items() if status != "graded"):
+        return ""
+    statuses = ("graded", "error", "timeout", "missing")
+    rows = [[function, *(str(totals[function][status]) for status in statuses)] for function in totals]
+    return f"<section><h2>Verdicts</h2>{_table(['function', *statuses], rows)}</section>"
+
+
+def _samples(rollouts: _Rollouts) -> str:
+    if not rollouts.blocks:
+        return ""
+    chosen = [*rollouts.first, *(rollouts.last if len(rollouts.blocks) > 1 else [])]
+    rows = [
+        [
+            str(row["block"]),
+            _shortened(row["prompt"]),
+            _shortened(row["completion"]),
+            _short(row["reward"]),
+            _short(row["advantage"]),
+            f"{row['num_tokens']}" + (" (cut)" if row["finish_reason"] == "length" else ""),
+        ]
+        for row in chosen
+    ]
+    table = _table(["block", "prompt", "completion", "reward", "advantage", "tokens"], rows)
+    note = "The best and the worst completion of the first prompts, in the first and in the last block."
+    return f"<section><h2>Samples</h2><p class=note>{note}</p>{table}</section>"
+
+
+def _plot(
+    records: Sequence[Mapping[str, Any]], curves: _Curves, *, level: tuple[str, Number] | None = None
+) -> str | None:
+    """A plot of those metrics that the run has, or None."""
+    lines = []
+    for name, label in curves.labels.items():
+        points = [(record["step"], record[name]) for record in records if name in record]
+        if any(y is not None for _, y in points):
+            lines.append(Line(label, tuple(x for x, _ in points), tuple(y for _, y in points)))
+    return line_plot(lines, x_label="optimizer step", level=level, **curves.options) if lines else None
+
+
+def _card(title: str, caption: str, plot: str | None) -> str:
+    if plot is None:
+        return ""
+    source = base64.b64encode(plot.encode()).decode()
+    title, caption = html.escape(title), html.escape(caption)
+    return (
+        f"<figure><h3>{title}</h3><figcaption>{caption}</figcaption>"
+        f'<img alt="{title}" src="data:image/svg+xml;base64,{source}"></figure>'
+    )
+
+
+def _grid(title: str, cards: Iterable[str]) -> str:
+    drawn = "".join(cards)
+    return f"<section><h2>{html.escape(title)}</h2><div class=grid>{drawn}</div></section>" if drawn else ""
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def _known(records: Sequence[Mapping[str, Any]], name: str) -> list[Number]:
+    return [record[name] for record in records if record.get(name) is not None]
+
+
+def _last(records: Sequence[Mapping[str, Any]], name: str) -> Number | None:
+    known = _known(records, name)
+    return known[-1] if known else None
+
+
+def _short(value: Number | None) -> str:
+    return "–" if value is None else f"{value:.3g}"
+
+
+def _shortened(text: str) -> str:
+    left_out = len(text) - _MAX_SHOWN_CHARACTERS
+    return text if left_out <= 0 else f"{text[:_MAX_SHOWN_CHARACTERS]} … ({left_out} more characters)"
+
+
+_BEFORE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>TITLE</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<style>
+:root { --ink: #0f172a; --soft: #64748b; --line: #e2e8f0; --paper: #f8fafc; }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 2rem 1.5rem 4rem; max-width: 1180px; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
+h1 { margin: 0; font-size: 1.9rem; letter-spacing: -0.02em; }
+header p, .note, figcaption { margin: 0.1rem 0 0; color: var(--soft); }
+h2 { margin: 2.4rem 0 0.8rem; font-size: 1.15rem; }
+h3 { margin: 0; font-size: 0.98rem; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 0.9rem; margin-top: 1.4rem; }
+.tile, figure, table, details { background: #fff; border: 1px solid var(--line); border-radius: 10px; }
+.tile { padding: 0.8rem 1rem; color: var(--soft); }
+.value { color: var(--ink); font-size: 1.55rem; font-weight: 650; letter-spacing: -0.01em; white-space: nowrap; }
+.value small { color: var(--soft); font-size: 1rem; font-weight: 400; }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 0.9rem; }
+figure { margin: 0; padding: 0.9rem 1rem 0.6rem; }
+figcaption { font-size: 0.85rem; }
+figure img { display: block; width: 100%; margin-top: 0.5rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: separate; border-spacing: 0; width: 100%; font-size: 0.88rem; overflow: hidden; }
+th { background: #f1f5f9; text-align: left; font-weight: 600; }
+th, td { padding: 0.45rem 0.7rem; border-bottom: 1px solid var(--line); vertical-align: top; }
+tbody tr:last-child td { border-bottom: 0; }
+td { white-space: pre-wrap; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
+td:not(:nth-child(2)):not(:nth-child(3)) { white-space: nowrap; }
+details { padding: 0.6rem 1rem; }
+summary { cursor: pointer; }
+pre { overflow-x: auto; font-size: 0.85rem; }
+</style></head><body>
+"""
+_AFTER = "</body></html>\n"
