@@ -69,7 +69,7 @@ class Code(PooledReward):
         verdict = verdict_of(outcome)
         if verdict.score is None or self.partial:
             return verdict
-        return Verdict.graded(verdict.score == 1.0, verdict.detail)
+        return Verdict.graded(float(verdict.score == 1.0), verdict.detail)
 
 
 def _tests(value: Any, name: str, row: int) -> list[dict[str, str]]:

@@ -44,7 +44,8 @@ class Exact(TextReward):
         for row, (text, value) in enumerate(zip(texts, column(batch.columns, self.column), strict=True)):
             said = text if self.answer_tag is None else tagged(text, self.answer_tag)
             accepted = {self._plain(answer) for answer in _accepted(value, self.column, row)}
-            verdicts.append(Verdict.graded(said is not None and self._plain(said) in accepted))
+            equal = said is not None and self._plain(said) in accepted
+            verdicts.append(Verdict.graded(float(equal)))
         return verdicts
 
     def _plain(self, text: str) -> str:

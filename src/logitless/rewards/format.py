@@ -58,7 +58,7 @@ class Format(TextReward):
             ("format:answer", answer is not None and bool(answer.content.strip())),
             ("format:layout", layout),
         )
-        return Verdict.graded(all(satisfied for _, satisfied in detail), detail)
+        return Verdict.graded(float(all(satisfied for _, satisfied in detail)), detail)
 
 
 def tagged(text: str, tag: str) -> str | None:

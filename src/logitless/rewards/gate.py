@@ -42,7 +42,7 @@ class MinimumLength(TextReward):
 
     def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
         """One verdict a text."""
-        return [Verdict.graded(length >= self.minimum) for length in lengths(texts, batch, self.unit)]
+        return [Verdict.graded(float(length >= self.minimum)) for length in lengths(texts, batch, self.unit)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,5 +79,5 @@ class Relevance(TextReward):
         for text, prompt in zip(texts, batch.prompts, strict=True):
             asked = set(_LONG_WORD.findall(prompt_text(prompt).lower()))
             taken_up = asked & set(_LONG_WORD.findall(text.lower()))
-            verdicts.append(Verdict.graded(len(taken_up) >= self.share * len(asked)))
+            verdicts.append(Verdict.graded(float(len(taken_up) >= self.share * len(asked))))
         return verdicts

@@ -37,7 +37,7 @@ class Length(TextReward):
 
     def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
         """One verdict a text."""
-        return [Verdict.graded(min(length, self.cap)) for length in lengths(texts, batch, self.unit)]
+        return [Verdict.graded(float(min(length, self.cap))) for length in lengths(texts, batch, self.unit)]
 
 
 def lengths(texts: Sequence[str], batch: Batch, unit: LengthUnit) -> list[int]:

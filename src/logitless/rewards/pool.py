@@ -13,6 +13,7 @@ Gives up: anything but Linux (``/proc``, ``prctl``, pidfd).
 
 import functools
 import json
+import math
 import os
 import pickle
 import select
@@ -33,6 +34,8 @@ from logitless.rewards import worker as worker_script
 OutcomeStatus: TypeAlias = Literal["done", "raised", "timeout", "crashed", "memory", "orphans"]
 
 QUEUED_PER_WORKER = 8
+QUICK_SECONDS = 0.01
+PATIENCE_SECONDS = 0.1
 STOP_SECONDS = 2.0
 
 
@@ -174,10 +177,13 @@ class WorkerPool:
                     self._fail(worker, batch, "crashed", "its process ended")
                 elif state == "spent":
                     self._dismiss(worker, batch)
+            now = time.monotonic()
             for worker in list(self._workers):
                 limit = self._limit(worker, deadline_seconds)
-                if worker.queued and time.monotonic() >= worker.since + limit:
+                if worker.queued and now >= worker.since + limit:
                     self._fail(worker, batch, "timeout", f"over {limit:g} s")
+                elif len(worker.queued) > 1 and now >= worker.since + PATIENCE_SECONDS:
+                    worker.give_back(batch)
         except _SupervisorLostError:
             self._recover(batch)
 
@@ -192,7 +198,12 @@ class WorkerPool:
             poll.register(worker.channel, select.POLLIN | (select.POLLOUT if worker.outgoing else 0))
             poll.register(worker.pidfd, select.POLLIN)
             by_descriptor |= {worker.channel.fileno(): worker, worker.pidfd: worker}
-        due = [worker.since + self._limit(worker, deadline_seconds) for worker in self._workers if worker.queued]
+        due = [
+            worker.since
+            + min(self._limit(worker, deadline_seconds), PATIENCE_SECONDS if worker.queued[1:] else math.inf)
+            for worker in self._workers
+            if worker.queued
+        ]
         events = poll.poll(max(0.0, min(due) - time.monotonic()) * 1000)
         return list({worker.pid: worker for worker in (by_descriptor[fd] for fd, _ in events)}.values())
 
@@ -200,7 +211,7 @@ class WorkerPool:
         """End a worker; the item it was at gets the status, those behind it go back."""
         failed = None
         if worker.queued:
-            failed = worker.queued.popleft()
+            failed = worker.queued.pop(0)
             batch.outcomes[failed] = Outcome(status, message=why)
         ended = self._dismiss(worker, batch)
         if failed is not None:
@@ -218,7 +229,7 @@ class WorkerPool:
         for worker in self._workers:
             worker.receive(batch)
             if worker.queued:
-                batch.outcomes[worker.queued.popleft()] = Outcome("crashed", message="its supervisor ended")
+                batch.outcomes[worker.queued.pop(0)] = Outcome("crashed", message="its supervisor ended")
             batch.waiting.extendleft(reversed(worker.queued))
         self._processes.end()
         if batch.recovered_at == len(batch.outcomes):
@@ -298,22 +309,30 @@ class _Batch:
 
 @dataclass(eq=False)
 class _Worker:
-    """A worker process, seen from the caller: bytes to and from it, and the items it holds in order."""
+    """A worker process, seen from the caller: bytes to and from it, and the items it holds, in order.
+
+    ``since`` is when it turned to the first of them. Only a worker whose last item was quick holds more than one, so
+    that quick items need not wait for the caller, and none waits behind a slow one for long.
+    """
 
     pid: int
     pidfd: int
     channel: socket.socket
     since: float = field(default_factory=time.monotonic)
     ready: bool = False
-    queued: deque[int] = field(default_factory=deque)
+    quick: bool = False
+    spent: bool = False
+    queued: list[int] = field(default_factory=list)
     outgoing: bytearray = field(default_factory=bytearray)
     incoming: bytearray = field(default_factory=bytearray)
 
     def feed(self, batch: _Batch, share: int) -> None:
         """Fill the queue of the worker up to its share."""
+        if self.spent:
+            return
         if not self.queued and self.ready:
             self.since = time.monotonic()
-        while batch.waiting and len(self.queued) < share:
+        while batch.waiting and len(self.queued) < (share if self.quick else 1):
             index = batch.waiting.popleft()
             self.queued.append(index)
             self.outgoing += batch.frames[index]
@@ -324,6 +343,12 @@ class _Worker:
             return
         except OSError:
             self.outgoing.clear()
+
+    def give_back(self, batch: _Batch) -> None:
+        """Give back the items behind the first; the worker, which has them already, is replaced after that one."""
+        batch.waiting.extendleft(reversed(self.queued[1:]))
+        del self.queued[1:]
+        self.spent = True
 
     def receive(self, batch: _Batch) -> Literal["working", "spent", "ended"]:
         """Take in results; ``spent``: the worker asks to be replaced; ``ended``: its process is no more."""
@@ -339,17 +364,19 @@ class _Worker:
         *lines, rest = self.incoming.split(b"\n")
         self.incoming = rest
         for line in lines:
-            self.since = time.monotonic()
+            now = time.monotonic()
+            self.quick = self.ready and now < self.since + QUICK_SECONDS
+            self.since = now
             if not line:
                 self.ready = True
                 continue
             try:
                 status, value, reusable = json.loads(line)
                 outcome = Outcome("done", value) if status == "done" else Outcome(status, message=value)
-                batch.outcomes[self.queued.popleft()] = outcome
+                batch.outcomes[self.queued.pop(0)] = outcome
             except (ValueError, TypeError, IndexError):
                 return "ended"
-            if not reusable:
+            if self.spent or not reusable:
                 return "spent"
         return "ended" if ended else "working"
 

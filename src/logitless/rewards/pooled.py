@@ -62,7 +62,7 @@ def verdict_of(outcome: Outcome) -> Verdict:
         return Verdict(score=None, status="error", message=f"{outcome.status}: {outcome.message}")
     answer = outcome.value
     if "score" in answer:
-        return Verdict.graded(answer["score"], [(name, passed) for name, passed in answer.get("detail", ())])
+        return Verdict.graded(float(answer["score"]), [(name, passed) for name, passed in answer.get("detail", ())])
     if "missing" in answer:
         return Verdict(score=None, status="missing", message=answer["missing"])
     return Verdict(score=None, status="error", message=answer["error"])

@@ -1,0 +1,265 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from logitless.errors import ConfigurationError, InputError
+from logitless.rewards.pool import WorkerPool, shared_pool
+from tests.rewards.processes import marked_processes, none_left
+
+BEHAVE = "tests.rewards.hostile:behave"
+MEMORY = 200 << 20
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def mark():
+    """A mark that every process of this module's pool carries in its environment."""
+    value = f"logitless-test-{uuid.uuid4()}"
+    os.environ["LOGITLESS_TEST_MARK"] = value
+    yield value
+    del os.environ["LOGITLESS_TEST_MARK"]
+
+
+@pytest.fixture(scope="module")
+def pool(mark):
+    with WorkerPool(workers=2) as made:
+        yield made
+    assert none_left(mark)
+
+
+def behaved(pool, name):
+    """What becomes of one hostile item, after the others were found unharmed."""
+    deadline_seconds = 0.5 if name.endswith(("forever", "hang", "itself", "interpreter")) else 10.0
+    items = [("well",)] * 5 + [(name,)] + [("well",)] * 20
+    outcomes = pool.run(BEHAVE, items, deadline_seconds=deadline_seconds, memory_bytes=MEMORY)
+    assert {outcome.status for index, outcome in enumerate(outcomes) if index != 5} == {"done"}
+    return outcomes[5]
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [
+        ("sleep_forever", "timeout"),
+        ("compute_forever", "timeout"),
+        ("ignore_signals_forever", "timeout"),
+        ("hold_the_interpreter", "timeout"),
+        ("stop_itself", "timeout"),
+        ("grow_a_tree_and_hang", "timeout"),
+        ("write_half_a_line_and_hang", "timeout"),
+        ("leave_a_daemon", "orphans"),
+        ("leave_a_daemon_and_exit", "crashed"),
+        ("crash", "crashed"),
+        ("exit_at_once", "crashed"),
+        ("close_every_descriptor", "crashed"),
+        ("allocate_without_end", "memory"),
+        ("exit_politely", "raised"),
+        ("interrupt", "raised"),
+        ("recurse", "raised"),
+        ("fail", "raised"),
+        ("fail_unprintably", "raised"),
+        ("return_nan", "raised"),
+        ("return_an_object", "raised"),
+        ("return_too_much", "raised"),
+        ("print_too_much", "done"),
+        ("leave_a_busy_thread", "done"),
+        ("leave_a_deadly_thread", "done"),
+        ("leave_an_alarm", "done"),
+    ],
+)
+def test_a_hostile_item_costs_itself_and_leaves_nothing_running(pool, mark, name, status):
+    before = pool.counts[status]
+    outcome = behaved(pool, name)
+    assert outcome.status == status
+    assert (outcome.message == "") == (status == "done")
+    assert pool.counts[status] >= before + 1
+    supervisor_and_workers = 3
+    assert len(marked_processes(mark)) <= supervisor_and_workers
+
+
+def test_nonsense_written_to_the_channel_is_a_crash_and_never_a_score(pool):
+    assert behaved(pool, "write_to_every_descriptor").status == "crashed"
+
+
+def test_the_pool_outlives_its_supervisor(mark):
+    with WorkerPool(workers=1) as pool:
+        outcomes = pool.run(BEHAVE, [("well",), ("kill_its_parent",), ("well",)], deadline_seconds=5)
+    assert [outcome.status for outcome in outcomes] == ["done", "crashed", "done"]
+
+
+def test_reasons_name_the_exception_the_signal_or_the_exit_code(pool):
+    assert behaved(pool, "fail").message == "ValueError: no"
+    assert "SIGSEGV" in behaved(pool, "crash").message
+    assert "exit code 7" in behaved(pool, "exit_at_once").message
+
+
+def test_two_hanging_items_end_within_a_fifth_of_the_deadline_after_it(pool):
+    items = [("well",)] * 100 + [("sleep_forever",)] * 2 + [("well",)] * 100
+    pool.load(BEHAVE)
+    start = time.monotonic()
+    outcomes = pool.run(BEHAVE, items, deadline_seconds=2.0)
+    seconds = time.monotonic() - start
+    assert [outcome.status for outcome in outcomes].count("timeout") == 2
+    assert 2.0 <= seconds <= 2.4
+
+
+def test_an_item_behind_a_slow_one_goes_to_another_worker(pool):
+    pool.load("time:sleep")
+    quick_then_slow = [(0.0,)] * 400 + [(1.0,)] * 2 + [(0.0,)] * 20
+    start = time.monotonic()
+    outcomes = pool.run("time:sleep", quick_then_slow, deadline_seconds=5.0)
+    assert {outcome.status for outcome in outcomes} == {"done"}
+    assert time.monotonic() - start < 1.9
+
+
+def test_a_deadline_belongs_to_each_item_and_not_to_the_batch(pool):
+    outcomes = pool.run("time:sleep", [(0.3,)] * 6, deadline_seconds=0.6)
+    assert [outcome.status for outcome in outcomes] == ["done"] * 6
+
+
+def test_ten_thousand_cheap_items_take_less_than_five_seconds_in_order(pool):
+    items = [("a" * 2000 + str(number), "b") for number in range(10_000)]
+    pool.run("operator:add", items[:1])
+    start = time.monotonic()
+    outcomes = pool.run("operator:add", items)
+    assert time.monotonic() - start < 5.0
+    assert [outcome.value for outcome in outcomes] == [left + right for left, right in items]
+
+
+def test_memory_counts_for_each_item_alone(pool):
+    outcomes = pool.run("builtins:bytes.hex", [(bytes(20 << 10),)] * 50, memory_bytes=16 << 20)
+    assert {outcome.status for outcome in outcomes} == {"done"}
+
+
+@given(st.lists(st.sampled_from(["well", "fail", "exit_at_once", "return_nan", "exit_politely"]), max_size=12))
+@settings(max_examples=25, deadline=None)
+def test_any_mixture_of_items_gives_each_its_own_outcome(pool, names):
+    status = {"well": "done", "exit_at_once": "crashed"}
+    outcomes = pool.run(BEHAVE, [(name,) for name in names], deadline_seconds=5)
+    assert [outcome.status for outcome in outcomes] == [status.get(name, "raised") for name in names]
+
+
+def test_threads_share_a_pool_and_each_gets_its_own_results(pool):
+    results = {}
+
+    def work(number):
+        results[number] = [outcome.value for outcome in pool.run("operator:mul", [(number, k) for k in range(50)])]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {number: [number * k for k in range(50)] for number in range(8)}
+
+
+@pytest.mark.parametrize("path", ["no_such_module:f", "math:no_such_name", "math:pi", "math", ":f", ""])
+def test_a_path_that_cannot_be_called_is_refused_before_any_item(pool, path):
+    with pytest.raises(ConfigurationError, match=r"as 'package\.module:name'"):
+        pool.load(path)
+    assert pool.run("math:sqrt", [(4.0,)])[0].value == 2.0
+
+
+@pytest.mark.parametrize("source", ["while True: pass", "import os; os._exit(1)", "raise SystemExit(1)"])
+def test_a_module_whose_import_hangs_or_exits_is_refused_and_the_pool_goes_on(tmp_path, monkeypatch, source):
+    (tmp_path / "bad_import.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with WorkerPool(workers=1, start_seconds=1.0) as pool:
+        assert pool.run("math:sqrt", [(4.0,)])[0].value == 2.0
+        with pytest.raises(ConfigurationError, match="bad_import"):
+            pool.load("bad_import:f")
+        assert pool.run("math:sqrt", [(9.0,)])[0].value == 3.0
+
+
+def test_no_items_start_no_process(mark):
+    before = marked_processes(mark)
+    assert WorkerPool().run("math:sqrt", []) == []
+    assert marked_processes(mark) == before
+
+
+def test_an_item_that_cannot_be_sent_and_limits_that_make_no_sense_are_refused(pool):
+    with pytest.raises(InputError, match="sent to another process"):
+        pool.run("math:sqrt", [(lambda: 1,)])
+    with pytest.raises(InputError, match="positive limits"):
+        pool.run("math:sqrt", [(4.0,)], deadline_seconds=0)
+    with pytest.raises(InputError, match="at least one worker"):
+        WorkerPool(workers=0)
+
+
+def test_workers_import_neither_torch_nor_numpy(pool):
+    heavy = "[name for name in ('torch', 'numpy', 'transformers', 'sympy') if name in __import__('sys').modules]"
+    assert pool.run("builtins:eval", [(heavy,)], needs=["logitless.rewards.tasks:score_of"])[0].value == []
+
+
+SCRIPT = """
+import os, signal, sys, threading
+from logitless.rewards.pool import shared_pool
+def run(name): return shared_pool().run("tests.rewards.hostile:behave", [(name,)] * 2, deadline_seconds=100)
+run("well")
+print("started", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "pass",
+        "1 / 0",
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start(); run('grow_a_tree_and_hang')",
+        "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start(); run('grow_a_tree_and_hang')",
+    ],
+)
+def test_however_the_interpreter_ends_no_process_is_left(ending):
+    value = f"logitless-test-{uuid.uuid4()}"
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SCRIPT + ending],
+        env={**os.environ, "LOGITLESS_TEST_MARK": value},
+        cwd=ROOT,
+        capture_output=True,
+        timeout=60,
+    )
+    assert ended.stdout == b"started\n"
+    assert b"ResourceWarning" not in ended.stderr
+    assert none_left(value)
+
+
+def test_a_forked_process_has_a_shared_pool_of_its_own():
+    inherited = shared_pool()
+    inherited.run("math:sqrt", [(4.0,)])
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with pytest.raises(InputError, match="made in this process"):
+                inherited.run("math:sqrt", [(4.0,)])
+            own = shared_pool()
+            os.write(writing, str(own.run("math:sqrt", [(16.0,)])[0].value).encode())
+            own.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reading, 16) == b"4.0"
+    os.close(reading)
+    os.close(writing)
+    assert inherited.run("math:sqrt", [(9.0,)])[0].value == 3.0
+    inherited.close()
+
+
+def test_an_interrupted_run_leaves_a_pool_that_works(mark):
+    with WorkerPool(workers=2) as pool:
+        pool.load(BEHAVE)
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(BEHAVE, [("sleep_forever",)] * 4, deadline_seconds=100)
+        timer.join()
+        assert pool.run(BEHAVE, [("well",)])[0].value == 1
