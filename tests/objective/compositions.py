@@ -31,7 +31,7 @@ RATIOS = [
     SequenceRatio("mean"),
     SequenceRatio("multiply"),
     SequenceTokenRatio(),
-    TurnRatio(max_turns=8),
+    TurnRatio(max_turns=512),
 ]
 SURROGATES = [
     Clip(),

@@ -61,7 +61,7 @@ def largest(
     if not len(everyone := gather(torch.where(eligible, key, -math.inf))):
         return eligible
     ordered = everyone.sort(descending=True).values
-    return eligible & (key >= ordered[(number - 1).clamp(max=len(ordered) - 1)])
+    return eligible & (key >= ordered.take((number - 1).clamp(max=len(ordered) - 1)))
 
 
 def random_in_band(

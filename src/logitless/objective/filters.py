@@ -58,7 +58,7 @@ def quantile(values: Float[Tensor, "n"], q: float, counted: Bool[Tensor, "n"] | 
     num_counted = counted.sum()
     position = (num_counted - 1).clamp(min=0).to(values.dtype) * torch.tensor(q, dtype=values.dtype)
     below = position.floor()
-    low, high = ordered[below.long()], ordered[position.ceil().long()]
+    low, high = ordered.take(below.long()), ordered.take(position.ceil().long())
     return torch.where(num_counted > 0, torch.lerp(low, high, position - below), torch.nan)
 
 
