@@ -1,7 +1,7 @@
 """What a training loop needs of anything that samples."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import nn
 
@@ -9,6 +9,7 @@ from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Samples completions with some version of the policy's weights."""
 

@@ -7,7 +7,7 @@ code, the same packing and the same head.
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from logitless.train.config import Backend
 from logitless.types import LMHead, TokenBatch, TokenScores
 
 
+@runtime_checkable
 class Scorer(Protocol):
     """Anything that gives the log-probability of a batch's targets."""
 
