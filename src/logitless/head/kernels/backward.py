@@ -8,23 +8,34 @@ written at once, and nothing on the host needs to know how many are live.
 import triton
 import triton.language as tl
 
-from logitless.head.kernels.forward import LN2, row_by_column, tanh, tile_place
+from logitless.head.kernels.forward import LN2, halves, row_by_column, tanh, tile_place
 
 
-@triton.jit(do_not_specialize=["N"])
-def move_rows(kept, source, count, V, stride, N, ALIGN: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Row ``source[j]`` of ``kept`` to row j for all j < count, and zeros up to a multiple of ALIGN after it."""
-    live = tl.load(count).to(tl.int32)
-    end = tl.minimum(tl.cdiv(tl.maximum(live, 1), ALIGN) * ALIGN, N)
-    for slot in range(tl.program_id(0), end, PROGRAMS):
+@triton.jit
+def move_rows(kept, source, count, V, stride, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Row ``source[j]`` of ``kept`` to row j for all j < count."""
+    for slot in range(tl.program_id(0), tl.load(count).to(tl.int32), PROGRAMS):
         origin = tl.load(source + slot)
-        if (origin != slot) | (slot >= live):
+        if origin != slot:
             to = kept + tl.cast(slot, tl.int64) * stride
             of = kept + origin.to(tl.int64) * stride
             for start in range(0, V, BLOCK):
                 v = start + tl.arange(0, BLOCK)
-                value = tl.load(of + v, mask=(v < V) & (slot < live), other=0.0)
-                tl.store(to + v, value, mask=v < V)
+                tl.store(to + v, tl.load(of + v, mask=v < V), mask=v < V)
+
+
+@triton.jit(do_not_specialize=["N"])
+def clear_rows(kept, count, V, stride, N, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
+    """Zeros in the rows from ``count`` up to the next multiple of ALIGN (a whole ALIGN when count is 0).
+
+    A launch of its own: these rows may be where ``move_rows`` reads.
+    """
+    live = tl.load(count).to(tl.int32)
+    row = live + tl.program_id(0)
+    end = tl.minimum(tl.cdiv(tl.maximum(live, 1), ALIGN) * ALIGN, N)
+    v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    zero = tl.zeros((BLOCK,), kept.dtype.element_ty)
+    tl.store(kept + row.to(tl.int64) * stride + v, zero, mask=(v < V) & (row < end))
 
 
 @triton.jit
@@ -69,7 +80,7 @@ def add_entropy_gradient(
 def logit_gradient_product(
     x, w, low_x, low_w, bias, out, count, multiplier, inner, log_normaliser, target, grad_logp, grad_target,
     grad_entropy, entropy, first, V, D, N, out_stride,
-    SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the loss in the products, for the block of columns that starts at ``first``, made anew.
@@ -104,7 +115,11 @@ def logit_gradient_product(
         y = tl.load(target + row, mask=row_ok, other=-1)[:, None]
         value = tl.where(cols[None, :] == y, own, -p * weight) * slope
         value = tl.where(row_ok[:, None] & (cols < V)[None, :], value, 0.0)
-        if TMA:
+        if TMA and SPLIT:
+            left, right = halves(value.to(out.dtype), BM, BN)
+            out.store([m * BM, n * BN], left)
+            out.store([m * BM, n * BN + BN // 2], right)
+        elif TMA:
             out.store([m * BM, n * BN], value.to(out.dtype))
         else:
             local = n * BN + tl.arange(0, BN)
@@ -113,14 +128,33 @@ def logit_gradient_product(
 
 
 @triton.jit
+def store_rows(acc, slot, slot_ok, cols, low_k, low_w, base, out, row_of_slot, factor, D, stride, low_stride,
+               BR: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """The epilogue of ``row_product``."""
+    inside = slot_ok[:, None] & (cols < D)[None, :]
+    if low_k is not None:
+        r = tl.arange(0, BR)
+        a = tl.load(low_k + slot[:, None] * low_stride + r[None, :], mask=slot_ok[:, None], other=0.0)
+        b = tl.load(low_w + r[:, None] * stride + cols[None, :], mask=(cols < D)[None, :], other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    if base is not None:
+        acc += tl.load(base + slot.to(tl.int64)[:, None] * stride + cols[None, :], mask=inside, other=0.0)
+    if factor is not None:
+        acc *= tl.load(factor + slot, mask=slot_ok, other=0.0)[:, None]
+    row = slot if row_of_slot is None else tl.load(row_of_slot + slot, mask=slot_ok, other=0)
+    place = out + row.to(tl.int64)[:, None] * stride + cols[None, :]
+    tl.store(place, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def row_product(
-    k, w, low_k, low_w, base, out, row_of_slot, factor, count, V, D, k_stride, low_stride,
-    TMA: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    k, w, low_k, low_w, base, out, row_of_slot, factor, count, V, D, k_stride, stride, low_stride,
+    TMA: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """out[row_of_slot[j]] = factor[j] * (base[j] + sum_v k[j, v] w[v] + low_k[j] @ low_w), for j < count.
 
-    k [slots, V], w [V, D]; summed over v in float32, rounded once.
+    k [slots, V], w [V, D]; summed over v in float32, rounded once. ``stride`` is the row stride of all that is D wide.
     """
     num_rows = tl.load(count).to(tl.int32)
     num_m = tl.cdiv(num_rows, BM)
@@ -129,69 +163,81 @@ def row_product(
         m, n = tile_place(tile, num_m, num_n, GROUP)
         slot = m * BM + tl.arange(0, BM)
         slot_ok = slot < num_rows
-        cols = n * BN + tl.arange(0, BN)
+        first = n * BN
         acc = tl.zeros((BM, BN), tl.float32)
         for step in range(tl.cdiv(V, BK)):
             if TMA:
                 a = k.load([m * BM, step * BK])
-                b = w.load([step * BK, n * BN])
+                b = w.load([step * BK, first])
             else:
                 v = step * BK + tl.arange(0, BK)
+                cols = first + tl.arange(0, BN)
                 a_place = k + slot.to(tl.int64)[:, None] * k_stride + v[None, :]
-                b_place = w + v.to(tl.int64)[:, None] * D + cols[None, :]
+                b_place = w + v.to(tl.int64)[:, None] * stride + cols[None, :]
                 a = tl.load(a_place, mask=slot_ok[:, None] & (v < V)[None, :], other=0.0)
                 b = tl.load(b_place, mask=(v < V)[:, None] & (cols < D)[None, :], other=0.0)
             if UPCAST:
                 a = a.to(tl.float32)
                 b = b.to(tl.float32)
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
-        inside = slot_ok[:, None] & (cols < D)[None, :]
-        if low_k is not None:
-            r = tl.arange(0, BR)
-            a = tl.load(low_k + slot[:, None] * low_stride + r[None, :], mask=slot_ok[:, None], other=0.0)
-            b = tl.load(low_w + r[:, None] * D + cols[None, :], mask=(cols < D)[None, :], other=0.0)
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
-        if base is not None:
-            acc += tl.load(base + slot.to(tl.int64)[:, None] * D + cols[None, :], mask=inside, other=0.0)
-        if factor is not None:
-            acc *= tl.load(factor + slot, mask=slot_ok, other=0.0)[:, None]
-        row = slot if row_of_slot is None else tl.load(row_of_slot + slot, mask=slot_ok, other=0)
-        place = out + row.to(tl.int64)[:, None] * D + cols[None, :]
-        tl.store(place, acc.to(out.dtype.element_ty), mask=inside)
+        if SPLIT:
+            left, right = halves(acc, BM, BN)
+            cols = first + tl.arange(0, BN // 2)
+            store_rows(left, slot, slot_ok, cols, low_k, low_w, base, out, row_of_slot, factor, D, stride, low_stride,
+                       BR, PRECISION)  # fmt: skip
+            store_rows(right, slot, slot_ok, cols + BN // 2, low_k, low_w, base, out, row_of_slot, factor, D, stride,
+                       low_stride, BR, PRECISION)  # fmt: skip
+        else:
+            cols = first + tl.arange(0, BN)
+            store_rows(acc, slot, slot_ok, cols, low_k, low_w, base, out, row_of_slot, factor, D, stride, low_stride,
+                       BR, PRECISION)  # fmt: skip
+
+
+@triton.jit
+def store_columns(acc, v, cols, base, out, V, D, stride):
+    """The epilogue of ``column_product``."""
+    place = v.to(tl.int64)[:, None] * stride + cols[None, :]
+    inside = (v < V)[:, None] & (cols < D)[None, :]
+    if base is not None:
+        acc += tl.load(base + place, mask=inside, other=0.0)
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def column_product(
-    k, h, base, out, count, V, D, k_stride,
-    TMA: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    k, h, base, out, count, V, D, k_stride, stride,
+    TMA: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """out[v] = base[v] + sum_{j < count} k[j, v] h[j]; k [slots, V], h [slots, D], 0 from ``count`` to the next BK."""
-    num_steps = tl.cdiv(tl.maximum(tl.load(count).to(tl.int32), 1), BK)
     num_rows = tl.load(count)
+    num_steps = tl.cdiv(tl.maximum(num_rows.to(tl.int32), 1), BK)
     num_m = tl.cdiv(V, BM)
     num_n = tl.cdiv(D, BN)
     for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=TMA):
         m, n = tile_place(tile, num_m, num_n, GROUP)
         v = m * BM + tl.arange(0, BM)
-        cols = n * BN + tl.arange(0, BN)
+        first = n * BN
         acc = tl.zeros((BM, BN), tl.float32)
         for step in range(num_steps):
             if TMA:
                 a = k.load([step * BK, m * BM])
-                b = h.load([step * BK, n * BN])
+                b = h.load([step * BK, first])
             else:
                 slot = step * BK + tl.arange(0, BK)
+                cols = first + tl.arange(0, BN)
                 a_place = k + slot.to(tl.int64)[:, None] * k_stride + v[None, :]
-                b_place = h + slot.to(tl.int64)[:, None] * D + cols[None, :]
+                b_place = h + slot.to(tl.int64)[:, None] * stride + cols[None, :]
                 a = tl.load(a_place, mask=(slot < num_rows)[:, None] & (v < V)[None, :], other=0.0)
                 b = tl.load(b_place, mask=(slot < num_rows)[:, None] & (cols < D)[None, :], other=0.0)
             if UPCAST:
                 a = a.to(tl.float32)
                 b = b.to(tl.float32)
             acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
-        place = v.to(tl.int64)[:, None] * D + cols[None, :]
-        inside = (v < V)[:, None] & (cols < D)[None, :]
-        if base is not None:
-            acc += tl.load(base + place, mask=inside, other=0.0)
-        tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)
+        if SPLIT:
+            left, right = halves(acc, BM, BN)
+            cols = first + tl.arange(0, BN // 2)
+            store_columns(left, v, cols, base, out, V, D, stride)
+            store_columns(right, v, cols + BN // 2, base, out, V, D, stride)
+        else:
+            store_columns(acc, v, first + tl.arange(0, BN), base, out, V, D, stride)

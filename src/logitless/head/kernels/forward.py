@@ -18,7 +18,9 @@ import triton
 import triton.language as tl
 
 LN2 = tl.constexpr(0.6931471805599453)
-WIDEST_BITS = tl.constexpr(60.0)  # rows with a normaliser outside 2^-60 .. 2^60 are anchored again
+LOWEST = tl.constexpr(-1e30)
+WIDEST = tl.constexpr(2.0**60)  # a row whose normaliser leaves 1 / WIDEST .. WIDEST is anchored again, at its maximum
+NEVER = tl.constexpr(-1e4)  # bits below the anchor at which a column is left out: 2^-1e4 is 0, and so is 0 * -1e4
 
 
 @triton.jit
@@ -42,6 +44,12 @@ def log1p(x):
     u = 1.0 + x
     lost = tl.where(u == 1.0, 1.0, u - 1.0)
     return tl.where((u == 1.0) | (u == float("inf")), x, tl.log(u) * (x / lost))
+
+
+@triton.jit
+def halves(tile, BM: tl.constexpr, BN: tl.constexpr):
+    """The left and the right half of a tile's columns: less shared memory at once."""
+    return tl.split(tl.permute(tl.reshape(tile, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -76,7 +84,7 @@ def row_by_column(
 
 @triton.jit
 def target_logits(
-    x, w, low_x, low_w, bias, target, multiplier, inner, target_logit, target_slope, V, D,
+    x, w, low_x, low_w, bias, target, multiplier, inner, target_logit, target_slope, anchor, V, D,
     SOFTCAP: tl.constexpr, BR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """z_y in bits and, with a softcap, its slope 1 - tanh^2; a target outside range(V) belongs to no column: 0."""
@@ -98,14 +106,18 @@ def target_logits(
     if SOFTCAP:
         z = tanh(z * inner)
         tl.store(target_slope + row, 1.0 - z * z)
-    tl.store(target_logit + row, tl.where(owned, z * tl.load(multiplier + row), 0.0))
+    z = tl.where(owned, z * tl.load(multiplier + row), 0.0)
+    tl.store(target_logit + row, z)
+    if anchor is not None:  # of a target that a bias of -inf masks too, which sends its row to the second anchoring
+        tl.store(anchor + row, tl.where(z < LOWEST, LOWEST, z))
 
 
 @triton.jit(do_not_specialize=["N", "kept_rows"])
 def anchored_exp_product(
     x, w, low_x, low_w, bias, kept, row_list, count, multiplier, inner, anchor, target, part_s, part_t,
     N, V, D, kept_rows, kept_stride,
-    SOFTCAP: tl.constexpr, MAXIMUM: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, MAXIMUM: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """S and T of every tile's columns and, where ``kept`` is given, E (times the softcap's slope) in its dtype.
@@ -134,17 +146,25 @@ def anchored_exp_product(
             tl.store(part_s + part, tl.max(z, 1), mask=row_ok)
         else:
             d = z * scale[:, None] - tl.load(anchor + row, mask=row_ok, other=0.0)[:, None]
-            y = tl.load(target + row, mask=row_ok, other=-1)
-            e = tl.where((cols < V)[None, :] & (cols[None, :] != y[:, None]), tl.exp2(d), 0.0)
+            if bias is not None:  # a column masked by a bias of -inf: its 0 * -inf is 0
+                d = tl.where(d < NEVER, NEVER, d)
+            inside = tl.arange(0, BN)
+            own = (tl.load(target + row, mask=row_ok, other=-1) - n * BN).to(tl.int32)
+            d = tl.where(inside[None, :] == own[:, None], NEVER, d)
+            if not EVEN:
+                d = tl.where((cols < V)[None, :], d, NEVER)
+            e = tl.exp2(d)
             weighted = e * d
-            if bias is not None:  # a column masked by a bias of -inf: 0 * -inf
-                weighted = tl.where(e == 0.0, 0.0, weighted)
             tl.store(part_s + part, tl.sum(e, 1), mask=row_ok)
             tl.store(part_t + part, tl.sum(weighted, 1), mask=row_ok)
             if kept is not None:
                 if SOFTCAP:
                     e *= slope
-                if TMA:
+                if TMA and SPLIT:
+                    left, right = halves(e.to(kept.dtype), BM, BN)
+                    kept.store([m * BM, n * BN], left)
+                    kept.store([m * BM, n * BN + BN // 2], right)
+                elif TMA:
                     kept.store([m * BM, n * BN], e.to(kept.dtype))
                 else:
                     place = kept + row.to(tl.int64)[:, None] * kept_stride + cols[None, :]
@@ -154,10 +174,10 @@ def anchored_exp_product(
 
 @triton.jit(do_not_specialize=["N"])
 def partial_sums(
-    part_s, part_t, row_list, count, out_s, out_t, N, parts,
+    part_s, part_t, row_list, count, target_logit, anchor, out_s, out_t, flagged, N, parts,
     MAXIMUM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds up (or takes the largest of) the tiles' sums of each row, in tile order."""
+    """Adds up (or takes the largest of) the tiles' sums of each row, in tile order; flags rows to be anchored again."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     num_rows = N if count is None else tl.load(count).to(tl.int32)
     ok = slot < num_rows
@@ -176,6 +196,10 @@ def partial_sums(
     tl.store(out_s + row, s, mask=ok)
     if not MAXIMUM:
         tl.store(out_t + row, t, mask=ok)
+    if flagged is not None:
+        above = tl.load(target_logit + row, mask=ok, other=0.0) - tl.load(anchor + row, mask=ok, other=0.0)
+        normaliser = s + tl.exp2(above)
+        tl.store(flagged + row, (normaliser > WIDEST) | (normaliser < 1.0 / WIDEST), mask=ok)
 
 
 @triton.jit(do_not_specialize=["N", "kept_rows"])

@@ -1,6 +1,7 @@
 """Kernels as functions of tensors: shapes in, grid and descriptors out. Nothing here waits for the device."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,11 @@ class Operands:
     rank: int
     variant: Variant
 
+    @property
+    def slope(self) -> float:
+        """What turns ``multiplier`` into d logit / d product, in nats and but for the slope of tanh."""
+        return self.inner * math.log(2)
+
 
 class Rows(NamedTuple):
     """Per-row inputs of the products: hidden, LoRA's factor, multiplier in bits and targets."""
@@ -52,13 +58,20 @@ class Compaction(NamedTuple):
 
 def compaction(live: Tensor) -> Compaction:
     """Live rows first, moving as few as possible: slot j keeps row j if it is live, else takes one from the end."""
-    position = torch.arange(len(live), device=live.device)
-    passed = live.cumsum(0)
+    passed = live.cumsum(0, dtype=torch.int32)
     count = passed[-1:]
+    position = torch.arange(1, len(live) + 1, dtype=torch.int32, device=live.device)
+    # Slot j is the (j + 1 - passed[j])-th hole, and takes as many live rows after those before ``count``.
     inside = passed[(count - 1).clamp(min=0)]
-    wanted = inside + position + 1 - passed
-    source = torch.where(live, position, torch.searchsorted(passed, wanted).clamp(max=len(live) - 1))
-    return Compaction(source=source.to(torch.int32), count=count)
+    beyond = torch.searchsorted(passed, inside + position - passed, out_int32=True)
+    return Compaction(source=torch.where(live, position - 1, beyond.clamp(max=len(live) - 1)), count=count)
+
+
+def listed(chosen: Tensor) -> Compaction:
+    """The chosen rows in order; what follows them in the list means nothing."""
+    passed = chosen.cumsum(0, dtype=torch.int32)
+    wanted = torch.arange(1, len(chosen) + 1, dtype=torch.int32, device=chosen.device)
+    return Compaction(source=torch.searchsorted(passed, wanted, out_int32=True), count=passed[-1:])
 
 
 def kept_rows(rows: int, vocabulary: int, variant: Variant, device: torch.device) -> Tensor:
@@ -67,44 +80,38 @@ def kept_rows(rows: int, vocabulary: int, variant: Variant, device: torch.device
     return torch.empty(rows, stride, dtype=variant.kept, device=device)
 
 
-def target_logits(operands: Operands, rows: Rows) -> tuple[Tensor, Tensor]:
-    """z_y in bits and the softcap's slope there."""
+def target_logits(operands: Operands, rows: Rows, *, anchored: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """z_y in bits, the softcap's slope there and, where ``anchored``, the anchor that z_y makes."""
     z = torch.empty_like(rows.multiplier)
     slope = torch.ones_like(z)
+    anchor = torch.empty_like(z) if anchored else None
     v, d = operands.weight.shape
     forward.target_logits[(len(z),)](
         rows.hidden, operands.weight, rows.low, operands.low_weight, operands.bias, rows.target, rows.multiplier,
-        operands.inner, z, slope, v, d, SOFTCAP=operands.softcap, BR=_rank(operands),
+        operands.inner, z, slope, anchor, v, d, SOFTCAP=operands.softcap, BR=_rank(operands),
         BLOCK=min(1024, triton.next_power_of_2(d)), num_warps=4,
     )  # fmt: skip
-    return z, slope
+    return z, slope, anchor
 
 
 def anchored_sums(
-    operands: Operands, rows: Rows, anchor: Tensor, kept: Tensor | None, num_kept: int
+    operands: Operands, rows: Rows, target_logit: Tensor, anchor: Tensor, kept: Tensor | None, num_kept: int
 ) -> tuple[Tensor, Tensor]:
-    """S and T of every row; E into the first ``num_kept`` rows of ``kept``."""
+    """S and T of every row; E into the first ``num_kept`` rows of ``kept``.
+
+    Rows whose sums leave the range are anchored at their maximum and made again: their ``anchor`` is overwritten.
+    """
     parts = _Parts.of(operands, rows)
     s, t = torch.empty_like(anchor), torch.empty_like(anchor)
+    flagged = torch.empty(len(anchor), dtype=torch.bool, device=anchor.device)
     _product(operands, rows, anchor, kept, num_kept, parts, None, maximum=False)
-    parts.sum(s, t, None, maximum=False)
+    parts.sum(s, t, None, target_logit=target_logit, anchor=anchor, flagged=flagged)
+    again = listed(flagged)
+    _product(operands, rows, anchor, None, 0, parts, again, maximum=True)
+    parts.sum(anchor, t, again, maximum=True)
+    _product(operands, rows, anchor, kept, num_kept, parts, again, maximum=False)
+    parts.sum(s, t, again)
     return s, t
-
-
-def anchor_again(
-    operands: Operands, rows: Rows, flagged: Tensor, anchor: Tensor, s: Tensor, t: Tensor, kept: Tensor | None,
-    num_kept: int,
-) -> None:  # fmt: skip
-    """Anchors flagged rows at their maximum and writes their anchor, S, T and E, in place; nothing if none is."""
-    passed = flagged.cumsum(0)
-    position = torch.arange(1, len(flagged) + 1, device=flagged.device)
-    row_list = torch.searchsorted(passed, position).clamp(max=len(flagged) - 1).to(torch.int32)
-    chosen = Compaction(row_list, passed[-1:])
-    parts = _Parts.of(operands, rows)
-    _product(operands, rows, anchor, None, 0, parts, chosen, maximum=True)
-    parts.sum(anchor, t, chosen, maximum=True)
-    _product(operands, rows, anchor, kept, num_kept, parts, chosen, maximum=False)
-    parts.sum(s, t, chosen, maximum=False)
 
 
 class Scores(NamedTuple):
@@ -140,9 +147,9 @@ def logit_gradient(
     n, width = out.shape
     backward.logit_gradient_product[_grid(variant, n, width, tile)](
         *_row_operands(operands, rows, tile, variant.tma),
-        _tiles(out, (tile.rows, tile.columns), variant.tma), count, rows.multiplier, operands.inner, log_normaliser,
+        _tiles(out, _store_block(operands), variant.tma), count, rows.multiplier, operands.inner, log_normaliser,
         rows.target, grad_logp, grad_target, grad_entropy, entropy, first, v, d, n, width,
-        SOFTCAP=operands.softcap, TMA=variant.tma, PRECISION=variant.precision, BR=_rank(operands),
+        SOFTCAP=operands.softcap, TMA=variant.tma, SPLIT=_split(operands), PRECISION=variant.precision, BR=_rank(operands),
         **_blocks(variant, tile),
     )  # fmt: skip
 
@@ -160,12 +167,14 @@ def add_entropy_gradient(
 
 
 def move_rows(kept: Tensor, chosen: Compaction, variant: Variant) -> None:
-    """Brings live rows to the front, in place."""
-    programs = variant.programs * 8
+    """Brings live rows to the front, in place, and clears what a step of the weight's product reads beyond them."""
+    programs, width, stride, align = variant.programs * 8, kept.shape[1], kept.stride(0), variant.weight.depth
     backward.move_rows[(programs,)](
-        kept, chosen.source, chosen.count, kept.shape[1], kept.stride(0), len(kept),
-        ALIGN=variant.weight.depth, BLOCK=4096, PROGRAMS=programs, num_warps=4,
-    )  # fmt: skip
+        kept, chosen.source, chosen.count, width, stride, BLOCK=4096, PROGRAMS=programs, num_warps=4
+    )
+    backward.clear_rows[(align, triton.cdiv(width, 4096))](
+        kept, chosen.count, width, stride, len(kept), ALIGN=align, BLOCK=4096, num_warps=4
+    )
 
 
 def gather_rows(x: Tensor, row_of_slot: Tensor, factor: Tensor | None, count: Tensor, dtype: torch.dtype) -> Tensor:
@@ -183,28 +192,35 @@ def row_product(
     factor: Tensor | None = None, low: tuple[Tensor, Tensor] | None = None, base: Tensor | None = None,
 ) -> None:  # fmt: skip
     """out[row_of_slot[j]] = factor[j] (base[j] + k[j] @ w + low[0][j] @ low[1]) for the taken slots."""
-    v, d = w.shape
-    tma, tile = _fitting(variant, variant.hidden, d, w, k)
+    v, stride = w.shape
+    k = k[:, :v]
     low_k, low_w = (None, None) if low is None else low
-    backward.row_product[_grid(variant, len(k), d, tile)](
-        _tiles(k[:, :v], (tile.rows, tile.depth), tma), _tiles(w, (tile.depth, tile.columns), tma),
-        low_k, low_w, base, out, row_of_slot, factor, count, v, d, k.stride(0), 0 if low_k is None else low_k.stride(0),
-        TMA=tma, UPCAST=not variant.narrow, PRECISION=variant.precision, BR=16 if low_k is None else low_k.shape[1],
-        **_blocks(variant, tile),
-    )  # fmt: skip
+    for at, width, tile in _strips(variant.hidden, stride):
+        strip = slice(at, at + width)
+        tma = variant.tma and _aligned(k, w[:, strip])
+        backward.row_product[_grid(variant, len(k), width, tile)](
+            _tiles(k, (tile.rows, tile.depth), tma), _tiles(w[:, strip], (tile.depth, tile.columns), tma),
+            low_k, _strip(low_w, strip), _strip(base, strip), out[:, strip], row_of_slot, factor, count, v, width,
+            k.stride(0), stride, 0 if low_k is None else low_k.stride(0), TMA=tma,
+            SPLIT=base is not None, UPCAST=not variant.narrow, PRECISION=variant.precision,
+            BR=16 if low_k is None else low_k.shape[1], **_blocks(variant, tile),
+        )  # fmt: skip
 
 
 def column_product(
     k: Tensor, h: Tensor, out: Tensor, count: Tensor, variant: Variant, *, base: Tensor | None = None
 ) -> None:
     """out = base + k.T @ h over the taken slots; ``out`` [V, D] may be a block of rows of a larger matrix."""
-    v, d = out.shape
-    tma, tile = _fitting(variant, variant.weight, d, h, k)
-    backward.column_product[_grid(variant, v, d, tile)](
-        _tiles(k[:, :v], (tile.depth, tile.rows), tma), _tiles(h, (tile.depth, tile.columns), tma), base, out, count,
-        v, d, k.stride(0), TMA=tma, UPCAST=not variant.narrow, PRECISION=variant.precision,
-        **_blocks(variant, tile),
-    )  # fmt: skip
+    v, stride = out.shape
+    k = k[:, :v]
+    for at, width, tile in _strips(variant.weight, stride):
+        strip = slice(at, at + width)
+        tma = variant.tma and _aligned(k, h[:, strip])
+        backward.column_product[_grid(variant, v, width, tile)](
+            _tiles(k, (tile.depth, tile.rows), tma), _tiles(h[:, strip], (tile.depth, tile.columns), tma),
+            _strip(base, strip), out[:, strip], count, v, width, k.stride(0), stride, TMA=tma, SPLIT=base is not None,
+            UPCAST=not variant.narrow, PRECISION=variant.precision, **_blocks(variant, tile),
+        )  # fmt: skip
 
 
 class _Parts(NamedTuple):
@@ -219,12 +235,16 @@ class _Parts(NamedTuple):
         s = torch.empty(2, tiles, len(rows.multiplier), dtype=torch.float32, device=rows.hidden.device)
         return cls(s[0], s[1])
 
-    def sum(self, s: Tensor, t: Tensor, chosen: Compaction | None, maximum: bool) -> None:
+    def sum(
+        self, s: Tensor, t: Tensor, chosen: Compaction | None, *, maximum: bool = False,
+        target_logit: Tensor | None = None, anchor: Tensor | None = None, flagged: Tensor | None = None,
+    ) -> None:  # fmt: skip
         row_list, count = (None, None) if chosen is None else chosen
         n = len(s)
         forward.partial_sums[(triton.cdiv(n, 64),)](
-            self.s, self.t, row_list, count, s, t, n, len(self.s), MAXIMUM=maximum, BLOCK=64, PARTS=64, num_warps=4
-        )
+            self.s, self.t, row_list, count, target_logit, anchor, s, t, flagged, n, len(self.s),
+            MAXIMUM=maximum, BLOCK=64, PARTS=64, num_warps=4,
+        )  # fmt: skip
 
 
 def _product(
@@ -236,11 +256,12 @@ def _product(
     v, d = operands.weight.shape
     n = len(anchor)
     row_list, count = (None, None) if chosen is None else chosen
-    place = None if kept is None else _tiles(kept[:, :v], (tile.rows, tile.columns), tma)
+    place = None if kept is None else _tiles(kept[:, :v], _store_block(operands), tma)
     forward.anchored_exp_product[_grid(variant, n, v, tile)](
         *_row_operands(operands, rows, tile, tma), place, row_list, count, rows.multiplier, operands.inner, anchor,
         rows.target, parts.s, parts.t, n, v, d, num_kept, 0 if kept is None else kept.stride(0),
-        SOFTCAP=operands.softcap, MAXIMUM=maximum, TMA=tma, PRECISION=variant.precision, BR=_rank(operands),
+        SOFTCAP=operands.softcap, MAXIMUM=maximum, EVEN=v % tile.columns == 0, TMA=tma, SPLIT=_split(operands),
+        PRECISION=variant.precision, BR=_rank(operands),
         **_blocks(variant, tile),
     )  # fmt: skip
 
@@ -259,11 +280,33 @@ def _tiles(matrix: Tensor, block: tuple[int, int], tma: bool) -> Any:
     return TensorDescriptor.from_tensor(matrix, list(block)) if tma else matrix
 
 
-def _fitting(variant: Variant, tile: Tile, width: int, *operands: Tensor) -> tuple[bool, Tile]:
-    """TMA where every row starts at a multiple of 16 bytes, and no more columns than there are."""
-    columns = min(tile.columns, max(16, triton.next_power_of_2(width)))
-    aligned = all(x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0 for x in operands)
-    return variant.tma and aligned, Tile(tile.rows, columns, tile.depth, tile.group, tile.stages, tile.warps)
+def _strip(matrix: Tensor | None, columns: slice) -> Tensor | None:
+    return None if matrix is None else matrix[:, columns]
+
+
+def _strips(tile: Tile, width: int) -> list[tuple[int, int, Tile]]:
+    """Columns cut into (first, width, tile): a last tile that would be half empty gets a narrower one of its own."""
+    rest = width % tile.columns
+    narrow = max(16, triton.next_power_of_2(rest))
+    if rest == 0 or narrow == tile.columns:
+        return [(0, width, tile)]
+    last = (width - rest, rest, replace(tile, columns=narrow))
+    return [last] if rest == width else [(0, width - rest, tile), last]
+
+
+def _aligned(*operands: Tensor) -> bool:
+    """Whether TMA can read them: every row starts at a multiple of 16 bytes."""
+    return all(x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0 for x in operands)
+
+
+def _split(operands: Operands) -> bool:
+    """With LoRA's factors in shared memory, a tile is stored in halves."""
+    return operands.rank > 0
+
+
+def _store_block(operands: Operands) -> tuple[int, int]:
+    tile = operands.variant.score
+    return tile.rows, tile.columns // (2 if _split(operands) else 1)
 
 
 def _rank(operands: Operands) -> int:

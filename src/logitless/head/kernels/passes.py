@@ -17,9 +17,6 @@ from logitless.types import LMHead
 
 LOG2E = 1 / math.log(2)
 
-WIDEST = 2.0**60
-"""Rows whose normaliser, relative to the anchor, leaves 1/WIDEST .. WIDEST are anchored again at their maximum."""
-
 BLOCK_BYTES = 192 * 2**20
 """Logit gradients that are made anew are held for a block of columns of about this size."""
 
@@ -31,7 +28,6 @@ class State(NamedTuple):
         low: [N, padded] high and low part of lora_scale * hidden @ lora_a.T in hidden's dtype, or None.
         target: [N].
         multiplier: bits per unit of the product (of tanh, with a softcap).
-        factor: d logit / d product in nats, but for the softcap's slope.
         anchor, others, target_logit, slope: a, S, z_y and the softcap's slope at the target.
         logp, entropy, normaliser, rounding: see ``launch.Scores``.
     """
@@ -39,7 +35,6 @@ class State(NamedTuple):
     low: Tensor | None
     target: Tensor
     multiplier: Tensor
-    factor: Tensor
     anchor: Tensor
     others: Tensor
     target_logit: Tensor
@@ -99,22 +94,17 @@ def scored(
     kept_rows: int,
 ) -> tuple[State, Tensor | None]:
     """The scores of every row, and the exponentials of the first ``kept_rows`` rows."""
-    ones = torch.ones(len(hidden), dtype=torch.float32, device=hidden.device)
-    factor = ones * (head.scale / temperature)
-    multiplier = (factor if head.softcap is None else ones * (head.softcap / temperature)) * LOG2E
+    multiplier = _by_row((head.scale if head.softcap is None else head.softcap) * LOG2E, temperature, hidden)
     rows = Rows(hidden, _low(hidden, head), multiplier, target)
-    target_logit, slope = launch.target_logits(operands, rows)
-    # A target that a bias of -inf masks still gets a finite anchor, which sends its row to the second anchoring.
-    anchor = target_logit.clamp(min=-1e30) if anchor is None else anchor.float() * LOG2E
+    target_logit, slope, own_anchor = launch.target_logits(operands, rows, anchored=anchor is None)
+    anchor = own_anchor if anchor is None else anchor.float() * LOG2E
+    assert anchor is not None
     kept = None
     if kept_rows:
         kept = launch.kept_rows(kept_rows, len(operands.weight), operands.variant, hidden.device)
-    others, weighted = launch.anchored_sums(operands, rows, anchor, kept, kept_rows)
-    normaliser = others + torch.exp2(target_logit - anchor)
-    flagged = (normaliser > WIDEST) | (normaliser < 1 / WIDEST)
-    launch.anchor_again(operands, rows, flagged, anchor, others, weighted, kept, kept_rows)
+    others, weighted = launch.anchored_sums(operands, rows, target_logit, anchor, kept, kept_rows)
     scores = launch.row_scores(operands, rows, others, weighted, anchor, target_logit, slope, kept, kept_rows)
-    return State(rows.low, target, multiplier, factor, anchor, others, target_logit, slope, *scores), kept
+    return State(rows.low, target, multiplier, anchor, others, target_logit, slope, *scores), kept
 
 
 def gradients(
@@ -219,15 +209,16 @@ class _Anew(NamedTuple):
 
     def logit_gradient(self, multiplied: Operands, first: int, block: Tensor) -> None:
         state, logit = self.state, self.logit
+        factor = state.multiplier * multiplied.slope
         rows = Rows(self.hidden, state.low, state.multiplier, state.target)
         launch.logit_gradient(
             multiplied,
             rows,
             self.part.chosen.count,
             self.log_normaliser,
-            logit.logp * state.factor,
-            logit.target * state.factor,
-            None if logit.entropy is None else logit.entropy * state.factor,
+            logit.logp * factor,
+            logit.target * factor,
+            None if logit.entropy is None else logit.entropy * factor,
             state.entropy,
             first,
             block,
@@ -238,7 +229,7 @@ def _from_kept(
     state: State, logit: _LogitGradient, hidden: Tensor, kept: Tensor, place: Tensor, multiplied: Operands
 ) -> _Part:
     """Moves live rows of ``kept`` to the front; with an entropy gradient, makes it the gradient of both first."""
-    factor = -state.factor / state.normaliser
+    factor = -state.multiplier * multiplied.slope / state.normaliser
     if logit.entropy is None:
         factor = factor * logit.logp * state.rounding
     else:
@@ -359,6 +350,13 @@ class _Sink:
             base = wide
         k, h, part = products[-1]
         launch.column_product(k, h, out, part.chosen.count, self._multiplied.variant, base=base)
+
+
+def _by_row(value: float, temperature: float | Tensor, hidden: Tensor) -> Tensor:
+    """[N] float32 value / temperature."""
+    if isinstance(temperature, Tensor):
+        return value / temperature.float()
+    return torch.full((len(hidden),), value / temperature, dtype=torch.float32, device=hidden.device)
 
 
 def _addends(dtype: torch.dtype) -> int:
