@@ -68,6 +68,7 @@ def fake_run(root: Path, *, num_blocks: int = 12, steps_per_block: int = 2, seed
     folder = create_run_folder(root, "fake", unique=True)
     folder.write_config(CONFIG)
     draw = random.Random(seed)
+    folder.append_metrics({"step": 0, "block": 1, "epoch": 1, "evaluation/accuracy": 0.31, "evaluation/prompts": 200})
     for block in range(1, num_blocks + 1):
         groups = fake_groups(block, num_blocks)
         advantages = [

@@ -42,25 +42,22 @@ def test_a_duration_is_rounded_to_what_can_be_read(seconds, text):
     assert duration(seconds) == text
 
 
-def test_the_time_to_go_leaves_out_the_first_block():
+def test_the_time_to_go_is_that_of_the_blocks_after_the_first():
     clock = Clock()
     view = LiveView(10, console=terminal(), clock=clock)
-    assert view.seconds_left() is None
-    for block, now in [(1, 100.0), (2, 110.0), (3, 120.0)]:
+    for step, block, now in [(0, 1, 50.0), (1, 1, 100.0), (2, 2, 105.0), (3, 2, 110.0), (4, 3, 120.0), (5, 4, 124.0)]:
         clock.now = now
-        view.update({"step": block, "block": block}, None)
-    # 10 s a block; 3 begun at 120, so 3 to 10 are 8 blocks: 80 s, of which 4 are gone at 124.
-    clock.now = 124.0
-    assert view.seconds_left() == pytest.approx(76.0)
+        view.update({"step": step, "block": block}, None)
+        assert (view.seconds_left() is None) == (step < 4)
+    # Blocks 1, 2, 3 ended at 100, 110, 120: 10 s a block. 7 are left from 120 on, until 190; now it is 124.
+    assert view.seconds_left() == pytest.approx(66.0)
+    clock.now = 500.0
+    assert view.seconds_left() == 0.0
 
 
-def test_the_time_to_go_after_a_resume_counts_the_blocks_since():
-    clock = Clock()
-    view = LiveView(10, first_block=6, console=terminal(), clock=clock)
-    for block, now in [(7, 50.0), (8, 60.0), (9, 70.0)]:
-        clock.now = now
-        view.update({"step": block, "block": block}, None)
-    assert view.seconds_left() == pytest.approx(20.0)
+def test_a_resumed_view_starts_where_the_run_stopped():
+    view = LiveView(10, first_block=6, console=terminal(), clock=Clock())
+    assert "block 6/10" in shown(view)
 
 
 def test_a_terminal_shows_progress_curves_phase_and_a_sample():

@@ -112,11 +112,11 @@ def test_kl_is_drawn_with_mean_p95_and_the_target_of_the_recipe(tmp_path, drawn)
     assert [line.label for line in lines] == ["mean", "95th percentile"]
     assert options["level"] == ("target", 0.05)
     records = folder.read_metrics()
-    assert lines[1].x == tuple(record["step"] for record in records)
-    assert lines[1].y == tuple(record["kl_ref/k3_p95"] for record in records)
+    assert lines[1].x == tuple(range(1, 25))
+    assert lines[1].y == tuple(record["kl_ref/k3_p95"] for record in records[1:])
 
 
-def test_accuracy_starts_with_that_before_training(tmp_path, drawn):
+def test_accuracy_is_drawn_from_before_the_first_step(tmp_path, drawn):
     page_of(fake_run(tmp_path))
     (line,) = next(lines for lines, _ in drawn["lines"] if lines[0].label == "accuracy")
     assert (line.x, line.y) == ((0, 8, 16, 24), (0.31, 0.9 * 8 / 24, 0.9 * 16 / 24, 0.9))

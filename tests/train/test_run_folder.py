@@ -157,7 +157,7 @@ def test_metrics_on_a_full_disk_are_an_error_of_ours(tmp_path):
 
 def test_a_whole_run_is_read_back(tmp_path):
     folder = open_run_folder(fake_run(tmp_path, num_blocks=3).path)
-    assert [record["step"] for record in folder.read_metrics()] == [1, 2, 3, 4, 5, 6]
+    assert [record["step"] for record in folder.read_metrics()] == [0, 1, 2, 3, 4, 5, 6]
     assert [number for number, _ in folder.read_rollouts()] == [1, 2, 3]
     assert json.loads(folder.summary.read_text())["accuracy_after"] == 0.9
     assert not [path for path in Path(folder.path).rglob("*") if path.name.endswith(".partial")]

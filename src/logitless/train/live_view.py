@@ -66,8 +66,8 @@ def duration(seconds: float | int) -> str:
 class LiveView:
     """Progress, time to go, curves and a sample completion; a context manager.
 
-    The time to go is that of the blocks so far, the first one since start or resume left out where there are others:
-    compilation and caches make it slow.
+    The time to go is that of the blocks so far, the first one since start or resume left out: compilation and caches
+    make it slow.
 
     Args:
         total_blocks: blocks of the whole run.
@@ -98,10 +98,10 @@ class LiveView:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.total_blocks, self.first_block, self.title = total_blocks, first_block, title
+        self.total_blocks, self.title = total_blocks, title
         self.console = Console() if console is None else console
         self._clock = clock
-        self._block_starts: dict[int, float] = {first_block + 1: clock()}
+        self._block_ends: dict[int, float] = {}
         self._block = first_block
         self._history: dict[str, deque[float | int]] = {}
         self._record: Record = {}
@@ -134,10 +134,8 @@ class LiveView:
         """Show the record of a step, and with it a (prompt, completion, reward) if there is a new one."""
         self._record = record
         self._sample = sample or self._sample
-        block = int(record["block"] or 0)
-        if block > self._block:
-            self._block_starts.setdefault(block, self._clock())
-            self._block = block
+        self._block = int(record["block"] or 0)
+        self._block_ends[self._block] = self._clock()
         for name, _ in _SHOWN:
             if name in record:
                 value = record[name]
@@ -150,14 +148,13 @@ class LiveView:
         self._say(text)
 
     def seconds_left(self) -> float | None:
-        """Time to the end of the last block at the pace so far; None before there is a pace."""
-        starts = self._block_starts
-        known = sorted(starts)[1:] if len(starts) > 2 else sorted(starts)
-        num_blocks = known[-1] - known[0]
-        if num_blocks < 1:
+        """Time to the end of the last block at the pace so far; None before two blocks are done."""
+        done = sorted(block for block in self._block_ends if block < self._block)
+        if len(done) < 2:
             return None
-        pace = (starts[known[-1]] - starts[known[0]]) / num_blocks
-        return max(0.0, pace * (self.total_blocks - self._block + 1) - (self._clock() - starts[known[-1]]))
+        first, last = done[0], done[-1]
+        pace = (self._block_ends[last] - self._block_ends[first]) / (last - first)
+        return max(0.0, self._block_ends[last] + pace * (self.total_blocks - last) - self._clock())
 
     def _say(self, text: str) -> None:
         self.console.print(Text(text), soft_wrap=True)

@@ -63,7 +63,7 @@ def _page(folder: RunFolder) -> str:
     sections = [
         _head(folder, config, records, finished=bool(summary)),
         _tiles(records, summary),
-        _curves([*_before(summary), *records], _target(config)),
+        _curves(records, _target(config)),
         _over_blocks(rollouts),
         _cost(records, summary),
         _graders(records),
@@ -94,13 +94,6 @@ def _target(config: Mapping[str, Any]) -> Number | None:
                 return part["target"]
             inside += part.values()
     return None
-
-
-def _before(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The held-out accuracy before the first step, which has no line of metrics."""
-    if summary.get("accuracy_before") is None:
-        return []
-    return [{"step": 0, "evaluation/accuracy": summary["accuracy_before"]}]
 
 
 @dataclass
