@@ -1,6 +1,7 @@
 """Run a function on several gloo processes of this machine.
 
-The processes are started once and kept, for importing torch is what takes the time.
+The processes are started once and kept, for importing torch is what takes the time. The environment variable
+``LOGITLESS_ONE_PROCESS`` skips the tests that need them.
 """
 
 import functools
@@ -13,6 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -24,6 +26,8 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> li
 
     The function must be importable (defined at the top of a module), and what goes in and out must pickle.
     """
+    if os.environ.get("LOGITLESS_ONE_PROCESS"):
+        pytest.skip("needs processes of its own, which LOGITLESS_ONE_PROCESS forbids")
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
         futures = [_pool().submit(_on_rank, rank, num_ranks, store, function, args) for rank in range(num_ranks)]

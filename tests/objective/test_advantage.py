@@ -462,6 +462,13 @@ def test_bounds_of_knobs_are_allowed():
 def test_defaults_are_the_papers():
     assert (adv.Gae().gamma, adv.Gae().lambda_, adv.Gae().action, adv.Gae().whiten) == (1, 0.95, "token", True)
     assert adv.ReinforcePP().gamma == 1
+    rewards, values = f64(1, 0, 16, 0, 6), f64(2, 4, 8, 4, 2)
+    assert torch.equal(adv.gae(rewards, values, SEQUENCE)[0], adv.gae(rewards, values, SEQUENCE, 1.0, 0.95)[0])
+
+
+def test_only_gae_needs_values():
+    assert adv.Gae.needs_values
+    assert not adv.ReinforcePP.needs_values
 
 
 def test_clip_holds_the_advantage_and_the_held_are_counted():

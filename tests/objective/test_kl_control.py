@@ -105,6 +105,14 @@ def test_a_hundred_steps_at_twice_the_target_do_not_explode():
     assert betas(ProportionalKL(beta=0.05, target=0.05), *[0.1] * 100)[-1] == pytest.approx(0.05 * math.exp(2))
 
 
+@pytest.mark.parametrize("name", ["beta", "rollout_factor", "num_guarded", "num_bounded"])
+def test_a_controller_starts_from_its_rule_alone(name):
+    start = {"beta": 0.1, "rollout_factor": 1, "num_guarded": 0, "num_bounded": 0}
+    assert KLController(FixedKL(0.1)).state_dict() == start
+    with pytest.raises(TypeError, match=name):
+        KLController(FixedKL(0.1), **{name: start[name]})
+
+
 @pytest.mark.parametrize("kl", [math.nan, math.inf])
 def test_a_kl_that_is_not_finite_is_refused_and_changes_nothing(kl):
     controller = KLController(ProportionalKL(beta=0.2))
