@@ -1,8 +1,8 @@
-"""Suites of checkable instructions: reading the constraints of a prompt, strict and loose verdicts, and the reward.
+"""Suites of checkable instructions: the constraints of a prompt, and their strict and loose verdicts.
 
 ``ifeval`` (25 ids) and ``iftrain`` (29) are for training, ``ifbench`` (58) is held out; ``ifeval_basic`` and
 ``ifbench_easy`` are parts of them, and ``instructions`` is all of them. Repaired ids (``<id>@fixed``) belong to a suite
-as the official ones do.
+as the official ones do. Worker processes import this file: it imports nothing that costs time.
 """
 
 import difflib
@@ -12,10 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from logitless.errors import DataError, UnavailableError
-from logitless.rewards.contract import Batch, Columns, TextReward, column
 from logitless.rewards.instructions import IFBENCH, IFEVAL, IFTRAIN, INSTRUCTIONS, Instruction
-from logitless.rewards.instructions.text import require
-from logitless.types import Verdict
 
 SuiteName: TypeAlias = Literal["ifeval", "iftrain", "ifbench", "ifeval_basic", "ifbench_easy", "instructions"]
 
@@ -113,27 +110,23 @@ def read_constraints(ids: Any, arguments: Any, *, suite: SuiteName, row: str) ->
     return tuple(_read_constraint(*pair, suite, row) for pair in zip(ids, arguments, strict=True))
 
 
-def judge(
-    constraints: Sequence[Constraint], text: str, *, reduction: Literal["fraction", "all"] = "fraction"
-) -> Verdict:
-    """The strict verdict of a text: the fraction of its constraints that are satisfied, or whether all are.
-
-    ``missing`` where data or a package that a check needs is absent: nothing is scored by guess.
+def judge_response(suite: SuiteName, ids: Sequence[str], arguments: Sequence[Any], response: str) -> dict[str, Any]:
+    """Both verdicts of every constraint of a response, or why there are none, as a worker hands them back.
 
     Example:
-        >>> judge(read_constraints(["punctuation:no_comma"], [{}], suite="ifeval", row="row 1"), "Yes.").detail
-        (('punctuation:no_comma', True),)
+        >>> judge_response("ifeval", ["punctuation:no_comma"], [{}], "Well, yes:\\nYes.")
+        {'strict': [False], 'loose': [True]}
     """
-    detail = []
+    constraints = read_constraints(ids, arguments, suite=suite, row="the row")
     try:
-        for constraint in constraints:
-            detail.append((constraint.instruction.id, constraint.is_satisfied(text)))
+        strict = [constraint.is_satisfied(response) for constraint in constraints]
+        loose = [
+            passed or constraint.is_satisfied(response, loose=True)
+            for passed, constraint in zip(strict, constraints, strict=True)
+        ]
     except UnavailableError as error:
-        return Verdict(score=None, status="missing", detail=tuple(detail), message=str(error))
-    except TimeoutError as error:
-        return Verdict(score=None, status="timeout", detail=tuple(detail), message=str(error))
-    satisfied = sum(passed for _, passed in detail)
-    return Verdict.graded(satisfied == len(detail) if reduction == "all" else satisfied / len(detail), detail)
+        return {"missing": str(error)}
+    return {"strict": strict, "loose": loose}
 
 
 def overlap(reward_ids: Iterable[str], evaluation_ids: Iterable[str]) -> tuple[str, ...]:
@@ -156,49 +149,6 @@ def warn_of_overlap(reward_ids: Iterable[str], evaluation_ids: Iterable[str]) ->
             OverlapWarning,
             stacklevel=2,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class InstructionReward(TextReward):
-    """How many of its prompt's constraints a completion satisfies, strictly.
-
-    Args:
-        name: the suite that the ids must be from.
-        reduction: ``fraction`` of the constraints, or 1 where ``all`` are satisfied and else 0.
-        ids_column: column with the list of instruction ids.
-        arguments_column: column with the list of their arguments.
-
-    Example:
-        >>> reward = InstructionReward(name="ifeval_basic")
-        >>> row = {"instruction_id_list": [["punctuation:no_comma", "startend:quotation"]], "kwargs": [[{}, {}]]}
-        >>> reward(["Say yes."], ["Yes."], **row)
-        [0.5]
-    """
-
-    name: SuiteName = "ifeval"
-    reduction: Literal["fraction", "all"] = "fraction"
-    ids_column: str = "instruction_id_list"
-    arguments_column: str = "kwargs"
-
-    def check(self, columns: Columns) -> None:
-        """Every row has known ids with their arguments, and the packages that they need are installed."""
-        for constraints in self._constraints(columns):
-            for constraint in constraints:
-                require(constraint.instruction.needs)
-
-    def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
-        """One verdict a text."""
-        rows = self._constraints(batch.columns)
-        return [
-            judge(constraints, text, reduction=self.reduction) for constraints, text in zip(rows, texts, strict=True)
-        ]
-
-    def _constraints(self, columns: Columns) -> list[tuple[Constraint, ...]]:
-        pairs = zip(column(columns, self.ids_column), column(columns, self.arguments_column), strict=True)
-        return [
-            read_constraints(ids, arguments, suite=self.name, row=f"row {row}")
-            for row, (ids, arguments) in enumerate(pairs)
-        ]
 
 
 def _read_constraint(instruction_id: Any, given: Any, suite: SuiteName, row: str) -> Constraint:

@@ -1,0 +1,146 @@
+"""``logitless score``: judge a file of responses with a suite of instructions or a reward."""
+
+import argparse
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import get_args
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from logitless.errors import ConfigurationError
+from logitless.rewards.evaluation import (
+    Z_95,
+    Pairing,
+    Rate,
+    SuiteReport,
+    judge_reward,
+    judge_suite,
+    official_rows,
+    read_pairing,
+    reward_at,
+    save_bar_chart,
+    suite_report,
+    write_rows,
+)
+from logitless.rewards.suites import SuiteName
+from logitless.types import VerdictStatus
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The judge, the two files, and what to write."""
+    judge = parser.add_mutually_exclusive_group(required=True)
+    judge.add_argument("--suite", choices=get_args(SuiteName), help="suite that the prompts' instruction ids are from")
+    judge.add_argument("--reward", metavar="MODULE:NAME", help="a reward function, or a reward of the library")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON Lines: prompt, instruction_id_list, kwargs")
+    parser.add_argument("--responses", type=Path, required=True, help="JSON Lines: prompt (or key) and response")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the official row of every scored prompt")
+    parser.add_argument("--loose", action="store_true", help="loose verdicts in table, chart and rows")
+    parser.add_argument("--plot", type=Path, metavar="IMAGE", help="write a bar chart of the families")
+    parser.add_argument("--workers", type=int, default=2, help="processes for a suite (default 2)")
+    parser.add_argument("--deadline", type=float, default=10.0, metavar="SECONDS", help="limit on one response")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Score, print, and write what was asked for; 0 also where responses are missing."""
+    if args.reward and (args.loose or args.plot):
+        raise ConfigurationError(
+            needed="--suite with --loose and --plot",
+            given="--reward",
+            remedy="Leave them out: a reward has neither loose verdicts nor families.",
+        )
+    pairing = read_pairing(args.prompts, args.responses)
+    (_score_suite if args.suite else _score_reward)(args, pairing, Console())
+    return 0
+
+
+def _score_suite(args: argparse.Namespace, pairing: Pairing, console: Console) -> None:
+    with _progress(pairing) as progress:
+        task = progress.add_task("scoring", total=_num_answered(pairing))
+        judgements = judge_suite(
+            pairing,
+            args.suite,
+            workers=args.workers,
+            deadline_seconds=args.deadline,
+            progress=lambda count: progress.advance(task, count),
+        )
+    report = suite_report(pairing, judgements)
+    console.print(_families_table(report, "loose" if args.loose else "strict", args.suite))
+    console.print(_official_table(report))
+    _print_counts(console, pairing, [(judged.status, judged.message) for judged in judgements])
+    if args.json:
+        write_rows(args.json, official_rows(pairing, judgements, loose=args.loose))
+    if args.plot:
+        kind = "loose" if args.loose else "strict"
+        save_bar_chart(args.plot, _family_rates(report, kind), f"{args.suite}, {kind}")
+
+
+def _score_reward(args: argparse.Namespace, pairing: Pairing, console: Console) -> None:
+    reward = reward_at(args.reward)
+    with _progress(pairing) as progress:
+        task = progress.add_task("scoring", total=_num_answered(pairing))
+        verdicts = judge_reward(pairing, reward, progress=lambda count: progress.advance(task, count))
+    scores = [verdict.score for verdict in verdicts if verdict.score is not None]
+    table = Table("reward", "scored", "mean", "95 % interval", "std", "min", "max", title=args.reward)
+    if scores:
+        mean, std = statistics.fmean(scores), statistics.pstdev(scores)
+        half = Z_95 * std / math.sqrt(len(scores))
+        numbers = (mean, std, min(scores), max(scores))
+        shown = [f"{number:.4g}" for number in numbers]
+        interval = f"{mean - half:.4g} to {mean + half:.4g}"
+        table.add_row(reward.metric_name, str(len(scores)), shown[0], interval, *shown[1:])
+    console.print(table)
+    _print_counts(console, pairing, [(verdict.status, verdict.message) for verdict in verdicts])
+    if args.json:
+        judged = zip(pairing.rows, verdicts, strict=True)
+        rows = ({"prompt": row.prompt, "score": verdict.score} for row, verdict in judged if verdict.score is not None)
+        write_rows(args.json, rows)
+
+
+def _progress(pairing: Pairing) -> Progress:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal or not pairing.rows)
+
+
+def _num_answered(pairing: Pairing) -> int:
+    return sum(response is not None for response in pairing.responses)
+
+
+def _families_table(report: SuiteReport, kind: str, suite: str) -> Table:
+    table = Table("family", "instructions", "passed", kind, "95 % interval", title=f"{suite}: instructions by family")
+    for family, rate in _family_rates(report, kind).items():
+        table.add_row(family, str(rate.count), str(rate.passed), *_shown(rate))
+    return table
+
+
+def _official_table(report: SuiteReport) -> Table:
+    table = Table("accuracy", "of", "passed", "rate", "95 % interval", title="all")
+    for name in ("prompt_strict", "prompt_loose", "instruction_strict", "instruction_loose"):
+        rate: Rate = getattr(report, name)
+        table.add_row(name.replace("_", "-level "), str(rate.count), str(rate.passed), *_shown(rate))
+    return table
+
+
+def _family_rates(report: SuiteReport, kind: str) -> Mapping[str, Rate]:
+    return {family: rates["loose"] if kind == "loose" else rates["strict"] for family, rates in report.families.items()}
+
+
+def _shown(rate: Rate) -> tuple[str, str]:
+    low, high = rate.interval
+    return ("-", "-") if not rate.count else (f"{rate.value:.1%}", f"{low:.1%} to {high:.1%}")
+
+
+def _print_counts(console: Console, pairing: Pairing, judged: Sequence[tuple[VerdictStatus, str]]) -> None:
+    """How many prompts have which status and why, and how many responses were skipped."""
+    for (status, message), count in Counter(judged).items():
+        if status == "graded":
+            console.print(f"{count} scored")
+        else:
+            console.print(f"{count} {status}: {message}", markup=False)
+    if pairing.num_skipped:
+        console.print(f"{pairing.num_skipped} responses without a prompt skipped")

@@ -1,0 +1,385 @@
+"""Scoring a file of responses with a suite or a reward, in worker processes, and what to say of the result.
+
+Prompts and responses are JSON Lines with the official field names. A prompt without a response is ``missing``, a
+response without a prompt is skipped; both are counted and neither is an error.
+"""
+
+import importlib
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from logitless.errors import ConfigurationError, DataError
+from logitless.rewards.contract import TextReward
+from logitless.rewards.pool import Outcome, WorkerPool
+from logitless.rewards.suites import SuiteName, read_constraints
+from logitless.rewards.user_function import Function
+from logitless.types import Verdict, VerdictStatus
+
+CHUNK = 512
+"""Responses between two reports of progress."""
+
+JUDGE = "logitless.rewards.suites:judge_response"
+PRELOAD = "logitless.rewards.instructions.preload:loaded"
+
+Z_95 = 1.959964
+"""Half the width of a two-sided 95 % interval, in standard deviations of a normal distribution."""
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One row of a prompts file.
+
+    Args:
+        line: its number in the file, from 1.
+        prompt: what was asked.
+        columns: every other field.
+    """
+
+    line: int
+    prompt: str
+    columns: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Prompts with their responses.
+
+    Args:
+        rows: the prompts, in the order of their file.
+        responses: the response to each, None where there is none.
+        num_skipped: responses to none of the prompts.
+    """
+
+    rows: Sequence[PromptRow]
+    responses: Sequence[str | None]
+    num_skipped: int
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a suite says of one response.
+
+    Args:
+        status: as a verdict's; ``missing`` also where there is no response.
+        strict, loose: one truth value a constraint, in the prompt's order; empty unless ``graded``.
+        message: why it is not graded.
+    """
+
+    status: VerdictStatus
+    strict: tuple[bool, ...] = ()
+    loose: tuple[bool, ...] = ()
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How many passed of how many, with Wilson's 95 % interval.
+
+    Example:
+        >>> rate = Rate(passed=8, count=10)
+        >>> f"{rate.value:.3f} in [{rate.interval[0]:.3f}, {rate.interval[1]:.3f}]"
+        '0.800 in [0.490, 0.943]'
+    """
+
+    passed: int
+    count: int
+
+    @property
+    def value(self) -> float:
+        """The fraction that passed; nan where there is nothing to count."""
+        return self.passed / self.count if self.count else math.nan
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson's interval.
+
+        ``(p + z^2 / 2n -+ z * sqrt(p * (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)``
+        """
+        if not self.count:
+            return 0.0, 1.0
+        share = Z_95**2 / self.count
+        middle = self.value + share / 2
+        half = Z_95 * math.sqrt(self.value * (1 - self.value) / self.count + share / (4 * self.count))
+        return max(0.0, (middle - half) / (1 + share)), min(1.0, (middle + half) / (1 + share))
+
+
+@dataclass(frozen=True)
+class SuiteReport:
+    """All four official rates, the rates of each constraint family, and how many prompts have which status."""
+
+    prompt_strict: Rate
+    prompt_loose: Rate
+    instruction_strict: Rate
+    instruction_loose: Rate
+    families: Mapping[str, Mapping[Literal["strict", "loose"], Rate]]
+    statuses: Mapping[VerdictStatus, int]
+
+
+def read_pairing(prompts: Path, responses: Path) -> Pairing:
+    """Read both files and pair them by ``prompt`` (spaces around it left out) or, where responses have none, ``key``.
+
+    Raises:
+        DataError: a file or line that cannot be read, a field that is absent or of another type, or two rows of one
+            file with the same prompt or key.
+    """
+    prompt_rows = list(_rows(prompts))
+    response_rows = list(_rows(responses))
+    name = "prompt" if all("prompt" in row for _, row in response_rows) else "key"
+    places = _places(prompts, prompt_rows, name)
+    if name == "prompt" and all("key" in row for _, row in prompt_rows):
+        _places(prompts, prompt_rows, "key")
+    answers = _places(responses, response_rows, name)
+    given: dict[str, str] = {}
+    for identity, (line, row) in answers.items():
+        response = row.get("response")
+        if response is not None and not isinstance(response, str):
+            raise _wrong(responses, line, "a text in field 'response'", f"{response!r:.80}")
+        if "response" not in row:
+            raise _wrong(responses, line, "a field 'response'", f"fields {sorted(row)}")
+        if response is not None and identity in places:
+            given[identity] = response
+    rows = []
+    for line, row in places.values():
+        if not isinstance(row.get("prompt"), str):
+            raise _wrong(prompts, line, "a text in field 'prompt'", f"{row.get('prompt')!r:.80}")
+        rows.append(PromptRow(line, row["prompt"], {field: value for field, value in row.items() if field != "prompt"}))
+    return Pairing(rows, [given.get(identity) for identity in places], len(answers.keys() - places.keys()))
+
+
+def judge_suite(
+    pairing: Pairing,
+    suite: SuiteName,
+    *,
+    workers: int = 2,
+    deadline_seconds: float = 10.0,
+    progress: Callable[[int], None] | None = None,
+) -> list[Judgement]:
+    """What a suite says of each response, in the order of the prompts.
+
+    Args:
+        pairing: prompts with ``instruction_id_list`` and ``kwargs``, and responses.
+        suite: where the ids must be from.
+        workers: number of processes.
+        deadline_seconds: limit on one response; beyond it the status is ``timeout``.
+        progress: called with the number of responses that were judged since the last call.
+
+    Raises:
+        DataError: a row whose ids or arguments are wrong; nothing is scored then.
+    """
+    for row in pairing.rows:
+        _check_row(row, suite)
+    items = [
+        (suite, row.columns["instruction_id_list"], row.columns["kwargs"], response)
+        for row, response in zip(pairing.rows, pairing.responses, strict=True)
+        if response is not None
+    ]
+    judged: list[Judgement] = []
+    with WorkerPool(workers) as pool:
+        pool.load(JUDGE, PRELOAD)
+        for start in range(0, len(items), CHUNK):
+            chunk = items[start : start + CHUNK]
+            outcomes = pool.run(JUDGE, chunk, deadline_seconds=deadline_seconds)
+            judged.extend(map(_judgement, outcomes))
+            if progress is not None:
+                progress(len(chunk))
+    answered = iter(judged)
+    return [
+        Judgement("missing", message="no response") if response is None else next(answered)
+        for response in pairing.responses
+    ]
+
+
+def judge_reward(
+    pairing: Pairing, reward: TextReward, *, progress: Callable[[int], None] | None = None
+) -> list[Verdict]:
+    """What a reward says of each response, in the order of the prompts; their other fields are its columns.
+
+    Raises:
+        ConfigurationError: a column that the reward needs is absent.
+        DataError: a row is malformed.
+    """
+    fields = dict.fromkeys(field for row in pairing.rows for field in row.columns)
+    reward.check({field: [row.columns.get(field) for row in pairing.rows] for field in fields})
+    verdicts: list[Verdict] = []
+    for start in range(0, len(pairing.rows), CHUNK):
+        rows, responses = pairing.rows[start : start + CHUNK], pairing.responses[start : start + CHUNK]
+        answered = [(row, response) for row, response in zip(rows, responses, strict=True) if response is not None]
+        given = iter(
+            reward.verdicts(
+                [row.prompt for row, _ in answered],
+                [response for _, response in answered],
+                {field: [row.columns.get(field) for row, _ in answered] for field in fields},
+            )
+        )
+        absent = Verdict(score=None, status="missing", message="no response")
+        verdicts.extend(absent if response is None else next(given) for response in responses)
+        if progress is not None:
+            progress(len(answered))
+    return verdicts
+
+
+def reward_at(path: str) -> TextReward:
+    """The reward that an import path names: one of the library, or a user's function of TRL's shape.
+
+    Raises:
+        ConfigurationError: the path names no reward.
+
+    Example:
+        >>> reward_at("logitless.rewards.length:Length").name
+        'length'
+        >>> reward_at("math:fsum").name
+        'function'
+    """
+    module, _, name = path.partition(":")
+    if not module.startswith("logitless."):
+        return Function(path=path)
+    try:
+        reward = getattr(importlib.import_module(module), name)()
+    except (ImportError, AttributeError, TypeError):
+        reward = None
+    if not isinstance(reward, TextReward):
+        raise ConfigurationError(
+            needed="a reward that works without options, like 'logitless.rewards.exact:Exact', or your own function",
+            given=repr(path),
+            remedy="Check the spelling; give 'package.module:function' for your own.",
+        )
+    return reward
+
+
+def suite_report(pairing: Pairing, judgements: Sequence[Judgement]) -> SuiteReport:
+    """The rates over all graded prompts."""
+    graded = [(ids, judged) for ids, judged in zip(_ids(pairing), judgements, strict=True) if judged.status == "graded"]
+    families = sorted({name.partition(":")[0] for ids, _ in graded for name in ids})
+    strict = [list(zip(ids, judged.strict, strict=True)) for ids, judged in graded]
+    loose = [list(zip(ids, judged.loose, strict=True)) for ids, judged in graded]
+    return SuiteReport(
+        prompt_strict=_prompt_rate(strict),
+        prompt_loose=_prompt_rate(loose),
+        instruction_strict=_instruction_rate(strict),
+        instruction_loose=_instruction_rate(loose),
+        families={
+            family: {"strict": _instruction_rate(strict, family), "loose": _instruction_rate(loose, family)}
+            for family in families
+        },
+        statuses=Counter(judged.status for judged in judgements),
+    )
+
+
+def official_rows(
+    pairing: Pairing, judgements: Sequence[Judgement], *, loose: bool = False
+) -> Iterator[dict[str, Any]]:
+    """The official output rows of the graded prompts, strict or loose."""
+    for row, ids, judged in zip(pairing.rows, _ids(pairing), judgements, strict=True):
+        if judged.status == "graded":
+            followed = list(judged.loose if loose else judged.strict)
+            yield {
+                "prompt": row.prompt,
+                "instruction_id_list": list(ids),
+                "follow_instruction_list": followed,
+                "follow_all_instructions": all(followed),
+            }
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write JSON Lines."""
+    with path.open("w", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def save_bar_chart(path: Path, rates: Mapping[str, Rate], title: str) -> None:
+    """Draw one bar a name, with its interval, into a file whose format its name tells."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 1 + 0.35 * max(1, len(rates))), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    names = list(rates)[::-1]
+    values = [rates[name].value for name in names]
+    below = [rates[name].value - rates[name].interval[0] for name in names]
+    above = [rates[name].interval[1] - rates[name].value for name in names]
+    axes.barh(names, values, xerr=[below, above], color="#4878a8", ecolor="#333333", capsize=3)
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("fraction satisfied, with 95 % interval")
+    axes.set_title(title)
+    figure.savefig(path)
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers and objects of a JSON Lines file; blank lines are left out."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            needed=f"a readable UTF-8 file at {path}", given=str(error), remedy="Check the path and the encoding."
+        ) from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line, object_pairs_hook=_without_duplicates)
+        except (ValueError, RecursionError) as error:
+            raise _wrong(path, number, "a JSON object", str(error)) from None
+        if not isinstance(row, dict):
+            raise _wrong(path, number, "a JSON object", f"{line[:80]!r}")
+        yield number, row
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) != len(pairs):
+        twice = [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]
+        raise ValueError(f"field {twice[0]!r} twice")
+    return row
+
+
+def _places(path: Path, rows: Sequence[tuple[int, dict[str, Any]]], name: str) -> dict[str, tuple[int, dict[str, Any]]]:
+    """The rows by that field, in order."""
+    places: dict[str, tuple[int, dict[str, Any]]] = {}
+    for line, row in rows:
+        if row.get(name) is None:
+            raise _wrong(path, line, f"a field {name!r} to pair prompts and responses by", f"fields {sorted(row)}")
+        identity = str(row[name]).strip()
+        if identity in places:
+            raise _wrong(path, line, f"every {name} once", f"{identity[:80]!r} as in line {places[identity][0]}")
+        places[identity] = (line, row)
+    return places
+
+
+def _wrong(path: Path, line: int, needed: str, given: str) -> DataError:
+    return DataError(needed=f"{needed} in {path.name}, line {line}", given=given, remedy="Repair the line.")
+
+
+def _check_row(row: PromptRow, suite: SuiteName) -> None:
+    key = f", key {row.columns['key']}" if "key" in row.columns else ""
+    read_constraints(
+        row.columns.get("instruction_id_list"), row.columns.get("kwargs"), suite=suite, row=f"line {row.line}{key}"
+    )
+
+
+def _judgement(outcome: Outcome) -> Judgement:
+    if outcome.status == "timeout":
+        return Judgement("timeout", message=outcome.message)
+    if outcome.status != "done":
+        return Judgement("error", message=f"{outcome.status}: {outcome.message}")
+    if "missing" in outcome.value:
+        return Judgement("missing", message=outcome.value["missing"])
+    return Judgement("graded", tuple(outcome.value["strict"]), tuple(outcome.value["loose"]))
+
+
+def _ids(pairing: Pairing) -> list[Sequence[str]]:
+    return [row.columns["instruction_id_list"] for row in pairing.rows]
+
+
+def _prompt_rate(prompts: Sequence[Sequence[tuple[str, bool]]]) -> Rate:
+    return Rate(sum(all(passed for _, passed in prompt) for prompt in prompts), len(prompts))
+
+
+def _instruction_rate(prompts: Sequence[Sequence[tuple[str, bool]]], family: str | None = None) -> Rate:
+    passes = [passed for prompt in prompts for name, passed in prompt if family in (None, name.partition(":")[0])]
+    return Rate(sum(passes), len(passes))
