@@ -30,8 +30,8 @@ def num_tokens(completion_ids, **columns):
     return [float(len(ids)) for ids in completion_ids]
 
 
-def number_of_columns(prompts, completions, completion_ids=None, **columns):
-    return [float(sum(values[0] for values in columns.values()))] * len(completions)
+def sums_of_columns(prompts, completions, completion_ids=None, **columns):
+    return [float(sum(row)) for row in zip(*columns.values(), strict=True)]
 
 
 def as_told(completions, **columns):

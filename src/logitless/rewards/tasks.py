@@ -108,11 +108,12 @@ def grade_math(gold: str, text: str) -> Answer:
 
 @functools.lru_cache(maxsize=4096)
 def _parsed_gold(gold: str) -> list[Any]:
-    """The gold answer as math-verify reads it, as it stands or as LaTeX."""
+    """The gold answer as math-verify reads it, as it stands or as LaTeX; empty where only its text is left."""
     from math_verify import parse
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    return parse(gold, parsing_timeout=None) or parse(f"${gold}$", parsing_timeout=None)
+    found = parse(gold, parsing_timeout=None) or parse(f"${gold}$", parsing_timeout=None)
+    return found if any(not isinstance(each, str) for each in found) else []
 
 
 def grade_json(schema: str, text: str) -> Answer:

@@ -1,0 +1,126 @@
+import asyncio
+import threading
+
+import pytest
+
+from logitless.errors import ConfigurationError
+from logitless.rewards.combine import score_batch, weighted
+from logitless.rewards.user_function import Function, TrustedFunction
+from tests.rewards import functions
+
+HERE = "tests.rewards.functions"
+ORDERS = {
+    "none": ("missing", "None"),
+    "raise": ("error", "RuntimeError: asked to"),
+    "hang": ("timeout", "over 0.5 s"),
+    "exit": ("error", "exit code 1"),
+    "nan": ("error", "nan returned"),
+    "inf": ("error", "inf returned"),
+    "-inf": ("error", "-inf returned"),
+    "1e300": ("error", "1e+300 returned"),
+    "text": ("error", "str returned"),
+    "fork": ("error", "left processes running"),
+}
+
+
+def test_every_misbehaviour_is_a_status_of_its_own_completion():
+    completions = [text for order in ORDERS for text in ("well", order)]
+    verdicts = Function(path=f"{HERE}:as_told", deadline_seconds=0.5).verdicts(["p"] * 20, completions, {})
+    assert {verdict.score for verdict in verdicts[::2]} == {1.0}
+    for (order, (status, reason)), verdict in zip(ORDERS.items(), verdicts[1::2], strict=True):
+        assert (order, verdict.status) == (order, status)
+        assert reason in verdict.message
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("too_many", "2 returned"), ("none_at_all", "0 returned"), ("not_a_list", "TypeError")],
+)
+def test_another_number_of_values_than_one_a_completion_is_an_error(name, reason):
+    worker = Function(path=f"{HERE}:{name}").verdicts(["p"] * 2, ["a", "b"], {})
+    trusted = TrustedFunction(function=getattr(functions, name)).verdicts(["p"] * 2, ["a", "b"], {})
+    assert [verdict.status for verdict in worker + trusted] == ["error"] * 4
+    assert reason in worker[0].message
+
+
+@pytest.mark.parametrize("name", ["matches", "patient_matches"])
+def test_sync_and_async_functions_get_their_columns_in_workers_and_in_this_process(name):
+    columns = {"answer": ["a", "x", "c"], "unused": [1, 2, 3]}
+    for reward in (Function(path=f"{HERE}:{name}"), TrustedFunction(function=getattr(functions, name))):
+        assert reward.metric_name == name
+        assert [v.score for v in reward.verdicts(["p"] * 3, ["a", "b", "c"], columns)] == [1.0, 0.0, 1.0]
+
+
+def test_an_async_function_runs_below_a_running_event_loop():
+    async def caller():
+        reward = TrustedFunction(function=functions.patient_matches)
+        return reward(prompts=["p"], completions=["a"], answer=["a"])
+
+    assert asyncio.run(caller()) == [1.0]
+
+
+def test_a_function_without_keywords_gets_only_what_it_names():
+    for reward in (Function(path=f"{HERE}:strict_length"), TrustedFunction(function=functions.strict_length)):
+        assert reward(prompts=["p"], completions=["four"], completion_ids=[[1]], answer=["x"]) == [4.0]
+
+
+def test_columns_called_kwargs_and_self_arrive():
+    columns = {"kwargs": [1, 10], "self": [2, 20], "path": [4, 40], "function": [8, 80]}
+    for reward in (
+        Function(path=f"{HERE}:sums_of_columns"),
+        TrustedFunction(function=functions.sums_of_columns),
+    ):
+        assert [v.score for v in reward.verdicts(["p"] * 2, ["a", "b"], columns)] == [15.0, 150.0]
+
+
+def test_token_ids_and_messages_arrive():
+    tokens = Function(path=f"{HERE}:num_tokens")
+    assert tokens(["p"] * 2, ["a", "b"], [[1, 2], [3]]) == [2.0, 1.0]
+    as_messages = Function(path=f"{HERE}:content_length", messages=True)
+    assert as_messages(["p"] * 2, ["four", [{"role": "assistant", "content": "to"}]]) == [4.0, 2.0]
+
+
+def test_two_functions_of_a_recipe_are_summed_under_their_own_names():
+    rewards = weighted([Function(path=f"{HERE}:length", weight=0.5), Function(path=f"{HERE}:matches", weight=2.0)])
+    rows = score_batch(rewards, ["p"], ["four"], {"answer": ["four"]})
+    assert {name: verdict.score for name, verdict in rows[0].items()} == {"length": 4.0, "matches": 1.0}
+
+
+@pytest.mark.parametrize("path", ["", "module", "module:", ":function"])
+def test_a_path_of_another_form_is_refused_when_the_recipe_is_read(path):
+    with pytest.raises(ConfigurationError, match="colon"):
+        Function(path=path)
+
+
+def test_a_function_that_is_not_there_is_refused_before_the_first_rollout():
+    with pytest.raises(ConfigurationError, match="no_such_function"):
+        Function(path=f"{HERE}:no_such_function").check({})
+    Function(path=f"{HERE}:length").check({"answer": ["4"]})
+    with pytest.raises(ConfigurationError, match="'prompts'"):
+        Function(path=f"{HERE}:length").check({"prompts": ["4"]})
+
+
+def test_limits_must_be_positive():
+    for limits in ({"deadline_seconds": 0.0}, {"memory_mib": 0}):
+        with pytest.raises(ConfigurationError, match="positive limits"):
+            Function(path="math:fsum", **limits)
+
+
+def test_the_same_completion_has_the_same_verdict_in_any_order_and_from_many_threads():
+    completions = [f"text {number % 7}" for number in range(60)]
+    columns = {"answer": [f"text {number % 5}" for number in range(60)]}
+    reward = Function(path=f"{HERE}:matches")
+    expected = reward.verdicts(["p"] * 60, completions, columns)
+    backwards = reward.verdicts(["p"] * 60, completions[::-1], {"answer": columns["answer"][::-1]})
+    assert backwards[::-1] == expected
+    found = []
+
+    def work():
+        found.append(reward.verdicts(["p"] * 60, completions, columns))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 4
