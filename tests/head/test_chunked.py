@@ -14,12 +14,13 @@ from torch.utils._pytree import tree_leaves
 from logitless.errors import UnavailableError
 from logitless.head.api import token_scores
 from logitless.head.chunked import MIN_COLUMNS, MIN_ROWS, tile
+from logitless.head.sharded import is_sharded
 from logitless.types import LMHead
 from tests.head.cases import DEVICES, Case, assert_same, problem, run
 
 
 class Allocations(TorchDispatchMode):
-    """The shapes and dtypes of all tensors made inside, and the most bytes alive at once in matrices of many columns."""
+    """Shapes and dtypes of all tensors made inside, and the most bytes alive at once in matrices of many columns."""
 
     def __init__(self, columns: int = 0) -> None:
         super().__init__()
@@ -29,9 +30,9 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        taken = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        taken = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if self._is_local(x)}
         for value in tree_leaves(result):
-            if not isinstance(value, torch.Tensor) or value.untyped_storage().data_ptr() in taken:
+            if not self._is_local(value) or value.untyped_storage().data_ptr() in taken:
                 continue
             self.shapes.add(tuple(value.shape))
             self.typed.add((tuple(value.shape), value.dtype))
@@ -39,6 +40,10 @@ class Allocations(TorchDispatchMode):
                 self._count(value.nbytes)
                 weakref.finalize(value, self._count, -value.nbytes)
         return result
+
+    @staticmethod
+    def _is_local(value: object) -> bool:
+        return isinstance(value, torch.Tensor) and not is_sharded(value)
 
     def _count(self, num_bytes: int) -> None:
         self.alive += num_bytes

@@ -39,7 +39,8 @@ def token_scores(
     Args:
         hidden: [N, D], the hidden state that predicts each target; its dtype is the dtype of the matrix products,
             inside autocast too.
-        head: the LM head, or its weight [V, D].
+        head: the LM head, or its weight [V, D]. The weight may be an FSDP2 shard (a DTensor sharded by rows), in which
+            case all ranks must call together, each with its own tokens.
         target: [N] integers in range(V).
         temperature: divides the logits; a positive number, or one per row.
         backend: ``auto`` takes the fused kernels where they can run, else ``chunked``, and logs once which and why; a
@@ -79,7 +80,7 @@ def token_scores(
         live=live,
         group=group,
     )
-    name = _chosen(hidden, lm_head) if backend == "auto" else _named(backend, hidden, lm_head)
+    name = _chosen(hidden, lm_head, group) if backend == "auto" else _named(backend, hidden, lm_head, group)
     if name == "fused":
         from logitless.head import fused
 
@@ -99,8 +100,8 @@ def token_scores(
         )
 
 
-def _named(backend: Backend, hidden: Tensor, head: LMHead) -> Backend:
-    reason = why_not(backend, hidden, head)
+def _named(backend: Backend, hidden: Tensor, head: LMHead, group: ProcessGroup | None) -> Backend:
+    reason = why_not(backend, hidden, head, group)
     if reason is not None:
         raise UnavailableError(
             needed=f"a machine and tensors on which backend={backend!r} can run",
@@ -110,8 +111,8 @@ def _named(backend: Backend, hidden: Tensor, head: LMHead) -> Backend:
     return backend
 
 
-def _chosen(hidden: Tensor, head: LMHead) -> Backend:
-    reason = why_not("fused", hidden, head)
+def _chosen(hidden: Tensor, head: LMHead, group: ProcessGroup | None) -> Backend:
+    reason = why_not("fused", hidden, head, group)
     if reason is None:
         _log_once("fused", "it can run here and is the fastest")
         return "fused"

@@ -17,8 +17,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from logitless.head import vocab_parallel
+from logitless.head import sharded, vocab_parallel
 from logitless.head.contract import logits_dtype, refuse_second_derivative, without_autocast
+from logitless.head.sharded import Shard, shards
 from logitless.head.vocab_parallel import Partial, merged
 from logitless.types import LMHead, TokenScores
 
@@ -86,9 +87,12 @@ def token_scores(
         >>> scores.logp, scores.entropy
         (tensor([-1.3863]), tensor([1.3863]))
     """
-    outside = (head.scale if head.softcap is None else head.softcap) / temperature
-    if not isinstance(outside, Tensor):
-        outside = None if outside == 1 else torch.full_like(target, outside, dtype=logits_dtype(hidden.dtype))
+    last = (head.scale if head.softcap is None else head.softcap) / temperature
+    outside: Tensor | None
+    if isinstance(last, Tensor):
+        outside = last
+    else:
+        outside = None if last == 1 else torch.full_like(target, last, dtype=logits_dtype(hidden.dtype))
     call = _Call(
         product=hidden.dtype,
         narrow=_multiplied_in(hidden),
@@ -99,7 +103,7 @@ def token_scores(
         group=group,
     )
     logp, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, head.bias, head.lora_a, head.lora_b, target, outside, call
+        hidden, head.weight, *map(sharded.whole, (head.bias, head.lora_a, head.lora_b)), target, outside, call
     )
     return TokenScores(logp=logp, entropy=entropy)
 
@@ -185,8 +189,8 @@ class _Rows(NamedTuple):
     outside: Tensor | None
 
     def cut(self, rows: slice, first_column: int) -> "_Rows":
-        low, outside = (None if column is None else column[rows] for column in (self.low, self.outside))
-        return _Rows(self.hidden[rows], low, self.target[rows] - first_column, outside)
+        some = _Rows(*_at(rows, *self))
+        return some._replace(target=some.target - first_column)
 
 
 class _Slopes(NamedTuple):
@@ -214,7 +218,17 @@ class _Slopes(NamedTuple):
     factor: Tensor
 
     def cut(self, rows: slice) -> "_Slopes":
-        return _Slopes(*(None if column is None else column[rows] for column in self))  # type: ignore[arg-type]
+        return _Slopes(*_at(rows, *self))
+
+
+class _Scored(NamedTuple):
+    """What the forward leaves of each row: ``Partial.top`` and ``others``, the sum over all v, and the results."""
+
+    top: Tensor
+    others: Tensor
+    normaliser: Tensor
+    logp: Tensor
+    entropy: Tensor
 
 
 class _TokenScores(torch.autograd.Function):
@@ -247,7 +261,8 @@ class _TokenScores(torch.autograd.Function):
             entropy = log_normaliser - (partial.weighted + at_target * below.clamp(min=FLOOR)) / normaliser
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, *head, target, outside, *partial[:2], normaliser, logp, entropy)
+        scored = _Scored(partial.top, partial.others, normaliser, logp, entropy)
+        ctx.save_for_backward(hidden, *head, target, outside, *scored)
         return logp, entropy
 
     @staticmethod
@@ -256,22 +271,26 @@ class _TokenScores(torch.autograd.Function):
         arriving = [gradient for gradient in (grad_logp, grad_entropy) if gradient is not None]
         if not arriving:
             return (None,) * 8
-        hidden, weight, bias, lora_a, lora_b, *columns = ctx.saved_tensors
+        hidden, weight, bias, lora_a, lora_b, target, outside, *scored = ctx.saved_tensors
         head = _Head(weight, bias, lora_a, lora_b)
         live = torch.stack([gradient != 0 for gradient in arriving]).any(0).nonzero().squeeze(1)
         with without_autocast(hidden.device):
-            target, outside, *scored, grad_logp, grad_entropy = (
-                None if column is None else column[live] for column in (*columns, grad_logp, grad_entropy)
-            )
             all_live = len(live) == len(hidden)
+            target, outside = _at(live, target, outside)
             rows = _rows(hidden if all_live else hidden[live], head, target, outside, ctx.call)
-            slopes = _slopes(*scored, outside, grad_logp, grad_entropy, ctx.call)
+            grad_logp, grad_entropy = _at(live, grad_logp, grad_entropy)
+            slopes = _slopes(_Scored(*_at(live, *scored)), outside, grad_logp, grad_entropy, ctx.call)
             of_live, *of_head = _gradients(head, rows, slopes, ctx.needs_input_grad[:5], ctx.call)
             of_hidden = None if of_live is None else of_live.to(hidden.dtype)
             if of_hidden is not None and not all_live:
                 of_hidden = torch.zeros_like(hidden).index_copy_(0, live, of_hidden)
-        of_head = [None if g is None else g.to(x.dtype) for g, x in zip(of_head, head, strict=True)]
-        return (of_hidden, *of_head, None, None, None)
+        rounded = (None if g is None or x is None else g.to(x.dtype) for g, x in zip(of_head, head, strict=True))
+        return (of_hidden, *rounded, None, None, None)
+
+
+def _at(index: slice | Tensor, *columns: Any) -> list[Any]:
+    """Some rows of each column; None stays None."""
+    return [None if column is None else column[index] for column in columns]
 
 
 def _rows(hidden: Tensor, head: _Head, target: Tensor, outside: Tensor | None, call: _Call) -> _Rows:
@@ -281,13 +300,14 @@ def _rows(hidden: Tensor, head: _Head, target: Tensor, outside: Tensor | None, c
     return _Rows(hidden.to(call.narrow), low, target, outside)
 
 
-def _block(head: _Head, columns: slice, call: _Call) -> _Head:
-    """Some columns as they are multiplied: ``weight`` narrow, ``bias`` and ``lora_b`` wide."""
+def _block(head: _Head, shard: Shard, columns: slice, call: _Call) -> _Head:
+    """Some columns of a shard as they are multiplied: ``weight`` narrow, ``bias`` and ``lora_b`` wide."""
+    among_all = slice(shard.first + columns.start, shard.first + columns.stop)
     return _Head(
-        weight=head.weight[columns].to(call.product).to(call.narrow),
-        bias=None if head.bias is None else head.bias[columns].to(call.wide),
+        weight=shard.weight[columns].to(call.product).to(call.narrow),
+        bias=None if head.bias is None else head.bias[among_all].to(call.wide),
         lora_a=None,
-        lora_b=None if head.lora_b is None else _multiplied(head.lora_b[columns], call),
+        lora_b=None if head.lora_b is None else _multiplied(head.lora_b[among_all], call),
     )
 
 
@@ -300,12 +320,13 @@ def _partial(head: _Head, rows: _Rows, call: _Call) -> Partial:
     """The sums over all columns of this rank's head."""
     size = tile(len(rows.target), len(head.weight), call.wide, call.memory_budget)
     total: Partial | None = None
-    for columns in _slices(len(head.weight), size.columns):
-        block = _block(head, columns, call)
-        sums = rows.hidden.new_empty(4, len(rows.target), dtype=call.wide)
-        for some in _slices(len(rows.target), size.rows):
-            sums[:, some] = _tile_sums(rows.cut(some, columns.start), block, call)
-        total = Partial(*sums) if total is None else merged([total, Partial(*sums)])
+    for shard in shards(head.weight, call.product):
+        for columns in _slices(len(shard.weight), size.columns):
+            block = _block(head, shard, columns, call)
+            sums = rows.hidden.new_empty(4, len(rows.target), dtype=call.wide)
+            for some in _slices(len(rows.target), size.rows):
+                sums[:, some] = _tile_sums(rows.cut(some, shard.first + columns.start), block, call)
+            total = Partial(*sums) if total is None else merged([total, Partial(*sums)])
     assert total is not None
     return total
 
@@ -331,29 +352,21 @@ def _tile_sums(rows: _Rows, block: _Head, call: _Call) -> Tensor:
 
 
 def _slopes(
-    top: Tensor,
-    others: Tensor,
-    normaliser: Tensor,
-    logp: Tensor,
-    entropy: Tensor,
-    outside: Tensor | None,
-    grad_logp: Tensor | None,
-    grad_entropy: Tensor | None,
-    call: _Call,
+    scored: _Scored, outside: Tensor | None, grad_logp: Tensor | None, grad_entropy: Tensor | None, call: _Call
 ) -> _Slopes:
     size = functools.reduce(torch.maximum, [g.abs() for g in (grad_logp, grad_entropy) if g is not None])
-    at_target = torch.zeros_like(top)
+    at_target = torch.zeros_like(size)
     if grad_logp is not None:
         grad_logp = grad_logp / size
-        at_target += grad_logp * others / normaliser
+        at_target += grad_logp * scored.others / scored.normaliser
     if grad_entropy is not None:
         grad_entropy = grad_entropy / size
-        at_target -= grad_entropy * logp.exp() * (logp.clamp(min=FLOOR) + entropy)
+        at_target -= grad_entropy * scored.logp.exp() * (scored.logp.clamp(min=FLOOR) + scored.entropy)
     factor = size if outside is None else size * outside
     return _Slopes(
-        top=top,
-        over=-1 / normaliser,
-        offset=entropy - normaliser.log(),
+        top=scored.top,
+        over=-1 / scored.normaliser,
+        offset=scored.entropy - scored.normaliser.log(),
         at_target=at_target,
         grad_logp=grad_logp,
         grad_entropy=grad_entropy,
@@ -364,57 +377,86 @@ def _slopes(
 def _gradients(
     head: _Head, rows: _Rows, slopes: _Slopes, needed: Sequence[bool], call: _Call
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of hidden (of these rows), weight, bias, lora_a and lora_b; None where not needed.
+    """Gradients of hidden (of these rows), weight, bias, lora_a and lora_b; None where not needed."""
+    sums = _Sums(head, rows, slopes, needed, call)
+    travels = sharded.is_sharded(head.weight)
+    size = tile(len(rows.target), len(head.weight), call.wide, call.memory_budget)
+    of_weight = None
+    for shard in shards(head.weight, call.product):
+        dtype = call.wide if travels else head.weight.dtype
+        of_shard = torch.zeros_like(shard.weight, dtype=dtype) if sums.for_weight else None
+        for columns in _slices(len(shard.weight), size.columns):
+            block = _block(head, shard, columns, call)
+            # Summed in place where the gradient is wide enough, else beside it, and rounded once.
+            of_block = None if of_shard is None else of_shard[columns].to(call.wide)
+            for some in _slices(len(rows.target), size.rows):
+                sums.add(some, shard.first + columns.start, block, of_block)
+            if of_block is not None and of_shard is not None:
+                if sums.unit is not None:
+                    of_block *= sums.unit
+                if of_shard.dtype != call.wide:
+                    of_shard[columns] = of_block
+        if of_shard is not None:
+            mine = sharded.summed_on_owner(of_shard, shard, head.weight) if travels else of_shard
+            of_weight = of_weight if mine is None else mine
+    if sums.for_weight and travels:
+        of_weight = sharded.like(head.weight, of_weight)
+    of_hidden, of_lora_a = sums.of_hidden_and_lora_a()
+    return of_hidden, of_weight, sums.of_bias, of_lora_a, sums.of_lora_b
 
-    Sums over tiles are in the logits' dtype. In float16, where small numbers are lost, the weight's is in units of the
-    largest factor.
+
+class _Sums:
+    """Sums of gradients over tiles, in the logits' dtype; None where not needed.
+
+    float16 loses small numbers: there the weight's gradient is in units of ``unit``, the largest factor.
     """
-    for_hidden, for_weight, for_bias, for_lora_a, for_lora_b = needed
-    hidden, factor = rows.hidden.to(call.wide), slopes.factor[:, None]
-    unit = slopes.factor.abs().amax() if call.narrow == torch.float16 and len(factor) else None
-    scaled = (hidden * (factor if unit is None else factor / unit)).to(call.narrow) if for_weight else None
-    of_hidden = torch.zeros_like(hidden) if for_hidden else None
-    of_weight = torch.zeros_like(head.weight) if for_weight else None
-    of_bias = torch.zeros_like(head.bias, dtype=call.wide) if for_bias and head.bias is not None else None
-    of_lora_b = torch.zeros_like(head.lora_b, dtype=call.wide) if for_lora_b and head.lora_b is not None else None
-    of_low = torch.zeros_like(rows.low) if rows.low is not None and (for_hidden or for_lora_a) else None
 
-    def add(some: slice, columns: slice, block: _Head, of_block: Tensor | None) -> None:
-        u = _logit_gradient(rows.cut(some, columns.start), block, slopes.cut(some), call)
-        narrow = u.to(call.narrow)
-        if of_block is not None and scaled is not None:
-            _add_product(of_block, narrow.T, scaled[some])
-        if of_hidden is not None:
-            _add_product(of_hidden[some], narrow, block.weight)
-        if of_bias is not None:
-            of_bias[columns].addmv_(u.T, slopes.factor[some])
-        if of_lora_b is not None and rows.low is not None:
-            of_lora_b[columns].addmm_(u.T, (factor * rows.low)[some])
-        if of_low is not None and block.lora_b is not None:
-            of_low[some].addmm_(u, block.lora_b)
+    def __init__(self, head: _Head, rows: _Rows, slopes: _Slopes, needed: Sequence[bool], call: _Call) -> None:
+        for_hidden, self.for_weight, for_bias, self.for_lora_a, for_lora_b = needed
+        self.rows, self.slopes, self.call, self.lora_a = rows, slopes, call, head.lora_a
+        self.hidden, self.factor = rows.hidden.to(call.wide), slopes.factor[:, None]
+        self.unit = slopes.factor.abs().amax() if call.narrow == torch.float16 and len(self.factor) else None
+        scale = self.factor if self.unit is None else self.factor / self.unit
+        self.scaled = (self.hidden * scale).to(call.narrow) if self.for_weight else None
+        self.of_hidden = torch.zeros_like(self.hidden) if for_hidden else None
+        self.of_bias = None if head.bias is None or not for_bias else torch.zeros_like(head.bias, dtype=call.wide)
+        self.of_low = self.of_lora_b = None
+        if rows.low is not None and head.lora_b is not None:
+            self.of_low = torch.zeros_like(rows.low) if for_hidden or self.for_lora_a else None
+            self.of_lora_b = torch.zeros_like(head.lora_b, dtype=call.wide) if for_lora_b else None
 
-    size = tile(len(hidden), len(head.weight), call.wide, call.memory_budget)
-    for columns in _slices(len(head.weight), size.columns):
-        of_block = None if of_weight is None else of_weight[columns].to(call.wide)
-        for some in _slices(len(hidden), size.rows):
-            add(some, columns, _block(head, columns, call), of_block)
-        if of_block is not None and unit is not None:
-            of_block *= unit
-        if of_weight is not None and of_block is not None and of_weight.dtype != of_block.dtype:
-            of_weight[columns] = of_block
-    of_lora_a = None
-    if of_low is not None and head.lora_a is not None:
-        if for_lora_a:
-            of_lora_a = call.lora_scale * (factor * of_low).T @ hidden
+    def add(self, some: slice, first_column: int, block: _Head, of_weight: Tensor | None) -> None:
+        """Add a tile, the weight's gradient to ``of_weight``."""
+        slopes = self.slopes.cut(some)
+        u = _logit_gradient(self.rows.cut(some, first_column), block, slopes, self.call)
+        columns = slice(first_column, first_column + u.shape[1])
+        narrow = u.to(self.call.narrow)
+        if of_weight is not None and self.scaled is not None:
+            _add_product(of_weight, narrow.T, self.scaled[some])
+        if self.of_hidden is not None:
+            _add_product(self.of_hidden[some], narrow, block.weight)
+        if self.of_bias is not None:
+            self.of_bias[columns].addmv_(u.T, slopes.factor)
+        if self.of_lora_b is not None and self.rows.low is not None:
+            self.of_lora_b[columns].addmm_(u.T, slopes.factor[:, None] * self.rows.low[some])
+        if self.of_low is not None and block.lora_b is not None:
+            self.of_low[some].addmm_(u, block.lora_b)
+
+    def of_hidden_and_lora_a(self) -> tuple[Tensor | None, Tensor | None]:
+        """What is complete when all columns were seen, those of the group's other ranks included."""
+        call, of_hidden, of_lora_a = self.call, self.of_hidden, None
+        if self.of_low is not None and self.lora_a is not None:
+            if self.for_lora_a:
+                of_lora_a = call.lora_scale * (self.factor * self.of_low).T @ self.hidden
+            if of_hidden is not None:
+                of_hidden.addmm_(self.of_low, _multiplied(self.lora_a, call), alpha=call.lora_scale)
         if of_hidden is not None:
-            of_hidden.addmm_(of_low, _multiplied(head.lora_a, call), alpha=call.lora_scale)
-    if of_hidden is not None:
-        of_hidden *= factor
-    if call.group is not None:
-        for replicated in (of_hidden, of_lora_a):
-            if replicated is not None:
-                vocab_parallel.summed(replicated, call.group)
-    return of_hidden, of_weight, of_bias, of_lora_a, of_lora_b
+            of_hidden *= self.factor
+        if call.group is not None:
+            for partial in (of_hidden, of_lora_a):
+                if partial is not None:
+                    vocab_parallel.summed(partial, call.group)
+        return of_hidden, of_lora_a
 
 
 def _logit_gradient(rows: _Rows, block: _Head, slopes: _Slopes, call: _Call) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from logitless.errors import InputError, UnavailableError
+from logitless.head.sharded import is_sharded
 from logitless.types import LMHead
 
 Backend = Literal["reference", "chunked", "fused"]
@@ -88,6 +89,12 @@ def checked(
         raise InputError(
             needed="a memory budget of 0 bytes or more", given=str(memory_budget), remedy="Leave it at None to default."
         )
+    if group is not None and is_sharded(head.weight):
+        raise InputError(
+            needed="one way of sharding the weight",
+            given="a DTensor and a process group of vocabulary shards",
+            remedy="Give this rank's shard as a plain tensor with group, or the DTensor without.",
+        )
     target = target.long()
     if group is None:
         require(
@@ -158,20 +165,27 @@ def refuse_second_derivative(backend: Backend) -> None:
         )
 
 
-def why_not(backend: Backend, hidden: Tensor, head: LMHead | Tensor) -> str | None:
+def why_not(backend: Backend, hidden: Tensor, head: LMHead | Tensor, group: ProcessGroup | None = None) -> str | None:
     """Why this backend cannot score these tensors on this machine, or None when it can.
 
     Example:
         >>> why_not("chunked", torch.zeros(2, 4), torch.zeros(11, 4)) is None
         True
     """
-    if backend != "fused":
+    if backend == "chunked":
+        return None
+    head = LMHead(weight=head) if isinstance(head, Tensor) else head
+    if group is not None:
+        return "the vocabulary is sharded over a process group"
+    if is_sharded(head.weight):
+        return "the weight is sharded (DTensor)"
+    if backend == "reference":
         return None
     try:
         from logitless.head import fused
     except ImportError as error:
         return f"its kernels cannot be imported ({error})"
-    return fused.why_not(hidden, LMHead(weight=head) if isinstance(head, Tensor) else head)
+    return fused.why_not(hidden, head)
 
 
 def logits_dtype(dtype: torch.dtype) -> torch.dtype:

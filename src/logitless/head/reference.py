@@ -50,7 +50,7 @@ def token_scores(
     memory_budget: int | None = None,
     anchor: Float[Tensor, "N"] | None = None,  # noqa: ARG001 - hints change nothing
     live: Bool[Tensor, "N"] | None = None,  # noqa: ARG001
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | None = None,  # noqa: ARG001 - refused by ``contract.why_not``
 ) -> TokenScores:
     """Log-probability of each target and entropy of each distribution, from full logits.
 
@@ -61,18 +61,18 @@ def token_scores(
     when the row's own gradient is zero.
 
     Raises:
-        UnavailableError: a memory budget or a process group is given.
+        UnavailableError: a memory budget is given.
 
     Example:
         >>> scores = token_scores(torch.zeros(1, 3), LMHead(weight=torch.zeros(4, 3)), torch.tensor([2]))
         >>> scores.logp, scores.entropy
         (tensor([-1.3863]), tensor([1.3863]))
     """
-    if memory_budget is not None or group is not None:
+    if memory_budget is not None:
         raise UnavailableError(
-            needed="a backend that can bound its memory" if group is None else "a backend that can shard a vocabulary",
+            needed="a backend that can bound its memory",
             given="backend='reference'",
-            remedy="Use backend='chunked', or leave memory_budget and group out.",
+            remedy="Use backend='chunked', or leave memory_budget out.",
         )
     z = logits(hidden, head, temperature)
     y = target[:, None]

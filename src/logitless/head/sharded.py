@@ -1,0 +1,98 @@
+"""A weight sharded by rows over ranks that hold different tokens (FSDP2): its shards visit all ranks in turn.
+
+Each rank scores its own tokens against every shard as it comes by, so the whole weight is nowhere; the shard's gradient
+is summed over the ranks and stays with its owner. All ranks must call the head together, also those without tokens.
+
+torch's DTensor takes seconds to import, so only what meets one does.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from logitless.errors import InputError
+
+
+class Shard(NamedTuple):
+    """Some rows of a weight: the first one's place in the whole, the rows, and the rank that owns them."""
+
+    first: int
+    weight: Tensor
+    owner: int
+
+
+def is_sharded(weight: Tensor) -> bool:
+    """Whether this is a DTensor.
+
+    Example:
+        >>> is_sharded(torch.zeros(2, 2))
+        False
+    """
+    return hasattr(weight, "placements")
+
+
+def shards(weight: Tensor, dtype: torch.dtype) -> Iterator[Shard]:
+    """All shards in order, in the ``dtype`` they travel in; a weight that is not sharded as it is.
+
+    Example:
+        >>> [shard.weight.shape for shard in shards(torch.zeros(11, 4), torch.float32)]
+        [torch.Size([11, 4])]
+    """
+    if not is_sharded(weight):
+        yield Shard(0, weight, 0)
+        return
+    group, local = _group(weight), _local(weight)
+    most = -(-len(weight) // dist.get_world_size(group))
+    for owner, first in enumerate(range(0, len(weight), most)):
+        if owner == dist.get_rank(group):
+            rows = local.to(dtype, copy=True)
+        else:
+            rows = local.new_empty(min(most, len(weight) - first), weight.shape[1], dtype=dtype)
+        dist.broadcast(rows, group=group, group_src=owner)
+        yield Shard(first, rows, owner)
+
+
+def summed_on_owner(gradient: Tensor, shard: Shard, weight: Tensor) -> Tensor | None:
+    """The sum of all ranks' gradients of a shard, on its owner; None on the others."""
+    group = _group(weight)
+    dist.reduce(gradient, group=group, group_dst=shard.owner)
+    return gradient if shard.owner == dist.get_rank(group) else None
+
+
+def like(weight: Tensor, local: Tensor | None) -> Tensor:
+    """A tensor sharded as ``weight`` is, from this rank's rows of it (None where it owns none)."""
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(weight, DTensor)
+    local = torch.empty_like(_local(weight)) if local is None else local.to(weight.dtype)
+    return DTensor.from_local(
+        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+
+
+def whole(tensor: Tensor | None) -> Tensor | None:
+    """A small tensor (bias, LoRA factor) made whole where it is sharded; the ranks' gradients of it are summed."""
+    if tensor is None or not is_sharded(tensor):
+        return tensor
+    from torch.distributed.tensor import DTensor, Partial
+
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor(grad_placements=[Partial()] * tensor.device_mesh.ndim)
+
+
+def _local(weight: Any) -> Tensor:
+    return weight.to_local().detach()
+
+
+def _group(weight: Any) -> ProcessGroup:
+    if weight.device_mesh.ndim != 1 or not weight.placements[0].is_shard(0):
+        raise InputError(
+            needed="a weight sharded by rows over a mesh of one dimension",
+            given=f"placements {tuple(weight.placements)} over a mesh of {weight.device_mesh.ndim} dimensions",
+            remedy="Give the gathered weight: weight.full_tensor(grad_placements=...).",
+        )
+    return weight.device_mesh.get_group()
