@@ -53,7 +53,7 @@ class Page(HTMLParser):
         self.text += data
         if self.open == "h3":
             self.titles.add(data)
-        if self.open == "td":
+        if self.open == "div" and self.cells:
             self.cells[-1] += data
 
     def handle_endtag(self, tag):
@@ -202,5 +202,7 @@ def test_the_target_is_that_of_the_kl_section(config, target):
     assert report._target(config) == target
 
 
-def test_a_long_text_is_cut_and_says_by_how_much():
-    assert report._shortened("a" * 2003) == "a" * 2000 + " … (3 more characters)"
+def test_a_long_text_keeps_its_beginning_and_its_end_and_says_what_is_left_out():
+    assert report._shortened("aaabbbbbcccccc", 9) == "aaa […5 characters…] cccccc"
+    assert report._shortened("aaacccccc", 9) == "aaacccccc"
+    assert report._shortened("", 9) == "(empty)"

@@ -21,7 +21,7 @@ from logitless.train.metrics import metric_of
 from logitless.train.plots import Line, Number, bar_plot, heat_map, line_plot
 from logitless.train.run_folder import RunFolder, open_run_folder, write_atomically
 
-_MAX_SHOWN_CHARACTERS = 2000
+_MAX_PROMPT_CHARACTERS, _MAX_COMPLETION_CHARACTERS = 240, 1500
 _HISTOGRAM_BINS = 12
 
 
@@ -352,8 +352,8 @@ def _samples(rollouts: _Rollouts) -> str:
     rows = [
         [
             str(row["block"]),
-            _shortened(row["prompt"]),
-            _shortened(row["completion"]),
+            _shortened(row["prompt"], _MAX_PROMPT_CHARACTERS),
+            _shortened(row["completion"], _MAX_COMPLETION_CHARACTERS),
             _short(row["reward"]),
             _short(row["advantage"]),
             f"{row['num_tokens']}" + (" (cut)" if row["finish_reason"] == "length" else ""),
@@ -395,7 +395,7 @@ def _grid(title: str, cards: Iterable[str]) -> str:
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(f'<td><div>{html.escape(cell)}</div></td>' for cell in row)}</tr>" for row in rows)
     return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
@@ -412,9 +412,12 @@ def _short(value: Number | None) -> str:
     return "–" if value is None else f"{value:.3g}"
 
 
-def _shortened(text: str) -> str:
-    left_out = len(text) - _MAX_SHOWN_CHARACTERS
-    return text if left_out <= 0 else f"{text[:_MAX_SHOWN_CHARACTERS]} … ({left_out} more characters)"
+def _shortened(text: str, limit: int) -> str:
+    """The beginning and, twice as long, the end of a text of more than ``limit`` characters: prompts ask at the end."""
+    if len(text) <= limit:
+        return text or "(empty)"
+    head = limit // 3
+    return f"{text[:head]} […{len(text) - limit} characters…] {text[head - limit :]}"
 
 
 _BEFORE = """<!doctype html>
@@ -435,7 +438,7 @@ h3 { margin: 0; font-size: 0.98rem; }
 .tile { padding: 0.8rem 1rem; color: var(--soft); }
 .value { color: var(--ink); font-size: 1.55rem; font-weight: 650; letter-spacing: -0.01em; white-space: nowrap; }
 .value small { color: var(--soft); font-size: 1rem; font-weight: 400; }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 0.9rem; }
+.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 440px), 1fr)); gap: 0.9rem; }
 figure { margin: 0; padding: 0.9rem 1rem 0.6rem; }
 figcaption { font-size: 0.85rem; }
 figure img { display: block; width: 100%; margin-top: 0.5rem; }
@@ -444,6 +447,7 @@ table { border-collapse: separate; border-spacing: 0; width: 100%; font-size: 0.
 th { background: #f1f5f9; text-align: left; font-weight: 600; }
 th, td { padding: 0.45rem 0.7rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 tbody tr:last-child td { border-bottom: 0; }
+td div { max-height: 10.5em; overflow-y: auto; }
 td { white-space: pre-wrap; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
 td:not(:nth-child(2)):not(:nth-child(3)) { white-space: nowrap; }
 details { padding: 0.6rem 1rem; }
