@@ -74,4 +74,5 @@ def judge(constraints: Sequence[Constraint], text: str, *, reduction: Reduction 
     except TimeoutError as error:
         return Verdict(score=None, status="timeout", detail=tuple(detail), message=str(error))
     satisfied = sum(passed for _, passed in detail)
-    return Verdict.graded(satisfied == len(detail) if reduction == "all" else satisfied / len(detail), detail)
+    share = satisfied / len(detail)
+    return Verdict.graded(float(share == 1) if reduction == "all" else share, detail)

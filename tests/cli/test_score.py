@@ -1,0 +1,70 @@
+"""``logitless score`` prints rates with intervals, writes what it is asked for, and says what is missing."""
+
+import json
+
+import pytest
+
+from logitless.cli.main import main
+
+IDS = ["punctuation:no_comma", "startend:quotation"]
+
+
+@pytest.fixture
+def files(tmp_path):
+    prompts = [
+        {"key": key, "prompt": f"Say {key}.", "instruction_id_list": IDS, "kwargs": [{}, {}], "answer": '"1"'}
+        for key in (1, 2, 3)
+    ]
+    responses = [
+        {"prompt": "Say 1.", "response": '"1"'},
+        {"prompt": "Say 2.", "response": 'Sure, here:\n"2"'},
+        {"prompt": "Say 9.", "response": "9"},
+    ]
+    for name, rows in (("prompts", prompts), ("responses", responses)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return ["--prompts", str(tmp_path / "prompts.jsonl"), "--responses", str(tmp_path / "responses.jsonl")]
+
+
+def followed(path):
+    return [json.loads(line)["follow_instruction_list"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_suite_is_scored_and_missing_and_skipped_rows_are_no_failure(files, tmp_path, capsys):
+    out, chart = tmp_path / "out.jsonl", tmp_path / "chart.png"
+    arguments = ["score", "--suite", "ifeval", *files, "--json", str(out), "--plot", str(chart), "--workers", "1"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "50.0%" in printed
+    assert "prompt-level strict" in printed
+    assert "instruction-level loose" in printed
+    assert "2 scored" in printed
+    assert "1 missing: no response" in printed
+    assert "1 responses without a prompt skipped" in printed
+    assert followed(out) == [[True, True], [False, False]]
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+def test_loose_rows_on_request(files, tmp_path):
+    out = tmp_path / "out.jsonl"
+    assert main(["score", "--suite", "ifeval", *files, "--json", str(out), "--loose", "--workers", "1"]) == 0
+    assert followed(out) == [[True, True], [True, True]]
+
+
+def test_a_reward_of_the_library_is_scored(files, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    assert main(["score", "--reward", "logitless.rewards.exact:Exact", *files, "--json", str(out)]) == 0
+    assert "0.5" in capsys.readouterr().out
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert rows == [{"prompt": "Say 1.", "score": 1.0}, {"prompt": "Say 2.", "score": 0.0}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--suite", "ifbench"], "line 1, key 1"),
+        (["--reward", "logitless.rewards.exact:Exact", "--loose"], "--suite with --loose"),
+    ],
+)
+def test_bad_input_exits_with_2_and_says_why(files, capsys, arguments, complaint):
+    assert main(["score", *arguments, *files]) == 2
+    assert complaint in capsys.readouterr().err

@@ -1,0 +1,199 @@
+"""Files of prompts and responses are paired, scored in workers, and counted without losing a row."""
+
+import json
+import time
+
+import pytest
+
+from logitless.errors import ConfigurationError, DataError
+from logitless.rewards.evaluation import (
+    Judgement,
+    Pairing,
+    PromptRow,
+    Rate,
+    judge_reward,
+    judge_suite,
+    official_rows,
+    read_pairing,
+    reward_at,
+    save_bar_chart,
+    suite_report,
+    write_rows,
+)
+from logitless.rewards.exact import Exact
+from logitless.rewards.suites import judge_response
+
+IDS = ["punctuation:no_comma", "startend:quotation"]
+
+
+def written(path, *rows):
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def paired(tmp_path, prompts, responses):
+    return read_pairing(written(tmp_path / "p.jsonl", *prompts), written(tmp_path / "r.jsonl", *responses))
+
+
+def asked(prompt, **fields):
+    return {"prompt": prompt, "instruction_id_list": IDS, "kwargs": [{}, {}], **fields}
+
+
+def said(prompt, response="Yes."):
+    return {"prompt": prompt, "response": response}
+
+
+@pytest.mark.parametrize(
+    ("passed", "count", "low", "high"),
+    [(8, 10, 0.4902, 0.9433), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (50, 100, 0.4038, 0.5962)],
+)
+def test_wilsons_interval_has_the_published_numbers(passed, count, low, high):
+    assert Rate(passed, count).interval == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
+
+
+def test_nothing_counted_says_nothing():
+    assert Rate(0, 0).interval == (0.0, 1.0)
+
+
+def test_rows_are_paired_by_prompt_with_spaces_around_it_left_out(tmp_path):
+    pairing = paired(tmp_path, [asked("a "), asked("b"), asked("c")], [said("c", "3"), said("x"), said(" a", "1")])
+    assert [row.prompt for row in pairing.rows] == ["a ", "b", "c"]
+    assert pairing.responses == ["1", None, "3"]
+    assert pairing.num_skipped == 1
+
+
+def test_rows_are_paired_by_key_where_responses_have_no_prompt(tmp_path):
+    prompts = [asked("a", key=7), asked("b", key="8")]
+    pairing = paired(tmp_path, prompts, [{"key": "8", "response": "2"}, {"key": 9, "response": "3"}])
+    assert pairing.responses == [None, "2"]
+    assert pairing.num_skipped == 1
+
+
+def test_a_null_response_is_no_response(tmp_path):
+    assert paired(tmp_path, [asked("a")], [said("a", None)]).responses == [None]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "responses", "complaint"),
+    [
+        ([asked("a"), "\n", asked("a ")], [], "every prompt once in p.jsonl, line 3"),
+        ([asked("a", key=1), asked("b", key=1)], [said("a")], "every key once in p.jsonl, line 2"),
+        ([asked("a")], [said("a"), said("a")], "every prompt once in r.jsonl, line 2"),
+        ([asked("a")], ["{\n"], "a JSON object in r.jsonl, line 1"),
+        ([asked("a")], ["[1]\n"], "a JSON object in r.jsonl, line 1"),
+        ([asked("a")], ['{"prompt": "a", "prompt": "a", "response": "b"}\n'], "field 'prompt' twice"),
+        ([asked("a")], [{"prompt": "a"}], "a field 'response' in r.jsonl, line 1"),
+        ([asked("a")], [said("a", 3)], "a text in field 'response'"),
+        ([{"key": 1}], [{"key": 1, "response": "b"}], "a text in field 'prompt' in p.jsonl, line 1"),
+        ([asked("a")], [{"key": 1, "response": "b"}], "a field 'key' to pair"),
+    ],
+)
+def test_bad_files_are_refused_with_the_line(tmp_path, prompts, responses, complaint):
+    with pytest.raises(DataError) as error:
+        paired(tmp_path, prompts, responses)
+    assert complaint in str(error.value)
+
+
+def test_a_file_that_is_absent_or_no_text_is_refused(tmp_path):
+    prompts = written(tmp_path / "p.jsonl", asked("a"))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for responses in (tmp_path / "absent", tmp_path / "binary"):
+        with pytest.raises(DataError, match="UTF-8"):
+            read_pairing(prompts, responses)
+
+
+@pytest.fixture(scope="module")
+def judged():
+    rows = [
+        ({"instruction_id_list": IDS, "kwargs": [{}, {}], "key": 1}, 'Sure:\n"Yes."'),
+        ({"instruction_id_list": IDS, "kwargs": [{}, {}], "key": 2}, '"Well, no."'),
+        ({"instruction_id_list": IDS[:1], "kwargs": [{}], "key": 3}, None),
+        ({"instruction_id_list": IDS[:1], "kwargs": [{}], "key": 4}, "   "),
+    ]
+    prompts = [PromptRow(line, f"prompt {line}", columns) for line, (columns, _) in enumerate(rows, start=1)]
+    pairing = Pairing(prompts, [response for _, response in rows], num_skipped=0)
+    calls = []
+    return pairing, judge_suite(pairing, "ifeval", workers=1, progress=calls.append), calls
+
+
+def test_workers_give_strict_and_loose_verdicts_in_the_order_of_the_prompts(judged):
+    _, judgements, calls = judged
+    assert judgements == [
+        Judgement("graded", (True, False), (True, True)),
+        Judgement("graded", (False, True), (False, True)),
+        Judgement("missing", message="no response"),
+        Judgement("graded", (False,), (False,)),
+    ]
+    assert calls == [3]
+
+
+def test_the_report_has_all_four_rates_over_what_was_graded(judged):
+    report = suite_report(*judged[:2])
+    assert (report.prompt_strict, report.prompt_loose) == (Rate(0, 3), Rate(1, 3))
+    assert (report.instruction_strict, report.instruction_loose) == (Rate(2, 5), Rate(3, 5))
+    assert report.families["punctuation"] == {"strict": Rate(1, 3), "loose": Rate(1, 3)}
+    assert report.families["startend"] == {"strict": Rate(1, 2), "loose": Rate(2, 2)}
+    assert report.statuses == {"graded": 3, "missing": 1}
+
+
+def test_official_rows_hold_the_scored_prompts_only(judged):
+    rows = list(official_rows(*judged[:2], loose=True))
+    assert [row["prompt"] for row in rows] == ["prompt 1", "prompt 2", "prompt 4"]
+    assert rows[0] == {
+        "prompt": "prompt 1",
+        "instruction_id_list": IDS,
+        "follow_instruction_list": [True, True],
+        "follow_all_instructions": True,
+    }
+    assert next(official_rows(*judged[:2]))["follow_instruction_list"] == [True, False]
+
+
+def test_a_row_that_is_wrong_stops_the_scoring_before_it_starts():
+    row = PromptRow(4, "p", {"instruction_id_list": ["count:numbers"], "kwargs": [{}], "key": "k7"})
+    with pytest.raises(DataError, match=r"line 4, key k7"):
+        judge_suite(Pairing([row], [None], 0), "ifbench")
+
+
+def test_ten_thousand_cheap_prompts_take_less_than_five_seconds_of_one_core():
+    arguments = [{}, {}, {"num_words": 100, "relation": "at least"}, {"num_bullets": 2}]
+    ids = [*IDS, "length_constraints:number_words", "detectable_format:number_bullet_lists"]
+    response = "* one\n* two\n" + "Some words in a row and more of them. " * 40
+    started = time.process_time()
+    for _ in range(1000):
+        judge_response("ifeval_basic", ids, arguments, response)
+    assert time.process_time() - started < 0.5
+
+
+def test_a_reward_judges_the_answered_prompts_with_the_other_fields_as_columns():
+    rows = [
+        PromptRow(1, "2+2=", {"answer": "4"}),
+        PromptRow(2, "2+3=", {"answer": "5"}),
+        PromptRow(3, "1+1=", {"answer": "2"}),
+    ]
+    verdicts = judge_reward(Pairing(rows, ["4", None, "3"], 0), Exact())
+    assert [(verdict.score, verdict.status) for verdict in verdicts] == [
+        (1.0, "graded"),
+        (None, "missing"),
+        (0.0, "graded"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "path", ["logitless.rewards.exact:Nothing", "logitless.nothing:Exact", "logitless.errors:InputError"]
+)
+def test_a_path_that_names_no_reward_is_refused(path):
+    with pytest.raises(ConfigurationError, match="a reward"):
+        reward_at(path)
+
+
+def test_rows_are_written_as_one_json_object_a_line(tmp_path):
+    write_rows(tmp_path / "out.jsonl", [{"prompt": "é\n"}, {"prompt": "b"}])
+    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text("utf-8").splitlines()] == [
+        {"prompt": "é\n"},
+        {"prompt": "b"},
+    ]
+
+
+def test_the_chart_is_an_image(tmp_path):
+    save_bar_chart(tmp_path / "chart.png", {"keywords": Rate(3, 4), "startend": Rate(0, 2)}, "ifeval, strict")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")

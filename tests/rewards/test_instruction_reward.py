@@ -1,0 +1,97 @@
+"""The reward of a suite: a fraction of constraints, with every verdict beside it."""
+
+import importlib
+import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from logitless.errors import ConfigurationError, DataError, UnavailableError
+from logitless.rewards.instruction_reward import InstructionReward
+from logitless.rewards.instructions import IFEVAL, text
+
+IDS = ["punctuation:no_comma", "startend:quotation", "length_constraints:number_words"]
+ARGUMENTS = [{"relation": None}, {}, {"num_words": 2.0, "relation": "less than"}]
+COLUMNS = {"instruction_id_list": [IDS] * 3, "kwargs": [ARGUMENTS] * 3}
+TEXTS = ['"yes"', "no", "well, well, well"]
+
+
+def test_the_score_is_the_fraction_of_constraints_satisfied():
+    verdicts = InstructionReward(name="ifeval_basic").verdicts(["?"] * 3, TEXTS, COLUMNS)
+    assert [verdict.score for verdict in verdicts] == [1.0, pytest.approx(2 / 3), 0.0]
+    assert verdicts[1].detail == tuple(zip(IDS, (True, False, True), strict=True))
+
+
+def test_all_gives_one_only_where_every_constraint_is_satisfied():
+    verdicts = InstructionReward(name="ifeval", reduction="all").verdicts(["?"] * 3, TEXTS, COLUMNS)
+    assert [verdict.score for verdict in verdicts] == [1.0, 0.0, 0.0]
+
+
+def test_it_is_called_in_the_shape_of_trl_with_a_column_named_kwargs():
+    messages = [[{"role": "assistant", "content": said}] for said in TEXTS]
+    scores = InstructionReward()(prompts=["?"] * 3, completions=messages, completion_ids=None, **COLUMNS)
+    assert scores == [1.0, pytest.approx(2 / 3), 0.0]
+
+
+def test_a_repeated_id_has_a_verdict_each_time():
+    columns = {"instruction_id_list": [["keywords:frequency"] * 2], "kwargs": [[_often("a"), _often("b")]]}
+    (verdict,) = InstructionReward().verdicts(["?"], ["a"], columns)
+    assert verdict.detail == (("keywords:frequency", True), ("keywords:frequency", False))
+
+
+def test_without_the_tagger_the_verdict_is_missing_and_not_wrong(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("nltk").data, "path", [])
+    text._tagger.cache_clear()
+    columns = {"instruction_id_list": [["words:vowel", "words:start_verb"]], "kwargs": [[{}, {}]]}
+    (verdict,) = InstructionReward(name="ifbench").verdicts(["?"], ["Run"], columns)
+    assert (verdict.score, verdict.status) == (None, "missing")
+    assert verdict.detail == (("words:vowel", True),)
+    assert text.TAGGER in verdict.message
+
+
+def test_check_names_the_row_that_is_wrong():
+    columns = {"instruction_id_list": [IDS, ["count:number"]], "kwargs": [ARGUMENTS, [{}]]}
+    with pytest.raises(DataError, match="row 1"):
+        InstructionReward(name="ifeval").check(columns)
+
+
+def test_check_asks_for_the_columns():
+    with pytest.raises(ConfigurationError, match="kwargs"):
+        InstructionReward().check({"instruction_id_list": [IDS]})
+
+
+def test_check_asks_for_packages_before_anything_is_scored(monkeypatch):
+    monkeypatch.setitem(sys.modules, "langdetect", None)
+    columns = {"instruction_id_list": [["change_case:english_capital"]], "kwargs": [[{}]]}
+    with pytest.raises(UnavailableError, match="langdetect"):
+        InstructionReward().check(columns)
+
+
+def test_other_columns_may_hold_ids_and_arguments():
+    reward = InstructionReward(ids_column="ids", arguments_column="arguments")
+    assert reward(["?"] * 3, TEXTS, ids=[IDS] * 3, arguments=[ARGUMENTS] * 3)[0] == 1.0
+
+
+def test_verdicts_hang_on_neither_order_nor_thread():
+    rows = [
+        (instruction.id, dict(case.arguments), case.text)
+        for instruction in IFEVAL.values()
+        for case in (instruction.passes, instruction.fails, *(quirk.case for quirk in instruction.quirks))
+        if case.text.strip() and len(case.text) < 1000
+    ]
+    expected = [_verdict(row) for row in rows]
+    order = random.Random(0).sample(range(len(rows)), len(rows))
+    with ThreadPoolExecutor(4) as threads:
+        shuffled = list(threads.map(_verdict, (rows[place] for place in order)))
+    assert shuffled == [expected[place] for place in order]
+
+
+def _often(keyword):
+    return {"keyword": keyword, "frequency": 1, "relation": "at least"}
+
+
+def _verdict(row):
+    instruction_id, arguments, said = row
+    columns = {"instruction_id_list": [[instruction_id]], "kwargs": [[arguments]]}
+    return InstructionReward(name="instructions").verdicts(["?"], [said], columns)[0]
