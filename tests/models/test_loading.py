@@ -6,10 +6,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from logitless.errors import ConfigurationError
+from logitless.errors import ConfigurationError, UnavailableError
 from logitless.models.char_tokenizer import character_tokenizer
-from logitless.models.loading import check_vocabulary, disable_dropout, load_model, load_tokenizer
-from tests.models.tiny import CONFIGS, LLAMA, tiny
+from logitless.models.lm_head import backbone, backbone_hidden
+from logitless.models.loading import check_vocabulary, compile_layers, disable_dropout, load_model, load_tokenizer
+from tests.models.tiny import CONFIGS, LLAMA, packed, tiny
 
 
 @pytest.fixture
@@ -140,3 +141,27 @@ def test_without_dropout_training_and_evaluation_agree(name):
     evaluating = model.eval()(input_ids=ids).logits
     assert torch.equal(training, evaluating)
     assert not torch.equal(with_dropout, training)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_compiled_layers_give_the_same_hidden_states_and_compile_once_for_any_lengths(name):
+    torch._dynamo.reset()
+    plain, compiled = tiny(name).train(), tiny(name).train()
+    assert compile_layers(compiled, backend="eager") == 2
+    assert not hasattr(backbone(compiled), "_orig_mod"), "names of weights stay"
+    graphs = []
+    for lengths in ([5, 9], [4, 4, 7], [3, 8, 1], [20, 2]):
+        inputs = packed(lengths)
+        assert torch.equal(backbone_hidden(compiled, inputs), backbone_hidden(plain, inputs))
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0
+    assert graphs[1] == graphs[2] == graphs[3]
+    torch._dynamo.reset()
+
+
+def test_a_model_without_marked_layers_is_not_compiled():
+    model = tiny("llama")
+    model.model.layers = nn.ModuleList()
+    with pytest.raises(UnavailableError, match="decoder layers to compile"):
+        compile_layers(model)

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import AddedToken, GenerationConfig, PreTrainedTokenizerFast
 
 from logitless.errors import InputError, UnavailableError
 from logitless.models.char_tokenizer import character_tokenizer
+from logitless.models.loading import compile_layers
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.rollout.sampling import SamplingOptions, sampling_logp
 from logitless.rollout.transformers import TransformersSampler
@@ -192,16 +193,36 @@ def test_a_stop_token_ends_a_completion_and_stays_in_its_ids():
 
 
 def test_stop_token_ids_of_the_caller_and_of_the_model_end_it_too():
-    model = speaking(0.0)
+    model, words = speaking(0.0), tokenizer()
+    words.add_tokens([AddedToken(words.convert_ids_to_tokens(i), special=True) for i in (30, 31)])
     model.generation_config.eos_token_id = [2, 30, 31]
     options = SamplingOptions(max_new_tokens=40, stop_token_ids=(32, 33, 34, 35))
-    (group,) = TransformersSampler(model, tokenizer()).sample(prompts(3), 20, options, seed=1)
+    (group,) = TransformersSampler(model, words).sample(prompts(3), 20, options, seed=1)
     ends = {2, 30, 31, 32, 33, 34, 35}
     last = {c.token_ids[-1] for c in group if c.finish_reason == "stop"}
     assert last & {30, 31}
     assert last & set(options.stop_token_ids)
     assert all(not ends & set(c.token_ids[:-1]) for c in group)
     assert all(len(c.text) == c.length - (c.finish_reason == "stop") for c in group)
+
+
+def test_an_end_that_the_config_names_by_default_is_an_ordinary_character_of_another_tokenizer():
+    model = speaking(0.0)
+    model.generation_config.eos_token_id = 30
+    (group,) = TransformersSampler(model, tokenizer()).sample(
+        prompts(3), 20, SamplingOptions(max_new_tokens=40), seed=1
+    )
+    assert any(30 in completion.token_ids[:-1] for completion in group)
+
+
+def test_compiled_layers_are_sampled_without_compiling():
+    model, asked, options = tiny("llama"), prompts(3), SamplingOptions(max_new_tokens=6)
+    plain = TransformersSampler(model, tokenizer()).sample(asked, 3, options, seed=1)
+    compile_layers(model, backend="eager")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert TransformersSampler(model, tokenizer()).sample(asked, 3, options, seed=1) == plain
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
 
 
 def test_a_stop_string_cuts_the_text_before_it_and_the_ids_after_it():

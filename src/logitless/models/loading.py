@@ -12,9 +12,10 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from logitless.errors import ConfigurationError, UnavailableError
-from logitless.models.lm_head import causal_lm, verify_lm_head, verify_packing
+from logitless.models.lm_head import backbone, causal_lm, verify_lm_head, verify_packing
 from logitless.models.packed import PACKED
 
 Attention = Literal["packed", "sdpa", "eager", "flex_attention"]
@@ -169,6 +170,35 @@ def disable_dropout(model: nn.Module) -> int:
                 setattr(owner, name, 0.0)
                 changed += 1
     return changed
+
+
+def compile_layers(model: nn.Module, *, backend: str = "inductor") -> int:
+    """``torch.compile`` each decoder layer in place; returns how many.
+
+    The layers share their code, so this compiles one layer, twice: for the first row's shape and for any shape.
+    Attention over a packed row stays outside, a kernel of its own.
+
+    Args:
+        model: a causal LM, PEFT-wrapped or not.
+        backend: of ``torch.compile``.
+
+    Raises:
+        UnavailableError: the architecture does not mark its layers.
+
+    Example:
+        >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 3,
+        ...           "num_attention_heads": 1, "vocab_size": 11}
+        >>> compile_layers(load_model(config, random_weights=True), backend="eager")
+        3
+    """
+    layers = [module for module in backbone(model).modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise UnavailableError(
+            needed="decoder layers to compile", given=type(causal_lm(model)).__name__, remedy="Switch compile off."
+        )
+    for layer in layers:
+        layer.compile(backend=backend)
+    return len(layers)
 
 
 def _load_config(source: ModelSource, trust_remote_code: bool) -> Any:

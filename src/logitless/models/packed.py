@@ -291,6 +291,7 @@ def _variable_length(
     return out
 
 
+@torch.compiler.disable  # a kernel for lengths that change with every row; compiled code around it calls it as it is
 def _attention_layer(
     module: nn.Module,
     query: Tensor,

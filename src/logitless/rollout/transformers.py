@@ -10,7 +10,7 @@ import hashlib
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +113,13 @@ class TransformersSampler:
         by_length = sorted(range(len(prompts)), key=lambda p: len(prompts[p].token_ids))
         rows = [(p, g) for p in by_length for g in range(num_samples)]
         completions: list[list[Completion]] = [[] for _ in prompts]
-        with torch.no_grad(), _evaluating(self._model), self._autocast(), sdpa_kernel(_DECODING_KERNELS):
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(_evaluating(self._model))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # rows and lengths change with every step
+            stack.enter_context(sdpa_kernel(_DECODING_KERNELS))
+            if self.autocast is not None:
+                stack.enter_context(torch.autocast(next(self._model.parameters()).device.type, self.autocast))
             for start in range(0, len(rows), self.max_rows):
                 part = rows[start : start + self.max_rows]
                 for (p, _), completion in zip(part, self._decode(prompts, part, options, seed), strict=True):
@@ -165,7 +171,7 @@ class TransformersSampler:
             logps[batch.row, step] = logp
             ended = torch.isin(token, ends)
             if options.stop:
-                ended |= self._stop_string_came(tokens[batch.row, : step + 1], batch.ended, options.stop)
+                ended |= self._stop_string_came(tokens, step, batch, options.stop)
             newly_ended = ended & ~batch.ended
             lengths[batch.row[newly_ended]] = step + 1
             batch.ended |= newly_ended
@@ -240,26 +246,30 @@ class TransformersSampler:
         return self._model(**options).logits[:, -1].float()
 
     def _stop_ids(self, options: SamplingOptions) -> list[int]:
-        """Tokens that end a completion: the tokenizer's EOS, the model's, and the caller's."""
+        """Tokens that end a completion: the tokenizer's EOS, the model's, and the caller's.
+
+        The model's count where the tokenizer sets them apart too: a config made by hand names its class's default.
+        """
         configured = getattr(getattr(self._model, "generation_config", None), "eos_token_id", None)
-        if configured is None:
-            configured = []
-        elif isinstance(configured, int):
-            configured = [configured]
-        return sorted({self.tokenizer.eos_token_id, *configured, *options.stop_token_ids})
+        models = {configured} if isinstance(configured, int) else set(configured or ())
+        return sorted(
+            {
+                self.tokenizer.eos_token_id,
+                *(models & self.tokenizer.added_tokens_decoder.keys()),
+                *options.stop_token_ids,
+            }
+        )
 
     def _stop_string_came(
-        self, tokens: Int[Tensor, "R S"], ended: Bool[Tensor, "R"], stop: Sequence[str]
+        self, tokens: Int[Tensor, "A S"], step: int, batch: "_Batch", stop: Sequence[str]
     ) -> Bool[Tensor, "R"]:
-        """Rows whose text now contains a stop string; only the text's end can have brought one."""
+        """Live rows whose text now contains a stop string; only the text's end can have brought one."""
         window = max(len(string.encode()) for string in stop) + 8  # every token has at least a byte; 8 to spare
-        ids = tokens[:, -window:].tolist()
-        live = [row for row, over in enumerate(ended.tolist()) if not over]
-        texts = self.tokenizer.batch_decode([ids[row] for row in live], **_TEXT)
-        came = torch.zeros(len(ids), dtype=torch.bool)
-        for row, text in zip(live, texts, strict=True):
-            came[row] = any(string in text for string in stop)
-        return came.to(tokens.device)
+        live = (~batch.ended).nonzero()[:, 0]
+        ends = tokens[batch.row[live], max(0, step + 1 - window) : step + 1]
+        texts = self.tokenizer.batch_decode(ends.tolist(), **_TEXT)
+        came = torch.tensor([any(string in text for string in stop) for text in texts], device=tokens.device)
+        return torch.zeros_like(batch.ended).index_copy(0, live, came)
 
     def _completions(
         self,
@@ -286,11 +296,6 @@ class TransformersSampler:
                 )
             )
         return completions
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(next(self._model.parameters()).device.type, self.autocast)
 
 
 @dataclass
