@@ -8,6 +8,7 @@ from logitless.rewards.code import Code
 from logitless.rewards.exact import Exact
 from logitless.rewards.format import Format
 from logitless.rewards.gate import MinimumLength, Relevance
+from logitless.rewards.instruction_reward import InstructionReward
 from logitless.rewards.json_schema import JsonSchema
 from logitless.rewards.length import Length
 from logitless.rewards.math import Math
@@ -22,6 +23,7 @@ RewardOptions: TypeAlias = Annotated[
     | Exact
     | Format
     | Function
+    | InstructionReward
     | JsonSchema
     | Length
     | Math
