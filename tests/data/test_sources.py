@@ -64,7 +64,9 @@ def test_a_malformed_line_is_named_by_file_and_number(tmp_path):
         read_rows(FileData(path=path))
 
 
-@pytest.mark.parametrize("line", ["[1]", '"text"', '{"prompt": NaN}', '{"prompt": "a", "prompt": "b"}', "\x00"])
+@pytest.mark.parametrize(
+    "line", ["[1]", '"text"', '{"prompt": NaN}', '{"prompt": "\\ud800"}', '{"prompt": "a", "prompt": "b"}', "\x00"]
+)
 def test_a_line_that_is_not_one_object_is_an_error(tmp_path, line):
     path = write_lines(tmp_path, '{"prompt": "a"}', line)
     with pytest.raises(DataError, match="line 2"):

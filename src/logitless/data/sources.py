@@ -184,6 +184,8 @@ def _jsonl_rows(path: Path) -> list[Row]:
                 if not text:
                     continue
                 values = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+                if "\\u" in text:
+                    json.dumps(values, ensure_ascii=False).encode()  # half a surrogate pair is no text
             except (ValueError, RecursionError) as error:
                 raise DataError(
                     needed="one JSON object in UTF-8 on each line",
