@@ -1,5 +1,7 @@
 """Checks of what an objective is given."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -7,10 +9,11 @@ from logitless.errors import ConfigurationError, InputError
 from logitless.objective.correction import SamplerCorrection
 from logitless.objective.divergence import KLPenalty
 from logitless.objective.entropy import EntropyBonus
-from logitless.objective.filters import TopEntropy
+from logitless.objective.filters import OffPolicy, TopEntropy
 from logitless.objective.inputs import required
 from logitless.objective.ratio import SequenceRatio
 from logitless.objective.surrogate import ClipCov, Dppo, KlCov
+from tests.objective.compositions import CORRECTIONS, PENALTIES, RATIOS, SURROGATES
 
 
 @pytest.mark.parametrize(
@@ -38,3 +41,12 @@ def test_a_missing_tensor_is_named_with_a_remedy(name):
     with pytest.raises(InputError, match=f"needed {name} for every token; given None. .+, or choose an objective"):
         required(None, name)
     assert required(torch.ones(1), name).item() == 1.0
+
+
+@pytest.mark.parametrize(
+    "part", [*RATIOS, *SURROGATES, OffPolicy(0.1), TopEntropy(0.5), *CORRECTIONS[1:], *PENALTIES[1:]]
+)
+def test_a_name_is_given_by_keyword_only_and_is_the_parts_own(part, without_shape_checks):
+    parameter = inspect.signature(type(part)).parameters["name"]
+    assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    assert parameter.default == part.name

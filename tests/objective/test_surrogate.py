@@ -217,6 +217,10 @@ def test_vespo_bounds_each_log_ratio_and_their_sum():
     weight = vespo_weight(column(50, -19), column(1, 1), one_sequence(2), **VESPO)
     assert weight[0].item() == pytest.approx(math.exp(3 + 2 - 3 * math.e))
     assert vespo_weight(column(50, 50), column(1, 1), one_sequence(2), **VESPO).tolist() == [0, 0]
+    # ... unless k is just large enough to hold it: 1e-4 + 2425.9 * 20 - 1e-4 exp(20)
+    knobs = {**VESPO, "k_positive": 2425.9, "lambda_positive": 0.0}
+    weight = vespo_weight(column(50, 50), column(1, 1), one_sequence(2), **knobs)
+    assert weight[0].item() == pytest.approx(math.exp(1e-4 + 48518 - 1e-4 * math.exp(20)), rel=1e-6)
 
 
 def test_vespo_turns_a_weight_that_is_not_finite_into_zero_and_bounds_lambda_below():
@@ -353,6 +357,17 @@ def test_kl_cov_adds_an_absolute_log_ratio_on_the_selected_tokens():
 
 
 # --- configuration ----------------------------------------------------------------------------------------------------
+
+
+def test_defaults_are_the_papers():
+    assert Clip() == Clip(ratio_min=0.8, ratio_max=1.2, ratio_cap=None, dual=None)
+    assert Cispo() == Cispo(ratio_max=5.0, ratio_min=None)
+    assert Sapo() == Sapo(temperature_positive=1.0, temperature_negative=1.05)
+    assert Vespo() == Vespo(k_positive=2.0, lambda_positive=3.0, k_negative=3.0, lambda_negative=2.0)
+    assert Gmpo() == Gmpo(log_ratio_min=-0.4, log_ratio_max=0.4)
+    assert Dppo() == Dppo(divergence="tv", max_low=0.15, max_high=0.15, ratio_cap=20.0)
+    assert ClipCov() == ClipCov(fraction=2e-4, low=1.0, high=5.0, ratio_min=0.8, ratio_max=1.2, scope="block")
+    assert KlCov() == KlCov(fraction=2e-4, coefficient=1.0, scope="block")
 
 
 @pytest.mark.parametrize(
