@@ -77,7 +77,8 @@ def token_scores(
 
     Equals: ``reference.token_scores``.
     Memory: ``memory_budget``, but no less than three tiles of 16 x 512; in the backward ``4 N D`` bytes to sum hidden's
-        gradient, and copies of a block of the weight where its dtype is not the product's.
+        gradient and a scaled copy of hidden if the weight is trained; copies of a block of the weight where its dtype
+        is not the product's.
     Accumulation: float32 or wider, everywhere. Off CUDA, float16 and bfloat16 operands are multiplied in float32.
     Determinism: bitwise repeatable. A NaN stays in its row of scores and hidden gradient; the weight's gradient sums
         over rows and is NaN if a row with a gradient is.
@@ -414,11 +415,11 @@ class _Sums:
     def __init__(self, head: _Head, rows: _Rows, slopes: _Slopes, needed: Sequence[bool], call: _Call) -> None:
         for_hidden, self.for_weight, for_bias, self.for_lora_a, for_lora_b = needed
         self.rows, self.slopes, self.call, self.lora_a = rows, slopes, call, head.lora_a
-        self.hidden, self.factor = rows.hidden.to(call.wide), slopes.factor[:, None]
+        self.factor = slopes.factor[:, None]
         self.unit = slopes.factor.abs().amax() if call.narrow == torch.float16 and len(self.factor) else None
         scale = self.factor if self.unit is None else self.factor / self.unit
-        self.scaled = (self.hidden * scale).to(call.narrow) if self.for_weight else None
-        self.of_hidden = torch.zeros_like(self.hidden) if for_hidden else None
+        self.scaled = (rows.hidden * scale).to(call.narrow) if self.for_weight else None
+        self.of_hidden = torch.zeros_like(rows.hidden, dtype=call.wide) if for_hidden else None
         self.of_bias = None if head.bias is None or not for_bias else torch.zeros_like(head.bias, dtype=call.wide)
         self.of_low = self.of_lora_b = None
         if rows.low is not None and head.lora_b is not None:
@@ -447,7 +448,7 @@ class _Sums:
         call, of_hidden, of_lora_a = self.call, self.of_hidden, None
         if self.of_low is not None and self.lora_a is not None:
             if self.for_lora_a:
-                of_lora_a = call.lora_scale * (self.factor * self.of_low).T @ self.hidden
+                of_lora_a = call.lora_scale * (self.factor * self.of_low).T @ self.rows.hidden.to(call.wide)
             if of_hidden is not None:
                 of_hidden.addmm_(self.of_low, _multiplied(self.lora_a, call), alpha=call.lora_scale)
         if of_hidden is not None:

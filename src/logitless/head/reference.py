@@ -54,7 +54,8 @@ def token_scores(
 ) -> TokenScores:
     """Log-probability of each target and entropy of each distribution, from full logits.
 
-        delta_v = z_v - z_y;   logp = -log(1 + sum_{v != y} exp(delta_v));   entropy = log Z - sum_v p_v log p~_v
+        delta_v = z_v - z_y;   Z = 1 + sum_{v != y} exp(delta_v)
+        logp = -log Z;   entropy = log Z - sum_v exp(delta_v) delta_v / Z
 
     Everything is made of differences to the target's logit, so that neither ``logp`` nor its gradient is lost when
     the target's probability is nearly 1. A row whose hidden state is NaN turns the weight's gradient into NaN, even
