@@ -168,7 +168,7 @@ def add_entropy_gradient(
 
 def move_rows(kept: Tensor, chosen: Compaction, variant: Variant) -> None:
     """Brings live rows to the front, in place, and clears what a step of the weight's product reads beyond them."""
-    programs, width, stride, align = variant.programs * 8, kept.shape[1], kept.stride(0), variant.weight.depth
+    programs, width, stride, align = variant.programs * 8, kept.shape[1], kept.stride(0), 2 * variant.weight.depth
     backward.move_rows[(programs,)](
         kept, chosen.source, chosen.count, width, stride, BLOCK=4096, PROGRAMS=programs, num_warps=4
     )
@@ -290,7 +290,8 @@ def _strips(tile: Tile, width: int) -> list[tuple[int, int, Tile]]:
     narrow = max(16, triton.next_power_of_2(rest))
     if rest == 0 or narrow == tile.columns:
         return [(0, width, tile)]
-    last = (width - rest, rest, replace(tile, columns=narrow))
+    deeper = replace(tile, columns=narrow, depth=2 * tile.depth) if narrow <= 64 else replace(tile, columns=narrow)
+    last = (width - rest, rest, deeper)
     return [last] if rest == width else [(0, width - rest, tile), last]
 
 

@@ -1,6 +1,6 @@
 """Which tiles a GPU, a dtype and a shape get, and why not any; the measurements behind it are in docs/head.md."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ class Variant:
 
 INTERPRETED = Tile(rows=16, columns=16, depth=16, group=2, stages=1, warps=1)
 WIDE = Tile(rows=128, columns=256, depth=64, group=16, stages=3, warps=8)
+"""For Hopper: what fits its shared memory beside the staging of a stored tile."""
+
 PLAIN = Tile(rows=128, columns=128, depth=32, group=8, stages=3, warps=8)
 FLOAT32 = Tile(rows=64, columns=64, depth=32, group=8, stages=2, warps=4)
 
@@ -69,7 +71,9 @@ def variant(hidden: Tensor, weight: Tensor) -> Variant:
     capability = torch.cuda.get_device_capability(hidden.device)
     programs = torch.cuda.get_device_properties(hidden.device).multi_processor_count
     if kept == torch.bfloat16 and capability[0] >= 9 and aligned:
-        return Variant(True, programs, WIDE, WIDE, WIDE, kept, precision)
+        narrow = hidden.shape[1] < 4096
+        hidden_tile, weight_tile = replace(WIDE, group=32 if narrow else 16), replace(WIDE, group=8)
+        return Variant(True, programs, WIDE, hidden_tile, weight_tile, kept, precision)
     if kept == torch.bfloat16:
         return Variant(False, programs * 2, PLAIN, PLAIN, PLAIN, kept, precision)
     score = PLAIN if hidden.dtype == torch.float16 else FLOAT32

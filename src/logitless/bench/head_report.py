@@ -1,0 +1,178 @@
+"""The table and the plots of ``logitless bench head``, made from its JSON files and from nothing else."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from logitless.errors import DataError
+
+Row = dict[str, Any]
+BEGIN = "<!-- bench head: begin (made by `logitless bench head --table`) -->"
+END = "<!-- bench head: end -->"
+NAMES = {
+    "bare": "bare products (cuBLAS)",
+    "logitless-fused": "logitless, fused",
+    "logitless-chunked": "logitless, chunked",
+    "logitless-reference": "logitless, reference",
+    "trl": "TRL",
+    "liger": "Liger",
+    "cce": "cut-cross-entropy",
+}
+PEAK = 790.0
+"""TFLOP/s of a large square bfloat16 product on an H200: the roof of the roofline."""
+
+
+def load(folder: Path) -> list[dict[str, Any]]:
+    """All result files of a folder, narrow heads first.
+
+    Example:
+        >>> load(Path("/nonexistent"))
+        []
+    """
+    documents = [json.loads(path.read_text()) for path in folder.glob("head-*.json")]
+    return sorted(documents, key=lambda d: (d["shape"]["width"], d["shape"]["vocabulary"]))
+
+
+def pick(rows: Sequence[Row], contender: str, **wanted: Any) -> Row | None:
+    """The row of a contender with these values, at live 1 and no budget unless said otherwise.
+
+    Example:
+        >>> row = {"contender": "trl", "live": 1.0, "budget_bytes": None, "trained": "weight", "ms": 2.0}
+        >>> pick([row], "trl", trained="weight")["ms"]
+        2.0
+    """
+    wanted = {"live": 1.0, "budget_bytes": None} | wanted | {"contender": contender}
+    return next((r for r in rows if all(r.get(k) == v for k, v in wanted.items())), None)
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Markdown: one table a shape, every ratio against the bare products of the same run."""
+    if not results:
+        return "No results yet: run `logitless bench head` on a GPU."
+    e = results[0]["environment"]
+    lines = [
+        f"{e['gpu']}, driver {e['driver']}, torch {e['torch']}, triton {e['triton']}, TRL {e['trl']}, "
+        f"Liger {e['liger-kernel']}, cut-cross-entropy {e['cut-cross-entropy']}; bfloat16. Times over the bare "
+        "matrix products of the same run: three with the weight trained, two with it frozen, one for scoring.",
+        "",
+    ]
+    for document in results:
+        lines += [*_shape_table(document), ""]
+    return "\n".join(lines).rstrip()
+
+
+def _shape_table(document: dict[str, Any]) -> list[str]:
+    rows = document["rows"]
+    shape = document["shape"]
+    n = max(r["N"] for r in rows if r["trained"] == "frozen")
+    title = f"**{shape['model'] or 'head'}** (D={shape['width']}, V={shape['vocabulary']}, N={n})"
+    header = "| | forward + backward | half live | a fifth live | frozen | LoRA | scoring | peak GiB | logp error | dX | dW |"
+    lines = [title, "", header, "|---|" + "--:|" * 10]
+    for contender, name in NAMES.items():
+        plain = pick(rows, contender, N=n, trained="weight")
+        if plain is None:
+            continue
+        if contender == "bare":
+            times = [pick(rows, "bare", N=n, trained=t) for t in ("weight", "frozen", "none")]
+            a, b, c = (f"{t['ms']:.1f} ms" if t is not None else "–" for t in times)
+            lines.append(f"| {name} | {a} | | | {b} | | {c} | | | | |")
+            continue
+        cells = [
+            _ratio(plain),
+            _ratio(pick(rows, contender, N=n, trained="weight", live=0.5)),
+            _ratio(pick(rows, contender, N=n, trained="weight", live=0.2)),
+            _ratio(pick(rows, contender, N=n, trained="frozen")),
+            _ratio(pick(rows, contender, N=n, trained="lora")),
+            _ratio(pick(rows, contender, N=n, trained="none")),
+            "–" if plain["peak_bytes"] is None else f"{plain['peak_bytes'] / 2**30:.2f}",
+            *(_error(plain[key]) for key in ("logp_max_error", "dx_rel_error", "dw_rel_error")),
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        zero = pick(rows, contender, N=n, trained="weight", budget_bytes=0)
+        if zero is not None and zero["peak_bytes"] is not None:
+            lines.append(f"| … budget 0 | {_ratio(zero)} | | | | | | {zero['peak_bytes'] / 2**30:.2f} | | | |")
+    return lines
+
+
+def _ratio(row: Row | None) -> str:
+    if row is None:
+        return "–"
+    if row["ratio_to_bare"] is None:
+        return "out of memory" if row["failure"] == "out of memory" else "cannot run"
+    return f"{row['ratio_to_bare']:.2f}x"
+
+
+def _error(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1e}"
+
+
+def update(documents: Sequence[Path], results: Sequence[dict[str, Any]], *, check: bool) -> int:
+    """Rewrites the table between its two marks in each document; with ``check``, 1 if one is out of date.
+
+    Raises:
+        DataError: a document without the marks.
+    """
+    stale = 0
+    for path in documents:
+        text = path.read_text()
+        before, begin, rest = text.partition(BEGIN)
+        _, end, after = rest.partition(END)
+        if not begin or not end:
+            raise DataError(
+                needed=f"the marks {BEGIN!r} and {END!r} in {path}", given="none", remedy="Add them where it should go."
+            )
+        fresh = f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{after}"
+        if fresh != text:
+            stale = 1
+            if check:
+                print(f"{path} is out of date: run `logitless bench head --table {path}`")
+            else:
+                path.write_text(fresh)
+    return stale if check else 0
+
+
+def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Time against N, time and memory against the budget, and a roofline, in one picture."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 4.2), layout="constrained")
+    by_length, by_budget, roofline = figure.subplots(1, 3)
+    memory = by_budget.twinx()
+    for color, document in zip(("C0", "C1", "C2", "C3"), results, strict=False):
+        rows, shape = document["rows"], document["shape"]
+        label = f"D={shape['width']}"
+        plain = [r for r in rows if (r["trained"], r["live"], r["budget_bytes"]) == ("weight", 1.0, None) and r["ms"]]
+        for contender, style in (("logitless-fused", "-"), ("trl", "--"), ("bare", ":")):
+            mine = sorted((r["N"], r["ms"]) for r in plain if r["contender"] == contender)
+            if mine:
+                by_length.loglog(*zip(*mine, strict=True), style, color=color, marker=".", label=f"{label} {contender}")
+        budget = sorted(
+            (r["budget_bytes"] / 2**30, r["ratio_to_bare"], (r["peak_bytes"] or 0) / 2**30)
+            for r in rows
+            if r["budget_bytes"] is not None and r["ratio_to_bare"] is not None
+        )
+        if budget:
+            x, ratio, peak = zip(*budget, strict=True)
+            by_budget.plot(x, ratio, color=color, marker=".", label=label)
+            memory.plot(x, peak, "--", color=color, marker="x")
+        for contender, marker in (("bare", "o"), ("logitless-fused", "s"), ("trl", "^")):
+            flops = [(r["N"], 6e-9 * r["N"] * shape["width"] * shape["vocabulary"] / r["ms"], r) for r in plain]
+            points = [(n, rate) for n, rate, r in flops if r["contender"] == contender]
+            if points:
+                n, rate = zip(*sorted(points), strict=True)
+                roofline.semilogx(n, rate, marker, color=color, label=f"{label} {contender}", markersize=4)
+    by_length.set(xlabel="rows N", ylabel="forward + backward, ms", title="time against N")
+    by_budget.set(
+        xlabel="budget, GiB", ylabel="time over three bare products (solid)", title="time and memory by budget"
+    )
+    memory.set_ylabel("peak beyond inputs and gradients, GiB (dashed)")
+    roofline.axhline(PEAK, color="black", linewidth=0.8)
+    roofline.set(
+        xlabel="rows N", ylabel="TFLOP/s of the three products", title="roofline (compute bound at every N here)"
+    )
+    for axes in (by_length, by_budget, roofline):
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=6)
+    figure.savefig(path, dpi=110)
