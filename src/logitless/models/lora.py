@@ -141,7 +141,15 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
         InputError: the model has none.
         CheckpointError: the folder cannot be written.
 
-    Example: see ``load_adapters``.
+    Example:
+        >>> import tempfile
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...                      vocab_size=11)
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> save_adapters(add_lora(LlamaForCausalLM(config), LoraOptions(rank=2, targets=("q_proj",))), folder)
+        >>> (folder / "adapter_model.safetensors").is_file()
+        True
     """
     _check_peft(model)
     try:

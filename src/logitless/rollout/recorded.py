@@ -95,7 +95,13 @@ def read_completions(path: str | Path) -> list[Completion]:
     Raises:
         DataError: no such file, another kind of file, or a malformed row, with its number.
 
-    Example: see ``write_completions``.
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "completions.jsonl"
+        >>> row = '{"prompt_id": "7", "token_ids": [4, 2], "text": "4", "finish_reason": "stop"}'
+        >>> _ = path.write_text(row)
+        >>> read_completions(path)[0].token_ids
+        (4, 2)
     """
     path = Path(path)
     rows = _rows(path)
