@@ -3,10 +3,13 @@
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 import threading
 import time
+
+KEPT = []
 
 
 def behave(name):
@@ -59,6 +62,35 @@ def leave_a_daemon():
         time.sleep(1000)
     os.waitpid(child, 0)
     return 1
+
+
+def fork_and_return():
+    os.fork()
+    return 1
+
+
+def lower_its_limits():
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))
+    return 1
+
+
+def keep_what_it_took():
+    KEPT.append(bytearray(60 << 20))
+    return 1
+
+
+def flood_every_descriptor():
+    while True:
+        for descriptor in range(3, 16):
+            with contextlib.suppress(OSError):
+                os.write(descriptor, b"x" * 65536)
+
+
+def flood_with_empty_lines():
+    while True:
+        for descriptor in range(3, 16):
+            with contextlib.suppress(OSError):
+                os.write(descriptor, b"\n" * 100)
 
 
 def leave_a_daemon_and_exit():

@@ -73,6 +73,10 @@ def behaved(pool, name):
         ("leave_a_busy_thread", "done"),
         ("leave_a_deadly_thread", "done"),
         ("leave_an_alarm", "done"),
+        ("fork_and_return", "done"),
+        ("lower_its_limits", "done"),
+        ("flood_every_descriptor", "crashed"),
+        ("flood_with_empty_lines", "crashed"),
     ],
 )
 def test_a_hostile_item_costs_itself_and_leaves_nothing_running(pool, mark, name, status):
@@ -177,6 +181,26 @@ def test_a_module_whose_import_hangs_or_exits_is_refused_and_the_pool_goes_on(tm
         with pytest.raises(ConfigurationError, match="bad_import"):
             pool.load("bad_import:f")
         assert pool.run("math:sqrt", [(9.0,)])[0].value == 3.0
+
+
+def test_a_worker_that_keeps_memory_is_replaced_before_the_limit_is_lost(pool):
+    outcomes = pool.run(BEHAVE, [("keep_what_it_took",)] * 30, memory_bytes=MEMORY)
+    assert {outcome.status for outcome in outcomes} == {"done"}
+    largest = max(
+        int(Path(f"/proc/{worker.pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        for worker in pool._workers
+    )
+    fresh = pool.run("logitless.rewards.worker:_mapped_bytes", [()])[0].value
+    assert largest < fresh + MEMORY + (100 << 20)
+
+
+def test_a_pool_whose_supervisor_was_killed_between_runs_starts_another(mark):
+    with WorkerPool(workers=1) as pool:
+        pool.run("math:sqrt", [(4.0,)])
+        for pid in marked_processes(mark) - {worker.pid for worker in pool._workers}:
+            if f"{os.getpid()}" == Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]:
+                os.kill(pid, signal.SIGKILL)
+        assert pool.run("math:exp", [(0.0,)])[0].value == 1.0
 
 
 def test_no_items_start_no_process(mark):

@@ -37,6 +37,7 @@ QUEUED_PER_WORKER = 8
 QUICK_SECONDS = 0.01
 PATIENCE_SECONDS = 0.1
 STOP_SECONDS = 2.0
+MAX_LINE_BYTES = 2 * worker_script.MAX_RESULT_CHARACTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +248,8 @@ class WorkerPool:
                 given=f"one of process {self._processes.owner}",
                 remedy="Make pools after forking.",
             )
+        if self._processes.supervisor is not None and self._processes.supervisor.has_ended():
+            self._processes.end()
         for path in paths:
             if path in self._loaded:
                 continue
@@ -258,10 +261,10 @@ class WorkerPool:
                     remedy="Correct the path; start Python where the module can be found, or set PYTHONPATH.",
                 )
             self._loaded.append(path)
-            for worker in self._workers:
+            while self._workers:
+                worker = self._workers.pop()
                 worker.close()
                 self._started().end(worker.pid)
-            self._workers.clear()
 
     def _import(self, path: str) -> str:
         """Have the supervisor import a path; why it cannot, or nothing."""
@@ -354,20 +357,22 @@ class _Worker:
         """Take in results; ``spent``: the worker asks to be replaced; ``ended``: its process is no more."""
         ended = bool(select.select([self.pidfd], [], [], 0)[0])
         try:
-            while data := self.channel.recv(1 << 16):
+            while len(self.incoming) < MAX_LINE_BYTES:
+                data = self.channel.recv(1 << 16)
+                if not data:
+                    ended = True
+                    break
                 self.incoming += data
-            ended = True
         except BlockingIOError:
             pass
         except OSError:
             ended = True
-        *lines, rest = self.incoming.split(b"\n")
-        self.incoming = rest
+        *lines, self.incoming = self.incoming.split(b"\n")
         for line in lines:
             now = time.monotonic()
             self.quick = self.ready and now < self.since + QUICK_SECONDS
             self.since = now
-            if not line:
+            if not line and not self.ready:
                 self.ready = True
                 continue
             try:
@@ -378,7 +383,7 @@ class _Worker:
                 return "ended"
             if self.spent or not reusable:
                 return "spent"
-        return "ended" if ended else "working"
+        return "ended" if ended or len(self.incoming) >= MAX_LINE_BYTES else "working"
 
     def close(self) -> None:
         """Let go of the process."""
@@ -442,6 +447,10 @@ class _Supervisor:
     def end(self, pid: int) -> str:
         """Kill a worker with all it started, and say how its process ended."""
         return self._reply({"kind": "end", "pid": pid})["ended"]
+
+    def has_ended(self) -> bool:
+        """Whether it was killed from outside since the last request."""
+        return self._process.poll() is not None
 
     def stop(self, ours: bool) -> None:
         """Close the control socket, at which the process kills its workers and ends; wait for it if it is ours."""
