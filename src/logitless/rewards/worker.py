@@ -106,22 +106,24 @@ def _fork_worker(descriptor: int, control: socket.socket) -> int:
 def _work(channel: socket.socket) -> None:
     """Run one item after the other, a line of JSON each, until the pool closes its end or an item left a trace."""
     functions: dict[str, Callable[..., Any]] = {}
-    worker, threads, mapped = os.getpid(), threading.active_count(), _mapped_bytes()
+    worker, threads = os.getpid(), threading.active_count()
+    mapped = mapped_at_first = _mapped_bytes()
     unlimited = resource.getrlimit(resource.RLIMIT_AS)
     with channel.makefile("rb") as incoming:
         channel.sendall(b"\n")
         while frame := _frame(incoming):
             path, memory_bytes, arguments = pickle.loads(frame)
-            status, text = _run(functions, path, memory_bytes, arguments)
+            status, text = _run(functions, path, mapped + memory_bytes, arguments)
             if os.getpid() != worker:
                 return  # a child that the item forked came back from it
             signal.setitimer(signal.ITIMER_REAL, 0)
             if _has_live_children():
                 status, text = "orphans", json.dumps("it left processes running")
+            mapped = _mapped_bytes()
             reusable = (
                 status not in ("memory", "orphans")
                 and threading.active_count() <= threads
-                and _mapped_bytes() <= mapped + memory_bytes
+                and mapped <= mapped_at_first + memory_bytes
                 and resource.getrlimit(resource.RLIMIT_AS) == unlimited
             )
             channel.sendall(f'["{status}",{text},{"true" if reusable else "false"}]\n'.encode())
@@ -134,14 +136,14 @@ def _frame(incoming: BinaryIO) -> bytes:
     return incoming.read(FRAME_HEADER.unpack(header)[0]) if header else b""
 
 
-def _run(functions: dict[str, Callable[..., Any]], path: str, memory_bytes: int, arguments: bytes) -> tuple[str, str]:
+def _run(functions: dict[str, Callable[..., Any]], path: str, mapped_limit: int, arguments: bytes) -> tuple[str, str]:
     """Status and, as JSON, the value or the reason of one item."""
     unlimited = resource.getrlimit(resource.RLIMIT_AS)
     try:
         try:
             if path not in functions:
                 functions[path] = resolve(path)
-            resource.setrlimit(resource.RLIMIT_AS, (_mapped_bytes() + memory_bytes, unlimited[1]))
+            resource.setrlimit(resource.RLIMIT_AS, (mapped_limit, unlimited[1]))
             text = json.dumps(functions[path](*pickle.loads(arguments)), allow_nan=False)
         finally:
             with contextlib.suppress(ValueError):
