@@ -35,12 +35,18 @@ def score_of(value: Any) -> Answer:
     if value is None:
         return {"missing": "the function returned None"}
     try:
-        score = float(value)
-    except (TypeError, ValueError):
-        return {"error": f"a number or None expected, {type(value).__name__} returned"}
-    if not abs(score) <= MAX_SCORE:
+        score = math.nan if isinstance(value, str | bytes) else float(value)
+    except Exception:
+        score = math.nan
+    if math.isnan(score):
+        return {"error": f"a number or None expected, {_shown(value)} returned"}
+    if abs(score) > MAX_SCORE:
         return {"error": f"a number within ±{MAX_SCORE:g} expected, {score} returned"}
     return {"score": score}
+
+
+def _shown(value: Any) -> str:
+    return "nan" if isinstance(value, float) else type(value).__name__
 
 
 def accepted_columns(function: Any, names: Sequence[str]) -> list[str]:

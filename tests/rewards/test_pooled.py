@@ -1,0 +1,57 @@
+import importlib.util
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from logitless.errors import UnavailableError
+from logitless.rewards.json_schema import JsonSchema
+from logitless.rewards.math import Math
+from logitless.rewards.pool import Outcome
+from logitless.rewards.pooled import verdict_of
+from logitless.rewards.reasoning_gym import ReasoningGym
+from logitless.rewards.tasks import score_of
+
+
+@pytest.mark.parametrize("status", ["raised", "crashed", "memory", "orphans"])
+def test_an_item_without_an_answer_is_an_error_with_its_reason(status):
+    verdict = verdict_of(Outcome(status, message="why"))
+    assert (verdict.status, verdict.score, verdict.message) == ("error", None, f"{status}: why")
+
+
+def test_timeouts_missing_answers_and_details_keep_their_meaning():
+    assert verdict_of(Outcome("timeout", message="over 2 s")).status == "timeout"
+    assert verdict_of(Outcome("done", {"missing": "no gold"})).status == "missing"
+    assert verdict_of(Outcome("done", {"error": "nonsense"})).status == "error"
+    assert verdict_of(Outcome("done", {"score": 1, "detail": [["a", True], ["a", False]]})).detail == (
+        ("a", True),
+        ("a", False),
+    )
+
+
+@pytest.mark.parametrize("value", [1, 1.0, True, Fraction(1), np.float32(1), np.int64(1), torch.tensor(1.0)])
+def test_numbers_of_any_kind_are_scores(value):
+    assert score_of(value) == {"score": 1.0}
+
+
+@pytest.mark.parametrize("value", ["1", b"1", [1.0], 1j, {}, 10**400, float("nan"), np.nan, object(), torch.ones(2)])
+def test_what_is_no_number_is_an_error(value):
+    assert list(score_of(value)) == ["error"]
+
+
+@pytest.mark.parametrize(
+    ("reward", "columns"),
+    [
+        (Math(), {"answer": ["4"]}),
+        (JsonSchema(schema={}), {}),
+        (ReasoningGym(task="chain_sum"), {"entry": [{"answer": "4", "metadata": {}}]}),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_an_absent_package_is_named_with_the_command_that_installs_it(reward, columns, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnavailableError, match=r"pip install 'logitless\[rewards\]'"):
+        reward.check(columns)
+    with pytest.raises(UnavailableError, match=r"pip install 'logitless\[rewards\]'"):
+        reward.verdicts(["p"], ["4"], columns)
