@@ -1,4 +1,7 @@
-"""The 58 instructions of IFBench (Pyatkin et al. 2025, arXiv:2507.02833) and their repairs."""
+"""The 58 instructions of IFBench (Pyatkin et al. 2025, arXiv:2507.02833) and their repairs.
+
+The table at the end says of every check what it does, and shows it by examples that are tests.
+"""
 
 import csv
 import io

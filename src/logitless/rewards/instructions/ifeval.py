@@ -1,4 +1,7 @@
-"""The 25 instructions of IFEval (Zhou et al. 2023, arXiv:2311.07911) and their repairs."""
+"""The 25 instructions of IFEval (Zhou et al. 2023, arXiv:2311.07911) and their repairs.
+
+The table at the end says of every check what it does, and shows it by examples that are tests.
+"""
 
 import json
 import re

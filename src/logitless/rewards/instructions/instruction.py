@@ -5,7 +5,7 @@ shows it. Where check and text of an instruction disagree, ``<id>@fixed`` stands
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from logitless.errors import DataError
@@ -125,8 +125,8 @@ class Instruction:
     check: Check
     arguments: tuple[Argument, ...] = ()
     needs: tuple[Need, ...] = ()
-    passes: Case = Case("", {})
-    fails: Case = Case("", {})
+    passes: Case = field(kw_only=True)
+    fails: Case = field(kw_only=True)
     quirks: tuple[Quirk, ...] = ()
     hostile: str = "a "
     one_token: str | None = None
@@ -201,7 +201,7 @@ def table(*instructions: Instruction) -> dict[str, Instruction]:
     """The instructions by id, each repaired one behind its official one.
 
     Example:
-        >>> no_x = Instruction("letters:no_x", "No x.", lambda text: "x" not in text)
+        >>> no_x = Instruction("letters:no_x", "No x.", lambda text: "x" not in text, passes=case("y"), fails=case("x"))
         >>> list(table(no_x))
         ['letters:no_x']
     """
