@@ -191,6 +191,16 @@ def test_a_second_derivative_is_refused():
         torch.autograd.grad(logp.sum(), given.hidden, create_graph=True)
 
 
+def test_a_target_masked_by_minus_infinity_is_impossible_and_leaves_the_entropy():
+    given = problem(Case(1, 12, 4, bias=True))
+    with torch.no_grad():
+        given.head.bias[given.target] = float("-inf")
+    scores = token_scores(given.hidden, given.head, given.target, backend="chunked")
+    p = torch.softmax(given.hidden @ given.head.weight.T + given.head.bias, 1)
+    assert scores.logp.item() == float("-inf")
+    assert scores.entropy.item() == pytest.approx(torch.special.entr(p).sum().item(), rel=1e-12)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_float16_keeps_gradients_of_small_weights(device):
     # A token weight of 1e-6 puts every gradient of the logits below float16's smallest number.

@@ -59,7 +59,7 @@ def token_scores(
 
     Everything is made of differences to the target's logit, so that neither ``logp`` nor its gradient is lost when
     the target's probability is nearly 1. A row whose hidden state is NaN turns the weight's gradient into NaN, even
-    when the row's own gradient is zero.
+    when the row's own gradient is zero; and the backward, being autograd's own, belongs outside of autocast.
 
     Raises:
         UnavailableError: a memory budget is given.
