@@ -119,6 +119,29 @@ def test_any_text_gets_the_same_verdict_twice_and_raises_nothing(instruction, ta
     assert instruction.check(text, **arguments) is first
 
 
+PATTERNS = st.lists(st.sampled_from([*"()ab+*?{}2,\\|^$. "]), min_size=1, max_size=8).map("".join).filter(str.strip)
+
+
+@settings(max_examples=200, deadline=None, database=None, derandomize=True)
+@given(pattern=PATTERNS, text=st.text("ab2 \n(", max_size=10))
+def test_no_argument_that_is_taken_for_a_pattern_makes_a_check_raise(pattern, text):
+    often = {"frequency": 1, "relation": "less than"}
+    for name, arguments in {
+        "keywords:existence": {"keywords": [pattern]},
+        "keywords:frequency": {"keyword": pattern, **often},
+        "keywords:forbidden_words": {"forbidden_words": [pattern]},
+        "detectable_content:postscript": {"postscript_marker": pattern},
+        "detectable_format:multiple_sections": {"section_spliter": pattern, "num_sections": 1},
+        "keywords:word_once": {"keyword": pattern},
+        "keywords:word_count_different_numbers": {"keyword": pattern, **often},
+        "count:count_increment_word": {"keyword1": pattern, "keyword2": "a"},
+        "copy:repeat_phrase": {"phrase": f"{pattern} b {pattern}", "small_n": 1},
+        "format:options": {"options": pattern},
+    }.items():
+        for instruction in filter(None, (INSTRUCTIONS[name], INSTRUCTIONS.get(f"{name}@fixed"))):
+            assert isinstance(verdict(instruction, Case(text, arguments)), bool)
+
+
 @by_id(INSTRUCTIONS.values())
 def test_a_blank_text_follows_nothing(instruction):
     assert not instruction.follows(" \n", instruction.read_arguments(instruction.passes.arguments, row="test"))

@@ -339,7 +339,7 @@ def closes_paragraphs_as_opened(text: str) -> bool:
 
 def closes_paragraphs_with_first_word(text: str) -> bool:
     paragraphs = [[bare(word) for word in line.lower().split()] for line in text.split("\n") if bare(line.strip())]
-    return all(len(found) > 1 and found[0] == found[-1] for found in paragraphs)
+    return bool(paragraphs) and all(len(found) > 1 and found[0] == found[-1] for found in paragraphs)
 
 
 def increments_words(text: str, small_n: int) -> bool:
@@ -541,8 +541,9 @@ def counts_whole_keywords(text: str, **keywords: str) -> bool:
 
 
 def has_keyword_at(text: str, keyword: str, n: int, m: int) -> bool:
-    found = sentences(text)[n - 1 : n]
-    return bool(found) and _lower(words_without_signs(found[0])[m - 1 : m]) == [keyword.strip().lower()]
+    nth = sentences(text)[n - 1 : n]
+    mth = words_without_signs(nth[0])[m - 1 : m] if nth else []
+    return bool(mth) and mth[0].lower() == keyword.strip().lower()
 
 
 def has_keyword_second_and_second_last(text: str, keyword: str) -> bool:
@@ -720,10 +721,6 @@ def _is_napoleonic(date: str) -> bool:
     year, month, day = map(int, found.groups())
     longest = 29 if month == 2 else 30 if month in (4, 6, 9, 11) else 31 if month else 99
     return 1769 <= year <= 1821 and month <= 12 and day <= longest
-
-
-def _lower(found: Iterable[str]) -> list[str]:
-    return [word.lower() for word in found]
 
 
 _N = integer("N")
