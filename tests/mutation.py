@@ -253,7 +253,7 @@ def import_changed(mutant: Mutant) -> None:
     path = str(mutant.file)
     loader.get_data = lambda self, name: mutant.source() if name == path else read(self, name)
     loader.path_stats = lambda self, name: {"mtime": 0, "size": -1} if name == path else stats(self, name)
-    sys.dont_write_bytecode = True
+    loader.set_data = lambda *_args, **_options: None
 
 
 # --- how the tests are run ------------------------------------------------------------------------------------------
@@ -315,12 +315,12 @@ class Runner:
         return SURVIVED if self.first_failure is None else KILLED
 
 
-def run_pytest(against: Callable[[Runner], None]) -> Runner:
-    """Collect the tests and hand them over."""
+def run_pytest(against: Callable[[Runner], None], paths: Sequence[Path] = (TESTS, SOURCES)) -> Runner:
+    """Collect tests and hand them over."""
     runner = Runner(against)
     chosen = "not slow and not gpu and not multi_gpu"
     hushed = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"  # of the imports above
-    pytest.main([str(TESTS), str(SOURCES), "-p", "no:terminal", "-m", chosen, "-W", hushed], plugins=[runner])
+    pytest.main([*map(str, paths), "-p", "no:terminal", "-m", chosen, "-W", hushed], plugins=[runner])
     return runner
 
 
@@ -348,7 +348,7 @@ def statuses_in_memory(mutants: Sequence[Mutant]) -> tuple[dict[Mutant, int], di
 
 
 def status_after_import(mutant: Mutant, seconds: dict[str, float]) -> int:
-    """Run the tests on a package that is imported with the change in it."""
+    """Run the tests on a package that is imported with the change in it; those named after the file first."""
     import_changed(mutant)
     status = KILLED
 
@@ -356,7 +356,12 @@ def status_after_import(mutant: Mutant, seconds: dict[str, float]) -> int:
         nonlocal status
         status = runner.run(mutant.file, seconds)
 
-    run_pytest(against)
+    mirror = TESTS / f"test_{mutant.file.name}"
+    if mirror.exists():
+        run_pytest(against, [mirror])
+    if status == SURVIVED or not mirror.exists():
+        status = KILLED
+        run_pytest(against)
     return status
 
 
