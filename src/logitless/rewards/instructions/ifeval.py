@@ -36,7 +36,7 @@ def matches(count: int, relation: str, bound: int) -> bool:
         >>> matches(3, "less than", 3), matches(3, "at least", 3)
         (False, True)
     """
-    return count < bound if relation == "less than" else count >= bound
+    return {"less than": count < bound, "at least": count >= bound}[relation]
 
 
 def compiled(pattern: str, flags: int = 0) -> re.Pattern[str] | None:
