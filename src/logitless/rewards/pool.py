@@ -248,8 +248,6 @@ class WorkerPool:
                 given=f"one of process {self._processes.owner}",
                 remedy="Make pools after forking.",
             )
-        if self._processes.supervisor is not None and self._processes.supervisor.has_ended():
-            self._processes.end()
         for path in paths:
             if path in self._loaded:
                 continue
@@ -268,10 +266,13 @@ class WorkerPool:
 
     def _import(self, path: str) -> str:
         """Have the supervisor import a path; why it cannot, or nothing."""
+        started_before = self._processes.supervisor is not None
         try:
             return self._started().load(path)
         except _SupervisorLostError:
             self._processes.end()
+            if started_before:  # it may have been killed from outside since the last request
+                return self._import(path)
             return f"importing it ends the process or takes over {self._start_seconds:g} s"
 
     def _started(self) -> "_Supervisor":
@@ -447,10 +448,6 @@ class _Supervisor:
     def end(self, pid: int) -> str:
         """Kill a worker with all it started, and say how its process ended."""
         return self._reply({"kind": "end", "pid": pid})["ended"]
-
-    def has_ended(self) -> bool:
-        """Whether it was killed from outside since the last request."""
-        return self._process.poll() is not None
 
     def stop(self, ours: bool) -> None:
         """Close the control socket, at which the process kills its workers and ends; wait for it if it is ours."""
