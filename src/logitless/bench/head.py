@@ -220,20 +220,20 @@ def _attempt(case: Case, problem: Problem, measurement: Measurement, *, timed: b
             _release(problem.device)
 
 
-def _runner(case: Case, problem: Problem) -> Callable[[], None]:
+def _runner(case: Case, problem: Problem) -> Callable[[], object]:
     if case.contender == "bare":
         return bare(problem, case.trained)
     contender = CONTENDERS[case.contender]
     return lambda: contender.run(problem, case.trained, case.budget_bytes)
 
 
-def _milliseconds(runner: Callable[[], None], device: str) -> float:
+def _milliseconds(runner: Callable[[], object], device: str) -> float:
     if device != "cuda":
         start = time.perf_counter()
         runner()
         return (time.perf_counter() - start) * 1000
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(4_000_000)  # about 2 ms in which the host gets ahead
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(4_000_000)  # type: ignore[no-untyped-call]  # 2 ms in which the host gets ahead
     begin.record()
     runner()
     end.record()
@@ -241,7 +241,7 @@ def _milliseconds(runner: Callable[[], None], device: str) -> float:
     return begin.elapsed_time(end)
 
 
-def _peak(runner: Callable[[], None], problem: Problem) -> int | None:
+def _peak(runner: Callable[[], object], problem: Problem) -> int | None:
     """Bytes at the peak beyond inputs and returned gradients; also compiles and warms up."""
     runner()
     if problem.device != "cuda":

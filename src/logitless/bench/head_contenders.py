@@ -97,7 +97,7 @@ class Contender:
         with torch.set_grad_enabled(trained != "none"):
             result = self.scores(hidden, head, problem, budget)
         if trained != "none":
-            result.backward(None if self.gives_loss else problem.upstream.to(result.dtype))
+            torch.autograd.backward([result], [None if self.gives_loss else problem.upstream.to(result.dtype)])
         return None if self.gives_loss else result.detach()
 
 

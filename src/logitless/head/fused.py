@@ -95,6 +95,7 @@ def default_budget(device: torch.device) -> int:
     return max(0, total - torch.cuda.memory_allocated(device)) // SHARE
 
 
+@torch.compiler.disable
 def token_scores(
     hidden: Float[Tensor, "N D"],
     head: LMHead,
@@ -221,9 +222,8 @@ class _TokenScores(torch.autograd.Function):
             if live is not None and 0 < plan.kept_rows < len(hidden):
                 order = torch.sort(live, descending=True, stable=True).indices
                 rows = rows[order]
-            target, temperature, anchor = (
-                x if x is None or order is None else x[order] for x in (target, temperature, anchor)
-            )
+                target = target[order]
+                temperature, anchor = (None if x is None else x[order] for x in (temperature, anchor))
             state, kept = passes.scored(
                 operands,
                 head,

@@ -78,7 +78,7 @@ def add_entropy_gradient(
 
 @triton.jit(do_not_specialize=["N", "first"])
 def logit_gradient_product(
-    x, w, low_x, low_w, bias, out, count, multiplier, inner, log_normaliser, target, grad_logp, grad_target,
+    x, w, low_x, low_w, bias, out, count, multiplier, inner, gain, log_normaliser, target, grad_logp, grad_target,
     grad_entropy, entropy, first, V, D, N, out_stride,
     SOFTCAP: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -100,10 +100,13 @@ def logit_gradient_product(
         )
         slope = 1.0
         if SOFTCAP:
-            capped = tanh(z * inner)
+            capped = tanh(z * (inner * gain))
             slope = 1.0 - capped * capped
             z = capped
-        log_p = z * tl.load(multiplier + row, mask=row_ok, other=0.0)[:, None]
+        scale = tl.load(multiplier + row, mask=row_ok, other=0.0)
+        if not SOFTCAP:
+            scale *= gain
+        log_p = z * scale[:, None]
         log_p -= tl.load(log_normaliser + row, mask=row_ok, other=0.0)[:, None]
         p = tl.exp2(log_p)
         weight = tl.load(grad_logp + row, mask=row_ok, other=0.0)[:, None]

@@ -114,7 +114,7 @@ def target_logits(
 
 @triton.jit(do_not_specialize=["N", "kept_rows"])
 def anchored_exp_product(
-    x, w, low_x, low_w, bias, kept, row_list, count, multiplier, inner, anchor, target, part_s, part_t,
+    x, w, low_x, low_w, bias, kept, row_list, count, multiplier, inner, gain, anchor, target, part_s, part_t,
     N, V, D, kept_rows, kept_stride,
     SOFTCAP: tl.constexpr, MAXIMUM: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -136,10 +136,12 @@ def anchored_exp_product(
         cols = n * BN + tl.arange(0, BN)
         z = row_by_column(x, w, low_x, low_w, bias, row, row_ok, m * BM, n * BN, V, D, BM, BN, BK, BR, TMA, PRECISION)
         if SOFTCAP:
-            capped = tanh(z * inner)
+            capped = tanh(z * (inner * gain))
             slope = 1.0 - capped * capped
             z = capped
         scale = tl.load(multiplier + row, mask=row_ok, other=0.0)
+        if not SOFTCAP:
+            scale *= gain
         part = n.to(tl.int64) * N + slot
         if MAXIMUM:
             z = tl.where((cols < V)[None, :], z * scale[:, None], -float("inf"))

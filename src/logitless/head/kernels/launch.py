@@ -35,6 +35,11 @@ class Operands:
     variant: Variant
 
     @property
+    def gain(self) -> float:
+        """What undoes the mean error of the products: matrix units that truncate make every sum a little small."""
+        return 1 + self.variant.truncation * self.weight.shape[1]
+
+    @property
     def slope(self) -> float:
         """What turns ``multiplier`` into d logit / d product, in nats and but for the slope of tanh."""
         return self.inner * math.log(2)
@@ -53,7 +58,7 @@ class Compaction(NamedTuple):
     """Which row each slot takes, and how many slots are taken (a device scalar)."""
 
     source: Tensor
-    count: Tensor
+    taken: Tensor
 
 
 def compaction(live: Tensor) -> Compaction:
@@ -64,14 +69,14 @@ def compaction(live: Tensor) -> Compaction:
     # Slot j is the (j + 1 - passed[j])-th hole, and takes as many live rows after those before ``count``.
     inside = passed[(count - 1).clamp(min=0)]
     beyond = torch.searchsorted(passed, inside + position - passed, out_int32=True)
-    return Compaction(source=torch.where(live, position - 1, beyond.clamp(max=len(live) - 1)), count=count)
+    return Compaction(source=torch.where(live, position - 1, beyond.clamp(max=len(live) - 1)), taken=count)
 
 
 def listed(chosen: Tensor) -> Compaction:
     """The chosen rows in order; what follows them in the list means nothing."""
     passed = chosen.cumsum(0, dtype=torch.int32)
     wanted = torch.arange(1, len(chosen) + 1, dtype=torch.int32, device=chosen.device)
-    return Compaction(source=torch.searchsorted(passed, wanted, out_int32=True), count=passed[-1:])
+    return Compaction(source=torch.searchsorted(passed, wanted, out_int32=True), taken=passed[-1:])
 
 
 def kept_rows(rows: int, vocabulary: int, variant: Variant, device: torch.device) -> Tensor:
@@ -142,14 +147,14 @@ def logit_gradient(
     grad_entropy: Tensor | None, entropy: Tensor, first: int, out: Tensor,
 ) -> None:  # fmt: skip
     """Columns ``first`` to ``first + out.shape[1]`` of the loss's gradient in the products, into ``out``."""
-    variant, tile = operands.variant, operands.variant.score
+    variant, tile = operands.variant, _score_tile(operands)
     v, d = operands.weight.shape
     n, width = out.shape
     backward.logit_gradient_product[_grid(variant, n, width, tile)](
         *_row_operands(operands, rows, tile, variant.tma),
-        _tiles(out, _store_block(operands), variant.tma), count, rows.multiplier, operands.inner, log_normaliser,
+        _tiles(out, _store_block(tile), variant.tma), count, rows.multiplier, operands.inner, operands.gain, log_normaliser,
         rows.target, grad_logp, grad_target, grad_entropy, entropy, first, v, d, n, width,
-        SOFTCAP=operands.softcap, TMA=variant.tma, SPLIT=_split(operands), PRECISION=variant.precision, BR=_rank(operands),
+        SOFTCAP=operands.softcap, TMA=variant.tma, SPLIT=tile.halves, PRECISION=variant.precision, BR=_rank(operands),
         **_blocks(variant, tile),
     )  # fmt: skip
 
@@ -170,10 +175,10 @@ def move_rows(kept: Tensor, chosen: Compaction, variant: Variant) -> None:
     """Brings live rows to the front, in place, and clears what a step of the weight's product reads beyond them."""
     programs, width, stride, align = variant.programs * 8, kept.shape[1], kept.stride(0), 2 * variant.weight.depth
     backward.move_rows[(programs,)](
-        kept, chosen.source, chosen.count, width, stride, BLOCK=4096, PROGRAMS=programs, num_warps=4
+        kept, chosen.source, chosen.taken, width, stride, BLOCK=4096, PROGRAMS=programs, num_warps=4
     )
     backward.clear_rows[(align, triton.cdiv(width, 4096))](
-        kept, chosen.count, width, stride, len(kept), ALIGN=align, BLOCK=4096, num_warps=4
+        kept, chosen.taken, width, stride, len(kept), ALIGN=align, BLOCK=4096, num_warps=4
     )
 
 
@@ -202,7 +207,7 @@ def row_product(
             _tiles(k, (tile.rows, tile.depth), tma), _tiles(w[:, strip], (tile.depth, tile.columns), tma),
             low_k, _strip(low_w, strip), _strip(base, strip), out[:, strip], row_of_slot, factor, count, v, width,
             k.stride(0), stride, 0 if low_k is None else low_k.stride(0), TMA=tma,
-            SPLIT=base is not None, UPCAST=not variant.narrow, PRECISION=variant.precision,
+            SPLIT=_wide(out, tile), UPCAST=not variant.narrow, PRECISION=variant.precision,
             BR=16 if low_k is None else low_k.shape[1], **_blocks(variant, tile),
         )  # fmt: skip
 
@@ -218,7 +223,7 @@ def column_product(
         tma = variant.tma and _aligned(k, h[:, strip])
         backward.column_product[_grid(variant, v, width, tile)](
             _tiles(k, (tile.depth, tile.rows), tma), _tiles(h[:, strip], (tile.depth, tile.columns), tma),
-            _strip(base, strip), out[:, strip], count, v, width, k.stride(0), stride, TMA=tma, SPLIT=base is not None,
+            _strip(base, strip), out[:, strip], count, v, width, k.stride(0), stride, TMA=tma, SPLIT=_wide(out, tile),
             UPCAST=not variant.narrow, PRECISION=variant.precision, **_blocks(variant, tile),
         )  # fmt: skip
 
@@ -251,16 +256,16 @@ def _product(
     operands: Operands, rows: Rows, anchor: Tensor, kept: Tensor | None, num_kept: int, parts: _Parts,
     chosen: Compaction | None, maximum: bool,
 ) -> None:  # fmt: skip
-    variant, tile = operands.variant, operands.variant.score
+    variant, tile = operands.variant, _score_tile(operands)
     tma = variant.tma and chosen is None
     v, d = operands.weight.shape
     n = len(anchor)
     row_list, count = (None, None) if chosen is None else chosen
-    place = None if kept is None else _tiles(kept[:, :v], _store_block(operands), tma)
+    place = None if kept is None else _tiles(kept[:, :v], _store_block(tile), tma)
     forward.anchored_exp_product[_grid(variant, n, v, tile)](
-        *_row_operands(operands, rows, tile, tma), place, row_list, count, rows.multiplier, operands.inner, anchor,
+        *_row_operands(operands, rows, tile, tma), place, row_list, count, rows.multiplier, operands.inner, operands.gain, anchor,
         rows.target, parts.s, parts.t, n, v, d, num_kept, 0 if kept is None else kept.stride(0),
-        SOFTCAP=operands.softcap, MAXIMUM=maximum, EVEN=v % tile.columns == 0, TMA=tma, SPLIT=_split(operands),
+        SOFTCAP=operands.softcap, MAXIMUM=maximum, EVEN=v % tile.columns == 0, TMA=tma, SPLIT=tile.halves,
         PRECISION=variant.precision, BR=_rank(operands),
         **_blocks(variant, tile),
     )  # fmt: skip
@@ -295,19 +300,24 @@ def _strips(tile: Tile, width: int) -> list[tuple[int, int, Tile]]:
     return [last] if rest == width else [(0, width - rest, tile), last]
 
 
+def _wide(out: Tensor, tile: Tile) -> bool:
+    """Whether a tile of ``out`` has to leave in halves, for want of shared memory."""
+    return out.element_size() * tile.rows * tile.columns > 2**16
+
+
 def _aligned(*operands: Tensor) -> bool:
     """Whether TMA can read them: every row starts at a multiple of 16 bytes."""
     return all(x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0 for x in operands)
 
 
-def _split(operands: Operands) -> bool:
-    """With LoRA's factors in shared memory, a tile is stored in halves."""
-    return operands.rank > 0
-
-
-def _store_block(operands: Operands) -> tuple[int, int]:
+def _score_tile(operands: Operands) -> Tile:
+    """The variant's; LoRA's factors take the shared memory of half a stored tile and of a fourth stage."""
     tile = operands.variant.score
-    return tile.rows, tile.columns // (2 if _split(operands) else 1)
+    return replace(tile, halves=True, stages=min(tile.stages, 3)) if operands.rank else tile
+
+
+def _store_block(tile: Tile) -> tuple[int, int]:
+    return tile.rows, tile.columns // (2 if tile.halves else 1)
 
 
 def _rank(operands: Operands) -> int:

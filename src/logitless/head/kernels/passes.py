@@ -46,7 +46,7 @@ class State(NamedTuple):
 
     def part(self, index: slice | Tensor) -> "State":
         """The state of some rows."""
-        return State(*(None if x is None else x[index] for x in self))
+        return State(*(None if x is None else x[index] for x in self))  # type: ignore[arg-type]
 
 
 class Needed(NamedTuple):
@@ -130,15 +130,15 @@ def gradients(
     place = torch.arange(len(hidden), device=hidden.device) if order is None else order
     logit = _LogitGradient.of(state, grad_logp, grad_entropy)
     sink = _Sink(multiplied, head, hidden, needed)
-    part = None
+    pieces: list[tuple[_Part, Tensor]] = []
     if kept is not None:
         rows = slice(num_kept)
         part = _from_kept(state.part(rows), logit.part(rows), hidden[rows], kept, place[rows], multiplied)
         kept = kept[:, : len(head.weight)]
         sink.add_rows(part, kept, 0)
+        pieces.append((part, kept))
     if num_kept == len(hidden):
-        assert part is not None and kept is not None
-        sink.add_columns([(part, kept)], 0)
+        sink.add_columns(pieces, 0)
     else:
         rows = slice(num_kept, None)
         anew = _anew(state.part(rows), logit.part(rows), hidden[rows], place[rows], multiplied)
@@ -148,8 +148,8 @@ def gradients(
             anew.logit_gradient(multiplied, first, block)
             columns = block[:, : len(head.weight) - first]
             sink.add_rows(anew.part, columns, first)
-            pieces = [] if part is None or kept is None else [(part, kept[:, first : first + width])]
-            sink.add_columns([*pieces, (anew.part, columns)], first)
+            blocks = [(part, kept[:, first : first + width]) for part, kept in pieces]
+            sink.add_columns([*blocks, (anew.part, columns)], first)
     return sink.gradients()
 
 
@@ -173,8 +173,8 @@ class _LogitGradient(NamedTuple):
             live = live | (h != 0)
         return cls(g, h, at_target, live)
 
-    def part(self, index: slice) -> "_LogitGradient":
-        return _LogitGradient(*(None if x is None else x[index] for x in self))
+    def part(self, index: slice | Tensor) -> "_LogitGradient":
+        return _LogitGradient(*(None if x is None else x[index] for x in self))  # type: ignore[arg-type]
 
 
 class _Part(NamedTuple):
@@ -214,7 +214,7 @@ class _Anew(NamedTuple):
         launch.logit_gradient(
             multiplied,
             rows,
-            self.part.chosen.count,
+            self.part.chosen.taken,
             self.log_normaliser,
             logit.logp * factor,
             logit.target * factor,
@@ -245,7 +245,7 @@ def _from_kept(
     source = chosen.source
     factor = factor[source]
     return _Part(
-        hidden=launch.gather_rows(hidden, source, factor, chosen.count, multiplied.variant.kept),
+        hidden=launch.gather_rows(hidden, source, factor, chosen.taken, multiplied.variant.kept),
         chosen=chosen,
         row_of_slot=place[source],
         factor=factor,
@@ -257,7 +257,7 @@ def _anew(state: State, logit: _LogitGradient, hidden: Tensor, place: Tensor, mu
     """Live rows first, with all that their logit gradients are made of."""
     chosen = launch.compaction(logit.live)
     part = _Part(
-        hidden=launch.gather_rows(hidden, chosen.source, None, chosen.count, hidden.dtype),
+        hidden=launch.gather_rows(hidden, chosen.source, None, chosen.taken, hidden.dtype),
         chosen=chosen,
         row_of_slot=place[chosen.source],
         factor=None,
@@ -267,7 +267,7 @@ def _anew(state: State, logit: _LogitGradient, hidden: Tensor, place: Tensor, mu
     return _Anew(
         part=part,
         state=moved,
-        logit=_LogitGradient(*(None if x is None else x[chosen.source] for x in logit)),
+        logit=logit.part(chosen.source),
         log_normaliser=moved.anchor + torch.log2(moved.normaliser),
     )
 
@@ -289,7 +289,7 @@ class _Sink:
 
         Blocks come in order; sums over them stay float32 and are rounded once, with the last.
         """
-        multiplied, head, count = self._multiplied, self._head, part.chosen.count
+        multiplied, head, count = self._multiplied, self._head, part.chosen.taken
         variant = multiplied.variant
         block = slice(first, first + k.shape[1])
         last = block.stop >= len(head.weight)
@@ -332,24 +332,24 @@ class _Sink:
             self._chain([(k, part.low, part) for part, k in pieces], self._columns[block])
 
     def gradients(self) -> Gradients:
-        head, rank = self._head, 0 if self._head.lora_b is None else self._head.lora_b.shape[1]
-        columns, lora_a = self._columns, self._lora_a
+        head, columns = self._head, self._columns
+        rank = 0 if head.lora_b is None else head.lora_b.shape[1]
         return Gradients(
             hidden=self._hidden,
             weight=self._weight,
-            bias=columns[:, rank].to(head.bias.dtype) if self._needed.bias and columns is not None else None,
-            lora_a=None if lora_a is None else lora_a.to(head.lora_a.dtype),
-            lora_b=columns[:, :rank].to(head.lora_b.dtype) if self._needed.lora_b and columns is not None else None,
+            bias=_like(head.bias, None if columns is None else columns[:, rank]) if self._needed.bias else None,
+            lora_a=_like(head.lora_a, self._lora_a) if self._needed.lora_a else None,
+            lora_b=_like(head.lora_b, None if columns is None else columns[:, :rank]) if self._needed.lora_b else None,
         )
 
     def _chain(self, products: list[tuple[Tensor, Tensor, _Part]], out: Tensor) -> None:
         base = None
         for k, h, part in products[:-1]:
             wide = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-            launch.column_product(k, h, wide, part.chosen.count, self._multiplied.variant, base=base)
+            launch.column_product(k, h, wide, part.chosen.taken, self._multiplied.variant, base=base)
             base = wide
         k, h, part = products[-1]
-        launch.column_product(k, h, out, part.chosen.count, self._multiplied.variant, base=base)
+        launch.column_product(k, h, out, part.chosen.taken, self._multiplied.variant, base=base)
 
 
 def _by_row(value: float, temperature: float | Tensor, hidden: Tensor) -> Tensor:
@@ -357,6 +357,10 @@ def _by_row(value: float, temperature: float | Tensor, hidden: Tensor) -> Tensor
     if isinstance(temperature, Tensor):
         return value / temperature.float()
     return torch.full((len(hidden),), value / temperature, dtype=torch.float32, device=hidden.device)
+
+
+def _like(value: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    return None if value is None or gradient is None else gradient.to(value.dtype)
 
 
 def _addends(dtype: torch.dtype) -> int:
@@ -376,7 +380,7 @@ def _low(hidden: Tensor, head: LMHead) -> Tensor | None:
 def _low_and_one(low: Tensor | None, chosen: Compaction, factor: Tensor | None, multiplied: Operands) -> Tensor:
     """Columns of ``low``, its addends summed, and of ones, in slot order; times ``factor``; 0 in free slots."""
     source = chosen.source
-    taken = torch.arange(len(source), device=source.device) < chosen.count
+    taken = torch.arange(len(source), device=source.device) < chosen.taken
     columns = [torch.ones(len(source), 1, dtype=torch.float32, device=source.device)]
     if low is not None:
         rank, addends = multiplied.rank, _addends(low.dtype)

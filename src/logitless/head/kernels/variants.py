@@ -8,7 +8,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tile:
-    """Block of the output (rows, columns), depth of a step, row tiles walked together, pipeline stages and warps."""
+    """Block of the output (rows, columns), depth of a step, row tiles walked together, pipeline stages and warps.
+
+    With ``halves`` a tile is stored in two steps, which needs half the shared memory.
+    """
 
     rows: int
     columns: int
@@ -16,6 +19,7 @@ class Tile:
     group: int
     stages: int
     warps: int
+    halves: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Variant:
         weight: tile of the weight gradient's product.
         kept: dtype of kept exponentials and logit gradients.
         precision: how float32 operands are multiplied (irrelevant for 16-bit ones).
+        truncation: relative loss of a sum of products per unit of its length, measured.
     """
 
     tma: bool
@@ -40,6 +45,7 @@ class Variant:
     weight: Tile
     kept: torch.dtype
     precision: str
+    truncation: float = 0.0
 
     @property
     def narrow(self) -> bool:
@@ -71,9 +77,10 @@ def variant(hidden: Tensor, weight: Tensor) -> Variant:
     capability = torch.cuda.get_device_capability(hidden.device)
     programs = torch.cuda.get_device_properties(hidden.device).multi_processor_count
     if kept == torch.bfloat16 and capability[0] >= 9 and aligned:
-        narrow = hidden.shape[1] < 4096
-        hidden_tile, weight_tile = replace(WIDE, group=32 if narrow else 16), replace(WIDE, group=8)
-        return Variant(True, programs, WIDE, hidden_tile, weight_tile, kept, precision)
+        backward = replace(WIDE, group=4)
+        short = hidden.shape[1] < 2048
+        score = replace(WIDE, group=64, stages=4, halves=True) if short else replace(WIDE, group=8)
+        return Variant(True, programs, score, backward, backward, kept, precision)
     if kept == torch.bfloat16:
         return Variant(False, programs * 2, PLAIN, PLAIN, PLAIN, kept, precision)
     score = PLAIN if hidden.dtype == torch.float16 else FLOAT32
