@@ -193,6 +193,24 @@ def test_advantages_that_differ_under_a_shared_ratio_are_an_error_unless_asked_f
         run(Objective(surrogate=Gmpo()), batch, [-1, -1])
 
 
+def test_a_ratio_that_the_kl_alone_reads_leaves_the_advantages_as_they_are():
+    # REINFORCE with A = 1 and 3, logp = -1; d = 0
+    batch = batch_of(2, advantage=[1, 3], logp_ref=[-1, -1], turn=[0, 0])
+    for ratio in (SequenceRatio(), TurnRatio()):
+        objective = Objective(ratio, Reinforce(), kl=KLPenalty("k3", "surrogate"))
+        assert run(objective, batch, [-1, -1], beta=0.1)[0].token_loss.tolist() == [1, 3]
+    with pytest.raises(ConfigurationError, match="no advantage_within_sequence"):
+        Objective(SequenceRatio("mean"), Reinforce(), kl=KLPenalty("k3", "surrogate"))
+
+
+def test_a_dropped_token_is_out_whatever_its_correction():
+    # c overflows to infinity: times a loss of 0 it would be NaN
+    objective = Objective(surrogate=Reinforce(), filters=(OffPolicy(0.1),), correction=SamplerCorrection(mode="mask"))
+    batch = batch_of(1, advantage=[-1], logp_old=[-1], logp_sampler=[-1000])
+    output, gradient, _ = run(objective, batch, [-2000])
+    assert (output.loss.item(), gradient) == (0, [0])
+
+
 def test_an_advantage_of_weight_zero_may_differ():
     batch = batch_of(3, advantage=[1, 9, 1], token_weight=[1, 0, 1])
     output, _, _ = run(Objective(SequenceRatio(), Importance()), batch, [-1, -1, -1])

@@ -241,7 +241,7 @@ def test_a_quiet_configuration_has_no_notes():
 
 def test_vespo_with_a_corrected_kl_keeps_the_sequence_ratio_for_it():
     found = trl(loss_type="vespo", importance_sampling_level="sequence", beta=0.1)
-    assert found.objective.ratio == SequenceRatio("multiply")
+    assert found.objective.ratio == SequenceRatio()
 
 
 @dataclass(frozen=True)

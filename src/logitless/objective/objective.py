@@ -45,6 +45,7 @@ from logitless.objective.surrogate import (
     SurrogateInputs,
     SurrogateTerms,
     Vespo,
+    clip_sides,
 )
 from logitless.types import TokenBatch
 
@@ -133,8 +134,8 @@ class Objective:
         entropy_bonus: or None.
 
     Raises:
-        ConfigurationError: parts that exclude each other: a ratio level that nothing reads, VESPO with a correction
-            that is not per token, a filter given twice.
+        ConfigurationError: parts that exclude each other: a ratio level (or its rule for advantages) that nothing
+            reads, VESPO with a correction that is not per token, a filter given twice.
 
     Example:
         >>> batch = TokenBatch(
@@ -156,14 +157,22 @@ class Objective:
     entropy_bonus: EntropyBonus | None = None
 
     def __post_init__(self) -> None:
-        level_is_read = self.surrogate.reads == "any" or (
-            self.kl is not None and self.kl.ratio_corrected == "surrogate"
-        )
-        if not isinstance(self.ratio, TokenRatio) and not level_is_read:
+        corrects_kl = self.kl is not None and self.kl.ratio_corrected == "surrogate"
+        if not isinstance(self.ratio, TokenRatio) and self.surrogate.reads != "any" and not corrects_kl:
             raise ConfigurationError(
                 needed=f"the token ratio under {self.surrogate.name!r}, which reads no other",
                 given=f"ratio={self.ratio.name!r}",
                 remedy="Leave the ratio out, or choose a surrogate of the ratio such as 'clip'.",
+            )
+        if (
+            isinstance(self.ratio, SequenceRatio)
+            and self.ratio.advantage_within_sequence is not None
+            and self.surrogate.reads != "any"
+        ):
+            raise ConfigurationError(
+                needed=f"no advantage_within_sequence under {self.surrogate.name!r}, whose ratio is for the KL alone",
+                given=repr(self.ratio.advantage_within_sequence),
+                remedy="Leave it out.",
             )
         if isinstance(self.surrogate, Vespo) and self.correction is not None and self.correction.level != "token":
             raise ConfigurationError(
@@ -366,7 +375,7 @@ class _Step:
         self.sequences = Ranges(batch.sequence, batch.num_sequences, self.trained, sum_over_ranks)
         self.logp = self.read(logp, "logp")
         self.entropy = None if entropy is None else self.read(entropy, "entropy")
-        self.advantage = self.read(batch.advantage, "advantage")
+        self.advantage = self.shared_advantage(self.read(batch.advantage, "advantage"))
         self.logp_old: Tensor | None = None
         self.token_log_ratio: Tensor | None = None
         self.log_ratio: Tensor | None = None
@@ -385,8 +394,22 @@ class _Step:
         """The values of trained rows, 0 elsewhere."""
         return torch.where(self.trained, required(value, name).to(self.dtype), 0.0)
 
+    def shared_advantage(self, advantage: Tensor) -> Tensor:
+        """Advantages that fit what the surrogate shares between tokens: a ratio, or GMPO's geometric mean."""
+        ratio, surrogate = self.objective.ratio, self.objective.surrogate
+        if isinstance(surrogate, Gmpo):
+            _check_constant(advantage, self.sequences, "sequence")
+        if surrogate.reads == "any" and isinstance(ratio, TurnRatio):
+            _check_constant(advantage, self.turns(ratio), "turn")
+        if surrogate.reads == "any" and isinstance(ratio, SequenceRatio):
+            if ratio.advantage_within_sequence is None:
+                _check_constant(advantage, self.sequences, "sequence")
+            elif ratio.advantage_within_sequence == "mean":
+                return self.sequences.spread(self.sequences.mean(advantage))
+        return advantage
+
     def level(self, log_ratio: Tensor) -> Tensor:
-        """The log ratio at the configured level, advantages made to fit it."""
+        """The log ratio at the configured level."""
         ratio = self.objective.ratio
         match ratio:
             case TokenRatio():
@@ -394,34 +417,30 @@ class _Step:
             case SequenceTokenRatio():
                 return sequence_token_log_ratio(log_ratio, self.sequences)
             case SequenceRatio():
-                if ratio.advantage_within_sequence is None:
-                    _check_constant(self.advantage, self.sequences, "sequence")
-                elif ratio.advantage_within_sequence == "mean":
-                    self.advantage = self.sequences.spread(self.sequences.mean(self.advantage))
                 return sequence_log_ratio(log_ratio, self.sequences)
             case TurnRatio():
-                turns = turn_ranges(
-                    self.batch.sequence,
-                    self.batch.num_sequences,
-                    required(self.batch.turn, "turn"),
-                    self.trained,
-                    max_turns=ratio.max_turns,
-                    sum_over_ranks=self.sum_over_ranks,
-                )
-                _check_constant(self.advantage, turns, "turn")
-                return sequence_log_ratio(log_ratio, turns)
+                return sequence_log_ratio(log_ratio, self.turns(ratio))
+
+    def turns(self, ratio: TurnRatio) -> Ranges:
+        return turn_ranges(
+            self.batch.sequence,
+            self.batch.num_sequences,
+            required(self.batch.turn, "turn"),
+            self.trained,
+            max_turns=ratio.max_turns,
+            sum_over_ranks=self.sum_over_ranks,
+        )
 
     def output(self, beta: float | Tensor, entropy_coefficient: float | None) -> ObjectiveOutput:
-        """Section by section of the equation at the top of this file."""
+        """The equation at the top of this file, from left to right."""
         objective, batch = self.objective, self.batch
         correction = self.correction()
         terms = self.surrogate(correction)
         dropped: dict[str, Tensor] = {each.name: self.trained & ~self.kept(each) for each in objective.filters}
-        token_loss = torch.where(self.trained, terms.loss, 0.0)
-        for mask in dropped.values():
-            token_loss = torch.where(mask, 0.0, token_loss)
+        hidden = torch.stack([~self.trained, *dropped.values()]).any(0)
+        token_loss = torch.where(hidden, 0.0, terms.loss)
         if correction is not None and not isinstance(objective.surrogate, Vespo):
-            token_loss = token_loss * correction
+            token_loss = token_loss * torch.where(hidden, 0.0, correction)
         kl = None
         if objective.kl is not None:
             logp_ref = self.read(batch.logp_ref, "logp_ref")
@@ -466,8 +485,6 @@ class _Step:
 
     def surrogate(self, correction: Tensor | None) -> SurrogateTerms:
         surrogate = self.objective.surrogate
-        if isinstance(surrogate, Gmpo):
-            _check_constant(self.advantage, self.sequences, "sequence")
         inputs = SurrogateInputs(
             logp=self.logp,
             advantage=self.advantage,
@@ -481,10 +498,9 @@ class _Step:
         if isinstance(surrogate, ClipCov | KlCov) and surrogate.scope == "micro_batch":
             eligible = self.trained
             if isinstance(surrogate, ClipCov):
-                clipped = Clip(surrogate.ratio_min, surrogate.ratio_max)(inputs)
-                assert clipped.clipped_low is not None
-                assert clipped.clipped_high is not None
-                eligible = eligible & ~clipped.clipped_low & ~clipped.clipped_high
+                log_ratio = required(self.log_ratio, "logp_old")
+                low, high = clip_sides(log_ratio, self.advantage, surrogate.ratio_min, surrogate.ratio_max)
+                eligible = eligible & ~low & ~high
             selected = _selected(
                 surrogate, self.logp, self.advantage, self.trained, eligible, self.gather, self.generator
             )

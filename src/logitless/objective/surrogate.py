@@ -65,6 +65,30 @@ def clip_loss(
     return loss if dual is None else torch.where(advantage < 0, torch.minimum(loss, -dual * advantage), loss)
 
 
+def clip_sides(
+    log_ratio: Float[Tensor, "N"],
+    advantage: Float[Tensor, "N"],
+    ratio_min: float,
+    ratio_max: float,
+    ceiling: float = math.inf,
+) -> tuple[Bool[Tensor, "N"], Bool[Tensor, "N"]]:
+    """Where ``clip_loss`` has no gradient: below ratio_min (A < 0); above ratio_max (A > 0) or the ceiling (A < 0).
+
+    Args:
+        log_ratio: [N] nats.
+        advantage: [N].
+        ratio_min, ratio_max: as in ``clip_loss``.
+        ceiling: the smaller of its ``ratio_cap`` and ``dual``.
+
+    Example:
+        >>> clip_sides(torch.tensor([1.0, -1.0]), torch.tensor([1.0, -1.0]), 0.8, 1.2)
+        (tensor([False,  True]), tensor([ True, False]))
+    """
+    ratio = log_ratio.detach().exp()
+    low = (advantage < 0) & (ratio < ratio_min)
+    return low, ((advantage > 0) & (ratio > ratio_max)) | ((advantage < 0) & (ratio > ceiling))
+
+
 def cispo_loss(
     logp: Float[Tensor, "N"],
     log_ratio: Float[Tensor, "N"],
@@ -388,10 +412,7 @@ class Clip:
             dual=self.dual,
         )
         ceiling = min(bound for bound in (self.ratio_cap, self.dual, math.inf) if bound is not None)
-        ratio = log_ratio.detach().exp()
-        low = (inputs.advantage < 0) & (ratio < self.ratio_min)
-        high = torch.where(inputs.advantage > 0, ratio > self.ratio_max, (inputs.advantage < 0) & (ratio > ceiling))
-        return SurrogateTerms(loss, low, high)
+        return SurrogateTerms(loss, *clip_sides(log_ratio, inputs.advantage, self.ratio_min, self.ratio_max, ceiling))
 
 
 @dataclass(frozen=True)

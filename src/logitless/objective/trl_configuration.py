@@ -226,7 +226,7 @@ def _ratio(values: Mapping[str, Any], kl: KLPenalty | None, notes: list[str]) ->
     if values["loss_type"] == "vespo" and (kl is None or kl.ratio_corrected is None):
         notes.append("importance_sampling_level='sequence' has no effect with loss_type='vespo' and no corrected KL")
         return TokenRatio()
-    return SequenceRatio(advantage_within_sequence="multiply")
+    return SequenceRatio(None if values["loss_type"] == "vespo" else "multiply")
 
 
 def _surrogate(values: Mapping[str, Any]) -> Surrogate:
