@@ -19,8 +19,6 @@ from tests.objective.batches import random_batch
 from tests.objective.compositions import BONUSES, CORRECTIONS, FILTERS, PENALTIES, RATIOS, SURROGATES, options_of
 from tests.ranks import run_on_ranks
 
-pytestmark = pytest.mark.ranks
-
 LENGTHS = (5, 0, 1, 9, 2, 7)
 SEED = 11
 
