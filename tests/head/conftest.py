@@ -1,12 +1,14 @@
-"""Two gaps of Triton's interpreter, closed for the tests.
+"""Three gaps of Triton's interpreter, closed for the tests.
 
-Loop bounds: it takes ``int()`` of one-element arrays, which NumPy from 2.4 on refuses. bfloat16: it multiplies the bit
-patterns, so operands of ``dot`` are widened first.
+Loop bounds: it takes ``int()`` of one-element arrays, which NumPy from 2.4 on refuses. bfloat16: it multiplies bit
+patterns, so operands of ``dot`` are widened first, and it truncates where GPUs round to nearest.
 """
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -20,6 +22,7 @@ def complete_interpreter():
 
     patch_tensor = interpreter._patch_lang_tensor
     create_dot = interpreter.InterpreterBuilder.create_dot
+    cast = interpreter.InterpreterBuilder.cast_impl
 
     def widened(handle: Any) -> Any:
         if handle.dtype.scalar != tl.bfloat16:
@@ -34,7 +37,14 @@ def complete_interpreter():
     def patched_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return create_dot(self, widened(a), widened(b), *rest)
 
-    with pytest.MonkeyPatch.context() as patch:
+    def patched_cast(self: Any, value: Any, to: Any) -> Any:
+        if value.dtype.scalar != tl.float32 or to.scalar != tl.bfloat16:
+            return cast(self, value, to)
+        nearest = torch.from_numpy(np.ascontiguousarray(value.data)).bfloat16()
+        return interpreter.TensorHandle(nearest.view(torch.uint16).numpy(), tl.bfloat16)
+
+    with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
         patch.setattr(interpreter, "_patch_lang_tensor", patched_tensor)
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", patched_dot)
+        patch.setattr(interpreter.InterpreterBuilder, "cast_impl", patched_cast)
         yield

@@ -23,6 +23,9 @@ from logitless.types import LMHead, TokenScores
 SHARE = 2
 """Without a budget, kept exponentials take at most one part in SHARE of the memory torch has not given out."""
 
+VECTORS = 320
+"""Bytes a row of all that is a vector of length N."""
+
 OLDEST = (8, 0)
 """Compute capability from which bfloat16 and tf32 products exist."""
 
@@ -93,6 +96,27 @@ def default_budget(device: torch.device) -> int:
         return 2**30
     total = torch.cuda.get_device_properties(device).total_memory
     return max(0, total - torch.cuda.memory_allocated(device)) // SHARE
+
+
+def peak_bytes(num_rows: int, width: int, vocabulary: int, *, memory_budget: int) -> int:
+    """Bytes a training step takes at its peak, beyond inputs and returned gradients; bfloat16, no LoRA.
+
+    Example:
+        >>> peak_bytes(16384, 4096, 128256, memory_budget=2**40) // 2**20
+        4147
+        >>> peak_bytes(16384, 4096, 128256, memory_budget=0) // 2**20
+        582
+    """
+    from logitless.head.kernels import passes
+
+    plan = MemoryPlan.of(num_rows, vocabulary, torch.bfloat16, memory_budget=memory_budget)
+    anew = num_rows - plan.kept_rows
+    total = plan.kept_bytes + 2 * num_rows * width + VECTORS * num_rows
+    if anew:
+        columns = passes.block_width(anew, vocabulary, tile=256, itemsize=2)
+        total += 2 * anew * columns + (4 * anew * width if columns < vocabulary else 0)
+        total += 4 * columns * width if plan.kept_rows else 0
+    return total
 
 
 @torch.compiler.disable

@@ -133,7 +133,7 @@ def gradients(
     pieces: list[tuple[_Part, Tensor]] = []
     if kept is not None:
         rows = slice(num_kept)
-        part = _from_kept(state.part(rows), logit.part(rows), hidden[rows], kept, place[rows], multiplied)
+        part = _from_kept(state.part(rows), logit.part(rows), hidden[rows], kept, place[rows], multiplied, needed)
         kept = kept[:, : len(head.weight)]
         sink.add_rows(part, kept, 0)
         pieces.append((part, kept))
@@ -141,8 +141,11 @@ def gradients(
         sink.add_columns(pieces, 0)
     else:
         rows = slice(num_kept, None)
-        anew = _anew(state.part(rows), logit.part(rows), hidden[rows], place[rows], multiplied)
-        width = _block_width(len(anew.hidden), len(head.weight), multiplied)
+        anew = _anew(state.part(rows), logit.part(rows), hidden[rows], place[rows], multiplied, needed)
+        variant = multiplied.variant
+        width = block_width(
+            len(anew.hidden), len(head.weight), tile=variant.score.columns, itemsize=variant.kept.itemsize
+        )
         block = torch.empty(len(anew.hidden), width, dtype=multiplied.variant.kept, device=hidden.device)
         for first in range(0, len(head.weight), width):
             anew.logit_gradient(multiplied, first, block)
@@ -185,14 +188,14 @@ class _Part(NamedTuple):
         chosen: which rows these are among the part's.
         row_of_slot: which rows these are in the result.
         factor: [slots] what turns products with E into gradients, or None.
-        low: [slots, padded] beside each other what lora_b and the bias are multiplied with, like ``hidden``.
+        low: [slots, padded] beside each other what lora_b and the bias are multiplied with, like ``hidden``; or None.
     """
 
     hidden: Tensor
     chosen: Compaction
     row_of_slot: Tensor
     factor: Tensor | None
-    low: Tensor
+    low: Tensor | None
 
 
 class _Anew(NamedTuple):
@@ -226,8 +229,9 @@ class _Anew(NamedTuple):
 
 
 def _from_kept(
-    state: State, logit: _LogitGradient, hidden: Tensor, kept: Tensor, place: Tensor, multiplied: Operands
-) -> _Part:
+    state: State, logit: _LogitGradient, hidden: Tensor, kept: Tensor, place: Tensor, multiplied: Operands,
+    needed: Needed,
+) -> _Part:  # fmt: skip
     """Moves live rows of ``kept`` to the front; with an entropy gradient, makes it the gradient of both first."""
     factor = -state.multiplier * multiplied.slope / state.normaliser
     if logit.entropy is None:
@@ -249,11 +253,13 @@ def _from_kept(
         chosen=chosen,
         row_of_slot=place[source],
         factor=factor,
-        low=_low_and_one(state.low, chosen, factor, multiplied),
+        low=_low_and_one(state.low, chosen, factor, multiplied) if needed.bias or needed.lora_b else None,
     )
 
 
-def _anew(state: State, logit: _LogitGradient, hidden: Tensor, place: Tensor, multiplied: Operands) -> _Anew:
+def _anew(
+    state: State, logit: _LogitGradient, hidden: Tensor, place: Tensor, multiplied: Operands, needed: Needed
+) -> _Anew:
     """Live rows first, with all that their logit gradients are made of."""
     chosen = launch.compaction(logit.live)
     part = _Part(
@@ -261,7 +267,7 @@ def _anew(state: State, logit: _LogitGradient, hidden: Tensor, place: Tensor, mu
         chosen=chosen,
         row_of_slot=place[chosen.source],
         factor=None,
-        low=_low_and_one(state.low, chosen, None, multiplied),
+        low=_low_and_one(state.low, chosen, None, multiplied) if needed.bias or needed.lora_b else None,
     )
     moved = state.part(chosen.source)
     return _Anew(
@@ -325,11 +331,12 @@ class _Sink:
         """What all parts add to rows ``first`` and on of the weight, of lora_b and of the bias: their only block."""
         block = slice(first, first + pieces[0][1].shape[1])
         if self._weight is not None:
-            self._chain([(k, part.hidden, part) for part, k in pieces], self._weight[block])
-        if self._needed.bias or self._needed.lora_b:
+            self._chain([(k, part.hidden, part.chosen.taken) for part, k in pieces], self._weight[block])
+        low = [(k, part.low, part.chosen.taken) for part, k in pieces if part.low is not None]
+        if low:
             if self._columns is None:
-                self._columns = _zeros(self._head.weight, pieces[0][0].low)
-            self._chain([(k, part.low, part) for part, k in pieces], self._columns[block])
+                self._columns = _zeros(self._head.weight, low[0][1])
+            self._chain(low, self._columns[block])
 
     def gradients(self) -> Gradients:
         head, columns = self._head, self._columns
@@ -342,21 +349,15 @@ class _Sink:
             lora_b=_like(head.lora_b, None if columns is None else columns[:, :rank]) if self._needed.lora_b else None,
         )
 
-    def _chain(self, products: list[tuple[Tensor, Tensor, _Part]], out: Tensor) -> None:
+    def _chain(self, products: list[tuple[Tensor, Tensor, Tensor]], out: Tensor) -> None:
+        """The sum of k.T @ h over all (k, h, taken), float32 until the last."""
         base = None
-        for k, h, part in products[:-1]:
+        for k, h, taken in products[:-1]:
             wide = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-            launch.column_product(k, h, wide, part.chosen.taken, self._multiplied.variant, base=base)
+            launch.column_product(k, h, wide, taken, self._multiplied.variant, base=base)
             base = wide
-        k, h, part = products[-1]
-        launch.column_product(k, h, out, part.chosen.taken, self._multiplied.variant, base=base)
-
-
-def _by_row(value: float, temperature: float | Tensor, hidden: Tensor) -> Tensor:
-    """[N] float32 value / temperature."""
-    if isinstance(temperature, Tensor):
-        return value / temperature.float()
-    return torch.full((len(hidden),), value / temperature, dtype=torch.float32, device=hidden.device)
+        k, h, taken = products[-1]
+        launch.column_product(k, h, out, taken, self._multiplied.variant, base=base)
 
 
 def _like(value: Tensor | None, gradient: Tensor | None) -> Tensor | None:
@@ -414,8 +415,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32)
 
 
-def _block_width(rows: int, vocabulary: int, multiplied: Operands) -> int:
+def block_width(rows: int, vocabulary: int, *, tile: int, itemsize: int) -> int:
     """Columns of a block of logit gradients: about BLOCK_BYTES, in whole tiles."""
-    tile = multiplied.variant.score.columns
-    fitting = max(1, BLOCK_BYTES // (rows * multiplied.variant.kept.itemsize * tile)) * tile
+    fitting = max(1, BLOCK_BYTES // (rows * itemsize * tile)) * tile
     return min(fitting, -(-vocabulary // tile) * tile)

@@ -1,0 +1,245 @@
+"""The fused head: on the CPU under Triton's interpreter, and the same bodies on a GPU."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from logitless.errors import UnavailableError
+from logitless.head import fused
+from logitless.types import LMHead
+from tests.head.cases import DEVICES, Case, Problem, _with_gradients, assert_same, error, plain, problem, truth
+
+pytest.importorskip("triton")
+
+ODD = Case(rows=37, vocabulary=53, width=24, dtype=torch.bfloat16)
+EVERYTHING = replace(ODD, rows=21, bias=True, lora=3, temperature="per token", scale=0.7)
+CASES = {
+    "plain": ODD,
+    "one row": replace(ODD, rows=1),
+    "one column": replace(ODD, vocabulary=1, rows=5),
+    "unaligned": replace(ODD, rows=19, width=7),
+    "everything": EVERYTHING,
+    "softcap": replace(EVERYTHING, softcap=3.0),
+    "frozen": replace(ODD, trained=False, lora=2, rows=19),
+    "master weights": replace(ODD, weight_dtype=torch.float32, rows=19),
+    "float16": replace(EVERYTHING, dtype=torch.float16),
+    "float32": replace(EVERYTHING, dtype=torch.float32),
+}
+
+
+def run(given: Problem, **options: Any) -> dict[str, Tensor]:
+    """Scores and every gradient, by the fused head whatever the device."""
+    given = given.leaf_copy()
+    scores = fused.token_scores(given.hidden, given.head, given.target, temperature=given.temperature, **options)
+    return _with_gradients(given, scores.logp, scores.entropy)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return request.param
+
+
+def bytes_for(rows: int, case: Case) -> int:
+    width = 2 if case.dtype == torch.bfloat16 else 4
+    return rows * -(-case.vocabulary // 8) * 8 * width
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("budget", ["all rows kept", "some rows kept", "none kept"])
+def test_fused_is_as_near_to_the_truth_as_float32_logits(name, budget, device):
+    case = CASES[name]
+    kept = {"all rows kept": None, "some rows kept": bytes_for(min(8, case.rows), case), "none kept": 0}[budget]
+    inputs = problem(case, device)
+    given, exact, common = run(inputs, memory_budget=kept), truth(inputs), plain(inputs)
+    assert given.keys() == exact.keys()
+    # On a GPU, float32 operands are multiplied as three tf32 products.
+    logp = {"cpu": 2e-6, "cuda": 3e-5}[device]
+    assert float((given["logp"] - exact["logp"]).abs().max()) < logp * 4
+    assert float((given["entropy"] - exact["entropy"]).abs().max()) < logp * 4
+    for gradient in (n for n in exact if n.startswith("grad")):
+        assert error(given[gradient], exact[gradient]) <= 1.5 * error(common[gradient], exact[gradient]) + 2e-6, (
+            gradient
+        )
+
+
+@pytest.mark.parametrize("logp", [-40.0, -90.0, -200.0])
+@pytest.mark.parametrize("budget", [None, 0])
+def test_a_target_far_below_the_rest_keeps_its_log_prob_and_gradient(logp, budget, device):
+    # Two equal columns above the target: logp = -ln(2 e^d + 1) = -(d + ln 2) for large d, p = 1/2 each.
+    d = -logp - torch.tensor(2.0).log().item()
+    weight = torch.tensor([[0.0], [d], [d]], device=device, requires_grad=True)
+    hidden = torch.ones(1, 1, device=device, requires_grad=True)
+    scores = fused.token_scores(hidden, LMHead(weight), torch.tensor([0], device=device), memory_budget=budget)
+    scores.logp.sum().backward()
+    assert scores.logp.item() == pytest.approx(logp, rel=1e-6)
+    torch.testing.assert_close(weight.grad[:, 0].cpu(), torch.tensor([1.0, -0.5, -0.5]), atol=1e-5, rtol=0)
+    assert scores.entropy.item() == pytest.approx(torch.tensor(2.0).log().item(), abs=1e-5)
+
+
+def test_a_target_nearly_certain_keeps_its_log_prob_and_gradient(device):
+    # p_y = 1 / (1 + e^-16): 1 - p_y = 1.1e-7, less than float32 can hold next to 1.
+    weight = torch.tensor([[16.0], [0.0]], device=device, requires_grad=True)
+    scores = fused.token_scores(
+        torch.ones(1, 1, device=device), LMHead(weight), torch.zeros(1, dtype=torch.long, device=device)
+    )
+    scores.logp.sum().backward()
+    rest = 1 / (1 + torch.tensor(16.0, dtype=torch.float64).exp())
+    assert scores.logp.item() == pytest.approx(float(torch.log1p(-rest)), rel=1e-5)
+    torch.testing.assert_close(weight.grad[:, 0].double().cpu(), torch.stack([rest, -rest]), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("case", [ODD, replace(EVERYTHING, dtype=torch.float32)], ids=["plain", "everything"])
+def test_hints_change_nothing(case, device):
+    inputs = problem(case, device)
+    without = run(inputs, memory_budget=bytes_for(12, case))
+    log_normaliser = torch.randn(case.rows, device=device) * 3
+    far_off = torch.where(torch.arange(case.rows, device=device) % 2 == 0, 500.0, -500.0)
+    live = torch.arange(case.rows, device=device) % 3 == 1
+    tolerance = 1e-2 if case.dtype == torch.bfloat16 else 2e-5
+    for hint in ({"anchor": log_normaliser}, {"anchor": far_off}, {"live": live}):
+        given = run(inputs, memory_budget=bytes_for(12, case), **hint)
+        torch.testing.assert_close(given["logp"], without["logp"], atol=1e-5, rtol=1e-6)
+        assert_same(given, without, tolerance)
+
+
+def test_nan_in_a_row_stays_in_that_row(device):
+    inputs = problem(replace(ODD, trained=False), device)
+    clean = run(inputs)
+    inputs.hidden.data[5] = torch.nan
+    given = run(inputs)
+    others = torch.arange(ODD.rows, device=device) != 5
+    assert given["logp"][5].isnan()
+    assert given["grad_hidden"][5].isnan().all()
+    for name in ("logp", "entropy", "grad_hidden"):
+        assert torch.equal(given[name][others], clean[name][others])
+
+
+@pytest.mark.parametrize("budget", [None, bytes_for(12, ODD), 0])
+def test_garbage_without_a_gradient_reaches_no_gradient(budget, device):
+    inputs = problem(ODD, device)
+    dead = torch.arange(ODD.rows, device=device) % 4 == 1
+    gradients = {
+        "grad_logp": inputs.grad_logp.masked_fill(dead, 0),
+        "grad_entropy": inputs.grad_entropy.masked_fill(dead, 0),
+    }
+    clean = run(replace(inputs, **gradients), memory_budget=budget)
+    inputs.hidden.data[dead] = torch.nan
+    given = run(replace(inputs, **gradients), memory_budget=budget)
+    assert torch.equal(given["grad_weight"], clean["grad_weight"])
+    assert torch.equal(given["grad_hidden"][dead], torch.zeros_like(given["grad_hidden"][dead]))
+
+
+@pytest.mark.parametrize("budget", [None, 0])
+def test_no_live_row_means_zero_gradients(budget, device):
+    inputs = problem(replace(EVERYTHING, seed=3), device)
+    given = run(
+        replace(inputs, grad_logp=inputs.grad_logp * 0, grad_entropy=inputs.grad_entropy * 0), memory_budget=budget
+    )
+    for name in (n for n in given if n.startswith("grad")):
+        assert torch.equal(given[name], torch.zeros_like(given[name])), name
+
+
+def test_no_rows_mean_empty_scores_and_zero_gradients(device):
+    hidden = torch.zeros(0, 8, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(5, 8, device=device, dtype=torch.bfloat16, requires_grad=True)
+    scores = fused.token_scores(hidden, LMHead(weight), torch.zeros(0, dtype=torch.long, device=device))
+    (scores.logp.sum() + scores.entropy.sum()).backward()
+    assert scores.logp.shape == scores.entropy.shape == (0,)
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+def test_a_row_has_the_same_bits_alone_in_any_batch_and_without_grad(device):
+    inputs = problem(ODD, device)
+    whole = run(inputs)["logp"]
+    with torch.no_grad():
+        part = fused.token_scores(inputs.hidden[5:18].contiguous(), inputs.head, inputs.target[5:18]).logp
+    assert torch.equal(part, whole[5:18])
+
+
+def test_columns_masked_by_the_bias_have_no_probability(device):
+    inputs = problem(replace(ODD, bias=True, rows=9, dtype=torch.float32), device)
+    masked = torch.arange(ODD.vocabulary, device=device) % 5 == 0
+    inputs.head.bias.data[masked] = -torch.inf
+    free = torch.arange(ODD.vocabulary, device=device)[~masked]
+    inputs = replace(inputs, target=free[inputs.target % len(free)])
+    given = run(inputs)
+    exact = torch.log_softmax(inputs.hidden.double() @ inputs.head.weight.double().T + inputs.head.bias.double(), 1)
+    logp = exact.gather(1, inputs.target[:, None]).squeeze(1)
+    entropy = -(exact.exp() * exact.nan_to_num(neginf=0.0)).sum(1)
+    torch.testing.assert_close(given["logp"].double(), logp, atol=3e-5, rtol=0)
+    torch.testing.assert_close(given["entropy"].double(), entropy, atol=3e-5, rtol=0)
+    assert torch.equal(given["grad_bias"][masked], torch.zeros_like(given["grad_bias"][masked]))
+
+
+def test_a_masked_target_has_log_prob_minus_infinity(device):
+    bias = torch.tensor([0.0, -torch.inf, 0.0], device=device)
+    scores = fused.token_scores(
+        torch.zeros(1, 4, device=device), LMHead(torch.zeros(3, 4, device=device), bias=bias),
+        torch.tensor([1], device=device),
+    )  # fmt: skip
+    assert scores.logp.item() == -torch.inf
+    assert scores.entropy.item() == pytest.approx(torch.tensor(2.0).log().item())
+
+
+def test_a_second_backward_makes_the_kept_rows_anew(device):
+    inputs = problem(replace(ODD, rows=19), device)
+    scores = fused.token_scores(inputs.hidden, inputs.head, inputs.target)
+    first = torch.autograd.grad(scores.logp, inputs.hidden, inputs.grad_logp, retain_graph=True)[0]
+    second = torch.autograd.grad(scores.logp, inputs.hidden, inputs.grad_logp)[0]
+    torch.testing.assert_close(first.float(), second.float(), atol=2e-2, rtol=2e-2)
+
+
+def test_a_frozen_weight_gets_no_gradient_and_costs_no_buffer(device):
+    inputs = problem(replace(ODD, trained=False, rows=5), device)
+    fused.token_scores(inputs.hidden, inputs.head, inputs.target).logp.sum().backward()
+    assert inputs.head.weight.grad is None
+    assert inputs.hidden.grad is not None
+
+
+def test_nothing_is_kept_without_a_gradient(device, monkeypatch):
+    from logitless.head.kernels import launch
+
+    monkeypatch.setattr(launch, "kept_rows", lambda *_: pytest.fail("kept exponentials under no_grad"))
+    inputs = problem(replace(ODD, rows=5), device)
+    with torch.no_grad():
+        assert not fused.token_scores(inputs.hidden, inputs.head, inputs.target).logp.requires_grad
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.booleans(), min_size=1, max_size=40))
+def test_compaction_puts_every_live_row_in_one_slot_and_moves_none_twice(live):
+    from logitless.head.kernels.launch import compaction
+
+    chosen = compaction(torch.tensor(live))
+    taken = int(chosen.taken)
+    source = chosen.source[:taken].tolist()
+    assert sorted(source) == [row for row, alive in enumerate(live) if alive]
+    moved = [(slot, row) for slot, row in enumerate(source) if slot != row]
+    assert all(row >= taken and not live[slot] for slot, row in moved)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 5000), st.integers(1, 3000), st.integers(0, 10**7))
+def test_a_memory_plan_stays_within_its_budget(rows, vocabulary, budget):
+    plan = fused.MemoryPlan.of(rows, vocabulary, torch.bfloat16, memory_budget=budget)
+    assert 0 <= plan.kept_rows <= rows
+    assert plan.kept_bytes <= budget
+    assert plan.kept_bytes >= 2 * vocabulary * plan.kept_rows
+
+
+def test_what_the_kernels_cannot_take_is_an_error_with_a_remedy():
+    with pytest.raises(UnavailableError, match="float64"):
+        fused.token_scores(
+            torch.zeros(1, 2, dtype=torch.float64), LMHead(torch.zeros(3, 2)), torch.zeros(1, dtype=torch.long)
+        )
+
+
+def test_without_a_gpu_fused_says_why_it_is_not_chosen():
+    assert "CUDA" in fused.why_not(torch.zeros(1, 2), LMHead(torch.zeros(3, 2)))

@@ -1,0 +1,159 @@
+"""What only a GPU can show of the fused head: real shapes, 64-bit offsets, races, memory, graphs."""
+
+import math
+
+import pytest
+import torch
+
+from logitless.head import fused, token_scores
+from logitless.types import LMHead
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def quick_memory():
+    """Filling gigabytes with NaN is for the small shapes."""
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    yield
+    torch.cuda.empty_cache()
+
+
+def inputs(rows, width, vocabulary, spread=4.0, seed=0):
+    g = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(rows, width, device="cuda", generator=g).bfloat16().requires_grad_()
+    w = (torch.randn(vocabulary, width, device="cuda", generator=g) * (spread / math.sqrt(width))).bfloat16()
+    y = torch.randint(0, vocabulary, (rows,), device="cuda", generator=g)
+    return x, w.requires_grad_(), y, torch.randn(2, rows, device="cuda", generator=g)
+
+
+SHAPES = [(896, 151936), (2048, 151936), (4096, 128256), (8192, 128256)]
+
+
+@pytest.mark.parametrize(("width", "vocabulary"), SHAPES)
+@pytest.mark.parametrize("spread", [4.0, 8.0])
+@pytest.mark.parametrize("peaked", [False, True])
+def test_errors_against_float64_obey_the_accuracy_law(width, vocabulary, spread, peaked):
+    x, w, y, upstream = inputs(256, width, vocabulary, spread)
+    z = x.detach().double() @ w.detach().double().T
+    if peaked:
+        y = z.argmax(1)
+    p = z.log_softmax(1)
+    logp, entropy = p.gather(1, y[:, None]).squeeze(1), -(p.exp() * p).sum(1)
+    scores = fused.token_scores(x, LMHead(w), y)
+    bound = (1e-4 if width <= 4096 else 2.5e-4) * (1 if spread == 4 else 2)
+    assert float((scores.logp.double() - logp).abs().max()) <= bound
+    assert float((scores.entropy.double() - entropy).abs().max()) <= 1e-3
+    dz = -p.exp() * upstream[0][:, None].double()
+    dz[torch.arange(256), y] += upstream[0].double()
+    dx, dw = dz @ w.detach().double(), dz.T @ x.detach().double()
+    gx, gw = torch.autograd.grad(scores.logp, [x, w], upstream[0])
+    assert float((gx.double() - dx).norm() / dx.norm()) <= 4e-3
+    assert float((gw.double() - dw).norm() / dw.norm()) <= 4e-3
+
+
+@pytest.mark.parametrize("budget", [None, 2 * 50304 * 256, 0])
+def test_fifty_runs_have_the_same_bits(budget):
+    x, w, y, upstream = inputs(1000, 768, 50304)
+    upstream[:, 100:500:3] = 0
+
+    def run():
+        scores = fused.token_scores(x, LMHead(w), y, memory_budget=budget)
+        grads = torch.autograd.grad([scores.logp, scores.entropy], [x, w], list(upstream))
+        return [scores.logp.detach(), scores.entropy.detach(), *grads]
+
+    first = run()
+    for _ in range(49):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+
+
+def test_offsets_beyond_31_bits_are_right():
+    rows, vocabulary = 16384 + 40, 151936  # 2.5e9 exponentials
+    x, w, y, upstream = inputs(rows, 64, vocabulary)
+    scores = fused.token_scores(x, LMHead(w), y, memory_budget=2**36)
+    gx, gw = torch.autograd.grad(scores.logp, [x, w], upstream[0])
+    tail = slice(rows - 256, rows)
+    z = x.detach()[tail].double() @ w.detach().double().T
+    p = z.log_softmax(1)
+    torch.testing.assert_close(scores.logp[tail].double(), p.gather(1, y[tail, None]).squeeze(1), atol=1e-4, rtol=0)
+    dz = -p.exp() * upstream[0, tail, None].double()
+    dz[torch.arange(256), y[tail]] += upstream[0, tail].double()
+    dx = dz @ w.detach().double()
+    assert float((gx[tail].double() - dx).norm() / dx.norm()) < 4e-3
+    again = torch.autograd.grad(fused.token_scores(x, LMHead(w), y, memory_budget=0).logp, w, upstream[0])[0]
+    assert float((gw.double() - again.double()).norm() / again.double().norm()) < 4e-3
+
+
+@pytest.mark.parametrize("kept", [1.0, 0.5, 0.0])
+def test_peak_memory_is_what_the_documentation_says(kept):
+    rows, width, vocabulary = 8192, 2048, 128256
+    x, w, y, upstream = inputs(rows, width, vocabulary)
+    budget = int(2 * vocabulary * rows * kept)
+
+    def step():
+        return torch.autograd.grad(fused.token_scores(x, LMHead(w), y, memory_budget=budget).logp, [x, w], upstream[0])
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    grads = step()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before - sum(g.numel() * g.element_size() for g in grads)
+    formula = fused.peak_bytes(rows, width, vocabulary, memory_budget=budget)
+    assert peak <= 1.05 * formula
+
+
+def test_scoring_and_training_wait_for_nothing_on_the_host():
+    x, w, y, upstream = inputs(512, 512, 32000)
+    step = lambda budget: torch.autograd.grad(  # noqa: E731
+        token_scores(x, w, y, backend="fused", memory_budget=budget).logp, [x, w], upstream[0]
+    )
+    for budget in (None, 0):
+        step(budget)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for budget in (None, 0):
+            step(budget)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_step_can_be_captured_in_a_graph():
+    x, w, y, upstream = inputs(256, 512, 32000)
+
+    def step():
+        scores = fused.token_scores(x, LMHead(w), y)
+        return (scores.logp, *torch.autograd.grad(scores.logp, [x, w], upstream[0]))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    other = inputs(256, 512, 32000, seed=1)
+    with torch.no_grad():
+        x.copy_(other[0])
+        y.copy_(other[2])
+        upstream[:, ::3] = 0
+    graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(captured, step(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_compiling_around_the_head_changes_nothing():
+    x, w, y, _ = inputs(256, 512, 32000)
+
+    def loss(x, w):
+        return token_scores(torch.tanh(x), w, y, backend="fused").logp.float().mean()
+
+    torch.testing.assert_close(torch.compile(loss)(x, w), loss(x, w), atol=1e-4, rtol=1e-4)
