@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from logitless.errors import InputError
@@ -11,7 +11,7 @@ from logitless.errors import InputError
 def character_tokenizer(
     alphabet: str,
     *,
-    phrases: Sequence[str] = (),
+    removed: Sequence[str] = (),
     pad_token: str = "<pad>",
     bos_token: str = "<bos>",
     eos_token: str = "<eos>",
@@ -23,7 +23,7 @@ def character_tokenizer(
 
     Args:
         alphabet: every character of the task, each once.
-        phrases: longer texts that are one token each, such as the fixed part of a task's instruction.
+        removed: texts that get no token at all, such as the fixed part of a task's instruction, in this order.
         pad_token, bos_token, eos_token: the special tokens.
 
     Returns:
@@ -51,7 +51,7 @@ def character_tokenizer(
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=None))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(text, "") for text in removed])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=pad_token,

@@ -147,7 +147,10 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensor
 
 def random_tensors() -> dict[str, Tensor]:
     """State of torch's generators and of NumPy's global one (library code may draw from them)."""
-    states = {"random/torch": torch.get_rng_state(), "random/numpy": torch.from_numpy(_numpy_keys())}
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    keys = torch.tensor(numpy_state["state"]["key"].tolist())
+    states = {"random/torch": torch.get_rng_state(), "random/numpy": keys}
     if torch.cuda.is_available():
         states["random/cuda"] = torch.cuda.get_rng_state()
     return states
@@ -170,7 +173,7 @@ def restore_random(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> N
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     scalars = state["numpy"]
-    keys = tensors["random/numpy"].numpy()
+    keys = tensors["random/numpy"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", keys, scalars["pos"], scalars["has_gauss"], scalars["gauss"]))
 
 
@@ -188,12 +191,6 @@ def restore_batch(tensors: Mapping[str, Tensor], lengths: Sequence[int], source_
     of_inputs = {n.removeprefix("inputs/"): of_batch.pop(n) for n in list(of_batch) if n.startswith("inputs/")}
     inputs = PackedInputs(**of_inputs, lengths=tuple(lengths), source_counts=tuple(source_counts))
     return TokenBatch(**of_batch, num_sequences=len(lengths), inputs=inputs)
-
-
-def _numpy_keys() -> "np.ndarray[Any, Any]":
-    state = np.random.get_state(legacy=False)
-    assert isinstance(state, dict)
-    return np.asarray(state["state"]["key"])
 
 
 def _flush(folder: Path) -> None:

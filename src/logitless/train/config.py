@@ -52,7 +52,8 @@ class ModelSection(Section):
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward")
-    compile: bool = Field(False, description="torch.compile the backbone")
+    compile: bool = Field(False, description="torch.compile the decoder's layers")
+    drop_router_loss: bool = Field(False, description="train a mixture of experts without its load-balancing loss")
     matmul_precision: Literal["highest", "high", "medium"] = Field(
         "highest", description="torch.set_float32_matmul_precision: high and medium allow TF32"
     )

@@ -2,24 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from logitless.rewards.combine import reward_statistics
 from logitless.rewards.contract import WeightedReward
 from logitless.rollout.engine import Engine
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.block import roll_out
+from logitless.train.metrics import Record
 from logitless.types import Prompt
-
-
-def greedy(sampling: SamplingOptions) -> SamplingOptions:
-    """The same limits and stops at temperature 0, without filters.
-
-    Example:
-        >>> greedy(SamplingOptions(max_new_tokens=8, top_p=0.9)).temperature
-        0.0
-    """
-    return replace(sampling, temperature=0.0, top_p=1.0, top_k=None, min_p=0.0)
 
 
 def evaluate(
@@ -31,7 +21,7 @@ def evaluate(
     sampling: SamplingOptions,
     success_at: float,
     seed: int,
-) -> dict[str, float]:
+) -> Record:
     """Sample and judge every held-out prompt.
 
     Returns:
@@ -41,7 +31,7 @@ def evaluate(
     groups = roll_out(engine, prompts, rewards, num_samples=num_samples, sampling=sampling, seed=seed)
     completions = [c for g in groups for c in g.completions]
     scored = [r for g in groups for r in g.rewards if r is not None]
-    found = {
+    found: Record = {
         "evaluation/accuracy": sum(r >= success_at for r in scored) / len(completions),
         "evaluation/reward_mean": math.fsum(scored) / len(scored) if scored else math.nan,
         "evaluation/length_mean": sum(c.length for c in completions) / len(completions),

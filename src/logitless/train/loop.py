@@ -42,7 +42,7 @@ from logitless.train.block import (
     with_advantages,
 )
 from logitless.train.config import KLInLoss, KLInReward, Recipe
-from logitless.train.evaluate import evaluate, greedy
+from logitless.train.evaluate import evaluate
 from logitless.train.live_view import LiveView
 from logitless.train.memory import peak_memory
 from logitless.train.optimizer import adamw, learning_rate, take_step
@@ -384,7 +384,7 @@ class Trainer:
                 self.data.held_out,
                 self.rewards,
                 num_samples=options.samples_per_prompt,
-                sampling=options.sampling or greedy(self.recipe.rollout.sampling),
+                sampling=options.sampling or self.recipe.rollout.sampling.greedy(),
                 success_at=options.success_at,
                 seed=derived_seed(self.recipe.seed, "evaluation"),
             )

@@ -14,6 +14,7 @@ from logitless.errors import ConfigurationError
 from logitless.models.lora import frozen_copy
 from logitless.rollout.recorded import RecordedEngine
 from logitless.rollout.transformers import TransformersSampler
+from logitless.train.block import derived_seed
 from logitless.train.checkpoint import load_checkpoint
 from logitless.train.config import Recipe, RecordedEngineSection
 from logitless.train.live_view import LiveView
@@ -55,7 +56,7 @@ def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tu
         LogitlessError: anything that is wrong with the recipe, the data, the model or the machine, and a run that
             cannot go on.
     """
-    set_process(recipe.model)
+    set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
     tokenizer = tokenizer_of(recipe.model)
     data = data_of(recipe, tokenizer)
     rewards = rewards_of(recipe, [*data.train, *data.held_out])

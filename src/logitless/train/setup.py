@@ -6,10 +6,12 @@ attention, optimizer. ``effects`` says what is really in force.
 
 import logging
 import os
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
 from torch import nn
@@ -17,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from logitless.data.prompts import load_prompts, without_overlap
 from logitless.errors import ConfigurationError, DataError
-from logitless.models.loading import check_vocabulary, disable_dropout, load_model, load_tokenizer
+from logitless.models.loading import check_vocabulary, compile_layers, disable_dropout, load_model, load_tokenizer
 from logitless.models.lora import LoraOptions, add_lora, load_adapters
 from logitless.objective.advantage import Gae, Gdpo, GroupAdvantage, Raw
 from logitless.objective.algorithm import Algorithm
@@ -65,8 +67,14 @@ def device_of(section: ModelSection) -> torch.device:
     return torch.device(section.device)
 
 
-def set_process(section: ModelSection) -> None:
-    """Settings that must precede the first CUDA call or product; an allocator setting of the user's is kept."""
+def set_process(section: ModelSection, *, seed: int) -> None:
+    """Settings that must precede the first CUDA call or product; an allocator setting of the user's is kept.
+
+    The global generators are seeded for code that draws from them; nothing of logitless does.
+    """
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch.set_float32_matmul_precision(section.matmul_precision)
     transformers.utils.logging.disable_progress_bar()
@@ -116,6 +124,7 @@ def policy_model(
         trust_remote_code=section.trust_remote_code,
         random_weights=section.random_weights and not stored,
         seed=seed,
+        drop_router_loss=section.drop_router_loss,
     )
     check_vocabulary(model, tokenizer)
     num_dropouts = disable_dropout(model)
@@ -129,7 +138,7 @@ def policy_model(
         lora = section.lora
         model = add_lora(model, LoraOptions(rank=lora.rank, alpha=lora.alpha, targets=lora.targets), seed=seed)
     if section.compile:
-        model.compile()
+        compile_layers(model)
     return model.train()
 
 
@@ -176,7 +185,9 @@ def data_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Data:
 
     train = load("train", section.train)
     held_out = load("held_out", section.held_out) if section.held_out is not None else ()
-    warm = load("warm_start", recipe.warm_start.data) if recipe.warm_start is not None else ()
+    warm: tuple[Prompt, ...] = ()
+    if recipe.warm_start is not None:
+        warm = without_overlap(load("warm_start", recipe.warm_start.data), held_out).training
     split = without_overlap(train, held_out)
     counts["train"]["held_out"] = split.num_removed
     if len(split.training) < recipe.rollout.prompts_per_block:
@@ -185,7 +196,7 @@ def data_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Data:
             given=f"{len(split.training)} ({counts['train']})",
             remedy="Give more data, raise data.max_prompt_tokens, or lower rollout.prompts_per_block.",
         )
-    return Data(split.training, held_out, without_overlap(warm, held_out).training, counts)
+    return Data(split.training, held_out, warm, counts)
 
 
 def rewards_of(recipe: Recipe, prompts: Sequence[Prompt]) -> tuple[WeightedReward, ...]:

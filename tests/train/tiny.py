@@ -1,0 +1,80 @@
+"""A recipe small enough to run in a second: one layer, eight prompts, a length reward."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from logitless.models.char_tokenizer import character_tokenizer
+from logitless.train.config import Recipe
+from logitless.train.recipe import parse_recipe
+
+ALPHABET = "abcdefgh"
+
+
+def tiny_raw(folder: Path) -> dict[str, Any]:
+    """The recipe as a mapping; its tokenizer and data are written into ``folder``."""
+    tokenizer = folder / "tokenizer"
+    if not tokenizer.exists():
+        character_tokenizer(ALPHABET).save_pretrained(str(tokenizer))
+        rows = [
+            {"id": i, "prompt": pair, "answer": pair[::-1]}
+            for i, pair in enumerate(["ah", "bg", "cf", "de", "ed", "fc", "gb", "ha"])
+        ]
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "held_out.jsonl").write_text(json.dumps({"id": "h", "prompt": "ca", "answer": "ac"}) + "\n")
+    return {
+        "name": "tiny",
+        "output": str(folder / "runs"),
+        "model": {
+            "source": {
+                "model_type": "llama",
+                "vocab_size": 11,
+                "hidden_size": 16,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 1,
+                "num_key_value_heads": 1,
+                "max_position_embeddings": 64,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+                "pad_token_id": 0,
+            },
+            "random_weights": True,
+            "tokenizer": str(tokenizer),
+            "device": "cpu",
+        },
+        "data": {
+            "train": {"name": "file", "path": str(folder / "train.jsonl")},
+            "held_out": {"name": "file", "path": str(folder / "held_out.jsonl")},
+            "max_prompt_tokens": 8,
+        },
+        "rollout": {
+            "prompts_per_block": 4,
+            "completions_per_prompt": 4,
+            "sampling": {"max_new_tokens": 6},
+        },
+        "rewards": [{"name": "length", "cap": 6}],
+        "train": {
+            "blocks": 3,
+            "epochs_per_block": 2,
+            "tokens_per_step": 40,
+            "tokens_per_micro_batch": 32,
+            "optimizer": {"learning_rate": 1e-2},
+        },
+        "kl": {"placement": "loss", "control": {"name": "proportional", "beta": 0.02, "target": 0.05}},
+        "evaluation": {"every_blocks": 2},
+        "checkpoint": {"every_blocks": 1, "keep": 100},
+        "writers": [],
+    }
+
+
+def tiny_recipe(folder: Path, **changes: Any) -> Recipe:
+    """The tiny recipe with values replaced by dotted key (``train__blocks=5``)."""
+    raw = tiny_raw(folder)
+    for key, value in changes.items():
+        at = raw
+        *parents, last = key.split("__")
+        for parent in parents:
+            at = at.setdefault(parent, {})
+        at[last] = value
+    return parse_recipe(raw)
