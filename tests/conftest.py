@@ -15,6 +15,8 @@ CHECKED = [
     "logitless.head.contract",
     "logitless.head.reference",
     "logitless.head.chunked",
+    "logitless.head.vocab_parallel",
+    "logitless.head.sharded",
     "logitless.head.api",
     "logitless.data",
     "logitless.distributed",

@@ -48,6 +48,7 @@ def head(**fields: Any) -> LMHead:
         ({"memory_budget": -1}, "memory budget of 0 bytes or more"),
         ({"anchor": torch.zeros(4)}, "anchor \\[3\\] of floats"),
         ({"anchor": torch.zeros(3, dtype=torch.bool)}, "anchor \\[3\\] of floats"),
+        ({"live": torch.ones(3, dtype=torch.int64)}, "live \\[3\\] of booleans"),
         ({"live": torch.zeros(3)}, "live \\[3\\] of booleans"),
         ({"live": torch.zeros(4, dtype=torch.bool)}, "live \\[3\\] of booleans"),
         ({"backend": "fast"}, "'auto', 'reference', 'chunked' or 'fused'.*'fast'"),

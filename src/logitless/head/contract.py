@@ -72,7 +72,8 @@ def checked(
             remedy="Give target[t], the token predicted from hidden[t].",
         )
     for name, hint in (("anchor", anchor), ("live", live)):
-        if hint is not None and (hint.shape != (num_rows,) or hint.is_floating_point() != (name == "anchor")):
+        fits = hint is None or (hint.is_floating_point() if name == "anchor" else hint.dtype == torch.bool)
+        if hint is not None and (hint.shape != (num_rows,) or not fits):
             raise InputError(
                 needed=f"{name} [{num_rows}] of {'floats' if name == 'anchor' else 'booleans'}",
                 given=_described(hint),
