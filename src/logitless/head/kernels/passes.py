@@ -360,6 +360,13 @@ class _Sink:
         launch.column_product(k, h, out, taken, self._multiplied.variant, base=base)
 
 
+def _by_row(value: float, temperature: float | Tensor, hidden: Tensor) -> Tensor:
+    """[N] float32 value / temperature."""
+    if isinstance(temperature, Tensor):
+        return value / temperature.float()
+    return torch.full((len(hidden),), value / temperature, dtype=torch.float32, device=hidden.device)
+
+
 def _like(value: Tensor | None, gradient: Tensor | None) -> Tensor | None:
     return None if value is None or gradient is None else gradient.to(value.dtype)
 
