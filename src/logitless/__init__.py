@@ -1,1 +1,48 @@
-"""RL post-training of language models without the logits."""
+"""RL post-training of language models without the logits: exact GRPO-family losses, a trainer, rollouts and rewards.
+
+The names below are the public ones. They are imported on first use, so that ``import logitless.rewards`` in a worker
+process costs neither torch nor transformers.
+
+Example:
+    >>> import torch, logitless
+    >>> hidden, weight, target = torch.zeros(1, 8), torch.zeros(4, 8), torch.tensor([2])
+    >>> logitless.token_scores(hidden, logitless.LMHead(weight), target).logp
+    tensor([-1.3863])
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from logitless.head import token_scores
+    from logitless.objective import presets
+    from logitless.objective.objective import Objective
+    from logitless.types import Completion, Group, LMHead, PackedInputs, Prompt, TokenBatch, TokenScores, Verdict
+
+__all__ = [
+    "Completion",
+    "Group",
+    "LMHead",
+    "Objective",
+    "PackedInputs",
+    "Prompt",
+    "TokenBatch",
+    "TokenScores",
+    "Verdict",
+    "presets",
+    "token_scores",
+]
+
+_MODULES = {"Objective": "logitless.objective.objective", "token_scores": "logitless.head"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "presets":
+        return importlib.import_module("logitless.objective.presets")
+    return getattr(importlib.import_module(_MODULES.get(name, "logitless.types")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
