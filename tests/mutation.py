@@ -291,11 +291,13 @@ class Runner:
         self.first_failure: str | None = None
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        if session.testsfailed:
-            self.first_failure = "collection"
         self.items = session.items
         self.against(self)
         return True
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed and self.first_failure is None:
+            self.first_failure = f"{report.nodeid}\n{report.longrepr}"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0) + report.duration
@@ -330,7 +332,7 @@ def statuses_in_memory(mutants: Sequence[Mutant]) -> tuple[dict[Mutant, int], di
 
     def against(runner: Runner) -> None:
         if runner.run() == KILLED:
-            sys.exit(f"the tests fail before anything is changed: {runner.first_failure}")
+            return
         seconds = dict(runner.seconds)
         print(f"{len(runner.items)} tests take {sum(seconds.values()):.0f} s", flush=True)
 
@@ -344,7 +346,10 @@ def statuses_in_memory(mutants: Sequence[Mutant]) -> tuple[dict[Mutant, int], di
         jobs = [functools.partial(job, mutant) for mutant in mutants]
         statuses.update(zip(mutants, run_forked(jobs, "changes inside functions"), strict=True))
 
-    return statuses, run_pytest(against).seconds
+    runner = run_pytest(against)
+    if len(statuses) != len(mutants):
+        sys.exit(f"the tests fail before anything is changed: {runner.first_failure or 'see above'}")
+    return statuses, runner.seconds
 
 
 def status_after_import(mutant: Mutant, seconds: dict[str, float]) -> int:
@@ -371,6 +376,8 @@ def in_a_fork(work: Callable[[], Result]) -> Result:
     if os.fork() == 0:
         try:
             os.write(writer, pickle.dumps(work()))
+        except SystemExit as stop:
+            print(stop, file=sys.stderr)
         except BaseException:
             traceback.print_exc()
         finally:

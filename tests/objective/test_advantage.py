@@ -112,6 +112,15 @@ def test_gdpo_leaves_a_missing_value_out_of_its_function_only():
     assert_close(actual, [*(c / scale for c in combined), 0])
 
 
+def test_a_lone_completion_has_advantage_zero_and_counts_in_the_whitening():
+    # Centred -1, 1, 0: std 1, not sqrt 2.
+    rewards, group = f64(1, 3, 7), torch.tensor([0, 0, 1])
+    expected = [-1 / (1 + EPS), 1 / (1 + EPS), 0]
+    assert_close(adv.reinforce_pp_baseline(rewards, group), expected)
+    a = 1 / (math.sqrt(2) + EPS)  # standardised in the group, then of -a, a, 0: std a
+    assert_close(adv.gdpo(rewards[:, None], group, f64(1)), [-a / (a + EPS), a / (a + EPS), 0])
+
+
 def test_rewards_of_several_functions_are_a_weighted_sum_without_the_missing():
     per_function = torch.tensor([[1, 10], [NAN, 10], [NAN, NAN], [0, 0]], dtype=torch.float64)
     combined = adv.combine_rewards(per_function, f64(2, 0.5))

@@ -274,7 +274,7 @@ def reinforce_pp_baseline(
         rewards, group: as ``group_centered``; a group lies whole on one rank.
         sum_over_ranks: makes the whitening that of every rank's completions.
 
-    Returns: as ``group_centered``; completions without an advantage are left out of the whitening.
+    Returns: as ``group_centered``.
 
     Source: REINFORCE++-baseline, arXiv:2501.03262.
 
@@ -283,7 +283,7 @@ def reinforce_pp_baseline(
         tensor([-0.5477,  0.5477, -1.0954,  1.0954])
     """
     grid, row = _grid(rewards, group)
-    return whiten(group_centered(rewards, group), _compared(grid)[row] & ~rewards.isnan(), sum_over_ranks)
+    return _assign(whiten(group_centered(rewards, group), ~rewards.isnan(), sum_over_ranks), grid, row)
 
 
 def gdpo(
@@ -303,8 +303,7 @@ def gdpo(
         sum_over_ranks: makes the whitening that of every rank's completions.
 
     Returns:
-        [B]; 0 where every function is missing and in groups with fewer than two scored completions, which are left out
-        of the whitening.
+        [B]; 0 where every function is missing and in groups with fewer than two scored completions.
 
     Source: GDPO, arXiv:2601.05242; TRL's ``multi_objective_aggregation="normalize_then_sum"``.
 
@@ -315,9 +314,9 @@ def gdpo(
     """
     standardized = torch.stack([group_standardized(column, group) for column in rewards.unbind(1)], dim=1)
     combined = (standardized * weights).sum(1)
-    any_reward = torch.where(rewards.isnan().all(1), torch.nan, 0)
-    grid, row = _grid(any_reward, group)
-    return whiten(combined, _compared(grid)[row] & ~any_reward.isnan(), sum_over_ranks)
+    combined = torch.where(rewards.isnan().all(1), torch.nan, combined)
+    grid, row = _grid(combined, group)
+    return _assign(whiten(combined, ~combined.isnan(), sum_over_ranks), grid, row)
 
 
 # --- token-return advantages ----------------------------------------------------------------------------------------
