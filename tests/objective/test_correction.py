@@ -1,5 +1,6 @@
 """Sampler corrections by hand."""
 
+import inspect
 import math
 
 import pytest
@@ -83,3 +84,10 @@ def test_filtered_sampling_is_refused_unless_accepted_by_name(used):
         SamplerCorrection(max=2.0).check_sampling(**used)
     SamplerCorrection(max=2.0, filtered_sampling="accept").check_sampling(**used)
     SamplerCorrection(max=2.0).check_sampling()
+    SamplerCorrection(max=2.0).check_sampling(top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
+
+
+def test_the_sampling_that_is_not_named_is_unfiltered():
+    parameters = inspect.signature(SamplerCorrection.check_sampling).parameters
+    defaults = {name: each.default for name, each in parameters.items() if name != "self"}
+    assert defaults == {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}

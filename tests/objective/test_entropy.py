@@ -53,6 +53,17 @@ def test_a_controller_goes_on_from_its_state():
         other.load_state_dict({"beta": 1.0})
 
 
+def test_defaults_are_trls():
+    assert AdaptiveEntropy() == AdaptiveEntropy(target=0.2, delta=0.005, coefficient_min=0.0, coefficient_max=1.0)
+
+
+def test_the_state_is_no_argument():
+    with pytest.raises(TypeError, match="last_entropy"):
+        EntropyController(EntropyBonus(0.1), last_entropy=0.0)
+    with pytest.raises(TypeError, match="coefficient"):
+        EntropyController(EntropyBonus(0.1), coefficient=0.0)
+
+
 def test_bad_settings_and_measurements_are_refused():
     for wrong in ({"delta": 0.0}, {"coefficient_min": 2.0}):
         with pytest.raises(ConfigurationError, match="positive delta"):

@@ -44,7 +44,9 @@ def test_a_missing_tensor_is_named_with_a_remedy(name):
 
 
 @pytest.mark.parametrize(
-    "part", [*RATIOS, *SURROGATES, OffPolicy(0.1), TopEntropy(0.5), *CORRECTIONS[1:], *PENALTIES[1:]]
+    "part",
+    [*RATIOS, *SURROGATES, OffPolicy(0.1), TopEntropy(0.5), *CORRECTIONS[1:], *PENALTIES[1:], EntropyBonus(0.1)],
+    ids=lambda part: part.name,
 )
 def test_a_name_is_given_by_keyword_only_and_is_the_parts_own(part, without_shape_checks):
     parameter = inspect.signature(type(part)).parameters["name"]
