@@ -1,0 +1,308 @@
+"""Write ``docs/configuration.md`` from the types of a recipe: ``python -m logitless.train.document [--check]``.
+
+Keys, types and defaults are read from the types themselves, descriptions from pydantic's fields and from the ``Args``
+of dataclass docstrings, so that the page cannot say what the program does not do.
+"""
+
+import argparse
+import dataclasses
+import inspect
+import re
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from pydantic import BaseModel
+
+from logitless.objective.presets import PRESETS
+from logitless.train.config import Recipe
+
+PAGE = Path("docs/configuration.md")
+
+INTRODUCTION = """# Configuration
+
+Every key of a recipe. This page is written from the types; change them and run `python -m logitless.train.document`.
+
+A recipe is one YAML file. `logitless train RECIPE --set a.b=c` replaces a value: the key is a path of keys and, in
+lists, of numbers from 0 (`--set rewards.0.weight=2`); the value is YAML, so that a whole section can be given
+(`--set 'data.train={name: file, path: train.jsonl}'`). `1e-5` is a number. An unknown key, a key given twice, a value
+of another type and parts that contradict each other are errors, and nothing starts. `logitless train RECIPE --dry-run`
+checks all of it with data, tokenizer and the model's shape, and prints steps and memory by part.
+
+Where a part has variants, its `name` says which one, and only that variant's keys are allowed.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One key of a section.
+
+    Args:
+        name: as in the file.
+        annotation: its type.
+        default: as YAML, or "required".
+        description: what it means; Markdown.
+    """
+
+    name: str
+    annotation: Any
+    default: str
+    description: str
+
+
+def page() -> str:
+    """The text of the page.
+
+    Example:
+        >>> page().splitlines()[0]
+        '# Configuration'
+    """
+    places: dict[tuple[type, ...], str] = {}
+    _place(Recipe, "", places)
+    parts = [INTRODUCTION]
+    for kinds, path in places.items():
+        parts.append(f"## `{path}`\n" if path else "## The file\n")
+        if len(kinds) == 1:
+            parts.append(f"{_summary(kinds[0])}\n")
+            parts.append(_table(kinds[0], places))
+        else:
+            for kind in kinds:
+                title = " or ".join(f"`name: {name}`" for name in _names(kind)) or f"`placement: {_placement(kind)}`"
+                parts.append(f"### {title}\n\n{_summary(kind)}\n")
+                parts.append(_table(kind, places))
+        if path == "algorithm":
+            parts.append(_presets())
+    return "\n".join(parts)
+
+
+def keys(kind: type) -> list[Key]:
+    """The keys of a section, its ``name`` left out.
+
+    Example:
+        >>> from logitless.train.config import LoraSection
+        >>> [key.name for key in keys(LoraSection)]
+        ['rank', 'alpha', 'targets']
+    """
+    return [key for key in _all_keys(kind) if not _is_mark(key)]
+
+
+def _all_keys(kind: type) -> Iterator[Key]:
+    if issubclass(kind, BaseModel):
+        for name, info in kind.model_fields.items():
+            default = "required" if info.is_required() else _yaml(info.get_default(call_default_factory=True))  # type: ignore[call-arg]
+            annotation = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
+            yield Key(name, annotation, default, _markdown(info.description or _subject(info.annotation)))
+        return
+    assert dataclasses.is_dataclass(kind)
+    hints = get_type_hints(kind, include_extras=True)
+    described = _arguments(kind)
+    for field in dataclasses.fields(kind):
+        if not field.init:
+            continue
+        if field.default is not dataclasses.MISSING:
+            default = _yaml(field.default)
+        elif field.default_factory is not dataclasses.MISSING:
+            default = _yaml(field.default_factory())
+        else:
+            default = "required"
+        yield Key(field.name, hints[field.name], default, described.get(field.name, ""))
+
+
+def _is_mark(key: Key) -> bool:
+    """Whether the key only tells variants apart."""
+    return key.name in ("name", "placement") and get_origin(key.annotation) is Literal
+
+
+def _place(kind: type, path: str, places: dict[tuple[type, ...], str]) -> None:
+    """Give each section, and each set of variants, the path where it is used first."""
+    places.setdefault((kind,), path)
+    _place_parts(kind, path, places)
+
+
+def _place_parts(kind: type, path: str, places: dict[tuple[type, ...], str]) -> None:
+    for key in keys(kind):
+        inner = _structures(key.annotation)
+        if not inner or inner in places:
+            continue
+        place = f"{path}.{key.name}" if path else key.name
+        places[inner] = place
+        for each in inner:
+            _place_parts(each, place, places)
+
+
+def _structures(annotation: Any) -> tuple[type, ...]:
+    """The sections or dataclasses that a value of this type may be."""
+    if isinstance(annotation, type) and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)):
+        return (annotation,)
+    if get_origin(annotation) is Annotated:
+        return _structures(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType, tuple):
+        return tuple(kind for inner in get_args(annotation) for kind in _structures(inner))
+    return ()
+
+
+def _names(kind: type) -> tuple[str, ...]:
+    return _marks(kind, "name")
+
+
+def _placement(kind: type) -> str:
+    return _marks(kind, "placement")[0]
+
+
+def _marks(kind: type, name: str) -> tuple[str, ...]:
+    """The values of the key that tells variants apart."""
+    annotation = next((key.annotation for key in _all_keys(kind) if key.name == name), None)
+    return tuple(map(str, get_args(annotation))) if get_origin(annotation) is Literal else ()
+
+
+def _table(kind: type, places: Mapping[tuple[type, ...], str]) -> str:
+    rows = [
+        f"| `{key.name}` | {_cell(_type(key.annotation, places))} | {_default(key)} | {_cell(key.description)} |"
+        for key in keys(kind)
+    ]
+    if not rows:
+        return "No keys of its own.\n"
+    return "\n".join(["| Key | Type | Default | What it is |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def _type(annotation: Any, places: Mapping[tuple[type, ...], str]) -> str:
+    """A type in words; sections are links to where they stand."""
+    kinds = _structures(annotation)
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if kinds:
+        alternatives = _flat(annotation)
+        several = "list of " if any(get_origin(each) is tuple for each in alternatives) else ""
+        others = [_type(each, places) for each in alternatives if not _structures(each)]
+        return " or ".join([f"{several}[{places[kinds]}](#{places[kinds].replace('.', '')})", *others])
+    if origin is Annotated:
+        return " ".join([_type(arguments[0], places), *(text for text in map(_bound, arguments[1:]) if text)])
+    if origin in (Union, types.UnionType):
+        return " or ".join(_type(inner, places) for inner in arguments)
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in arguments)
+    if origin is tuple:
+        if len(arguments) == 2 and arguments[1] is Ellipsis:
+            return f"list of {_type(arguments[0], places)}"
+        return "[" + ", ".join(_type(inner, places) for inner in arguments) + "]"
+    if origin is dict or (isinstance(origin, type) and issubclass(origin, Mapping)):
+        return "mapping"
+    return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+_WORDS: Mapping[Any, str] = {
+    str: "text",
+    int: "integer",
+    float: "number",
+    bool: "true or false",
+    type(None): "null",
+    Path: "path",
+    Any: "anything",
+}
+
+
+def _flat(annotation: Any) -> Sequence[Any]:
+    """The alternatives of a type."""
+    if get_origin(annotation) is Annotated:
+        return _flat(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [each for inner in get_args(annotation) for each in _flat(inner)]
+    return [annotation]
+
+
+def _bound(metadata: Any) -> str:
+    for name, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤")):
+        if (value := getattr(metadata, name, None)) is not None:
+            return f"{sign} {value}"
+    pattern = getattr(metadata, "pattern", None)
+    return f"matching `{pattern}`" if pattern else ""
+
+
+def _default(key: Key) -> str:
+    return key.default if key.default in ("required", "its defaults") else f"`{key.default}`"
+
+
+def _yaml(value: Any) -> str:
+    """A default as it would stand in a recipe."""
+    if isinstance(value, BaseModel) or dataclasses.is_dataclass(value):
+        return "its defaults"
+    plain = list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value
+    return yaml.safe_dump(plain, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()
+
+
+def _summary(kind: Any) -> str:
+    """The docstring's first paragraph, and the equation below it where there is one.
+
+    Where it only names a function of its module, the function's own summary stands in its place.
+    """
+    text = inspect.getdoc(kind) or ""
+    paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
+    shown = paragraphs[:1] + [each for each in paragraphs[1:2] if each.startswith("``")]
+    named = re.fullmatch(r"(?:See )?``(\w+)``[.;]? ?(.*)", shown[0])
+    function = getattr(sys.modules[kind.__module__], named[1], None) if named else None
+    if named and inspect.isfunction(function):
+        return "\n\n".join(filter(None, [_summary(function), _markdown(named[2][:1].upper() + named[2][1:])]))
+    return "\n\n".join(_markdown(each) for each in shown)
+
+
+def _subject(annotation: Any) -> str:
+    """What the one section that may stand here is for."""
+    kinds = _structures(annotation)
+    return _summary(kinds[0]).split(".")[0] if len(kinds) == 1 else ""
+
+
+def _arguments(kind: type) -> dict[str, str]:
+    """What the docstrings of a class and its bases say of their arguments; the class's own word counts most."""
+    found: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        match = re.search(r"^Args:\n((?:(?: +.*)?\n?)*)", inspect.cleandoc(each.__dict__.get("__doc__") or ""), re.M)
+        for entry in re.split(r"\n(?=    \S)", match[1]) if match else []:
+            names, colon, text = entry.strip().partition(": ")
+            if not colon:
+                continue
+            text = " ".join(text.split())
+            for name in (each.strip() for each in names.split(",")):
+                other = re.fullmatch(r"as (?:for|in) ``(\w+)``\.?", text)
+                if other:
+                    found[name] = _arguments(getattr(sys.modules[each.__module__], other[1]))[name]
+                else:
+                    found[name] = _markdown(text if ". " in text else text.removesuffix("."))
+    return found
+
+
+def _markdown(text: str) -> str:
+    """The text in Markdown, in the words of a recipe."""
+    return re.sub(r"\bNone\b", "null", text.replace("``", "`"))
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"(?<!\\)\|", r"\\|", text) or "–"
+
+
+def _presets() -> str:
+    rows = ["### Presets\n", "| `preset` | `parameters` and their defaults | What it is |", "|---|---|---|"]
+    for name, preset in PRESETS.items():
+        parameters = inspect.signature(preset).parameters.values()
+        given = ", ".join(f"`{p.name}: {_yaml(p.default)}`" if p.default is not p.empty else p.name for p in parameters)
+        rows.append(f"| `{name}` | {given or '–'} | {_cell(_summary(preset))} |")
+    return "\n".join(rows) + "\n"
+
+
+def main() -> int:
+    """Write the page, or with ``--check`` say whether it is current."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="exit with 1 where the page is not current")
+    if not parser.parse_args().check:
+        PAGE.parent.mkdir(exist_ok=True)
+        PAGE.write_text(page(), encoding="utf-8")
+        return 0
+    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page():
+        return 0
+    print(f"{PAGE} is not current: run python -m logitless.train.document", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
