@@ -127,29 +127,31 @@ def _item(at: Any, name: str, key: str) -> Any:
 
 def _problem(details: ErrorDetails) -> str:
     location = [str(part) for part in details["loc"]]
-    where = ".".join(location)
+    path, known = _followed(Recipe, location)
+    where = ".".join(path)
     if details["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        known = sorted(_fields_at(Recipe, location[:-1]))
-        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.0)
+        near = difflib.get_close_matches(location[-1], sorted(known), n=1, cutoff=0.0)
         return f"unknown key {where!r} (nearest: {near[0]!r})" if near else f"unknown key {where!r}"
     message = details["msg"].removeprefix("Value error, ")
     given = "" if details["type"] == "missing" or isinstance(details["input"], dict) else f", not {details['input']!r}"
     return f"{where or 'the recipe'}: {message}{given}"
 
 
-def _fields_at(kind: Any, location: Sequence[str]) -> set[str]:
-    """Names of the keys that are known at a place of the recipe; pydantic's locations hold union tags too."""
-    kinds = list(_alternatives(kind))
+def _followed(kind: Any, location: Sequence[str]) -> tuple[list[str], set[str]]:
+    """The path as a recipe has it, and the keys known where it ends; pydantic's locations hold union tags too."""
+    path: list[str] = []
+    kinds, beside = list(_alternatives(kind)), []
     for part in location:
         entered = [inner for k in kinds for name, inner in _fields(k).items() if name == part]
         items = [a for k in kinds if get_origin(k) in (tuple, list) for a in get_args(k) if a is not Ellipsis]
-        if entered:
-            kinds = [a for inner in entered for a in _alternatives(inner)]
-        elif items and part.isdigit():
-            kinds = [a for inner in items for a in _alternatives(inner)]
-        else:  # the tag of a union
-            kinds = [k for k in kinds if part == getattr(k, "__name__", "") or part == _tag(k)] or kinds
-    return {name for k in kinds for name in _fields(k)}
+        tagged = [k for k in kinds if part == getattr(k, "__name__", "") or part in _tags(k)]
+        if not entered and not (items and part.isdigit()) and tagged:
+            kinds = tagged
+            continue
+        path.append(part)
+        beside = kinds
+        kinds = [a for inner in entered or items for a in _alternatives(inner)]
+    return path, {name for k in beside for name in _fields(k)}
 
 
 def _alternatives(kind: Any) -> Iterator[Any]:
@@ -170,7 +172,7 @@ def _fields(kind: Any) -> dict[str, Any]:
     return {}
 
 
-def _tag(kind: Any) -> str | None:
-    annotation = _fields(kind).get("name")
-    values = get_args(annotation)
-    return str(values[0]) if values else None
+def _tags(kind: Any) -> tuple[Any, ...]:
+    """The values of the key that tells variants apart."""
+    fields = _fields(kind)
+    return get_args(fields.get("name", fields.get("placement")))

@@ -1,0 +1,238 @@
+"""A recipe: what YAML means, what --set replaces, and errors that name the key and the repair."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from logitless.errors import ConfigurationError
+from logitless.objective.kl_control import ProportionalKL
+from logitless.objective.surrogate import Cispo
+from logitless.rewards.math import Math
+from logitless.train.recipe import dump_recipe, load_recipe, parse_recipe
+
+ROOT = Path(__file__).parents[2]
+
+MINIMAL = """
+name: small
+model: {source: some/model}
+data:
+  train: {name: file, path: train.jsonl}
+rollout:
+  sampling: {max_new_tokens: 8}
+rewards:
+  - {name: length, cap: 3}
+"""
+
+
+def loaded(tmp_path, text="", *overrides):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(MINIMAL + text, encoding="utf-8")
+    return load_recipe(path, overrides)
+
+
+def refused(tmp_path, text="", *overrides):
+    with pytest.raises(ConfigurationError) as error:
+        loaded(tmp_path, text, *overrides)
+    return str(error.value)
+
+
+# --- YAML -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "value"), [("1e-5", 1e-5), ("1E-5", 1e-5), ("2.5e-7", 2.5e-7), ("3.e-2", 0.03), ("+1e+0", 1.0)]
+)
+def test_a_number_with_an_exponent_is_a_number_in_the_file_and_in_set(tmp_path, written, value):
+    in_file = loaded(tmp_path, f"train:\n  optimizer: {{learning_rate: {written}}}\n")
+    in_set = loaded(tmp_path, "", f"train.optimizer.learning_rate={written}")
+    assert in_file.train.optimizer.learning_rate == in_set.train.optimizer.learning_rate == value
+
+
+def test_text_that_only_begins_like_a_number_stays_text(tmp_path):
+    assert loaded(tmp_path, "", "name=1e-5-run").name == "1e-5-run"
+
+
+def test_a_key_given_twice_is_an_error_with_its_line(tmp_path):
+    message = refused(tmp_path, "seed: 1\nseed: 2\n")
+    assert "'seed' is given twice" in message
+    assert "recipe.yaml" in message
+    assert re.search(r"line \d+", message)
+
+
+def test_a_nested_key_given_twice_is_an_error(tmp_path):
+    assert "'blocks' is given twice" in refused(tmp_path, "train: {blocks: 1, blocks: 2}\n")
+
+
+def test_yaml_cannot_build_python_objects(tmp_path):
+    assert "well-formed YAML" in refused(tmp_path, "output: !!python/object/apply:os.getcwd []\n")
+
+
+def test_a_file_without_sections_or_without_a_file_is_an_error(tmp_path):
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ConfigurationError, match="mapping of sections"):
+        load_recipe(tmp_path / "list.yaml")
+    with pytest.raises(ConfigurationError, match=r"absent\.yaml"):
+        load_recipe(tmp_path / "absent.yaml")
+
+
+# --- keys and values ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "wrong", "nearest"),
+    [
+        ("trian.blocks=3", "trian", "train"),
+        ("train.block=3", "train.block", "blocks"),
+        ("train.optimizer.learningrate=1e-3", "train.optimizer.learningrate", "learning_rate"),
+        ("model.lora.rnk=8", "model.lora.rnk", "rank"),
+        ("rollout.sampling.temprature=1", "rollout.sampling.temprature", "temperature"),
+        ("rewards.0.capp=9", "rewards.0.capp", "cap"),
+        ("data.train.paht=x", "data.train.paht", "path"),
+        ("kl={placement: loss, contrl: 1, control: {name: fixed, beta: 0}}", "kl.contrl", "control"),
+        ("kl={placement: reward, control: {name: fixed, bta: 0}}", "kl.control.bta", "beta"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_known_one(tmp_path, override, wrong, nearest):
+    message = refused(tmp_path, "", override)
+    assert f"unknown key '{wrong}'" in message
+    assert f"nearest: '{nearest}'" in message
+
+
+def test_every_problem_is_listed_at_once(tmp_path):
+    message = refused(tmp_path, "", "sead=1", "train.blocks=many", "model.device=3")
+    assert "'sead'" in message
+    assert "train.blocks" in message
+    assert "'many'" in message
+    assert "model.device" in message
+
+
+def test_a_missing_key_is_named(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("name: small\n")
+    with pytest.raises(ConfigurationError, match=r"model: Field required.*rollout: Field required"):
+        load_recipe(path)
+
+
+def test_a_knob_of_one_variant_cannot_be_set_on_another(tmp_path):
+    assert "tau_positive" in refused(tmp_path, "algorithm: {surrogate: {name: clip, tau_positive: 1.0}}\n")
+    assert "cap" in refused(tmp_path, "", "rewards=[{name: exact, cap: 3}]")
+    assert "target" in refused(tmp_path, "kl: {placement: loss, control: {name: fixed, beta: 0.1, target: 0.05}}\n")
+    assert "penalty" in refused(
+        tmp_path, "kl: {placement: reward, penalty: {estimator: k2}, control: {name: fixed, beta: 0.1}}\n"
+    )
+
+
+def test_an_unknown_variant_lists_the_known_ones(tmp_path):
+    message = refused(tmp_path, "", "rewards=[{name: lenght}]")
+    assert "rewards.0" in message
+    assert "'length'" in message
+
+
+def test_nested_unions_become_their_types(tmp_path):
+    recipe = loaded(
+        tmp_path,
+        """
+algorithm:
+  surrogate: {name: cispo, ratio_max: 4}
+  filters: [{name: top_entropy, quantile: 0.2}, {name: off_policy, threshold: 1}]
+kl:
+  placement: loss
+  penalty: {estimator: low_var_kl}
+  control: {name: proportional, beta: 0.1, target: 0.03}
+""",
+        "rewards=[{name: math, weight: 2}, {name: format, gate: true}]",
+    )
+    assert isinstance(recipe.algorithm.surrogate, Cispo)
+    assert [each.name for each in recipe.algorithm.filters] == ["top_entropy", "off_policy"]
+    assert recipe.kl.penalty.estimator == "k3"
+    assert recipe.kl.control == ProportionalKL(beta=0.1, target=0.03)
+    assert recipe.rewards[0] == Math(weight=2.0)
+
+
+def test_an_error_of_a_part_itself_keeps_its_remedy(tmp_path):
+    message = refused(tmp_path, "kl: {placement: loss, penalty: {estimator: k1}, control: {name: fixed, beta: 0.1}}\n")
+    assert "expected gradient is 0" in message
+    assert "ratio_corrected" in message
+
+
+# --- --set ----------------------------------------------------------------------------------------------------------
+
+
+def test_set_replaces_scalars_sections_lists_and_items(tmp_path):
+    recipe = loaded(
+        tmp_path,
+        "",
+        "seed=7",
+        "data.held_out={name: file, path: held.jsonl}",
+        "rewards.0.cap=5",
+        "writers=[]",
+        "train.optimizer.betas=[0.8, 0.9]",
+    )
+    assert recipe.seed == 7
+    assert recipe.data.held_out.path == Path("held.jsonl")
+    assert recipe.rewards[0].cap == 5
+    assert recipe.writers == ()
+    assert recipe.train.optimizer.betas == (0.8, 0.9)
+
+
+def test_a_later_set_wins_and_null_switches_a_section_off(tmp_path):
+    recipe = loaded(tmp_path, "", "seed=1", "seed=2")
+    assert recipe.seed == 2
+    assert loaded(tmp_path, "", "data.held_out={name: file, path: x}", "data.held_out=null").data.held_out is None
+
+
+def test_set_takes_everything_after_the_first_equals_sign(tmp_path):
+    assert loaded(tmp_path, "", "model.source=a=b").model.source == "a=b"
+
+
+@pytest.mark.parametrize("override", ["seed", "=3", "rewards.1.cap=5", "rewards.first.cap=5", "name.x.y=1"])
+def test_a_set_that_points_nowhere_is_an_error_that_shows_how(tmp_path, override):
+    message = refused(tmp_path, "", override)
+    assert "--set" in message
+
+
+def test_set_does_not_read_text_as_yaml_that_it_is_not(tmp_path):
+    assert "well-formed YAML in --set model.source" in refused(tmp_path, "", "model.source={a: ")
+
+
+# --- parts that must fit --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("train.tokens_per_micro_batch=100", "Raise it, or lower data.max_prompt_tokens"),
+        ("rollout.sampling.temperature=0", "evaluation.sampling"),
+        ("model.dtype=bfloat16", "model.autocast"),
+    ],
+)
+def test_parts_that_contradict_each_other_say_how_to_repair(tmp_path, override, remedy):
+    assert remedy in refused(tmp_path, "", override)
+
+
+def test_the_micro_batch_must_hold_one_longest_sequence_exactly(tmp_path):
+    # 512 prompt tokens and 8 sampled ones, of which the last is never read: 519.
+    assert loaded(tmp_path, "", "train.tokens_per_micro_batch=519").train.tokens_per_micro_batch == 519
+    assert "at least 519" in refused(tmp_path, "", "train.tokens_per_micro_batch=518")
+
+
+def test_a_name_cannot_leave_the_output_folder(tmp_path):
+    assert "name" in refused(tmp_path, "", "name=../elsewhere")
+
+
+# --- round trip -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_committed_recipe_is_valid_and_survives_writing_and_reading(path, tmp_path):
+    recipe = load_recipe(path)
+    (tmp_path / "config.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+    assert load_recipe(tmp_path / "config.yaml") == recipe
+    assert parse_recipe(yaml.safe_load(dump_recipe(recipe))) == recipe
+
+
+def test_a_recipe_does_not_change_after_loading(tmp_path):
+    with pytest.raises(ValueError, match="frozen"):
+        loaded(tmp_path).seed = 3
