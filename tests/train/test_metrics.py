@@ -93,4 +93,4 @@ def test_the_page_of_the_documentation_is_the_list():
 
 def test_the_numbers_of_a_block_are_on_the_list():
     groups = fake_groups(1, 2)
-    check_names(block_metrics(groups, groups, rounds=1))
+    check_names(block_metrics(groups, num_trained=len(groups), rounds=1))

@@ -41,7 +41,7 @@ def _assert_equal(one: RunFolder, other: RunFolder) -> None:
     weights = [load_file(end.folder / "model" / "model.safetensors") for end in ends]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert [repeatable(r) for r in one.read_metrics()] == [repeatable(r) for r in other.read_metrics()]
-    assert one.read_rollouts() == other.read_rollouts()
+    assert list(one.read_rollouts()) == list(other.read_rollouts())
 
 
 @pytest.fixture(scope="module")

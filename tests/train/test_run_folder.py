@@ -82,7 +82,7 @@ def test_a_run_that_goes_on_leaves_the_file_that_it_would_have_left_without_a_st
         stopped.append_metrics(record)
     with stopped.metrics.open("a") as file:
         file.write('{"block": 3, "st')
-    stopped.truncate_metrics(last_step=3)
+    stopped.truncate_metrics(num_lines=3)
     for record in records[3:]:
         stopped.append_metrics(record)
     assert stopped.metrics.read_bytes() == whole.metrics.read_bytes()
@@ -90,7 +90,7 @@ def test_a_run_that_goes_on_leaves_the_file_that_it_would_have_left_without_a_st
 
 def test_truncating_before_the_first_line_leaves_an_empty_file(tmp_path):
     folder = create_run_folder(tmp_path, "toy")
-    folder.truncate_metrics(last_step=0)
+    folder.truncate_metrics(num_lines=0)
     assert folder.metrics.read_text() == ""
     assert folder.read_metrics() == []
 

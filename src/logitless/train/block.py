@@ -6,6 +6,7 @@ drawn again exactly as it was.
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
@@ -15,10 +16,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from logitless.data.packing import StepPlan, pack
-from logitless.objective.advantage import Advantage, Gae, Gdpo, ReinforcePP, has_signal, pay_at_last_token
+from logitless.objective.advantage import (
+    Advantage,
+    Gae,
+    Gdpo,
+    ReinforcePP,
+    has_signal,
+    num_clipped,
+    pay_at_last_token,
+)
 from logitless.objective.divergence import kl_in_reward
 from logitless.objective.ranges import Ranges
-from logitless.rewards.combine import reward_statistics, score_batch, total_reward
+from logitless.rewards.combine import Unscored, reward_statistics, score_batch, total_reward
 from logitless.rewards.contract import WeightedReward
 from logitless.rollout.engine import Engine
 from logitless.rollout.sampling import SamplingOptions
@@ -41,7 +50,7 @@ class Block:
     batch: TokenBatch
     groups: tuple[tuple[int, ...], ...]
     truncated: tuple[bool, ...]
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float | int]
 
 
 def derived_seed(*labels: int | str) -> int:
@@ -62,9 +71,20 @@ def roll_out(
     *,
     num_samples: int,
     sampling: SamplingOptions,
+    unscored: Unscored,
     seed: int,
 ) -> list[Group]:
-    """Sample ``num_samples`` completions for each prompt and have them judged."""
+    """Sample ``num_samples`` completions for each prompt and have them judged.
+
+    Args:
+        engine: samples.
+        prompts: may repeat.
+        rewards: judge.
+        num_samples: G.
+        sampling: settings.
+        unscored: what a completion is worth that some of the functions could not score, see ``total_reward``.
+        seed: of this round.
+    """
     sampled = engine.sample(prompts, num_samples, sampling, seed=seed)
     pairs = [(p, c) for p, completions in zip(prompts, sampled, strict=True) for c in completions]
     names = {name for prompt in prompts for name in prompt.columns}
@@ -75,7 +95,7 @@ def roll_out(
         {name: [p.columns.get(name) for p, _ in pairs] for name in names},
         completion_ids=[c.token_ids for _, c in pairs],
     )
-    totals = [total_reward(v, rewards) for v in verdicts]
+    totals = [total_reward(v, rewards, unscored) for v in verdicts]
     groups = []
     for prompt, completions in zip(prompts, sampled, strict=True):
         n = len(completions)
@@ -191,28 +211,27 @@ def with_advantages(
     return replace(batch, advantage=per_sequence[batch.sequence])
 
 
-def block_metrics(drawn: Sequence[Group], trained: Sequence[Group], *, rounds: int) -> dict[str, float]:
+def block_metrics(drawn: Sequence[Group], *, num_trained: int, rounds: int) -> dict[str, float | int]:
     """Rewards, verdicts, groups and lengths of everything that was drawn, before any group is left out.
 
     Args:
         drawn: all groups of the block, those of refills included.
-        trained: the groups that are trained on.
+        num_trained: how many of them are trained on.
         rounds: of generation.
     """
     rewards = torch.tensor([_number(r) for g in drawn for r in g.rewards], dtype=torch.float64)
     scored = rewards[~rewards.isnan()]
     completions = [c for g in drawn for c in g.completions]
     lengths = [c.length for c in completions]
-    informative = signal(drawn)
     spreads = [_spread(g) for g in drawn]
-    metrics = {
+    metrics: dict[str, float | int] = {
         "reward/mean": float(scored.mean()),
         "reward/std": float(scored.std()) if len(scored) > 1 else 0.0,
         "reward/std_in_group": sum(spreads) / len(spreads),
         "reward/unscored": len(rewards) - len(scored),
-        "group/zero_signal_fraction": 1 - sum(informative) / len(drawn),
-        "group/trained": len(trained),
-        "group/dropped": len(drawn) - len(trained),
+        "group/zero_signal_fraction": 1 - sum(signal(drawn)) / len(drawn),
+        "group/trained": num_trained,
+        "group/dropped": len(drawn) - num_trained,
         "group/refill_rounds": rounds - 1,
         "length/mean": sum(lengths) / len(lengths),
         "length/min": min(lengths),
@@ -224,36 +243,53 @@ def block_metrics(drawn: Sequence[Group], trained: Sequence[Group], *, rounds: i
     return metrics | verdict_metrics(drawn)
 
 
-def verdict_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Scores and statuses by reward function, pass rates by constraint and family."""
-    metrics: dict[str, float] = {}
+def verdict_metrics(groups: Sequence[Group]) -> dict[str, float | int]:
+    """Scores and statuses by reward function; pass rates by constraint and family, over all functions that check it."""
+    metrics: dict[str, float | int] = {}
+    checks: dict[str, Counter[str]] = {"passed": Counter(), "count": Counter()}
     for name, found in reward_statistics([v for g in groups for v in g.verdicts]).items():
         if found["mean"] is not None:
             metrics[f"reward/{name}/mean"], metrics[f"reward/{name}/std"] = found["mean"], found["std"]
         for status in get_args(VerdictStatus):
             metrics[f"verdict/{name}/{status}"] = found[status]
-        for kind, rates in (("constraint", found["constraints"]), ("constraint_family", found["families"])):
-            for identifier, rate in rates.items():
-                metrics[f"{kind}/{identifier}/pass_rate"] = rate["pass_rate"]
-                metrics[f"{kind}/{identifier}/count"] = rate["count"]
+        for kind, by_id in (("constraint", found["constraints"]), ("constraint_family", found["families"])):
+            for identifier, numbers in by_id.items():
+                for what, counter in checks.items():
+                    counter[f"{kind}/{identifier}"] += numbers[what]
+    for identifier, count in checks["count"].items():
+        metrics[f"{identifier}/pass_rate"] = checks["passed"][identifier] / count
+        metrics[f"{identifier}/count"] = count
     return metrics
 
 
-def advantages_of(
-    trained: Sequence[Group], batch: TokenBatch, drawn: Sequence[Group]
-) -> tuple[list[list[float | None]], dict[str, float]]:
-    """The advantage of each drawn completion (its first token's; None where it is not trained on), and their spread."""
+def advantages_of(batch: TokenBatch, drawn: Sequence[Group], kept: Sequence[bool]) -> list[list[float | None]]:
+    """The advantage of each drawn completion, its first token's; None where it has no token that is trained on.
+
+    Args:
+        batch: the kept groups, packed in order.
+        drawn: groups of the block.
+        kept: which of them are in the batch.
+    """
     assert batch.inputs is not None
     counts = torch.tensor(batch.inputs.source_counts)
     first = (torch.cumsum(counts, 0) - counts).tolist()
-    values = [float(batch.advantage[f]) if n else None for f, n in zip(first, counts.tolist(), strict=True)]
-    by_group: dict[str, list[float | None]] = {}
-    for g in trained:
-        by_group[g.prompt.id], values = values[: len(g.completions)], values[len(g.completions) :]
-    per_completion = [by_group.get(g.prompt.id, [None] * len(g.completions)) for g in drawn]
-    known = torch.tensor([a for group in by_group.values() for a in group if a is not None], dtype=torch.float64)
+    values = iter([float(batch.advantage[f]) if n else None for f, n in zip(first, counts.tolist(), strict=True)])
+    return [[next(values) if k else None for _ in g.completions] for g, k in zip(drawn, kept, strict=True)]
+
+
+def advantage_metrics(advantages: Sequence[Sequence[float | None]], limit: float | None) -> dict[str, float | int]:
+    """Mean and spread of the advantages that there are, and how many were held at the estimator's clip.
+
+    Example:
+        >>> advantage_metrics([[0.5, -0.5, None]], limit=0.5)
+        {'advantage/mean': 0.0, 'advantage/std': 0.7071067690849304, 'advantage/clipped': 2}
+    """
+    known = torch.tensor([a for group in advantages for a in group if a is not None])
     spread = float(known.std()) if len(known) > 1 else 0.0
-    return per_completion, {"advantage/mean": float(known.mean()), "advantage/std": spread}
+    metrics: dict[str, float | int] = {"advantage/mean": float(known.mean()), "advantage/std": spread}
+    if limit is not None:
+        metrics["advantage/clipped"] = int(num_clipped(known, limit))
+    return metrics
 
 
 def _spread(group: Group) -> float:

@@ -17,6 +17,7 @@ from logitless.objective.filters import Filter
 from logitless.objective.kl_control import KLControl
 from logitless.objective.objective import EntropyBonus, Ratio, Surrogate
 from logitless.objective.weighting import Weighting
+from logitless.rewards.combine import Unscored
 from logitless.rewards.options import RewardOptions
 from logitless.rollout.sampling import SamplingOptions
 
@@ -77,7 +78,8 @@ class WarmStartSection(Section):
     answer_column: str = Field("answer", description="column with the text to imitate")
     steps: PositiveInt = Field(100, description="optimizer steps")
     sequences_per_step: PositiveInt = Field(64, description="prompt-answer pairs a step")
-    learning_rate: PositiveFloat = Field(1e-3, description="peak learning rate, linear decay to 0")
+    learning_rate: PositiveFloat = Field(1e-3, description="of AdamW, at its peak")
+    schedule: Literal["constant", "linear"] = Field("linear", description="constant, or linear decay to 0")
 
 
 class TransformersEngineSection(Section):
@@ -107,6 +109,10 @@ class RolloutSection(Section):
         "keep", description="groups whose rewards are all equal: train on them, leave them out, or draw others"
     )
     max_refills: NonNegativeInt = Field(3, description="further rounds of generation under `refill`")
+    unscored: Unscored = Field(
+        "leave_out",
+        description="a completion that a function could not score: sum the others, or drop the completion (no reward)",
+    )
 
 
 class AlgorithmSection(Section):

@@ -3,12 +3,11 @@
 import math
 from collections.abc import Sequence
 
-from logitless.rewards.combine import reward_statistics
+from logitless.rewards.combine import Unscored, reward_statistics
 from logitless.rewards.contract import WeightedReward
 from logitless.rollout.engine import Engine
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.block import roll_out
-from logitless.train.metrics import Record
 from logitless.types import Prompt
 
 
@@ -19,19 +18,22 @@ def evaluate(
     *,
     num_samples: int,
     sampling: SamplingOptions,
+    unscored: Unscored,
     success_at: float,
     seed: int,
-) -> Record:
+) -> dict[str, float | int]:
     """Sample and judge every held-out prompt.
 
     Returns:
         The metrics ``evaluation/...``; accuracy is the fraction of all completions whose reward reaches
         ``success_at``, so an unscorable completion is not a success.
     """
-    groups = roll_out(engine, prompts, rewards, num_samples=num_samples, sampling=sampling, seed=seed)
+    groups = roll_out(
+        engine, prompts, rewards, num_samples=num_samples, sampling=sampling, unscored=unscored, seed=seed
+    )
     completions = [c for g in groups for c in g.completions]
     scored = [r for g in groups for r in g.rewards if r is not None]
-    found: Record = {
+    found: dict[str, float | int] = {
         "evaluation/accuracy": sum(r >= success_at for r in scored) / len(completions),
         "evaluation/reward_mean": math.fsum(scored) / len(scored) if scored else math.nan,
         "evaluation/length_mean": sum(c.length for c in completions) / len(completions),

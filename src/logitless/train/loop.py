@@ -4,14 +4,13 @@ Everything random follows from the recipe's seed and counters, and all state is 
 and the tensors of model and optimizer, so a run that is stopped anywhere goes on bitwise.
 """
 
-import logging
 import signal as signals
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -31,6 +30,7 @@ from logitless.rollout.engine import Engine
 from logitless.train import checkpoint as checkpoints
 from logitless.train.block import (
     Block,
+    advantage_metrics,
     advantages_of,
     block_metrics,
     derived_seed,
@@ -53,7 +53,7 @@ from logitless.train.step import backward, step_batch, step_metrics
 from logitless.train.writers import Writer
 from logitless.types import Group, TokenBatch
 
-logger = logging.getLogger("logitless")
+Numbers: TypeAlias = dict[str, float | int]
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Progress:
         skipped, skipped_in_a_row: steps without a finite gradient.
         without_signal_in_a_row: blocks without a step to take.
         epoch_kl: sum and number of the steps' KL in the epoch in flight, for a controller that moves once an epoch.
-        rollout_factor: of the next rollout's length (the KL guardrail may shorten it).
+        lines: of metrics written.
         seconds: by phase.
         summary: what ``summary.json`` says so far.
     """
@@ -81,7 +81,7 @@ class Progress:
     skipped_in_a_row: int = 0
     without_signal_in_a_row: int = 0
     epoch_kl: list[float] = field(default_factory=list)
-    rollout_factor: float = 1.0
+    lines: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     summary: dict[str, float] = field(default_factory=dict)
 
@@ -137,7 +137,7 @@ class Trainer:
     def run(self) -> bool:
         """Train to the end, or to Ctrl-C; returns whether the run is complete. Either way a checkpoint is saved."""
         with self._ctrl_c():
-            if self.progress.step == 0 and "accuracy_before" not in self.progress.summary:
+            if not checkpoints.checkpoints(self.folder.checkpoints):
                 self._write(self._evaluation("accuracy_before"))
                 self.save()
             while self.progress.block < self.recipe.train.blocks and not self.stopping:
@@ -149,51 +149,70 @@ class Trainer:
 
     def _block(self) -> None:
         """Collect a block unless one is in flight, and train on it until its end or Ctrl-C."""
-        if self.block is None and not self._collected():
+        if self.block is None:
+            self.block = self._collected()
+        if self.block is None:
             return
-        block, train = self.block, self.recipe.train
-        assert block is not None
-        assert block.batch.inputs is not None
-        objective = self.algorithm.objective
-        kept = (~torch.tensor(self._dropped(block))).float()
-        generator = torch.Generator().manual_seed(derived_seed(self.recipe.seed, "selection", self.progress.block))
+        if self.block.batch.num_tokens:
+            self.progress.without_signal_in_a_row = 0
+            self._train(self.block)
+            if self.progress.epoch < self.recipe.train.epochs_per_block:
+                return
+        else:
+            self._pass_over(self.block)
+        self.progress.block, self.progress.epoch, self.block = self.progress.block + 1, 0, None
+        self.engine.update_weights(self.policy.model, version=self.progress.block)
+
+    def _train(self, block: Block) -> None:
+        """The epochs over a block, until their end or Ctrl-C."""
+        progress, objective, dropped = self.progress, self.algorithm.objective, self._dropped(block)
+        kept = (~torch.tensor(dropped)).float()
+        generator = torch.Generator().manual_seed(derived_seed(self.recipe.seed, "selection", progress.block))
         statistics = objective.block_statistics(
             replace(block.batch, token_weight=kept[block.batch.sequence]), generator=generator
         )
         batch = block.batch if statistics is None else statistics.attach(block.batch)
-        while self.progress.epoch < train.epochs_per_block:
-            plan = self._plan(block, self.progress.epoch)
-            while self.progress.step_in_epoch < len(plan):
+        while progress.epoch < self.recipe.train.epochs_per_block:
+            plan = self._plan(block, progress.epoch)
+            while progress.step_in_epoch < len(plan):
                 if self.stopping:
                     return
-                first = self.progress.epoch == self.progress.step_in_epoch == 0
-                last = (self.progress.epoch, self.progress.step_in_epoch) == (train.epochs_per_block - 1, len(plan) - 1)
                 with self._phase("training") as seconds:
                     micro_batches = step_batch(
                         batch,
-                        plan[self.progress.step_in_epoch],
+                        plan[progress.step_in_epoch],
                         objective,
                         self.algorithm.weighting,
-                        dropped=self._dropped(block),
+                        dropped=dropped,
                         num_steps=len(plan),
                         statistics=statistics,
                     )
-                    record = self._step(micro_batches, statistics) if micro_batches else {}
-                if micro_batches:
-                    record["time/training_seconds"] = seconds[0]
-                    record["throughput/training_tokens_per_second"] = record["optimizer/tokens"] / seconds[0]
-                self.progress.step_in_epoch += 1
-                if first:
+                    record = self._step(micro_batches, statistics)
+                record["time/training_seconds"] = seconds[0]
+                record["throughput/training_tokens_per_second"] = record["optimizer/tokens"] / seconds[0]
+                progress.step_in_epoch += 1
+                if progress.epoch == 0 and progress.step_in_epoch == 1:
                     record |= block.metrics
-                if last and self._evaluation_due():
-                    record |= self._evaluation("accuracy_after")
-                if micro_batches:
-                    self._write(record)
+                if progress.epoch == self.recipe.train.epochs_per_block - 1 and progress.step_in_epoch == len(plan):
+                    record |= self._evaluation_if_due()
+                self._write(record)
+                self._check_skipped()
             self._end_of_epoch()
-        self.progress.block, self.progress.epoch, self.block = self.progress.block + 1, 0, None
-        self.engine.update_weights(self.policy.model, version=self.progress.block)
 
-    def _step(self, micro_batches: list[TokenBatch], statistics: BlockStatistics | None) -> dict[str, float]:
+    def _pass_over(self, block: Block) -> None:
+        """Write the metrics of a block with nothing to train on; too many in a row end the run."""
+        progress, limit = self.progress, self.recipe.train.max_blocks_without_signal
+        self._write({**block.metrics, **self._evaluation_if_due()})
+        self.view.message(f"block {progress.block + 1}: no group with a signal, no step taken")
+        progress.without_signal_in_a_row += 1
+        if progress.without_signal_in_a_row >= limit:
+            raise TrainingError(
+                needed="completions of a prompt that differ in reward",
+                given=f"none in {limit} blocks (train.max_blocks_without_signal)",
+                remedy="Choose an easier task, warm-start the policy, raise the temperature or the group size.",
+            )
+
+    def _step(self, micro_batches: list[TokenBatch], statistics: BlockStatistics | None) -> Numbers:
         """One optimizer step and its numbers; the only synchronisation is their one trip to the host."""
         recipe, progress = self.recipe, self.progress
         outputs = backward(
@@ -209,124 +228,93 @@ class Trainer:
         )
         rate = learning_rate(progress.step, progress.block / recipe.train.blocks, recipe.train.optimizer)
         norm, taken = take_step(self.optimizer, rate=rate, max_grad_norm=recipe.train.max_grad_norm)
-        record = step_metrics(outputs)
-        record |= {
-            "kl_ref/beta": self._beta(),
+        progress.step += 1
+        progress.skipped += not taken
+        progress.skipped_in_a_row = 0 if taken else progress.skipped_in_a_row + 1
+        record = step_metrics(outputs) | {
             "optimizer/grad_norm": float(norm),
             "optimizer/learning_rate": rate,
             "optimizer/sequences": sum(b.num_sequences for b in micro_batches),
             "optimizer/micro_batches": len(micro_batches),
+            "optimizer/skipped_steps": progress.skipped,
         }
-        if self.controller is None:
-            del record["kl_ref/beta"]
-        progress.step += 1
-        if taken:
-            progress.skipped_in_a_row = 0
-            self._control(record, micro_batches)
-        else:
-            self._skip(record)
-        return record | {"optimizer/skipped_steps": progress.skipped}
+        self._control(record, micro_batches, taken=taken)
+        return record
 
-    def _skip(self, record: Mapping[str, float]) -> None:
-        """Count a step without a finite gradient; too many in a row end the run."""
-        self.progress.skipped += 1
-        self.progress.skipped_in_a_row += 1
-        self.view.message(f"step {self.progress.step} skipped: gradient norm {record['optimizer/grad_norm']}")
-        if self.progress.skipped_in_a_row >= self.recipe.train.max_skipped_in_a_row:
+    def _check_skipped(self) -> None:
+        """Say that a step was skipped; too many in a row end the run."""
+        progress = self.progress
+        if progress.skipped_in_a_row:
+            self.view.message(f"step {progress.step} skipped: its gradient is not finite")
+        if progress.skipped_in_a_row >= self.recipe.train.max_skipped_in_a_row:
             raise TrainingError(
                 needed="finite gradients",
-                given=f"{self.progress.skipped_in_a_row} steps in a row without (train.max_skipped_in_a_row)",
+                given=f"{progress.skipped_in_a_row} steps in a row without (train.max_skipped_in_a_row)",
                 remedy="Lower the learning rate, or go on from the last checkpoint with --resume.",
             )
 
-    def _control(self, record: dict[str, float], micro_batches: list[TokenBatch]) -> None:
-        """Let the KL and entropy controllers see the step."""
-        if self.entropy_controller is not None:
-            self.entropy_controller.update(record["entropy/bonus_mean"])
-        kl = self.recipe.kl
+    def _control(self, record: Numbers, micro_batches: list[TokenBatch], *, taken: bool) -> None:
+        """Record the coefficients of this step; let their controllers see it, unless it was skipped."""
+        bonus, kl = self.algorithm.objective.entropy_bonus, self.recipe.kl
+        if bonus is not None:
+            adaptive = self.entropy_controller
+            record["entropy/bonus_coefficient"] = bonus.coefficient if adaptive is None else adaptive.applied
+            if adaptive is not None and taken:
+                adaptive.update(record["entropy/bonus_mean"])
         if kl is None or self.controller is None:
             return
-        if isinstance(kl, KLInLoss):
-            seen = record[f"kl_ref/{kl.penalty.estimator}_mean"]
-        else:
-            seen = float(torch.cat([_drift(b) for b in micro_batches]).mean())
-        record["kl_ref/controlled"] = seen
-        num_completions = sum(b.num_sequences for b in micro_batches)
-        self.progress.epoch_kl.append(seen)
-        if kl.update == "step":
-            self.controller.update(seen, num_completions)
-            self.progress.rollout_factor = self.controller.rollout_factor
+        record["kl_ref/beta"] = self.controller.beta
+        if taken:
+            if isinstance(kl, KLInLoss):
+                seen = record[f"kl_ref/{kl.penalty.estimator}_mean"]
+            else:
+                seen = float(torch.cat([_drift(b) for b in micro_batches]).mean())
+            record["kl_ref/controlled"] = seen
+            self.progress.epoch_kl.append(seen)
+            if kl.update == "step":
+                self.controller.update(seen, sum(b.num_sequences for b in micro_batches))
+        record["kl_ref/guarded"] = self.controller.num_guarded
+        record["kl_ref/bounded"] = self.controller.num_bounded
 
     def _end_of_epoch(self) -> None:
         progress, kl = self.progress, self.recipe.kl
         if kl is not None and self.controller is not None and kl.update == "epoch" and progress.epoch_kl:
             assert self.block is not None
             self.controller.update(sum(progress.epoch_kl) / len(progress.epoch_kl), self.block.batch.num_sequences)
-            progress.rollout_factor = self.controller.rollout_factor
         progress.epoch, progress.step_in_epoch, progress.epoch_kl = progress.epoch + 1, 0, []
 
-    def _collected(self) -> bool:
-        """Make the next block, or count one that has nothing to train on; Ctrl-C gives it up without a trace."""
+    def _collected(self) -> Block | None:
+        """The next block; None where Ctrl-C gave it up, without a trace."""
         before = self.order.state_dict()
         self.interruptible = True
         try:
-            self.block = self._collect()
+            return self._collect()
         except KeyboardInterrupt:
             self.order.load_state_dict(before)
             self.stopping = True
-            return False
+            return None
         finally:
             self.interruptible = False
-        if self.block is not None:
-            self.progress.without_signal_in_a_row = 0
-            return True
-        self.progress.block += 1
-        self.progress.without_signal_in_a_row += 1
-        self.view.message(f"block {self.progress.block}: no group with a signal, no step taken")
-        if self.progress.without_signal_in_a_row >= self.recipe.train.max_blocks_without_signal:
-            raise TrainingError(
-                needed="completions of a prompt that differ in reward",
-                given=f"none in {self.progress.without_signal_in_a_row} blocks (train.max_blocks_without_signal)",
-                remedy="Choose an easier task, warm-start the policy, raise the temperature or the group size.",
-            )
-        return False
 
-    def _collect(self) -> Block | None:
-        """Roll out, judge, score and give advantages; None where no group is left to train on."""
+    def _collect(self) -> Block:
+        """Roll out, judge, score and give advantages; without a token where no group is left to train on."""
         recipe, number = self.recipe, self.progress.block
-        sampling = recipe.rollout.sampling
-        if self.progress.rollout_factor != 1.0:
-            shorter = max(1, int(sampling.max_new_tokens * self.progress.rollout_factor))
-            sampling = replace(sampling, max_new_tokens=shorter)
-        wanted, drawn, trained = recipe.rollout.prompts_per_block, list[Group](), list[Group]()
-        rounds = 1 + (recipe.rollout.max_refills if recipe.rollout.zero_signal == "refill" else 0)
         with self._phase("rollout") as rollout_seconds:
-            for attempt in range(rounds):
-                indices = self.order.next(wanted - len(trained))
-                groups = roll_out(
-                    self.engine,
-                    [self.data.train[i] for i in indices],
-                    self.rewards,
-                    num_samples=recipe.rollout.completions_per_prompt,
-                    sampling=sampling,
-                    seed=derived_seed(recipe.seed, "rollout", number, attempt),
-                )
-                drawn += groups
-                keep_all = recipe.rollout.zero_signal == "keep"
-                trained += [g for g, informative in zip(groups, signal(groups), strict=True) if informative or keep_all]
-                if len(trained) == wanted:
-                    break
-        metrics = block_metrics(drawn, trained, rounds=attempt + 1)
+            drawn, kept, rounds = self._rolled_out()
+        trained = [g for g, k in zip(drawn, kept, strict=True) if k]
+        metrics = block_metrics(drawn, num_trained=len(trained), rounds=rounds)
         metrics["time/rollout_seconds"] = rollout_seconds[0]
         sampled = sum(c.length for g in drawn for c in g.completions)
         metrics["throughput/rollout_tokens_per_second"] = sampled / rollout_seconds[0]
         self.progress.summary.setdefault("reward_first_block", metrics["reward/mean"])
         self.progress.summary["reward_last_block"] = metrics["reward/mean"]
         batch, members = packed(trained)
+        block = Block(
+            batch, members, tuple(c.finish_reason == "length" for g in trained for c in g.completions), metrics
+        )
         if not batch.num_tokens:
             self.folder.write_rollouts(number + 1, drawn)
-            return None
-        block = Block(batch, members, tuple(c.finish_reason == "length" for g in trained for c in g.completions), {})
+            return block
         rows = micro_batches_of(self._plan(block, 0))
         temperature, backend = recipe.rollout.sampling.temperature, recipe.train.scoring_backend
         with self._phase("scoring") as scoring_seconds:
@@ -338,29 +326,56 @@ class Trainer:
         num_scored = batch.num_tokens * (1 if self.reference is None else 2)
         metrics["time/scoring_seconds"] = scoring_seconds[0]
         metrics["throughput/scoring_tokens_per_second"] = num_scored / scoring_seconds[0]
+        estimator = self.algorithm.advantage
         batch = with_advantages(
             batch,
             trained,
-            self.algorithm.advantage,
+            estimator,
             weights={r.name: r.weight for r in self.rewards},
             kl_beta=self._beta() if isinstance(recipe.kl, KLInReward) else 0.0,
         )
-        advantages, of_trained = advantages_of(trained, batch, drawn)
-        metrics |= of_trained
+        advantages = advantages_of(batch, drawn, kept)
+        metrics |= advantage_metrics(advantages, None if estimator is None else estimator.clip)
         self.folder.write_rollouts(number + 1, drawn, advantages)
         first = drawn[0]
         self.sample = (first.prompt.text, first.completions[0].text, first.rewards[0] or 0.0)
-        return replace(block, batch=batch, metrics=metrics)
+        return replace(block, batch=batch)
+
+    def _rolled_out(self) -> tuple[list[Group], list[bool], int]:
+        """The groups of a block, which of them are trained on, and the rounds of generation that they took."""
+        options, sampling = self.recipe.rollout, self.recipe.rollout.sampling
+        if self.controller is not None and self.controller.rollout_factor != 1:
+            shorter = max(1, int(sampling.max_new_tokens * self.controller.rollout_factor))
+            sampling = replace(sampling, max_new_tokens=shorter)
+        drawn, kept, rounds = list[Group](), list[bool](), 0
+        limit = 1 + (options.max_refills if options.zero_signal == "refill" else 0)
+        while rounds < limit and sum(kept) < options.prompts_per_block:
+            indices = self.order.next(options.prompts_per_block - sum(kept))
+            groups = roll_out(
+                self.engine,
+                [self.data.train[i] for i in indices],
+                self.rewards,
+                num_samples=options.completions_per_prompt,
+                sampling=sampling,
+                unscored=options.unscored,
+                seed=derived_seed(self.recipe.seed, "rollout", self.progress.block, rounds),
+            )
+            drawn += groups
+            kept += [True] * len(groups) if options.zero_signal == "keep" else signal(groups)
+            rounds += 1
+        return drawn, kept, rounds
 
     def _plan(self, block: Block, epoch: int) -> list[StepPlan]:
+        """The optimizer steps of an epoch; completions that are all empty make none."""
         assert block.batch.inputs is not None
-        return plan_epoch(
+        steps = plan_epoch(
             block.groups,
             block.batch.inputs,
             tokens_per_step=self.recipe.train.tokens_per_step,
             tokens_per_micro_batch=self.recipe.train.tokens_per_micro_batch,
             seed=derived_seed(self.recipe.seed, "epoch", self.progress.block, epoch),
         )
+        return [step for step in steps if step.micro_batches]
 
     def _dropped(self, block: Block) -> list[bool]:
         """Completions whose tokens weigh 0."""
@@ -369,11 +384,13 @@ class Trainer:
     def _beta(self) -> float:
         return 0.0 if self.controller is None else self.controller.beta
 
-    def _evaluation_due(self) -> bool:
+    def _evaluation_if_due(self) -> Numbers:
+        """Held-out metrics at the end of this block, where they are asked for."""
         done = self.progress.block + 1
-        return done % self.recipe.evaluation.every_blocks == 0 or done == self.recipe.train.blocks
+        due = done % self.recipe.evaluation.every_blocks == 0 or done == self.recipe.train.blocks
+        return self._evaluation("accuracy_after") if due else {}
 
-    def _evaluation(self, called: str) -> dict[str, float]:
+    def _evaluation(self, called: str) -> Numbers:
         """Held-out metrics, which also enter the summary as ``called``; none without held-out prompts."""
         options = self.recipe.evaluation
         if not self.data.held_out:
@@ -385,13 +402,14 @@ class Trainer:
                 self.rewards,
                 num_samples=options.samples_per_prompt,
                 sampling=options.sampling or self.recipe.rollout.sampling.greedy(),
+                unscored=self.recipe.rollout.unscored,
                 success_at=options.success_at,
                 seed=derived_seed(self.recipe.seed, "evaluation"),
             )
         self.progress.summary[called] = found["evaluation/accuracy"]
         return found | {"time/evaluation_seconds": seconds[0]}
 
-    def _write(self, record: dict[str, float]) -> None:
+    def _write(self, record: Numbers) -> None:
         """One line of metrics for the step just done."""
         progress = self.progress
         record = {
@@ -403,6 +421,7 @@ class Trainer:
             "time/elapsed_seconds": sum(progress.seconds.values()),
         }
         self.folder.append_metrics(record)
+        progress.lines += 1
         for writer in self.writers:
             writer.write(record)
         self.view.update(record, self.sample)
@@ -473,7 +492,7 @@ class Trainer:
                 truncated=tuple(block["truncated"]),
                 metrics=block["metrics"],
             )
-        self.folder.truncate_metrics(self.progress.step)
+        self.folder.truncate_metrics(self.progress.lines)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[list[float]]:

@@ -101,9 +101,9 @@ class RunFolder:
         except OSError as error:
             raise _cannot_write(self.metrics, error) from error
 
-    def truncate_metrics(self, last_step: int) -> None:
-        """Remove the lines after ``last_step`` and a last line that was cut: the run goes on from that step."""
-        kept = [record for record in self.read_metrics() if record["step"] <= last_step]
+    def truncate_metrics(self, num_lines: int) -> None:
+        """Keep the first lines: the run goes on from where they were all there were."""
+        kept = self.read_metrics()[:num_lines]
         write_atomically(self.metrics, "".join(json.dumps(record) + "\n" for record in kept).encode())
 
     def read_metrics(self) -> list[dict[str, Any]]:

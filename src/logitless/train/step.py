@@ -55,7 +55,7 @@ def step_batch(
     )
     parts = []
     for row in plan.micro_batches:
-        weights = weighting(tuple(counts[s] for s in row), totals, [dropped[s] for s in row])
+        weights = weighting(tuple(counts[s] for s in row), totals, [dropped[s] for s in row], block.advantage.dtype)
         parts.append(replace(block.take(row), token_weight=weights))
     bonus = objective.entropy_bonus
     if bonus is None or not parts:
@@ -63,7 +63,7 @@ def step_batch(
     if bonus.scope == "micro_batch":
         per_micro_batch = MicroBatchTokenMean()
         return [
-            replace(p, entropy_weight=per_micro_batch(_counts(p), totals, [dropped[s] for s in row]))
+            replace(p, entropy_weight=per_micro_batch(_counts(p), totals, [dropped[s] for s in row], p.advantage.dtype))
             for p, row in zip(parts, plan.micro_batches, strict=True)
         ]
     whole = block.take([s for row in plan.micro_batches for s in row])
@@ -123,7 +123,7 @@ def backward(
     return outputs
 
 
-def step_metrics(outputs: Sequence[ObjectiveOutput]) -> dict[str, float]:
+def step_metrics(outputs: Sequence[ObjectiveOutput]) -> dict[str, float | int]:
     """The step's diagnostics under the names of ``metrics.py``, brought to the host in one transfer."""
     numbers = step_diagnostics(outputs)
     values = torch.stack(list(numbers.values())).tolist()

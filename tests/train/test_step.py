@@ -1,0 +1,310 @@
+"""The laws of an optimizer step: how it is cut changes nothing, its first ratio is 1, its gradient is the formula's."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from logitless.data.packing import StepPlan, pack, plan_epoch
+from logitless.errors import InputError
+from logitless.models.loading import disable_dropout, load_model
+from logitless.objective.divergence import KLPenalty
+from logitless.objective.entropy import EntropyBonus
+from logitless.objective.filters import TopEntropy
+from logitless.objective.objective import Objective
+from logitless.objective.presets import algorithm
+from logitless.objective.surrogate import KlCov
+from logitless.objective.weighting import MicroBatchTokenMean, SequenceMean, TokenMean
+from logitless.train.block import micro_batches_of, score
+from logitless.train.policy import Policy
+from logitless.train.step import backward, step_batch, step_metrics
+from logitless.types import Completion, Prompt, TokenBatch
+
+# LayerNorm and learned positions: unlike RMSNorm and rotary embeddings they stay in float64 when the weights are.
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "vocab_size": 23,
+    "n_positions": 64,
+    "initializer_range": 0.3,
+}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 23,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+PROMPT_LENGTHS = (3, 3, 3, 3, 7, 7, 7, 7)
+COMPLETION_LENGTHS = (4, 1, 9, 5, 2, 0, 11, 6)  # one of them is empty
+TEMPERATURE, BETA, BONUS = 0.7, 0.3, 0.05
+
+
+def _policy(config=GPT2, dtype=torch.float64, **options) -> Policy:
+    model = load_model(config, dtype=dtype, random_weights=True, seed=3)
+    disable_dropout(model)
+    return Policy(model.train(), **options)
+
+
+def _block(policy: Policy, dtype: torch.dtype = torch.float64) -> TokenBatch:
+    """Two groups of four completions, scored by policies near the one that is trained."""
+    generator = torch.Generator().manual_seed(5)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, 23, (count,), generator=generator).tolist())
+
+    prompts = {length: Prompt(str(length), "", ids(length)) for length in set(PROMPT_LENGTHS)}
+    pairs = []
+    for prompt_length, length in zip(PROMPT_LENGTHS, COMPLETION_LENGTHS, strict=True):
+        prompt = prompts[prompt_length]
+        pairs.append((prompt, Completion(prompt.id, ids(length), "", "stop")))
+    batch = pack(pairs)
+    own, entropy = score(policy, batch, [(s,) for s in range(8) if s != 5], temperature=TEMPERATURE, backend="chunked")
+
+    def near(scale: float) -> torch.Tensor:
+        return own.to(dtype) + scale * torch.randn(len(own), generator=generator, dtype=dtype)
+
+    advantage = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, 0.0, -1.5, 0.75], dtype=dtype)[batch.sequence]
+    return replace(batch, advantage=advantage, logp_old=near(0.2), logp_ref=near(0.5), entropy_old=entropy)
+
+
+def _gradient(policy, block, plan, objective, weighting, *, beta=BETA, statistics=None, num_steps=1, dropped=None):
+    policy.model.zero_grad()
+    micro_batches = step_batch(
+        block,
+        plan,
+        objective,
+        weighting,
+        dropped=dropped or [False] * block.num_sequences,
+        num_steps=num_steps,
+        statistics=statistics,
+    )
+    outputs = backward(
+        policy,
+        objective,
+        micro_batches,
+        temperature=TEMPERATURE,
+        backend="chunked",
+        beta=beta,
+        entropy_coefficient=None,
+        statistics=statistics,
+        seed=0,
+    )
+    gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
+    return sum(output.loss.detach() for output in outputs), gradient, outputs
+
+
+def _composition(preset, **parameters):
+    found = algorithm(preset, parameters)
+    return replace(found.objective, kl=KLPenalty("k3"), entropy_bonus=EntropyBonus(BONUS)), found.weighting
+
+
+def _assert_same(one, other, tolerance):
+    for a, b in zip(one[:2], other[:2], strict=True):
+        assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+WHOLE = StepPlan(tuple(range(8)), ((0, 1, 2, 3, 4, 6, 7),))
+CUTS = {
+    "one sequence a row": StepPlan(tuple(range(8)), tuple((s,) for s in range(8) if s != 5)),
+    "uneven rows": StepPlan(tuple(range(8)), ((0, 1, 2), (3,), (4, 6, 7))),
+    "another order": StepPlan((5, 7, 0, 6, 4, 2, 1, 3), ((7, 0, 6), (4, 2), (1, 3))),
+    "short beside long": StepPlan(tuple(range(8)), ((1, 6), (2, 4), (0, 3, 7))),  # attention pads these differently
+}
+PRESETS = [
+    ("grpo", {}),
+    ("dr_grpo", {"max_new_tokens": 12}),
+    ("dapo", {}),
+    ("gspo", {"epsilon_low": 0.2, "epsilon_high": 0.2}),
+    ("cispo", {"epsilon_max": 1.1}),
+    ("rloo", {}),
+]
+
+
+@pytest.mark.parametrize(("preset", "parameters"), PRESETS)
+def test_the_cut_and_the_order_change_loss_and_gradient_by_float64_rounding_only(preset, parameters):
+    policy = _policy()
+    block, composition = _block(policy), _composition(preset, **parameters)
+    whole = _gradient(policy, block, WHOLE, *composition)
+    assert whole[1].abs().max() > 1e-3
+    for plan in CUTS.values():
+        _assert_same(_gradient(policy, block, plan, *composition), whole, 1e-12)
+
+
+def test_with_modules_that_compute_in_float32_the_cut_still_changes_little():
+    # Llama's RMSNorm and rotary embedding drop to float32 whatever the weights are, so 1e-12 is out of their reach.
+    policy = _policy(LLAMA)
+    block, composition = _block(policy), _composition("grpo")
+    whole = _gradient(policy, block, WHOLE, *composition)
+    for plan in CUTS.values():
+        _assert_same(_gradient(policy, block, plan, *composition), whole, 1e-6)
+
+
+def test_the_token_mean_of_each_micro_batch_depends_on_the_cut_as_it_says():
+    policy = _policy()
+    block, composition = _block(policy), _composition("bnpo")
+    whole, cut = (_gradient(policy, block, plan, *composition) for plan in (WHOLE, CUTS["uneven rows"]))
+    assert (whole[1] - cut[1]).abs().max() > 1e-3 * whole[1].abs().max()
+
+
+def test_choices_made_once_a_block_survive_the_cut():
+    policy = _policy()
+    block = _block(policy)
+    objective = Objective(surrogate=KlCov(fraction=0.2), filters=(TopEntropy(0.4),), entropy_bonus=EntropyBonus(BONUS))
+    statistics = objective.block_statistics(replace(block, token_weight=torch.ones(block.num_tokens)))
+    block = statistics.attach(block)
+    whole, *cuts = (
+        _gradient(policy, block, plan, objective, TokenMean(), beta=0.0, statistics=statistics)
+        for plan in (WHOLE, *CUTS.values())
+    )
+    assert 0 < statistics.selected.sum() < block.num_tokens
+    for cut in cuts:
+        _assert_same(cut, whole, 1e-12)
+
+
+def test_the_steps_of_an_epoch_add_up_to_the_whole_block_under_block_totals():
+    policy = _policy()
+    block, objective = _block(policy), Objective()
+    whole = _gradient(policy, block, WHOLE, objective, TokenMean("block"), beta=0.0)[1]
+    steps = [StepPlan((0, 1, 2, 3), ((0, 1), (2, 3))), StepPlan((4, 5, 6, 7), ((4, 6, 7),))]
+    parts = [_gradient(policy, block, s, objective, TokenMean("block"), beta=0.0, num_steps=2)[1] for s in steps]
+    torch.testing.assert_close(sum(parts) / 2, whole, rtol=1e-12, atol=1e-14)
+
+
+def _by_formula(policy: Policy, block: TokenBatch, rows) -> torch.Tensor:
+    """The gradient of GRPO with k3 and entropy bonus, written out over full logits.
+
+    ``rows``: what makes the logits of one sequence, so that its prompt may be padded or not.
+    """
+    policy.model.zero_grad()
+    inputs, num_tokens = block.inputs, block.num_tokens
+    loss, first, start = torch.zeros((), dtype=torch.float64), 0, 0
+    for s in range(block.num_sequences):
+        length, count = inputs.lengths[s], inputs.source_counts[s]
+        if count:
+            tokens = inputs.input_ids[first : first + length]
+            at = slice(start, start + count)
+            log_probabilities = (rows(tokens)[-count:] / TEMPERATURE).log_softmax(-1)
+            logp = log_probabilities.gather(1, block.target[at, None])[:, 0]
+            ratio = (logp - block.logp_old[at]).exp()
+            advantage = block.advantage[at]
+            policy_loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            d = logp - block.logp_ref[at]
+            penalty = (-d).exp() - 1 + d
+            loss = loss + (policy_loss + BETA * penalty).mean() / 8  # eight sequences, the empty one too
+            entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
+            loss = loss - BONUS * entropy.sum() / num_tokens
+        first, start = first + length, start + count
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+def test_the_gradient_is_that_of_full_logits_one_sequence_at_a_time_with_or_without_padded_prompts(padding):
+    policy = _policy()
+    block = _block(policy)
+    assert step_gradient_differs(policy, block)
+    oracle = load_model(GPT2, dtype=torch.float64, random_weights=True, seed=3, attention="eager")
+    disable_dropout(oracle)
+
+    def logits(tokens):
+        padded = torch.cat([torch.zeros(padding, dtype=torch.long), tokens])[None]
+        mask = (torch.arange(padded.shape[1]) >= padding).long()[None]
+        positions = (torch.arange(padded.shape[1]) - padding).clamp(min=0)[None]
+        return oracle(input_ids=padded, attention_mask=mask, position_ids=positions, use_cache=False).logits[0]
+
+    expected = _by_formula(Policy(oracle), block, logits)
+    found = _gradient(policy, block, CUTS["uneven rows"], *_composition("grpo"))[1]
+    assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+def step_gradient_differs(policy, block):
+    """The case tests something: some ratios are clipped and some are not."""
+    outputs = _gradient(policy, block, WHOLE, *_composition("grpo"))[2]
+    clipped = outputs[0].clipped_low | outputs[0].clipped_high
+    return 0 < clipped.sum() < block.num_tokens
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("tokens_per_micro_batch", [20, 1000])
+def test_the_first_step_after_scoring_has_ratio_exactly_1(checkpointing, autocast, tokens_per_micro_batch):
+    policy = _policy(LLAMA, torch.float32, autocast=autocast)
+    if checkpointing:
+        policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    block = _block(policy, torch.float32)
+    plan = plan_epoch(
+        [range(4), range(4, 8)],
+        block.inputs,
+        tokens_per_step=20,
+        tokens_per_micro_batch=tokens_per_micro_batch,
+        seed=1,
+    )
+    logp, _ = score(policy, block, micro_batches_of(plan), temperature=TEMPERATURE, backend="auto")
+    block = replace(block, logp_old=logp, logp_ref=logp)
+    outputs = _gradient(policy, block, plan[0], *_composition("grpo"))[2]
+    assert len(outputs) > 1 or tokens_per_micro_batch == 1000
+    for output in outputs:
+        assert (output.token_log_ratio == 0).all()
+        assert (output.kl == 0).all()
+    numbers = step_metrics(outputs)
+    assert numbers["ratio/min"] == numbers["ratio/max"] == 1
+    assert numbers["kl_ref/k3_mean"] == numbers["kl_old/k1_mean"] == 0
+
+
+def test_gradient_checkpointing_gives_the_same_gradient():
+    policy = _policy()
+    block, composition = _block(policy), _composition("dapo")
+    plain = _gradient(policy, block, WHOLE, *composition)
+    policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    _assert_same(_gradient(policy, block, WHOLE, *composition), plain, 1e-12)
+
+
+def test_tokens_of_dropped_completions_weigh_nothing_and_their_garbage_reaches_no_gradient():
+    policy = _policy()
+    block = _block(policy)
+    dropped = [s == 2 for s in range(8)]
+    plain = _gradient(policy, block, WHOLE, *_composition("dapo"), dropped=dropped)
+    garbage = torch.where(block.sequence == 2, torch.nan, 0.0)
+    spoilt = replace(block, logp_old=block.logp_old + garbage, logp_ref=block.logp_ref - garbage)
+    _assert_same(_gradient(policy, spoilt, WHOLE, *_composition("dapo"), dropped=dropped), plain, 1e-12)
+    without = StepPlan((0, 1, 3, 4, 5, 6, 7), ((0, 1, 3, 4, 6, 7),))  # the token mean does not know it was there
+    _assert_same(_gradient(policy, block, without, *_composition("dapo")), plain, 1e-12)
+
+
+def test_weights_belong_to_the_step():
+    policy = _policy()
+    block = _block(policy)
+    plan = StepPlan((4, 5, 6, 7), ((4,), (6, 7)))
+    parts = step_batch(block, plan, Objective(), SequenceMean(), dropped=[False] * 8, num_steps=3, statistics=None)
+    # four sequences (one empty) of 2, 11 and 6 tokens
+    assert [p.token_weight.unique().tolist() for p in parts] == [[1 / 8], [1 / 44, 1 / 24]]
+
+
+@pytest.mark.parametrize("scope", ["step", "micro_batch"])
+def test_the_weights_of_the_entropy_bonus_sum_to_1(scope):
+    policy = _policy()
+    objective = Objective(entropy_bonus=EntropyBonus(BONUS, scope=scope))
+    parts = step_batch(
+        _block(policy),
+        CUTS["uneven rows"],
+        objective,
+        MicroBatchTokenMean(),
+        dropped=[s == 6 for s in range(8)],
+        num_steps=1,
+        statistics=None,
+    )
+    sums = [float(p.entropy_weight.sum()) for p in parts]
+    expected = {"step": [14 / 27, 5 / 27, 8 / 27], "micro_batch": [1 / 3, 1 / 3, 1 / 3]}[scope]
+    assert sums == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_step_without_a_token_is_refused():
+    policy = _policy()
+    with pytest.raises(InputError, match="a step with a scored token"):
+        _gradient(policy, _block(policy), StepPlan((5,), ()), *_composition("grpo"))
