@@ -34,6 +34,16 @@ def test_an_answer_at_which_the_verifier_raises_is_wrong():
     assert (verdicts[0].status, verdicts[0].score) == ("graded", 0.0)
 
 
+def test_partial_credit_can_be_left_out():
+    entry = {"answer": "abba", "metadata": {"letters": ["a", "b", "a", "b"]}}
+    given = ["abba", "aa", "ab", ""]  # right, a palindrome of other letters, no palindrome, nothing
+    columns = {"entry": [entry] * 4}
+    crumbs = ReasoningGym(task="palindrome_generation").verdicts([""] * 4, given, columns)
+    all_or_nothing = ReasoningGym(task="palindrome_generation", partial_credit=False).verdicts([""] * 4, given, columns)
+    assert [verdict.score for verdict in crumbs] == [1.0, 0.05, 0.02, 0.0]
+    assert [verdict.score for verdict in all_or_nothing] == [1.0, 0.0, 0.0, 0.0]
+
+
 def test_text_that_a_verifier_evaluates_harms_one_item():
     _, rows = entries("string_insertion", size=3)
     answers = [rows[0]["answer"], "__import__('os')._exit(1)", rows[2]["answer"]]

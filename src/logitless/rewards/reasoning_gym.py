@@ -30,6 +30,8 @@ class ReasoningGym(PooledReward):
         task: for example ``chain_sum``.
         options: the task's settings that the data was made with, where its verifier depends on them.
         column: column with the entry (question, answer, metadata) as the task made it, or as JSON text.
+        partial_credit: keep the task's scores between 0 and 1; False makes them 0. Standardized in its group, a crumb
+            for a wrong answer weighs as much as the whole reward for a right one, and is easier to get.
         answer_tag: score what stands in the last ``<answer_tag>...</answer_tag>``; without the tags there is no answer.
 
     Raises:
@@ -46,6 +48,7 @@ class ReasoningGym(PooledReward):
     options: Mapping[str, Any] = field(default_factory=dict)
     column: str = "entry"
     answer_tag: str | None = None
+    partial_credit: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,12 +85,17 @@ class ReasoningGym(PooledReward):
         values = column(batch.columns, self.column)
         entries = [_entry(value, self.column, row) for row, value in enumerate(values)]
         said = texts if self.answer_tag is None else [tagged(text, self.answer_tag) for text in texts]
-        return self._verdicts(entries, said)
+        verdicts = self._verdicts(entries, said)
+        return verdicts if self.partial_credit else [_all_or_nothing(verdict) for verdict in verdicts]
 
     def _verdicts(self, entries: Sequence[Mapping[str, Any]], answers: Sequence[str | None]) -> list[Verdict]:
         options = json.dumps(dict(self.options), sort_keys=True)
         items = [(self.task, options, entry, answer) for entry, answer in zip(entries, answers, strict=True)]
         return [verdict_of(outcome) for outcome in self.run("grade_reasoning_gym", items, _NEEDS)]
+
+
+def _all_or_nothing(verdict: Verdict) -> Verdict:
+    return verdict if verdict.score is None else Verdict.graded(float(verdict.score == 1.0))
 
 
 def _entry(value: Any, name: str, row: int) -> Mapping[str, Any]:
