@@ -1,0 +1,182 @@
+"""``logitless train``: the committed recipes plan within their memory, and the exit status says whose fault it was."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from logitless.cli.main import main
+from logitless.train.plan import GIB, plan_of
+from logitless.train.recipe import load_recipe
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes"
+
+
+@pytest.fixture(autouse=True)
+def repository_root(monkeypatch):
+    """The paths inside recipes start there."""
+    monkeypatch.chdir(ROOT)
+
+
+def dry_run_command(recipe):
+    """The arguments of the dry run that a recipe's first comment gives."""
+    comment = [line.removeprefix("#").strip() for line in recipe.read_text(encoding="utf-8").splitlines()]
+    first = next(number for number, line in enumerate(comment) if line.endswith("--dry-run \\"))
+    last = next(number for number in range(first, len(comment)) if not comment[number].endswith("\\"))
+    return shlex.split(" ".join(line.removesuffix("\\") for line in comment[first : last + 1]))[1:]
+
+
+def plan(recipe, *more):
+    overrides = [word for word in dry_run_command(recipe) if "=" in word]
+    return plan_of(load_recipe(recipe, [*overrides, *more]))
+
+
+# --- dry runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b-gsm8k", "llama3.1-8b-ifeval-24gb"])
+def test_the_documented_dry_run_of_a_recipe_passes_and_prints_memory_by_part(name, capsys):
+    assert main(dry_run_command(RECIPES / f"{name}.yaml")) == 0
+    printed = capsys.readouterr().out
+    assert f"recipe {name}: checked" in printed
+    assert "'prompts': 8" in printed
+    total = float(re.search(r"total\s+([\d.]+) GiB", printed)[1])
+    assert 4 < total < 24
+
+
+def test_full_fine_tuning_of_half_a_billion_weights_fits_24_gib_with_a_gib_to_spare():
+    found = plan(RECIPES / "qwen2.5-0.5b-gsm8k.yaml")
+    # Qwen2.5-0.5B: a tied embedding, and 24 layers of attention (with biases), gated MLP and two norms; a last norm.
+    d, f, kv, v = 896, 4864, 2 * 64, 151936
+    layer = 2 * d * d + 2 * d * kv + d + 2 * kv + 3 * d * f + 2 * d
+    num_weights = v * d + 24 * layer + d
+    assert found.memory_bytes["trained weights"] == 4 * num_weights
+    assert found.memory_bytes["AdamW moments"] == 8 * num_weights
+    assert found.completions_per_block == 512
+    assert found.total_bytes < 23 * GIB
+
+
+def test_eight_billion_weights_fit_24_gib_under_lora_with_a_gib_to_spare():
+    found = plan(RECIPES / "llama3.1-8b-ifeval-24gb.yaml")
+    d, f, kv, v, rank = 4096, 14336, 1024, 128256, 16
+    layer = 2 * d * d + 2 * d * kv + 3 * d * f + 2 * d
+    factors = rank * (2 * (d + d) + 2 * (d + kv) + 3 * (d + f))
+    assert found.memory_bytes["frozen weights"] == 2 * (2 * v * d + 32 * layer + d)
+    assert found.memory_bytes["trained weights"] == 4 * 32 * factors
+    assert "reference" not in found.memory_bytes, "under LoRA the reference is the base with the adapter off"
+    assert found.total_bytes < 23 * GIB
+
+
+def test_eight_billion_weights_do_not_fit_24_gib_under_full_fine_tuning():
+    assert plan(RECIPES / "llama3.1-8b-ifeval-24gb.yaml", "model.lora=null").total_bytes > 128 * GIB
+
+
+def test_the_ifeval_recipe_falls_back_to_the_format_reward_as_it_says():
+    data = "data.train={name: file, path: recipes/dry-run/gsm8k.jsonl, columns: {prompt: question}, system: Use tags.}"
+    found = plan(RECIPES / "llama3.1-8b-ifeval-24gb.yaml", "rewards=[{name: format}]", data)
+    assert "Use tags." in found.first_prompt.text
+
+
+def test_the_quickstart_passes_its_dry_run(capsys):
+    fewer = [f"--set={source}.size=200" for source in ("data.train", "data.held_out", "warm_start.data")]
+    assert main(["train", "recipes/quickstart.yaml", "--dry-run", *fewer]) == 0
+    assert "recipe quickstart: checked" in capsys.readouterr().out
+
+
+def test_a_dry_run_makes_no_folder_and_minds_none(tmp_path, capsys):
+    (tmp_path / "length-toy").mkdir()
+    assert main(["train", "recipes/length-toy.yaml", "--dry-run", "--set", f"output={tmp_path}"]) == 0
+    assert list((tmp_path / "length-toy").iterdir()) == []
+    capsys.readouterr()
+
+
+# --- exit status ----------------------------------------------------------------------------------------------------
+
+
+def status(capsys, *arguments):
+    returned = main(["train", *arguments])
+    return returned, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.blcoks=3", "unknown key 'train.blcoks' (nearest: 'blocks')"),
+        ("train.blocks=many", "train.blocks"),
+        ("train.blocks=0", "greater than 0"),
+        ("data.train.task=palindrom_generation", "palindrome_generation"),
+        ("data.train={name: file, path: no/such/file.jsonl}", "no/such/file.jsonl"),
+        ("model.tokenizer=no/such/tokenizer/folder", "no/such/tokenizer/folder"),
+        ("algorithm.preset=grop", "grpo"),
+        ("rollout.completions_per_prompt=1", "algorithm.advantage"),
+        ("seed", "--set"),
+    ],
+)
+def test_bad_input_exits_2_and_says_what_and_how(override, said, capsys):
+    returned, message = status(capsys, "recipes/length-toy.yaml", "--dry-run", "--set", override)
+    assert returned == 2
+    assert said in message
+    assert "Traceback" not in message
+
+
+def test_a_missing_recipe_exits_2(capsys):
+    returned, message = status(capsys, "recipes/absent.yaml")
+    assert returned == 2
+    assert "recipes/absent.yaml" in message
+
+
+def test_a_malformed_row_exits_2_with_its_line(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    data = f"data.train={{name: file, path: {tmp_path / 'rows.jsonl'}}}"
+    returned, message = status(capsys, "recipes/length-toy.yaml", "--dry-run", "--set", data)
+    assert returned == 2
+    assert "rows.jsonl, line 2" in message
+
+
+def test_modes_that_exclude_each_other_exit_2(capsys):
+    with pytest.raises(SystemExit) as exit_status:
+        main(["train", "recipes/length-toy.yaml", "--dry-run", "--resume"])
+    assert exit_status.value.code == 2
+    capsys.readouterr()
+
+
+SMALL = (
+    "recipes/length-toy.yaml",
+    *("--set", "rollout.prompts_per_block=2"),
+    *("--set", "rollout.completions_per_prompt=2"),
+    *("--set", "rollout.sampling.max_new_tokens=4"),
+    *("--set", "train.blocks=1"),
+    *("--set", "writers=[]"),
+)
+
+
+def test_a_run_ends_with_0_and_a_taken_name_with_2_untouched(tmp_path, capsys):
+    arguments = (*SMALL, "--set", f"output={tmp_path}")
+    returned = main(["train", *arguments])
+    assert returned == 0
+    assert "report.html" in capsys.readouterr().out
+    summary = tmp_path / "length-toy" / "summary.json"
+    assert json.loads(summary.read_text())["reward_last_block"] <= 4
+    written = summary.stat().st_mtime_ns
+    returned, message = status(capsys, *arguments)
+    assert returned == 2
+    assert "--resume" in message
+    assert summary.stat().st_mtime_ns == written
+    assert main(["train", *arguments, "--numbered"]) == 0
+    assert (tmp_path / "length-toy-2" / "summary.json").exists()
+    capsys.readouterr()
+
+
+def test_a_run_that_cannot_go_on_exits_1(tmp_path, capsys):
+    never = "rewards=[{name: regex, pattern: never}]"  # every group without signal
+    returned, message = status(
+        capsys,
+        *SMALL,
+        *("--set", f"output={tmp_path}", "--set", never, "--set", "rollout.zero_signal=drop"),
+        *("--set", "train.max_blocks_without_signal=1"),
+    )
+    assert returned == 1
+    assert "signal" in message
