@@ -10,6 +10,7 @@ import threading
 import time
 
 KEPT = []
+LOADED = []
 
 
 def behave(name):
@@ -18,6 +19,14 @@ def behave(name):
 
 def well():
     return 1
+
+
+def load_on_first_use():
+    """The process that answers, which takes a while once."""
+    if not LOADED:
+        time.sleep(0.3)
+        LOADED.append(1)
+    return os.getpid()
 
 
 def sleep_forever():

@@ -124,6 +124,15 @@ def test_an_item_behind_a_slow_one_goes_to_another_worker(pool):
     assert time.monotonic() - start < 1.9
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_loads_on_first_use_is_kept(workers):
+    items = [("well",), ("load_on_first_use",)] * 300
+    with WorkerPool(workers=workers) as pool:
+        processes = {outcome.value for outcome in pool.run(BEHAVE, items)} - {1}
+        assert len(processes) == workers
+        assert {outcome.value for outcome in pool.run(BEHAVE, items)} - {1} <= processes
+
+
 def test_a_deadline_belongs_to_each_item_and_not_to_the_batch(pool):
     outcomes = pool.run("time:sleep", [(0.3,)] * 6, deadline_seconds=0.6)
     assert [outcome.status for outcome in outcomes] == ["done"] * 6

@@ -39,7 +39,7 @@ def task_reward(reward: TextReward, *, weight: float = 1.0) -> Callable[..., Any
     """
     verifiers = _verifiers()
 
-    async def judge(self: object, task: Any, trace: Any) -> float:
+    async def judge(_self: object, task: Any, trace: Any) -> float:
         columns = {name: [value] for name, value in task.model_dump().items() if name not in RESERVED_ARGUMENTS}
         written = trace.assistant_messages
         text = (written[-1].content or "") if written else ""
@@ -122,7 +122,7 @@ def _check_offline(task_type: Any, config: Any) -> None:
         for method in methods
         if callable(method) and hasattr(method, "reward") and "runtime" in inspect.signature(method).parameters
     ]
-    judges = [judge for judge in getattr(config, "judges", ())]
+    judges = list(getattr(config, "judges", ()))
     if in_sandbox or judges:
         raise ConfigurationError(
             needed="a task whose rewards read the trace alone",

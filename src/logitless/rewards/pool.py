@@ -172,7 +172,8 @@ class WorkerPool:
             share = max(1, min(QUEUED_PER_WORKER, len(batch.waiting) // (4 * self.num_workers)))
             for worker in self._workers:
                 worker.feed(batch, share)
-            for worker in self._awake(deadline_seconds):
+            patience = self._patience(batch)
+            for worker in self._awake(deadline_seconds, patience):
                 state = worker.receive(batch)
                 if state == "ended":
                     self._fail(worker, batch, "crashed", "its process ended")
@@ -183,7 +184,7 @@ class WorkerPool:
                 limit = self._limit(worker, deadline_seconds)
                 if worker.queued and now >= worker.since + limit:
                     self._fail(worker, batch, "timeout", f"over {limit:g} s")
-                elif len(worker.queued) > 1 and now >= worker.since + PATIENCE_SECONDS:
+                elif len(worker.queued) > 1 and now >= worker.since + patience:
                     worker.give_back(batch)
         except _SupervisorLostError:
             self._recover(batch)
@@ -191,7 +192,15 @@ class WorkerPool:
     def _limit(self, worker: "_Worker", deadline_seconds: float) -> float:
         return deadline_seconds if worker.ready else self._start_seconds
 
-    def _awake(self, deadline_seconds: float) -> list["_Worker"]:
+    def _patience(self, batch: "_Batch") -> float:
+        """How long items may wait behind a slow one: for ever, unless a worker without any could take them.
+
+        Giving them back costs the worker that has them, and with it what it has loaded on first use.
+        """
+        starving = not batch.waiting and not all(worker.queued for worker in self._workers)
+        return PATIENCE_SECONDS if starving else math.inf
+
+    def _awake(self, deadline_seconds: float, patience: float) -> list["_Worker"]:
         """The workers that said something or ended; none when the first of them is overdue."""
         poll = select.poll()
         by_descriptor: dict[int, _Worker] = {}
@@ -200,8 +209,7 @@ class WorkerPool:
             poll.register(worker.pidfd, select.POLLIN)
             by_descriptor |= {worker.channel.fileno(): worker, worker.pidfd: worker}
         due = [
-            worker.since
-            + min(self._limit(worker, deadline_seconds), PATIENCE_SECONDS if worker.queued[1:] else math.inf)
+            worker.since + min(self._limit(worker, deadline_seconds), patience if worker.queued[1:] else math.inf)
             for worker in self._workers
             if worker.queued
         ]
@@ -316,7 +324,7 @@ class _Worker:
     """A worker process, seen from the caller: bytes to and from it, and the items it holds, in order.
 
     ``since`` is when it turned to the first of them. Only a worker whose last item was quick holds more than one, so
-    that quick items need not wait for the caller, and none waits behind a slow one for long.
+    that quick items need not wait for the caller; where another worker has none left, those behind a slow one go there.
     """
 
     pid: int
