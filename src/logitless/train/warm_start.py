@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from logitless.data.packing import pack, plan_epoch
+from logitless.data.prompts import PromptOrder
 from logitless.errors import DataError, TrainingError
 from logitless.train.block import derived_seed
 from logitless.train.config import OptimizerSection, TrainSection, WarmStartSection
@@ -45,18 +45,14 @@ def warm_start(
     pairs = [(prompt, _answer(prompt, tokenizer, options.answer_column)) for prompt in prompts]
     data = pack(pairs)
     assert data.inputs is not None
-    schedule = OptimizerSection(learning_rate=options.learning_rate, schedule="linear")
+    schedule = OptimizerSection(learning_rate=options.learning_rate, schedule=options.schedule)
     optimizer = adamw(policy.model.parameters(), schedule, policy.device)
-    order: list[int] = []
+    order = PromptOrder(len(pairs), derived_seed(seed, "warm_start"))
     for step in range(options.steps):
-        if len(order) < options.sequences_per_step:
-            generator = torch.Generator().manual_seed(derived_seed(seed, "warm_start", step))
-            order += torch.randperm(len(pairs), generator=generator).tolist()
-        chosen, order = order[: options.sequences_per_step], order[options.sequences_per_step :]
-        batch = data.take(chosen)
+        batch = data.take(order.next(options.sequences_per_step))
         assert batch.inputs is not None
         [plan] = plan_epoch(
-            [range(len(chosen))],
+            [range(batch.num_sequences)],
             batch.inputs,
             tokens_per_step=batch.num_tokens,
             tokens_per_micro_batch=train.tokens_per_micro_batch,
