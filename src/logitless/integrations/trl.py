@@ -1,0 +1,366 @@
+"""TRL's ``GRPOTrainer`` with logitless's head and objective: an existing script changes one import.
+
+    from trl import GRPOTrainer                          # before
+    from logitless.integrations.trl import GRPOTrainer   # after
+
+Only two things are swapped: hidden states become log-probabilities in ``token_scores``, and ``_compute_loss`` is the
+objective that ``presets.trl`` reads from the configuration. Data, generation, vLLM, rewards, advantages, PEFT, FSDP and
+checkpoints are TRL's. Loss and gradient are TRL's too, as far as TRL's configuration goes; ``GRPOConfig`` here adds
+what it lacks. What ``presets.trl`` refuses (a ``cispo`` ceiling of 0.2, router losses) is refused here.
+Gives up: DeepSpeed ZeRO-3, which takes the head's weight away before the backward pass needs it.
+"""
+
+import functools
+import json
+import logging
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+import trl
+from torch import Tensor
+from transformers import PreTrainedModel
+from trl.trainer.utils import FusedCausalLMOutput
+
+from logitless.errors import ConfigurationError, UnavailableError
+from logitless.head.api import token_scores
+from logitless.models.lm_head import backbone, lm_head, verify_lm_head
+from logitless.objective.algorithm import Algorithm
+from logitless.objective.entropy import EntropyController
+from logitless.objective.kl_control import FixedKL, KLController, LinearKL, ProportionalKL, ZieglerKL
+from logitless.objective.objective import ObjectiveOutput
+from logitless.objective.presets import trl as trl_preset
+from logitless.objective.ratio import SequenceTokenRatio
+from logitless.objective.surrogate import Cispo, Clip
+from logitless.objective.weighting import MicroBatchTokenMean, Totals
+from logitless.types import TokenBatch
+
+logger = logging.getLogger("logitless")
+
+Backend = Literal["auto", "reference", "chunked", "fused"]
+
+_KL_CONTROLS = {"proportional": ProportionalKL, "linear": LinearKL, "ziegler": ZieglerKL}
+_KL_STATE = "kl_control_state.json"
+_MULTIMODAL = (
+    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
+    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+)
+
+
+@dataclass
+class GRPOConfig(trl.GRPOConfig):
+    """TRL's configuration and what it lacks; ``importance_sampling_level`` may also be ``sequence_token`` (GSPO-token).
+
+    Args:
+        kl_estimator: ``k1``, ``k2`` or ``k3`` (TRL's).
+        kl_control: ``fixed``, ``proportional``, ``linear`` or ``ziegler``: how beta follows the KL.
+        kl_target: nats a token, of an adaptive ``kl_control``.
+        skip_rows: tell the head before the forward pass that completions with advantage 0 have no gradient.
+        head_backend: ``auto``, ``reference``, ``chunked`` or ``fused``.
+
+    Example:
+        >>> GRPOConfig("out", use_cpu=True, bf16=False, report_to="none", importance_sampling_level="sequence_token",
+        ...            beta=0.05, kl_estimator="k2").kl_estimator
+        'k2'
+    """
+
+    kl_estimator: str = field(default="k3", metadata={"help": "k1, k2 or k3."})
+    kl_control: str = field(default="fixed", metadata={"help": "fixed, proportional, linear or ziegler."})
+    kl_target: float = field(default=0.05, metadata={"help": "Nats a token that an adaptive kl_control aims at."})
+    skip_rows: bool = field(default=False, metadata={"help": "Announce rows without gradient to the head."})
+    head_backend: str = field(default="auto", metadata={"help": "auto, reference, chunked or fused."})
+
+
+def algorithm_of(args: trl.GRPOConfig) -> Algorithm:
+    """The algorithm that a configuration describes: ``presets.trl``, and the additions of ``GRPOConfig`` by name.
+
+    Raises:
+        ConfigurationError: what ``presets.trl`` raises; an unknown addition, or one that nothing would read.
+
+    Example:
+        >>> args = GRPOConfig("out", use_cpu=True, bf16=False, report_to="none", beta=0.1, kl_control="proportional")
+        >>> algorithm_of(args).kl_control.name
+        'proportional'
+    """
+    token_level = args.importance_sampling_level == "sequence_token"
+    fields: dict[str, Any] = {"sync_ref_model": False}  # which is TRL's own callback's business
+    if token_level:
+        fields["importance_sampling_level"] = "sequence"
+    found = trl_preset(args, **fields)
+    objective, control = found.objective, found.kl_control
+    if token_level:
+        objective = replace(objective, ratio=SequenceTokenRatio())
+    estimator, rule = getattr(args, "kl_estimator", "k3"), getattr(args, "kl_control", "fixed")
+    if objective.kl is None and (estimator, rule) != ("k3", "fixed"):
+        raise ConfigurationError(
+            needed="a KL term for kl_estimator and kl_control to speak of",
+            given=f"beta=0.0, kl_estimator={estimator!r}, kl_control={rule!r}",
+            remedy="Set beta, or leave them at 'k3' and 'fixed'.",
+        )
+    if objective.kl is not None:
+        objective = replace(objective, kl=replace(objective.kl, estimator=estimator))
+    if rule != "fixed":
+        if rule not in _KL_CONTROLS:
+            raise ConfigurationError(
+                needed="a kl_control 'fixed', 'proportional', 'linear' or 'ziegler'",
+                given=repr(rule),
+                remedy="Use 'proportional' to hold the KL near kl_target.",
+            )
+        control = _KL_CONTROLS[rule](beta=args.beta, target=getattr(args, "kl_target", 0.05))
+    if getattr(args, "skip_rows", False) and (objective.kl is not None or objective.entropy_bonus is not None):
+        raise ConfigurationError(
+            needed="a loss without gradient where the advantage is 0, for skip_rows",
+            given="a KL term or an entropy bonus, which every row has",
+            remedy="Set skip_rows=False; the head finds rows without gradient by itself.",
+        )
+    return replace(found, objective=objective, kl_control=control)
+
+
+class GRPOTrainer(trl.GRPOTrainer):
+    """``trl.GRPOTrainer`` that computes its loss through logitless. Same arguments.
+
+    Raises:
+        ConfigurationError: see ``algorithm_of``; a mixture of experts whose router loss is on.
+        UnavailableError: DeepSpeed ZeRO-3, or a model whose LM head ``verify_lm_head`` does not recognise.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.algorithm = algorithm_of(self.args)
+        for note in self.algorithm.notes:
+            logger.info("%s", note)
+        if self.aux_loss_enabled:
+            raise ConfigurationError(
+                needed="a loss of log-probabilities",
+                given=f"a router loss with coefficient {self.router_aux_loss_coef}",
+                remedy="Set router_aux_loss_coef=0.0, or stay with TRL's trainer for this model.",
+            )
+        plugin = self.accelerator.state.deepspeed_plugin
+        if plugin is not None and plugin.zero_stage == 3:
+            raise UnavailableError(
+                needed="an LM head whose weight stays until the backward pass",
+                given="DeepSpeed ZeRO-3",
+                remedy="Use FSDP2 or ZeRO-2, or stay with TRL's trainer.",
+            )
+        self._kl_controller = None if self.algorithm.kl_control is None else KLController(self.algorithm.kl_control)
+        self._kl_window: Tensor | None = None
+        verify_lm_head(self.model)
+        self._head = _Head(
+            temperature=self.temperature,
+            backend=_backend(getattr(self.args, "head_backend", "auto")),
+            in_float32=self.args.cast_lm_head_to_fp32,
+        )
+        for model in (self.model, self.ref_model):
+            if model is not None:
+                inner = self.accelerator.unwrap_model(model)
+                self._head.install(inner.get_base_model() if hasattr(inner, "peft_config") else inner)
+
+    def _compute_loss(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
+        """The loss of one micro-batch, normalised as TRL does: summed over micro-batches, averaged over ranks."""
+        mode = "train" if self.model.training else "eval"
+        objective = self.algorithm.objective
+        if getattr(self.args, "skip_rows", False):
+            advantages = inputs["advantages"]
+            self._head.live = (advantages != 0) if advantages.dim() == 1 else (advantages != 0).any(1)
+        logp, entropy, _ = self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            inputs["completion_ids"].size(1),
+            compute_entropy=True,
+            **{name: inputs.get(name) for name in _MULTIMODAL},
+        )
+        self._head.live = None
+        batch = self._token_batch(inputs, logp.detach(), mode)
+        rows = (batch.sequence, batch.column)
+        controller = self._entropy_controller()
+        output = objective(
+            logp[rows],
+            entropy[rows] if objective.entropy_bonus is not None else entropy.detach()[rows],
+            batch,
+            beta=0.0 if self._kl_controller is None else self._kl_controller.beta,
+            entropy_coefficient=None if controller is None else controller.applied,
+            gather=lambda part: self.accelerator.gather(self.accelerator.pad_across_processes(part)),
+        )
+        self._log_metrics(output, batch, mode)
+        if mode == "train":
+            self._steer(output, controller, batch.num_sequences)
+        return output.loss
+
+    def _token_batch(self, inputs: Mapping[str, Any], logp: Tensor, mode: str) -> TokenBatch:
+        """The packed micro-batch; in training its weights are those of one micro-batch of many."""
+        weighting = self.algorithm.weighting
+        batch = TokenBatch.from_padded(
+            inputs["completion_mask"],
+            inputs["advantages"],
+            lambda counts: weighting(counts, self._totals(counts, inputs, mode)),
+            tool_mask=inputs.get("tool_mask"),
+            logp_old=inputs.get("old_per_token_logps", logp),
+            logp_sampler=inputs.get("sampling_per_token_logps"),
+            logp_ref=inputs.get("ref_per_token_logps"),
+        )
+        if self.algorithm.objective.entropy_bonus is not None:
+            counts = tuple(torch.bincount(batch.sequence, minlength=batch.num_sequences).tolist())
+            totals = replace(self._totals(counts, inputs, mode), num_steps=1.0)
+            batch = replace(batch, entropy_weight=MicroBatchTokenMean()(counts, totals).to(logp.device))
+        return batch
+
+    def _totals(self, counts: tuple[int, ...], inputs: Mapping[str, Any], mode: str) -> Totals:
+        """What TRL divides by: as many of this micro-batch as a step has, or the tokens of the generation batch."""
+        accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1
+        if getattr(self.algorithm.weighting, "scope", "step") == "step":
+            return Totals(sum(counts) * accumulation, len(counts) * accumulation, num_micro_batches=accumulation)
+        num_steps = self.args.steps_per_generation / accumulation if mode == "train" else 1.0
+        return Totals(
+            max(int(inputs["num_items_in_batch"]), 1),
+            len(counts) * accumulation,
+            num_steps=num_steps * self.accelerator.num_processes,
+            num_micro_batches=accumulation,
+        )
+
+    def _entropy_controller(self) -> EntropyController | None:
+        """Of an adaptive bonus, at the state that TRL's own attributes (and checkpoints) hold."""
+        bonus = self.algorithm.objective.entropy_bonus
+        if bonus is None or bonus.adaptive is None:
+            return None
+        controller = EntropyController(bonus)
+        controller.load_state_dict({"coefficient": self.entropy_coef, "last_entropy": self._last_world_entropy})
+        return controller
+
+    def _steer(self, output: ObjectiveOutput, controller: EntropyController | None, num_sequences: int) -> None:
+        """Let beta and the entropy coefficient follow the step, once its last micro-batch is there."""
+        if controller is not None and output.entropy is not None:
+            kept = output.trained & ~output.dropped.get("top_entropy", torch.zeros_like(output.trained))
+            seen = torch.stack([output.entropy[kept].sum(), kept.sum().float()])
+            seen = seen if self._entropy_window_stats is None else self._entropy_window_stats + seen
+            self._entropy_window_stats = seen
+            if self.accelerator.sync_gradients:
+                total, count = self.accelerator.reduce(seen, reduction="sum").tolist()
+                controller.update(total / max(count, 1.0))
+                self.entropy_coef, self._last_world_entropy = controller.coefficient, controller.last_entropy
+                self._entropy_window_stats = None
+        steered = self._kl_controller is not None and not isinstance(self._kl_controller.control, FixedKL)
+        if steered and output.kl is not None:
+            number = output.kl.new_tensor(float(num_sequences))
+            seen = torch.stack([output.kl.sum(), output.trained.sum().float(), number])
+            seen = seen if self._kl_window is None else self._kl_window + seen
+            self._kl_window = seen
+            if self.accelerator.sync_gradients:
+                total, count, completions = self.accelerator.reduce(seen, reduction="sum").tolist()
+                self._kl_controller.update(total / max(count, 1.0), int(completions))
+                self._metrics["train"]["beta"].append(self._kl_controller.beta)
+                self._kl_window = None
+        if self.algorithm.objective.entropy_bonus is not None and self.accelerator.sync_gradients:
+            self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
+
+    def _log_metrics(self, output: ObjectiveOutput, batch: TokenBatch, mode: str) -> None:
+        """TRL's own metrics, from the objective's tensors."""
+        metrics = self._metrics[mode]
+        counts = batch.scatter_back(output.trained.float()).sum(1)
+
+        def token_mean(values: Tensor) -> float:
+            return self._mean(values.sum(), output.trained.sum().float())
+
+        def of_sequences(flags: Tensor) -> Tensor:
+            return batch.scatter_back(flags.float()).sum(1) / counts
+
+        def mean(flags: Tensor) -> float:
+            if self.algorithm.objective.ratio.name == "token":
+                return token_mean(flags.float())
+            values = of_sequences(flags)
+            return self._mean(values.nansum(), (~values.isnan()).sum().float())
+
+        if output.kl is not None:
+            metrics["kl"].append(token_mean(output.kl))
+        if output.entropy is not None:
+            metrics["entropy"].append(token_mean(output.entropy))
+        if self.algorithm.objective.entropy_bonus is not None:
+            policy_loss = (batch.token_weight * output.token_loss).sum()
+            scope = getattr(self.algorithm.weighting, "scope", "step")
+            per_step = self.current_gradient_accumulation_steps if mode == "train" and scope == "step" else 1
+            metrics["policy_loss"].append(self.accelerator.gather(policy_loss * per_step).nanmean().item())
+        if output.clipped_low is None or output.clipped_high is None:
+            return
+        low, high = output.clipped_low, output.clipped_high & (output.advantage > 0)
+        if isinstance(self.algorithm.objective.surrogate, Cispo):
+            metrics["cispo_clip_ratio"].append(mean(high))
+        if isinstance(self.algorithm.objective.surrogate, Clip):
+            for name, flags in (("low_mean", low), ("high_mean", high), ("region_mean", low | high)):
+                metrics[f"clip_ratio/{name}"].append(mean(flags))
+            lowest, highest = (self.accelerator.gather(of_sequences(each)) for each in (low, high))
+            metrics["clip_ratio/low_min"].append(lowest.nan_to_num(nan=torch.inf).min().item())
+            metrics["clip_ratio/high_max"].append(highest.nan_to_num(nan=-torch.inf).max().item())
+
+    def _mean(self, total: Tensor, count: Tensor) -> float:
+        """Over the values of every rank."""
+        totals = self.accelerator.reduce(torch.stack([total, count]), reduction="sum")
+        return (totals[0] / totals[1].clamp(min=1.0)).item()
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self._kl_controller is not None and self.args.should_save:
+            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            (folder / _KL_STATE).write_text(json.dumps(self._kl_controller.state_dict()))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self._kl_controller is not None and checkpoint is not None:
+            path = Path(checkpoint) / _KL_STATE
+            if path.exists():  # a checkpoint of TRL's own trainer has none
+                self._kl_controller.load_state_dict(json.loads(path.read_text()))
+
+
+@dataclass
+class _Head:
+    """What a model does with ``fused_lm_head=True`` instead of what TRL installed.
+
+    Args:
+        temperature: divides the logits.
+        backend: of ``token_scores``.
+        in_float32: compute in float32 whatever the dtype of the hidden states.
+        live: one flag a sequence of the next call: False where no row has a gradient.
+    """
+
+    temperature: float
+    backend: Backend
+    in_float32: bool
+    live: Tensor | None = None
+
+    def install(self, model: PreTrainedModel) -> None:
+        """Every other call of the model, and generation, is what it was."""
+        before, head = model.forward, self
+
+        @functools.wraps(type(model).forward)
+        def forward(self: PreTrainedModel, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+            return head.scored(self, *args, **kwargs) if fused_lm_head else before(*args, **kwargs)
+
+        model.forward = types.MethodType(forward, model)
+
+    def scored(self, model: PreTrainedModel, *args: Any, labels: Tensor, **kwargs: Any) -> FusedCausalLMOutput:
+        """Log-probabilities and entropies [B, T - 1] of the labels that are not -100, 0 elsewhere."""
+        hidden = backbone(model)(*args, use_cache=False, **kwargs).last_hidden_state[:, :-1]
+        lm = lm_head(model)
+        hidden, labels = hidden.to(lm.weight.device), labels[:, 1:].to(lm.weight.device)
+        scored = labels != -100
+        rows, device = hidden[scored], hidden.device.type
+        if self.in_float32:
+            rows = rows.float()
+        elif torch.is_autocast_enabled(device):
+            rows = rows.to(torch.get_autocast_dtype(device))
+        live = None if self.live is None else self.live[:, None].expand_as(scored)[scored]
+        scores = token_scores(rows, lm, labels[scored], temperature=self.temperature, backend=self.backend, live=live)
+        padded = [each.new_zeros(scored.shape).masked_scatter(scored, each) for each in (scores.logp, scores.entropy)]
+        return FusedCausalLMOutput(log_probs=padded[0], entropy=padded[1], label_mask=scored)
+
+
+def _backend(name: str) -> Backend:
+    if name not in get_args(Backend):
+        raise ConfigurationError(
+            needed="a head_backend 'auto', 'reference', 'chunked' or 'fused'",
+            given=repr(name),
+            remedy="Use 'auto' unless you compare backends.",
+        )
+    return name  # type: ignore[return-value]
