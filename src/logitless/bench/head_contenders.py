@@ -90,6 +90,7 @@ class Contender:
     trained: tuple[str, ...]
     scores: Callable[[Tensor, LMHead, Problem, int | None], Tensor]
     gives_loss: bool = False
+    skips: bool = True  # whether rows without gradient may matter to its time
 
     def run(self, problem: Problem, trained: str, budget: int | None) -> Tensor | None:
         """Scores and, where something is trained, gradients; returns the log-probs if it has any."""
@@ -164,7 +165,7 @@ def _cce(hidden: Tensor, head: LMHead, problem: Problem, budget: int | None) -> 
 
 
 CONTENDERS = {
-    "logitless-reference": Contender(("weight", "frozen", "lora", "none"), _logitless("reference")),
+    "logitless-reference": Contender(("weight", "frozen", "lora", "none"), _logitless("reference"), skips=False),
     "logitless-chunked": Contender(("weight", "frozen", "lora", "none"), _logitless("chunked")),
     "logitless-fused": Contender(("weight", "frozen", "lora", "none"), _logitless("fused")),
     "trl": Contender(("weight", "frozen", "none"), _trl),

@@ -105,15 +105,15 @@ def peak_bytes(num_rows: int, width: int, vocabulary: int, *, memory_budget: int
         >>> peak_bytes(16384, 4096, 128256, memory_budget=2**40) // 2**20
         4141
         >>> peak_bytes(16384, 4096, 128256, memory_budget=0) // 2**20
-        581
+        549
     """
-    from logitless.head.kernels import passes
+    from logitless.head.kernels import passes, variants
 
     plan = MemoryPlan.of(num_rows, vocabulary, torch.bfloat16, memory_budget=memory_budget)
     anew = num_rows - plan.kept_rows
     total = plan.kept_bytes + 2 * num_rows * width + VECTORS * num_rows
     if anew:
-        columns = passes.block_width(anew, vocabulary, tile=256, itemsize=2)
+        columns = passes.block_width(anew, width, vocabulary, variant=variants.hopper(width, 132))
         total += 2 * anew * columns + (4 * anew * width if columns < vocabulary else 0)
         total += 4 * columns * width if plan.kept_rows else 0
     return total

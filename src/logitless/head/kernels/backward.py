@@ -78,10 +78,10 @@ def add_entropy_gradient(
 
 @triton.jit(do_not_specialize=["N", "first"])
 def logit_gradient_product(
-    x, w, low_x, low_w, bias, out, count, multiplier, inner, gain, log_normaliser, target, grad_logp, grad_target,
+    x, w, bias, out, count, multiplier, inner, gain, log_normaliser, target, grad_logp, grad_target,
     grad_entropy, entropy, first, V, D, N, out_stride,
     SOFTCAP: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the loss in the products, for the block of columns that starts at ``first``, made anew.
 
@@ -95,9 +95,7 @@ def logit_gradient_product(
         row = m * BM + tl.arange(0, BM)
         row_ok = row < num_rows
         cols = first + n * BN + tl.arange(0, BN)
-        z = row_by_column(
-            x, w, low_x, low_w, bias, row, row_ok, m * BM, first + n * BN, V, D, BM, BN, BK, BR, TMA, PRECISION
-        )
+        z = row_by_column(x, w, bias, row, row_ok, m * BM, first + n * BN, V, D, BM, BN, BK, TMA, PRECISION)
         slope = 1.0
         if SOFTCAP:
             capped = tanh(z * (inner * gain))
@@ -131,15 +129,9 @@ def logit_gradient_product(
 
 
 @triton.jit
-def store_rows(acc, slot, slot_ok, cols, low_k, low_w, base, out, row_of_slot, factor, D, stride, low_stride,
-               BR: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def store_rows(acc, slot, slot_ok, cols, base, out, row_of_slot, factor, D, stride):
     """The epilogue of ``row_product``."""
     inside = slot_ok[:, None] & (cols < D)[None, :]
-    if low_k is not None:
-        r = tl.arange(0, BR)
-        a = tl.load(low_k + slot[:, None] * low_stride + r[None, :], mask=slot_ok[:, None], other=0.0)
-        b = tl.load(low_w + r[:, None] * stride + cols[None, :], mask=(cols < D)[None, :], other=0.0)
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
     if base is not None:
         acc += tl.load(base + slot.to(tl.int64)[:, None] * stride + cols[None, :], mask=inside, other=0.0)
     if factor is not None:
@@ -151,13 +143,13 @@ def store_rows(acc, slot, slot_ok, cols, low_k, low_w, base, out, row_of_slot, f
 
 @triton.jit
 def row_product(
-    k, w, low_k, low_w, base, out, row_of_slot, factor, count, V, D, k_stride, stride, low_stride,
+    k, w, base, out, row_of_slot, factor, count, V, D, k_stride, w_stride, stride,
     TMA: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """out[row_of_slot[j]] = factor[j] * (base[j] + sum_v k[j, v] w[v] + low_k[j] @ low_w), for j < count.
+    """out[row_of_slot[j]] = factor[j] * (base[j] + sum_v k[j, v] w[v]), for j < count.
 
-    k [slots, V], w [V, D]; summed over v in float32, rounded once. ``stride`` is the row stride of all that is D wide.
+    k [slots, V], w [V, D]; summed over v in float32, rounded once. ``stride`` is the row stride of ``base`` and ``out``.
     """
     num_rows = tl.load(count).to(tl.int32)
     num_m = tl.cdiv(num_rows, BM)
@@ -176,7 +168,7 @@ def row_product(
                 v = step * BK + tl.arange(0, BK)
                 cols = first + tl.arange(0, BN)
                 a_place = k + slot.to(tl.int64)[:, None] * k_stride + v[None, :]
-                b_place = w + v.to(tl.int64)[:, None] * stride + cols[None, :]
+                b_place = w + v.to(tl.int64)[:, None] * w_stride + cols[None, :]
                 a = tl.load(a_place, mask=slot_ok[:, None] & (v < V)[None, :], other=0.0)
                 b = tl.load(b_place, mask=(v < V)[:, None] & (cols < D)[None, :], other=0.0)
             if UPCAST:
@@ -186,14 +178,11 @@ def row_product(
         if SPLIT:
             left, right = halves(acc, BM, BN)
             cols = first + tl.arange(0, BN // 2)
-            store_rows(left, slot, slot_ok, cols, low_k, low_w, base, out, row_of_slot, factor, D, stride, low_stride,
-                       BR, PRECISION)  # fmt: skip
-            store_rows(right, slot, slot_ok, cols + BN // 2, low_k, low_w, base, out, row_of_slot, factor, D, stride,
-                       low_stride, BR, PRECISION)  # fmt: skip
+            store_rows(left, slot, slot_ok, cols, base, out, row_of_slot, factor, D, stride)
+            store_rows(right, slot, slot_ok, cols + BN // 2, base, out, row_of_slot, factor, D, stride)
         else:
             cols = first + tl.arange(0, BN)
-            store_rows(acc, slot, slot_ok, cols, low_k, low_w, base, out, row_of_slot, factor, D, stride, low_stride,
-                       BR, PRECISION)  # fmt: skip
+            store_rows(acc, slot, slot_ok, cols, base, out, row_of_slot, factor, D, stride)
 
 
 @triton.jit
@@ -208,7 +197,7 @@ def store_columns(acc, v, cols, base, out, V, D, stride):
 
 @triton.jit
 def column_product(
-    k, h, base, out, count, V, D, k_stride, stride,
+    k, h, base, out, count, V, D, k_stride, h_stride, stride,
     TMA: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
@@ -230,7 +219,7 @@ def column_product(
                 slot = step * BK + tl.arange(0, BK)
                 cols = first + tl.arange(0, BN)
                 a_place = k + slot.to(tl.int64)[:, None] * k_stride + v[None, :]
-                b_place = h + slot.to(tl.int64)[:, None] * stride + cols[None, :]
+                b_place = h + slot.to(tl.int64)[:, None] * h_stride + cols[None, :]
                 a = tl.load(a_place, mask=(slot < num_rows)[:, None] & (v < V)[None, :], other=0.0)
                 b = tl.load(b_place, mask=(slot < num_rows)[:, None] & (cols < D)[None, :], other=0.0)
             if UPCAST:

@@ -54,10 +54,10 @@ def halves(tile, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def row_by_column(
-    x, w, low_x, low_w, bias, row, row_ok, m, n, V, D,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    x, w, bias, row, row_ok, m, n, V, D,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x @ w.T + low_x @ low_w.T + bias of one tile, in float32; ``m`` and ``n`` are its first row and column."""
+    """x @ w.T + bias of one tile, in float32; ``m`` and ``n`` are its first row and column."""
     acc = tl.zeros((BM, BN), tl.float32)
     cols = n + tl.arange(0, BN)
     if TMA:
@@ -72,11 +72,6 @@ def row_by_column(
             a = tl.load(x_row + d[None, :], mask=row_ok[:, None] & (d < D)[None, :], other=0.0)
             b = tl.load(w_row + d[None, :], mask=(cols < V)[:, None] & (d < D)[None, :], other=0.0)
             acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
-    if low_x is not None:
-        r = tl.arange(0, BR)
-        a = tl.load(low_x + row.to(tl.int64)[:, None] * BR + r[None, :], mask=row_ok[:, None], other=0.0)
-        b = tl.load(low_w + cols.to(tl.int64)[:, None] * BR + r[None, :], mask=(cols < V)[:, None], other=0.0)
-        acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
     if bias is not None:
         acc += tl.load(bias + cols, mask=cols < V, other=0.0)[None, :]
     return acc
@@ -84,8 +79,8 @@ def row_by_column(
 
 @triton.jit
 def target_logits(
-    x, w, low_x, low_w, bias, target, multiplier, inner, target_logit, target_slope, anchor, V, D,
-    SOFTCAP: tl.constexpr, BR: tl.constexpr, BLOCK: tl.constexpr,
+    x, w, bias, target, multiplier, inner, target_logit, target_slope, anchor, V, D,
+    SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """z_y in bits and, with a softcap, its slope 1 - tanh^2; a target outside range(V) belongs to no column: 0."""
     row = tl.program_id(0).to(tl.int64)
@@ -98,9 +93,6 @@ def target_logits(
         h = tl.load(x + row * D + d, mask=d < D, other=0.0).to(tl.float32)
         acc += h * tl.load(w + column * D + d, mask=d < D, other=0.0).to(tl.float32)
     z = tl.sum(acc, 0)
-    if low_x is not None:
-        r = tl.arange(0, BR)
-        z += tl.sum(tl.load(low_x + row * BR + r).to(tl.float32) * tl.load(low_w + column * BR + r).to(tl.float32), 0)
     if bias is not None:
         z += tl.load(bias + column)
     if SOFTCAP:
@@ -114,11 +106,11 @@ def target_logits(
 
 @triton.jit(do_not_specialize=["N", "kept_rows"])
 def anchored_exp_product(
-    x, w, low_x, low_w, bias, kept, row_list, count, multiplier, inner, gain, anchor, target, part_s, part_t,
+    x, w, bias, kept, row_list, count, multiplier, inner, gain, anchor, target, part_s, part_t,
     N, V, D, kept_rows, kept_stride,
     SOFTCAP: tl.constexpr, MAXIMUM: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """S and T of every tile's columns and, where ``kept`` is given, E (times the softcap's slope) in its dtype.
 
@@ -134,7 +126,7 @@ def anchored_exp_product(
         row_ok = slot < num_rows
         row = slot if row_list is None else tl.load(row_list + slot, mask=row_ok, other=0)
         cols = n * BN + tl.arange(0, BN)
-        z = row_by_column(x, w, low_x, low_w, bias, row, row_ok, m * BM, n * BN, V, D, BM, BN, BK, BR, TMA, PRECISION)
+        z = row_by_column(x, w, bias, row, row_ok, m * BM, n * BN, V, D, BM, BN, BK, TMA, PRECISION)
         if SOFTCAP:
             capped = tanh(z * (inner * gain))
             slope = 1.0 - capped * capped

@@ -15,23 +15,19 @@ from logitless.head.kernels.variants import Tile, Variant
 
 @dataclass(frozen=True)
 class Operands:
-    """The head as the kernels multiply it: ``logits = multiplier * f(x @ weight.T + low_x @ low_weight.T + bias)``.
+    """The head as the kernels multiply it: ``logits = multiplier * f(rows.hidden @ weight.T + bias)``.
 
     Args:
-        weight: [V, D] in hidden's dtype.
+        weight: [V, D] in hidden's dtype; with LoRA, lora_b stands beside it, once an addend of ``rows.hidden``.
         bias: [V] float32 or None.
-        low_weight: [V, 2R, padded] LoRA's B twice (for the high and the low part of the factor before it), or None.
         inner: scale / softcap, the factor inside tanh; 1 without a softcap.
         softcap: whether there is one.
-        rank: R, 0 without LoRA.
     """
 
     weight: Tensor
     bias: Tensor | None
-    low_weight: Tensor | None
     inner: float
     softcap: bool
-    rank: int
     variant: Variant
 
     @property
@@ -46,10 +42,9 @@ class Operands:
 
 
 class Rows(NamedTuple):
-    """Per-row inputs of the products: hidden, LoRA's factor, multiplier in bits and targets."""
+    """Per-row inputs of the products; with LoRA, lora_scale * hidden @ lora_a.T stands beside the hidden states."""
 
     hidden: Tensor
-    low: Tensor | None
     multiplier: Tensor
     target: Tensor
 
@@ -92,8 +87,8 @@ def target_logits(operands: Operands, rows: Rows, *, anchored: bool) -> tuple[Te
     anchor = torch.empty_like(z) if anchored else None
     v, d = operands.weight.shape
     forward.target_logits[(len(z),)](
-        rows.hidden, operands.weight, rows.low, operands.low_weight, operands.bias, rows.target, rows.multiplier,
-        operands.inner, z, slope, anchor, v, d, SOFTCAP=operands.softcap, BR=_rank(operands),
+        rows.hidden, operands.weight, operands.bias, rows.target, rows.multiplier,
+        operands.inner, z, slope, anchor, v, d, SOFTCAP=operands.softcap,
         BLOCK=min(1024, triton.next_power_of_2(d)), num_warps=4,
     )  # fmt: skip
     return z, slope, anchor
@@ -147,14 +142,14 @@ def logit_gradient(
     grad_entropy: Tensor | None, entropy: Tensor, first: int, out: Tensor,
 ) -> None:  # fmt: skip
     """Columns ``first`` to ``first + out.shape[1]`` of the loss's gradient in the products, into ``out``."""
-    variant, tile = operands.variant, _score_tile(operands)
+    variant, tile = operands.variant, operands.variant.score
     v, d = operands.weight.shape
     n, width = out.shape
     backward.logit_gradient_product[_grid(variant, n, width, tile)](
         *_row_operands(operands, rows, tile, variant.tma),
         _tiles(out, _store_block(tile), variant.tma), count, rows.multiplier, operands.inner, operands.gain, log_normaliser,
         rows.target, grad_logp, grad_target, grad_entropy, entropy, first, v, d, n, width,
-        SOFTCAP=operands.softcap, TMA=variant.tma, SPLIT=tile.halves, PRECISION=variant.precision, BR=_rank(operands),
+        SOFTCAP=operands.softcap, TMA=variant.tma, SPLIT=tile.halves, PRECISION=variant.precision,
         **_blocks(variant, tile),
     )  # fmt: skip
 
@@ -194,21 +189,18 @@ def gather_rows(x: Tensor, row_of_slot: Tensor, factor: Tensor | None, count: Te
 
 def row_product(
     k: Tensor, w: Tensor, out: Tensor, count: Tensor, variant: Variant, *, row_of_slot: Tensor | None = None,
-    factor: Tensor | None = None, low: tuple[Tensor, Tensor] | None = None, base: Tensor | None = None,
+    factor: Tensor | None = None, base: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """out[row_of_slot[j]] = factor[j] (base[j] + k[j] @ w + low[0][j] @ low[1]) for the taken slots."""
+    """out[row_of_slot[j]] = factor[j] (base[j] + k[j] @ w) for the taken slots."""
     v, stride = w.shape
     k = k[:, :v]
-    low_k, low_w = (None, None) if low is None else low
-    for at, width, tile in _strips(variant.hidden, stride):
-        strip = slice(at, at + width)
+    for strip, tile in _strips(variant, variant.hidden, len(k), stride):
+        width = strip.stop - strip.start
         tma = variant.tma and _aligned(k, w[:, strip])
         backward.row_product[_grid(variant, len(k), width, tile)](
             _tiles(k, (tile.rows, tile.depth), tma), _tiles(w[:, strip], (tile.depth, tile.columns), tma),
-            low_k, _strip(low_w, strip), _strip(base, strip), out[:, strip], row_of_slot, factor, count, v, width,
-            k.stride(0), stride, 0 if low_k is None else low_k.stride(0), TMA=tma,
-            SPLIT=_wide(out, tile), UPCAST=not variant.narrow, PRECISION=variant.precision,
-            BR=16 if low_k is None else low_k.shape[1], **_blocks(variant, tile),
+            _strip(base, strip), out[:, strip], row_of_slot, factor, count, v, width, k.stride(0), w.stride(0), stride,
+            TMA=tma, SPLIT=_wide(out, tile), UPCAST=not variant.narrow, PRECISION=variant.precision, **_blocks(variant, tile),
         )  # fmt: skip
 
 
@@ -218,13 +210,13 @@ def column_product(
     """out = base + k.T @ h over the taken slots; ``out`` [V, D] may be a block of rows of a larger matrix."""
     v, stride = out.shape
     k = k[:, :v]
-    for at, width, tile in _strips(variant.weight, stride):
-        strip = slice(at, at + width)
+    for strip, tile in _strips(variant, variant.weight, v, stride):
+        width = strip.stop - strip.start
         tma = variant.tma and _aligned(k, h[:, strip])
         backward.column_product[_grid(variant, v, width, tile)](
             _tiles(k, (tile.depth, tile.rows), tma), _tiles(h[:, strip], (tile.depth, tile.columns), tma),
-            _strip(base, strip), out[:, strip], count, v, width, k.stride(0), stride, TMA=tma, SPLIT=_wide(out, tile),
-            UPCAST=not variant.narrow, PRECISION=variant.precision, **_blocks(variant, tile),
+            _strip(base, strip), out[:, strip], count, v, width, k.stride(0), h.stride(0), stride, TMA=tma,
+            SPLIT=_wide(out, tile), UPCAST=not variant.narrow, PRECISION=variant.precision, **_blocks(variant, tile),
         )  # fmt: skip
 
 
@@ -256,7 +248,7 @@ def _product(
     operands: Operands, rows: Rows, anchor: Tensor, kept: Tensor | None, num_kept: int, parts: _Parts,
     chosen: Compaction | None, maximum: bool,
 ) -> None:  # fmt: skip
-    variant, tile = operands.variant, _score_tile(operands)
+    variant, tile = operands.variant, operands.variant.score
     tma = variant.tma and chosen is None
     v, d = operands.weight.shape
     n = len(anchor)
@@ -266,7 +258,7 @@ def _product(
         *_row_operands(operands, rows, tile, tma), place, row_list, count, rows.multiplier, operands.inner, operands.gain, anchor,
         rows.target, parts.s, parts.t, n, v, d, num_kept, 0 if kept is None else kept.stride(0),
         SOFTCAP=operands.softcap, MAXIMUM=maximum, EVEN=v % tile.columns == 0, TMA=tma, SPLIT=tile.halves,
-        PRECISION=variant.precision, BR=_rank(operands),
+        PRECISION=variant.precision,
         **_blocks(variant, tile),
     )  # fmt: skip
 
@@ -275,8 +267,6 @@ def _row_operands(operands: Operands, rows: Rows, tile: Tile, tma: bool) -> tupl
     return (
         _tiles(rows.hidden, (tile.rows, tile.depth), tma),
         _tiles(operands.weight, (tile.columns, tile.depth), tma),
-        rows.low,
-        operands.low_weight,
         operands.bias,
     )
 
@@ -289,15 +279,21 @@ def _strip(matrix: Tensor | None, columns: slice) -> Tensor | None:
     return None if matrix is None else matrix[:, columns]
 
 
-def _strips(tile: Tile, width: int) -> list[tuple[int, int, Tile]]:
-    """Columns cut into (first, width, tile): a last tile that would be half empty gets a narrower one of its own."""
+def _strips(variant: Variant, tile: Tile, rows: int, width: int) -> list[tuple[slice, Tile]]:
+    """Columns cut into strips: a last tile that would be half empty gets a narrower one of its own.
+
+    Its tiles are a launch of their own, which pays where there are several rounds of them.
+    """
     rest = width % tile.columns
     narrow = max(16, triton.next_power_of_2(rest))
     if rest == 0 or narrow == tile.columns:
-        return [(0, width, tile)]
+        return [(slice(0, width), tile)]
     deeper = replace(tile, columns=narrow, depth=2 * tile.depth) if narrow <= 64 else replace(tile, columns=narrow)
-    last = (width - rest, rest, deeper)
-    return [last] if rest == width else [(0, width - rest, tile), last]
+    if rest == width:
+        return [(slice(0, width), deeper)]
+    if triton.cdiv(rows, tile.rows) * triton.cdiv(width, tile.columns) < 3 * variant.programs:
+        return [(slice(0, width), tile)]
+    return [(slice(0, width - rest), tile), (slice(width - rest, width), deeper)]
 
 
 def _wide(out: Tensor, tile: Tile) -> bool:
@@ -310,18 +306,8 @@ def _aligned(*operands: Tensor) -> bool:
     return all(x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0 for x in operands)
 
 
-def _score_tile(operands: Operands) -> Tile:
-    """The variant's; LoRA's factors take the shared memory of half a stored tile and of a fourth stage."""
-    tile = operands.variant.score
-    return replace(tile, halves=True, stages=min(tile.stages, 3)) if operands.rank else tile
-
-
 def _store_block(tile: Tile) -> tuple[int, int]:
     return tile.rows, tile.columns // (2 if tile.halves else 1)
-
-
-def _rank(operands: Operands) -> int:
-    return 16 if operands.low_weight is None else operands.low_weight.shape[1]
 
 
 def _grid(variant: Variant, rows: int, columns: int, tile: Tile) -> tuple[int]:

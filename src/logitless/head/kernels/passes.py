@@ -12,7 +12,7 @@ from torch import Tensor
 
 from logitless.head.kernels import launch
 from logitless.head.kernels.launch import Compaction, Operands, Rows
-from logitless.head.kernels.variants import variant
+from logitless.head.kernels.variants import Variant, variant
 from logitless.types import LMHead
 
 LOG2E = 1 / math.log(2)
@@ -25,14 +25,12 @@ class State(NamedTuple):
     """What the forward knows of each row; logits and anchors in bits.
 
     Args:
-        low: [N, padded] high and low part of lora_scale * hidden @ lora_a.T in hidden's dtype, or None.
         target: [N].
         multiplier: bits per unit of the product (of tanh, with a softcap).
         anchor, others, target_logit, slope: a, S, z_y and the softcap's slope at the target.
         logp, entropy, normaliser, rounding: see ``launch.Scores``.
     """
 
-    low: Tensor | None
     target: Tensor
     multiplier: Tensor
     anchor: Tensor
@@ -71,14 +69,14 @@ class Gradients(NamedTuple):
 
 def operands(hidden: Tensor, head: LMHead) -> Operands:
     """The head as the kernels multiply it, rounded to hidden's dtype."""
-    weight = head.weight.to(hidden.dtype).contiguous()
+    weight = head.weight.to(hidden.dtype)
+    if head.lora_b is not None:
+        weight = _beside([weight, *[head.lora_b.to(hidden.dtype)] * _addends(hidden.dtype)], align=8)
     return Operands(
-        weight=weight,
+        weight=weight.contiguous(),
         bias=None if head.bias is None else head.bias.float().contiguous(),
-        low_weight=None if head.lora_b is None else _beside([head.lora_b.to(hidden.dtype)] * _addends(hidden.dtype)),
         inner=1.0 if head.softcap is None else head.scale / head.softcap,
         softcap=head.softcap is not None,
-        rank=0 if head.lora_b is None else head.lora_b.shape[1],
         variant=variant(hidden, weight),
     )
 
@@ -95,7 +93,7 @@ def scored(
 ) -> tuple[State, Tensor | None]:
     """The scores of every row, and the exponentials of the first ``kept_rows`` rows."""
     multiplier = _by_row((head.scale if head.softcap is None else head.softcap) * LOG2E, temperature, hidden)
-    rows = Rows(hidden, _low(hidden, head), multiplier, target)
+    rows = Rows(_with_low(hidden, head), multiplier, target)
     target_logit, slope, own_anchor = launch.target_logits(operands, rows, anchored=anchor is None)
     anchor = own_anchor if anchor is None else anchor.float() * LOG2E
     assert anchor is not None
@@ -104,7 +102,7 @@ def scored(
         kept = launch.kept_rows(kept_rows, len(operands.weight), operands.variant, hidden.device)
     others, weighted = launch.anchored_sums(operands, rows, target_logit, anchor, kept, kept_rows)
     scores = launch.row_scores(operands, rows, others, weighted, anchor, target_logit, slope, kept, kept_rows)
-    return State(rows.low, target, multiplier, anchor, others, target_logit, slope, *scores), kept
+    return State(target, multiplier, anchor, others, target_logit, slope, *scores), kept
 
 
 def gradients(
@@ -133,7 +131,7 @@ def gradients(
     pieces: list[tuple[_Part, Tensor]] = []
     if kept is not None:
         rows = slice(num_kept)
-        part = _from_kept(state.part(rows), logit.part(rows), hidden[rows], kept, place[rows], multiplied, needed)
+        part = _from_kept(state.part(rows), logit.part(rows), hidden[rows], kept, place[rows], multiplied, head, needed)
         kept = kept[:, : len(head.weight)]
         sink.add_rows(part, kept, 0)
         pieces.append((part, kept))
@@ -141,12 +139,9 @@ def gradients(
         sink.add_columns(pieces, 0)
     else:
         rows = slice(num_kept, None)
-        anew = _anew(state.part(rows), logit.part(rows), hidden[rows], place[rows], multiplied, needed)
-        variant = multiplied.variant
-        width = block_width(
-            len(anew.hidden), len(head.weight), tile=variant.score.columns, itemsize=variant.kept.itemsize
-        )
-        block = torch.empty(len(anew.hidden), width, dtype=multiplied.variant.kept, device=hidden.device)
+        anew = _anew(state.part(rows), logit.part(rows), hidden[rows], place[rows], multiplied, head, needed)
+        width = block_width(len(anew.part.hidden), hidden.shape[1], len(head.weight), variant=multiplied.variant)
+        block = torch.empty(len(anew.part.hidden), width, dtype=multiplied.variant.kept, device=hidden.device)
         for first in range(0, len(head.weight), width):
             anew.logit_gradient(multiplied, first, block)
             columns = block[:, : len(head.weight) - first]
@@ -202,18 +197,15 @@ class _Anew(NamedTuple):
     """A part whose logit gradients are made a block of columns at a time."""
 
     part: _Part
+    wide: Tensor
     state: State
     logit: _LogitGradient
     log_normaliser: Tensor
 
-    @property
-    def hidden(self) -> Tensor:
-        return self.part.hidden
-
     def logit_gradient(self, multiplied: Operands, first: int, block: Tensor) -> None:
         state, logit = self.state, self.logit
         factor = state.multiplier * multiplied.slope
-        rows = Rows(self.hidden, state.low, state.multiplier, state.target)
+        rows = Rows(self.wide, state.multiplier, state.target)
         launch.logit_gradient(
             multiplied,
             rows,
@@ -230,7 +222,7 @@ class _Anew(NamedTuple):
 
 def _from_kept(
     state: State, logit: _LogitGradient, hidden: Tensor, kept: Tensor, place: Tensor, multiplied: Operands,
-    needed: Needed,
+    head: LMHead, needed: Needed,
 ) -> _Part:  # fmt: skip
     """Moves live rows of ``kept`` to the front; with an entropy gradient, makes it the gradient of both first."""
     factor = -state.multiplier * multiplied.slope / state.normaliser
@@ -246,32 +238,24 @@ def _from_kept(
         )  # fmt: skip
     chosen = launch.compaction(logit.live)
     launch.move_rows(kept, chosen, multiplied.variant)
-    source = chosen.source
-    factor = factor[source]
-    return _Part(
-        hidden=launch.gather_rows(hidden, source, factor, chosen.taken, multiplied.variant.kept),
-        chosen=chosen,
-        row_of_slot=place[source],
-        factor=factor,
-        low=_low_and_one(state.low, chosen, factor, multiplied) if needed.bias or needed.lora_b else None,
-    )
+    factor = factor[chosen.source]
+    scaled = launch.gather_rows(hidden, chosen.source, factor, chosen.taken, multiplied.variant.kept)
+    low = _low_columns(scaled, factor, chosen, head, multiplied) if needed.bias or needed.lora_b else None
+    return _Part(hidden=scaled, chosen=chosen, row_of_slot=place[chosen.source], factor=factor, low=low)
 
 
 def _anew(
-    state: State, logit: _LogitGradient, hidden: Tensor, place: Tensor, multiplied: Operands, needed: Needed
-) -> _Anew:
+    state: State, logit: _LogitGradient, hidden: Tensor, place: Tensor, multiplied: Operands, head: LMHead,
+    needed: Needed,
+) -> _Anew:  # fmt: skip
     """Live rows first, with all that their logit gradients are made of."""
     chosen = launch.compaction(logit.live)
-    part = _Part(
-        hidden=launch.gather_rows(hidden, chosen.source, None, chosen.taken, hidden.dtype),
-        chosen=chosen,
-        row_of_slot=place[chosen.source],
-        factor=None,
-        low=_low_and_one(state.low, chosen, None, multiplied) if needed.bias or needed.lora_b else None,
-    )
+    rows = launch.gather_rows(hidden, chosen.source, None, chosen.taken, hidden.dtype)
+    low = _low_columns(rows, None, chosen, head, multiplied) if needed.bias or needed.lora_b else None
     moved = state.part(chosen.source)
     return _Anew(
-        part=part,
+        part=_Part(hidden=rows, chosen=chosen, row_of_slot=place[chosen.source], factor=None, low=low),
+        wide=_with_low(rows, head),
         state=moved,
         logit=logit.part(chosen.source),
         log_normaliser=moved.anchor + torch.log2(moved.normaliser),
@@ -299,27 +283,27 @@ class _Sink:
         variant = multiplied.variant
         block = slice(first, first + k.shape[1])
         last = block.stop >= len(head.weight)
-        low = None
+        before = None if first == 0 else self._wide
         if head.lora_a is not None and head.lora_b is not None and (self._needed.hidden or self._needed.lora_a):
-            narrow = _beside([head.lora_b[block].to(multiplied.weight.dtype)])
-            before, self._low = (None, _zeros(k, narrow)) if first == 0 else (self._low, self._low)
+            narrow = _padded(head.lora_b[block].to(multiplied.weight.dtype))
+            low, self._low = (None, _zeros(k, narrow)) if first == 0 else (self._low, self._low)
             assert self._low is not None
-            launch.row_product(k, narrow, self._low, count, variant, base=before)
+            launch.row_product(k, narrow, self._low, count, variant, base=low)
             if last:
-                moved = (self._low * head.lora_scale).to(variant.kept)
-                low = (moved, _padded(head.lora_a.to(part.hidden.dtype), moved.shape[1]).to(variant.kept))
+                moved = (self._low * head.lora_scale).to(variant.kept)[:, : len(head.lora_a)]
                 if self._needed.lora_a:
-                    added = _product(moved.T, part.hidden.to(variant.kept))[: len(head.lora_a)]
+                    added = _product(moved.T, part.hidden.to(variant.kept))
                     self._lora_a = added if self._lora_a is None else self._lora_a + added
+                if self._needed.hidden:
+                    added = _product(moved, head.lora_a.to(part.hidden.dtype).to(variant.kept))
+                    before = added if before is None else before.add_(added)
         if self._hidden is None:
             return
-        weight = multiplied.weight[block]
-        before = None if first == 0 else self._wide
+        weight = multiplied.weight[block, : part.hidden.shape[1]]
         if last:
             launch.row_product(
-                k, weight, self._hidden, count, variant,
-                row_of_slot=part.row_of_slot, factor=part.factor, low=low, base=before,
-            )  # fmt: skip
+                k, weight, self._hidden, count, variant, row_of_slot=part.row_of_slot, factor=part.factor, base=before
+            )
             self._wide = None
         else:
             if first == 0:
@@ -376,39 +360,43 @@ def _addends(dtype: torch.dtype) -> int:
     return 1 if dtype == torch.float32 else 2
 
 
-def _low(hidden: Tensor, head: LMHead) -> Tensor | None:
-    """lora_scale * hidden @ lora_a.T as addends in hidden's dtype."""
+def _with_low(hidden: Tensor, head: LMHead) -> Tensor:
+    """Hidden states and, with LoRA, lora_scale * hidden @ lora_a.T beside them, as addends in hidden's dtype."""
     if head.lora_a is None:
-        return None
+        return hidden
     product = head.lora_scale * _product(hidden, head.lora_a.to(hidden.dtype).T)
     high = product.to(hidden.dtype)
-    return _beside([high, (product - high).to(hidden.dtype)][: _addends(hidden.dtype)])
+    return _beside([hidden, high, (product - high).to(hidden.dtype)][: 1 + _addends(hidden.dtype)], align=8)
 
 
-def _low_and_one(low: Tensor | None, chosen: Compaction, factor: Tensor | None, multiplied: Operands) -> Tensor:
-    """Columns of ``low``, its addends summed, and of ones, in slot order; times ``factor``; 0 in free slots."""
-    source = chosen.source
-    taken = torch.arange(len(source), device=source.device) < chosen.taken
-    columns = [torch.ones(len(source), 1, dtype=torch.float32, device=source.device)]
-    if low is not None:
-        rank, addends = multiplied.rank, _addends(low.dtype)
-        moved = low[source].float()
-        columns.insert(0, sum((moved[:, i * rank : (i + 1) * rank] for i in range(addends)), torch.zeros(())))
-    wide = torch.cat(columns, 1)
-    if factor is not None:
-        wide = wide * factor[:, None]
-    return _beside([torch.where(taken[:, None], wide, 0.0).to(multiplied.variant.kept)])
+def _low_columns(
+    hidden: Tensor, factor: Tensor | None, chosen: Compaction, head: LMHead, multiplied: Operands
+) -> Tensor:
+    """What lora_b's gradient and the bias's are products with, in slot order; 0 in free slots.
+
+    lora_scale * hidden @ lora_a.T of a part's hidden states, which have its factor, and beside it the factor.
+    """
+    taken = torch.arange(len(hidden), device=hidden.device) < chosen.taken
+    ones = taken.float() if factor is None else torch.where(taken, factor, 0.0)
+    columns = [ones[:, None]]
+    if head.lora_a is not None:
+        low_a = head.lora_a.to(multiplied.weight.dtype).to(hidden.dtype)
+        columns.insert(0, head.lora_scale * _product(hidden, low_a.T))
+    return _padded(torch.cat(columns, 1).to(multiplied.variant.kept))
 
 
-def _beside(columns: list[Tensor]) -> Tensor:
-    """Blocks of columns beside each other, with zeros up to a width that a tile can have."""
-    together = torch.cat(columns, dim=1) if len(columns) > 1 else columns[0]
-    width = together.shape[1]
-    return torch.nn.functional.pad(together, (0, max(16, 1 << (width - 1).bit_length()) - width)).contiguous()
+def _beside(columns: list[Tensor], *, align: int) -> Tensor:
+    """Blocks of columns beside each other, with zeros up to a multiple of ``align``."""
+    width = sum(c.shape[1] for c in columns)
+    if -width % align:
+        columns = [*columns, columns[0].new_zeros(len(columns[0]), -width % align)]
+    return torch.cat(columns, dim=1)
 
 
-def _padded(matrix: Tensor, rows: int) -> Tensor:
-    return torch.nn.functional.pad(matrix, (0, 0, 0, rows - len(matrix))).contiguous()
+def _padded(matrix: Tensor) -> Tensor:
+    """Columns of zeros after the matrix, up to a width that a tile can have."""
+    width = matrix.shape[1]
+    return torch.nn.functional.pad(matrix, (0, max(16, 1 << (width - 1).bit_length()) - width)).contiguous()
 
 
 def _zeros(rows: Tensor, columns: Tensor) -> Tensor:
@@ -422,7 +410,13 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32)
 
 
-def block_width(rows: int, vocabulary: int, *, tile: int, itemsize: int) -> int:
-    """Columns of a block of logit gradients: about BLOCK_BYTES, in whole tiles."""
-    fitting = max(1, BLOCK_BYTES // (rows * itemsize * tile)) * tile
-    return min(fitting, -(-vocabulary // tile) * tile)
+def block_width(rows: int, width: int, vocabulary: int, *, variant: Variant) -> int:
+    """Columns of a block of logit gradients: at most about BLOCK_BYTES, and tiles of its weight gradient that fill
+    whole rounds of the grid, as far as that goes."""
+    tile, step = variant.weight, variant.score.columns
+    across = -(-width // tile.columns)
+    most = max(step, BLOCK_BYTES // (rows * variant.kept.itemsize))
+    rounds = max(1, most * across // (tile.rows * variant.programs))
+    filling = rounds * variant.programs // across * tile.rows
+    chosen = filling if step <= filling <= most else most
+    return min(chosen // step * step, -(-vocabulary // step) * step)

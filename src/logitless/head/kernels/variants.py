@@ -57,8 +57,18 @@ INTERPRETED = Tile(rows=16, columns=16, depth=16, group=2, stages=1, warps=1)
 WIDE = Tile(rows=128, columns=256, depth=64, group=16, stages=3, warps=8)
 """For Hopper: what fits its shared memory beside the staging of a stored tile."""
 
+HOPPER_TRUNCATION = 1.0e-9
+"""A bfloat16 product over D on Hopper is 1 - 1.0e-9 D of the exact one in the mean, D = 896 to 8192 (docs/numerics.md)."""
+
 PLAIN = Tile(rows=128, columns=128, depth=32, group=8, stages=3, warps=8)
 FLOAT32 = Tile(rows=64, columns=64, depth=32, group=8, stages=2, warps=4)
+
+
+def hopper(width: int, programs: int) -> Variant:
+    """bfloat16 on Hopper, by hidden size; ``programs`` is the number of multiprocessors."""
+    score = replace(WIDE, group=64, stages=4, halves=True) if width < 2048 else replace(WIDE, group=8)
+    backward = replace(WIDE, group=4)
+    return Variant(True, programs, score, backward, backward, torch.bfloat16, "tf32", HOPPER_TRUNCATION)
 
 
 def variant(hidden: Tensor, weight: Tensor) -> Variant:
@@ -77,10 +87,7 @@ def variant(hidden: Tensor, weight: Tensor) -> Variant:
     capability = torch.cuda.get_device_capability(hidden.device)
     programs = torch.cuda.get_device_properties(hidden.device).multi_processor_count
     if kept == torch.bfloat16 and capability[0] >= 9 and aligned:
-        backward = replace(WIDE, group=4)
-        short = hidden.shape[1] < 2048
-        score = replace(WIDE, group=64, stages=4, halves=True) if short else replace(WIDE, group=8)
-        return Variant(True, programs, score, backward, backward, kept, precision)
+        return hopper(hidden.shape[1], programs)
     if kept == torch.bfloat16:
         return Variant(False, programs * 2, PLAIN, PLAIN, PLAIN, kept, precision)
     score = PLAIN if hidden.dtype == torch.float16 else FLOAT32
