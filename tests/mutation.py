@@ -27,7 +27,7 @@ import tomllib
 import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,9 +43,7 @@ ROOT = Path(__file__).parent.parent
 SOURCES = ROOT / "src/logitless/objective"
 TESTS = ROOT / "tests/objective"
 EXPLAINED = Path(__file__).with_name("mutation_survivors.toml")
-SURVIVED, KILLED = 0, 1
-
-NEEDS_IMPORT = 2
+SURVIVED, KILLED, NEEDS_IMPORT, BROKEN = range(4)
 NUM_WORKERS = os.cpu_count() or 1
 STARTED = time.monotonic()
 Result = TypeVar("Result")
@@ -225,7 +223,7 @@ def exchange_code(mutant: Mutant) -> None:
     live = [
         thing
         for thing in gc.get_objects()
-        if isinstance(thing, types.FunctionType)
+        if type(thing) is types.FunctionType  # isinstance would ask proxies for their class, which warns
         and thing.__code__.co_qualname == mutant.function
         and thing.__code__.co_filename == str(mutant.file)
     ]
@@ -260,7 +258,7 @@ def import_changed(mutant: Mutant) -> None:
 
 
 def run_forked(jobs: Sequence[Callable[[], int]], progress: str) -> list[int]:
-    """The exit statuses of jobs run in forks, as many at a time as there are processors; 1 for one that crashed."""
+    """The exit statuses of jobs run in forks, as many at a time as there are processors; KILLED by a signal, too."""
     statuses, running = [KILLED] * len(jobs), {}
     for index, job in [*enumerate(jobs), *[(None, None)] * NUM_WORKERS]:
         if len(running) == NUM_WORKERS or (index is None and running):
@@ -272,12 +270,16 @@ def run_forked(jobs: Sequence[Callable[[], int]], progress: str) -> list[int]:
             print(f"{progress}: {index} of {len(jobs)}, {time.monotonic() - STARTED:.0f} s", flush=True)
         pid = os.fork()
         if pid == 0:
-            status = KILLED
+            status = BROKEN
             try:
                 status = job()
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(status)
         running[pid] = index
+    if BROKEN in statuses:
+        sys.exit("this harness failed, see above")
     return statuses
 
 
@@ -327,13 +329,20 @@ def run_pytest(against: Callable[[Runner], None], paths: Sequence[Path] = (TESTS
 
 
 def statuses_in_memory(mutants: Sequence[Mutant]) -> tuple[dict[Mutant, int], dict[str, float]]:
-    """Run the tests once unchanged, then against every change inside a function."""
+    """Run the tests once unchanged, then against every change inside a function, each time in a process of its own."""
     statuses: dict[Mutant, int] = {}
+    seconds: dict[str, float] = {}
+
+    def unchanged(runner: Runner) -> tuple[str | None, dict[str, float]]:
+        runner.run()
+        return runner.first_failure, runner.seconds
 
     def against(runner: Runner) -> None:
-        if runner.run() == KILLED:
+        failure, measured = in_a_fork(lambda: unchanged(runner))
+        if failure is not None:
+            print("these tests fail before anything is changed:", failure)
             return
-        seconds = dict(runner.seconds)
+        seconds.update(measured)
         print(f"{len(runner.items)} tests take {sum(seconds.values()):.0f} s", flush=True)
 
         def job(mutant: Mutant) -> int:
@@ -343,13 +352,13 @@ def statuses_in_memory(mutants: Sequence[Mutant]) -> tuple[dict[Mutant, int], di
                 return NEEDS_IMPORT
             return runner.run(mutant.file, seconds)
 
-        jobs = [functools.partial(job, mutant) for mutant in mutants]
-        statuses.update(zip(mutants, run_forked(jobs, "changes inside functions"), strict=True))
+        jobs = [functools.partial(job, mutant) for mutant in with_control(mutants)]
+        statuses.update(without_control(mutants, run_forked(jobs, "changes inside functions")))
 
-    runner = run_pytest(against)
+    run_pytest(against)
     if len(statuses) != len(mutants):
-        sys.exit(f"the tests fail before anything is changed: {runner.first_failure or 'see above'}")
-    return statuses, runner.seconds
+        sys.exit("stopped, see above")
+    return statuses, seconds
 
 
 def status_after_import(mutant: Mutant, seconds: dict[str, float]) -> int:
@@ -370,12 +379,25 @@ def status_after_import(mutant: Mutant, seconds: dict[str, float]) -> int:
     return status
 
 
+def with_control(mutants: Sequence[Mutant]) -> list[Mutant]:
+    """The changes, and before them one that changes nothing."""
+    return [replace(mutants[0], start=0, end=0, after=""), *mutants] if mutants else []
+
+
+def without_control(mutants: Sequence[Mutant], statuses: Sequence[int]) -> dict[Mutant, int]:
+    """The status of each change, once the control has survived."""
+    if statuses and statuses[0] != SURVIVED:
+        sys.exit("the tests fail on unchanged code that is treated like changed code")
+    return dict(zip(mutants, statuses[1:], strict=True))
+
+
 def in_a_fork(work: Callable[[], Result]) -> Result:
     """What a function returns, without what it imports."""
     reader, writer = os.pipe()
     if os.fork() == 0:
         try:
-            os.write(writer, pickle.dumps(work()))
+            with os.fdopen(writer, "wb") as pipe:
+                pickle.dump(work(), pipe)
         except SystemExit as stop:
             print(stop, file=sys.stderr)
         except BaseException:
@@ -404,8 +426,8 @@ def main(arguments: Sequence[str]) -> int:
     mutants = [mutant for file in files for mutant in mutants_of(file)]
     statuses, seconds = in_a_fork(lambda: statuses_in_memory([m for m in mutants if m.in_function]))
     rest = [m for m in mutants if statuses.get(m, NEEDS_IMPORT) == NEEDS_IMPORT]
-    jobs = [functools.partial(status_after_import, mutant, seconds) for mutant in rest]
-    statuses |= dict(zip(rest, run_forked(jobs, "changes that need an import"), strict=True))
+    jobs = [functools.partial(status_after_import, mutant, seconds) for mutant in with_control(rest)]
+    statuses |= without_control(rest, run_forked(jobs, "changes that need an import"))
 
     explained = {(e["file"], e["function"], e["before"], e["after"]) for e in explanations()}
     survivors = [mutant for mutant in mutants if statuses[mutant] == SURVIVED]
