@@ -74,7 +74,7 @@ def save_checkpoint(
         _flush(partial)
         partial.rename(final)
         _flush_folder(root)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, CheckpointError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
             needed=f"room and permission to write {final}",

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from logitless.head import token_scores
 from logitless.models.lm_head import backbone_hidden, lm_head
-from logitless.models.lora import adapters_off
+from logitless.models.lora import adapters_off, save_adapters
 from logitless.train.config import Backend
 from logitless.types import LMHead, TokenBatch, TokenScores
 
@@ -76,7 +76,10 @@ class Policy:
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write the weights (under LoRA the adapter) and the tokenizer in Hugging Face format, as safetensors."""
-        self.model.save_pretrained(str(folder))  # type: ignore[operator]
+        if self.is_adapter:
+            save_adapters(self.model, folder)
+        else:
+            self.model.save_pretrained(str(folder))  # type: ignore[operator]
         tokenizer.save_pretrained(str(folder))
 
     def adapter_tensors(self) -> dict[str, Tensor]:

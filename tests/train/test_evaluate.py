@@ -1,0 +1,68 @@
+"""Held-out numbers by hand."""
+
+import math
+
+import pytest
+
+from logitless.rewards.combine import weighted
+from logitless.rewards.exact import Exact
+from logitless.rewards.length import Length
+from logitless.rollout.sampling import SamplingOptions
+from logitless.train.evaluate import evaluate
+from logitless.types import Completion, Prompt, Verdict
+
+PROMPTS = [Prompt("a", "?", (1,), {"answer": "yes"}), Prompt("b", "?", (1,), {"answer": "no"})]
+ANSWERS = {"a": ["yes", "no"], "b": ["yes", "maybe"]}
+
+
+class _Engine:
+    version = 0
+
+    def sample(self, prompts, num_samples, options, *, seed):
+        self.asked = (num_samples, options, seed)
+        ends = {"yes": "stop", "no": "stop", "maybe": "length"}
+        return [[Completion(p.id, (1,) * len(t), t, ends[t]) for t in ANSWERS[p.id]] for p in prompts]
+
+    def update_weights(self, model, *, version):
+        pass
+
+
+def _evaluate(rewards, **changes):
+    engine = _Engine()
+    sampling = SamplingOptions(max_new_tokens=9, temperature=0.0)
+    options = {"num_samples": 2, "sampling": sampling, "unscored": "leave_out", "success_at": 1.0, "seed": 4}
+    found = evaluate(engine, PROMPTS, rewards, **{**options, **changes})
+    assert engine.asked == (2, sampling, 4)
+    return found
+
+
+def test_accuracy_counts_completions_that_reach_the_threshold():
+    found = _evaluate(weighted([Exact()]))
+    assert found == {
+        "evaluation/accuracy": 0.25,
+        "evaluation/reward_mean": 0.25,
+        "evaluation/length_mean": (3 + 2 + 3 + 5) / 4,
+        "evaluation/truncated_fraction": 0.25,
+        "evaluation/prompts": 2,
+        "evaluation/exact/mean": 0.25,
+    }
+
+
+def test_the_threshold_is_of_the_weighted_sum():
+    rewards = weighted([Exact(weight=2.0), Length(weight=0.1, cap=9)])
+    found = _evaluate(rewards, success_at=0.3)
+    assert found["evaluation/accuracy"] == 0.75  # 2.3, 0.2, 0.3 and 0.5
+    assert found["evaluation/reward_mean"] == pytest.approx(3.3 / 4)
+    assert found["evaluation/length/mean"] == 13 / 4
+
+
+class _Unable(Length):
+    def verdicts(self, prompts, completions, columns, completion_ids=None):
+        return [Verdict(score=None, status="error")] * len(completions)
+
+
+def test_what_could_not_be_scored_is_no_success():
+    found = _evaluate(weighted([_Unable()]), success_at=0.0)
+    assert found["evaluation/accuracy"] == 0
+    assert math.isnan(found["evaluation/reward_mean"])
+    assert "evaluation/length/mean" not in found

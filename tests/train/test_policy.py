@@ -1,0 +1,134 @@
+"""Scoring through the policy equals full logits; the reference under LoRA is the base model itself, not a copy."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from logitless.data.packing import pack
+from logitless.models.char_tokenizer import character_tokenizer
+from logitless.models.loading import load_model
+from logitless.models.lora import LoraOptions, add_lora, load_adapters
+from logitless.objective.divergence import KLPenalty
+from logitless.objective.objective import Objective
+from logitless.train.policy import AdaptersOff, Policy, Scorer
+from logitless.types import Completion, Prompt
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 23,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+OPTIONS = {"temperature": 0.8, "backend": "chunked"}
+LORA = LoraOptions(rank=2, targets=("q_proj", "down_proj", "lm_head"))
+
+
+def _model():
+    return load_model(LLAMA, random_weights=True, seed=2)
+
+
+def _batch():
+    prompts = [Prompt("a", "", (1, 2, 3)), Prompt("b", "", (4,))]
+    answers = [(5, 6), (7, 8, 9)]
+    batch = pack([(p, Completion(p.id, ids, "", "stop")) for p, ids in zip(prompts, answers, strict=True)])
+    return replace(batch, advantage=torch.ones(5), token_weight=torch.full((5,), 0.2))
+
+
+def _adapted() -> Policy:
+    """A LoRA policy that has moved away from its base."""
+    policy = Policy(add_lora(_model(), LORA, seed=1))
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+    return policy
+
+
+def test_scores_are_those_of_the_full_logits():
+    model, batch = _model(), _batch()
+    logp = []
+    for ids, count in (((1, 2, 3, 5, 6), 2), ((4, 7, 8, 9), 3)):
+        rows = (model(torch.tensor([ids])).logits[0] / 0.8).log_softmax(-1)
+        logp += [float(rows[j - 1, ids[j]].detach()) for j in range(len(ids) - count, len(ids))]
+    assert Policy(model).scores(batch, **OPTIONS).logp.tolist() == pytest.approx(logp, abs=1e-5)
+
+
+def test_the_memory_of_the_head_changes_nothing_but_rounding():
+    one = Policy(_model()).scores(_batch(), **OPTIONS)
+    other = Policy(_model(), memory_budget=4096).scores(_batch(), **OPTIONS)
+    torch.testing.assert_close(one.logp, other.logp)
+
+
+def test_without_adapters_the_policy_is_its_base_model():
+    policy, batch = _adapted(), _batch()
+    base = Policy(_model()).scores(batch, **OPTIONS)
+    found = AdaptersOff(policy).scores(batch, **OPTIONS)
+    assert torch.equal(found.logp, base.logp)
+    assert torch.equal(found.entropy, base.entropy)
+    assert not torch.equal(policy.scores(batch, **OPTIONS).logp, base.logp)  # and its adapters are on again
+
+
+def test_the_reference_of_a_lora_policy_holds_no_weights_of_its_own():
+    policy = _adapted()
+    reference = AdaptersOff(policy)
+    assert isinstance(reference, Scorer)
+    assert vars(reference) == {"policy": policy}
+
+
+def test_a_fresh_adapter_starts_at_a_kl_of_exactly_0():
+    policy = Policy(add_lora(_model(), LORA, seed=1))
+    batch = _batch()
+    with torch.no_grad():
+        ref = AdaptersOff(policy).scores(batch, **OPTIONS).logp
+    scores = policy.scores(batch, **OPTIONS)
+    output = Objective(kl=KLPenalty("k3"))(
+        scores.logp, None, replace(batch, logp_ref=ref, logp_old=scores.logp.detach()), beta=1.0
+    )
+    assert (output.kl == 0).all()
+
+
+def test_only_the_adapter_gets_a_gradient():
+    policy = _adapted()
+    policy.scores(_batch(), **OPTIONS).logp.sum().backward()
+    with_gradient = {name for name, p in policy.model.named_parameters() if p.grad is not None}
+    assert with_gradient == {name for name, p in policy.model.named_parameters() if "lora_" in name}
+
+
+def test_adapter_tensors_are_put_back_bit_for_bit_and_there_are_none_without_lora():
+    policy, other = _adapted(), Policy(add_lora(_model(), LORA, seed=9))
+    tensors = {name: t.detach().clone() for name, t in policy.adapter_tensors().items()}
+    other.load_adapter_tensors(tensors)
+    batch = _batch()
+    assert torch.equal(other.scores(batch, **OPTIONS).logp, policy.scores(batch, **OPTIONS).logp)
+    whole = Policy(_model())
+    assert whole.adapter_tensors() == {}
+    whole.load_adapter_tensors({})
+
+
+def test_what_is_saved_loads_again(tmp_path):
+    tokenizer = character_tokenizer("abcdefghijklmnopqrst")
+    whole, batch = Policy(_model()), _batch()
+    whole.save(tmp_path / "whole", tokenizer)
+    read = Policy(load_model(str(tmp_path / "whole")))
+    assert torch.equal(read.scores(batch, **OPTIONS).logp, whole.scores(batch, **OPTIONS).logp)
+    adapted = _adapted()
+    adapted.save(tmp_path / "adapter", tokenizer)
+    assert all("lora_" in name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+    again = Policy(load_adapters(_model(), tmp_path / "adapter"))
+    assert torch.equal(again.scores(batch, **OPTIONS).logp, adapted.scores(batch, **OPTIONS).logp)
+
+
+def test_autocast_makes_products_in_its_dtype_and_scores_in_float32():
+    policy, batch = Policy(_model(), autocast=torch.bfloat16), _batch()
+    scores = policy.scores(batch, **OPTIONS)
+    assert scores.logp.dtype == torch.float32
+    plain = Policy(_model()).scores(batch, **OPTIONS)
+    assert 0 < (scores.logp - plain.logp).abs().max() < 0.2
+    scores.logp.sum().backward()
+    assert {p.grad.dtype for p in policy.model.parameters() if p.grad is not None} == {torch.float32}

@@ -1,0 +1,187 @@
+"""From a recipe to its parts: what is built is what was asked for, and what does not fit together is refused."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+from logitless.errors import ConfigurationError, DataError
+from logitless.models.lora import adapters_off
+from logitless.train.setup import (
+    algorithm_of,
+    data_of,
+    device_of,
+    effects,
+    policy_model,
+    rewards_of,
+    set_process,
+    tokenizer_of,
+)
+from tests.train.tiny import tiny_recipe
+
+CPU = torch.device("cpu")
+
+
+def _model(recipe, **options):
+    return policy_model(recipe.model, tokenizer_of(recipe.model), seed=recipe.seed, device=CPU, **options)
+
+
+def test_auto_is_a_device_that_exists_and_an_absent_one_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_of(tiny_recipe(tmp_path, model__device="auto").model) == CPU
+    with pytest.raises(ConfigurationError, match=r"CUDA.*cpu or auto"):
+        device_of(tiny_recipe(tmp_path, model__device="cuda:1").model)
+
+
+def test_a_config_alone_has_no_tokenizer(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"Set model\.tokenizer"):
+        tokenizer_of(tiny_recipe(tmp_path, model__tokenizer=None).model)
+
+
+def test_every_weight_of_full_fine_tuning_is_trained_in_float32(tmp_path):
+    model = _model(tiny_recipe(tmp_path, model__dtype="bfloat16"))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert all(p.requires_grad for p in model.parameters())
+    assert model.training
+
+
+def test_under_lora_the_base_is_frozen_in_its_dtype_and_the_adapter_is_float32(tmp_path):
+    recipe = tiny_recipe(tmp_path, model__dtype="bfloat16", model__lora={"rank": 3, "targets": ["q_proj"]})
+    model = _model(recipe)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert [tuple(p.shape) for p in trained.values()] == [(3, 16), (16, 3)]
+    assert {p.dtype for p in trained.values()} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
+    lines = effects(recipe.model, CPU, model)
+    assert "trained: 96 weights in float32" in lines
+    assert any(line.startswith("frozen: 2,960 weights in bfloat16") for line in lines)
+
+
+def test_a_warm_started_adapter_is_merged_before_the_next_one_is_added(tmp_path):
+    recipe = tiny_recipe(tmp_path, model__lora={"rank": 2, "targets": ["q_proj"]})
+    warm = _model(recipe)
+    with torch.no_grad():
+        for parameter in warm.parameters():
+            if parameter.requires_grad:
+                parameter.fill_(0.1)
+    warm.save_pretrained(str(tmp_path / "warm"))
+    ids = torch.tensor([[3, 4, 5]])
+    model = _model(recipe, weights=tmp_path / "warm")
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, warm(ids).logits)
+        with adapters_off(model):  # the reference is the warm-started policy
+            torch.testing.assert_close(model(ids).logits, warm(ids).logits)
+
+
+def test_random_weights_follow_the_seed(tmp_path):
+    one, same, other = (_model(tiny_recipe(tmp_path, seed=seed)) for seed in (1, 1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_dropout_is_switched_off_and_said(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="logitless"):
+        model = _model(tiny_recipe(tmp_path, model__source__attention_dropout=0.5))
+    assert model.config.attention_dropout == 0.0
+    assert "dropout" in caplog.text
+
+
+def test_effects_are_read_back(tmp_path):
+    recipe = tiny_recipe(tmp_path, model__gradient_checkpointing=True, model__matmul_precision="high")
+    try:
+        set_process(recipe.model, seed=5)
+        drawn = torch.rand(1)
+        text = "\n".join(effects(recipe.model, CPU, _model(recipe)))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert "gradient checkpointing on" in text
+    assert "'high'" in text
+    set_process(tiny_recipe(tmp_path).model, seed=5)
+    assert torch.equal(drawn, torch.rand(1))
+
+
+def test_held_out_texts_are_not_trained_on(tmp_path):
+    recipe = tiny_recipe(tmp_path)
+    (tmp_path / "held_out.jsonl").write_text(json.dumps({"id": "x", "prompt": "ah", "answer": "ha"}) + "\n")
+    data = data_of(recipe, tokenizer_of(recipe.model))
+    assert {p.text for p in data.train} & {p.text for p in data.held_out} == set()
+    assert (len(data.train), data.counts["train"]["held_out"]) == (7, 1)
+
+
+def test_held_out_texts_are_not_warmed_up_on_either(tmp_path):
+    recipe = tiny_recipe(tmp_path, warm_start={"data": {"name": "file", "path": str(tmp_path / "train.jsonl")}})
+    (tmp_path / "held_out.jsonl").write_text(json.dumps({"id": "x", "prompt": "ah", "answer": "ha"}) + "\n")
+    assert "ah" not in {p.text for p in data_of(recipe, tokenizer_of(recipe.model)).warm_start}
+
+
+def test_fewer_prompts_than_a_block_needs_is_an_error_with_the_account(tmp_path):
+    recipe = tiny_recipe(tmp_path, rollout__prompts_per_block=9)
+    with pytest.raises(DataError, match=r"prompts_per_block = 9.*given 8.*'rows': 8"):
+        data_of(recipe, tokenizer_of(recipe.model))
+
+
+def test_rewards_are_checked_against_every_row(tmp_path):
+    recipe = tiny_recipe(tmp_path, rewards=[{"name": "exact", "column": "solution"}])
+    data = data_of(recipe, tokenizer_of(recipe.model))
+    with pytest.raises(ConfigurationError, match="'solution'"):
+        rewards_of(recipe, data.train)
+
+
+def test_the_kl_of_the_loss_is_the_recipes(tmp_path):
+    assert algorithm_of(tiny_recipe(tmp_path)).objective.kl.estimator == "k3"
+    assert algorithm_of(tiny_recipe(tmp_path, kl__penalty={"estimator": "k2"})).objective.kl.estimator == "k2"
+    in_reward = tiny_recipe(tmp_path, kl={"placement": "reward", "control": {"name": "fixed", "beta": 0.1}})
+    assert algorithm_of(in_reward).objective.kl is None
+    assert algorithm_of(tiny_recipe(tmp_path, kl=None)).objective.kl is None
+
+
+def test_uncorrected_k1_in_the_loss_is_an_error(tmp_path):
+    with pytest.raises(ConfigurationError, match="k1"):
+        tiny_recipe(tmp_path, kl__penalty={"estimator": "k1"})
+    corrected = tiny_recipe(tmp_path, kl__penalty={"estimator": "k1", "ratio_corrected": "token"})
+    assert algorithm_of(corrected).objective.kl.ratio_corrected == "token"
+
+
+def test_the_length_of_dr_grpo_is_the_limit_of_the_rollouts(tmp_path):
+    assert algorithm_of(tiny_recipe(tmp_path, algorithm={"preset": "dr_grpo"})).weighting.max_new_tokens == 6
+    given = {"preset": "dr_grpo", "parameters": {"max_new_tokens": 100}}
+    assert algorithm_of(tiny_recipe(tmp_path, algorithm=given)).weighting.max_new_tokens == 100
+
+
+def test_parts_of_a_preset_are_replaced_by_name(tmp_path):
+    parts = {
+        "preset": "grpo",
+        "surrogate": {"name": "clip", "ratio_min": 0.5, "ratio_max": 3.0},
+        "advantage": {"name": "leave_one_out"},
+        "weighting": {"name": "token_mean"},
+    }
+    found = algorithm_of(tiny_recipe(tmp_path, algorithm=parts))
+    assert (found.objective.surrogate.ratio_min, found.objective.surrogate.ratio_max) == (0.5, 3.0)
+    assert (found.advantage.name, found.weighting.name) == ("leave_one_out", "token_mean")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm": {"preset": "ppo"}}, "no value head"),
+        ({"algorithm": {"preset": "grpoo"}}, "Did you mean 'grpo'"),
+        ({"algorithm": {"preset": "grpo", "parameters": {"epsilom": 1}}}, "Did you mean 'epsilon'"),
+        ({"rollout__completions_per_prompt": 1}, "at least two completions a prompt"),
+        (
+            {
+                "algorithm": {"preset": "grpo", "advantage": {"name": "gdpo"}},
+                "kl": {"placement": "reward", "control": {"name": "fixed", "beta": 0.1}},
+            },
+            r"Set kl\.placement: loss",
+        ),
+    ],
+)
+def test_parts_that_do_not_go_together_are_refused_with_a_repair(tmp_path, changes, message):
+    with pytest.raises(ConfigurationError, match=message):
+        algorithm_of(tiny_recipe(tmp_path, **changes))
+
+
+def test_one_completion_is_enough_without_a_group(tmp_path):
+    recipe = tiny_recipe(tmp_path, rollout__completions_per_prompt=1, algorithm={"preset": "reinforce_pp"})
+    assert algorithm_of(recipe).advantage.name == "reinforce_pp"
