@@ -12,6 +12,9 @@ from logitless.types import LMHead
 
 CHUNK = 4096
 
+TRL_COLUMNS = 32768
+"""Columns of a tile as TRL's own trainer asks for them."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -133,10 +136,9 @@ def _logitless(backend: str) -> Callable[[Tensor, LMHead, Problem, int | None], 
 
 def _trl(hidden: Tensor, head: LMHead, problem: Problem, budget: int | None) -> Tensor:  # noqa: ARG001
     from trl.kernels import ChunkedLogProbFunction
-    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
     outputs = ChunkedLogProbFunction.apply(
-        hidden, head.weight, None, problem.target, 1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, ("entropy",)
+        hidden, head.weight, None, problem.target, 1.0, TRL_COLUMNS, None, 1.0, ("entropy",)
     )
     return outputs[0]
 
