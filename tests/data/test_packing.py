@@ -90,6 +90,7 @@ def test_every_sequence_is_in_one_step_and_groups_stay_whole(groups, tokens_per_
         rows = [s for row in step.micro_batches for s in row]
         assert rows == [s for s in step.sequences if inputs.source_counts[s]]
         assert all(sum(inputs.lengths[s] for s in row) <= tokens_per_micro_batch for row in step.micro_batches)
+        assert step.micro_batches or not sum(inputs.source_counts)
 
 
 def test_steps_have_about_the_tokens_that_were_asked_for():
@@ -97,6 +98,14 @@ def test_steps_have_about_the_tokens_that_were_asked_for():
     members = [[2 * i, 2 * i + 1] for i in range(16)]
     steps = plan_epoch(members, inputs, tokens_per_step=80, tokens_per_micro_batch=64, seed=0)
     assert [sum(inputs.source_counts[s] for s in step.sequences) for step in steps] == [80, 80, 80, 80]
+
+
+def test_a_group_of_empty_completions_joins_a_step_with_tokens():
+    inputs = _inputs([1, 1, 11, 11])  # 0, 0, 10 and 10 scored tokens: the empty group would fill a step of two alone
+    for seed in range(4):
+        steps = plan_epoch([[0, 1], [2, 3]], inputs, tokens_per_step=10, tokens_per_micro_batch=32, seed=seed)
+        assert all(step.micro_batches for step in steps)
+        assert sorted(s for step in steps for s in step.sequences) == [0, 1, 2, 3]
 
 
 def test_the_order_follows_the_seed():

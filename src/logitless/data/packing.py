@@ -117,7 +117,7 @@ def plan_epoch(
         seed: of the order of the groups.
 
     Returns:
-        At least one step; every sequence is in exactly one.
+        At least one step; every sequence is in exactly one, and every step has a scored token if the block has any.
 
     Raises:
         InputError: one sequence alone is longer than ``tokens_per_micro_batch``.
@@ -140,7 +140,8 @@ def plan_epoch(
         middle = before + size / 2
         steps[min(int(num_steps * middle / total), num_steps - 1)].extend(groups[g])
         before += size
-    filled = [step for step in steps if step]
+    filled = [step for step in steps if any(inputs.source_counts[s] for s in step)] or [[]]
+    filled[0] += [s for step in steps if step not in filled for s in step]  # empty completions still count in B
     return [StepPlan(tuple(step), _micro_batches(step, inputs, tokens_per_micro_batch)) for step in filled]
 
 
