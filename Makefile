@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM := false
 	touch $@
 
 demo: .venv/.installed
-	$(BIN)/logitless demo
+	$(BIN)/logitless train recipes/quickstart.yaml --numbered
 
 lint: .venv/.installed
 	$(BIN)/ruff format --check .
