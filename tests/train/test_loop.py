@@ -1,0 +1,414 @@
+"""Whole small runs: what each setting does to the numbers that are written."""
+
+import json
+import math
+from dataclasses import dataclass
+from statistics import fmean
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from logitless.rollout.recorded import write_completions
+from logitless.rollout.transformers import TransformersSampler
+from logitless.train import checkpoint as checkpoints
+from logitless.train.loop import Trainer
+from logitless.train.policy import AdaptersOff, Policy
+from logitless.train.report import write_report
+from logitless.train.run import start
+from logitless.train.run_folder import RunFolder
+from logitless.types import Completion
+from tests.train.tiny import ALPHABET, tiny_recipe
+
+SHORT = {"train__blocks": 1, "train__epochs_per_block": 1, "kl": None, "data__held_out": None}
+FIXED = {"name": "fixed", "beta": 0.1}
+
+
+def _run(folder, **changes) -> RunFolder:
+    run, complete = start(tiny_recipe(folder, **changes))
+    assert complete
+    return run
+
+
+def _steps(run: RunFolder) -> list[dict]:
+    return [record for record in run.read_metrics() if "loss/total" in record]
+
+
+def _blocks(run: RunFolder) -> list[dict]:
+    return [record for record in run.read_metrics() if "reward/mean" in record]
+
+
+def _rows(run: RunFolder) -> list[dict]:
+    return [row for _, rows in run.read_rollouts() for row in rows]
+
+
+@dataclass
+class Scripted:
+    """An engine that says what ``answers`` gives for a prompt's text, and notes what it was asked for."""
+
+    answers: object
+    version = 0
+
+    def __post_init__(self):
+        self.asked = []
+
+    def sample(self, prompts, num_samples, options, *, seed):
+        self.asked.append(([p.text for p in prompts], num_samples, options, seed))
+        out = []
+        for p in prompts:
+            texts = [self.answers(p.text, i) for i in range(num_samples)]
+            ids = [tuple(3 + ALPHABET.index(c) for c in t) for t in texts]
+            ends = ["length" if len(t) == 6 else "stop" for t in texts]
+            out.append([Completion(p.id, i, t, e) for i, t, e in zip(ids, texts, ends, strict=True)])
+        return out
+
+    def update_weights(self, model, *, version):
+        self.version = version
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Put a scripted engine where the sampler of training would be."""
+
+    def install(answers) -> Scripted:
+        engine, plain = Scripted(answers), Trainer.__init__
+
+        def init(self, *arguments, **options):
+            plain(self, *arguments, **options)
+            self.engine = engine
+
+        monkeypatch.setattr(Trainer, "__init__", init)
+        return engine
+
+    return install
+
+
+# --- length ---------------------------------------------------------------------------------------------------------
+
+
+def test_paid_by_length_completions_grow_to_the_cap_and_stay_there(tmp_path):
+    run = _run(
+        tmp_path,
+        algorithm={"preset": "dr_grpo"},
+        rewards=[{"name": "length", "cap": 20}],
+        rollout={"prompts_per_block": 8, "completions_per_prompt": 8, "sampling": {"max_new_tokens": 24}},
+        train={
+            "blocks": 24,
+            "tokens_per_step": 700,
+            "tokens_per_micro_batch": 4096,
+            "optimizer": {"learning_rate": 1e-2},
+        },
+        checkpoint={"every_blocks": 100},
+        kl=None,
+        data__held_out=None,
+    )
+    lengths = [record["length/mean"] for record in _blocks(run)]
+    rewards = [record["reward/mean"] for record in _blocks(run)]
+    assert lengths[0] < 12
+    assert min(lengths[-5:]) >= 20
+    assert fmean(rewards[-5:]) > 19
+    summary = RunFolder(run.path).summary.read_text()
+    assert '"reward_first_block": ' + str(rewards[0]) in summary
+
+
+# --- ratio and scoring ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_first_step_of_every_block_has_ratio_exactly_1_over_several_micro_batches(tmp_path, checkpointing):
+    run = _run(
+        tmp_path,
+        data__held_out=None,
+        train__blocks=2,
+        train__tokens_per_step=1000,
+        train__tokens_per_micro_batch=16,
+        model__gradient_checkpointing=checkpointing,
+    )
+    steps = _steps(run)
+    assert len(steps) == 4
+    for first in steps[0::2]:
+        assert first["optimizer/micro_batches"] > 2
+        assert first["ratio/min"] == first["ratio/mean"] == first["ratio/max"] == 1
+    for second in steps[1::2]:
+        assert second["ratio/min"] < 1 < second["ratio/max"]
+    assert steps[0]["kl_ref/k3_mean"] == 0 < steps[2]["kl_ref/k3_mean"]
+
+
+def test_the_policy_is_scored_once_a_block_whatever_the_number_of_epochs(tmp_path, monkeypatch):
+    plain, calls = Policy.scores, []
+
+    def scores(self, batch, **options):
+        calls.append((torch.is_grad_enabled(), next(self.model.parameters()).requires_grad))
+        return plain(self, batch, **options)
+
+    monkeypatch.setattr(Policy, "scores", scores)
+    changes = {**SHORT, "kl": {"placement": "loss", "control": FIXED}, "train__epochs_per_block": 3}
+    _run(tmp_path, **changes, train__tokens_per_step=1000, train__tokens_per_micro_batch=1000)
+    policy, reference, training = (False, True), (False, False), (True, True)
+    assert calls == [policy, reference, training, training, training]
+
+
+# --- groups ---------------------------------------------------------------------------------------------------------
+
+
+def _half_without_signal(text: str, i: int) -> str:
+    """The first four prompts in the alphabet get answers of one length, the others of different ones."""
+    return "aa" if text[0] in "abcd" else "a" * (1 + i)
+
+
+@pytest.mark.parametrize("zero_signal", ["keep", "drop"])
+def test_groups_without_a_signal_are_counted_and_kept_or_left_out(tmp_path, scripted, zero_signal):
+    scripted(_half_without_signal)
+    run = _run(tmp_path, **SHORT, rollout__zero_signal=zero_signal, rollout__prompts_per_block=8)
+    (block,) = _blocks(run)
+    assert block["group/zero_signal_fraction"] == 0.5
+    trained = 8 if zero_signal == "keep" else 4
+    assert (block["group/trained"], block["group/dropped"], block["group/refill_rounds"]) == (trained, 8 - trained, 0)
+    assert sum(record["optimizer/sequences"] for record in _steps(run)) == 4 * trained
+    without = [row["advantage"] for row in _rows(run) if row["prompt"][0] in "abcd"]
+    assert without == [0.0 if zero_signal == "keep" else None] * 16
+
+
+def test_refills_draw_other_prompts_until_the_block_is_full(tmp_path, scripted):
+    engine = scripted(_half_without_signal)
+    run = _run(tmp_path, **SHORT, rollout__zero_signal="refill", rollout__prompts_per_block=4, rollout__max_refills=9)
+    (block,) = _blocks(run)
+    assert block["group/trained"] == 4
+    drawn = [text for texts, *_ in engine.asked for text in texts]
+    assert block["group/dropped"] == len(drawn) - 4 == sum(t[0] in "abcd" for t in drawn)
+    assert block["group/refill_rounds"] == len(engine.asked) - 1 > 0
+    wanted = 4
+    for texts, *_ in engine.asked:
+        assert len(texts) == wanted
+        wanted -= sum(t[0] not in "abcd" for t in texts)
+    assert len({seed for *_, seed in engine.asked}) == len(engine.asked)
+    assert len(_rows(run)) == 4 * len(drawn)
+
+
+def test_refills_end_at_their_limit_and_train_on_what_there_is(tmp_path, scripted):
+    engine = scripted(lambda text, i: "a" * (1 + i) if text[0] == "a" else "aa")
+    run = _run(tmp_path, **SHORT, rollout__zero_signal="refill", rollout__prompts_per_block=4, rollout__max_refills=1)
+    (block,) = _blocks(run)
+    assert len(engine.asked) == 2
+    assert (block["group/trained"], block["group/refill_rounds"]) == (1, 1)
+
+
+def test_truncated_completions_can_be_dropped_from_the_loss(tmp_path, scripted):
+    scripted(lambda text, i: "a" * (1 + i % 2) if i else "h" * 6)  # the first of each group is cut
+    options = {**SHORT, "algorithm": {"preset": "dapo"}, "train__tokens_per_step": 1000}
+    kept = _run(tmp_path / "kept", **options)
+    dropped = _run(tmp_path / "dropped", **options, train__drop_truncated=True)
+    assert _steps(kept)[0]["optimizer/tokens"] == 4 * (6 + 2 + 1 + 2)
+    assert _steps(dropped)[0]["optimizer/tokens"] == 4 * (2 + 1 + 2)
+    assert _blocks(dropped)[0]["length/truncated_fraction"] == 0.25
+    assert _rows(dropped)[0]["advantage"] == _rows(kept)[0]["advantage"] > 0  # it still counts in its group
+
+
+def test_a_completion_that_is_empty_is_counted_and_harmless(tmp_path, scripted):
+    scripted(lambda text, i: "a" * i)
+    run = _run(tmp_path, **SHORT)
+    (block,) = _blocks(run)
+    assert (block["length/empty"], block["length/min"]) == (4, 0)
+    assert [row["advantage"] is None for row in _rows(run)] == [True, False, False, False] * 4
+    assert sum(record["optimizer/tokens"] for record in _steps(run)) == 4 * 6
+
+
+# --- rewards --------------------------------------------------------------------------------------------------------
+
+
+def test_several_rewards_are_summed_with_their_weights(tmp_path, scripted):
+    scripted(lambda text, i: text[::-1] if i == 0 else "aaa")
+    rewards = [{"name": "exact", "weight": 2.0}, {"name": "length", "cap": 6, "weight": -0.5}]
+    run = _run(tmp_path, **SHORT, rewards=rewards)
+    (block,) = _blocks(run)
+    assert block["reward/exact/mean"] == 0.25
+    assert block["reward/length/mean"] == (2 + 3 * 3) / 4
+    assert block["reward/mean"] == 2.0 * 0.25 - 0.5 * 2.75
+    assert [row["reward"] for row in _rows(run)[:4]] == [1.0, -1.5, -1.5, -1.5]
+
+
+def test_clipped_advantages_are_counted(tmp_path, scripted):
+    scripted(lambda text, i: "a" * (1 + i))
+    advantage = {"name": "group_centered", "clip": 1.0}
+    run = _run(tmp_path, **SHORT, algorithm={"preset": "grpo", "advantage": advantage})
+    assert _blocks(run)[0]["advantage/clipped"] == 4 * 2  # -1.5 and 1.5 of -1.5, -0.5, 0.5, 1.5
+    assert {row["advantage"] for row in _rows(run)} == {-1.0, -0.5, 0.5, 1.0}
+
+
+# --- KL and entropy -------------------------------------------------------------------------------------------------
+
+
+def test_kl_in_the_reward_changes_advantages_and_no_loss_term(tmp_path, scripted):
+    scripted(lambda text, i: "ab"[i % 2] * (1 + i))
+    kl = {"placement": "reward", "control": {"name": "fixed", "beta": 5.0}}
+    run = _run(tmp_path, data__held_out=None, kl=kl, train__blocks=2, train__epochs_per_block=1)
+    plain = _run(tmp_path / "plain", data__held_out=None, kl=None, train__blocks=2, train__epochs_per_block=1)
+    first, second = ([row["advantage"] for _, rows in r.read_rollouts() for row in rows] for r in (run, plain))
+    assert first[:16] == second[:16]  # the policy is still its reference
+    assert first[16:] != second[16:]
+    assert all("kl_ref/penalty_mean" not in record for record in _steps(run))
+    assert _steps(run)[0]["kl_ref/controlled"] == 0
+    assert all(record["kl_ref/beta"] == 5.0 for record in _steps(run))
+
+
+def test_without_a_kl_there_is_no_reference(tmp_path, monkeypatch):
+    def forbidden(*arguments, **options):
+        raise AssertionError("a reference was made")
+
+    monkeypatch.setattr("logitless.train.run.frozen_copy", forbidden)
+    assert not any(name.startswith("kl_ref") for record in _steps(_run(tmp_path, **SHORT)) for name in record)
+
+
+@pytest.mark.parametrize("update", ["step", "epoch"])
+def test_the_coefficient_moves_once_a_step_or_once_an_epoch(tmp_path, update):
+    control = {"name": "linear", "beta": 1.0, "gain": 2.0, "target": 0.01, "guardrail": None}
+    run = _run(
+        tmp_path,
+        data__held_out=None,
+        train__blocks=2,
+        kl={"placement": "loss", "control": control, "update": update},
+    )
+    beta, waiting = 1.0, []
+    steps = _steps(run)
+    for now, following in zip(steps, [*steps[1:], None], strict=True):
+        assert now["kl_ref/beta"] == pytest.approx(beta)
+        waiting.append(now["kl_ref/controlled"])
+        epoch_ends = following is None or following["epoch"] != now["epoch"]
+        if update == "step" or epoch_ends:
+            beta, waiting = beta + 2.0 * (fmean(waiting) - 0.01), []
+    assert len({record["kl_ref/beta"] for record in steps}) == (len(steps) if update == "step" else 4)
+
+
+def test_the_controlled_kl_is_that_of_the_chosen_estimator(tmp_path):
+    kl = {"placement": "loss", "control": FIXED, "penalty": {"estimator": "k2"}}
+    for record in _steps(_run(tmp_path, data__held_out=None, train__blocks=1, kl=kl)):
+        assert record["kl_ref/controlled"] == record["kl_ref/k2_mean"] == record["kl_ref/penalty_mean"]
+
+
+def test_the_guardrail_shortens_the_next_rollout_and_is_counted(tmp_path, monkeypatch):
+    plain, asked = TransformersSampler.sample, []
+
+    def sample(self, prompts, num_samples, options, *, seed):
+        asked.append(options.max_new_tokens)
+        return plain(self, prompts, num_samples, options, seed=seed)
+
+    monkeypatch.setattr(TransformersSampler, "sample", sample)
+    control = {"name": "proportional", "beta": 0.1, "target": 1e-6, "guardrail": "shorten_rollout"}
+    run = _run(
+        tmp_path,
+        data__held_out=None,
+        train__blocks=3,
+        kl={"placement": "loss", "control": control, "update": "epoch"},
+    )
+    assert asked == [6, 3, 3]
+    assert [record["length/max"] for record in _blocks(run)][1:] == [3, 3]
+    assert _steps(run)[-1]["kl_ref/guarded"] == 5  # the last epoch's update comes after its last step
+
+
+def test_a_coefficient_at_its_bounds_is_counted(tmp_path):
+    control = {"name": "linear", "beta": 1.0, "gain": 100.0, "target": 0.5, "beta_min": 0.9, "guardrail": None}
+    steps = _steps(_run(tmp_path, data__held_out=None, train__blocks=1, kl={"placement": "loss", "control": control}))
+    assert [record["kl_ref/beta"] for record in steps] == [1.0] + [0.9] * (len(steps) - 1)
+    assert [record["kl_ref/bounded"] for record in steps] == list(range(1, len(steps) + 1))
+
+
+def test_the_coefficient_of_the_entropy_bonus_is_written_and_adapts(tmp_path):
+    fixed = _run(tmp_path / "fixed", **SHORT, algorithm={"preset": "grpo", "entropy_bonus": {"coefficient": 0.01}})
+    assert {record["entropy/bonus_coefficient"] for record in _steps(fixed)} == {0.01}
+    adaptive = {"target": 100.0, "delta": 0.25}  # entropy is always below: more and more of it is paid for
+    bonus = {"coefficient": 0.0, "adaptive": adaptive}
+    run = _run(tmp_path / "adaptive", **SHORT, algorithm={"preset": "grpo", "entropy_bonus": bonus})
+    assert [record["entropy/bonus_coefficient"] for record in _steps(run)] == [0.0, 0.25]
+
+
+# --- engines, evaluation, LoRA --------------------------------------------------------------------------------------
+
+
+def test_held_out_prompts_are_sampled_with_settings_of_their_own(tmp_path, monkeypatch):
+    plain, asked = TransformersSampler.sample, []
+
+    def sample(self, prompts, num_samples, options, *, seed):
+        asked.append((len(prompts), num_samples, options.temperature, options.max_new_tokens))
+        return plain(self, prompts, num_samples, options, seed=seed)
+
+    monkeypatch.setattr(TransformersSampler, "sample", sample)
+    evaluation = {
+        "every_blocks": 2,
+        "samples_per_prompt": 3,
+        "sampling": {"max_new_tokens": 2, "temperature": 0.5},
+        "success_at": 2.0,
+    }
+    run = _run(tmp_path, kl=None, train__blocks=3, train__epochs_per_block=1, evaluation=evaluation)
+    training, held_out = (4, 4, 1.0, 6), (1, 3, 0.5, 2)
+    assert asked == [held_out, training, training, held_out, training, held_out]
+    evaluated = [record for record in run.read_metrics() if "evaluation/accuracy" in record]
+    assert [record["block"] for record in evaluated] == [1, 2, 3]
+    assert evaluated[0]["step"] == 0
+    assert all(record["evaluation/length_mean"] <= 2 for record in evaluated)
+
+
+def test_evaluation_is_greedy_by_default(tmp_path, monkeypatch):
+    plain, asked = TransformersSampler.sample, []
+
+    def sample(self, prompts, num_samples, options, *, seed):
+        asked.append(options.temperature)
+        return plain(self, prompts, num_samples, options, seed=seed)
+
+    monkeypatch.setattr(TransformersSampler, "sample", sample)
+    _run(tmp_path, kl=None, train__blocks=1, train__epochs_per_block=1)
+    assert asked == [0.0, 1.0, 0.0]
+
+
+def test_recorded_completions_are_trained_on_while_the_policy_is_evaluated(tmp_path, monkeypatch):
+    tiny_recipe(tmp_path)
+    completions = [
+        Completion(str(prompt), (3,) * length, "a" * length, "stop") for prompt in range(8) for length in (1, 2, 3, 4)
+    ]
+    write_completions(tmp_path / "recorded.jsonl", completions)
+    engine = {"name": "recorded", "path": str(tmp_path / "recorded.jsonl")}
+    run = _run(tmp_path, kl=None, train__blocks=2, train__epochs_per_block=1, rollout__engine=engine)
+    assert [record["reward/mean"] for record in _blocks(run)] == [2.5, 2.5]
+    assert _steps(run)[0]["ratio/max"] == 1
+    assert _steps(run)[0]["sampler/missing"] == _steps(run)[0]["optimizer/tokens"]
+    assert "evaluation/accuracy" in run.read_metrics()[-1]
+
+
+def test_lora_trains_the_adapter_against_its_own_base_model(tmp_path, monkeypatch):
+    references, plain = [], Trainer.__init__
+
+    def init(self, recipe, algorithm, policy, reference, *rest):
+        plain(self, recipe, algorithm, policy, reference, *rest)
+        references.append(reference)
+
+    monkeypatch.setattr(Trainer, "__init__", init)
+    run = _run(
+        tmp_path,
+        data__held_out=None,
+        train__blocks=2,
+        model__lora={"rank": 2, "targets": ["q_proj", "down_proj"]},
+    )
+    (reference,) = references
+    assert isinstance(reference, AdaptersOff)
+    steps = _steps(run)
+    assert steps[0]["kl_ref/k3_mean"] == 0 < steps[-1]["kl_ref/k3_mean"]
+    first, last = (folder / "model" / "adapter_model.safetensors" for folder in _checkpoints(run))
+    before, after = load_file(first), load_file(last)
+    assert all("lora_" in name for name in before)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def _checkpoints(run: RunFolder):
+    found = checkpoints.checkpoints(run.checkpoints)
+    return found[0], found[-1]
+
+
+def test_every_metric_of_a_run_is_finite_and_a_report_and_a_summary_are_left(tmp_path, monkeypatch):
+    monkeypatch.setattr("logitless.train.run.write_report", write_report)
+    run = _run(tmp_path, train__blocks=2)
+    assert "<html" in run.report.read_text()
+    summary = json.loads(run.summary.read_text())
+    assert (summary["blocks"], summary["steps"], summary["skipped_steps"]) == (2, len(_steps(run)), 0)
+    assert {"accuracy_before", "accuracy_after", "reward_first_block", "reward_last_block"} < set(summary)
+    for record in run.read_metrics():
+        assert all(value is not None and math.isfinite(value) for value in record.values()), record
+    assert [record["step"] for record in run.read_metrics()] == list(range(len(_steps(run)) + 1))
