@@ -61,14 +61,19 @@ def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tu
     data = data_of(recipe, tokenizer)
     rewards = rewards_of(recipe, [*data.train, *data.held_out])
     algorithm = algorithm_of(recipe)
+    engine = recipe.rollout.engine
+    recorded = RecordedEngine(Path(engine.path)) if isinstance(engine, RecordedEngineSection) else None
     root = Path(recipe.output)
     if resume:
         folder = open_run_folder(root / recipe.name)
         _check_same(load_recipe(folder.config), recipe)
         saved = load_checkpoint(folder.checkpoints)
+        began = time.perf_counter()
+        model = _model(recipe, tokenizer, _warm_start(folder) if _warm_start(folder).exists() else None)
     else:
-        folder = create_run_folder(root, recipe.name, unique=numbered)
-        saved = None
+        saved, began = None, time.perf_counter()
+        model = _model(recipe, tokenizer)
+        folder = create_run_folder(root, recipe.name, unique=numbered)  # so late that a wrong recipe leaves none behind
     folder.write_config(dump_recipe(recipe))
     done = saved.state["progress"] if saved is not None else {"block": 0, "step": 0}
     with ExitStack() as stack:
@@ -82,19 +87,17 @@ def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tu
         )
         for writer in writers:
             stack.callback(writer.close)
-        began = time.perf_counter()
-        policy, reference = _policies(recipe, tokenizer, data, folder, view, saved.folder if saved else None)
+        policy, reference = _policies(recipe, tokenizer, data, folder, view, model, saved.folder if saved else None)
         sampler = TransformersSampler(
             policy.model, tokenizer, max_rows=recipe.rollout.max_rows, autocast=policy.autocast
         )
-        engine = recipe.rollout.engine
         trainer = Trainer(
             recipe,
             algorithm,
             policy,
             reference,
             tokenizer,
-            RecordedEngine(Path(engine.path)) if isinstance(engine, RecordedEngineSection) else sampler,
+            recorded or sampler,
             sampler,
             rewards,
             data,
@@ -112,27 +115,32 @@ def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tu
     return folder, complete
 
 
+def _warm_start(folder: RunFolder) -> Path:
+    return folder.path / "warm_start"
+
+
+def _model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, weights: Path | None = None) -> nn.Module:
+    section = recipe.model
+    return policy_model(section, tokenizer, seed=recipe.seed, device=device_of(section), weights=weights)
+
+
 def _policies(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
     data: Data,
     folder: RunFolder,
     view: LiveView,
+    model: nn.Module,
     checkpoint: Path | None,
 ) -> tuple[Policy, Scorer | None]:
     """The policy at its starting point or checkpoint, and the reference: the policy as reinforcement learning began."""
-    section, device = recipe.model, device_of(recipe.model)
-    warm = folder.path / "warm_start"
-
-    def build(weights: Path | None) -> nn.Module:
-        return policy_model(section, tokenizer, seed=recipe.seed, device=device, weights=weights)
+    section, warm = recipe.model, _warm_start(folder)
 
     def policy_of(model: nn.Module) -> Policy:
         autocast = None if section.autocast is None else getattr(torch, section.autocast)
         return Policy(model, autocast=autocast, memory_budget=recipe.train.head_memory_budget)
 
-    model = build(warm if warm.exists() else None)
-    for line in effects(section, device, model):
+    for line in effects(section, device_of(section), model):
         view.message(line)
     if recipe.warm_start is not None and not warm.exists():
         view.phase("warm start")
@@ -141,13 +149,13 @@ def _policies(
         )
         policy_of(model).save(warm, tokenizer)
         if section.lora is not None:  # merge what was learnt, start from a fresh adapter
-            model = build(warm)
+            model = _model(recipe, tokenizer, warm)
     reference: Scorer | None = None
     if section.lora is None:
         if recipe.kl is not None:
             reference = policy_of(frozen_copy(model, dtype=getattr(torch, section.dtype)))
         if checkpoint is not None:
-            model = build(checkpoint / "model")
+            model = _model(recipe, tokenizer, checkpoint / "model")
     policy = policy_of(model)
     if section.lora is not None and recipe.kl is not None:
         reference = AdaptersOff(policy)
