@@ -62,5 +62,7 @@ def test_every_local_link_and_named_module_exists(page):
     text = path.read_text(encoding="utf-8")
     links = [link.split("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
     assert [link for link in links if not (path.parent / link).exists()] == []
-    modules = re.findall(r"(?<![\w/])((?:objective|head|models|data|rewards|rollout|train|distributed)/\w+\.py)\b", text)
+    modules = re.findall(
+        r"(?<![\w/])((?:objective|head|models|data|rewards|rollout|train|distributed)/\w+\.py)\b", text
+    )
     assert [module for module in modules if not (ROOT / "src/logitless" / module).exists()] == []

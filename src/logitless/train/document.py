@@ -60,7 +60,7 @@ def page() -> str:
         >>> page().splitlines()[0]
         '# Configuration'
     """
-    places: dict[tuple[type, ...], str] = {}
+    places: dict[tuple[type, ...], str] = {(Recipe,): ""}
     _place(Recipe, "", places)
     parts = [INTRODUCTION]
     for kinds, path in places.items():
@@ -70,8 +70,7 @@ def page() -> str:
             parts.append(_table(kinds[0], places))
         else:
             for kind in kinds:
-                title = " or ".join(f"`name: {name}`" for name in _names(kind)) or f"`placement: {_placement(kind)}`"
-                parts.append(f"### {title}\n\n{_summary(kind)}\n")
+                parts.append(f"### {' or '.join(_marks(kind))}\n\n{_summary(kind)}\n")
                 parts.append(_table(kind, places))
         if path == "algorithm":
             parts.append(_presets())
@@ -117,20 +116,14 @@ def _is_mark(key: Key) -> bool:
 
 
 def _place(kind: type, path: str, places: dict[tuple[type, ...], str]) -> None:
-    """Give each section, and each set of variants, the path where it is used first."""
-    places.setdefault((kind,), path)
-    _place_parts(kind, path, places)
-
-
-def _place_parts(kind: type, path: str, places: dict[tuple[type, ...], str]) -> None:
+    """Give each section below ``kind``, and each set of variants, the path where it is used first."""
     for key in keys(kind):
         inner = _structures(key.annotation)
         if not inner or inner in places:
             continue
-        place = f"{path}.{key.name}" if path else key.name
-        places[inner] = place
+        places[inner] = f"{path}.{key.name}" if path else key.name
         for each in inner:
-            _place_parts(each, place, places)
+            _place(each, places[inner], places)
 
 
 def _structures(annotation: Any) -> tuple[type, ...]:
@@ -144,18 +137,9 @@ def _structures(annotation: Any) -> tuple[type, ...]:
     return ()
 
 
-def _names(kind: type) -> tuple[str, ...]:
-    return _marks(kind, "name")
-
-
-def _placement(kind: type) -> str:
-    return _marks(kind, "placement")[0]
-
-
-def _marks(kind: type, name: str) -> tuple[str, ...]:
-    """The values of the key that tells variants apart."""
-    annotation = next((key.annotation for key in _all_keys(kind) if key.name == name), None)
-    return tuple(map(str, get_args(annotation))) if get_origin(annotation) is Literal else ()
+def _marks(kind: type) -> list[str]:
+    """The key that tells this variant from the others, with each value that stands for it."""
+    return [f"`{key.name}: {value}`" for key in _all_keys(kind) if _is_mark(key) for value in get_args(key.annotation)]
 
 
 def _table(kind: type, places: Mapping[tuple[type, ...], str]) -> str:
