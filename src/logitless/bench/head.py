@@ -163,7 +163,11 @@ def measure(
     """Measures the cases that ``path`` does not have yet and writes it, one number of rows at a time."""
     here = environment(device)
     found = json.loads(path.read_text()) if path.exists() else {}
-    done = found.get("rows", []) if found.get("environment") == here else []
+    done = [
+        row
+        for row in (found.get("rows", []) if found.get("environment") == here else [])
+        if row["failure"] in (None, "out of memory")  # another failure may be gone with a package that was missing
+    ]
     known = {(r["contender"], r["N"], r["live"], r["trained"], r["budget_bytes"]) for r in done}
     todo: dict[int, list[Case]] = {}
     for case in cases(shape, rows, lengths):
@@ -302,6 +306,7 @@ def _row(
         "ms": ms,
         "ms_min": min(mine.times, default=None),
         "ms_max": max(mine.times, default=None),
+        "bare_ms": base,
         "ratio_to_bare": None if ms is None or base is None else ms / base,
         "peak_bytes": mine.peak_bytes,
         "failure": mine.failure,
