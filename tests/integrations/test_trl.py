@@ -1,6 +1,6 @@
 """The trainer against TRL's own, over whole short runs on the same rollouts."""
 
-import dataclasses
+import json
 
 import pytest
 import torch
@@ -8,9 +8,11 @@ import torch
 trl = pytest.importorskip("trl")
 
 from datasets import Dataset  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
+from peft import LoraConfig  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from logitless.errors import ConfigurationError  # noqa: E402
+from logitless.head.api import token_scores  # noqa: E402
 from logitless.integrations.trl import GRPOConfig, GRPOTrainer, algorithm_of  # noqa: E402
 from logitless.models.char_tokenizer import character_tokenizer  # noqa: E402
 from logitless.objective.divergence import KLPenalty  # noqa: E402
@@ -32,24 +34,13 @@ TINY = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-MODELS = {"llama": (LlamaForCausalLM, LlamaConfig(**TINY)), "qwen2": (Qwen2ForCausalLM, Qwen2Config(**TINY))}
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def model_path(request, tmp_path_factory):
-    return saved_model(request.param, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def llama_path(tmp_path_factory):
-    return saved_model("llama", tmp_path_factory)
-
-
-def saved_model(name, tmp_path_factory):
-    kind, config = MODELS[name]
     torch.manual_seed(5)
-    path = tmp_path_factory.mktemp(name)
-    kind(config).save_pretrained(path)
+    path = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(path)
     character_tokenizer("abcdefghijklmnopqrst").save_pretrained(path)
     return str(path)
 
@@ -81,10 +72,8 @@ def replayed(trainer_class):
     return Replayed
 
 
-def run(trainer_class, path, folder, *, config=trl.GRPOConfig, with_tools=False, **options):
-    """Losses of every micro-batch, and the gradient norm, entropy and clip fraction of every step."""
-    options = {"num_iterations": 2, "max_steps": 6, "learning_rate": 1e-3, **options}
-    use_vllm = options.pop("use_vllm", False)
+def trainer_of(trainer_class, path, folder, *, config=trl.GRPOConfig, lora=None, **options):
+    """A trainer on four prompts: two micro-batches a step, two steps a generation batch, each taken twice."""
     args = config(
         str(folder),
         use_cpu=True,
@@ -94,33 +83,32 @@ def run(trainer_class, path, folder, *, config=trl.GRPOConfig, with_tools=False,
         num_generations=4,
         gradient_accumulation_steps=2,
         steps_per_generation=4,
+        num_iterations=2,
         max_completion_length=9,
         logging_steps=1,
-        save_strategy="no",
         disable_tqdm=True,
-        **options,
+        **{"learning_rate": 1e-3, "max_steps": 6, "save_strategy": "no", **options},
     )
     dataset = Dataset.from_list([{"prompt": "ab"}, {"prompt": "cde"}, {"prompt": "f"}, {"prompt": "gh"}] * 4)
-    trainer = replayed(trainer_class)(path, reward_funcs=reward, args=args, train_dataset=dataset)
+    return trainer_class(path, reward_funcs=reward, args=args, train_dataset=dataset, peft_config=lora)
+
+
+def run(trainer_class, path, folder, *, with_tools=False, use_vllm=False, resume=None, **options):
+    """The trainer after a run on recorded completions, and what it logged of each step."""
+    trainer = trainer_of(replayed(trainer_class), path, folder, **options)
     trainer.losses, trainer.with_tools = [], with_tools
-    if use_vllm:  # what the engine would set; the sampler's numbers are recorded
-        trainer.use_vllm = True
-        if hasattr(trainer, "algorithm"):
-            trainer.algorithm = algorithm_of(_with(args, use_vllm=True))
-    trainer.train()
+    if use_vllm:  # as if an engine had sampled; there is none here
+        trainer.use_vllm = trainer.args.use_vllm = True
+        if isinstance(trainer, GRPOTrainer):
+            trainer.algorithm = algorithm_of(trainer.args)
+    trainer.train(resume_from_checkpoint=resume)
     return trainer, [entry for entry in trainer.state.log_history if "grad_norm" in entry]
 
 
-def _with(args, **fields):
-    for name, value in fields.items():
-        setattr(args, name, value)
-    return args
-
-
+NOT_COMPARED = {"step_time", "vespo/phi_seq_mean"}
 CASES = {
     "defaults": {},
     "grpo, sequence ratio, kl": {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.1},
-    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
     "vespo with the sampler": {
         "loss_type": "vespo",
         "use_vllm": True,
@@ -129,6 +117,7 @@ CASES = {
     "sampler correction": {"loss_type": "dr_grpo", "use_vllm": True, "vllm_importance_sampling_clip_max": 9.0},
     "entropy": {"top_entropy_quantile": 0.5, "use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0},
     "tools": {"loss_type": "bnpo", "with_tools": True, "off_policy_mask_threshold": 0.1, "delta": 1.5},
+    "lora": {"loss_type": "grpo", "beta": 0.1, "lora": LoraConfig(r=2, target_modules=["q_proj", "v_proj"])},
     "temperature": {"temperature": 0.6, "beta": 0.1, "use_bias_correction_kl": False, "loss_type": "sapo"},
 }
 
@@ -139,6 +128,109 @@ def test_a_run_follows_trls(case, llama_path, tmp_path):
     ours, our_log = run(GRPOTrainer, llama_path, tmp_path / "ours", **CASES[case])
     assert len(ours.losses) == 12
     assert ours.losses == pytest.approx(theirs.losses, rel=0, abs=1e-6)
-    norms = [entry["grad_norm"] for entry in their_log]
-    assert min(norms) > 1e-3
-    assert [entry["grad_norm"] for entry in our_log] == pytest.approx(norms, rel=1e-5)
+    assert min(entry["grad_norm"] for entry in their_log) > 1e-3
+    for mine, other in zip(our_log, their_log, strict=True):
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+        assert {name: mine.get(name) for name in other if name not in NOT_COMPARED} == pytest.approx(
+            {name: value for name, value in other.items() if name not in NOT_COMPARED}, rel=1e-4, abs=1e-6
+        )
+
+
+def test_gspo_token_has_gspos_gradient_where_the_advantage_is_constant(llama_path, tmp_path):
+    options = {"loss_type": "grpo", "max_steps": 3}
+    _, theirs = run(trl.GRPOTrainer, llama_path, tmp_path / "a", importance_sampling_level="sequence", **options)
+    _, ours = run(GRPOTrainer, llama_path, tmp_path / "b", importance_sampling_level="sequence_token", **options)
+    norms = [[entry["grad_norm"] for entry in log] for log in (theirs, ours)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
+def test_the_logits_of_completions_are_never_made(llama_path, tmp_path, monkeypatch):
+    trainer = trainer_of(replayed(GRPOTrainer), llama_path, tmp_path, max_steps=2)
+    trainer.losses, trainer.with_tools = [], False
+    monkeypatch.setattr(torch.nn.Linear, "forward", refusing(torch.nn.Linear.forward, trainer.model.lm_head))
+    trainer.train()
+    assert len(trainer.losses) == 4
+
+
+def refusing(forward, layer):
+    def guarded(self, value):
+        assert self is not layer, "the LM head ran"
+        return forward(self, value)
+
+    return guarded
+
+
+def test_generation_still_goes_through_the_model(llama_path, tmp_path):
+    trainer = trainer_of(GRPOTrainer, llama_path, tmp_path, max_steps=1)
+    trainer.train()
+    assert trainer.state.log_history[0]["completions/mean_length"] > 0
+
+
+def test_skipped_rows_are_those_without_advantage_and_change_nothing(llama_path, tmp_path, monkeypatch):
+    options = {"config": GRPOConfig, "max_steps": 2, "loss_type": "grpo"}
+    plain, _ = run(GRPOTrainer, llama_path, tmp_path / "plain", **options)
+    announced = []
+
+    def recorded(*args, live, **more):
+        announced.append(live)
+        return token_scores(*args, live=live, **more)
+
+    monkeypatch.setattr("logitless.integrations.trl.token_scores", recorded)
+    monkeypatch.setattr(f"{__name__}.reward", lambda completion_ids, **_: [0.0] * len(completion_ids))
+    skipped, _ = run(GRPOTrainer, llama_path, tmp_path / "none", skip_rows=True, **options)
+    assert len(skipped.losses) == 4
+    live = [each for each in announced if each is not None]
+    assert len(live) == 4  # the training calls; scoring announces nothing
+    assert not torch.cat(live).any()
+    monkeypatch.undo()
+    again, _ = run(GRPOTrainer, llama_path, tmp_path / "skipped", skip_rows=True, **options)
+    assert again.losses == plain.losses
+
+
+def test_beta_follows_the_kl_and_is_kept_in_checkpoints(llama_path, tmp_path):
+    options = {"config": GRPOConfig, "beta": 0.1, "kl_control": "proportional", "kl_target": 5.0, "kl_estimator": "k2"}
+    _, log = run(GRPOTrainer, llama_path, tmp_path, max_steps=2, save_strategy="steps", save_steps=2, **options)
+    # The KL stays below a fifth of its target: beta falls by exp(-0.1 * 0.2) a step.
+    betas = [0.1 * 0.980198673, 0.1 * 0.980198673**2]
+    assert [entry["beta"] for entry in log] == pytest.approx(betas)
+    saved = json.loads((tmp_path / "checkpoint-2" / "kl_control_state.json").read_text())
+    assert saved["beta"] == pytest.approx(betas[1])
+    _, log = run(
+        GRPOTrainer, llama_path, tmp_path / "on", max_steps=3, resume=str(tmp_path / "checkpoint-2"), **options
+    )
+    assert log[-1]["beta"] == pytest.approx(betas[1] * 0.980198673)
+
+
+def config(**fields):
+    return GRPOConfig("out", use_cpu=True, bf16=False, report_to="none", **fields)
+
+
+def test_additions_are_read_by_name():
+    found = algorithm_of(config(importance_sampling_level="sequence_token", beta=0.1, kl_estimator="k1"))
+    assert found.objective.ratio == SequenceTokenRatio()
+    assert found.objective.kl == KLPenalty("k1", ratio_corrected="surrogate", clamp=None)
+    found = algorithm_of(config(beta=0.1, kl_control="proportional", kl_target=0.03))
+    assert found.kl_control == ProportionalKL(beta=0.1, target=0.03)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kl_estimator": "k2"}, "a KL term"),
+        ({"kl_control": "proportional"}, "a KL term"),
+        ({"beta": 0.1, "kl_control": "steady"}, "a kl_control"),
+        ({"beta": 0.1, "kl_estimator": "k1", "use_bias_correction_kl": False}, "gradient is 0"),
+        ({"beta": 0.1, "skip_rows": True}, "skip_rows=False"),
+        ({"entropy_coef": 0.1, "skip_rows": True}, "skip_rows=False"),
+        ({"loss_type": "cispo"}, "epsilon_high=5.0"),
+        ({"loss_type": "sapo", "importance_sampling_level": "sequences"}, "importance_sampling_level"),
+    ],
+)
+def test_what_nothing_would_read_is_an_error(fields, message):
+    with pytest.raises(ConfigurationError, match=message):
+        algorithm_of(config(**fields))
+
+
+def test_an_unknown_backend_is_an_error_before_the_first_step(llama_path, tmp_path):
+    with pytest.raises(ConfigurationError, match="head_backend"):
+        trainer_of(GRPOTrainer, llama_path, tmp_path, config=GRPOConfig, head_backend="triton")

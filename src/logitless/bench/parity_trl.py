@@ -95,10 +95,10 @@ def _cases() -> Iterator[Case]:
     yield Case("sampler correction off", of("dapo", use_vllm=True, vllm_importance_sampling_correction=False))
     for level in ("token", "sequence"):
         yield Case(f"delta, {level} ratio", of("dapo", delta=1.5, importance_sampling_level=level))
-    yield Case("off-policy mask", of("dapo", off_policy_mask_threshold=0.0))
+    yield Case("off-policy mask", of("dapo", off_policy_mask_threshold=-0.1))
     yield Case(
         "off-policy mask of the sampler",
-        of("grpo", off_policy_mask_threshold=0.0, use_vllm=True, vllm_importance_sampling_mode="token_truncate"),
+        of("grpo", off_policy_mask_threshold=-0.1, use_vllm=True, vllm_importance_sampling_mode="token_truncate"),
     )
     micro = "TRL takes it over each micro-batch: the result depends on its size"
     for quantile in (0.5, 0.2):
@@ -137,7 +137,7 @@ def _cases() -> Iterator[Case]:
         delta=1.5,
         use_vllm=True,
         vllm_importance_sampling_mode="sequence_truncate",
-        off_policy_mask_threshold=0.0,
+        off_policy_mask_threshold=-0.1,
         top_entropy_quantile=0.5,
         entropy_coef=0.1,
         multi_objective_aggregation="normalize_then_sum",

@@ -101,7 +101,7 @@ def algorithm_of(args: trl.GRPOConfig) -> Algorithm:
             remedy="Set beta, or leave them at 'k3' and 'fixed'.",
         )
     if objective.kl is not None:
-        objective = replace(objective, kl=replace(objective.kl, estimator=estimator))
+        objective = replace(objective, kl=replace(objective.kl, estimator=estimator))  # type: ignore[arg-type]
     if rule != "fixed":
         if rule not in _KL_CONTROLS:
             raise ConfigurationError(
@@ -129,6 +129,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._entropy_window_stats: Tensor | None = None
         self.algorithm = algorithm_of(self.args)
         for note in self.algorithm.notes:
             logger.info("%s", note)
@@ -235,29 +236,27 @@ class GRPOTrainer(trl.GRPOTrainer):
         if controller is not None and output.entropy is not None:
             kept = output.trained & ~output.dropped.get("top_entropy", torch.zeros_like(output.trained))
             seen = torch.stack([output.entropy[kept].sum(), kept.sum().float()])
-            seen = seen if self._entropy_window_stats is None else self._entropy_window_stats + seen
-            self._entropy_window_stats = seen
+            self._entropy_window_stats = _added(self._entropy_window_stats, seen)
             if self.accelerator.sync_gradients:
-                total, count = self.accelerator.reduce(seen, reduction="sum").tolist()
+                total, count = self.accelerator.reduce(self._entropy_window_stats, reduction="sum").tolist()
                 controller.update(total / max(count, 1.0))
                 self.entropy_coef, self._last_world_entropy = controller.coefficient, controller.last_entropy
                 self._entropy_window_stats = None
-        steered = self._kl_controller is not None and not isinstance(self._kl_controller.control, FixedKL)
-        if steered and output.kl is not None:
-            number = output.kl.new_tensor(float(num_sequences))
-            seen = torch.stack([output.kl.sum(), output.trained.sum().float(), number])
-            seen = seen if self._kl_window is None else self._kl_window + seen
-            self._kl_window = seen
-            if self.accelerator.sync_gradients:
-                total, count, completions = self.accelerator.reduce(seen, reduction="sum").tolist()
-                self._kl_controller.update(total / max(count, 1.0), int(completions))
-                self._metrics["train"]["beta"].append(self._kl_controller.beta)
-                self._kl_window = None
         if self.algorithm.objective.entropy_bonus is not None and self.accelerator.sync_gradients:
             self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
+        beta = self._kl_controller
+        if beta is not None and not isinstance(beta.control, FixedKL) and output.kl is not None:
+            number = output.kl.new_tensor(float(num_sequences))
+            seen = torch.stack([output.kl.sum(), output.trained.sum().to(number), number])
+            self._kl_window = _added(self._kl_window, seen)
+            if self.accelerator.sync_gradients:
+                total, count, completions = self.accelerator.reduce(self._kl_window, reduction="sum").tolist()
+                beta.update(total / max(count, 1.0), int(completions))
+                self._metrics["train"]["beta"].append(beta.beta)
+                self._kl_window = None
 
     def _log_metrics(self, output: ObjectiveOutput, batch: TokenBatch, mode: str) -> None:
-        """TRL's own metrics, from the objective's tensors."""
+        """TRL's own metrics but ``vespo/phi_seq_mean``, from the objective's tensors."""
         metrics = self._metrics[mode]
         counts = batch.scatter_back(output.trained.float()).sum(1)
 
@@ -354,6 +353,10 @@ class _Head:
         scores = token_scores(rows, lm, labels[scored], temperature=self.temperature, backend=self.backend, live=live)
         padded = [each.new_zeros(scored.shape).masked_scatter(scored, each) for each in (scores.logp, scores.entropy)]
         return FusedCausalLMOutput(log_probs=padded[0], entropy=padded[1], label_mask=scored)
+
+
+def _added(window: Tensor | None, seen: Tensor) -> Tensor:
+    return seen if window is None else window + seen
 
 
 def _backend(name: str) -> Backend:
