@@ -216,7 +216,7 @@ WORDS: Mapping[str, Words] = {
             "The sampler correction is part of w, after its truncation, and is not multiplied in again. It must "
             "be per token.",
             "Liger multiplies in the correction of padded positions too: it must be 1 there.",
-            "The weight is of the whole sequence, a product over its tokens: in long sequences it is soon near 0.",
+            "w is a product over the whole sequence: in a long one it soon is so far from 1 that phi is near 0.",
         ),
         ratio=(0.0, 4.0),
     ),
@@ -542,7 +542,7 @@ def picture(name: str, drawn: Curves) -> str:
         axes.set_ylabel("d loss / d logp")
         figure.legend(loc="outside upper left", ncols=len(drawn))
         text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None, "Description": digest(drawn)})
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Description": digest(drawn)})
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 
 
