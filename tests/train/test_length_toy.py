@@ -3,12 +3,15 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from logitless.train.recipe import load_recipe
 from logitless.train.run import start
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_mean_length_rises_to_the_cap_of_its_reward_and_stays(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     overrides = [f"output={tmp_path}", "train.blocks=14", "writers=[]", "checkpoint.every_blocks=100"]

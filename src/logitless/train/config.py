@@ -118,7 +118,7 @@ class RolloutSection(Section):
 class AlgorithmSection(Section):
     """A paper's composition, with parts replaced by name."""
 
-    preset: str = Field("grpo", description="a name from the table of presets in docs/configuration.md")
+    preset: str = Field("grpo", description="a paper's name, see docs/objectives.md")
     parameters: dict[str, Any] = Field(default_factory=dict, description="of the preset, in its paper's terms")
     ratio: Annotated[Ratio, Field(discriminator="name")] | None = Field(None, description="replaces the preset's")
     surrogate: Annotated[Surrogate, Field(discriminator="name")] | None = Field(
