@@ -151,7 +151,7 @@ def test_a_run_resumed_after_blocks_without_a_signal_writes_their_lines_once(tmp
 
     def interrupted(self, block):
         plain(self, block)
-        self.stopping = self.progress.block == 1
+        self.interrupt.requested = self.progress.block == 1
 
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, "_pass_over", interrupted)

@@ -83,34 +83,6 @@ def scripted(monkeypatch):
     return install
 
 
-# --- length ---------------------------------------------------------------------------------------------------------
-
-
-def test_paid_by_length_completions_grow_to_the_cap_and_stay_there(tmp_path):
-    run = _run(
-        tmp_path,
-        algorithm={"preset": "dr_grpo"},
-        rewards=[{"name": "length", "cap": 20}],
-        rollout={"prompts_per_block": 8, "completions_per_prompt": 8, "sampling": {"max_new_tokens": 24}},
-        train={
-            "blocks": 24,
-            "tokens_per_step": 700,
-            "tokens_per_micro_batch": 4096,
-            "optimizer": {"learning_rate": 1e-2},
-        },
-        checkpoint={"every_blocks": 100},
-        kl=None,
-        data__held_out=None,
-    )
-    lengths = [record["length/mean"] for record in _blocks(run)]
-    rewards = [record["reward/mean"] for record in _blocks(run)]
-    assert lengths[0] < 12
-    assert min(lengths[-5:]) >= 20
-    assert fmean(rewards[-5:]) > 19
-    summary = RunFolder(run.path).summary.read_text()
-    assert '"reward_first_block": ' + str(rewards[0]) in summary
-
-
 # --- ratio and scoring ----------------------------------------------------------------------------------------------
 
 

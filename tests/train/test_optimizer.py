@@ -6,6 +6,7 @@ from torch import nn
 
 from logitless.train.config import OptimizerSection
 from logitless.train.optimizer import adamw, learning_rate, take_step
+from logitless.train.optimizer import implementation as written_implementation
 
 CPU = torch.device("cpu")
 
@@ -55,6 +56,7 @@ def test_the_implementation_is_the_one_that_was_asked_for(implementation, foreac
     optimizer = adamw(_parameters([1.0]), OptimizerSection(implementation=implementation), CPU)
     assert optimizer.defaults["foreach"] is foreach
     assert optimizer.defaults["fused"] is fused
+    assert written_implementation(optimizer) == ("foreach" if implementation == "auto" else implementation)
 
 
 @pytest.mark.parametrize("implementation", ["foreach", "fused", "loop"])

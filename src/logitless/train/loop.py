@@ -4,12 +4,10 @@ Everything random follows from the recipe's seed and counters, and all state is 
 and the tensors of model and optimizer, so a run that is stopped anywhere goes on bitwise.
 """
 
-import signal as signals
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
@@ -43,6 +41,7 @@ from logitless.train.block import (
 )
 from logitless.train.config import KLInLoss, KLInReward, Recipe
 from logitless.train.evaluate import evaluate
+from logitless.train.interrupt import Interrupt
 from logitless.train.live_view import LiveView
 from logitless.train.memory import peak_memory
 from logitless.train.optimizer import adamw, learning_rate, take_step
@@ -131,18 +130,17 @@ class Trainer:
         self.progress = Progress()
         self.block: Block | None = None
         self.sample: tuple[str, str, float] | None = None
-        self.stopping = False
-        self.interruptible = False
+        self.interrupt = Interrupt(view.message)
 
     def run(self) -> bool:
         """Train to the end, or to Ctrl-C; returns whether the run is complete. Either way a checkpoint is saved."""
-        with self._ctrl_c():
+        with self.interrupt.heard():
             if not checkpoints.checkpoints(self.folder.checkpoints):
                 self._write(self._evaluation("accuracy_before"))
                 self.save()
-            while self.progress.block < self.recipe.train.blocks and not self.stopping:
+            while self.progress.block < self.recipe.train.blocks and not self.interrupt.requested:
                 self._block()
-                if self.stopping or self.progress.block % self.recipe.checkpoint.every_blocks == 0:
+                if self.interrupt.requested or self.progress.block % self.recipe.checkpoint.every_blocks == 0:
                     self.save()
             self.save()
         return self.progress.block == self.recipe.train.blocks
@@ -175,7 +173,7 @@ class Trainer:
         while progress.epoch < self.recipe.train.epochs_per_block:
             plan = self._plan(block, progress.epoch)
             while progress.step_in_epoch < len(plan):
-                if self.stopping:
+                if self.interrupt.requested:
                     return
                 with self._phase("training") as seconds:
                     micro_batches = step_batch(
@@ -213,7 +211,7 @@ class Trainer:
             )
 
     def _step(self, micro_batches: list[TokenBatch], statistics: BlockStatistics | None) -> Numbers:
-        """One optimizer step and its numbers; the only synchronisation is their one trip to the host."""
+        """One optimizer step and its numbers."""
         recipe, progress = self.recipe, self.progress
         outputs = backward(
             self.policy,
@@ -286,15 +284,12 @@ class Trainer:
     def _collected(self) -> Block | None:
         """The next block; None where Ctrl-C gave it up, without a trace."""
         before = self.order.state_dict()
-        self.interruptible = True
         try:
-            return self._collect()
+            with self.interrupt.at_once():
+                return self._collect()
         except KeyboardInterrupt:
             self.order.load_state_dict(before)
-            self.stopping = True
             return None
-        finally:
-            self.interruptible = False
 
     def _collect(self) -> Block:
         """Roll out, judge, score and give advantages; without a token where no group is left to train on."""
@@ -505,27 +500,6 @@ class Trainer:
         finally:
             seconds[0] = time.perf_counter() - start
             self.progress.seconds[name] = self.progress.seconds.get(name, 0.0) + seconds[0]
-
-    @contextmanager
-    def _ctrl_c(self) -> Iterator[None]:
-        """Ctrl-C stops at the next step, or at once while rolling out; a second one stops at once, without saving."""
-
-        def stop(number: int, frame: FrameType | None) -> None:
-            del number, frame
-            if self.interruptible or self.stopping:
-                raise KeyboardInterrupt
-            self.stopping = True
-            self.view.message("stopping after this step; Ctrl-C again stops at once without saving")
-
-        try:
-            previous = signals.signal(signals.SIGINT, stop)
-        except ValueError:  # not the main thread: whoever owns it handles Ctrl-C
-            yield
-            return
-        try:
-            yield
-        finally:
-            signals.signal(signals.SIGINT, previous)
 
 
 def _drift(batch: TokenBatch) -> Float[Tensor, "N"]:

@@ -21,9 +21,9 @@ def adamw(parameters: Iterable[nn.Parameter], options: OptimizerSection, device:
         1
     """
     trained = [p for p in parameters if p.requires_grad]
-    implementation = options.implementation
-    if implementation == "auto":
-        implementation = "fused" if device.type == "cuda" else "foreach"
+    chosen = options.implementation
+    if chosen == "auto":
+        chosen = "fused" if device.type == "cuda" else "foreach"
     matrices = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": options.weight_decay}
     vectors = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
     return torch.optim.AdamW(
@@ -31,9 +31,19 @@ def adamw(parameters: Iterable[nn.Parameter], options: OptimizerSection, device:
         lr=options.learning_rate,
         betas=options.betas,
         eps=options.eps,
-        foreach=implementation == "foreach",
-        fused=implementation == "fused",
+        foreach=chosen == "foreach",
+        fused=chosen == "fused",
     )
+
+
+def implementation(optimizer: torch.optim.Optimizer) -> str:
+    """How the update is really computed.
+
+    Example:
+        >>> implementation(adamw([nn.Parameter(torch.ones(2, 2))], OptimizerSection(), torch.device("cpu")))
+        'foreach'
+    """
+    return next((name for name in ("fused", "foreach") if optimizer.defaults[name]), "loop")
 
 
 def learning_rate(step: int, progress: float, options: OptimizerSection) -> float:

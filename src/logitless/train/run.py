@@ -19,6 +19,7 @@ from logitless.train.checkpoint import load_checkpoint
 from logitless.train.config import Recipe, RecordedEngineSection
 from logitless.train.live_view import LiveView
 from logitless.train.loop import Trainer
+from logitless.train.optimizer import implementation
 from logitless.train.policy import AdaptersOff, Policy, Scorer
 from logitless.train.recipe import dump_recipe, load_recipe
 from logitless.train.report import write_report
@@ -105,6 +106,7 @@ def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tu
             view,
             writers,
         )
+        view.message(f"optimizer AdamW ({implementation(trainer.optimizer)})")
         if saved is None:
             trainer.progress.seconds["start"] = time.perf_counter() - began
         else:

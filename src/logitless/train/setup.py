@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from logitless.data.prompts import load_prompts, without_overlap
 from logitless.errors import ConfigurationError, DataError
+from logitless.models.lm_head import causal_lm
 from logitless.models.loading import check_vocabulary, compile_layers, disable_dropout, load_model, load_tokenizer
 from logitless.models.lora import LoraOptions, add_lora, load_adapters
 from logitless.objective.advantage import Gae, Gdpo, GroupAdvantage, Raw
@@ -146,14 +147,16 @@ def effects(section: ModelSection, device: torch.device, model: nn.Module) -> li
     """What is really in force, read back from torch and the model, one line each."""
     trained = [p for p in model.parameters() if p.requires_grad]
     frozen = [p for p in model.parameters() if not p.requires_grad]
+    checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    compiled = any(module._compiled_call_impl is not None for module in model.modules())
     lines = [
         f"device {device}" + (f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""),
         f"trained: {sum(p.numel() for p in trained):,} weights in {_dtypes(trained)}",
         f"frozen: {sum(p.numel() for p in frozen):,} weights in {_dtypes(frozen)}" if frozen else "frozen: none",
         f"products in {section.autocast or _dtypes(trained)}, float32 ones at precision "
         f"{torch.get_float32_matmul_precision()!r}",
-        f"attention {section.attention}, gradient checkpointing {'on' if section.gradient_checkpointing else 'off'}, "
-        f"compile {'on' if section.compile else 'off'}",
+        f"attention {causal_lm(model).config._attn_implementation}, "
+        f"gradient checkpointing {'on' if checkpointing else 'off'}, compile {'on' if compiled else 'off'}",
     ]
     if device.type == "cuda":
         lines.append(f"allocator {os.environ.get('PYTORCH_CUDA_ALLOC_CONF', 'default')}")
