@@ -3,13 +3,16 @@
 import importlib
 import random
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from logitless.errors import ConfigurationError, DataError, UnavailableError
-from logitless.rewards.instruction_reward import InstructionReward
+from logitless.rewards import instruction_reward
+from logitless.rewards.instruction_reward import PATTERN_SECONDS, InstructionReward, judge
 from logitless.rewards.instructions import IFEVAL, text
+from logitless.rewards.suites import read_constraints
 
 IDS = ["punctuation:no_comma", "startend:quotation", "length_constraints:number_words"]
 ARGUMENTS = [{"relation": None}, {}, {"num_words": 2.0, "relation": "less than"}]
@@ -95,3 +98,35 @@ def _verdict(row):
     instruction_id, arguments, said = row
     columns = {"instruction_id_list": [[instruction_id]], "kwargs": [[arguments]]}
     return InstructionReward(name="instructions").verdicts(["?"], [said], columns)[0]
+
+
+def test_a_pattern_that_never_ends_times_out_and_costs_its_own_row_only():
+    hostile = {"keywords": ["(a+)+$"]}
+    columns = {
+        "instruction_id_list": [["keywords:existence"], ["keywords:existence"], ["keywords:existence"]],
+        "kwargs": [[hostile], [{"keywords": ["a"]}], [hostile]],
+    }
+    start = time.monotonic()
+    verdicts = InstructionReward().verdicts(["?"] * 3, ["a" * 40 + "!", "a", "aaa"], columns)
+    assert time.monotonic() - start < 2 * PATTERN_SECONDS
+    assert [verdict.status for verdict in verdicts] == ["timeout", "graded", "graded"]
+    assert [verdict.score for verdict in verdicts] == [None, 1.0, 1.0]
+    assert verdicts[2].detail == (("keywords:existence", True),)
+
+
+@pytest.mark.parametrize("text", ["a cat; c++ too", "no such thing", "acacac"])
+def test_a_bounded_row_is_judged_as_one_in_this_process(text):
+    ids = ["keywords:existence", "keywords:forbidden_words", "punctuation:no_comma"]
+    arguments = [{"keywords": ["(ac)+"]}, {"forbidden_words": ["c++"]}, {}]
+    columns = {"instruction_id_list": [ids], "kwargs": [arguments]}
+    constraints = read_constraints(ids, arguments, suite="ifeval", row="the row")
+    assert InstructionReward().verdicts(["?"], [text], columns) == [judge(constraints, text)]
+
+
+def test_plain_arguments_start_no_process(monkeypatch):
+    monkeypatch.setattr(instruction_reward, "shared_pool", lambda: pytest.fail("a worker for a plain row"))
+    columns = {
+        "instruction_id_list": [["keywords:existence", "detectable_content:postscript", "startend:end_checker"]],
+        "kwargs": [[{"keywords": ["a.c", "(b)"]}, {"postscript_marker": "P.P.S"}, {"end_phrase": "(a+)+$"}]],
+    }
+    assert InstructionReward()(["?"], ["abc"], **columns) == [pytest.approx(1 / 3)]

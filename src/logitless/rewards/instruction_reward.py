@@ -1,4 +1,8 @@
-"""The reward of a suite: how many of its prompt's constraints a completion satisfies."""
+"""The reward of a suite: how many of its prompt's constraints a completion satisfies.
+
+Checks run in this process: each takes linear time. The exception are arguments that official checks compile as regular
+expressions. A row with one that repeats something (``(a+)+b``) is judged by ``shared_pool``, within a deadline.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,10 +11,14 @@ from typing import Literal, TypeAlias
 from logitless.errors import UnavailableError
 from logitless.rewards.contract import Batch, Columns, TextReward, column
 from logitless.rewards.instructions.text import require
+from logitless.rewards.pool import Outcome, shared_pool
 from logitless.rewards.suites import Constraint, SuiteName, read_constraints
 from logitless.types import Verdict
 
 Reduction: TypeAlias = Literal["fraction", "all"]
+
+PATTERN_SECONDS = 2.0
+"""Wall clock for a completion that is judged by patterns from its row; then its verdict is a timeout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +52,26 @@ class InstructionReward(TextReward):
     def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
         """One verdict a text."""
         rows = self._constraints(batch.columns)
+        risky = [row for row, found in enumerate(rows) if any(constraint.may_backtrack for constraint in found)]
+        bounded = dict(zip(risky, self._grade_bounded(risky, texts, batch), strict=True))
         return [
-            judge(constraints, text, reduction=self.reduction) for constraints, text in zip(rows, texts, strict=True)
+            bounded[row] if row in bounded else judge(constraints, text, reduction=self.reduction)
+            for row, (constraints, text) in enumerate(zip(rows, texts, strict=True))
+        ]
+
+    def _grade_bounded(self, rows: Sequence[int], texts: Sequence[str], batch: Batch) -> list[Verdict]:
+        ids, arguments = column(batch.columns, self.ids_column), column(batch.columns, self.arguments_column)
+        outcomes = (
+            shared_pool().run(
+                "logitless.rewards.suites:judge_response",
+                [(self.name, ids[row], arguments[row], texts[row], False) for row in rows],
+                deadline_seconds=PATTERN_SECONDS,
+            )
+            if rows
+            else []
+        )
+        return [
+            _bounded_verdict(ids[row], outcome, self.reduction) for row, outcome in zip(rows, outcomes, strict=True)
         ]
 
     def _constraints(self, columns: Columns) -> list[tuple[Constraint, ...]]:
@@ -73,6 +99,19 @@ def judge(constraints: Sequence[Constraint], text: str, *, reduction: Reduction 
         return Verdict(score=None, status="missing", detail=tuple(detail), message=str(error))
     except TimeoutError as error:
         return Verdict(score=None, status="timeout", detail=tuple(detail), message=str(error))
-    satisfied = sum(passed for _, passed in detail)
-    share = satisfied / len(detail)
+    return _graded(detail, reduction)
+
+
+def _graded(detail: Sequence[tuple[str, bool]], reduction: Reduction) -> Verdict:
+    share = sum(passed for _, passed in detail) / len(detail)
     return Verdict.graded(float(share == 1) if reduction == "all" else share, detail)
+
+
+def _bounded_verdict(ids: Sequence[str], outcome: Outcome, reduction: Reduction) -> Verdict:
+    if outcome.status == "timeout":
+        return Verdict(score=None, status="timeout", message=outcome.message)
+    if outcome.status != "done":
+        return Verdict(score=None, status="error", message=f"{outcome.status}: {outcome.message}")
+    if "missing" in outcome.value:
+        return Verdict(score=None, status="missing", message=outcome.value["missing"])
+    return _graded(list(zip(ids, outcome.value["strict"], strict=True)), reduction)

@@ -6,6 +6,7 @@ as the official ones do. Worker processes import this file: it imports nothing t
 """
 
 import difflib
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,12 @@ SUITES: dict[SuiteName, Mapping[str, Instruction]] = {
 }
 
 
+PATTERN_ARGUMENTS = frozenset(
+    {"keyword", "keywords", "forbidden_words", "postscript_marker", "section_spliter", "phrase"}
+)
+"""Arguments that official checks compile as regular expressions, as they stand."""
+
+
 class OverlapWarning(UserWarning):
     """What is trained on is also what is evaluated."""
 
@@ -58,6 +65,18 @@ class Constraint:
 
     instruction: Instruction
     arguments: Mapping[str, Any]
+
+    @property
+    def may_backtrack(self) -> bool:
+        """Whether an argument is a pattern that repeats something, whose search may take exponential time.
+
+        Example:
+            >>> Constraint(IFEVAL["keywords:existence"], {"keywords": ["a.c", "(a+)+b"]}).may_backtrack
+            True
+        """
+        given = [value for name, value in self.arguments.items() if name in PATTERN_ARGUMENTS]
+        patterns = [pattern for value in given for pattern in ([value] if isinstance(value, str) else value)]
+        return any(re.search(r"[*+{]", pattern) for pattern in patterns)
 
     def is_satisfied(self, text: str, *, loose: bool = False) -> bool:
         """The strict verdict, or the loose one: whether any of ``loose_variants`` passes.
@@ -110,8 +129,12 @@ def read_constraints(ids: Any, arguments: Any, *, suite: SuiteName, row: str) ->
     return tuple(_read_constraint(*pair, suite, row) for pair in zip(ids, arguments, strict=True))
 
 
-def judge_response(suite: SuiteName, ids: Sequence[str], arguments: Sequence[Any], response: str) -> dict[str, Any]:
+def judge_response(
+    suite: SuiteName, ids: Sequence[str], arguments: Sequence[Any], response: str, loosely: bool = True
+) -> dict[str, Any]:
     """Both verdicts of every constraint of a response, or why there are none, as a worker hands them back.
+
+    Without ``loosely``, the strict ones alone.
 
     Example:
         >>> judge_response("ifeval", ["punctuation:no_comma"], [{}], "Well, yes:\\nYes.")
@@ -120,6 +143,8 @@ def judge_response(suite: SuiteName, ids: Sequence[str], arguments: Sequence[Any
     constraints = read_constraints(ids, arguments, suite=suite, row="the row")
     try:
         strict = [constraint.is_satisfied(response) for constraint in constraints]
+        if not loosely:
+            return {"strict": strict}
         loose = [
             passed or constraint.is_satisfied(response, loose=True)
             for passed, constraint in zip(strict, constraints, strict=True)
