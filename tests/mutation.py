@@ -37,7 +37,7 @@ import beartype  # noqa: F401  imported once, before any fork
 import hypothesis
 import pydantic  # noqa: F401
 import pytest
-import torch  # noqa: F401
+import torch._inductor  # noqa: F401  what torch.use_deterministic_algorithms imports
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ROOT / "src/logitless/objective"
@@ -213,23 +213,23 @@ def mutants_of(file: Path) -> list[Mutant]:
 # --- how a change is made -------------------------------------------------------------------------------------------
 
 
-def exchange_code(mutant: Mutant) -> None:
+def functions_in_memory() -> dict[tuple[str, str], list[types.FunctionType]]:
+    """What is defined in Python, by file and qualified name, wrapped or not."""
+    found: dict[tuple[str, str], list[types.FunctionType]] = {}
+    for thing in gc.get_objects():
+        if type(thing) is types.FunctionType:  # isinstance would ask proxies for their class, and some warn
+            found.setdefault((thing.__code__.co_filename, thing.__code__.co_qualname), []).append(thing)
+    return found
+
+
+def exchange_code(mutant: Mutant, functions: Sequence[types.FunctionType]) -> None:
     """Give the live function the changed code.
 
     Raises:
         ValueError: the change alters what the function closes over, so that only a new import can make it.
     """
     code = function_codes(compile(mutant.source(), str(mutant.file), "exec"))[mutant.function]
-    live = [
-        thing
-        for thing in gc.get_objects()
-        if type(thing) is types.FunctionType  # isinstance would ask proxies for their class, which warns
-        and thing.__code__.co_qualname == mutant.function
-        and thing.__code__.co_filename == str(mutant.file)
-    ]
-    if not live:
-        raise LookupError(f"no function {mutant.function} of {mutant.file} is in memory")
-    for function in live:
+    for function in functions:
         function.__code__ = code
 
 
@@ -345,9 +345,11 @@ def statuses_in_memory(mutants: Sequence[Mutant]) -> tuple[dict[Mutant, int], di
         seconds.update(measured)
         print(f"{len(runner.items)} tests take {sum(seconds.values()):.0f} s", flush=True)
 
+        functions = functions_in_memory()
+
         def job(mutant: Mutant) -> int:
             try:
-                exchange_code(mutant)
+                exchange_code(mutant, functions[str(mutant.file), mutant.function])
             except ValueError:
                 return NEEDS_IMPORT
             return runner.run(mutant.file, seconds)
