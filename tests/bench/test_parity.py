@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+from importlib import metadata
 
 import pytest
 import torch
 
 from logitless.bench import parity, parity_liger, parity_trl
 from logitless.bench.parity import FLOAT32, FLOAT64, Measured, Row, against_reference, objectives, row
+from logitless.errors import UnavailableError
 from logitless.integrations.liger import LigerFusedLinearGRPOLoss
 from logitless.objective.presets import PRESETS
 
@@ -139,6 +141,18 @@ def test_another_configuration_than_trls_is_found(changed):
     found = row("plain", "trl", parity_trl.theirs(case, rollouts), parity_trl.ours(other, rollouts), FLOAT64)
     assert max(found.loss_rel, found.grad_rel) > 1e-3
     assert not found.ok
+
+
+@pytest.mark.parametrize("version", ["1.15.0", None])
+def test_a_trl_too_old_or_absent_is_said(monkeypatch, version):
+    def installed(package):
+        if version is None:
+            raise metadata.PackageNotFoundError(package)
+        return version
+
+    monkeypatch.setattr(parity_trl.metadata, "version", installed)
+    with pytest.raises(UnavailableError, match=version or "none"):
+        next(parity_trl.against_trl())
 
 
 # --- Liger ------------------------------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def objectives() -> dict[str, tuple[Objective, Weighting]]:
 
 
 def heads(dtype: torch.dtype) -> dict[str, LMHead]:
-    """Heads of every kind that the contract knows, their tensors leaves that require grad."""
+    """Heads of every kind that the contract knows."""
     draw = _draw(11, dtype)
     weight = draw(VOCABULARY, WIDTH)
     plain = LMHead(weight)
@@ -163,10 +163,10 @@ def heads(dtype: torch.dtype) -> dict[str, LMHead]:
 def against_reference(*, quick: bool = False) -> Iterator[Row]:
     """A row for every backend that can run here, objective and kind of head.
 
-    A backend that takes no float64 is compared in float32, on a grid without sampled scores.
+    Both sides compute in float64, or in float32 where the backend takes no float64.
 
     Args:
-        quick: only three objectives.
+        quick: three objectives with each head.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for backend in ("chunked", "fused"):

@@ -11,10 +11,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 from logitless.bench.parity import FLOAT64, Measured, Row, row
@@ -197,15 +199,16 @@ def against_trl(*, quick: bool = False) -> Iterator[Row]:
         quick: every fifth case only.
 
     Raises:
-        UnavailableError: TRL is not installed.
+        UnavailableError: no TRL whose code this knows.
     """
     try:
-        import trl
-    except ImportError as error:
+        installed = metadata.version("trl")
+    except metadata.PackageNotFoundError:
+        installed = "none"
+    if installed == "none" or Version(installed) < Version("1.16"):
         raise UnavailableError(
-            needed="TRL to compare with", given=str(error), remedy="pip install 'logitless[trl]'."
-        ) from error
-    del trl
+            needed="TRL 1.16 or later to compare with", given=installed, remedy="pip install 'logitless[trl]'."
+        )
     for case in CASES[::5] if quick else CASES:
         rollouts = Rollouts(case)
         yield row(case.name, "trl", theirs(case, rollouts), ours(case, rollouts), FLOAT64, case.note)
