@@ -182,6 +182,16 @@ def test_parts_that_do_not_go_together_are_refused_with_a_repair(tmp_path, chang
         algorithm_of(tiny_recipe(tmp_path, **changes))
 
 
+def test_a_correction_of_filtered_sampling_is_refused_unless_it_accepts_that(tmp_path):
+    def recipe(**correction):
+        algorithm = {"preset": "grpo", "correction": {"max": 2.0, **correction}}
+        return tiny_recipe(tmp_path, algorithm=algorithm, rollout__sampling={"max_new_tokens": 6, "top_k": 3})
+
+    with pytest.raises(ConfigurationError, match=r"top_k.*filtered_sampling='accept'"):
+        recipe()
+    assert algorithm_of(recipe(filtered_sampling="accept")).objective.correction.max == 2.0
+
+
 def test_one_completion_is_enough_without_a_group(tmp_path):
     recipe = tiny_recipe(tmp_path, rollout__completions_per_prompt=1, algorithm={"preset": "reinforce_pp"})
     assert algorithm_of(recipe).advantage.name == "reinforce_pp"

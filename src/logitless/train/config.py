@@ -128,9 +128,6 @@ class AlgorithmSection(Section):
         None, description="replaces the preset's"
     )
     correction: SamplerCorrection | None = Field(None, description="sampler correction (importance sampling)")
-    correction_of_filtered_sampling: bool = Field(
-        False, description="allow a correction although sampling used top-p, top-k, min-p or penalties"
-    )
     entropy_bonus: EntropyBonus | None = Field(None, description="replaces the preset's")
     advantage: Annotated[Advantage, Field(discriminator="name")] | None = Field(
         None, description="replaces the preset's"
@@ -246,14 +243,14 @@ class Recipe(Section):
             f"model.dtype={self.model.dtype} with full fine-tuning and no reference",
             "Remove it, or set model.autocast to make products in bfloat16.",
         )
-        _require(
-            self.algorithm.correction is None
-            or self.algorithm.correction_of_filtered_sampling
-            or not self.rollout.sampling.filters_distribution,
-            "sampling from the full softmax for a sampler correction",
-            "top-p, top-k, min-p or a repetition penalty, whose log-probabilities are of another distribution",
-            "Switch the filters off, or set algorithm.correction_of_filtered_sampling: true.",
-        )
+        if self.algorithm.correction is not None:
+            sampling = self.rollout.sampling
+            self.algorithm.correction.check_sampling(
+                top_p=sampling.top_p,
+                top_k=sampling.top_k or 0,
+                min_p=sampling.min_p,
+                repetition_penalty=sampling.repetition_penalty,
+            )
         return self
 
 
