@@ -67,7 +67,8 @@ def _shape_table(document: dict[str, Any]) -> list[str]:
     shape = document["shape"]
     n = max(r["N"] for r in rows if r["trained"] == "frozen")
     title = f"**{shape['model'] or 'head'}** (D={shape['width']}, V={shape['vocabulary']}, N={n})"
-    header = "| | forward + backward | half live | a fifth live | frozen | LoRA | scoring | peak GiB | logp error | dX | dW |"
+    columns = ("forward + backward", "half live", "a fifth live", "frozen", "LoRA", "scoring", "peak GiB", "logp error")
+    header = "| | " + " | ".join((*columns, "dX", "dW")) + " |"
     lines = [title, "", header, "|---|" + "--:|" * 10]
     for contender, name in NAMES.items():
         plain = pick(rows, contender, N=n, trained="weight")

@@ -149,7 +149,7 @@ def row_product(
 ):  # fmt: skip
     """out[row_of_slot[j]] = factor[j] * (base[j] + sum_v k[j, v] w[v]), for j < count.
 
-    k [slots, V], w [V, D]; summed over v in float32, rounded once. ``stride`` is the row stride of ``base`` and ``out``.
+    k [slots, V], w [V, D]; summed over v in float32, rounded once. ``stride`` is that of rows of ``base`` and ``out``.
     """
     num_rows = tl.load(count).to(tl.int32)
     num_m = tl.cdiv(num_rows, BM)

@@ -147,8 +147,8 @@ def logit_gradient(
     n, width = out.shape
     backward.logit_gradient_product[_grid(variant, n, width, tile)](
         *_row_operands(operands, rows, tile, variant.tma),
-        _tiles(out, _store_block(tile), variant.tma), count, rows.multiplier, operands.inner, operands.gain, log_normaliser,
-        rows.target, grad_logp, grad_target, grad_entropy, entropy, first, v, d, n, width,
+        _tiles(out, _store_block(tile), variant.tma), count, rows.multiplier, operands.inner, operands.gain,
+        log_normaliser, rows.target, grad_logp, grad_target, grad_entropy, entropy, first, v, d, n, width,
         SOFTCAP=operands.softcap, TMA=variant.tma, SPLIT=tile.halves, PRECISION=variant.precision,
         **_blocks(variant, tile),
     )  # fmt: skip
@@ -161,8 +161,8 @@ def add_entropy_gradient(
     """Makes kept exponentials into logit gradients of both outputs, in place, on live rows."""
     programs = operands.variant.programs * 8
     backward.add_entropy_gradient[(programs,)](
-        kept, live, target, entry, shift, grad_logp, grad_entropy, entropy, len(operands.weight), kept.stride(0), len(kept),
-        BLOCK=4096, PROGRAMS=programs, num_warps=4,
+        kept, live, target, entry, shift, grad_logp, grad_entropy, entropy, len(operands.weight), kept.stride(0),
+        len(kept), BLOCK=4096, PROGRAMS=programs, num_warps=4,
     )  # fmt: skip
 
 
@@ -200,7 +200,8 @@ def row_product(
         backward.row_product[_grid(variant, len(k), width, tile)](
             _tiles(k, (tile.rows, tile.depth), tma), _tiles(w[:, strip], (tile.depth, tile.columns), tma),
             _strip(base, strip), out[:, strip], row_of_slot, factor, count, v, width, k.stride(0), w.stride(0), stride,
-            TMA=tma, SPLIT=_wide(out, tile), UPCAST=not variant.narrow, PRECISION=variant.precision, **_blocks(variant, tile),
+            TMA=tma, SPLIT=_wide(out, tile), UPCAST=not variant.narrow, PRECISION=variant.precision,
+            **_blocks(variant, tile),
         )  # fmt: skip
 
 
@@ -255,8 +256,8 @@ def _product(
     row_list, count = (None, None) if chosen is None else chosen
     place = None if kept is None else _tiles(kept[:, :v], _store_block(tile), tma)
     forward.anchored_exp_product[_grid(variant, n, v, tile)](
-        *_row_operands(operands, rows, tile, tma), place, row_list, count, rows.multiplier, operands.inner, operands.gain, anchor,
-        rows.target, parts.s, parts.t, n, v, d, num_kept, 0 if kept is None else kept.stride(0),
+        *_row_operands(operands, rows, tile, tma), place, row_list, count, rows.multiplier, operands.inner,
+        operands.gain, anchor, rows.target, parts.s, parts.t, n, v, d, num_kept, 0 if kept is None else kept.stride(0),
         SOFTCAP=operands.softcap, MAXIMUM=maximum, EVEN=v % tile.columns == 0, TMA=tma, SPLIT=tile.halves,
         PRECISION=variant.precision,
         **_blocks(variant, tile),

@@ -21,6 +21,10 @@ BLOCK_BYTES = 192 * 2**20
 """Logit gradients that are made anew are held for a block of columns of about this size."""
 
 
+FULL = 0.9
+"""A block of columns whose weight gradient fills less of its rounds of the grid than this is made narrower."""
+
+
 class State(NamedTuple):
     """What the forward knows of each row; logits and anchors in bits.
 
@@ -411,12 +415,11 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def block_width(rows: int, width: int, vocabulary: int, *, variant: Variant) -> int:
-    """Columns of a block of logit gradients: at most about BLOCK_BYTES, and tiles of its weight gradient that fill
-    whole rounds of the grid, as far as that goes."""
+    """Columns of a block of logit gradients: about BLOCK_BYTES, or fewer where a round of the grid would stay empty."""
     tile, step = variant.weight, variant.score.columns
     across = -(-width // tile.columns)
-    most = max(step, BLOCK_BYTES // (rows * variant.kept.itemsize))
-    rounds = max(1, most * across // (tile.rows * variant.programs))
-    filling = rounds * variant.programs // across * tile.rows
-    chosen = filling if step <= filling <= most else most
-    return min(chosen // step * step, -(-vocabulary // step) * step)
+    most = max(step, BLOCK_BYTES // (rows * variant.kept.itemsize) // step * step)
+    rounds = most * across / (tile.rows * variant.programs)
+    filling = int(rounds) * variant.programs // across * tile.rows // step * step
+    chosen = most if rounds > FULL * math.ceil(rounds) or filling < step else filling
+    return min(chosen, -(-vocabulary // step) * step)
