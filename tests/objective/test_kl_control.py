@@ -107,7 +107,7 @@ def test_a_hundred_steps_at_twice_the_target_do_not_explode():
 
 @pytest.mark.parametrize("name", ["beta", "rollout_factor", "num_guarded", "num_bounded"])
 def test_a_controller_starts_from_its_rule_alone(name):
-    start = {"beta": 0.1, "rollout_factor": 1, "num_guarded": 0, "num_bounded": 0}
+    start = {"beta": 0.1, "rollout_factor": 1.0, "num_guarded": 0, "num_bounded": 0}
     assert KLController(FixedKL(0.1)).state_dict() == start
     with pytest.raises(TypeError, match=name):
         KLController(FixedKL(0.1), **{name: start[name]})
@@ -173,6 +173,7 @@ def test_a_wrong_configuration_says_what_is_wrong(config, message):
 
 def test_bounds_may_be_touched():
     assert LinearKL(beta=0.0, beta_min=0.0, beta_max=0.0).beta == 0
+    assert ZieglerKL(horizon=1.0).horizon == 1
     with pytest.raises(ConfigurationError, match="KL control"):
         FixedKL(-1.0)
 

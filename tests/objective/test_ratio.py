@@ -72,3 +72,4 @@ def test_a_sequence_ratio_is_the_geometric_mean_of_token_ratios():
 def test_a_turn_bound_below_one_is_refused():
     with pytest.raises(ConfigurationError, match="max_turns"):
         TurnRatio(max_turns=0)
+    assert TurnRatio(max_turns=1).max_turns == 1

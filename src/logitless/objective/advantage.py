@@ -8,6 +8,7 @@ Groups are found by id, never by position. NaN stands for an unscorable completi
 statistic. Standard deviations are Bessel-corrected and ``EPSILON`` is added to them. Nothing here is differentiated.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -493,7 +494,7 @@ class _Clipped:
         return advantage if self.clip is None else clip(advantage, self.clip)
 
 
-class _OnePerCompletion(_Clipped):
+class _OnePerCompletion(_Clipped, ABC):
     """An estimator that gives one advantage a completion."""
 
     def __call__(
@@ -501,8 +502,9 @@ class _OnePerCompletion(_Clipped):
     ) -> Float[Tensor, "B"]:
         return self._clipped(self._estimate(rewards, group, sum_over_ranks))
 
+    @abstractmethod
     def _estimate(self, rewards: Tensor, group: Tensor, sum_over_ranks: SumOverRanks) -> Tensor:
-        raise NotImplementedError
+        """Before the clip."""
 
 
 @dataclass(frozen=True)

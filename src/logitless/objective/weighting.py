@@ -17,6 +17,7 @@ Every weighting is called the same way:
 It raises ``InputError`` for more tokens or sequences than the totals hold.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -72,7 +73,7 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class _Weighting:
+class _Weighting(ABC):
     """A weight of ``num_steps / denominator`` for each token of a sequence."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -94,9 +95,9 @@ class _Weighting:
         weight = totals.num_steps / self._denominator(counts, kept, totals)
         return torch.where(kept, weight, 0).repeat_interleave(counts).to(dtype)
 
+    @abstractmethod
     def _denominator(self, counts: Tensor, kept: Tensor, totals: Totals) -> Tensor:
         """[B] or one number, float64."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
