@@ -8,6 +8,7 @@ import torch
 
 from logitless.errors import ConfigurationError, DataError
 from logitless.models.lora import adapters_off
+from logitless.rewards.suites import OverlapWarning
 from logitless.train.setup import (
     algorithm_of,
     data_of,
@@ -126,6 +127,21 @@ def test_rewards_are_checked_against_every_row(tmp_path):
     data = data_of(recipe, tokenizer_of(recipe.model))
     with pytest.raises(ConfigurationError, match="'solution'"):
         rewards_of(recipe, data.train)
+
+
+def test_instructions_that_are_trained_on_and_held_out_give_a_warning_that_names_them(tmp_path):
+    recipe = tiny_recipe(tmp_path, rewards=[{"name": "instructions"}])
+
+    def write(name, *ids):
+        rows = [{"prompt": pair, "instruction_id_list": list(ids), "kwargs": [{}] * len(ids)} for pair in name[1]]
+        (tmp_path / name[0]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write(("train.jsonl", ["ah", "bg", "cf", "de"]), "punctuation:no_comma", "startend:quotation")
+    write(("held_out.jsonl", ["ca"]), "format:title_case", "startend:quotation")
+    with pytest.warns(OverlapWarning, match=r"1 instruction ids .*: startend:quotation\. "):
+        data_of(recipe, tokenizer_of(recipe.model))
+    write(("held_out.jsonl", ["ca"]), "format:title_case")
+    data_of(recipe, tokenizer_of(recipe.model))
 
 
 def test_the_kl_of_the_loss_is_the_recipes(tmp_path):

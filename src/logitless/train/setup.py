@@ -28,7 +28,10 @@ from logitless.objective.presets import algorithm
 from logitless.objective.weighting import ConstantLength
 from logitless.rewards.combine import weighted
 from logitless.rewards.contract import WeightedReward
-from logitless.train.config import KLInLoss, ModelSection, Recipe
+from logitless.rewards.instruction_reward import InstructionReward
+from logitless.rewards.suites import warn_of_overlap
+from logitless.rollout.recorded import RecordedEngine
+from logitless.train.config import KLInLoss, ModelSection, Recipe, RecordedEngineSection
 from logitless.types import Prompt
 
 logger = logging.getLogger("logitless")
@@ -172,6 +175,9 @@ def data_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Data:
 
     Raises:
         DataError: nothing is left to train on, and whatever the sources raise.
+
+    Warns:
+        OverlapWarning: instruction ids are both trained on and held out.
     """
     section = recipe.data
     counts: dict[str, dict[str, int]] = {}
@@ -199,7 +205,15 @@ def data_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Data:
             given=f"{len(split.training)} ({counts['train']})",
             remedy="Give more data, raise data.max_prompt_tokens, or lower rollout.prompts_per_block.",
         )
+    warn_of_overlap(_instruction_ids(recipe, split.training), _instruction_ids(recipe, held_out))
     return Data(split.training, held_out, warm, counts)
+
+
+def _instruction_ids(recipe: Recipe, prompts: Sequence[Prompt]) -> set[str]:
+    """What the recipe's suites read as ids in these rows; whether they are ids is checked with the rewards."""
+    columns = [reward.ids_column for reward in recipe.rewards if isinstance(reward, InstructionReward)]
+    given = [prompt.columns.get(name) for prompt in prompts for name in columns]
+    return {name for ids in given if isinstance(ids, list) for name in ids if isinstance(name, str)}
 
 
 def rewards_of(recipe: Recipe, prompts: Sequence[Prompt]) -> tuple[WeightedReward, ...]:
@@ -209,6 +223,12 @@ def rewards_of(recipe: Recipe, prompts: Sequence[Prompt]) -> tuple[WeightedRewar
     for entry in rewards:
         entry.reward.check(columns)
     return rewards
+
+
+def recorded_of(recipe: Recipe) -> RecordedEngine | None:
+    """The file that completions come from, read; None where the policy samples them."""
+    engine = recipe.rollout.engine
+    return RecordedEngine(Path(engine.path)) if isinstance(engine, RecordedEngineSection) else None
 
 
 def algorithm_of(recipe: Recipe) -> Algorithm:
