@@ -118,7 +118,7 @@ def test_hints_change_nothing(device):
     log_normaliser = torch.randn(case.rows, device=device) * 3
     far_off = torch.where(torch.arange(case.rows, device=device) % 2 == 0, 500.0, -500.0)
     live = torch.arange(case.rows, device=device) % 3 == 1
-    for hint in ({"anchor": log_normaliser}, {"anchor": far_off}, {"live": live}):
+    for hint in ({"anchor": log_normaliser}, {"anchor": far_off}, {"anchor": far_off * torch.nan}, {"live": live}):
         given = run(inputs, memory_budget=bytes_for(12, case), **hint)
         torch.testing.assert_close(given["logp"], without["logp"], atol=1e-5, rtol=1e-6)
         assert_same(given, without, 2e-5)

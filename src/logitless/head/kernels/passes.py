@@ -99,7 +99,7 @@ def scored(
     multiplier = _by_row((head.scale if head.softcap is None else head.softcap) * LOG2E, temperature, hidden)
     rows = Rows(_with_low(hidden, head), multiplier, target)
     target_logit, slope, own_anchor = launch.target_logits(operands, rows, anchored=anchor is None)
-    anchor = own_anchor if anchor is None else anchor.float() * LOG2E
+    anchor = own_anchor if anchor is None else anchor.float().nan_to_num() * LOG2E
     assert anchor is not None
     kept = None
     if kept_rows:
