@@ -74,7 +74,7 @@ class MemoryPlan:
 
     @classmethod
     def of(cls, num_rows: int, vocabulary: int, kept: torch.dtype, *, memory_budget: int) -> "MemoryPlan":
-        """As many rows as the budget holds; multiples of 4 where not all fit, which keeps vectors of the rest aligned."""
+        """As many rows as the budget holds; a multiple of 4 where not all fit, so that the rest starts aligned."""
         row = -(-vocabulary // 8) * 8 * kept.itemsize
         rows = min(num_rows, memory_budget // row)
         if rows < num_rows:
