@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint docs mutation bench clean
+.PHONY: demo test lint docs mutation clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("logitless needs Python 3.11 or newer; set PYTHON=python3.11") if sys.version_info < (3, 11) else None'
@@ -23,6 +23,11 @@ lint: .venv/.installed
 
 test: lint
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m 'not slow and not gpu and not multi_gpu'
+
+docs: .venv/.installed
+	$(BIN)/python -m logitless.train.document
+	$(BIN)/python -m logitless.rewards.instructions.document
+	$(BIN)/python -m logitless.bench.objectives_document
 
 mutation: .venv/.installed
 	$(BIN)/python -m tests.mutation
