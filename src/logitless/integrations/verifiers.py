@@ -56,7 +56,7 @@ def task_reward(reward: TextReward, *, weight: float = 1.0) -> Callable[..., Any
     return verifiers.reward(judge, weight=weight)
 
 
-def task_function(task_type: type, config: Any = None) -> TrlFunction:
+def task_function(task_type: type[Any], config: Any = None) -> TrlFunction:
     """A verifiers task as an async reward function of TRL's shape.
 
     Each completion becomes a finished trace of one turn, of a task whose data are the prompt and the row's columns.
