@@ -41,9 +41,9 @@ def readme_lines(result: dict[str, Any]) -> str:
     accuracies = "; ".join(f"{run['accuracy_before']:.2f} to {run['accuracy_after']:.2f}" for run in runs)
     machine = result["machine"]
     return (
-        f"\nHeld-out accuracy under GRPO alone, sampled at temperature 1, at {len(runs)} seeds: {accuracies}\n"
+        f"\nHeld-out accuracy under GRPO alone, sampled at temperature 1, at {len(runs)} seeds:\n{accuracies}\n"
         f"({machine['processor']}, {machine['threads']} thread(s) a run, torch {machine['torch']};\n"
-        "[benchmarks/results/quickstart.json](benchmarks/results/quickstart.json), made by `benchmarks/quickstart.py`).\n"
+        "[benchmarks/results/quickstart.json](benchmarks/results/quickstart.json), by `benchmarks/quickstart.py`).\n"
     )
 
 
