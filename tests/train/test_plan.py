@@ -94,6 +94,7 @@ def test_a_dry_run_looks_at_no_run_folder(tmp_path):
         {"rewards": [{"name": "exact", "column": "absent"}]},
         {"algorithm": {"preset": "ppo"}},
         {"model__source__vocab_size": 5},
+        {"rollout__engine": {"name": "recorded", "path": "nowhere.jsonl"}},
     ],
 )
 def test_a_dry_run_finds_what_a_start_would_find(tmp_path, changes):

@@ -32,6 +32,7 @@ from logitless.rewards.contract import WeightedReward
 from logitless.rollout.engine import Engine
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.config import Backend
+from logitless.train.metrics import Numbers
 from logitless.train.policy import Scorer
 from logitless.types import Group, Prompt, TokenBatch, VerdictStatus
 
@@ -211,7 +212,7 @@ def with_advantages(
     return replace(batch, advantage=per_sequence[batch.sequence])
 
 
-def block_metrics(drawn: Sequence[Group], *, num_trained: int, rounds: int) -> dict[str, float | int]:
+def block_metrics(drawn: Sequence[Group], *, num_trained: int, rounds: int) -> Numbers:
     """Rewards, verdicts, groups and lengths of everything that was drawn, before any group is left out.
 
     Args:
@@ -224,7 +225,7 @@ def block_metrics(drawn: Sequence[Group], *, num_trained: int, rounds: int) -> d
     completions = [c for g in drawn for c in g.completions]
     lengths = [c.length for c in completions]
     spreads = [_spread(g) for g in drawn]
-    metrics: dict[str, float | int] = {
+    metrics: Numbers = {
         "reward/mean": float(scored.mean()),
         "reward/std": float(scored.std()) if len(scored) > 1 else 0.0,
         "reward/std_in_group": sum(spreads) / len(spreads),
@@ -243,9 +244,9 @@ def block_metrics(drawn: Sequence[Group], *, num_trained: int, rounds: int) -> d
     return metrics | verdict_metrics(drawn)
 
 
-def verdict_metrics(groups: Sequence[Group]) -> dict[str, float | int]:
+def verdict_metrics(groups: Sequence[Group]) -> Numbers:
     """Scores and statuses by reward function; pass rates by constraint and family, over all functions that check it."""
-    metrics: dict[str, float | int] = {}
+    metrics: Numbers = {}
     checks: dict[str, Counter[str]] = {"passed": Counter(), "count": Counter()}
     for name, found in reward_statistics([v for g in groups for v in g.verdicts]).items():
         if found["mean"] is not None:
@@ -277,7 +278,7 @@ def advantages_of(batch: TokenBatch, drawn: Sequence[Group], kept: Sequence[bool
     return [[next(values) if k else None for _ in g.completions] for g, k in zip(drawn, kept, strict=True)]
 
 
-def advantage_metrics(advantages: Sequence[Sequence[float | None]], limit: float | None) -> dict[str, float | int]:
+def advantage_metrics(advantages: Sequence[Sequence[float | None]], limit: float | None) -> Numbers:
     """Mean and spread of the advantages that there are, and how many were held at the estimator's clip.
 
     Example:
@@ -286,7 +287,7 @@ def advantage_metrics(advantages: Sequence[Sequence[float | None]], limit: float
     """
     known = torch.tensor([a for group in advantages for a in group if a is not None])
     spread = float(known.std()) if len(known) > 1 else 0.0
-    metrics: dict[str, float | int] = {"advantage/mean": float(known.mean()), "advantage/std": spread}
+    metrics: Numbers = {"advantage/mean": float(known.mean()), "advantage/std": spread}
     if limit is not None:
         metrics["advantage/clipped"] = int(num_clipped(known, limit))
     return metrics

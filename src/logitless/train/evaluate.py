@@ -8,6 +8,7 @@ from logitless.rewards.contract import WeightedReward
 from logitless.rollout.engine import Engine
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.block import roll_out
+from logitless.train.metrics import Numbers
 from logitless.types import Prompt
 
 
@@ -21,7 +22,7 @@ def evaluate(
     unscored: Unscored,
     success_at: float,
     seed: int,
-) -> dict[str, float | int]:
+) -> Numbers:
     """Sample and judge every held-out prompt.
 
     Returns:
@@ -33,7 +34,7 @@ def evaluate(
     )
     completions = [c for g in groups for c in g.completions]
     scored = [r for g in groups for r in g.rewards if r is not None]
-    found: dict[str, float | int] = {
+    found: Numbers = {
         "evaluation/accuracy": sum(r >= success_at for r in scored) / len(completions),
         "evaluation/reward_mean": math.fsum(scored) / len(scored) if scored else math.nan,
         "evaluation/length_mean": sum(c.length for c in completions) / len(completions),

@@ -4,11 +4,12 @@ Everything random follows from the recipe's seed and counters, and all state is 
 and the tensors of model and optimizer, so a run that is stopped anywhere goes on bitwise.
 """
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -44,6 +45,7 @@ from logitless.train.evaluate import evaluate
 from logitless.train.interrupt import Interrupt
 from logitless.train.live_view import LiveView
 from logitless.train.memory import peak_memory
+from logitless.train.metrics import Numbers
 from logitless.train.optimizer import adamw, learning_rate, take_step
 from logitless.train.policy import Policy, Scorer
 from logitless.train.run_folder import RunFolder
@@ -51,8 +53,6 @@ from logitless.train.setup import Data
 from logitless.train.step import backward, step_batch, step_metrics
 from logitless.train.writers import Writer
 from logitless.types import Group, TokenBatch
-
-Numbers: TypeAlias = dict[str, float | int]
 
 
 @dataclass
@@ -268,9 +268,10 @@ class Trainer:
             else:
                 seen = float(torch.cat([_drift(b) for b in micro_batches]).mean())
             record["kl_ref/controlled"] = seen
-            self.progress.epoch_kl.append(seen)
-            if kl.update == "step":
-                self.controller.update(seen, sum(b.num_sequences for b in micro_batches))
+            if math.isfinite(seen):  # exp can overflow; the line then says null
+                self.progress.epoch_kl.append(seen)
+                if kl.update == "step":
+                    self.controller.update(seen, sum(b.num_sequences for b in micro_batches))
         record["kl_ref/guarded"] = self.controller.num_guarded
         record["kl_ref/bounded"] = self.controller.num_bounded
 

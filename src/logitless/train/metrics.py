@@ -19,6 +19,9 @@ Over = Literal["token", "completion", "group", "constraint", "step", "block", "r
 Record: TypeAlias = Mapping[str, float | int | None]
 """The numbers of a step by name; None for one that is not finite."""
 
+Numbers: TypeAlias = dict[str, float | int]
+"""The same while they are gathered."""
+
 
 @dataclass(frozen=True)
 class Metric:

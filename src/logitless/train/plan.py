@@ -14,7 +14,7 @@ from torch import nn
 from logitless.head.chunked import default_budget
 from logitless.models.lm_head import causal_lm
 from logitless.train.config import Recipe
-from logitless.train.setup import algorithm_of, data_of, device_of, policy_model, rewards_of, tokenizer_of
+from logitless.train.setup import algorithm_of, data_of, device_of, policy_model, recorded_of, rewards_of, tokenizer_of
 from logitless.types import Prompt
 
 GIB = 2**30
@@ -58,6 +58,7 @@ def plan_of(recipe: Recipe) -> Plan:
     data = data_of(recipe, tokenizer)
     rewards_of(recipe, [*data.train, *data.held_out])
     algorithm_of(recipe)
+    recorded_of(recipe)
     model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=torch.device("meta"))
     rollout, train = recipe.rollout, recipe.train
     completions = rollout.prompts_per_block * rollout.completions_per_prompt
@@ -87,7 +88,8 @@ def memory(recipe: Recipe, model: nn.Module) -> dict[str, int]:
     frozen = [p for p in model.parameters() if not p.requires_grad]
     config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr]
     layers, width = config.num_hidden_layers, config.hidden_size
-    number = 2 if section.autocast is not None or section.dtype != "float32" else 4
+    half = section.autocast is not None or (section.lora is not None and section.dtype != "float32")
+    number = 2 if half else 4
     kept, worked_on = (1, 1) if section.gradient_checkpointing else (17, 0)
     activations = train.tokens_per_micro_batch * width * number * (layers * kept + 17 * worked_on)
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

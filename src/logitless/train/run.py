@@ -12,11 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from logitless.errors import ConfigurationError
 from logitless.models.lora import frozen_copy
-from logitless.rollout.recorded import RecordedEngine
 from logitless.rollout.transformers import TransformersSampler
 from logitless.train.block import derived_seed
 from logitless.train.checkpoint import load_checkpoint
-from logitless.train.config import Recipe, RecordedEngineSection
+from logitless.train.config import Recipe
 from logitless.train.live_view import LiveView
 from logitless.train.loop import Trainer
 from logitless.train.optimizer import implementation
@@ -31,6 +30,7 @@ from logitless.train.setup import (
     device_of,
     effects,
     policy_model,
+    recorded_of,
     rewards_of,
     set_process,
     tokenizer_of,
@@ -62,8 +62,7 @@ def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tu
     data = data_of(recipe, tokenizer)
     rewards = rewards_of(recipe, [*data.train, *data.held_out])
     algorithm = algorithm_of(recipe)
-    engine = recipe.rollout.engine
-    recorded = RecordedEngine(Path(engine.path)) if isinstance(engine, RecordedEngineSection) else None
+    recorded = recorded_of(recipe)
     root = Path(recipe.output)
     if resume:
         folder = open_run_folder(root / recipe.name)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from logitless.data.packing import StepPlan
 from logitless.errors import InputError
@@ -17,6 +18,7 @@ from logitless.objective.diagnostics import step_diagnostics
 from logitless.objective.objective import BlockStatistics, Objective, ObjectiveOutput
 from logitless.objective.weighting import MicroBatchTokenMean, Totals, Weighting
 from logitless.train.config import Backend
+from logitless.train.metrics import Numbers
 from logitless.train.policy import Policy
 from logitless.types import TokenBatch
 
@@ -53,19 +55,17 @@ def step_batch(
         num_steps=float(num_steps) if _of_block(weighting) else 1.0,
         num_micro_batches=max(1, len(plan.micro_batches)),
     )
-    parts = []
-    for row in plan.micro_batches:
-        weights = weighting(tuple(counts[s] for s in row), totals, [dropped[s] for s in row], block.advantage.dtype)
-        parts.append(replace(block.take(row), token_weight=weights))
+
+    def weights(each: Weighting, row: Sequence[int]) -> Tensor:
+        return each(tuple(counts[s] for s in row), totals, [dropped[s] for s in row], block.advantage.dtype)
+
+    parts = [replace(block.take(row), token_weight=weights(weighting, row)) for row in plan.micro_batches]
     bonus = objective.entropy_bonus
     if bonus is None or not parts:
         return parts
     if bonus.scope == "micro_batch":
-        per_micro_batch = MicroBatchTokenMean()
-        return [
-            replace(p, entropy_weight=per_micro_batch(_counts(p), totals, [dropped[s] for s in row], p.advantage.dtype))
-            for p, row in zip(parts, plan.micro_batches, strict=True)
-        ]
+        means = [weights(MicroBatchTokenMean(), row) for row in plan.micro_batches]
+        return [replace(p, entropy_weight=w) for p, w in zip(parts, means, strict=True)]
     whole = block.take([s for row in plan.micro_batches for s in row])
     whole = replace(whole, token_weight=torch.cat([p.token_weight for p in parts]))
     entropy_weight = torch.split(objective.entropy_weight(whole, block=statistics), [p.num_tokens for p in parts])
@@ -123,7 +123,7 @@ def backward(
     return outputs
 
 
-def step_metrics(outputs: Sequence[ObjectiveOutput]) -> dict[str, float | int]:
+def step_metrics(outputs: Sequence[ObjectiveOutput]) -> Numbers:
     """The step's diagnostics under the names of ``metrics.py``, brought to the host in one transfer."""
     numbers = step_diagnostics(outputs)
     values = torch.stack(list(numbers.values())).tolist()
@@ -169,8 +169,3 @@ def metric_name(diagnostic: str) -> str:
 
 def _of_block(weighting: Weighting) -> bool:
     return not isinstance(weighting, MicroBatchTokenMean) and weighting.scope == "block"
-
-
-def _counts(batch: TokenBatch) -> tuple[int, ...]:
-    assert batch.inputs is not None
-    return batch.inputs.source_counts
