@@ -49,10 +49,21 @@ syllables: `syllapy`; all of them in the extra `logitless[rewards]`. tagger: nlt
 which cannot be shipped; where it is absent the verdict is `missing`, never wrong. Nothing is downloaded.
 
 **Time.** Checks are linear in the text. A keyword that holds regular-expression syntax is matched as one, as the
-official checks do, and costs what that expression costs.
+official checks do. Where it repeats something (`*`, `+`, `{`), the completion is judged in a worker process within two
+seconds, after which its verdict is `timeout`, never wrong; `logitless score` judges everything in workers.
 
 **One token** shows an answer of one word, number or sign that follows the instruction. Such instructions reward
-saying nothing: put a gate beside them (`minimum_length`, `relevance`).
+saying nothing: put a gate beside them. A shut gate makes the whole reward 0; its own score is logged as
+`reward/minimum_length/mean`.
+
+    rewards:
+      - {name: ifeval}
+      - {name: minimum_length, minimum: 20, unit: words}
+      - {name: relevance, share: 0.1}
+
+**Held out.** A recipe whose held-out prompts ask for instructions that its training prompts ask for, too, gives a
+warning that lists them: their accuracy shows no generalisation to new instructions. `recipes/ifeval-tiny.yaml` is such
+a recipe on purpose; what it holds out is the arguments.
 """
 
 SECTIONS: Mapping[str, Mapping[str, Instruction]] = {"IFEval": IFEVAL, "IFTrain": IFTRAIN, "IFBench": IFBENCH}
