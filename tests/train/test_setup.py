@@ -89,14 +89,22 @@ def test_dropout_is_switched_off_and_said(tmp_path, caplog):
 
 
 def test_effects_are_read_back(tmp_path):
-    recipe = tiny_recipe(tmp_path, model__gradient_checkpointing=True, model__matmul_precision="high")
+    recipe = tiny_recipe(
+        tmp_path,
+        model__gradient_checkpointing=True,
+        model__matmul_precision="high",
+        model__sdpa_backends=["math", "efficient"],
+    )
     try:
         set_process(recipe.model, seed=5)
         drawn = torch.rand(1)
         text = "\n".join(effects(recipe.model, CPU, _model(recipe)))
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert "attention logitless_packed, gradient checkpointing on, compile off" in text
+        everything = ["flash", "efficient", "cudnn", "math"]
+        set_process(tiny_recipe(tmp_path, model__sdpa_backends=everything).model, seed=5)
+    assert "attention logitless_packed; SDPA may use efficient, math" in text
+    assert "gradient checkpointing on, compile off" in text
     assert "'high'" in text
     set_process(tiny_recipe(tmp_path).model, seed=5)
     assert torch.equal(drawn, torch.rand(1))

@@ -58,6 +58,12 @@ class ModelSection(Section):
     matmul_precision: Literal["highest", "high", "medium"] = Field(
         "highest", description="torch.set_float32_matmul_precision: high and medium allow TF32"
     )
+    sdpa_backends: tuple[Literal["flash", "efficient", "cudnn", "math"], ...] | None = Field(
+        None, description="kernels that scaled_dot_product_attention may choose from; None: torch's choice"
+    )
+    allocator: str | None = Field(
+        "expandable_segments:True", description="PYTORCH_CUDA_ALLOC_CONF, unless the environment sets it already"
+    )
     trust_remote_code: bool = Field(False, description="run code that the model repository ships")
     lora: LoraSection | None = Field(None, description="None: full fine-tuning")
 
