@@ -176,7 +176,8 @@ def effects(section: ModelSection, device: torch.device, model: nn.Module) -> li
         f"frozen: {sum(p.numel() for p in frozen):,} weights in {_dtypes(frozen)}" if frozen else "frozen: none",
         f"products in {section.autocast or _dtypes(trained)}, float32 ones at precision "
         f"{torch.get_float32_matmul_precision()!r}",
-        f"attention {causal_lm(model).config._attn_implementation}; SDPA may use {', '.join(name for name, on in sdpa.items() if on)}",
+        f"attention {causal_lm(model).config._attn_implementation}; "
+        f"SDPA may use {', '.join(name for name, on in sdpa.items() if on)}",
         f"gradient checkpointing {'on' if checkpointing else 'off'}, compile {'on' if compiled else 'off'}",
     ]
     if device.type == "cuda":
