@@ -167,3 +167,9 @@ def test_a_wrong_configuration_says_what_is_wrong(config, message):
 
 def test_the_shortest_constant_length_is_one():
     assert weights(ConstantLength(1)) == pytest.approx([1 / 5] * 4)
+
+
+def test_the_mean_of_micro_batches_is_a_steps_own_under_totals_of_a_block():
+    # two micro-batches, 4 tokens here: 1 / (2 * 4), however many steps the block has
+    block = Totals(num_tokens=64, num_sequences=8, num_steps=4.0, num_micro_batches=2)
+    assert MicroBatchTokenMean()((1, 3), block).tolist() == [0.125] * 4

@@ -231,7 +231,9 @@ class MicroBatchTokenMean(_Weighting):
     name: Literal["micro_batch_token_mean"] = "micro_batch_token_mean"
 
     def _denominator(self, counts: Tensor, kept: Tensor, totals: Totals) -> Tensor:
-        return totals.num_micro_batches * counts[kept].sum().double()
+        return (
+            totals.num_steps * totals.num_micro_batches * counts[kept].sum().double()
+        )  # of a step, whatever the scope
 
 
 Weighting = TokenMean | SequenceMean | ConstantLength | SequenceSum | MicroBatchTokenMean
