@@ -1,9 +1,13 @@
 """Shared by all tests: shapes checked, memory poisoned, a bounded number of threads, no network."""
 
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as for a background job; processes of tests would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from jaxtyping import install_import_hook
 

@@ -104,9 +104,9 @@ def test_a_hostile_text_of_100k_characters_is_judged_in_linear_time(instruction,
     text = (instruction.hostile * 100_000)[:100_000]
     arguments = instruction.read_arguments(instruction.passes.arguments, row="test")
     instruction.check(text[:100], **arguments)
-    started = time.perf_counter()
+    started = time.process_time()
     instruction.check(text, **arguments)
-    assert time.perf_counter() - started < SECONDS_AT_100K
+    assert time.process_time() - started < SECONDS_AT_100K
 
 
 @by_id(INSTRUCTIONS.values())
