@@ -7,9 +7,10 @@ attention, optimizer. ``effects`` says what is really in force.
 import logging
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,11 +72,11 @@ def device_of(section: ModelSection) -> torch.device:
     return torch.device(section.device)
 
 
-_SDPA_SWITCHES = {
-    "flash": torch.backends.cuda.enable_flash_sdp,
-    "efficient": torch.backends.cuda.enable_mem_efficient_sdp,
-    "cudnn": torch.backends.cuda.enable_cudnn_sdp,
-    "math": torch.backends.cuda.enable_math_sdp,
+_SDPA: dict[str, tuple[Callable[[bool], Any], Callable[[], Any]]] = {
+    "flash": (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.flash_sdp_enabled),
+    "efficient": (torch.backends.cuda.enable_mem_efficient_sdp, torch.backends.cuda.mem_efficient_sdp_enabled),
+    "cudnn": (torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled),
+    "math": (torch.backends.cuda.enable_math_sdp, torch.backends.cuda.math_sdp_enabled),
 }
 
 
@@ -90,7 +91,7 @@ def set_process(section: ModelSection, *, seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.set_float32_matmul_precision(section.matmul_precision)
-    for name, enable in _SDPA_SWITCHES.items():
+    for name, (enable, _) in _SDPA.items():
         if section.sdpa_backends is not None:
             enable(name in section.sdpa_backends)
     transformers.utils.logging.disable_progress_bar()
@@ -164,20 +165,14 @@ def effects(section: ModelSection, device: torch.device, model: nn.Module) -> li
     frozen = [p for p in model.parameters() if not p.requires_grad]
     checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     compiled = any(module._compiled_call_impl is not None for module in model.modules())
-    sdpa = {
-        "flash": torch.backends.cuda.flash_sdp_enabled(),
-        "efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
-        "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
-        "math": torch.backends.cuda.math_sdp_enabled(),
-    }
+    sdpa = [name for name, (_, enabled) in _SDPA.items() if enabled()]
     lines = [
         f"device {device}" + (f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""),
         f"trained: {sum(p.numel() for p in trained):,} weights in {_dtypes(trained)}",
         f"frozen: {sum(p.numel() for p in frozen):,} weights in {_dtypes(frozen)}" if frozen else "frozen: none",
         f"products in {section.autocast or _dtypes(trained)}, float32 ones at precision "
         f"{torch.get_float32_matmul_precision()!r}",
-        f"attention {causal_lm(model).config._attn_implementation}; "
-        f"SDPA may use {', '.join(name for name, on in sdpa.items() if on)}",
+        f"attention {causal_lm(model).config._attn_implementation}; SDPA may use {', '.join(sdpa)}",
         f"gradient checkpointing {'on' if checkpointing else 'off'}, compile {'on' if compiled else 'off'}",
     ]
     if device.type == "cuda":
