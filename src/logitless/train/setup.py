@@ -85,7 +85,7 @@ def set_process(section: ModelSection, *, seed: int) -> None:
 
     The global generators are seeded for code that draws from them; nothing of logitless does.
     """
-    if section.allocator is not None and not torch.cuda.is_initialized():
+    if section.allocator is not None and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", section.allocator)
     torch.manual_seed(seed)
     random.seed(seed)
