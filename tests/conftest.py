@@ -3,8 +3,11 @@
 import os
 import signal
 
+import torch
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TRITON_INTERPRET", "1")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as for a background job; processes of tests would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -30,7 +33,6 @@ CHECKED = [
 install_import_hook(CHECKED, "beartype.beartype")
 
 import pytest  # noqa: E402
-import torch  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
