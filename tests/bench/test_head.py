@@ -42,7 +42,7 @@ def test_a_run_leaves_complete_rows_and_a_second_measures_nothing_again(tmp_path
 def test_a_document_is_rewritten_between_its_marks_and_checked(tmp_path):
     results = head_report.load(ROOT / "benchmarks/results")
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{head_report.BEGIN}\nold\n{head_report.END}\nafter\n")
+    page.write_text(f"before\n{head_report.MARKS.begin}\nold\n{head_report.MARKS.end}\nafter\n")
     assert head_report.update([page], results, check=True) == 1
     assert head_report.update([page], results, check=False) == 0
     text = page.read_text()

@@ -7,10 +7,8 @@ by the next: no softmax, no sums, nothing kept. Times are the device's: the queu
 """
 
 import argparse
-import gc
 import json
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -21,6 +19,7 @@ import torch
 
 from logitless.bench import head_report
 from logitless.bench.head_contenders import CONTENDERS, Problem, bare
+from logitless.bench.machine import environment, release
 from logitless.errors import ConfigurationError, UnavailableError
 
 ROWS = 16384
@@ -29,6 +28,7 @@ LIVE = (1.0, 0.5, 0.2, 0.0)
 RUN = 256
 """Rows without gradient come in runs of this length."""
 
+PACKAGES = ("triton", "trl", "liger-kernel", "cut-cross-entropy")
 ERROR_ROWS = 256
 RANK = 16
 PATIENCE = 0.8
@@ -161,7 +161,7 @@ def measure(
     shape: Shape, rows: int, lengths: tuple[int, ...], path: Path, device: str, rounds: int, wanted: set[str] | None
 ) -> None:
     """Measures the cases that ``path`` does not have yet and writes it, one number of rows at a time."""
-    here = environment(device)
+    here = environment(device, PACKAGES)
     found = json.loads(path.read_text()) if path.exists() else {}
     done = [
         row
@@ -196,13 +196,13 @@ def _measured(
     found = {case: Measurement([]) for case in group}
     for case, measurement in found.items():
         _attempt(case, problem, measurement, timed=False)
-        _release(device)
+        release(device)
     for _ in range(rounds):
         for case, measurement in found.items():
             if measurement.failure is None and sum(measurement.times) < PATIENCE * 1000:
                 _attempt(case, problem, measurement, timed=True)
     del problem
-    _release(device)
+    release(device)
     errors = _errors(shape, {case.contender for case in group}, device) if with_errors else {}
     return [_row(shape, case, m, found[case.bare], errors.get(case.contender)) for case, m in found.items()]
 
@@ -314,33 +314,3 @@ def _row(
     plain = case.trained == "weight" and case.live == 1.0 and case.budget_bytes is None
     names = ("logp_max_error", "dx_rel_error", "dw_rel_error")
     return row | {name: errors[name] if errors is not None and plain else None for name in names}
-
-
-def environment(device: str) -> dict[str, str]:
-    """What the numbers depend on: machine and versions.
-
-    Example:
-        >>> environment("cpu")["gpu"]
-        'none'
-    """
-    from importlib import metadata
-
-    def version(package: str) -> str:
-        try:
-            return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            return "not installed"
-
-    gpu, driver = "none", "none"
-    if device == "cuda":
-        gpu = torch.cuda.get_device_name()
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
-    packages = ("triton", "trl", "liger-kernel", "cut-cross-entropy")
-    return {"gpu": gpu, "driver": driver, "torch": torch.__version__} | {name: version(name) for name in packages}
-
-
-def _release(device: str) -> None:
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()

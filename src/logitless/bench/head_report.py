@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from logitless.errors import DataError
+from logitless.bench import pages
 
 Row = dict[str, Any]
-BEGIN = "<!-- bench head: begin (made by `logitless bench head --table`) -->"
-END = "<!-- bench head: end -->"
+MARKS = pages.Marks("head")
 NAMES = {
     "bare": "bare products (cuBLAS)",
     "logitless-fused": "logitless, fused",
@@ -109,28 +108,8 @@ def _error(value: float | None) -> str:
 
 
 def update(documents: Sequence[Path], results: Sequence[dict[str, Any]], *, check: bool) -> int:
-    """Rewrites the table between its two marks in each document; with ``check``, 1 if one is out of date.
-
-    Raises:
-        DataError: a document without the marks.
-    """
-    stale = 0
-    for path in documents:
-        text = path.read_text()
-        before, begin, rest = text.partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not begin or not end:
-            raise DataError(
-                needed=f"the marks {BEGIN!r} and {END!r} in {path}", given="none", remedy="Add them where it should go."
-            )
-        fresh = f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{after}"
-        if fresh != text:
-            stale = 1
-            if check:
-                print(f"{path} is out of date: run `logitless bench head --table {path}`")
-            else:
-                path.write_text(fresh)
-    return stale if check else 0
+    """Rewrites the table in each document; with ``check``, 1 if one is out of date."""
+    return pages.update(documents, MARKS, table(results), check=check)
 
 
 def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
