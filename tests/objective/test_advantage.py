@@ -252,10 +252,16 @@ def test_float32_rewards_give_float32_advantages():
     assert all(e(REWARDS.float(), GROUP).dtype == torch.float32 for e in GROUP_RELATIVE)
 
 
-@pytest.mark.parametrize(("rewards", "group"), [([1.0, math.inf], [0, 0]), ([1.0, -math.inf], [0, 0]), ([], [])])
-def test_infinite_or_no_rewards_are_refused(rewards, group):
+@pytest.mark.parametrize(("rewards", "group"), [([1.0, math.inf], [0, 0]), ([1.0, -math.inf], [0, 0]), ([1.0], [])])
+def test_infinite_rewards_and_rewards_without_a_group_are_refused(rewards, group, without_shape_checks):
     with pytest.raises(InputError, match="finite reward"):
         adv.group_centered(f64(*rewards), torch.tensor(group, dtype=torch.long))
+
+
+def test_no_completion_has_no_advantage_for_a_rank_may_hold_none():
+    none = f64(), torch.tensor([], dtype=torch.long)
+    assert [e(*none).shape for e in GROUP_RELATIVE] == [(0,)] * len(GROUP_RELATIVE)
+    assert adv.has_signal(*none).shape == (0,)
 
 
 # --- token returns ---

@@ -21,8 +21,8 @@ def test_covariance_is_centred_over_counted_tokens():
 def test_covariance_means_are_over_all_ranks():
     # the other rank holds A = -1, logp = -3: means 0 and -2 over both
     advantage, logp, counted = torch.tensor([1.0]), torch.tensor([-1.0]), torch.tensor([True])
-    others = {torch.float32: iter([torch.tensor([-1.0]), torch.tensor([-3.0])]), torch.bool: iter([counted])}
-    covariance = token_covariance(advantage, logp, counted, lambda part: torch.cat([part, next(others[part.dtype])]))
+    other = torch.tensor([[1.0, -1.0, -3.0]])  # how many, A, logp
+    covariance = token_covariance(advantage, logp, counted, lambda part: torch.cat([part, other]))
     assert covariance.tolist() == [1.0]
 
 

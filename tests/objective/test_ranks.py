@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from logitless.distributed import sum_over_group
+from logitless.distributed import gather_over_group, sum_over_group
 from logitless.errors import ConfigurationError
 from logitless.objective.filters import TopEntropy
 from logitless.objective.objective import Objective
@@ -43,12 +43,6 @@ def compositions():
     return chosen + of_micro_batches
 
 
-def gather(part):
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, part)
-    return torch.cat(parts)
-
-
 def shard(batch, tokens):
     """The rank's own tokens of every sequence."""
     values = {f.name: getattr(batch, f.name) for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)}
@@ -70,7 +64,7 @@ def evaluate(objective, logp, entropy, batch, **ranks):
 def on_a_rank(rank, borders):
     logp, entropy, batch = random_batch(LENGTHS, SEED)
     tokens = slice(borders[rank], borders[rank + 1])
-    total = sum_over_group(dist.group.WORLD)
+    total, gather = sum_over_group(dist.group.WORLD), gather_over_group(dist.group.WORLD)
     local = shard(batch, tokens)
     return [
         evaluate(each, logp[tokens], entropy[tokens], local, sum_over_ranks=total, gather=gather)

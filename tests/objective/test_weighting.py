@@ -57,6 +57,12 @@ def test_trl_s_num_items_in_batch_is_a_block_of_fractional_steps():
     assert weights(TokenMean(scope="block"), totals=generation) == pytest.approx([6 / (4 * 300)] * 4, rel=1e-15)
 
 
+def test_totals_over_ranks_add_up_counts_and_leave_the_number_of_steps():
+    here, there = Totals(7, 3, num_steps=2.0, num_micro_batches=2), Totals(5, 0, num_steps=2.0)
+    everything = here.over_ranks(lambda counts: counts + torch.tensor([there.num_tokens, there.num_sequences, 1]))
+    assert everything == Totals(12, 3, num_steps=2.0, num_micro_batches=3)
+
+
 def test_dropping_truncated_completions_takes_their_tokens_out_of_n_and_leaves_them_in_b():
     truncated = (True, False, False)
     totals = Totals.of(COUNTS, truncated)

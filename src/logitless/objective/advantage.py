@@ -222,7 +222,7 @@ def percentile(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"], q: float) -
         tensor([-2.,  2., -1.,  1.])
     """
     grid, row = _grid(rewards, group)
-    return _assign(rewards - grid.nanquantile(q / 100, dim=1)[row], grid, row)
+    return _assign(rewards - _quantile(grid, q / 100)[row], grid, row)
 
 
 def robust(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
@@ -240,8 +240,8 @@ def robust(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> Float[Tensor
         tensor([0., 0., 0., 2.])
     """
     grid, row = _grid(rewards, group)
-    median = grid.nanquantile(0.5, dim=1)
-    mad = (grid - median[:, None]).abs().nanquantile(0.5, dim=1)
+    median = _quantile(grid, 0.5)
+    mad = _quantile((grid - median[:, None]).abs(), 0.5)
     scale = torch.where(mad > 0, mad, _std(grid))
     return _assign((rewards - median[row]) / (scale[row] + EPSILON), grid, row)
 
@@ -785,9 +785,9 @@ Advantage = GroupAdvantage | Gdpo | TokenAdvantage
 
 def _grid(rewards: Tensor, group: Tensor) -> tuple[Float[Tensor, "P G"], Int[Tensor, "B"]]:
     """The rewards with one row a group, in ascending order of ids and filled up with NaN, and the row of each."""
-    if len(rewards) != len(group) or len(rewards) == 0 or bool(rewards.isinf().any()):
+    if len(rewards) != len(group) or bool(rewards.isinf().any()):
         raise InputError(
-            needed="one finite reward (NaN where unscorable) and one group id for each of at least one completion",
+            needed="one finite reward (NaN where unscorable) and one group id for each completion",
             given=f"{len(rewards)} rewards, of which {int(rewards.isinf().sum())} infinite, and {len(group)} ids",
             remedy="Give both for every completion of the batch, in the same order.",
         )
@@ -795,7 +795,7 @@ def _grid(rewards: Tensor, group: Tensor) -> tuple[Float[Tensor, "P G"], Int[Ten
     order = row.argsort(stable=True)
     column = torch.empty_like(row)
     column[order] = torch.arange(len(row), device=row.device) - (size.cumsum(0) - size)[row[order]]
-    grid = rewards.new_full((len(ids), int(size.max())), torch.nan)
+    grid = rewards.new_full((len(ids), max(size.tolist(), default=1)), torch.nan)
     grid[row, column] = rewards
     return grid, row
 
@@ -824,6 +824,11 @@ def _std(grid: Tensor) -> Float[Tensor, "P"]:
     return (squares / (_num_scored(grid) - 1)).sqrt()
 
 
+def _quantile(grid: Tensor, q: float) -> Float[Tensor, "P"]:
+    """Interpolated linearly; torch's own refuses a grid without groups."""
+    return grid.nanquantile(q, dim=1) if len(grid) else grid.new_zeros(0)
+
+
 def _assign(advantage: Tensor, grid: Tensor, row: Tensor) -> Float[Tensor, "B"]:
     """The advantage where there is one: 0 for the unscorable and for those with nothing to be compared with."""
     return torch.where(_compared(grid)[row], advantage, 0).nan_to_num(nan=0.0)
@@ -835,12 +840,16 @@ def _assign(advantage: Tensor, grid: Tensor, row: Tensor) -> Float[Tensor, "B"]:
 def _batch_statistics(
     values: Tensor, kept: Tensor, sum_over_ranks: SumOverRanks
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Mean and Bessel-corrected standard deviation (0 for a single value) of the kept values of every rank."""
-    values = torch.where(kept, values, 0)
-    total, count = sum_over_ranks(torch.stack([values.sum(), kept.sum().to(values.dtype)]))
+    """Mean and Bessel-corrected standard deviation (0 for a single value) of the kept values of every rank.
+
+    Added up in float64, so that float32 hardly shows how the values lie on the ranks.
+    """
+    exact = torch.where(kept, values, 0).double()
+    total, count = sum_over_ranks(torch.stack([exact.sum(), kept.sum().double()]))
     mean = total / count
-    squares = sum_over_ranks(torch.where(kept, values - mean, 0).square().sum())
-    return mean, (squares / (count - 1).clamp(min=1)).sqrt()
+    squares = sum_over_ranks(torch.where(kept, exact - mean, 0).square().sum())
+    std = (squares / (count - 1).clamp(min=1)).sqrt()
+    return mean.to(values.dtype), std.to(values.dtype)
 
 
 # --- runs of tokens -------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from torch import Tensor
 from logitless.objective.advantage import one_rank
 
 GatherOverRanks = Callable[[Tensor], Tensor]
-"""The concatenation of every rank's vector, in the same order on every rank; lengths may differ."""
+"""The rows of every rank end to end, in the same order on every rank; lengths may differ
+(``distributed.gather_over_group``)."""
 
 
 def token_covariance(
@@ -29,14 +30,11 @@ def token_covariance(
         >>> token_covariance(torch.tensor([1.0, -1.0]), torch.tensor([-1.0, -3.0]), torch.tensor([True, True]))
         tensor([1., 1.])
     """
-    everyone = gather(counted)
-    num_counted = everyone.sum().clamp(min=1)
-
-    def centered(values: Tensor) -> Tensor:
-        hidden = torch.where(counted, values.detach(), 0.0)
-        return hidden - (gather(hidden).double().sum() / num_counted).to(values.dtype)
-
-    return centered(advantage) * centered(logp)
+    rows = torch.stack([torch.ones_like(logp), advantage, logp], dim=1).detach()
+    rows = torch.where(counted[:, None], rows, 0.0)
+    num_counted, total_advantage, total_logp = gather(rows).double().sum(0)
+    centered = rows[:, 1:] - (torch.stack([total_advantage, total_logp]) / num_counted.clamp(min=1)).to(rows.dtype)
+    return centered.prod(1)
 
 
 def num_chosen(fraction: float, num_tokens: Int[Tensor, ""]) -> Int[Tensor, ""]:
@@ -81,7 +79,8 @@ def random_in_band(
         eligible: [N].
         number: how many, over all ranks.
         low, high: the band.
-        generator: of random numbers; seeded differently on every rank.
+        generator: of random numbers; seeded differently on every rank, so that the draw, not its distribution,
+            depends on which rank holds which tokens.
         gather: see ``GatherOverRanks``.
 
     Example:

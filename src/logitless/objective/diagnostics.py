@@ -66,9 +66,8 @@ def step_diagnostics(
         (0.5, 0.5)
     """
 
-    def vector(name: str) -> Tensor | None:
-        parts = [getattr(each, name) for each in outputs]
-        return None if parts[0] is None else gather(torch.cat(parts))
+    vectors = _whole_step(outputs, gather)
+    trained, advantage = vectors["trained"], vectors["advantage"]
 
     def mean(values: Tensor, among: Tensor) -> Tensor:
         return torch.where(among, values, 0.0).double().sum() / among.sum().clamp(min=1)
@@ -79,49 +78,77 @@ def step_diagnostics(
     def largest(values: Tensor) -> Tensor:
         return torch.cat([torch.where(trained, values, -torch.inf), values.new_full((1,), -torch.inf)]).max()
 
-    trained = gather(torch.cat([each.trained for each in outputs]))
-    numbers = {
-        "loss": gather(torch.stack([each.loss.detach() for each in outputs])).double().sum(),
-        "num_tokens": trained.sum(),
-    }
-    advantage = gather(torch.cat([each.advantage for each in outputs]))
-    low, high = vector("clipped_low"), vector("clipped_high")
-    if low is not None and high is not None:
+    numbers = {"loss": _total([each.loss for each in outputs], gather), "num_tokens": trained.sum()}
+    if "clipped_low" in vectors:
+        low, high = vectors["clipped_low"], vectors["clipped_high"]
         numbers["clip_fraction_low"] = mean(low, trained)
         numbers["clip_fraction_high"] = mean(high, trained)
         numbers["clip_fraction_positive"] = mean(low | high, trained & (advantage > 0))
         numbers["clip_fraction_negative"] = mean(low | high, trained & (advantage < 0))
-    if (log_ratio := vector("log_ratio")) is not None:
+    if (log_ratio := vectors.get("log_ratio")) is not None:
         numbers["ratio_min"] = (-largest(-log_ratio)).exp()
         numbers["ratio_mean"] = mean(log_ratio.exp(), trained)
         numbers["ratio_max"] = largest(log_ratio).exp()
-    differences = {"old": vector("token_log_ratio"), "ref": vector("log_ratio_ref")}
+    differences = {"old": vectors.get("token_log_ratio"), "ref": vectors.get("log_ratio_ref")}
     for policy, difference in differences.items():
         if difference is not None:
             for name, estimator in {"k1": k1, "k2": k2, "k3": k3}.items():
                 values = estimator(-difference if policy == "old" else difference)
                 numbers[f"{policy}_{name}_mean"] = mean(values, trained)
                 numbers[f"{policy}_{name}_p95"] = p95(values)
-    if (kl := vector("kl")) is not None:
+    if (kl := vectors.get("kl")) is not None:
         numbers["kl_mean"], numbers["kl_p95"] = mean(kl, trained), p95(kl)
-    if (clamped := vector("kl_clamped")) is not None:
+    if (clamped := vectors.get("kl_clamped")) is not None:
         numbers["num_kl_clamped"] = clamped.sum()
-    if (entropy := vector("entropy")) is not None:
+    if (entropy := vectors.get("entropy")) is not None:
         numbers["entropy_mean"] = mean(entropy, trained)
     bonuses = [each.entropy_bonus for each in outputs if each.entropy_bonus is not None]
     if bonuses:
-        numbers["entropy_bonus"] = gather(torch.stack(bonuses)).double().sum()
-    if (sampler := vector("sampler_log_ratio")) is not None:
+        numbers["entropy_bonus"] = _total(bonuses, gather)
+    if (sampler := vectors.get("sampler_log_ratio")) is not None:
         size = sampler.abs()
         numbers["sampler_difference_mean"], numbers["sampler_difference_p95"] = mean(size, trained), p95(size)
         numbers["sampler_difference_max"] = largest(size)
-    if (missing := vector("missing_sampler")) is not None:
+    if (missing := vectors.get("missing_sampler")) is not None:
         numbers["num_missing_sampler"] = missing.sum()
-    if (correction := vector("correction")) is not None:
+    if (correction := vectors.get("correction")) is not None:
         numbers["correction_mean"] = mean(correction, trained)
         numbers["correction_effective_fraction"] = effective_fraction(correction, trained)
     for name in outputs[0].dropped:
-        numbers[f"dropped_{name}"] = mean(gather(torch.cat([each.dropped[name] for each in outputs])), trained)
-    if (gradient := vector("grad_logp")) is not None:
+        numbers[f"dropped_{name}"] = mean(vectors[f"dropped_{name}"], trained)
+    if (gradient := vectors.get("grad_logp")) is not None:
         numbers["live_fraction"] = mean(gradient != 0, trained)
     return {name: value.double() for name, value in numbers.items()}
+
+
+_VECTORS = (
+    "trained",
+    "advantage",
+    "clipped_low",
+    "clipped_high",
+    "log_ratio",
+    "token_log_ratio",
+    "log_ratio_ref",
+    "kl",
+    "kl_clamped",
+    "entropy",
+    "sampler_log_ratio",
+    "missing_sampler",
+    "correction",
+    "grad_logp",
+)
+
+
+def _whole_step(outputs: Sequence[ObjectiveOutput], gather: GatherOverRanks) -> dict[str, Tensor]:
+    """The vectors that there are, over micro-batches and ranks, in one exchange."""
+    parts = {name: [getattr(each, name) for each in outputs] for name in _VECTORS}
+    parts |= {f"dropped_{name}": [each.dropped[name] for each in outputs] for name in outputs[0].dropped}
+    vectors = {name: torch.cat(part) for name, part in parts.items() if part[0] is not None}
+    if gather is one_rank:
+        return vectors
+    columns = gather(torch.stack([each.double() for each in vectors.values()], dim=1)).unbind(1)
+    return {name: column.to(each.dtype) for (name, each), column in zip(vectors.items(), columns, strict=True)}
+
+
+def _total(parts: Sequence[Tensor], gather: GatherOverRanks) -> Float[Tensor, ""]:
+    return gather(torch.stack([each.detach() for each in parts])).double().sum()

@@ -18,8 +18,8 @@ It raises ``InputError`` for more tokens or sequences than the totals hold.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -70,6 +70,22 @@ class Totals:
         """The totals of these sequences alone, as of a step on one rank in one micro-batch."""
         counts, kept = _counts(token_counts, truncated)
         return cls(num_tokens=int(counts[kept].sum()), num_sequences=len(counts))
+
+    def over_ranks(self, sum_over_ranks: Callable[[Tensor], Tensor], device: torch.device | str = "cpu") -> "Totals":
+        """The totals of every rank together, where these are of the sequences that this rank holds whole.
+
+        Args:
+            sum_over_ranks: of whole numbers (``distributed.sum_over_group``); every rank calls it once.
+            device: that its process group works on.
+
+        Example:
+            >>> twins = lambda part: 2 * part  # two ranks that hold as much
+            >>> Totals(num_tokens=4, num_sequences=3).over_ranks(twins)
+            Totals(num_tokens=8, num_sequences=6, num_steps=1.0, num_micro_batches=2)
+        """
+        counts = torch.tensor([self.num_tokens, self.num_sequences, self.num_micro_batches], device=device)
+        num_tokens, num_sequences, num_micro_batches = sum_over_ranks(counts).tolist()
+        return replace(self, num_tokens=num_tokens, num_sequences=num_sequences, num_micro_batches=num_micro_batches)
 
 
 @dataclass(frozen=True)
