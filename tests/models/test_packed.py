@@ -165,3 +165,16 @@ def test_a_recurrent_model_is_refused():
     config = {"model_type": "mamba", "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "vocab_size": 61}
     with pytest.raises((UnavailableError, ConfigurationError)):
         verify_packing(load_model(config, random_weights=True, attention="eager"))
+
+
+def test_the_check_multiplies_in_whole_float32_and_restores_the_precision():
+    torch.set_float32_matmul_precision("high")
+    seen = []
+    try:
+        model = tiny("qwen2")
+        backbone(model).register_forward_hook(lambda *_: seen.append(torch.get_float32_matmul_precision()))
+        verify_packing(model)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert set(seen) == {"highest"}

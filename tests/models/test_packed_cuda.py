@@ -6,9 +6,10 @@ from torch import Tensor
 
 from logitless.models import packed as module
 from logitless.models.lm_head import backbone_hidden, verify_lm_head, verify_packing
+from logitless.models.loading import load_model
 from logitless.models.packed import PackedLayout, packed_attention
 from tests.models.test_packed import causal_by_hand, one_at_a_time
-from tests.models.tiny import packed, tiny
+from tests.models.tiny import CONFIGS, packed, tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LENGTHS = (1, 130, 7, 64, 3, 257)
@@ -75,3 +76,12 @@ def test_models_in_bfloat16_equal_their_sequences_run_alone_and_score_bitwise_as
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
     verify_lm_head(model)
     verify_packing(model)
+
+
+def test_a_float32_model_passes_its_checks_where_tf32_is_allowed():
+    torch.set_float32_matmul_precision("high")
+    try:
+        wide = {"hidden_size": 896, "intermediate_size": 2048, "num_attention_heads": 14}
+        verify_packing(load_model(CONFIGS["qwen2"] | wide, device="cuda", random_weights=True))
+    finally:
+        torch.set_float32_matmul_precision("highest")

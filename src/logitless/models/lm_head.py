@@ -354,9 +354,12 @@ def _is_meta(inner: PreTrainedModel) -> bool:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = model.training
+    """Dropout off and float32 products whole: TF32, whose error depends on the shape, would hide what is looked for."""
+    training, precision = model.training, torch.get_float32_matmul_precision()
     model.eval()
+    torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
+        torch.set_float32_matmul_precision(precision)
         model.train(training)
