@@ -13,6 +13,7 @@ from logitless.objective.entropy import EntropyBonus
 from logitless.objective.filters import OffPolicy, TopEntropy
 from logitless.objective.objective import Objective
 from logitless.objective.ratio import TokenRatio
+from logitless.objective.surrogate import ClipCov, KlCov
 from tests.objective.batches import random_batch
 from tests.objective.compositions import RATIOS, SURROGATES
 
@@ -64,6 +65,31 @@ def test_every_composition_agrees_with_the_cpu_repeats_bitwise_and_never_synchro
             torch.testing.assert_close(found.cpu(), truth, rtol=1e-12, atol=1e-13)
         for name, value in step_diagnostics([expected]).items():
             torch.testing.assert_close(numbers[name].cpu(), value, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize(
+    "objective",
+    [
+        Objective(filters=(TopEntropy(0.5, scope="micro_batch"),)),
+        Objective(surrogate=KlCov(0.1, scope="micro_batch")),
+        Objective(surrogate=ClipCov(1.0, low=0.1, scope="micro_batch")),
+    ],
+    ids=["top_entropy", "kl_cov", "clip_cov"],
+)
+def test_statistics_of_current_values_agree_with_the_cpu_and_never_synchronise(objective):
+    logp, entropy, batch = random_batch((300, 0, 1, 17, 1000), seed=3)
+    expected = objective(logp, entropy, batch, generator=torch.Generator())
+    on_gpu, generator = batch.to("cuda"), torch.Generator("cuda")
+    scores = [each.detach().cuda().requires_grad_() for each in (logp, entropy)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = objective(*scores, on_gpu, generator=generator)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(found.loss.cpu(), expected.loss, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(found.grad_logp.cpu(), expected.grad_logp, rtol=1e-12, atol=1e-13)
 
 
 def milliseconds(function, repeats=20):

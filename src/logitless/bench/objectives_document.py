@@ -26,6 +26,7 @@ from logitless.objective.presets import PRESETS
 from logitless.types import TokenBatch
 
 DOCS = Path(__file__).parents[3] / "docs"
+COST = DOCS.parent / "benchmarks" / "results" / "objective.json"
 COMMAND = "python -m logitless.bench.objectives_document"
 TOLERANCE = 1e-6
 NUM_POINTS = 120
@@ -557,7 +558,38 @@ def page() -> str:
     for name, preset in PRESETS.items():
         cells = (f"`{cell}`" if cell else "–" for cell in _composition(preset()).values())
         rows.append(f"| [`{name}`](#{name}) | {' | '.join(list(cells)[:4])} |")
-    return "\n".join([_OPENING, *rows, "", *(_section(name) for name in PRESETS), _PARTS])
+    measured = json.loads(COST.read_text(encoding="utf-8")) if COST.is_file() else None
+    return "\n".join([_OPENING, *rows, "", *(_section(name) for name in PRESETS), _PARTS, cost(measured)])
+
+
+def cost(measured: Mapping[str, Any] | None) -> str:
+    """What ``benchmarks/objective.py`` found, in words.
+
+    Example:
+        >>> cost(None).splitlines()[-1]
+        'Not measured yet: run `python benchmarks/objective.py` on a GPU.'
+    """
+    if measured is None:
+        return "## Cost\n\nNot measured yet: run `python benchmarks/objective.py` on a GPU.\n"
+    alone = [row for row in measured["rows"] if not row["diagnostics"]]
+    watched = [row for row in measured["rows"] if row["diagnostics"]]
+    head, machine = measured["head"], measured["environment"]
+    peak = max(row["peak_bytes_per_token"] for row in measured["rows"])
+    return (
+        f"## Cost\n\nForward and backward of an objective on {measured['tokens']} tokens in {measured['sequences']} "
+        f"sequences take {_range(alone)} of the time of one\nbfloat16 product with a head of {head['width']} x "
+        f"{head['vocabulary']} in the same run ({measured['product_ms']:.0f} ms); with the step's diagnostics,\n"
+        f"{_range(watched)}. They allocate at most {peak:.0f} bytes a token. "
+        f"({machine['gpu']}, driver {machine['driver']}, torch {machine['torch']};\n"
+        "[result file](../benchmarks/results/objective.json), by `benchmarks/objective.py`.)\n"
+    )
+
+
+def _range(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The cheapest and the dearest objective."""
+    low, *_, high = sorted(rows, key=lambda row: float(row["ratio_to_product"]))
+    shares = [f"{row['ratio_to_product']:.2%} (`{row['objective']}`)" for row in (low, high)]
+    return " to ".join(shares)
 
 
 def outdated(docs: Path) -> list[str]:
