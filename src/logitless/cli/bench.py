@@ -2,19 +2,24 @@
 
 import argparse
 
-from logitless.bench import head
+from logitless.bench import head, step
+
+_BENCHMARKS = {
+    "head": (head, "the LM head against bare products and other libraries"),
+    "step": (step, "a whole training step against full logits and TRL's trainer"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One subcommand a benchmark."""
     benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="WHAT")
-    described = benchmarks.add_parser(
-        "head", help="the LM head against bare products and other libraries", description=head.__doc__
-    )
-    described.formatter_class = argparse.RawDescriptionHelpFormatter
-    head.add_arguments(described)
+    for name, (module, summary) in _BENCHMARKS.items():
+        described = benchmarks.add_parser(name, help=summary, description=module.__doc__)
+        described.formatter_class = argparse.RawDescriptionHelpFormatter
+        module.add_arguments(described)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the benchmark that was named."""
-    return head.run(options)
+    module, _ = _BENCHMARKS[options.benchmark]
+    return module.run(options)
