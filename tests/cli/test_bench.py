@@ -5,11 +5,12 @@ import pytest
 from logitless.cli.main import main
 
 
-def test_bench_head_says_what_it_measures(capsys):
+@pytest.mark.parametrize(("benchmark", "option"), [("head", "--contenders"), ("step", "--probe-seconds")])
+def test_a_benchmark_says_what_it_measures(benchmark, option, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["bench", "head", "--help"])
+        main(["bench", benchmark, "--help"])
     assert ended.value.code == 0
-    assert "--contenders" in capsys.readouterr().out
+    assert option in capsys.readouterr().out
 
 
 def test_bench_without_a_benchmark_is_bad_input(capsys):

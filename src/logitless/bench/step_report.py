@@ -95,11 +95,11 @@ def _longest(rows: Sequence[Row], contender: str, card: int) -> str:
 
 
 def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Memory and tokens/s against the length of a sequence, a column a model."""
+    """Memory and tokens/s against the length of a sequence, a column a model; open circles are extrapolated."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5 * max(1, len(results)), 6.4), layout="constrained")
-    axes = figure.subplots(2, max(1, len(results)), squeeze=False)
+    axes = figure.subplots(2, max(1, len(results)), squeeze=False, sharex="col")
     for (memory, speed), document in zip(axes.T, results, strict=False):
         for color, (contender, name) in zip(("C3", "C0", "C1", "C2"), NAMES.items(), strict=True):
             rows = [r for r in document["lengths"] if r["contender"] == contender and r["seconds"] is not None]
@@ -110,14 +110,15 @@ def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
             ends = [r for r in document["longest"] if r["contender"] == contender and r["completion_tokens"]]
             if peaks:
                 memory.plot(*zip(*peaks, strict=True), color=color, marker=".", label=name)
-            for how, marker in (("measured", "o"), ("extrapolated", "$\\sim$")):
-                points = [(r["completion_tokens"], r["memory_gb"]) for r in ends if r["how"] == how]
-                if points:
-                    memory.scatter(*zip(*points, strict=True), color=color, marker=marker)
+            for r in ends:
+                inside = color if r["how"] == "measured" else "none"
+                memory.scatter(r["completion_tokens"], r["memory_gb"], edgecolors=color, facecolors=inside, zorder=3)
         for card in sorted({row["memory_gb"] for row in document["longest"]}):
             memory.axhline(card, color="black", linewidth=0.6, linestyle=":")
-        memory.set(title=document["model"]["title"], ylabel="peak memory, GB", xscale="log")
-        speed.set(xlabel="completion tokens, one sequence a micro-batch", ylabel="tokens/s", xscale="log")
+        memory.set(title=document["model"]["title"], ylabel="peak memory, GB")
+        speed.set(xlabel="completion tokens, one sequence a micro-batch", ylabel="tokens/s")
+        speed.set_xscale("log", base=2)
+        speed.xaxis.set_major_formatter(lambda n, _: f"{n / 1024:g}k")
         speed.set_ylim(bottom=0)
         for each in (memory, speed):
             each.grid(alpha=0.3)
