@@ -91,6 +91,27 @@ def test_a_block_threshold_is_compared_with_the_entropy_of_the_scoring_pass():
     assert output.dropped["top_entropy"].tolist() == [True, True, False, False]
 
 
+def test_off_policy_drift_is_from_the_old_policy_where_the_sampler_is_unknown():
+    # drift logp_old - logp = 1 > 0.4; from the sampler it would be 0
+    objective = Objective(surrogate=Reinforce(), filters=(OffPolicy(0.4),))
+    batch = batch_of(1, advantage=[-1], logp_old=[-1])
+    assert run(objective, batch, [-2])[0].dropped["off_policy"].tolist() == [True]
+    known = replace(batch, logp_sampler=torch.tensor([-2.0], dtype=torch.float64))
+    assert run(objective, known, [-2])[0].dropped["off_policy"].tolist() == [False]
+
+
+def test_a_likelihood_term_on_positive_examples_is_a_second_objective_with_weights_of_its_own():
+    # Policy: A = 1, -1 at ratio 1, weights 1/2: -1/2 + 1/2 = 0.  NLL (VAPO) with mu 0.1 on the one token with A > 0,
+    # weight 0.1 / 1: 0.1 * 2.  Gradients -1/2 - 0.1 and 1/2.
+    batch = batch_of(2, advantage=[1, -1], token_weight=[0.5, 0.5], logp_old=[-2, -1])
+    positive = replace(batch, token_weight=torch.tensor([0.1, 0.0], dtype=torch.float64))
+    logp = torch.tensor([-2.0, -1.0], dtype=torch.float64, requires_grad=True)
+    loss = Objective()(logp, None, batch).loss + Objective(surrogate=Nll())(logp, None, positive).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(0.2)
+    assert logp.grad.tolist() == pytest.approx([-0.6, 0.5])
+
+
 def test_vespo_takes_the_correction_into_its_weight_and_not_beside_it():
     # lr = 0, c = 2: w = 2, phi = exp(3 + 2 log 2 - 6) = 4 e^-3; loss -phi A logp = phi, not c phi
     objective = Objective(surrogate=Vespo(), correction=SamplerCorrection(max=2.0))

@@ -30,6 +30,7 @@ from logitless.objective.surrogate import (
     dro_loss,
     gmpo_loss,
     importance_loss,
+    kl_cov_loss,
     nll_loss,
     reinforce_loss,
     sapo_loss,
@@ -96,6 +97,17 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages():
     )
     assert loss == pytest.approx([4, 6, -2.4])
     assert gradient == pytest.approx([4, 0, 0])
+
+
+@pytest.mark.parametrize(("cap", "dual"), [(4.0, 3.0), (3.0, 4.0)])
+def test_of_a_ratio_cap_and_a_dual_clip_the_lower_bounds_the_loss(cap, dual):
+    # A = -2, the lower is 3: r 2.5 -> 5; r 3.5 and 9 -> 6 without gradient
+    loss, gradient = loss_and_gradient(
+        lambda at: clip_loss(at, column(-2, -2, -2), ratio_min=0.8, ratio_max=1.2, ratio_cap=cap, dual=dual),
+        *log(2.5, 3.5, 9),
+    )
+    assert loss == pytest.approx([5, 6, 6])
+    assert gradient == pytest.approx([5, 0, 0])
 
 
 @pytest.mark.parametrize("knobs", [{}, {"ratio_cap": 3.0}, {"dual": 3.0}])
@@ -263,6 +275,13 @@ def test_gmpo_for_a_negative_advantage_cuts_below():
     assert gradient == pytest.approx([0, math.exp(0.3)])
 
 
+def test_gmpo_at_advantage_zero_has_neither_loss_nor_gradient():
+    loss, gradient = loss_and_gradient(
+        lambda at: gmpo_loss(at, column(0, 0), one_sequence(2), log_ratio_min=-0.4, log_ratio_max=0.4), -1.0, 1.0
+    )
+    assert (loss, gradient) == ([0, 0], [0, 0])
+
+
 def test_gmpo_counts_cut_tokens_by_side():
     for advantage, low, high in ((1.0, [False, False], [False, True]), (-1.0, [True, False], [False, False])):
         inputs = SurrogateInputs(
@@ -354,6 +373,17 @@ def test_kl_cov_adds_an_absolute_log_ratio_on_the_selected_tokens():
         selected=torch.tensor([True, False]),
     )
     assert KlCov(coefficient=2.0)(inputs).loss.tolist() == pytest.approx([1 - math.exp(-0.5), -math.exp(-0.5)])
+
+
+def test_kl_cov_pulls_a_selected_tokens_ratio_back_to_one():
+    # A = 1, coefficient 2, lr -0.5, 0.5, 0: gradient -exp(lr) + 2 sgn(lr) where selected; the last is not
+    at = (-0.5, 0.5, 0.0, 0.5)
+    loss, gradient = loss_and_gradient(
+        lambda lr: kl_cov_loss(lr, lr, column(1, 1, 1, 1), torch.tensor([True, True, True, False]), coefficient=2.0),
+        *at,
+    )
+    assert loss == pytest.approx([1 - math.exp(-0.5), 1 - math.exp(0.5), -1, -math.exp(0.5)])
+    assert gradient == pytest.approx([-math.exp(-0.5) - 2, -math.exp(0.5) + 2, -1, -math.exp(0.5)])
 
 
 # --- configuration ----------------------------------------------------------------------------------------------------

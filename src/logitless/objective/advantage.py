@@ -51,6 +51,8 @@ def combine_rewards(per_function: Float[Tensor, "B F"], weights: Float[Tensor, "
     Returns:
         [B]; NaN (unscorable) only where every function is missing.
 
+    Source: TRL's ``multi_objective_aggregation="sum_then_normalize"``.
+
     Example:
         >>> nan = float("nan")
         >>> combine_rewards(torch.tensor([[1.0, 4.0], [1.0, nan], [nan, nan]]), torch.tensor([1.0, 0.5]))
@@ -84,6 +86,8 @@ def pay_at_last_token(rewards: Float[Tensor, "K"], owner: Int[Tensor, "N"]) -> F
     Args:
         rewards: [K], one a sequence or turn; NaN = unscorable. One that owns no token is paid nowhere.
         owner: [N] non-decreasing index into ``rewards``: ``sequence``, or ``turn_index(sequence, turn)``.
+
+    Source: arXiv:1909.08593 sec. 2 (a reward at the end of the sample).
 
     Example:
         >>> pay_at_last_token(torch.tensor([5.0, 7.0, 9.0]), torch.tensor([0, 0, 2]))
@@ -217,6 +221,8 @@ def percentile(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"], q: float) -
 
     Returns: as ``group_centered``.
 
+    Source: quantile advantage estimation, arXiv:2509.22611.
+
     Example:
         >>> percentile(torch.tensor([0.0, 4.0, 1.0, 3.0]), torch.tensor([0, 0, 0, 0]), 50.0)
         tensor([-2.,  2., -1.,  1.])
@@ -232,6 +238,8 @@ def robust(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> Float[Tensor
     the group agrees) the standard deviation takes its place, so that one outlier in ``[0, 0, 0, 1]`` is not 1e4.
 
     Args, Returns: as ``group_centered``. The median averages the two middle values of an even group.
+
+    Source: MC-GRPO, arXiv:2601.22582; the standard deviation where the MAD is 0 is this library's.
 
     Example:
         >>> robust(torch.tensor([0.0, 1.0, 2.0, 7.0]), torch.tensor([0, 0, 0, 0])).round(decimals=2)  # 1.5, MAD 1
@@ -337,6 +345,8 @@ def discounted_returns(
         sequence: [N] non-decreasing ids.
         discount: in [0, 1].
 
+    Source: Sutton and Barto, Reinforcement Learning, 2nd edition, eq. 3.9.
+
     Example:
         >>> discounted_returns(torch.tensor([0.0, 0.0, 8.0, 1.0]), torch.tensor([0, 0, 0, 1]), 0.5)
         tensor([2., 4., 8., 1.])
@@ -438,6 +448,8 @@ def whiten(
         values: [N] or [B].
         kept: which of them enter the statistics.
         sum_over_ranks: sums the counts, totals and squares of the ranks; called twice.
+
+    Source: REINFORCE++, arXiv:2501.03262; PPO's advantage normalisation, arXiv:2006.05990 sec. 3.5.
 
     Example:
         >>> whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))

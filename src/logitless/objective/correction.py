@@ -33,7 +33,8 @@ def sampler_log_ratio(logp_old: Float[Tensor, "N"], logp_sampler: Float[Tensor, 
 def correction_log_weight(log_ratio: Float[Tensor, "N"], ranges: Ranges, level: Level) -> Float[Tensor, "N"]:
     """``log c``: D of the token, its sum over the sequence, or its mean over the sequence (geometric).
 
-    Source: truncated importance sampling, https://fengyao.notion.site/off-policy-rl; sequence level as TRL has it.
+    Source: token level, https://fengyao.notion.site/off-policy-rl; sequence level, TRL's
+        ``vllm_importance_sampling_mode="sequence_..."``; geometric level, verl's rollout correction.
 
     Example:
         >>> pair = Ranges(torch.tensor([0, 0]), 1, torch.tensor([True, True]))
@@ -51,6 +52,9 @@ def bounded_weight(
     weight: Float[Tensor, "N"], mode: Mode, weight_min: float | None, weight_max: float | None
 ) -> Float[Tensor, "N"]:
     """``truncate``: clip to [min, max]; ``mask``: 0 outside of [min, max]. A bound of None does not bound.
+
+    Source: truncation, Ionides 2008 and https://fengyao.notion.site/off-policy-rl; mask, Liu et al. 2025, When Speed
+        Kills Stability.
 
     Example:
         >>> bounded_weight(torch.tensor([0.1, 1.0, 9.0]), "truncate", None, 3.0)

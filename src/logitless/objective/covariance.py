@@ -1,7 +1,7 @@
 """The choice of tokens by the covariance of advantage and log-probability (Clip-Cov, KL-Cov).
 
 ``cov_t = (A_t - mean A)(logp_t - mean logp)`` over the trained tokens of a scope. A few tokens carry most of it, and
-with it most of the fall of entropy. Source: arXiv:2505.22617.
+with it most of the fall of entropy.
 """
 
 import math
@@ -26,6 +26,8 @@ def token_covariance(
 ) -> Float[Tensor, "N"]:
     """``(A - mean A)(logp - mean logp)``, means over the counted tokens of all ranks; without gradient.
 
+    Source: arXiv:2505.22617 (Clip-Cov and KL-Cov).
+
     Example:
         >>> token_covariance(torch.tensor([1.0, -1.0]), torch.tensor([-1.0, -3.0]), torch.tensor([True, True]))
         tensor([1., 1.])
@@ -40,6 +42,8 @@ def token_covariance(
 def num_chosen(fraction: float, num_tokens: Int[Tensor, ""]) -> Int[Tensor, ""]:
     """``max(1, floor(fraction N))``.
 
+    Source: as ``token_covariance``.
+
     Example:
         >>> num_chosen(2e-4, torch.tensor(12345))
         tensor(2)
@@ -51,6 +55,8 @@ def largest(
     key: Float[Tensor, "N"], eligible: Bool[Tensor, "N"], number: Int[Tensor, ""], gather: GatherOverRanks = one_rank
 ) -> Bool[Tensor, "N"]:
     """The ``number`` eligible tokens with the largest key over all ranks; all, if fewer. Equal keys stay together.
+
+    Source: KL-Cov, arXiv:2505.22617.
 
     Example:
         >>> largest(torch.tensor([1.0, 3.0, 2.0]), torch.tensor([True, False, True]), torch.tensor(1))
@@ -82,6 +88,8 @@ def random_in_band(
         generator: of random numbers; seeded differently on every rank, so that the draw, not its distribution,
             depends on which rank holds which tokens.
         gather: see ``GatherOverRanks``.
+
+    Source: Clip-Cov, arXiv:2505.22617.
 
     Example:
         >>> random_in_band(torch.tensor([0.0, 2.0, 9.0]), torch.tensor([True, True, True]), torch.tensor(1),

@@ -20,6 +20,8 @@ from logitless.objective.objective import ObjectiveOutput
 def effective_fraction(weight: Float[Tensor, "N"], counted: Bool[Tensor, "N"]) -> Float[Tensor, ""]:
     """``(sum c)^2 / (n sum c^2)``: effective sample size of importance weights as a fraction of the n counted tokens.
 
+    Source: Kish 1965.
+
     Example:
         >>> effective_fraction(torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.ones(4, dtype=torch.bool))
         tensor(0.5000, dtype=torch.float64)

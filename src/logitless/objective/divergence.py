@@ -109,6 +109,8 @@ class KLPenalty:
     Raises:
         ConfigurationError: ``k1`` without correction (its expected gradient is 0), or a clamp that is not positive.
 
+    Source: in the loss, GRPO, arXiv:2402.03300, eq. 4 (k3); ratio-corrected, DeepSeek-V3.2, arXiv:2512.02556.
+
     Example:
         >>> KLPenalty("low_var_kl").estimator
         'k3'

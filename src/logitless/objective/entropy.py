@@ -32,6 +32,8 @@ def entropy_mean(
         kept: [N] tokens that take part.
         renormalized: see above; 0 where nothing is kept.
 
+    Source: Williams and Peng 1991; A3C, arXiv:1602.01783; kept tokens only, as TRL's ``entropy_coef``.
+
     Example:
         >>> halves, first = torch.tensor([0.5, 0.5]), torch.tensor([True, False])
         >>> entropy_mean(torch.tensor([2.0, 4.0]), halves, first, renormalized=False)

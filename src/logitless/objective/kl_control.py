@@ -83,6 +83,8 @@ class ProportionalKL(_Adaptive):
     Args:
         gain: k; with the default 0.1 an update changes beta by 2% at most.
 
+    Source: ``ZieglerKL`` in the logarithm of beta.
+
     Example:
         >>> round(ProportionalKL(gain=1.0).next_beta(0.05, kl_mean=0.055, num_completions=64), 6)  # 0.05 * exp(0.1)
         0.055259
@@ -110,6 +112,8 @@ class LinearKL(_Adaptive):
 
     Args:
         gain: k, in beta a nat.
+
+    Source: gradient ascent on the multiplier of the constraint ``kl <= target``.
 
     Example:
         >>> round(LinearKL(gain=0.1).next_beta(0.05, kl_mean=0.25, num_completions=64), 6)

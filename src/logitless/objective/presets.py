@@ -79,6 +79,8 @@ def dapo(epsilon_low: float = 0.2, epsilon_high: float = 0.28) -> Algorithm:
 def bnpo(epsilon: float = 0.2) -> Algorithm:
     """What TRL calls ``bnpo``: GRPO with the token mean of each micro-batch (the paper's BNPO normalises rewards).
 
+    Source: TRL's ``loss_type="bnpo"``; the name is that of arXiv:2506.02864.
+
     Example:
         >>> bnpo().weighting
         MicroBatchTokenMean(name='micro_batch_token_mean')

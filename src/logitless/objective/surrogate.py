@@ -329,6 +329,29 @@ def nll_loss(logp: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
     return -logp
 
 
+def kl_cov_loss(
+    log_ratio: Float[Tensor, "N"],
+    token_log_ratio: Float[Tensor, "N"],
+    advantage: Float[Tensor, "N"],
+    selected: Bool[Tensor, "N"],
+    *,
+    coefficient: float,
+) -> Float[Tensor, "N"]:
+    """``-A r``, unclipped, plus ``coefficient |lr|`` on the selected tokens, lr per token.
+
+    Gradient: ``-A r`` through ``log_ratio``, and the coefficient with the sign of lr through ``token_log_ratio`` of a
+        selected token (0 at lr = 0).
+
+    Source: KL-Cov, arXiv:2505.22617.
+
+    Example:
+        >>> up, both = torch.tensor([0.5, 0.5]), torch.tensor([1.0, 1.0])
+        >>> kl_cov_loss(up, up, both, torch.tensor([True, False]), coefficient=2.0)
+        tensor([-0.6487, -1.6487])
+    """
+    return importance_loss(log_ratio, advantage) + torch.where(selected, coefficient * token_log_ratio.abs(), 0.0)
+
+
 @dataclass(frozen=True)
 class SurrogateInputs:
     """What a surrogate may read; rows of weight 0 hold 0 everywhere.
@@ -606,6 +629,8 @@ class ClipCov:
 
     Raises:
         ConfigurationError: bounds out of order, or a fraction outside (0, 1].
+
+    Source: Clip-Cov, arXiv:2505.22617.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -635,7 +660,7 @@ class ClipCov:
 
 @dataclass(frozen=True)
 class KlCov:
-    """``-A r``, unclipped, plus ``coefficient |lr|`` on the tokens with the largest covariance.
+    """``kl_cov_loss`` on the tokens with the largest covariance (``covariance.largest``).
 
     Args:
         fraction: of the trained tokens of the scope.
@@ -658,9 +683,14 @@ class KlCov:
         _check_fraction(self.fraction)
 
     def __call__(self, inputs: SurrogateInputs) -> SurrogateTerms:
-        loss = importance_loss(required(inputs.log_ratio, "logp_old"), inputs.advantage)
-        penalty = self.coefficient * required(inputs.token_log_ratio, "logp_old").abs()
-        return SurrogateTerms(loss + torch.where(required(inputs.selected, "selected"), penalty, 0.0))
+        loss = kl_cov_loss(
+            required(inputs.log_ratio, "logp_old"),
+            required(inputs.token_log_ratio, "logp_old"),
+            inputs.advantage,
+            required(inputs.selected, "selected"),
+            coefficient=self.coefficient,
+        )
+        return SurrogateTerms(loss)
 
 
 @dataclass(frozen=True)
