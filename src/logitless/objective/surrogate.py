@@ -56,13 +56,13 @@ def clip_loss(
         tensor([-1.2000,  1.6487])
     """
     bounded_for_all = [bound for bound in (ratio_cap, dual) if bound is not None]
-    constant_above = math.log(max([ratio_max, *bounded_for_all])) + 1.0
+    constant_above = math.log1p(max([ratio_max, *bounded_for_all]))
     never_matters = torch.ones_like(advantage, dtype=torch.bool) if bounded_for_all else advantage >= 0
     # Above this the loss is constant: cutting there keeps exp finite, and 0 * inf out of its gradient.
     ratio = torch.where(never_matters, log_ratio.clamp(max=constant_above), log_ratio).exp()
     capped = ratio if ratio_cap is None else ratio.clamp(max=ratio_cap)
     loss = -torch.minimum(capped * advantage, ratio.clamp(ratio_min, ratio_max) * advantage)
-    return loss if dual is None else torch.where(advantage < 0, torch.minimum(loss, -dual * advantage), loss)
+    return loss if dual is None else torch.minimum(loss, dual * advantage.abs())  # the loss is not positive for A >= 0
 
 
 def clip_sides(
@@ -84,7 +84,7 @@ def clip_sides(
         >>> clip_sides(torch.tensor([1.0, -1.0]), torch.tensor([1.0, -1.0]), 0.8, 1.2)
         (tensor([False,  True]), tensor([ True, False]))
     """
-    ratio = log_ratio.detach().exp()
+    ratio = log_ratio.exp()
     low = (advantage < 0) & (ratio < ratio_min)
     return low, ((advantage > 0) & (ratio > ratio_max)) | ((advantage < 0) & (ratio > ceiling))
 
@@ -118,7 +118,7 @@ def sapo_loss(
     temperature_positive: float,
     temperature_negative: float,
 ) -> Float[Tensor, "N"]:
-    """``-(4 / tau) sigmoid(tau (r - 1)) A``, tau by A > 0 or not.
+    """``-(4 / tau) sigmoid(tau (r - 1)) A``, tau by A >= 0 or A < 0.
 
     Gradient: ``-4 p (1 - p) r A`` with p the sigmoid: exactly ``-A`` at r = 1, fading smoothly on both sides.
 
@@ -128,9 +128,9 @@ def sapo_loss(
         >>> sapo_loss(torch.zeros(1), torch.ones(1), temperature_positive=1.0, temperature_negative=1.05)
         tensor([-2.])
     """
-    tau = _by_sign(advantage > 0, temperature_positive, temperature_negative, log_ratio)
-    # The sigmoid of 80 is 1 in every dtype: cutting there keeps exp finite, and 0 * inf out of its gradient.
-    ratio = torch.minimum(log_ratio, torch.log1p(80.0 / tau)).exp()
+    tau = _by_sign(advantage, temperature_positive, temperature_negative)
+    # There the sigmoid has long been 1: cutting keeps exp finite, and 0 * inf out of its gradient.
+    ratio = log_ratio.clamp(max=-math.log(torch.finfo(log_ratio.dtype).tiny)).exp()
     return -4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)) * advantage
 
 
@@ -172,11 +172,10 @@ def vespo_weight(
         log_correction = correction.detach().log()
         log_weight = log_weight + ranges.sum(log_correction.clamp(VESPO_LOG_WEIGHT_MIN, VESPO_LOG_WEIGHT_MAX))
     log_weight = ranges.spread(log_weight.clamp(VESPO_LOG_WEIGHT_MIN, VESPO_LOG_WEIGHT_MAX))
-    positive = advantage >= 0
-    k = _by_sign(positive, k_positive, k_negative, log_weight)
-    decay = _by_sign(positive, lambda_positive, lambda_negative, log_weight).clamp(min=VESPO_LAMBDA_MIN)
+    k = _by_sign(advantage, k_positive, k_negative)
+    decay = _by_sign(advantage, lambda_positive, lambda_negative).clamp(min=VESPO_LAMBDA_MIN)
     phi = (decay + k * log_weight - decay * log_weight.exp()).exp()
-    return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return torch.where(phi.isfinite(), phi, 0.0)
 
 
 def gmpo_loss(
@@ -240,10 +239,9 @@ def dppo_mask(
         >>> dppo_mask(moved, old, torch.tensor([1.0, -1.0]), divergence="tv", max_low=0.15, max_high=0.15)
         tensor([False,  True])
     """
-    logp, logp_old = logp.detach(), logp_old.detach()
     change = logp.exp() - logp_old.exp()
-    distance = change.abs() if divergence == "tv" else bernoulli_kl(logp_old, logp)
-    outside = torch.where(advantage > 0, (change > 0) & (distance > max_high), (change < 0) & (distance > max_low))
+    distance = change if divergence == "tv" else change.sign() * bernoulli_kl(logp_old, logp)
+    outside = torch.where(advantage > 0, distance > max_high, -distance > max_low)
     return ~outside
 
 
@@ -467,7 +465,7 @@ class Cispo:
     def __call__(self, inputs: SurrogateInputs) -> SurrogateTerms:
         log_ratio = required(inputs.log_ratio, "logp_old")
         loss = cispo_loss(inputs.logp, log_ratio, inputs.advantage, ratio_max=self.ratio_max, ratio_min=self.ratio_min)
-        ratio = log_ratio.detach().exp()
+        ratio = log_ratio.exp()
         low = torch.zeros_like(inputs.sequences.counted) if self.ratio_min is None else ratio < self.ratio_min
         return SurrogateTerms(loss, low, ratio > self.ratio_max)
 
@@ -477,7 +475,7 @@ class Sapo:
     """``sapo_loss``.
 
     Args:
-        temperature_positive, temperature_negative: tau where A > 0 and elsewhere.
+        temperature_positive, temperature_negative: tau where A >= 0 and where A < 0.
 
     Raises:
         ConfigurationError: a temperature that is not positive.
@@ -660,7 +658,7 @@ class ClipCov:
 
 @dataclass(frozen=True)
 class KlCov:
-    """``kl_cov_loss`` on the tokens with the largest covariance (``covariance.largest``).
+    """``kl_cov_loss``, selecting the tokens that ``covariance.largest`` chooses.
 
     Args:
         fraction: of the trained tokens of the scope.
@@ -759,9 +757,9 @@ Surrogate = Annotated[
 ]
 
 
-def _by_sign(condition: Tensor, value: float, otherwise: float, like: Tensor) -> Tensor:
-    """One of two numbers for each token; ``torch.where`` of two Python numbers would round them to float32."""
-    return torch.where(condition, like.new_full((), value), like.new_full((), otherwise))
+def _by_sign(advantage: Tensor, positive: float, negative: float) -> Tensor:
+    """One number where A >= 0, another where A < 0; ``torch.where`` of Python numbers would round them to float32."""
+    return torch.where(advantage >= 0, advantage.new_full((), positive), advantage.new_full((), negative))
 
 
 def _check_bounds(ratio_min: float, ratio_max: float) -> None:
