@@ -658,7 +658,7 @@ class ClipCov:
 
 @dataclass(frozen=True)
 class KlCov:
-    """``kl_cov_loss``, selecting the tokens that ``covariance.largest`` chooses.
+    """``kl_cov_loss`` with the tokens that ``covariance.largest`` chooses.
 
     Args:
         fraction: of the trained tokens of the scope.
