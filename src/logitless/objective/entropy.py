@@ -46,7 +46,7 @@ def entropy_mean(
     if not renormalized:
         return mean
     mass = kept_weight.sum()
-    return mean * torch.where(mass > 0, weight.sum() / torch.where(mass > 0, mass, 1.0), 0.0)
+    return mean * torch.where(mass > 0, weight.sum() / mass, mass)
 
 
 @dataclass(frozen=True)

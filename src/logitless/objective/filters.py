@@ -20,7 +20,7 @@ def off_policy_keep(
     ranges: Ranges,
     threshold: float,
 ) -> Bool[Tensor, "N"]:
-    """True where ``A >= 0`` or ``mean_S sg(logp_drawn - logp) <= threshold``; a NaN in ``logp_drawn`` counts as 0.
+    """True where ``A >= 0`` or ``mean_S (logp_drawn - logp) <= threshold``; a NaN in ``logp_drawn`` counts as 0.
 
     Args:
         logp: [N] the trained policy.
@@ -36,8 +36,7 @@ def off_policy_keep(
         >>> off_policy_keep(torch.tensor([-2.0, -2.0]), torch.tensor([-1.0, -1.0]), torch.tensor([1.0, -1.0]), two, 0.5)
         tensor([ True, False])
     """
-    difference = (logp_drawn - logp).detach()
-    drift = ranges.mean(torch.where(logp_drawn.isnan(), 0.0, difference))
+    drift = ranges.mean(torch.where(logp_drawn.isnan(), 0.0, logp_drawn - logp))
     return (advantage >= 0) | (ranges.spread(drift) <= threshold)
 
 
@@ -54,12 +53,11 @@ def quantile(values: Float[Tensor, "n"], q: float, counted: Bool[Tensor, "n"] | 
     counted = torch.ones_like(values, dtype=torch.bool) if counted is None else counted
     if not len(values):
         return values.new_full((), torch.nan)
-    ordered = torch.where(counted, values, torch.inf).sort().values
-    num_counted = counted.sum()
-    position = (num_counted - 1).clamp(min=0).to(values.dtype) * torch.tensor(q, dtype=values.dtype)
+    ordered = torch.where(counted, values, torch.nan).sort().values  # NaN comes last
+    position = (counted.sum() - 1).to(values.dtype) * torch.tensor(q, dtype=values.dtype)
     below = position.floor()
     low, high = ordered.take(below.long()), ordered.take(position.ceil().long())
-    return torch.where(num_counted > 0, torch.lerp(low, high, position - below), torch.nan)
+    return torch.lerp(low, high, position - below)
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ class TopEntropy:
 
     def threshold(self, entropy: Float[Tensor, "n"], counted: Bool[Tensor, "n"]) -> Float[Tensor, ""]:
         """The entropy from which tokens are kept: the ``1 - quantile`` quantile of the counted tokens."""
-        return quantile(entropy.detach(), 1 - self.quantile, counted)
+        return quantile(entropy, 1 - self.quantile, counted)
 
 
 Filter = Annotated[OffPolicy | TopEntropy, Field(discriminator="name")]

@@ -515,7 +515,7 @@ class _Step:
             return off_policy_keep(self.logp, self.read(drawn, name), self.advantage, self.sequences, each.threshold)
         if each.scope == "block":
             return _above_threshold(self.batch, self.block)
-        entropy = required(self.entropy, "entropy").detach()
+        entropy = required(self.entropy, "entropy")
         return entropy >= each.threshold(self.gather(entropy), self.gather(self.trained))
 
 
@@ -577,7 +577,7 @@ def _check_constant(advantage: Tensor, ranges: Ranges, what: Literal["sequence",
     if advantage.device.type != "cpu":
         return
     values, index = advantage[ranges.counted], ranges.index[ranges.counted]
-    if bool(((values[1:] != values[:-1]) & (index[1:] == index[:-1])).any()):
+    if bool(((values.diff() != 0) & (index.diff() == 0)).any()):
         remedy = "Use the ratio 'sequence_token' for advantages per token"
         more = ", or choose advantage_within_sequence='mean' or 'multiply'." if what == "sequence" else "."
         raise InputError(

@@ -333,7 +333,7 @@ def algorithm(name: str, parameters: Mapping[str, Any] | None = None) -> Algorit
 
 def _known(name: str, names: Mapping[str, Any], what: str) -> str:
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
+        near = difflib.get_close_matches(name, names)
         raise ConfigurationError(
             needed=f"a {what}",
             given=repr(name),

@@ -109,7 +109,7 @@ def turn_ranges(
         >>> turn_ranges(torch.tensor([0, 0, 0, 1]), 2, torch.tensor([0, 0, 3, 0]), counted).index
         tensor([0, 0, 1, 2])
     """
-    changes = (sequence[1:] != sequence[:-1]) | (turn[1:] != turn[:-1])
+    changes = (sequence.diff() != 0) | (turn.diff() != 0)
     if turn.device.type == "cpu":
         _check_turns(sequence, turn, max_turns)
     if max_turns is not None:
@@ -125,7 +125,7 @@ def turn_ranges(
 
 
 def _check_turns(sequence: Tensor, turn: Tensor, max_turns: int | None) -> None:
-    backwards = (sequence[1:] == sequence[:-1]) & (turn[1:] < turn[:-1])
+    backwards = (sequence.diff() == 0) & (turn.diff() < 0)
     if bool(backwards.any()):
         raise InputError(
             needed="turn ids that do not decrease inside a sequence",

@@ -143,7 +143,7 @@ def trl(config: object | None = None, **fields: Any) -> Algorithm:
 
 def _choice(what: str, value: Any, choices: Any) -> Any:
     if value not in choices:
-        near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
+        near = difflib.get_close_matches(str(value), [str(choice) for choice in choices])
         raise ConfigurationError(
             needed=f"a {what} that an objective of TRL's knows",
             given=repr(value),
