@@ -342,7 +342,7 @@ def discounted_returns(
 
     Args:
         token_rewards: [N].
-        sequence: [N] non-decreasing ids.
+        sequence: [N] non-decreasing ids; a sequence lies whole on one rank.
         discount: in [0, 1].
 
     Source: Sutton and Barto, Reinforcement Learning, 2nd edition, eq. 3.9.
@@ -373,7 +373,7 @@ def reinforce_pp(
     Args:
         token_rewards: [N], usually ``pay_at_last_token(...) - beta * (logp_old - logp_ref)``; NaN makes the tokens up
             to it unscorable.
-        sequence: [N] non-decreasing ids.
+        sequence: [N] non-decreasing ids; a sequence lies whole on one rank.
         gamma: discount a token.
         sum_over_ranks: makes the whitening that of every rank's tokens.
 
