@@ -58,6 +58,12 @@ def test_the_correction_is_the_bounded_exponential():
     assert masked.tolist() == pytest.approx([0, 0, 0.5])
 
 
+def test_one_bound_alone_may_lie_on_either_side_of_one():
+    log_ratio = torch.tensor([math.log(2), 0, -math.log(4)], dtype=torch.float64)
+    assert SamplerCorrection(max=0.5)(log_ratio, RANGES).tolist() == pytest.approx([0.5, 0.5, 0.25])
+    assert SamplerCorrection(min=1.5)(log_ratio, RANGES).tolist() == pytest.approx([2, 1.5, 1.5])
+
+
 def test_an_overflowing_weight_is_bounded_too():
     log_ratio = torch.tensor([200.0, 0.0, 0.0])
     assert SamplerCorrection(max=2.0)(log_ratio, RANGES)[0].item() == 2.0
@@ -78,7 +84,7 @@ def test_bounds_out_of_order_or_missing_are_refused(options, message):
         SamplerCorrection(**options)
 
 
-@pytest.mark.parametrize("used", [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.05}, {"repetition_penalty": 1.1}])
+@pytest.mark.parametrize("used", [{"top_p": 0.9}, {"top_k": 1}, {"min_p": 0.05}, {"repetition_penalty": 1.1}])
 def test_filtered_sampling_is_refused_unless_accepted_by_name(used):
     with pytest.raises(ConfigurationError, match=next(iter(used))):
         SamplerCorrection(max=2.0).check_sampling(**used)

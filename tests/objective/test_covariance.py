@@ -14,8 +14,9 @@ def test_covariance_is_centred_over_counted_tokens():
     # mean A = (1 + 1 - 2) / 3 = 0, mean logp = (-1 - 2 - 3) / 3 = -2
     advantage = torch.tensor([1.0, 1.0, -2.0, 50.0])
     logp = torch.tensor([-1.0, -2.0, -3.0, math.nan])
-    covariance = token_covariance(advantage, logp, torch.tensor([True, True, True, False]))
+    covariance = token_covariance(advantage, logp.requires_grad_(), torch.tensor([True, True, True, False]))
     assert covariance[:3].tolist() == [1.0, 0.0, 2.0]
+    assert not covariance.requires_grad
 
 
 def test_covariance_means_are_over_all_ranks():
@@ -36,6 +37,7 @@ def test_the_largest_are_chosen_among_the_eligible():
     eligible = torch.tensor([False, True, True, True])
     assert largest(key, eligible, torch.tensor(2)).tolist() == [False, False, True, True]
     assert largest(key, eligible, torch.tensor(9)).tolist() == eligible.tolist()
+    assert largest(key, TRUE, torch.tensor(9)).tolist() == [True] * 4
     assert largest(key, ~TRUE, torch.tensor(2)).tolist() == [False] * 4
     assert largest(key[:0], TRUE[:0], torch.tensor(1)).shape == (0,)
 

@@ -30,7 +30,7 @@ def by_hand():
         advantage=double(1, 1, 1, -1, -1),
         token_weight=double(0.25, 0.25, 0, 0.25, 0.25),
         logp_old=double(-1, -1, -1, -1, -1),
-        logp_sampler=double(-1, -2, -1, math.nan, -1.5),
+        logp_sampler=double(-0.75, -2, -1, math.nan, -1.5),
         logp_ref=double(-1, -1, -1, -1, -26),
         entropy_weight=double(0.25, 0.25, 0, 0.25, 0.25),
     )
@@ -44,6 +44,7 @@ def by_hand():
 def diagnostics(objective, logp, entropy, batch, **options):
     numbers = step_diagnostics([objective(logp, entropy, batch, **options)])
     assert {value.dtype for value in numbers.values()} == {torch.float64}
+    assert not any(value.requires_grad for value in numbers.values())
     return {name: value.item() for name, value in numbers.items()}
 
 
@@ -55,6 +56,23 @@ def test_clip_fractions_by_side_and_by_sign():
     assert numbers["clip_fraction_positive"] == 0.5  # 1 of the 2 tokens with A > 0
     assert numbers["clip_fraction_negative"] == 0.5
     assert numbers["live_fraction"] == 0.5
+
+
+def test_clip_fractions_by_sign_are_of_the_tokens_of_that_sign():
+    # A = 1: cut above. A = -1: one of three cut, below. A = 0 is on neither side, and has no gradient either.
+    batch = TokenBatch(
+        sequence=torch.tensor([0, 0, 1, 1, 1, 2]),
+        num_sequences=3,
+        advantage=double(1, 1, -1, -1, -1, 0),
+        token_weight=double(1, 0, 1, 1, 1, 1),
+        logp_old=-torch.ones(6, dtype=torch.float64),
+    )
+    log_ratio = double(math.log(2), 0, -math.log(2), 0, 0, 0)
+    numbers = diagnostics(Objective(), (batch.logp_old + log_ratio).requires_grad_(), None, batch)
+    assert numbers["clip_fraction_positive"] == 1
+    assert numbers["clip_fraction_negative"] == pytest.approx(1 / 3)
+    assert numbers["clip_fraction_low"] == numbers["clip_fraction_high"] == pytest.approx(1 / 5)
+    assert numbers["live_fraction"] == pytest.approx(2 / 5)
 
 
 def test_ratio_moments_leave_hidden_rows_out():
@@ -119,11 +137,12 @@ def test_each_filter_counts_what_it_drops():
 def test_sampler_differences_and_corrections():
     logp, entropy, batch = by_hand()
     numbers = diagnostics(Objective(correction=SamplerCorrection(max=2.0)), logp, entropy, batch)
-    # D = 0, 1, -, 0 (missing), 0.5; c = 1, 2 (cut from e), 1, sqrt(e)
+    # D = -0.25, 1, -, 0 (missing), 0.5; c = exp(-0.25), 2 (cut from e), 1, sqrt(e)
     assert numbers["num_missing_sampler"] == 1
-    assert numbers["sampler_difference_mean"] == pytest.approx(1.5 / 4)
+    assert numbers["sampler_difference_mean"] == pytest.approx(1.75 / 4)
+    assert numbers["sampler_difference_p95"] == pytest.approx(0.5 + 0.85 * 0.5)
     assert numbers["sampler_difference_max"] == 1
-    c = [1, 2, 1, math.exp(0.5)]
+    c = [math.exp(-0.25), 2, 1, math.exp(0.5)]
     assert numbers["correction_mean"] == pytest.approx(sum(c) / 4)
     assert numbers["correction_effective_fraction"] == pytest.approx(sum(c) ** 2 / (4 * sum(x * x for x in c)))
     without = diagnostics(Objective(), logp, entropy, batch)

@@ -116,6 +116,17 @@ def test_a_clamped_difference_is_counted_and_has_no_gradient(estimator):
     assert terms.kl[0].item() == pytest.approx(limit, rel=1e-6)
 
 
+def test_a_difference_on_the_clamp_is_not_clamped():
+    # d = 0.5 and 0.75 under a clamp of 0.5: k2 = 0.125 for both, with the gradient d of the first alone
+    logp = torch.tensor([-1.0, -1.0], requires_grad=True)
+    terms = KLPenalty("k2", clamp=0.5)(logp, torch.tensor([-1.5, -1.75]), None, None)
+    terms.kl.sum().backward()
+    assert terms.kl.tolist() == [0.125, 0.125]
+    assert terms.clamped.tolist() == [False, True]
+    assert logp.grad.tolist() == [0.5, 0.0]
+    assert not terms.log_ratio_ref.requires_grad
+
+
 def test_without_a_clamp_the_difference_is_what_it_is():
     terms = KLPenalty("k3", clamp=None)(torch.tensor([-26.0]), torch.tensor([-1.0]), None, None)
     assert terms.kl.item() == pytest.approx(math.exp(25) - 26, rel=1e-6)

@@ -43,6 +43,15 @@ def test_an_adaptive_coefficient_rises_at_or_below_the_target_and_is_applied_the
     assert history == [(0.5, 0.0), (0.75, 0.75), (0.75, 0.75), (0.5, 0.0), (0.25, 0.0), (0.25, 0.0)]
 
 
+def test_bounds_that_meet_leave_the_target_to_switch_a_fixed_coefficient():
+    controller = EntropyController(EntropyBonus(0.5, AdaptiveEntropy(1.0, 0.25, 0.5, 0.5)))
+    applied = []
+    for entropy in (0.9, 1.1):
+        controller.update(entropy)
+        applied.append(controller.applied)
+    assert applied == [0.5, 0.0]
+
+
 def test_a_controller_goes_on_from_its_state():
     bonus = EntropyBonus(0.5, AdaptiveEntropy(1.0, 0.25))
     controller, other = EntropyController(bonus), EntropyController(bonus)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -82,6 +82,13 @@ def test_a_filtered_token_keeps_its_weight_in_the_denominator():
     assert entropy_gradient == [0, 0]
 
 
+def test_a_token_on_the_threshold_of_its_micro_batch_is_kept():
+    # entropies 1, 2, 4: the median is 2
+    objective = Objective(surrogate=Reinforce(), filters=(TopEntropy(0.5, scope="micro_batch"),))
+    output, _, _ = run(objective, batch_of(3), [-1] * 3, [1, 2, 4])
+    assert output.dropped["top_entropy"].tolist() == [True, False, False]
+
+
 def test_a_block_threshold_is_compared_with_the_entropy_of_the_scoring_pass():
     objective = Objective(surrogate=Reinforce(), filters=(TopEntropy(0.5),))
     block = batch_of(4, entropy_old=[1, 2, 3, 4])
@@ -157,6 +164,18 @@ def test_entropy_weights_are_one_over_the_kept_tokens_of_the_step():
     )
 
 
+def test_entropy_weights_of_a_step_with_one_token_or_none():
+    objective = Objective(entropy_bonus=EntropyBonus(0.1))
+    assert objective.entropy_weight(batch_of(2, token_weight=[0, 3])).tolist() == [0, 1]
+    assert objective.entropy_weight(batch_of(2, token_weight=[0, 0])).tolist() == [0, 0]
+
+
+def test_filters_that_are_not_settled_once_a_block_leave_the_entropy_weights_alone():
+    filters = (OffPolicy(0.1), TopEntropy(0.5, scope="micro_batch"))
+    objective = Objective(entropy_bonus=EntropyBonus(0.1, scope="micro_batch"), filters=filters)
+    assert objective.entropy_weight(batch_of(4)).tolist() == [0.25] * 4
+
+
 def test_an_adaptive_bonus_takes_its_coefficient_from_the_call():
     objective = Objective(surrogate=Reinforce(), entropy_bonus=EntropyBonus(0.1, AdaptiveEntropy()))
     output, _, _ = run(objective, batch_of(1, entropy_weight=[1]), [-1], [2], entropy_coefficient=0.5)
@@ -210,6 +229,9 @@ def test_advantages_that_differ_under_a_shared_ratio_are_an_error_unless_asked_f
     with pytest.raises(InputError, match="one advantage a turn"):
         run(Objective(TurnRatio(), Importance()), replace(batch, turn=torch.tensor([0, 0])), [-1, -1])
     run(Objective(TurnRatio(), Importance()), replace(batch, turn=torch.tensor([0, 1])), [-1, -1])
+    second = replace(batch_of(3, advantage=[5, 1, 3]), sequence=torch.tensor([0, 1, 1]), num_sequences=2)
+    with pytest.raises(InputError, match="one advantage a sequence"):
+        run(Objective(SequenceRatio(), Importance()), second, [-1, -1, -1])
     with pytest.raises(InputError, match="one advantage a sequence"):
         run(Objective(surrogate=Gmpo()), batch, [-1, -1])
 
@@ -236,6 +258,7 @@ def test_an_advantage_of_weight_zero_may_differ():
     batch = batch_of(3, advantage=[1, 9, 1], token_weight=[1, 0, 1])
     output, _, _ = run(Objective(SequenceRatio(), Importance()), batch, [-1, -1, -1])
     assert output.token_loss.tolist() == [-1, 0, -1]
+    assert output.advantage.tolist() == [1, 0, 1]
 
 
 # --- covariance losses ------------------------------------------------------------------------------------------------
@@ -260,15 +283,18 @@ def test_kl_cov_of_a_micro_batch_selects_from_current_values():
 
 
 def test_clip_cov_leaves_out_tokens_that_are_clipped_already():
-    # tokens 0 and 3 are in the band; 0 is clipped (r = e > 1.2, A > 0), so 3 alone can be chosen
-    objective = Objective(surrogate=ClipCov(fraction=0.25, low=1.0, high=9.0, scope="micro_batch"))
-    batch = batch_of(4, advantage=[1, -1, 1, -1], logp_old=[-2, -2, -3, -4])
+    # means over the five trained: A -0.2, logp -3.2; covariances 2.64, -0.96, -, 0.24, 0.64, 2.24. In the band are 0 and
+    # 5, clipped already (r = e with A > 0; r = 1 / e with A < 0), and 4, which alone can be chosen
+    objective = Objective(surrogate=ClipCov(fraction=0.2, low=0.5, high=9.0, scope="micro_batch"))
+    batch = batch_of(
+        6, advantage=[1, -1, 1, 1, -1, -1], token_weight=[1, 1, 0, 1, 1, 1], logp_old=[-2, -2, -2, -3, -4, -5]
+    )
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
-        output, _, _ = run(objective, batch, [-1, -2, -3, -4], generator=generator)
-        assert output.token_loss.tolist() == pytest.approx([-1.2, 1, -1, 0])
+        output, _, _ = run(objective, batch, [-1, -2, -2, -3, -4, -6], generator=generator)
+        assert output.token_loss.tolist() == pytest.approx([-1.2, 1, 0, -1, 0, 0.8])
     with pytest.raises(InputError, match="generator"):
-        run(objective, batch, [-1, -2, -3, -4])
+        run(objective, batch, [-1, -2, -2, -3, -4, -6])
 
 
 def test_clip_cov_selects_once_a_block_with_a_generator():
@@ -407,6 +433,32 @@ def test_no_gradient_is_taken_where_none_is_asked_for():
     assert detached.grad_logp is None
     assert not detached.loss.requires_grad
     assert without.loss.item() == Objective()(logp, entropy, batch).loss.item()
+
+
+def test_one_of_the_scores_may_come_without_a_gradient_and_is_left_as_it_is():
+    logp, entropy, batch = random_batch((2, 3), seed=0)
+    objective = Objective(entropy_bonus=EntropyBonus(0.1))
+    for wanted, other in ((0, 1), (1, 0)):
+        scores = [logp.detach(), entropy.detach()]
+        scores[wanted].requires_grad_()
+        objective(*scores, batch).loss.backward()
+        assert scores[wanted].grad.any()
+        assert not scores[other].requires_grad
+
+
+def test_everything_that_an_output_holds_beside_the_loss_is_detached():
+    logp, entropy, batch = random_batch((2, 3), seed=0)
+    objective = Objective(
+        filters=(OffPolicy(0.1), TopEntropy(0.5, scope="micro_batch")),
+        correction=SamplerCorrection(max=2.0),
+        kl=KLPenalty("k3", "token"),
+        entropy_bonus=EntropyBonus(0.1),
+    )
+    output = objective(logp, entropy, batch, beta=0.1)
+    held = {each.name: getattr(output, each.name) for each in fields(output)}
+    dropped = held.pop("dropped")
+    assert None not in held.values()
+    assert {name for name, value in (held | dropped).items() if value.requires_grad} == {"loss"}
 
 
 def test_the_gradient_scales_with_what_is_done_to_the_loss():

@@ -121,29 +121,42 @@ def test_a_ratio_beyond_the_range_of_floats_gives_no_nan_where_the_loss_is_const
 
 
 def test_clip_says_where_it_cut_and_on_which_side():
-    advantage = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, 0.0])
-    log_ratio = torch.tensor(log(1.5, 0.5, 0.5, 1.5, 9.0, 9.0))
-    inputs = SurrogateInputs(torch.zeros(6), advantage, one_sequence(6), log_ratio=log_ratio)
+    advantage = torch.tensor([0.5, 0.5, -1.0, -1.0, -1.0, 0.0, 0.0])
+    log_ratio = torch.tensor(log(1.5, 0.5, 0.5, 1.5, 9.0, 9.0, 0.5))
+    inputs = SurrogateInputs(torch.zeros(7), advantage, one_sequence(7), log_ratio=log_ratio)
     terms = Clip(0.8, 1.2)(inputs)
-    assert terms.clipped_high.tolist() == [True, False, False, False, False, False]
-    assert terms.clipped_low.tolist() == [False, False, True, False, False, False]
+    assert terms.clipped_high.tolist() == [True, False, False, False, False, False, False]
+    assert terms.clipped_low.tolist() == [False, False, True, False, False, False, False]
     for capped in (Clip(0.8, 1.2, ratio_cap=4.0), Clip(0.8, 1.2, dual=4.0)):
-        assert capped(inputs).clipped_high.tolist() == [True, False, False, False, True, False]
+        assert capped(inputs).clipped_high.tolist() == [True, False, False, False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "advantage"),
+    [(Clip(1.0, 1.2), -1), (Clip(0.8, 1.0), 1), (Clip(0.8, 1.0, ratio_cap=1.0), -1)],
+    ids=["ratio_min", "ratio_max", "ratio_cap"],
+)
+def test_a_ratio_on_a_bound_is_not_cut(surrogate, advantage):
+    # r = 1: loss and gradient are both -A r
+    inputs = SurrogateInputs(column(-1), column(advantage), one_sequence(1), log_ratio=column(0))
+    assert loss_and_gradient(lambda at: surrogate(replace(inputs, log_ratio=at)).loss, 0) == ([-advantage],) * 2
+    terms = surrogate(inputs)
+    assert (terms.clipped_low.tolist(), terms.clipped_high.tolist()) == ([False], [False])
 
 
 # --- weights on the log-likelihood ------------------------------------------------------------------------------------
 
 
 def test_cispo_weighs_the_log_likelihood_by_a_truncated_ratio_without_gradient():
-    # logp -2, old -2 - log r.  r 3 -> -3 * A * -2 = 6; r 9 -> ceiling 5: 10; r 0.1 -> floor 0.5: 1
-    old = column(-2 - math.log(3), -2 - math.log(9), -2 - math.log(0.1))
+    # logp -2, old -2 - log r, A 2, -2, 2.  r 3 -> -3 * 2 * -2 = 12; r 9 -> ceiling 5: -20; r 0.1 -> floor 0.5: 2
+    old, advantage = column(-2 - math.log(3), -2 - math.log(9), -2 - math.log(0.1)), column(2, -2, 2)
     loss, gradient = loss_and_gradient(
-        lambda at: cispo_loss(at, at - old, torch.ones_like(old), ratio_max=5.0, ratio_min=0.5), -2, -2, -2
+        lambda at: cispo_loss(at, at - old, advantage, ratio_max=5.0, ratio_min=0.5), -2, -2, -2
     )
-    assert loss == pytest.approx([6, 10, 1])
-    assert gradient == pytest.approx([-3, -5, -0.5])
-    free, _ = loss_and_gradient(lambda at: cispo_loss(at, at - old, torch.ones_like(old), ratio_max=5.0), -2, -2, -2)
-    assert free[2] == pytest.approx(0.2)  # no floor unless given
+    assert loss == pytest.approx([12, -20, 2])
+    assert gradient == pytest.approx([-6, 10, -1])
+    free, _ = loss_and_gradient(lambda at: cispo_loss(at, at - old, advantage, ratio_max=5.0), -2, -2, -2)
+    assert free[2] == pytest.approx(0.4)  # no floor unless given
 
 
 def test_cispo_counts_its_cut_weights():
@@ -151,6 +164,8 @@ def test_cispo_counts_its_cut_weights():
     assert Cispo(5.0)(inputs).clipped_high.tolist() == [False, False, True]
     assert Cispo(5.0)(inputs).clipped_low.tolist() == [False, False, False]
     assert Cispo(5.0, ratio_min=0.8)(inputs).clipped_low.tolist() == [True, False, False]
+    assert Cispo(5.0, ratio_min=1.0)(inputs).clipped_low.tolist() == [True, False, False]  # r = 1 is on the bound
+    assert Cispo(1.0)(inputs).clipped_high.tolist() == [False, False, True]
 
 
 def test_reinforce_importance_and_nll_by_hand():
@@ -182,7 +197,7 @@ def test_sapo_is_a_sigmoid_gate_with_slope_one_at_ratio_one():
     assert gradient == pytest.approx([-2.519846, 0.393224, -2, 1], abs=1e-6)
 
 
-def test_sapo_at_advantage_zero_has_the_negative_temperature_and_no_loss():
+def test_sapo_has_no_loss_and_no_gradient_at_advantage_zero():
     loss, gradient = loss_and_gradient(
         lambda at: sapo_loss(at, column(0), temperature_positive=1.0, temperature_negative=2.0), *log(3)
     )
@@ -219,15 +234,20 @@ def test_vespo_multiplies_a_token_correction_into_its_weight():
     weight = vespo_weight(column(*log(2)), column(1), one_sequence(1), **VESPO, correction=column(1.5))
     assert weight.item() == pytest.approx(9 * math.exp(-6))
     masked = vespo_weight(column(*log(2)), column(1), one_sequence(1), **VESPO, correction=column(0))
-    assert masked.item() == pytest.approx(math.exp(3 + 2 * math.log(2e-8) - 3 * 2e-8))
+    assert masked.item() == pytest.approx(math.exp(3 + 2 * math.log(2e-8) - 3 * 2e-8), rel=1e-9, abs=0)
     floor = vespo_weight(column(-1, -1), column(1, 1), one_sequence(2), **VESPO, correction=column(0, 0))
-    assert floor[0].item() == pytest.approx(math.exp(3 + 2 * math.log(1e-8)), rel=1e-6)
+    assert floor[0].item() == pytest.approx(math.exp(3 + 2 * math.log(1e-8) - 3e-8), rel=1e-9, abs=0)
+    # w = 0.5 * 1, times c 2 * 3
+    product = vespo_weight(column(*log(0.5, 1)), column(1, 1), one_sequence(2), **VESPO, correction=column(2, 3))
+    assert product.tolist() == pytest.approx([9 * math.exp(-6)] * 2)
 
 
 def test_vespo_bounds_each_log_ratio_and_their_sum():
     # lr 50 counts as 20; the sum of 20 and -19 is 1, of 20 and 20 is cut at 20, where phi underflows to 0
     weight = vespo_weight(column(50, -19), column(1, 1), one_sequence(2), **VESPO)
     assert weight[0].item() == pytest.approx(math.exp(3 + 2 - 3 * math.e))
+    weight = vespo_weight(column(-50, 19), column(1, 1), one_sequence(2), **VESPO)
+    assert weight[0].item() == pytest.approx(math.exp(3 - 2 - 3 / math.e))
     assert vespo_weight(column(50, 50), column(1, 1), one_sequence(2), **VESPO).tolist() == [0, 0]
     # ... unless k is just large enough to hold it: 1e-4 + 2425.9 * 20 - 1e-4 exp(20)
     knobs = {**VESPO, "k_positive": 2425.9, "lambda_positive": 0.0}
@@ -238,6 +258,7 @@ def test_vespo_bounds_each_log_ratio_and_their_sum():
 def test_vespo_turns_a_weight_that_is_not_finite_into_zero_and_bounds_lambda_below():
     knobs = {**VESPO, "k_positive": 1000.0}
     assert vespo_weight(column(2.0), column(1), one_sequence(1), **knobs).tolist() == [0]
+    assert vespo_weight(column(math.nan), column(1), one_sequence(1), **VESPO).tolist() == [0]
     knobs = {**VESPO, "k_positive": 0.0, "lambda_positive": 0.0}
     assert vespo_weight(column(2.0), column(1), one_sequence(1), **knobs).item() == pytest.approx(
         math.exp(1e-4 - 1e-4 * math.exp(2.0)), rel=1e-12
@@ -251,6 +272,8 @@ def test_vespo_gives_its_weight_no_gradient():
         return Vespo()(inputs).loss
 
     assert loss_and_gradient(loss, -1) == ([2], [-2])
+    correction = column(1).requires_grad_()
+    assert not vespo_weight(column(0), column(1), one_sequence(1), **VESPO, correction=correction).requires_grad
 
 
 # --- gmpo -------------------------------------------------------------------------------------------------------------
@@ -291,6 +314,18 @@ def test_gmpo_counts_cut_tokens_by_side():
         assert (terms.clipped_low.tolist(), terms.clipped_high.tolist()) == (low, high)
 
 
+def test_gmpo_cuts_neither_on_a_bound_nor_against_the_advantage():
+    # each of two tokens alone: on a bound; at A = 0; where the bound is on the side that A pushes away from
+    for log_ratio, advantage in (((-0.5, 0.5), (-1, 1)), ((-1, 1), (0, 0)), ((-1, 1), (0.5, -0.5))):
+        inputs = SurrogateInputs(column(0, 0), column(*advantage), one_sequence(2), token_log_ratio=column(*log_ratio))
+        terms = Gmpo(-0.5, 0.5)(inputs)
+        assert (terms.clipped_low.tolist(), terms.clipped_high.tolist()) == ([False] * 2, [False] * 2)
+    loss, gradient = loss_and_gradient(
+        lambda at: gmpo_loss(at, column(-1), one_sequence(1), log_ratio_min=-0.5, log_ratio_max=0.5), -0.5
+    )
+    assert loss == gradient == pytest.approx([math.exp(-0.5)])
+
+
 # --- dppo -------------------------------------------------------------------------------------------------------------
 
 
@@ -313,6 +348,8 @@ def test_binary_kl_by_hand():
     assert bernoulli_kl(column(0), column(0)).item() == 0  # both certain
     assert bernoulli_kl(column(*log(0.5)), column(0)).item() == math.inf
     assert bernoulli_kl(column(-1e-20), column(-1e-20)).item() == 0
+    assert bernoulli_kl(column(1e-9), column(1e-9)).item() == 0  # above 0 by rounding counts as certain
+    assert bernoulli_kl(column(*log(0.5)), column(1e-9)).item() == math.inf
 
 
 def test_dppo_in_kl_form_asks_for_distance_and_direction():
@@ -321,6 +358,15 @@ def test_dppo_in_kl_form_asks_for_distance_and_direction():
     for advantage, expected in ((1, [True, False, True, True]), (-1, [False, True, True, True])):
         inside = dppo_mask(logp, old, column(*[advantage] * 4), divergence="kl", max_low=0.05, max_high=0.05)
         assert inside.tolist() == expected
+
+
+def test_dppo_keeps_a_token_on_its_bound_and_one_that_has_not_moved():
+    certain, impossible = column(0), column(-math.inf)  # p = 1 and 0: moved by 1
+    bounds = {"max_low": 1.0, "max_high": 1.0}
+    assert dppo_mask(certain, impossible, column(1), divergence="tv", **bounds).item()
+    assert dppo_mask(impossible, certain, column(-1), divergence="tv", **bounds).item()
+    # exp(-1e-20) is 1 too: not moved, although log(1 - p) knows the difference and makes the KL infinite
+    assert dppo_mask(certain, column(-1e-20), column(1), divergence="kl", **bounds).item()
 
 
 def test_dppo_loss_weighs_the_log_likelihood_by_a_capped_ratio():
@@ -341,9 +387,10 @@ def test_dppo_thresholds_follow_the_divergence_and_its_cuts_are_counted():
         0.05,
         0.1,
     )
-    logp, old = torch.tensor(log(0.7, 0.3)), torch.tensor(log(0.5, 0.5))
-    terms = Dppo()(SurrogateInputs(logp, torch.tensor([1.0, -1.0]), one_sequence(2), logp_old=old))
-    assert (terms.clipped_low.tolist(), terms.clipped_high.tolist()) == ([False, True], [True, False])
+    logp, old = torch.tensor(log(0.7, 0.3, 0.3)), torch.tensor(log(0.5, 0.5, 0.5))
+    terms = Dppo()(SurrogateInputs(logp, torch.tensor([1.0, -1.0, 0.0]), one_sequence(3), logp_old=old))
+    assert terms.clipped_low.tolist() == [False, True, True]
+    assert terms.clipped_high.tolist() == [True, False, False]
 
 
 # --- covariance losses ------------------------------------------------------------------------------------------------
@@ -417,6 +464,7 @@ def test_defaults_are_the_papers():
         (lambda: Dppo(ratio_cap=0.0), "ratio_cap"),
         (lambda: ClipCov(fraction=0.0), "fraction"),
         (lambda: ClipCov(low=5.0, high=1.0), "low < high"),
+        (lambda: ClipCov(low=1.0, high=1.0), "low < high"),
         (lambda: ClipCov(ratio_min=2.0), "ratio_min < ratio_max"),
         (lambda: KlCov(fraction=1.5), "fraction"),
         (lambda: Dro(beta=0.0), "beta"),
@@ -425,6 +473,13 @@ def test_defaults_are_the_papers():
 def test_a_knob_out_of_its_range_is_refused(build, message):
     with pytest.raises(ConfigurationError, match=message):
         build()
+
+
+def test_the_ends_of_a_range_belong_to_it():
+    assert Clip(0.0, 1.2, ratio_cap=1.2).ratio_cap == 1.2
+    assert Clip(dual=1.5).dual == 1.5
+    assert Cispo(1.0).ratio_max == 1.0
+    assert KlCov(fraction=1.0).fraction == 1.0
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def token_covariance(
     rows = torch.stack([torch.ones_like(logp), advantage, logp], dim=1).detach()
     rows = torch.where(counted[:, None], rows, 0.0)
     num_counted, total_advantage, total_logp = gather(rows).double().sum(0)
-    centered = rows[:, 1:] - (torch.stack([total_advantage, total_logp]) / num_counted.clamp(min=1)).to(rows.dtype)
+    centered = rows[:, 1:] - (torch.stack([total_advantage, total_logp]) / num_counted).to(rows.dtype)
     return centered.prod(1)
 
 
