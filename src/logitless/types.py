@@ -212,8 +212,9 @@ class TokenBatch:
         entropy_old: [N] entropy of the scoring pass, or None.
         turn: [N] non-decreasing turn ids inside a sequence, or None.
         value_old: [N] value predictions of the scoring pass (PPO), or None.
-        value_target: [N] return the value head is fitted to (PPO), or None.
+        value_target: [N] return the value head is fitted to (PPO), NaN where there is none; or None.
         entropy_weight: [N] normalisation of the entropy bonus, or None.
+        value_weight: [N] normalisation of the value loss, or None.
         selected: [N] tokens that a covariance loss picked from the scoring pass, or None.
         inputs: what the backbone reads, or None where there is no backbone.
         column: [N] place of each token in the padded batch it came from, or None (see ``from_padded``).
@@ -246,6 +247,7 @@ class TokenBatch:
     value_old: Float[Tensor, "N"] | None = None
     value_target: Float[Tensor, "N"] | None = None
     entropy_weight: Float[Tensor, "N"] | None = None
+    value_weight: Float[Tensor, "N"] | None = None
     selected: Bool[Tensor, "N"] | None = None
     inputs: PackedInputs | None = None
     column: Int[Tensor, "N"] | None = None
@@ -435,6 +437,10 @@ class TokenBatch:
 class TokenScores:
     """What the head gives: log-probability of each target and entropy of each distribution, in nats.
 
+    Args:
+        logp, entropy: [N].
+        value: [N] prediction of the return from each token on, by a policy with a value head (PPO); or None.
+
     Example:
         >>> TokenScores(logp=torch.tensor([-0.5]), entropy=torch.tensor([0.7])).logp.shape
         torch.Size([1])
@@ -442,6 +448,7 @@ class TokenScores:
 
     logp: Float[Tensor, "N"]
     entropy: Float[Tensor, "N"]
+    value: Float[Tensor, "N"] | None = None
 
 
 @dataclass(frozen=True)

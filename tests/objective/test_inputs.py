@@ -36,7 +36,13 @@ def test_a_choice_that_does_not_exist_is_refused_in_python_as_in_files(part, opt
         part(**options)
 
 
-@pytest.mark.parametrize("name", ["logp_old", "logp_ref", "logp_sampler", "entropy", "entropy_old", "turn", "selected"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("logp_old", "logp_ref", "logp_sampler", "entropy", "entropy_old", "turn", "selected"),
+        *("value", "value_old", "value_target", "value_weight"),
+    ],
+)
 def test_a_missing_tensor_is_named_with_a_remedy(name):
     with pytest.raises(InputError, match=f"needed {name} for every token; given None. .+, or choose an objective"):
         required(None, name)

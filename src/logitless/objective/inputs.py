@@ -14,6 +14,10 @@ _REMEDIES = {
     "entropy_old": "Keep the entropy of the scoring pass and set TokenBatch.entropy_old",
     "entropy_weight": "Set TokenBatch.entropy_weight to the step's Objective.entropy_weight(...)",
     "turn": "Set TokenBatch.turn",
+    "value": "Score the batch with a policy that has a value head",
+    "value_old": "Keep the values of the scoring pass and set TokenBatch.value_old",
+    "value_target": "Set TokenBatch.value_target to the second result of advantage.Gae",
+    "value_weight": "Set TokenBatch.value_weight to the step's objective.value.value_weight(...)",
     "selected": "Attach the block's selection with Objective.block_statistics(block).attach(block)",
 }
 

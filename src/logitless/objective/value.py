@@ -1,5 +1,12 @@
-"""The value loss of PPO: fits predictions V to returns R, moving them a bounded way from where they were."""
+"""The value loss of PPO: fits predictions V to returns R, moving them a bounded way from where they were.
 
+    loss = policy loss  +  coefficient * sum_t v_t * clipped_value_loss_t
+
+The weights v are its own (``value_weight``): every token of the optimizer step that is trained and has a return counts
+the same, whatever the weighting of the policy's loss, for each is one point of a regression.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,22 +15,48 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
+from logitless.objective.advantage import SumOverRanks, one_rank
+from logitless.objective.covariance import GatherOverRanks
+from logitless.objective.inputs import required
+from logitless.types import TokenBatch
+
+
+@dataclass(frozen=True)
+class ValueOutput:
+    """The value term of a micro-batch, and what its diagnostics are made of.
+
+    Args:
+        loss: to be added to the policy's; differentiable.
+        mean: ``sum_t v_t * clipped_value_loss_t``, before the coefficient, detached.
+        fitted: [N] tokens of weight other than 0.
+        clipped: [N] those of them whose gradient the clip removes.
+    """
+
+    loss: Float[Tensor, ""]
+    mean: Float[Tensor, ""]
+    fitted: Bool[Tensor, "N"]
+    clipped: Bool[Tensor, "N"]
 
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """The value term of a loss: ``coefficient * sum_t v_t * clipped_value_loss_t``.
+    """The value term of a loss: the error of the value head, the mean over the step's trained tokens with a return.
+
+    ``coefficient * sum_t v_t * 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)``
 
     Args:
-        coefficient: 0.5 is usual.
+        coefficient: of this term beside the policy's loss; 0.5 is usual.
         clip: how far a prediction may move from ``value_old`` before it earns nothing more; None for no limit.
 
     Raises:
         ConfigurationError: a negative coefficient or a clip that is not positive.
 
     Example:
-        >>> ValueLoss(clip=None).coefficient
-        0.5
+        >>> batch = TokenBatch(
+        ...     sequence=torch.tensor([0, 0]), num_sequences=1, advantage=torch.zeros(2), token_weight=torch.ones(2),
+        ...     value_target=torch.tensor([2.0, float("nan")]), value_weight=torch.tensor([1.0, 0.0]))
+        >>> ValueLoss(clip=None)(torch.tensor([1.0, 7.0]), batch).loss  # 0.5 * 1^2 / 2
+        tensor(0.2500)
     """
 
     coefficient: float = 0.5
@@ -37,6 +70,35 @@ class ValueLoss:
                 given=f"coefficient={self.coefficient}, clip={self.clip}",
                 remedy="Write clip: null to switch clipping off.",
             )
+
+    def __call__(self, value: Float[Tensor, "N"], batch: TokenBatch) -> ValueOutput:
+        """The value term of a micro-batch.
+
+        Gradient: through ``value``; exactly 0 in rows of weight 0, whatever they hold.
+
+        Args:
+            value: [N] current predictions.
+            batch: with ``value_target``, ``value_weight`` and, under a clip, ``value_old``, on the same device.
+
+        Raises:
+            InputError: one of them is missing.
+        """
+        dtype = torch.promote_types(value.dtype, torch.float32)
+        weight = required(batch.value_weight, "value_weight").to(dtype)
+        fitted = weight != 0
+
+        def read(each: Tensor | None, name: str) -> Tensor:
+            return torch.where(fitted, required(each, name).to(dtype), 0.0)
+
+        value, target = read(value, "value"), read(batch.value_target, "value_target")
+        if self.clip is None:
+            token_loss, clipped = value_loss(value, target), torch.zeros_like(fitted)
+        else:
+            value_old = read(batch.value_old, "value_old")
+            token_loss = clipped_value_loss(value, value_old, target, self.clip)
+            clipped = value_is_clipped(value.detach(), value_old, target, self.clip)
+        mean = (weight * token_loss).sum()
+        return ValueOutput(loss=self.coefficient * mean, mean=mean.detach(), fitted=fitted, clipped=clipped)
 
 
 def value_loss(value: Float[Tensor, "N"], value_target: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
@@ -100,3 +162,62 @@ def value_is_clipped(
         tensor([ True, False])
     """
     return clipped_value_loss(value, value_old, value_target, clip) > value_loss(value, value_target)
+
+
+def value_weight(step: TokenBatch, sum_over_ranks: SumOverRanks = one_rank) -> Float[Tensor, "N"]:
+    """Weights of the value loss for an optimizer step: 1 over its fitted tokens on all ranks, 0 on the others.
+
+    ``v_t = fitted_t / sum_u fitted_u``, fitted being trained (``token_weight`` other than 0) and with a return
+
+    Args:
+        step: every sequence of the step on this rank, with weights and ``value_target``.
+        sum_over_ranks: of a number, over all ranks.
+
+    Example:
+        >>> value_weight(TokenBatch(
+        ...     sequence=torch.tensor([0, 0, 1, 2]), num_sequences=3, advantage=torch.zeros(4),
+        ...     token_weight=torch.tensor([0.1, 0.2, 0.0, 0.3]), value_target=torch.tensor([1.0, 1.0, 1.0, torch.nan])))
+        tensor([0.5000, 0.5000, 0.0000, 0.0000])
+    """
+    fitted = (step.token_weight != 0) & ~required(step.value_target, "value_target").isnan()
+    number = sum_over_ranks(fitted.double().sum()).clamp(min=1.0)
+    return (fitted.double() / number).to(step.token_weight.dtype)
+
+
+def explained_variance(value: Float[Tensor, "N"], value_target: Float[Tensor, "N"]) -> Float[Tensor, ""]:
+    """How much of the returns' spread the predictions account for: 1 is all of it, 0 no more than a constant does.
+
+    ``1 - Var(R - V) / Var(R)``, over the tokens with a return
+
+    Returns:
+        float64; not finite where the returns do not differ.
+
+    Example:
+        >>> explained_variance(torch.tensor([0.0, 1.0, 5.0]), torch.tensor([0.0, 2.0, torch.nan]))  # 1 - 0.25 / 1
+        tensor(0.7500, dtype=torch.float64)
+    """
+    known = ~value_target.isnan()
+    target, error = value_target[known].double(), (value_target - value)[known].double()
+    return 1 - (error - error.mean()).square().mean() / (target - target.mean()).square().mean()
+
+
+def value_diagnostics(
+    outputs: Sequence[ValueOutput], *, gather: GatherOverRanks = one_rank
+) -> dict[str, Float[Tensor, ""]]:
+    """The numbers of an optimizer step's value loss, on the device.
+
+    Args:
+        outputs: of every micro-batch of the step on this rank.
+        gather: over all ranks; every rank then gets the numbers of the whole step.
+
+    Returns:
+        ``value_loss``, the mean over the fitted tokens before the coefficient; ``value_clipped_fraction`` of them.
+
+    Example:
+        >>> one = ValueOutput(torch.tensor(1.0), torch.tensor(2.0), torch.tensor([True]), torch.tensor([False]))
+        >>> value_diagnostics([one])["value_loss"].item()
+        2.0
+    """
+    sums = [torch.stack([getattr(each, name).sum() for each in outputs]) for name in ("mean", "fitted", "clipped")]
+    mean, num_fitted, num_clipped = gather(torch.stack([each.double().sum() for each in sums])[None]).sum(0)
+    return {"value_loss": mean, "value_clipped_fraction": num_clipped / num_fitted.clamp(min=1)}
