@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from logitless.data.packing import pack
+from logitless.errors import ConfigurationError
 from logitless.models.loading import load_model
 from logitless.objective.advantage import Gae, Gdpo, GroupCentered, GroupStandardized, LeaveOneOut, ReinforcePP
 from logitless.rewards.combine import weighted
@@ -22,11 +23,12 @@ from logitless.train.block import (
     roll_out,
     score,
     signal,
+    value_metrics,
     verdict_metrics,
     with_advantages,
 )
 from logitless.train.policy import Policy
-from logitless.types import Completion, Group, Prompt, Verdict
+from logitless.types import Completion, Group, Prompt, TokenBatch, Verdict
 
 MISSING = Verdict(score=None, status="timeout")
 
@@ -121,6 +123,73 @@ def test_values_give_generalised_advantages_and_a_target():
     # 0.125 and 0.75 before they are whitened
     assert batch.advantage.tolist() == pytest.approx([-0.7071, 0.7071], abs=1e-3)
     assert batch.value_target.tolist() == [0.625, 1.0]
+
+
+def test_a_kl_in_the_reward_is_part_of_the_return_that_values_are_fitted_to():
+    batch, _ = packed([_group("7", [6.0])])
+    batch = replace(
+        batch,
+        logp_old=torch.tensor([-1.0, -1.0]),
+        logp_ref=torch.tensor([-2.0, -1.5]),
+        value_old=torch.tensor([1.0, 3.0]),
+    )
+    batch = with_advantages(batch, [_group("7", [6.0])], Gae(1.0, 0.5, whiten=False), weights={}, kl_beta=2.0)
+    # rewards -2 and 6 - 1; deltas -2 + 3 - 1 = 0 and 5 - 3 = 2; advantages 0 + 2 / 2 and 2
+    assert batch.advantage.tolist() == [1.0, 2.0]
+    assert batch.value_target.tolist() == [2.0, 5.0]
+
+
+def test_a_completion_without_a_reward_has_advantage_0_and_nothing_to_fit_its_values_to():
+    group = _group("7", [1.0, None])
+    batch, _ = packed([group])
+    batch = replace(batch, value_old=torch.tensor([0.5, 0.25, 8.0, 9.0]))
+    batch = with_advantages(batch, [group], Gae(1.0, 0.5), weights={})
+    assert batch.advantage.tolist() == pytest.approx([-0.7071, 0.7071, 0.0, 0.0], abs=1e-3)  # whitened without it
+    assert batch.value_target.tolist()[:2] == [0.625, 1.0]
+    assert batch.value_target[2:].isnan().all()
+    found = value_metrics(batch)
+    assert found["value/mean"] == (0.75 + 17) / 4
+    assert found["value/return_mean"] == 0.8125
+    # returns 0.625 and 1, variance 0.1875^2; errors 0.125 and 0.75, variance 0.3125^2
+    assert found["value/explained_variance"] == pytest.approx(1 - (0.3125 / 0.1875) ** 2)
+
+
+def test_without_values_there_are_no_numbers_of_them():
+    assert value_metrics(_advantages([_group("7", [1.0, 3.0])], GroupCentered())) == {}
+
+
+def _two_turns() -> tuple[Group, TokenBatch]:
+    """Three tokens in two turns with a tool's answer in between, and a completion of one turn."""
+    prompt = Prompt("7", "p", (1, 2))
+    first = Completion("7", (3, 4, 5, 6, 7), "", "stop", trained=(True, True, False, False, True), turn=(0, 0, 0, 1, 1))
+    second = Completion("7", (3, 4), "", "stop")
+    group = Group(prompt, (first, second), ({}, {}), (8.0, 2.0))
+    return group, replace(packed([group])[0], value_old=torch.tensor([1.0, 50.0, 4.0, 3.0, 50.0]))
+
+
+def test_a_reward_of_several_turns_is_paid_once_at_the_last_token_of_the_last_turn():
+    group, batch = _two_turns()
+    assert batch.turn.tolist() == [0, 0, 1, 0, 0]
+    per_token = with_advantages(batch, [group], Gae(1.0, 1.0, whiten=False), weights={})
+    assert per_token.value_target.tolist() == [8.0, 8.0, 8.0, 2.0, 2.0]  # undiscounted: the reward, not twice it
+
+
+def test_a_turn_has_one_advantage_from_the_value_before_its_first_token():
+    group, batch = _two_turns()
+    batch = with_advantages(batch, [group], Gae(0.5, 0.5, action="turn", whiten=False), weights={})
+    # turn 0: reward 0, value 1, next value 4: delta 0 + 2 - 1 = 1; turn 1: delta 8 - 4 = 4; the other: 2 - 3 = -1
+    # advantages 1 + 4 / 4 = 2, 4 and -1; returns 3, 8 and 2
+    assert batch.advantage.tolist() == [2.0, 2.0, 4.0, -1.0, -1.0]
+    assert batch.value_target.tolist() == [3.0, 3.0, 8.0, 2.0, 2.0]
+
+
+def test_gdpo_refuses_a_kl_in_the_reward_that_it_would_not_see():
+    verdicts = {"a": [Verdict.graded(0.0), Verdict.graded(1.0)]}
+    options = {"logp_old": torch.zeros(4), "logp_ref": -torch.ones(4), "weights": {"a": 1.0}}
+    group = _group("7", [0.0, 1.0], **verdicts)
+    with pytest.raises(ConfigurationError, match=r"gdpo.*kl\.placement: loss"):
+        _advantages([group], Gdpo(), kl_beta=0.5, **options)
+    _advantages([group], Gdpo(), kl_beta=0.0, **options)
 
 
 def test_gdpo_takes_the_functions_apart():
@@ -242,7 +311,7 @@ def test_scores_come_back_in_the_blocks_order_however_the_rows_are_laid():
     pairs = []
     for s, (prompt, answer) in enumerate([((1,), (4, 5, 6)), ((1, 2), ()), ((3, 4, 5), (7,)), ((2,), (8, 9))]):
         pairs.append((Prompt(str(s), "", prompt), Completion(str(s), answer, "", "stop")))
-    logp, entropy = score(policy, pack(pairs), [(3, 0), (2,)], temperature=2.0, backend="reference")
+    found = score(policy, pack(pairs), [(3, 0), (2,)], temperature=2.0, backend="reference")
     expected = []
     for prompt, completion in pairs:
         ids = torch.tensor([prompt.token_ids + completion.token_ids])
@@ -251,8 +320,8 @@ def test_scores_come_back_in_the_blocks_order_however_the_rows_are_laid():
         for j, token in enumerate(completion.token_ids):
             row = rows[len(prompt.token_ids) - 1 + j]
             expected.append((float(row[token]), float(-(row.exp() * row).sum())))
-    assert logp.tolist() == pytest.approx([e[0] for e in expected], abs=1e-5)
-    assert entropy.tolist() == pytest.approx([e[1] for e in expected], abs=1e-5)
+    assert found.logp.tolist() == pytest.approx([e[0] for e in expected], abs=1e-5)
+    assert found.entropy.tolist() == pytest.approx([e[1] for e in expected], abs=1e-5)
 
 
 def test_seeds_of_different_purposes_differ():

@@ -102,8 +102,8 @@ def test_the_optimizer_goes_on_as_if_it_had_not_stopped(tmp_path):
     other, fresh = _trained(1)
     other.load_state_dict(model.state_dict())
     fresh.state.clear()
-    _save(tmp_path, 1, tensors=checkpoints.optimizer_tensors(model, optimizer))
-    checkpoints.restore_optimizer(other, fresh, load_checkpoint(tmp_path).tensors)
+    _save(tmp_path, 1, tensors=checkpoints.optimizer_tensors(dict(model.named_parameters()), optimizer))
+    checkpoints.restore_optimizer(dict(other.named_parameters()), fresh, load_checkpoint(tmp_path).tensors)
     for each, steps in ((model, optimizer), (other, fresh)):
         each.zero_grad()
         each(torch.tensor([1.0, -2.0, 0.5])).square().sum().backward()

@@ -390,7 +390,7 @@ def test_every_metric_of_a_run_is_finite_and_a_report_and_a_summary_are_left(tmp
 # --- every preset ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", sorted(set(PRESETS) - {"ppo"}))  # ppo needs a value head
+@pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_every_preset_trains_and_moves_the_weights(tmp_path, preset):
     run = _run(tmp_path, data__held_out=None, train__blocks=1, algorithm={"preset": preset})
     steps = _steps(run)

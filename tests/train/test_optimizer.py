@@ -109,3 +109,20 @@ def test_a_parameter_without_a_gradient_is_no_obstacle():
     _, taken = take_step(adamw([used, unused], OptimizerSection(), CPU), rate=0.1, max_grad_norm=1.0)
     assert taken
     assert unused.item() == 1.0
+
+
+def test_the_value_head_has_a_rate_of_its_own_and_is_not_decayed():
+    matrix, readout = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(1, 2))
+    options = OptimizerSection(weight_decay=0.5, implementation="loop")
+    optimizer = adamw([matrix], options, CPU, value_head=[readout], value_head_factor=4.0)
+    matrix.grad, readout.grad = torch.zeros(2, 2), torch.zeros(1, 2)
+    take_step(optimizer, rate=0.1, max_grad_norm=None)
+    assert torch.equal(matrix, torch.full((2, 2), 0.95))
+    assert torch.equal(readout, torch.ones(1, 2))
+    readout.grad = torch.tensor([[3.0, -0.5]])
+    take_step(adamw([], options, CPU, value_head=[readout], value_head_factor=4.0), rate=0.1, max_grad_norm=None)
+    assert readout.tolist()[0] == pytest.approx([0.6, 1.4], abs=1e-6)  # 1 -+ 4 * 0.1
+
+
+def test_without_a_value_head_there_is_no_group_for_one():
+    assert len(adamw([nn.Parameter(torch.ones(2, 2))], OptimizerSection(), CPU).param_groups) == 1

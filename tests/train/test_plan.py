@@ -44,6 +44,13 @@ def test_lora_trains_its_factors_only_and_needs_no_second_copy(tmp_path):
     assert "reference" not in parts
 
 
+def test_a_value_head_is_counted_with_its_gradient_and_moments_and_has_no_reference(tmp_path):
+    parts = plan_of(tiny_recipe(tmp_path, algorithm={"preset": "ppo"})).memory_bytes
+    assert parts["value head"] == 4 * 4 * (16 + 1)
+    assert parts["trained weights"] == parts["reference"] == 4 * NUM_WEIGHTS
+    assert "value head" not in plan_of(tiny_recipe(tmp_path)).memory_bytes
+
+
 def test_checkpointing_saves_activations(tmp_path):
     def activations(**changes):
         recipe = tiny_recipe(
@@ -92,7 +99,7 @@ def test_a_dry_run_looks_at_no_run_folder(tmp_path):
         {"data__train__path": "nowhere.jsonl"},
         {"model__tokenizer": "./nowhere"},
         {"rewards": [{"name": "exact", "column": "absent"}]},
-        {"algorithm": {"preset": "ppo"}},
+        {"algorithm": {"preset": "ppo"}, "value_head": {"source": "nowhere.safetensors"}},
         {"model__source__vocab_size": 5},
         {"rollout__engine": {"name": "recorded", "path": "nowhere.jsonl"}},
     ],

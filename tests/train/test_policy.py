@@ -10,6 +10,7 @@ from logitless.data.packing import pack
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import load_model
 from logitless.models.lora import LoraOptions, add_lora, load_adapters
+from logitless.models.value_head import value_head_for
 from logitless.objective.divergence import KLPenalty
 from logitless.objective.objective import Objective
 from logitless.train.policy import AdaptersOff, Policy, Scorer
@@ -132,3 +133,66 @@ def test_autocast_makes_products_in_its_dtype_and_scores_in_float32():
     assert 0 < (scores.logp - plain.logp).abs().max() < 0.2
     scores.logp.sum().backward()
     assert {p.grad.dtype for p in policy.model.parameters() if p.grad is not None} == {torch.float32}
+
+
+def _with_value_head(policy: Policy) -> Policy:
+    policy.value_head = value_head_for(policy.model)
+    torch.nn.init.normal_(policy.value_head.weight, generator=torch.Generator().manual_seed(0))
+    torch.nn.init.constant_(policy.value_head.bias, 0.25)
+    return policy
+
+
+def test_a_value_is_read_from_the_hidden_state_that_predicts_its_token():
+    model, batch = _model(), _batch()
+    policy = _with_value_head(Policy(model))
+    values = []
+    for ids, count in (((1, 2, 3, 5, 6), 2), ((4, 7, 8, 9), 3)):
+        hidden = model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
+        weight = policy.value_head.weight[0]
+        values += [float((hidden[j - 1] @ weight).detach()) + 0.25 for j in range(len(ids) - count, len(ids))]
+    assert policy.scores(batch, **OPTIONS).value.tolist() == pytest.approx(values, abs=1e-5)
+    assert Policy(model).scores(batch, **OPTIONS).value is None
+
+
+def test_a_value_head_costs_no_pass_of_its_own(monkeypatch):
+    from logitless.train import policy as module
+
+    plain, calls = module.backbone_hidden, []
+    monkeypatch.setattr(module, "backbone_hidden", lambda *arguments: calls.append(1) or plain(*arguments))
+    _with_value_head(Policy(_model())).scores(_batch(), **OPTIONS)
+    assert len(calls) == 1
+
+
+def test_values_are_float32_products_under_autocast_too():
+    policy = _with_value_head(Policy(_model(), autocast=torch.bfloat16))
+    scores = policy.scores(_batch(), **OPTIONS)
+    assert scores.value.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = policy.model(torch.tensor([[1, 2, 3, 5]]), output_hidden_states=True).hidden_states[-1][0, 2]
+    expected = hidden.float() @ policy.value_head.weight[0] + 0.25
+    assert float(scores.value[0].detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
+
+
+def test_the_value_loss_reaches_the_backbone_and_under_lora_the_adapter_alone():
+    for policy in (Policy(_model()), _adapted()):
+        _with_value_head(policy).scores(_batch(), **OPTIONS).value.sum().backward()
+        trained = {n: p for n, p in policy.named_parameters().items() if p.requires_grad}
+        reached = {name for name, p in trained.items() if p.grad is not None and p.grad.abs().max() > 0}
+        assert reached == {name for name in trained if "lm_head" not in name}
+        assert {"value_head.weight", "value_head.bias"} < reached
+        frozen = [p for p in policy.named_parameters().values() if not p.requires_grad]
+        assert all(p.grad is None for p in frozen)
+        assert bool(frozen) == policy.is_adapter
+
+
+def test_the_reference_of_a_policy_with_a_value_head_has_none():
+    policy = _with_value_head(_adapted())
+    assert AdaptersOff(policy).scores(_batch(), **OPTIONS).value is None
+
+
+def test_a_saved_model_knows_nothing_of_the_value_head(tmp_path):
+    tokenizer = character_tokenizer("abcdefghijklmnopqrst")
+    Policy(_model()).save(tmp_path / "plain", tokenizer)
+    _with_value_head(Policy(_model())).save(tmp_path / "ppo", tokenizer)
+    files = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("plain", "ppo")]
+    assert files[0] == files[1]

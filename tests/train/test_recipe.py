@@ -236,3 +236,10 @@ def test_every_committed_recipe_is_valid_and_survives_writing_and_reading(path, 
 def test_a_recipe_does_not_change_after_loading(tmp_path):
     with pytest.raises(ValueError, match="frozen"):
         loaded(tmp_path).seed = 3
+
+
+@pytest.mark.parametrize("zero_signal", ["drop", "refill"])
+def test_one_completion_a_prompt_has_no_signal_to_be_dropped_for(tmp_path, zero_signal):
+    one = "rollout.completions_per_prompt=1"
+    assert "completions_per_prompt=1" in refused(tmp_path, "", one, f"rollout.zero_signal={zero_signal}")
+    assert loaded(tmp_path, "", one).rollout.zero_signal == "keep"

@@ -122,6 +122,21 @@ def test_accuracy_is_drawn_from_before_the_first_step(tmp_path, drawn):
     assert (line.x, line.y) == ((0, 8, 16, 24), (0.31, 0.9 * 8 / 24, 0.9 * 16 / 24, 0.9))
 
 
+def test_a_value_head_has_plots_of_its_own(tmp_path, drawn):
+    assert "Value head" not in page_of(fake_run(tmp_path)).titles
+    folder = fake_run(tmp_path)
+    numbers = {"loss/value": 0.5, "value/mean": 0.1, "value/return_mean": 0.2, "value/explained_variance": -0.5}
+    folder.append_metrics({"step": 99, **numbers})
+    assert {"Value head", "Value loss"} < set(page_of(folder).titles)
+    lines = {line.label: line.y for lines, _ in drawn["lines"] for line in lines}
+    assert (lines["value loss"], lines["value"], lines["return"], lines["explained variance"]) == (
+        (0.5,),
+        (0.1,),
+        (0.2,),
+        (-0.5,),
+    )
+
+
 def test_rewards_are_drawn_in_total_and_by_function(tmp_path, drawn):
     page_of(fake_run(tmp_path))
     assert [line.label for line in drawn["lines"][0][0]] == ["total", "exact", "style"]

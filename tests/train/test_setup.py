@@ -8,7 +8,10 @@ import torch
 
 from logitless.errors import ConfigurationError, DataError
 from logitless.models.lora import adapters_off
+from logitless.models.value_head import ValueHead, save_value_head
+from logitless.objective.value import ValueLoss
 from logitless.rewards.suites import OverlapWarning
+from logitless.train.checkpoint import VALUE_HEAD
 from logitless.train.setup import (
     algorithm_of,
     data_of,
@@ -18,6 +21,7 @@ from logitless.train.setup import (
     rewards_of,
     set_process,
     tokenizer_of,
+    value_head_of,
 )
 from tests.train.tiny import tiny_recipe
 
@@ -188,7 +192,25 @@ def test_parts_of_a_preset_are_replaced_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"algorithm": {"preset": "ppo"}}, "no value head"),
+        ({"algorithm": {"preset": "grpo", "advantage": {"name": "gae"}}}, r"Set algorithm\.value_loss"),
+        ({"algorithm": {"preset": "grpo", "value_loss": {}}}, r"given group_standardized.*name: gae"),
+        ({"algorithm": {"preset": "ppo", "advantage": {"name": "leave_one_out"}}}, r"given leave_one_out.*name: gae"),
+        ({"algorithm": {"preset": "nll", "value_loss": {}}}, r"given none.*name: gae"),
+        ({"value_head": {}}, r"Remove value_head"),
+        ({"algorithm": {"preset": "ppo", "ratio": {"name": "sequence"}}}, r"'sequence'.*given gae.*name: token"),
+        ({"algorithm": {"preset": "ppo", "ratio": {"name": "turn"}}}, r"'turn'.*given gae"),
+        ({"algorithm": {"preset": "ppo", "surrogate": {"name": "gmpo"}}}, r"'gmpo'.*given gae"),
+        (
+            {"algorithm": {"preset": "gspo", "advantage": {"name": "reinforce_pp", "gamma": 0.9}}},
+            r"'sequence'.*given reinforce_pp",
+        ),
+        (
+            {
+                "algorithm": {"preset": "gspo", "advantage": {"name": "reinforce_pp"}},
+                "kl": {"placement": "reward", "control": {"name": "fixed", "beta": 0.1}},
+            },
+            r"'sequence'.*given reinforce_pp",
+        ),
         ({"algorithm": {"preset": "grpoo"}}, "Did you mean 'grpo'"),
         ({"algorithm": {"preset": "grpo", "parameters": {"epsilom": 1}}}, "Did you mean 'epsilon'"),
         ({"rollout__completions_per_prompt": 1}, "at least two completions a prompt"),
@@ -204,6 +226,51 @@ def test_parts_of_a_preset_are_replaced_by_name(tmp_path):
 def test_parts_that_do_not_go_together_are_refused_with_a_repair(tmp_path, changes, message):
     with pytest.raises(ConfigurationError, match=message):
         algorithm_of(tiny_recipe(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"preset": "ppo"},
+        {"preset": "grpo", "advantage": {"name": "gae"}, "value_loss": {"coefficient": 1.0}},
+        {"preset": "ppo", "ratio": {"name": "sequence", "advantage_within_sequence": "mean"}},
+        {"preset": "ppo", "ratio": {"name": "sequence_token"}},
+        {"preset": "ppo", "ratio": {"name": "turn"}, "advantage": {"name": "gae", "action": "turn"}},
+        {"preset": "gspo", "advantage": {"name": "reinforce_pp"}},
+    ],
+)
+def test_parts_that_go_together_are_let_through(tmp_path, algorithm):
+    algorithm_of(tiny_recipe(tmp_path, algorithm=algorithm))
+
+
+def test_the_value_loss_of_a_preset_is_kept_or_replaced(tmp_path):
+    kept = algorithm_of(tiny_recipe(tmp_path, algorithm={"preset": "ppo"}))
+    assert kept.value_loss == ValueLoss(coefficient=0.5, clip=0.2)
+    value_loss = {"coefficient": 0.1, "clip": None}
+    replaced = algorithm_of(tiny_recipe(tmp_path, algorithm={"preset": "ppo", "value_loss": value_loss}))
+    assert replaced.value_loss == ValueLoss(coefficient=0.1, clip=None)
+
+
+def test_a_value_head_is_made_for_a_value_loss_only_and_a_checkpoints_is_taken_before_a_recipes(tmp_path):
+    def head(value, path):
+        made = ValueHead(16)
+        torch.nn.init.constant_(made.weight, value)
+        save_value_head(made, path)
+
+    (tmp_path / "checkpoint").mkdir()
+    head(1.0, tmp_path / "own.safetensors")
+    head(2.0, tmp_path / "checkpoint" / VALUE_HEAD)
+    grpo, ppo = tiny_recipe(tmp_path), tiny_recipe(tmp_path, algorithm={"preset": "ppo"})
+    named = tiny_recipe(tmp_path, algorithm={"preset": "ppo"}, value_head={"source": str(tmp_path / "own.safetensors")})
+    model = _model(grpo)
+    assert value_head_of(grpo, algorithm_of(grpo), model) is None
+    for recipe, checkpoint, expected in (
+        (ppo, None, 0.0),
+        (named, None, 1.0),
+        (named, tmp_path / "checkpoint", 2.0),
+    ):
+        found = value_head_of(recipe, algorithm_of(recipe), model, checkpoint)
+        assert found.weight.tolist() == [[expected] * 16]
 
 
 def test_a_correction_of_filtered_sampling_is_refused_unless_it_accepts_that(tmp_path):

@@ -8,12 +8,14 @@ import torch
 from logitless.data.packing import StepPlan, pack, plan_epoch
 from logitless.errors import InputError
 from logitless.models.loading import disable_dropout, load_model
+from logitless.models.value_head import value_head_for
 from logitless.objective.divergence import KLPenalty
 from logitless.objective.entropy import EntropyBonus
 from logitless.objective.filters import TopEntropy
 from logitless.objective.objective import Objective
 from logitless.objective.presets import algorithm
 from logitless.objective.surrogate import KlCov
+from logitless.objective.value import ValueLoss
 from logitless.objective.weighting import MicroBatchTokenMean, SequenceMean, TokenMean
 from logitless.train.block import micro_batches_of, score
 from logitless.train.policy import Policy
@@ -64,17 +66,21 @@ def _block(policy: Policy, dtype: torch.dtype = torch.float64) -> TokenBatch:
         prompt = prompts[prompt_length]
         pairs.append((prompt, Completion(prompt.id, ids(length), "", "stop")))
     batch = pack(pairs)
-    own, entropy = score(policy, batch, [(s,) for s in range(8) if s != 5], temperature=TEMPERATURE, backend="chunked")
+    scored = score(policy, batch, [(s,) for s in range(8) if s != 5], temperature=TEMPERATURE, backend="chunked")
 
     def near(scale: float) -> torch.Tensor:
-        return own.to(dtype) + scale * torch.randn(len(own), generator=generator, dtype=dtype)
+        return scored.logp.to(dtype) + scale * torch.randn(batch.num_tokens, generator=generator, dtype=dtype)
 
     advantage = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, 0.0, -1.5, 0.75], dtype=dtype)[batch.sequence]
-    return replace(batch, advantage=advantage, logp_old=near(0.2), logp_ref=near(0.5), entropy_old=entropy)
+    return replace(batch, advantage=advantage, logp_old=near(0.2), logp_ref=near(0.5), entropy_old=scored.entropy)
 
 
-def _gradient(policy, block, plan, objective, weighting, *, beta=BETA, statistics=None, num_steps=1, dropped=None):
-    policy.model.zero_grad()
+def _gradient(
+    policy, block, plan, objective, weighting, value_loss=None, *, beta=BETA, statistics=None, num_steps=1, dropped=None
+):
+    parameters = policy.named_parameters().values()
+    for parameter in parameters:
+        parameter.grad = None
     micro_batches = step_batch(
         block,
         plan,
@@ -94,8 +100,9 @@ def _gradient(policy, block, plan, objective, weighting, *, beta=BETA, statistic
         entropy_coefficient=None,
         statistics=statistics,
         seed=0,
+        value_loss=value_loss,
     )
-    gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
+    gradient = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
     return sum(output.loss.detach() for output in outputs), gradient, outputs
 
 
@@ -226,7 +233,7 @@ def test_the_gradient_is_that_of_full_logits_one_sequence_at_a_time_with_or_with
 def step_gradient_differs(policy, block):
     """The case tests something: some ratios are clipped and some are not."""
     outputs = _gradient(policy, block, WHOLE, *_composition("grpo"))[2]
-    clipped = outputs[0].clipped_low | outputs[0].clipped_high
+    clipped = outputs[0].policy.clipped_low | outputs[0].policy.clipped_high
     return 0 < clipped.sum() < block.num_tokens
 
 
@@ -245,13 +252,13 @@ def test_the_first_step_after_scoring_has_ratio_exactly_1(checkpointing, autocas
         tokens_per_micro_batch=tokens_per_micro_batch,
         seed=1,
     )
-    logp, _ = score(policy, block, micro_batches_of(plan), temperature=TEMPERATURE, backend="auto")
+    logp = score(policy, block, micro_batches_of(plan), temperature=TEMPERATURE, backend="auto").logp
     block = replace(block, logp_old=logp, logp_ref=logp)
     outputs = _gradient(policy, block, plan[0], *_composition("grpo"))[2]
     assert len(outputs) > 1 or tokens_per_micro_batch == 1000
     for output in outputs:
-        assert (output.token_log_ratio == 0).all()
-        assert (output.kl == 0).all()
+        assert (output.policy.token_log_ratio == 0).all()
+        assert (output.policy.kl == 0).all()
     numbers = step_metrics(outputs)
     assert numbers["ratio/min"] == numbers["ratio/max"] == 1
     assert numbers["kl_ref/k3_mean"] == numbers["kl_old/k1_mean"] == 0
@@ -308,3 +315,135 @@ def test_a_step_without_a_token_is_refused():
     policy = _policy()
     with pytest.raises(InputError, match="a step with a scored token"):
         _gradient(policy, _block(policy), StepPlan((5,), ()), *_composition("grpo"))
+
+
+# --- PPO ------------------------------------------------------------------------------------------------------------
+
+CLIP = 0.4
+UNSCORED, DROPPED = 3, 6  # a completion without a reward, and one whose tokens weigh 0
+
+
+def _ppo_policy() -> Policy:
+    """A policy whose value head has learnt something."""
+    policy = _policy()
+    policy.value_head = value_head_for(policy.model)
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in policy.value_head.parameters():
+            parameter.normal_(generator=generator)
+    return policy
+
+
+def _ppo_block(policy: Policy) -> TokenBatch:
+    """The block with values near those of the policy, returns, and an advantage a token."""
+    block = _block(policy)
+    generator = torch.Generator().manual_seed(7)
+    values = score(policy, block, [tuple(s for s in range(8) if s != 5)], temperature=1.0, backend="chunked").value
+
+    def normal(scale: float) -> torch.Tensor:
+        return scale * torch.randn(block.num_tokens, generator=generator, dtype=torch.float64)
+
+    returns = (values + normal(1.0)).masked_fill(block.sequence == UNSCORED, torch.nan)
+    return replace(block, advantage=normal(1.0), value_old=values + normal(0.5), value_target=returns)
+
+
+def _ppo():
+    found = algorithm("ppo")
+    return found.objective, found.weighting, ValueLoss(coefficient=0.7, clip=CLIP)
+
+
+def _ppo_by_formula(model, head, block: TokenBatch) -> torch.Tensor:
+    """The gradient of PPO over full logits and transformers' own hidden states, one sequence at a time."""
+    counts, lengths = block.inputs.source_counts, block.inputs.lengths
+    first, start, loss = 0, 0, torch.zeros((), dtype=torch.float64)
+    num_trained = sum(n for s, n in enumerate(counts) if s != DROPPED)
+    num_fitted = num_trained - counts[UNSCORED]
+    for s, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        at = slice(start, start + count)
+        if count and s != DROPPED:
+            output = model(block.inputs.input_ids[first : first + length][None], output_hidden_states=True)
+            logits = output.logits[0, -count:] / TEMPERATURE
+            logp = logits.log_softmax(-1)[torch.arange(count), block.target[at]]
+            ratio, advantage = (logp - block.logp_old[at]).exp(), block.advantage[at]
+            policy_loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            loss = loss + policy_loss.sum() / num_trained
+            if s != UNSCORED:
+                value = output.hidden_states[-1][0, -count:] @ head.weight[0] + head.bias
+                old, returns = block.value_old[at], block.value_target[at]
+                held = old + (value - old).clamp(-CLIP, CLIP)
+                loss = (
+                    loss + 0.7 / num_fitted * 0.5 * torch.maximum((value - returns) ** 2, (held - returns) ** 2).sum()
+                )
+        first, start = first + length, start + count
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in [*model.parameters(), *head.parameters()]])
+
+
+def test_the_gradient_of_ppo_is_that_of_full_logits_and_hidden_states():
+    policy = _ppo_policy()
+    block = _ppo_block(policy)
+    dropped = [s == DROPPED for s in range(8)]
+    loss, found, outputs = _gradient(policy, block, CUTS["uneven rows"], *_ppo(), beta=0.0, dropped=dropped)
+    clipped = torch.cat([o.value.clipped for o in outputs])
+    assert 2 < clipped.sum() < 20  # the case tests the clip
+    oracle = load_model(GPT2, dtype=torch.float64, random_weights=True, seed=3, attention="eager")
+    disable_dropout(oracle)
+    head = value_head_for(oracle)
+    head.load_state_dict(policy.value_head.state_dict())
+    expected = _ppo_by_formula(oracle, head, block)
+    assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
+    without = _gradient(policy, block, CUTS["uneven rows"], *_ppo()[:2], beta=0.0, dropped=dropped)[1]
+    backbone = len(without)
+    assert (found[:backbone] - without).abs().max() > 0.01 * without.abs().max()  # the value loss reaches the backbone
+    numbers = step_metrics(outputs)
+    assert numbers["loss/total"] == pytest.approx(float(loss), rel=1e-12)
+    policy_loss = sum(float(o.policy.loss.detach()) for o in outputs)
+    assert 0.7 * numbers["loss/value"] == pytest.approx(float(loss) - policy_loss, rel=1e-12)
+    fitted = sum(n for s, n in enumerate(COMPLETION_LENGTHS) if s not in (UNSCORED, DROPPED))
+    assert numbers["value/clipped_fraction"] == pytest.approx(int(clipped.sum()) / fitted)
+
+
+@pytest.mark.parametrize("weighting", [TokenMean(), SequenceMean()])
+def test_the_cut_and_the_order_change_ppo_by_float64_rounding_only(weighting):
+    policy = _ppo_policy()
+    block, (objective, _, value_loss) = _ppo_block(policy), _ppo()
+    dropped = [s == DROPPED for s in range(8)]
+    whole = _gradient(policy, block, WHOLE, objective, weighting, value_loss, beta=0.0, dropped=dropped)
+    for plan in CUTS.values():
+        cut = _gradient(policy, block, plan, objective, weighting, value_loss, beta=0.0, dropped=dropped)
+        _assert_same(cut, whole, 1e-12)
+
+
+def test_the_value_loss_is_a_mean_over_the_steps_tokens_with_a_return_whatever_the_policys_weighting():
+    policy = _ppo_policy()
+    block, plan = _ppo_block(policy), StepPlan((0, 1, 2, 3, 5, 6), ((0, 3), (1, 6), (2,)))
+    dropped = [s == DROPPED for s in range(8)]
+    for weighting in (TokenMean(), SequenceMean(), MicroBatchTokenMean()):
+        parts = step_batch(block, plan, Objective(), weighting, dropped=dropped, num_steps=1, statistics=None)
+        weights = [p.value_weight.tolist() for p in parts]
+        # 4, 1 and 9 tokens of sequences 0, 1 and 2; 5 of the unscored, 11 of the dropped one
+        assert weights == [[1 / 14] * 4 + [0] * 5, [1 / 14] + [0] * 11, [1 / 14] * 9]
+    assert (
+        step_batch(_block(policy), plan, Objective(), TokenMean(), dropped=dropped, num_steps=1, statistics=None)[
+            0
+        ].value_weight
+        is None
+    )
+
+
+def test_what_stands_where_there_is_no_return_reaches_no_gradient():
+    policy = _ppo_policy()
+    block = _ppo_block(policy)
+    dropped = [s == DROPPED for s in range(8)]
+    plain = _gradient(policy, block, WHOLE, *_ppo(), beta=0.0, dropped=dropped)
+    hidden = (block.sequence == UNSCORED) | (block.sequence == DROPPED)
+    spoilt = replace(block, value_old=block.value_old.masked_fill(hidden, torch.nan))
+    _assert_same(_gradient(policy, spoilt, WHOLE, *_ppo(), beta=0.0, dropped=dropped), plain, 0.0)
+
+
+def test_a_value_loss_of_a_policy_without_a_value_head_is_refused():
+    policy = _ppo_policy()
+    block = _ppo_block(policy)
+    policy.value_head = None
+    with pytest.raises(InputError, match="value head"):
+        _gradient(policy, block, WHOLE, *_ppo(), beta=0.0)

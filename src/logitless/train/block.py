@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from logitless.data.packing import StepPlan, pack
+from logitless.errors import ConfigurationError
 from logitless.objective.advantage import (
     Advantage,
     Gae,
@@ -27,6 +28,7 @@ from logitless.objective.advantage import (
 )
 from logitless.objective.divergence import kl_in_reward
 from logitless.objective.ranges import Ranges
+from logitless.objective.value import explained_variance
 from logitless.rewards.combine import Unscored, reward_statistics, score_batch, total_reward
 from logitless.rewards.contract import WeightedReward
 from logitless.rollout.engine import Engine
@@ -34,7 +36,7 @@ from logitless.rollout.sampling import SamplingOptions
 from logitless.train.config import Backend
 from logitless.train.metrics import Numbers
 from logitless.train.policy import Scorer
-from logitless.types import Group, Prompt, TokenBatch, VerdictStatus
+from logitless.types import Group, Prompt, TokenBatch, TokenScores, VerdictStatus
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,8 @@ def signal(groups: Sequence[Group]) -> list[bool]:
 
 def score(
     scorer: Scorer, batch: TokenBatch, micro_batches: Sequence[Sequence[int]], *, temperature: float, backend: Backend
-) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
-    """logp and entropy [N] of a block under a policy, without gradient, in the packing it is given.
+) -> TokenScores:
+    """Scores of a block under a policy, without gradient, in the packing it is given.
 
     The packing is that of the first epoch, so the first optimizer step meets the very same numbers: its ratio is 1.
 
@@ -133,18 +135,21 @@ def score(
         backend: of the head.
 
     Returns:
-        CPU tensors in the block's order.
+        CPU tensors, float32, in the block's order; ``value`` where the scorer has a value head.
     """
     assert batch.inputs is not None
     counts = torch.tensor(batch.inputs.source_counts)
     starts = torch.cumsum(counts, 0) - counts
-    logp, entropy = torch.empty(batch.num_tokens), torch.empty(batch.num_tokens)
+    scored: dict[str, Tensor] = {}
     with torch.no_grad():
         for sequences in micro_batches:
             scores = scorer.scores(batch.take(sequences), temperature=temperature, backend=backend)
             where = torch.cat([torch.arange(int(starts[s]), int(starts[s] + counts[s])) for s in sequences])
-            logp[where], entropy[where] = scores.logp.float().cpu(), scores.entropy.float().cpu()
-    return logp, entropy
+            for name in ("logp", "entropy", "value"):
+                values = getattr(scores, name)
+                if values is not None:
+                    scored.setdefault(name, torch.empty(batch.num_tokens))[where] = values.float().cpu()
+    return TokenScores(**scored)
 
 
 def packed(groups: Sequence[Group]) -> tuple[TokenBatch, tuple[tuple[int, ...], ...]]:
@@ -178,7 +183,7 @@ def with_advantages(
     """The block with ``advantage`` (and ``value_target``) set from the groups' rewards.
 
     A KL in the reward is paid per token by estimators of token returns, and subtracted as its sum over the sequence
-    before group statistics by the others.
+    before group statistics by the others. A completion without a reward has advantage 0 and no value target (NaN).
 
     Args:
         batch: scored (``logp_old``, with ``kl_beta`` also ``logp_ref``; ``value_old`` for GAE).
@@ -186,7 +191,16 @@ def with_advantages(
         estimator: of the algorithm; None (a loss that reads no advantage) gives 0.
         weights: of the reward functions, for estimators that take them apart.
         kl_beta: coefficient of the KL in the reward; 0 for none.
+
+    Raises:
+        ConfigurationError: a KL in the reward beside GDPO, which reads the functions and not their sum.
     """
+    if isinstance(estimator, Gdpo) and kl_beta:
+        raise ConfigurationError(
+            needed="one reward a completion for a KL in the reward",
+            given=f"kl_beta={kl_beta} beside gdpo, which takes the reward functions apart",
+            remedy="Put the KL in the loss (kl.placement: loss), or choose another advantage.",
+        )
     if estimator is None:
         return replace(batch, advantage=torch.zeros(batch.num_tokens))
     rewards, group = _rewards(groups)
@@ -199,7 +213,8 @@ def with_advantages(
         paid = pay_at_last_token(rewards, batch.sequence) - kl
         if isinstance(estimator, Gae):
             advantage, value_target = estimator(paid, batch.sequence, batch.value_old, batch.turn)
-            return replace(batch, advantage=advantage, value_target=value_target)
+            unscored = rewards.isnan()[batch.sequence]
+            return replace(batch, advantage=advantage, value_target=value_target.masked_fill(unscored, torch.nan))
         return replace(batch, advantage=estimator(paid, batch.sequence)[0])
     trained = torch.ones(batch.num_tokens, dtype=torch.bool)
     penalty = Ranges(batch.sequence, batch.num_sequences, trained).sum(kl)
@@ -291,6 +306,24 @@ def advantage_metrics(advantages: Sequence[Sequence[float | None]], limit: float
     if limit is not None:
         metrics["advantage/clipped"] = int(num_clipped(known, limit))
     return metrics
+
+
+def value_metrics(batch: TokenBatch) -> Numbers:
+    """What the value head said in the scoring pass, against the returns; nothing where there is no value head.
+
+    Example:
+        >>> value_metrics(TokenBatch(
+        ...     sequence=torch.tensor([0, 0]), num_sequences=1, advantage=torch.zeros(2), token_weight=torch.ones(2),
+        ...     value_old=torch.tensor([0.0, 1.0]), value_target=torch.tensor([0.0, 2.0])))
+        {'value/mean': 0.5, 'value/return_mean': 1.0, 'value/explained_variance': 0.75}
+    """
+    if batch.value_old is None or batch.value_target is None:
+        return {}
+    return {
+        "value/mean": float(batch.value_old.mean()),
+        "value/return_mean": float(batch.value_target.nanmean()),
+        "value/explained_variance": float(explained_variance(batch.value_old, batch.value_target)),
+    }
 
 
 def _spread(group: Group) -> float:

@@ -5,6 +5,7 @@ the earlier checkpoints as they were. Tensors are safetensors, everything else J
 
     checkpoints/step-000012/
         model/                  Hugging Face format (an adapter under LoRA), float32, loads with from_pretrained
+        value_head.safetensors  weight [1, D] and bias [1], where the algorithm has a value loss
         tensors.safetensors     optimizer moments, random generators, the tokens of a block in flight
         state.json              progress, KL coefficient, data order, block in flight
 """
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from logitless.errors import CheckpointError
 from logitless.types import PackedInputs, TokenBatch
 
+VALUE_HEAD = "value_head.safetensors"
 _PREFIX = "step-"
 
 
@@ -44,6 +46,7 @@ def save_checkpoint(
     step: int,
     *,
     save_model: Callable[[Path], None],
+    save_value_head: Callable[[Path], None] | None = None,
     tensors: Mapping[str, Tensor],
     state: Mapping[str, Any],
     keep: int,
@@ -54,6 +57,7 @@ def save_checkpoint(
         root: the run's checkpoint folder.
         step: optimizer steps done.
         save_model: writes the weights into the folder it is given.
+        save_value_head: writes the value head to the path it is given; None where there is none.
         tensors: anything a tensor; moved to the CPU.
         state: anything JSON.
         keep: checkpoints left after this one is in place.
@@ -69,6 +73,8 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         (partial / "model").mkdir(parents=True)
         save_model(partial / "model")
+        if save_value_head is not None:
+            save_value_head(partial / VALUE_HEAD)
         save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, partial / "tensors.safetensors")
         (partial / "state.json").write_text(json.dumps(state))
         _flush(partial)
@@ -124,18 +130,19 @@ def load_checkpoint(root: Path) -> Checkpoint:
         ) from error
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's state by parameter name: ``optimizer/<parameter>/<moment>``."""
     return {
         f"optimizer/{name}/{key}": value
-        for name, parameter in model.named_parameters()
+        for name, parameter in parameters.items()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
 
 
-def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+def restore_optimizer(
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
+) -> None:
     """Put ``optimizer_tensors`` back; AdamW's step counters stay where AdamW keeps them."""
-    parameters = dict(model.named_parameters())
     for name, value in tensors.items():
         kind, _, rest = name.partition("/")
         if kind == "optimizer":

@@ -16,6 +16,7 @@ from logitless.objective.divergence import KLPenalty
 from logitless.objective.filters import Filter
 from logitless.objective.kl_control import KLControl
 from logitless.objective.objective import EntropyBonus, Ratio, Surrogate
+from logitless.objective.value import ValueLoss
 from logitless.objective.weighting import Weighting
 from logitless.rewards.combine import Unscored
 from logitless.rewards.options import RewardOptions
@@ -141,6 +142,20 @@ class AlgorithmSection(Section):
     weighting: Annotated[Weighting, Field(discriminator="name")] | None = Field(
         None, description="replaces the preset's"
     )
+    value_loss: ValueLoss | None = Field(
+        None, description="replaces the preset's; goes with an advantage that reads values (`gae`), and only with one"
+    )
+
+
+class ValueHeadSection(Section):
+    """The linear layer that predicts returns, on the policy's backbone, for algorithms with a value loss (PPO)."""
+
+    learning_rate_factor: PositiveFloat = Field(
+        10.0, description="the head's learning rate, as a multiple of the optimizer's; it is never decayed"
+    )
+    source: str | None = Field(
+        None, description="`value_head.safetensors` of a checkpoint to start from; None: every weight 0"
+    )
 
 
 class _KL(Section):
@@ -218,6 +233,9 @@ class Recipe(Section):
     rollout: RolloutSection
     rewards: tuple[RewardOptions, ...] = Field(min_length=1, description="several are summed with their weights")
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
+    value_head: ValueHeadSection | None = Field(
+        None, description="None: its defaults where the algorithm has a value loss, else no value head"
+    )
     kl: KLInLoss | KLInReward | None = Field(
         None, discriminator="placement", description="distance to the reference; None: no reference is loaded"
     )
@@ -242,6 +260,12 @@ class Recipe(Section):
             "a positive rollout.sampling.temperature, which also divides the logits in the loss",
             str(self.rollout.sampling.temperature),
             "Sample at temperature 1, or set evaluation.sampling for greedy evaluation.",
+        )
+        _require(
+            self.rollout.completions_per_prompt > 1 or self.rollout.zero_signal == "keep",
+            "at least two completions a prompt, for their rewards to differ, or rollout.zero_signal: keep",
+            f"rollout.completions_per_prompt=1, rollout.zero_signal={self.rollout.zero_signal}",
+            "Raise the first, or set the second to keep.",
         )
         _require(
             self.model.lora is not None or self.model.dtype == "float32" or self.kl is not None,

@@ -26,6 +26,7 @@ _SHOWN = (
     ("kl_ref/k3_mean", "KL"),
     ("entropy/mean", "entropy"),
     ("length/mean", "length"),
+    ("value/explained_variance", "explained variance"),
     ("evaluation/accuracy", "held-out accuracy"),
 )
 _MAX_SAMPLE_CHARACTERS = 400

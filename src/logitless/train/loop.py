@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from logitless.data.packing import StepPlan, plan_epoch
 from logitless.data.prompts import PromptOrder
 from logitless.errors import TrainingError
+from logitless.models.value_head import save_value_head
 from logitless.objective.divergence import kl_in_reward
 from logitless.objective.entropy import EntropyController
 from logitless.objective.kl_control import KLController
@@ -38,6 +40,7 @@ from logitless.train.block import (
     roll_out,
     score,
     signal,
+    value_metrics,
     with_advantages,
 )
 from logitless.train.config import KLInLoss, KLInReward, Recipe
@@ -49,7 +52,7 @@ from logitless.train.metrics import Numbers
 from logitless.train.optimizer import adamw, learning_rate, take_step
 from logitless.train.policy import Policy, Scorer
 from logitless.train.run_folder import RunFolder
-from logitless.train.setup import Data
+from logitless.train.setup import Data, value_head_section
 from logitless.train.step import backward, step_batch, step_metrics
 from logitless.train.writers import Writer
 from logitless.types import Group, TokenBatch
@@ -90,7 +93,7 @@ class Trainer:
 
     Args:
         recipe: checked.
-        algorithm: objective, advantage and weighting of the recipe.
+        algorithm: objective, advantage, weighting and value loss of the recipe.
         policy: trained in place.
         reference: scores under the frozen policy, or None without a KL.
         tokenizer: saved beside the weights.
@@ -122,7 +125,13 @@ class Trainer:
         self.tokenizer, self.engine, self.evaluation_engine = tokenizer, engine, evaluation_engine
         self.rewards, self.data = rewards, data
         self.folder, self.view, self.writers = folder, view, writers
-        self.optimizer = adamw(policy.model.parameters(), recipe.train.optimizer, policy.device)
+        self.optimizer = adamw(
+            policy.model.parameters(),
+            recipe.train.optimizer,
+            policy.device,
+            value_head=() if policy.value_head is None else policy.value_head.parameters(),
+            value_head_factor=value_head_section(recipe).learning_rate_factor,
+        )
         self.order = PromptOrder(len(data.train), derived_seed(recipe.seed, "order"))
         self.controller = KLController(recipe.kl.control) if recipe.kl is not None else None
         bonus = algorithm.objective.entropy_bonus
@@ -223,6 +232,7 @@ class Trainer:
             entropy_coefficient=None if self.entropy_controller is None else self.entropy_controller.applied,
             statistics=statistics,
             seed=derived_seed(recipe.seed, "step", progress.step),
+            value_loss=self.algorithm.value_loss,
         )
         rate = learning_rate(progress.step, progress.block / recipe.train.blocks, recipe.train.optimizer)
         norm, taken = take_step(self.optimizer, rate=rate, max_grad_norm=recipe.train.max_grad_norm)
@@ -314,11 +324,11 @@ class Trainer:
         rows = micro_batches_of(self._plan(block, 0))
         temperature, backend = recipe.rollout.sampling.temperature, recipe.train.scoring_backend
         with self._phase("scoring") as scoring_seconds:
-            logp, entropy = score(self.policy, batch, rows, temperature=temperature, backend=backend)
-            batch = replace(batch, logp_old=logp, entropy_old=entropy)
+            old = score(self.policy, batch, rows, temperature=temperature, backend=backend)
+            batch = replace(batch, logp_old=old.logp, entropy_old=old.entropy, value_old=old.value)
             if self.reference is not None:
-                logp_ref, _ = score(self.reference, batch, rows, temperature=temperature, backend=backend)
-                batch = replace(batch, logp_ref=logp_ref)
+                ref = score(self.reference, batch, rows, temperature=temperature, backend=backend)
+                batch = replace(batch, logp_ref=ref.logp)
         num_scored = batch.num_tokens * (1 if self.reference is None else 2)
         metrics["time/scoring_seconds"] = scoring_seconds[0]
         metrics["throughput/scoring_tokens_per_second"] = num_scored / scoring_seconds[0]
@@ -332,6 +342,7 @@ class Trainer:
         )
         advantages = advantages_of(batch, drawn, kept)
         metrics |= advantage_metrics(advantages, None if estimator is None else estimator.clip)
+        metrics |= value_metrics(batch)
         self.folder.write_rollouts(number + 1, drawn, advantages)
         first = drawn[0]
         self.sample = (first.prompt.text, first.completions[0].text, first.rewards[0] or 0.0)
@@ -438,7 +449,8 @@ class Trainer:
     def save(self) -> None:
         """A checkpoint of everything; see ``checkpoint.py``."""
         with self._phase("checkpoint"):
-            tensors = checkpoints.optimizer_tensors(self.policy.model, self.optimizer) | checkpoints.random_tensors()
+            parameters, value_head = self.policy.named_parameters(), self.policy.value_head
+            tensors = checkpoints.optimizer_tensors(parameters, self.optimizer) | checkpoints.random_tensors()
             tensors |= self.policy.adapter_tensors()
             state: dict[str, Any] = {
                 "progress": asdict(self.progress),
@@ -463,6 +475,7 @@ class Trainer:
                 self.folder.checkpoints,
                 self.progress.step,
                 save_model=lambda path: self.policy.save(path, self.tokenizer),
+                save_value_head=None if value_head is None else partial(save_value_head, value_head),
                 tensors=tensors,
                 state=state,
                 keep=self.recipe.checkpoint.keep,
@@ -477,7 +490,7 @@ class Trainer:
             self.controller.load_state_dict(state["controller"])
         if self.entropy_controller is not None:
             self.entropy_controller.load_state_dict(state["entropy"])
-        checkpoints.restore_optimizer(self.policy.model, self.optimizer, saved.tensors)
+        checkpoints.restore_optimizer(self.policy.named_parameters(), self.optimizer, saved.tensors)
         checkpoints.restore_random(saved.tensors, state["random"])
         self.policy.load_adapter_tensors(saved.tensors)
         block = state["block"]

@@ -83,9 +83,24 @@ METRICS: tuple[Metric, ...] = (
     Metric("group/refill_rounds", "1", "sum", "block", "further rounds of generation"),
     Metric("group/trained", "group", "sum", "block", "groups trained on"),
     # Advantages
-    Metric("advantage/mean", "1", "mean", "completion", "advantage of the completions trained on"),
+    Metric(
+        "advantage/mean",
+        "1",
+        "mean",
+        "completion",
+        "advantage of the completions trained on, where it differs from token to token their first one's",
+    ),
     Metric("advantage/std", "1", "std", "completion", "its spread"),
     Metric("advantage/clipped", "1", "sum", "completion", "advantages at the clip value or beyond"),
+    # Values, where the algorithm has a value head
+    Metric("value/mean", "reward", "mean", "block", "the value head's prediction in the scoring pass, over tokens"),
+    Metric("value/return_mean", "reward", "mean", "block", "the return that it is fitted to, over tokens with one"),
+    Metric(
+        "value/explained_variance", "1", "last", "block", "1 - Var(return - value) / Var(return), over these tokens"
+    ),
+    Metric(
+        "value/clipped_fraction", "1", "mean", "token", "tokens with a return whose value gradient the clip removes"
+    ),
     # Lengths
     Metric("length/mean", "token", "mean", "completion", "sampled tokens, the stop token included"),
     Metric("length/min", "token", "min", "completion", "the shortest completion"),
@@ -130,8 +145,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("head/live_fraction", "1", "mean", "token", "tokens with a gradient other than 0"),
     # Optimization
     Metric("loss/total", "1", "sum", "step", "what is differentiated"),
+    Metric("loss/value", "1", "mean", "token", "the value loss of tokens with a return, before its coefficient"),
     Metric("optimizer/grad_norm", "1", "last", "step", "global norm of the gradient before clipping"),
-    Metric("optimizer/learning_rate", "1", "last", "step", "learning rate of this step"),
+    Metric("optimizer/learning_rate", "1", "last", "step", "learning rate of this step; a value head's is a multiple"),
     Metric("optimizer/skipped_steps", "step", "sum", "run", "steps not taken because a gradient was not finite"),
     Metric("optimizer/tokens", "token", "sum", "step", "tokens trained on"),
     Metric("optimizer/sequences", "completion", "sum", "step", "completions trained on"),

@@ -10,10 +10,24 @@ from torch import Tensor, nn
 from logitless.train.config import OptimizerSection
 
 
-def adamw(parameters: Iterable[nn.Parameter], options: OptimizerSection, device: torch.device) -> torch.optim.AdamW:
-    """AdamW over the trained parameters; vectors (norms, biases) are not decayed.
+def adamw(
+    parameters: Iterable[nn.Parameter],
+    options: OptimizerSection,
+    device: torch.device,
+    *,
+    value_head: Iterable[nn.Parameter] = (),
+    value_head_factor: float = 1.0,
+) -> torch.optim.AdamW:
+    """AdamW over the trained parameters; vectors (norms, biases) and the value head are not decayed.
 
     ``implementation="auto"`` is ``fused`` on CUDA and ``foreach`` elsewhere.
+
+    Args:
+        parameters: of the model; frozen ones are left out.
+        options: of the recipe.
+        device: of the parameters.
+        value_head: parameters of the value head.
+        value_head_factor: the value head's learning rate over that of the model.
 
     Example:
         >>> optimizer = adamw([nn.Parameter(torch.ones(2, 2))], OptimizerSection(), torch.device("cpu"))
@@ -26,8 +40,9 @@ def adamw(parameters: Iterable[nn.Parameter], options: OptimizerSection, device:
         chosen = "fused" if device.type == "cuda" else "foreach"
     matrices = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": options.weight_decay}
     vectors = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
+    readout = {"params": list(value_head), "weight_decay": 0.0, "rate_factor": value_head_factor}
     return torch.optim.AdamW(
-        [group for group in (matrices, vectors) if group["params"]],
+        [group for group in (matrices, vectors, readout) if group["params"]],
         lr=options.learning_rate,
         betas=options.betas,
         eps=options.eps,
@@ -77,7 +92,7 @@ def take_step(
 
     Args:
         optimizer: holds parameters with ``.grad``.
-        rate: learning rate of this step.
+        rate: learning rate of this step; a parameter group with a ``rate_factor`` takes that multiple of it.
         max_grad_norm: global norm to clip at; None leaves gradients as they are.
 
     Returns:
@@ -90,7 +105,7 @@ def take_step(
         if max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("rate_factor", 1.0)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm, finite

@@ -13,8 +13,18 @@ from torch import nn
 
 from logitless.head.chunked import default_budget
 from logitless.models.lm_head import causal_lm
+from logitless.models.value_head import ValueHead
 from logitless.train.config import Recipe
-from logitless.train.setup import algorithm_of, data_of, device_of, policy_model, recorded_of, rewards_of, tokenizer_of
+from logitless.train.setup import (
+    algorithm_of,
+    data_of,
+    device_of,
+    policy_model,
+    recorded_of,
+    rewards_of,
+    tokenizer_of,
+    value_head_of,
+)
 from logitless.types import Prompt
 
 GIB = 2**30
@@ -57,7 +67,7 @@ def plan_of(recipe: Recipe) -> Plan:
     tokenizer = tokenizer_of(recipe.model)
     data = data_of(recipe, tokenizer)
     rewards_of(recipe, [*data.train, *data.held_out])
-    algorithm_of(recipe)
+    algorithm = algorithm_of(recipe)
     recorded_of(recipe)
     model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=torch.device("meta"))
     rollout, train = recipe.rollout, recipe.train
@@ -69,14 +79,14 @@ def plan_of(recipe: Recipe) -> Plan:
         tokens_per_block=tokens,
         steps_per_block=steps,
         steps=steps * train.blocks,
-        memory_bytes=memory(recipe, model),
+        memory_bytes=memory(recipe, model, value_head_of(recipe, algorithm, model)),
         counts=data.counts,
         first_prompt=data.train[0],
     )
 
 
-def memory(recipe: Recipe, model: nn.Module) -> dict[str, int]:
-    """Bytes by part, of a model on the meta device.
+def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None) -> dict[str, int]:
+    """Bytes by part, of a model and its value head on the meta device.
 
     Activations follow Korthikanti et al. 2022 (arXiv:2205.05198, sec. 4) without the quadratic part, which fused
     attention does not keep: about 34 D bytes a token and layer at two bytes a number, or 2 D with checkpointing and
@@ -103,6 +113,8 @@ def memory(recipe: Recipe, model: nn.Module) -> dict[str, int]:
         "AdamW moments": 2 * sum(p.numel() * p.element_size() for p in trained),
         "frozen weights": sum(p.numel() * p.element_size() for p in frozen),
     }
+    if value_head is not None:  # weights, gradients and two moments
+        parts["value head"] = 4 * sum(p.numel() * p.element_size() for p in value_head.parameters())
     if recipe.kl is not None and section.lora is None:
         size = torch.empty(0, dtype=getattr(torch, section.dtype)).element_size()
         parts["reference"] = size * sum(p.numel() for p in trained)

@@ -6,6 +6,7 @@ code, the same packing and the same head.
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from logitless.head import token_scores
 from logitless.models.lm_head import backbone_hidden, lm_head
 from logitless.models.lora import adapters_off, save_adapters
+from logitless.models.value_head import ValueHead
 from logitless.train.config import Backend
 from logitless.types import LMHead, TokenBatch, TokenScores
 
@@ -36,17 +38,26 @@ class Policy:
         model: a transformers causal LM, PEFT-wrapped or not, on its device, dropout off.
         autocast: dtype of the products, or None for those of the weights.
         memory_budget: bytes the head may spend on logits-like blocks; None lets the head choose.
+        value_head: predicts returns from the same hidden states, for algorithms with a value loss; or None.
     """
 
     def __init__(
-        self, model: nn.Module, *, autocast: torch.dtype | None = None, memory_budget: int | None = None
+        self,
+        model: nn.Module,
+        *,
+        autocast: torch.dtype | None = None,
+        memory_budget: int | None = None,
+        value_head: ValueHead | None = None,
     ) -> None:
         self.model, self.autocast, self.memory_budget = model, autocast, memory_budget
+        self.value_head = value_head
         self.device = next(model.parameters()).device
         self.is_adapter = hasattr(model, "peft_config")
 
     def scores(self, batch: TokenBatch, *, temperature: float, backend: Backend) -> TokenScores:
-        """logp and entropy [N] of the batch's targets; differentiable unless called under ``torch.no_grad``.
+        """logp, entropy and, with a value head, value [N] of the batch's targets, from one pass of the backbone.
+
+        Differentiable unless called under ``torch.no_grad``.
 
         Args:
             batch: with ``inputs`` and ``target``; moved to the model's device.
@@ -59,23 +70,32 @@ class Policy:
         with self._autocast():
             hidden = backbone_hidden(self.model, batch.inputs)
         rows = hidden.index_select(0, batch.inputs.source)
-        if self.autocast is not None:
-            rows = rows.to(self.autocast)
-        return token_scores(
-            rows,
+        scores = token_scores(
+            rows if self.autocast is None else rows.to(self.autocast),
             self.head(),
             batch.target,
             temperature=temperature,
             backend=backend,
             memory_budget=self.memory_budget,
         )
+        return scores if self.value_head is None else replace(scores, value=self.value_head(rows))
 
     def head(self) -> LMHead:
         """The LM head, read from the model now: its LoRA factors are absent while adapters are off."""
         return lm_head(self.model)
 
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Of the model and, under ``value_head.``, of the value head; some are frozen under LoRA."""
+        named = dict(self.model.named_parameters())
+        if self.value_head is not None:
+            named |= {f"value_head.{name}": p for name, p in self.value_head.named_parameters()}
+        return named
+
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write the weights (under LoRA the adapter) and the tokenizer in Hugging Face format, as safetensors."""
+        """Write the weights (under LoRA the adapter) and the tokenizer in Hugging Face format, as safetensors.
+
+        A value head is not part of the language model: ``save_value_head`` writes it to a file of its own.
+        """
         if self.is_adapter:
             save_adapters(self.model, folder)
         else:
@@ -108,6 +128,6 @@ class AdaptersOff:
         self.policy = policy
 
     def scores(self, batch: TokenBatch, *, temperature: float, backend: Backend) -> TokenScores:
-        """logp and entropy [N] under the base model."""
+        """logp and entropy [N] under the base model, which has no value head."""
         with adapters_off(self.policy.model):
-            return self.policy.scores(batch, temperature=temperature, backend=backend)
+            return replace(self.policy.scores(batch, temperature=temperature, backend=backend), value=None)

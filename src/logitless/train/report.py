@@ -241,6 +241,22 @@ _CURVES = (
         {"y_label": "nat"},
     ),
     _Curves(
+        "Value loss",
+        "Of the value head, mean over tokens with a return, before its coefficient.",
+        {"loss/value": "value loss"},
+        {"y_label": "reward²"},
+    ),
+    _Curves(
+        "Value head",
+        "Mean prediction against mean return, and the share of the returns' variance that predictions explain.",
+        {
+            "value/mean": "value",
+            "value/return_mean": "return",
+            "value/explained_variance": "explained variance",
+        },
+        {"y_label": "reward"},
+    ),
+    _Curves(
         "Gradient norm",
         "Before clipping; a gap is a step that was skipped.",
         {"optimizer/grad_norm": "norm"},

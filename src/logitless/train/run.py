@@ -12,6 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from logitless.errors import ConfigurationError
 from logitless.models.lora import frozen_copy
+from logitless.models.value_head import ValueHead
+from logitless.objective.algorithm import Algorithm
 from logitless.rollout.transformers import TransformersSampler
 from logitless.train.block import derived_seed
 from logitless.train.checkpoint import load_checkpoint
@@ -34,6 +36,8 @@ from logitless.train.setup import (
     rewards_of,
     set_process,
     tokenizer_of,
+    value_head_of,
+    value_head_section,
 )
 from logitless.train.warm_start import warm_start
 from logitless.train.writers import open_writers
@@ -87,7 +91,9 @@ def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tu
         )
         for writer in writers:
             stack.callback(writer.close)
-        policy, reference = _policies(recipe, tokenizer, data, folder, view, model, saved.folder if saved else None)
+        policy, reference = _policies(
+            recipe, algorithm, tokenizer, data, folder, view, model, saved.folder if saved else None
+        )
         sampler = TransformersSampler(
             policy.model, tokenizer, max_rows=recipe.rollout.max_rows, autocast=policy.autocast
         )
@@ -127,6 +133,7 @@ def _model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, weights: Path | N
 
 def _policies(
     recipe: Recipe,
+    algorithm: Algorithm,
     tokenizer: PreTrainedTokenizerBase,
     data: Data,
     folder: RunFolder,
@@ -137,9 +144,9 @@ def _policies(
     """The policy at its starting point or checkpoint, and the reference: the policy as reinforcement learning began."""
     section, warm = recipe.model, _warm_start(folder)
 
-    def policy_of(model: nn.Module) -> Policy:
+    def policy_of(model: nn.Module, value_head: ValueHead | None = None) -> Policy:
         autocast = None if section.autocast is None else getattr(torch, section.autocast)
-        return Policy(model, autocast=autocast, memory_budget=recipe.train.head_memory_budget)
+        return Policy(model, autocast=autocast, memory_budget=recipe.train.head_memory_budget, value_head=value_head)
 
     for line in effects(section, device_of(section), model):
         view.message(line)
@@ -157,7 +164,11 @@ def _policies(
             reference = policy_of(frozen_copy(model, dtype=getattr(torch, section.dtype)))
         if checkpoint is not None:
             model = _model(recipe, tokenizer, checkpoint / "model")
-    policy = policy_of(model)
+    policy = policy_of(model, value_head_of(recipe, algorithm, model, checkpoint))
+    if policy.value_head is not None:
+        num_weights = sum(p.numel() for p in policy.value_head.parameters())
+        factor = value_head_section(recipe).learning_rate_factor
+        view.message(f"value head: {num_weights:,} weights, at {factor:g} times the learning rate")
     if section.lora is not None and recipe.kl is not None:
         reference = AdaptersOff(policy)
     return policy, reference

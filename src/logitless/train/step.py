@@ -1,26 +1,49 @@
 """One optimizer step: weights from counts, micro-batches through the policy, gradients summed.
 
-    loss = sum over micro-batches of (token_weight * token_loss).sum()
+    loss = sum over micro-batches of (token_weight * token_loss).sum(), and with a value head
+         + coefficient * sum over micro-batches of (value_weight * value_loss).sum()
 
-The token weights belong to the step and are made before its first forward pass, so the cut into micro-batches changes
-memory and speed and nothing else.
+The weights belong to the step and are made before its first forward pass, so the cut into micro-batches changes memory
+and speed and nothing else.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from logitless.data.packing import StepPlan
 from logitless.errors import InputError
 from logitless.objective.diagnostics import step_diagnostics
+from logitless.objective.inputs import required
 from logitless.objective.objective import BlockStatistics, Objective, ObjectiveOutput
+from logitless.objective.value import ValueLoss, ValueOutput, value_diagnostics, value_weight
 from logitless.objective.weighting import MicroBatchTokenMean, Totals, Weighting
 from logitless.train.config import Backend
 from logitless.train.metrics import Numbers
 from logitless.train.policy import Policy
 from logitless.types import TokenBatch
+
+
+@dataclass(frozen=True)
+class MicroBatchOutput:
+    """What one micro-batch adds to the step's loss.
+
+    Args:
+        policy: the objective's term.
+        value: the value head's, or None where the algorithm has no value loss.
+    """
+
+    policy: ObjectiveOutput
+    value: ValueOutput | None = None
+
+    @property
+    def loss(self) -> Float[Tensor, ""]:
+        """The sum of both, differentiable."""
+        return self.policy.loss if self.value is None else self.policy.loss + self.value.loss
 
 
 def step_batch(
@@ -36,7 +59,7 @@ def step_batch(
     """The micro-batches of a step with their weights, which sum as the weighting says over the whole step.
 
     Args:
-        block: scored, with advantages.
+        block: scored, with advantages; with ``value_target`` the value loss gets weights of its own too.
         plan: the step's sequences and how they are cut.
         objective: its entropy bonus brings weights of its own.
         weighting: of the algorithm.
@@ -60,16 +83,19 @@ def step_batch(
         return each(tuple(counts[s] for s in row), totals, [dropped[s] for s in row], block.advantage.dtype)
 
     parts = [replace(block.take(row), token_weight=weights(weighting, row)) for row in plan.micro_batches]
-    bonus = objective.entropy_bonus
-    if bonus is None or not parts:
+    if not parts:
         return parts
-    if bonus.scope == "micro_batch":
-        means = [weights(MicroBatchTokenMean(), row) for row in plan.micro_batches]
-        return [replace(p, entropy_weight=w) for p, w in zip(parts, means, strict=True)]
     whole = block.take([s for row in plan.micro_batches for s in row])
     whole = replace(whole, token_weight=torch.cat([p.token_weight for p in parts]))
-    entropy_weight = torch.split(objective.entropy_weight(whole, block=statistics), [p.num_tokens for p in parts])
-    return [replace(p, entropy_weight=w) for p, w in zip(parts, entropy_weight, strict=True)]
+    further: dict[str, Any] = {}
+    bonus, sizes = objective.entropy_bonus, [p.num_tokens for p in parts]
+    if bonus is not None and bonus.scope == "micro_batch":
+        further["entropy_weight"] = [weights(MicroBatchTokenMean(), row) for row in plan.micro_batches]
+    elif bonus is not None:
+        further["entropy_weight"] = torch.split(objective.entropy_weight(whole, block=statistics), sizes)
+    if block.value_target is not None:
+        further["value_weight"] = torch.split(value_weight(whole), sizes)
+    return [replace(part, **{name: of[i] for name, of in further.items()}) for i, part in enumerate(parts)]
 
 
 def backward(
@@ -83,7 +109,8 @@ def backward(
     entropy_coefficient: float | None,
     statistics: BlockStatistics | None,
     seed: int,
-) -> list[ObjectiveOutput]:
+    value_loss: ValueLoss | None = None,
+) -> list[MicroBatchOutput]:
     """Add the gradient of the step's loss to the parameters' ``.grad``; what the diagnostics need comes back.
 
     Args:
@@ -96,6 +123,7 @@ def backward(
         entropy_coefficient: of an adaptive entropy bonus.
         statistics: of the block.
         seed: for objectives that choose tokens at random in each micro-batch.
+        value_loss: of the algorithm, for a policy with a value head.
 
     Raises:
         InputError: no micro-batch: a step of sequences without scored tokens has no gradient to take.
@@ -109,7 +137,7 @@ def backward(
     for batch in micro_batches:
         on_device = batch.to(policy.device)
         scores = policy.scores(on_device, temperature=temperature, backend=backend)
-        output = objective(
+        policy_output = objective(
             scores.logp,
             scores.entropy,
             on_device,
@@ -118,20 +146,26 @@ def backward(
             block=statistics,
             generator=generator,
         )
-        output.loss.backward()  # type: ignore[no-untyped-call]
-        outputs.append(output)
+        value_output = None if value_loss is None else value_loss(required(scores.value, "value"), on_device)
+        outputs.append(MicroBatchOutput(policy_output, value_output))
+        outputs[-1].loss.backward()  # type: ignore[no-untyped-call]
     return outputs
 
 
-def step_metrics(outputs: Sequence[ObjectiveOutput]) -> Numbers:
+def step_metrics(outputs: Sequence[MicroBatchOutput]) -> Numbers:
     """The step's diagnostics under the names of ``metrics.py``, brought to the host in one transfer."""
-    numbers = step_diagnostics(outputs)
-    values = torch.stack(list(numbers.values())).tolist()
-    return {metric_name(name): value for name, value in zip(numbers, values, strict=True)}
+    numbers = step_diagnostics([each.policy for each in outputs])
+    values = [each.value for each in outputs if each.value is not None]
+    if values:
+        numbers |= value_diagnostics(values)
+        numbers["loss"] = numbers["loss"] + torch.stack([each.loss.detach() for each in values]).double().sum()
+    on_host = torch.stack(list(numbers.values())).tolist()
+    return {metric_name(name): value for name, value in zip(numbers, on_host, strict=True)}
 
 
 _NAMES = {
     "loss": "loss/total",
+    "value_loss": "loss/value",
     "num_tokens": "optimizer/tokens",
     "clip_fraction_low": "clip/low_fraction",
     "clip_fraction_high": "clip/high_fraction",
