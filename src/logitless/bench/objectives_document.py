@@ -273,7 +273,12 @@ WORDS: Mapping[str, Words] = {
         "PPO",
         "arXiv:1707.06347, eq. 7; GAE arXiv:1506.02438",
         {"verl": "`adv_estimator: gae`, `loss_mode: vanilla`"},
-        (_VERL_CLIP, "TRL 1.16 has no PPO trainer."),
+        (
+            _VERL_CLIP,
+            "V is one linear layer, from 0, on the hidden states that the LM head reads: one backbone for policy and "
+            "values, trained by both losses. verl trains a second model as the critic.",
+            "TRL 1.16 has no PPO trainer.",
+        ),
     ),
     "reinforce": Words(
         "REINFORCE",
@@ -576,10 +581,10 @@ def cost(measured: Mapping[str, Any] | None) -> str:
     head, machine = measured["head"], measured["environment"]
     peak = max(row["peak_bytes_per_token"] for row in measured["rows"])
     return (
-        f"## Cost\n\nForward and backward of an objective on {measured['tokens']} tokens in {measured['sequences']} "
-        f"sequences take {_range(alone)} of the time of one\nbfloat16 product with a head of {head['width']} x "
-        f"{head['vocabulary']} in the same run ({measured['product_ms']:.0f} ms); with the step's diagnostics,\n"
-        f"{_range(watched)}. They allocate at most {peak:.0f} bytes a token. "
+        f"## Cost\n\nOn {measured['tokens']} tokens in {measured['sequences']} sequences, forward and backward of an "
+        f"objective take\n{_range(alone)}\nof the time of one bfloat16 product with a head of {head['width']} x "
+        f"{head['vocabulary']} in the same run ({measured['product_ms']:.0f} ms); with the step's diagnostics\n"
+        f"{_range(watched)}.\nThey allocate at most {peak:.0f} bytes a token. "
         f"({machine['gpu']}, driver {machine['driver']}, torch {machine['torch']};\n"
         "[result file](../benchmarks/results/objective.json), by `benchmarks/objective.py`.)\n"
     )
@@ -675,7 +680,9 @@ def _equation(algorithm: Algorithm) -> list[str]:
         lines.append(_ADVANTAGES[algorithm.advantage.name])
     lines.append(_WEIGHTINGS[algorithm.weighting.name])
     if algorithm.value_loss is not None:
-        lines.append("value loss: 1/2 max( (V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2 ), weighted as w_t")
+        lines.append("R_t = A_t + V_t, before A is whitened")
+        lines.append("value loss: coefficient * mean over the step's trained tokens that have a return of")
+        lines.append("    1/2 max( (V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2 )")
     return lines
 
 
