@@ -18,6 +18,7 @@ import functools
 import gc
 import importlib.machinery
 import inspect
+import itertools
 import os
 import pickle
 import signal
@@ -311,7 +312,7 @@ class Runner:
         seconds = seconds or {}
         mirror = f"test_{file.stem}.py" if file else ""
         order = sorted(self.items, key=lambda item: (item.path.name != mirror, seconds.get(item.nodeid, 0)))
-        for item, following in zip(order, [*order[1:], None], strict=True):
+        for item, following in itertools.zip_longest(order, order[1:]):
             if self.first_failure is None:
                 if seconds:  # a change that makes a loop endless
                     signal.setitimer(signal.ITIMER_PROF, 10 * seconds.get(item.nodeid, 0) + 5)
