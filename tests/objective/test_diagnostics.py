@@ -80,6 +80,7 @@ def test_ratio_moments_leave_hidden_rows_out():
     assert numbers["ratio_min"] == pytest.approx(0.5)
     assert numbers["ratio_max"] == pytest.approx(3)
     assert numbers["ratio_mean"] == pytest.approx((1 + 2 + 0.5 + 3) / 4)
+    assert numbers["ratio_std"] == pytest.approx(math.sqrt((1 + 4 + 0.25 + 9) / 4 - 1.625**2))
 
 
 def test_ratio_moments_are_of_the_configured_level():

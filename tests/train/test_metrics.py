@@ -66,6 +66,7 @@ def test_every_name_that_the_diagnostics_document_is_known():
         "clip_fraction_negative",
         "ratio_min",
         "ratio_mean",
+        "ratio_std",
         "ratio_max",
         "kl_mean",
         "kl_p95",

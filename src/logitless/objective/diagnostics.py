@@ -45,7 +45,8 @@ def step_diagnostics(
         - ``loss``; ``num_tokens``, trained tokens.
         - ``clip_fraction_low``, ``_high``: tokens whose gradient the lower or upper bound cuts; ``_positive``,
           ``_negative``: tokens cut by either, as a fraction of those with A > 0 or A < 0.
-        - ``ratio_min``, ``ratio_mean``, ``ratio_max``: at the configured level.
+        - ``ratio_min``, ``ratio_mean``, ``ratio_std``, ``ratio_max``: at the configured level; the deviation is the
+          root of the mean square.
         - ``old_k1_mean``, ``old_k1_p95``, ... ``old_k3_p95``: KL(old || policy); tokens are drawn from the old policy,
           so that d is ``logp_old - logp`` here.
         - ``ref_k1_mean`` ... ``ref_k3_p95``: KL(policy || reference), d unclamped; ``kl_mean``, ``kl_p95``: the term
@@ -90,6 +91,7 @@ def step_diagnostics(
     if (log_ratio := vectors.get("log_ratio")) is not None:
         numbers["ratio_min"] = (-largest(-log_ratio)).exp()
         numbers["ratio_mean"] = mean(log_ratio.exp(), trained)
+        numbers["ratio_std"] = mean((log_ratio.exp() - numbers["ratio_mean"]).square(), trained).sqrt()
         numbers["ratio_max"] = largest(log_ratio).exp()
     differences = {"old": vectors.get("token_log_ratio"), "ref": vectors.get("log_ratio_ref")}
     for policy, difference in differences.items():

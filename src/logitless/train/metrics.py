@@ -130,6 +130,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("entropy/bonus_coefficient", "1", "last", "run", "coefficient of the entropy bonus in this step"),
     Metric("ratio/min", "1", "min", "token", "exp(logp - logp_old), at the level the objective uses"),
     Metric("ratio/mean", "1", "mean", "token", "the same"),
+    Metric("ratio/std", "1", "std", "token", "the same; 0 on a block's first step"),
     Metric("ratio/max", "1", "max", "token", "the same"),
     Metric("clip/low_fraction", "1", "mean", "token", "tokens whose gradient the lower bound removes or caps"),
     Metric("clip/high_fraction", "1", "mean", "token", "tokens whose gradient the upper bound removes or caps"),
