@@ -85,3 +85,14 @@ def test_a_float32_model_passes_its_checks_where_tf32_is_allowed():
         verify_packing(load_model(CONFIGS["qwen2"] | wide, device="cuda", random_weights=True))
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("lengths", [[60], [20, 20, 20]])
+def test_sequences_of_one_length_equal_each_alone_and_score_the_bits_they_train(lengths):
+    torch.use_deterministic_algorithms(False)
+    model, inputs = tiny("qwen3", dtype=torch.bfloat16, device="cuda").train(), packed(lengths).to("cuda")
+    trained = backbone_hidden(model, inputs)
+    with torch.no_grad():
+        scored, alone = backbone_hidden(model, inputs), one_at_a_time(model, inputs)
+    assert torch.equal(scored, trained.detach())
+    torch.testing.assert_close(trained.float(), alone.float(), rtol=0.05, atol=0.05 * alone.abs().max().item())
