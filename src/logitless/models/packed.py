@@ -4,8 +4,8 @@ Equal to running every sequence alone. The sequences' lengths are known on the h
 nothing synchronises. Sequences of one length, a single one included, are a batch as they lie: torch's SDPA, whose
 fastest kernel takes no other row (on an H200 half the time of the next). Other rows on CUDA in bfloat16 or float16 go
 as they are to the variable-length kernel of torch. Everywhere else sequences of similar length are laid side by side,
-padded on the right: under a causal mask no real token sees padding. Called without a layout (decoding with a cache) it is transformers' SDPA attention, with grouped
-queries folded so that keys and values are not repeated.
+padded on the right: under a causal mask no real token sees padding. Called without a layout (decoding with a cache) it
+is transformers' SDPA attention, with grouped queries folded so that keys and values are not repeated.
 
 Gives up: attention softcaps, sinks, position biases (ALiBi) and chunked attention. For those use ``attention="eager"``,
 ``"sdpa"`` or ``"flex_attention"``, which build transformers' block-diagonal mask from restarting positions.
