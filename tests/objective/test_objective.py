@@ -283,7 +283,7 @@ def test_kl_cov_of_a_micro_batch_selects_from_current_values():
 
 
 def test_clip_cov_leaves_out_tokens_that_are_clipped_already():
-    # means over the five trained: A -0.2, logp -3.2; covariances 2.64, -0.96, -, 0.24, 0.64, 2.24. In the band are 0 and
+    # means over the five trained: A -0.2, logp -3.2; covariances 2.64, -0.96, -, 0.24, 0.64, 2.24. The band has 0 and
     # 5, clipped already (r = e with A > 0; r = 1 / e with A < 0), and 4, which alone can be chosen
     objective = Objective(surrogate=ClipCov(fraction=0.2, low=0.5, high=9.0, scope="micro_batch"))
     batch = batch_of(
