@@ -1,7 +1,8 @@
 """Run a function on several gloo processes of this machine.
 
-The processes are started once and kept, for importing torch is what takes the time. The environment variable
-``LOGITLESS_ONE_PROCESS`` skips the tests that need them.
+The processes are started once and kept, for importing torch is what takes the time. A process keeps its rank, on which
+what torch remembers of DTensors depends. The environment variable ``LOGITLESS_ONE_PROCESS`` skips the tests that need
+them.
 """
 
 import functools
@@ -18,8 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-MOST_RANKS = 4
-
 
 def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """``function(rank, *args)`` on each rank, inside a process group of all of them; the results by rank.
@@ -30,14 +29,14 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> li
         pytest.skip("needs processes of its own, which LOGITLESS_ONE_PROCESS forbids")
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
-        futures = [_pool().submit(_on_rank, rank, num_ranks, store, function, args) for rank in range(num_ranks)]
+        futures = [_process(rank).submit(_on_rank, rank, num_ranks, store, function, args) for rank in range(num_ranks)]
         return [future.result(timeout=120) for future in futures]
 
 
 @functools.cache
-def _pool() -> ProcessPoolExecutor:
+def _process(rank: int) -> ProcessPoolExecutor:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return ProcessPoolExecutor(MOST_RANKS, mp_context=get_context("spawn"))
+    return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
 
 
 def _on_rank(rank: int, num_ranks: int, store: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

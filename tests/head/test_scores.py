@@ -7,23 +7,23 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from logitless.errors import InputError
-from logitless.head.api import token_scores
 from logitless.types import LMHead
 from tests.head.cases import (
     BACKENDS,
     DEVICES,
     DTYPES,
+    TOLERANCE,
     Case,
     assert_same,
     error,
     plain,
     problem,
     run,
+    token_scores,
     truth,
     widest,
 )
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6}
 SHAPES = [(1, 1, 1), (1, 2, 1), (2, 1, 3), (3, 17, 1), (13, 31, 7), (64, 128, 16), (67, 131, 33), (129, 257, 65)]
 OPTIONS = [
     {"bias": True},
@@ -57,6 +57,8 @@ def test_no_further_from_the_truth_than_the_plain_path_in_the_same_dtype(backend
     exact, scored, usual = truth(given), run(given, backend), plain(given)
     for name, value in exact.items():
         floor = 4 * torch.finfo(torch.float32).eps
+        if backend == "fused":  # its log-probs are differences of numbers as large as the anchor is off
+            floor *= float(exact["logp"].abs().max())
         assert error(scored[name], value) <= 1.5 * error(usual[name], value) + floor, name
 
 
@@ -77,7 +79,8 @@ def test_log_probs_of_bfloat16_inputs_are_float32_exact(backend, device):
 def test_a_float32_weight_is_rounded_for_the_product_and_its_gradient_is_not(backend, device):
     given = problem(Case(61, 97, 24, lora=2, dtype=torch.bfloat16, weight_dtype=torch.float32), device)
     exact, scored = truth(given), run(given, backend)
-    torch.testing.assert_close(scored["logp"].double(), exact["logp"], atol=1e-5, rtol=0)
+    atol = 2e-5 if backend == "fused" else 1e-5  # hidden @ lora_a.T is multiplied as two bfloat16 numbers
+    torch.testing.assert_close(scored["logp"].double(), exact["logp"], atol=atol, rtol=0)
     assert scored["grad_weight"].dtype == torch.float32
     assert scored["grad_hidden"].dtype == torch.bfloat16
     if device == "cpu" and backend != "fused":
@@ -277,6 +280,30 @@ def test_activation_checkpointing_changes_nothing(backend):
         results.append([leaf.grad for leaf in leaves])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inputs_and_gradients_may_have_any_strides(backend):
+    given = problem(Case(9, 31, 16, temperature="per token", dtype=widest(backend)))
+
+    def strided(value):
+        return torch.stack([value, torch.zeros_like(value)], dim=1)[:, 0]
+
+    results = []
+    for shape in (strided, torch.Tensor.contiguous):
+        hidden, weight = (shape(x.detach()).requires_grad_() for x in (given.hidden, given.head.weight))
+        options = {"temperature": shape(given.temperature), "anchor": shape(-given.temperature), "backend": backend}
+        scores = token_scores(hidden, weight, shape(given.target), **options)
+        ones = torch.ones(1, dtype=scores.logp.dtype).expand(9) if shape is strided else torch.ones_like(scores.logp)
+        results.append(
+            [
+                scores.logp,
+                scores.entropy,
+                *torch.autograd.grad([scores.logp, scores.entropy], [hidden, weight], [2 * ones, ones]),
+            ]
+        )
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

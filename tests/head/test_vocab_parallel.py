@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 
 from logitless.errors import InputError
-from logitless.head.api import token_scores
-from tests.head.cases import Case, Problem, assert_same, problem, run, truth
+from tests.head.cases import TOLERANCE, Case, Problem, assert_same, problem, run, token_scores, truth, widest
 from tests.ranks import run_on_ranks
+
+SHARED = ["chunked", "fused"]
 
 FULL = Case(43, 37, 11, bias=True, softcap=6.0, lora=3, temperature="per token", spread=6.0)
 
@@ -25,76 +26,113 @@ def _shard_of(given: Problem, sizes: tuple[int, ...], rank: int) -> Problem:
     return replace(given, head=replace(given.head, **cut))
 
 
-def _run(rank, case, sizes, budget):
-    return run(_shard_of(problem(case), sizes, rank), "chunked", group=dist.group.WORLD, memory_budget=budget)
+def _run(rank, case, sizes, backend, options):
+    options = options | {"group": dist.group.WORLD}
+    return run(_shard_of(problem(case), sizes, rank), backend, **options)
 
 
-@pytest.mark.parametrize("sizes", [(19, 18), (36, 1), (12, 12, 13)], ids=str)
-@pytest.mark.parametrize("case", [Case(43, 37, 11), FULL, replace(FULL, trained=False)], ids=str)
-def test_sharded_equals_whole_in_every_score_and_gradient(case, sizes):
+def _check(case, sizes, backend, options, tolerance=None):
+    """Every rank's scores and gradients against those of all columns."""
+    case = replace(case, dtype=widest(backend))
     whole = truth(problem(case))
-    for rank, given in enumerate(run_on_ranks(len(sizes), _run, case, sizes, 5000)):
+    for rank, given in enumerate(run_on_ranks(len(sizes), _run, case, sizes, backend, options)):
         rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
         sharded = {"grad_weight", "grad_bias", "grad_lora_b"}
-        assert_same(given, {name: v[rows] if name in sharded else v for name, v in whole.items()}, 1e-12)
+        wanted = {name: v[rows] if name in sharded else v for name, v in whole.items()}
+        assert_same(given, wanted, tolerance or TOLERANCE[widest(backend)])
 
 
-def _improbable(rank):
+@pytest.mark.parametrize("backend", SHARED)
+@pytest.mark.parametrize("sizes", [(19, 18), (36, 1), (12, 12, 13)], ids=str)
+@pytest.mark.parametrize("case", [Case(43, 37, 11), FULL, replace(FULL, trained=False)], ids=str)
+def test_sharded_equals_whole_in_every_score_and_gradient(case, sizes, backend):
+    _check(case, sizes, backend, {"memory_budget": 5000})
+
+
+SMALL = Case(21, 37, 16, bias=True, lora=2, temperature="per token", spread=6.0)
+
+
+@pytest.mark.parametrize("budget", ["all kept", "half kept", "none kept"])
+@pytest.mark.parametrize("case", [SMALL, replace(SMALL, softcap=6.0)], ids=str)
+def test_fused_ranks_agree_under_every_budget(case, budget):
+    bytes_a_rank = {"all kept": None, "half kept": 4 * 24 * 12, "none kept": 0}[budget]
+    _check(case, (19, 18), "fused", {"memory_budget": bytes_a_rank})
+
+
+@pytest.mark.parametrize("hint", ["normaliser", "far off", "not finite"])
+def test_hints_change_nothing_when_ranks_keep_different_rows(hint):
+    # 24 columns padded of 19 and 16 of 11: the same budget keeps 8 rows on one rank and 12 on the other.
+    anchor = {
+        "normaliser": torch.linspace(-3, 3, 21),
+        "far off": torch.where(torch.arange(21) % 2 == 0, 500.0, -500.0),
+        "not finite": torch.where(torch.arange(21) % 2 == 0, torch.inf, torch.nan),
+    }[hint]
+    live = torch.arange(21) % 3 == 1
+    options = {"memory_budget": 4 * 24 * 8, "anchor": anchor, "live": live}
+    _check(replace(SMALL, vocabulary=30), (19, 11), "fused", options, 2e-5)
+
+
+def _improbable(rank, backend):
     """Logits (a, 0 | 0, 0) on two ranks; targets on either side of the boundary."""
     weight = torch.eye(4, dtype=torch.float32)[2 * rank : 2 * rank + 2].requires_grad_()
     hidden = torch.zeros(4, 4)
     hidden[:, 0] = torch.tensor([40.0, 200.0, 1000.0, 16.811242831518264])
     hidden.requires_grad_()
-    scores = token_scores(hidden, weight, torch.tensor([2, 3, 1, 0]), backend="chunked", group=dist.group.WORLD)
+    scores = token_scores(hidden, weight, torch.tensor([2, 3, 1, 0]), backend=backend, group=dist.group.WORLD)
     scores.logp.sum().backward()
     return scores.logp.detach(), hidden.grad
 
 
-def test_no_log_prob_is_too_small_or_too_near_zero_for_a_sum_over_ranks():
+@pytest.mark.parametrize("backend", SHARED)
+def test_no_log_prob_is_too_small_or_too_near_zero_for_a_sum_over_ranks(backend):
     # p_y = 1 / (1 + s) with s = 3 exp(-a) = 1.5e-7 in the last row.
-    for logp, gradient in run_on_ranks(2, _improbable):
+    for logp, gradient in run_on_ranks(2, _improbable, backend):
         assert logp.tolist() == pytest.approx([-40, -200, -1000, -1.5e-7], rel=1e-5)
         assert gradient[1].tolist() == pytest.approx([-1, 0, 0, 1], abs=1e-6)
         assert gradient[3].tolist() == pytest.approx([1.5e-7, -5e-8, -5e-8, -5e-8], rel=1e-5)
 
 
-def _same_bits(rank):
+def _same_bits(rank, backend):
     given = _shard_of(problem(replace(FULL, dtype=torch.float32)), (19, 18), rank)
-    result = run(given, "chunked", group=dist.group.WORLD)
+    result = run(given, backend, group=dist.group.WORLD)
     return [result[name] for name in ("logp", "entropy", "grad_hidden", "grad_lora_a")]
 
 
-def test_all_ranks_have_the_same_bits():
-    for one, other in zip(*run_on_ranks(2, _same_bits), strict=True):
+@pytest.mark.parametrize("backend", SHARED)
+def test_all_ranks_have_the_same_bits(backend):
+    for one, other in zip(*run_on_ranks(2, _same_bits, backend), strict=True):
         assert torch.equal(one, other)
 
 
-def _out_of_range(rank):
+def _out_of_range(rank, backend):
     weight = torch.zeros(5, 3)
     try:
-        token_scores(torch.zeros(1, 3), weight, torch.tensor([10]), backend="chunked", group=dist.group.WORLD)
+        token_scores(torch.zeros(1, 3), weight, torch.tensor([10]), backend=backend, group=dist.group.WORLD)
     except InputError as error:
         return str(error)
     return None
 
 
-def test_a_target_beyond_the_whole_vocabulary_is_an_error_on_every_rank():
-    for message in run_on_ranks(2, _out_of_range):
+@pytest.mark.parametrize("backend", SHARED)
+def test_a_target_beyond_the_whole_vocabulary_is_an_error_on_every_rank(backend):
+    for message in run_on_ranks(2, _out_of_range, backend):
         assert "targets within the vocabulary that the group shares" in message
 
 
-def _masked_shard(rank):
-    given = _shard_of(problem(Case(9, 20, 4, bias=True, temperature=0.7)), (12, 8), rank)
+def _masked_shard(rank, case, backend):
+    given = _shard_of(problem(case), (12, 8), rank)
     if rank == 1:
-        given = replace(given, head=replace(given.head, bias=torch.full((8,), float("-inf"), dtype=torch.float64)))
+        given = replace(given, head=replace(given.head, bias=torch.full((8,), float("-inf"), dtype=case.dtype)))
     given = replace(given, target=given.target % 12).leaf_copy()
-    result = run(given, "chunked", group=dist.group.WORLD)
+    result = run(given, backend, group=dist.group.WORLD)
     return {name: result[name] for name in ("logp", "entropy", "grad_hidden")}
 
 
-def test_a_shard_of_padding_masked_by_minus_infinity_adds_nothing():
-    given = problem(Case(9, 20, 4, bias=True, temperature=0.7))
+@pytest.mark.parametrize("backend", SHARED)
+def test_a_shard_of_padding_masked_by_minus_infinity_adds_nothing(backend):
+    case = Case(9, 20, 4, bias=True, temperature=0.7, dtype=widest(backend))
+    given = problem(case)
     short = replace(given.head, weight=given.head.weight.detach()[:12], bias=given.head.bias.detach()[:12])
     whole = truth(replace(given, head=short, target=given.target % 12).leaf_copy())
-    for result in run_on_ranks(2, _masked_shard):
-        assert_same(result, {name: whole[name] for name in result}, 1e-12)
+    for result in run_on_ranks(2, _masked_shard, case, backend):
+        assert_same(result, {name: whole[name] for name in result}, TOLERANCE[widest(backend)])

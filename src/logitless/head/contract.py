@@ -176,17 +176,15 @@ def why_not(backend: Backend, hidden: Tensor, head: LMHead | Tensor, group: Proc
     if backend == "chunked":
         return None
     head = LMHead(weight=head) if isinstance(head, Tensor) else head
-    if group is not None:
-        return "the vocabulary is sharded over a process group"
-    if is_sharded(head.weight):
-        return "the weight is sharded (DTensor)"
     if backend == "reference":
-        return None
+        if group is not None:
+            return "the vocabulary is sharded over a process group"
+        return "the weight is sharded (DTensor)" if is_sharded(head.weight) else None
     try:
         from logitless.head import fused
     except ImportError as error:
         return f"its kernels cannot be imported ({error})"
-    return fused.why_not(hidden, head)
+    return fused.why_not(hidden)
 
 
 def logits_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from logitless.errors import UnavailableError
-from logitless.head.contract import without_autocast
+from logitless.head.columns import Columns
+from logitless.head.contract import refuse_second_derivative, without_autocast
+from logitless.head.sharded import whole
 from logitless.types import LMHead, TokenScores
 
 SHARE = 2
@@ -30,11 +31,11 @@ OLDEST = (8, 0)
 """Compute capability from which bfloat16 and tf32 products exist."""
 
 
-def why_not(hidden: Tensor, head: LMHead) -> str | None:
-    """Why the kernels cannot score these tensors on this machine, or None when they can.
+def why_not(hidden: Tensor) -> str | None:
+    """Why the kernels cannot score these hidden states on this machine, or None when they can.
 
     Example:
-        >>> why_not(torch.zeros(2, 4), LMHead(weight=torch.zeros(11, 4)))
+        >>> why_not(torch.zeros(2, 4))
         'tensors are on cpu, the kernels need a CUDA device'
     """
     if hidden.device.type != "cuda":
@@ -44,15 +45,13 @@ def why_not(hidden: Tensor, head: LMHead) -> str | None:
     capability = torch.cuda.get_device_capability(hidden.device)
     if capability < OLDEST:
         return f"compute capability {capability[0]}.{capability[1]} is older than {OLDEST[0]}.{OLDEST[1]}"
-    return _unsupported(hidden, head)
+    return _unsupported(hidden)
 
 
-def _unsupported(hidden: Tensor, head: LMHead) -> str | None:
+def _unsupported(hidden: Tensor) -> str | None:
     """What holds on any device, the interpreter's included."""
     if hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"hidden states are {str(hidden.dtype).removeprefix('torch.')}, the kernels take 16 and 32 bit floats"
-    if type(head.weight).__name__ == "DTensor":
-        return "the head's weight is sharded (DTensor)"
     try:
         import triton  # noqa: F401
     except ImportError as error:
@@ -165,16 +164,10 @@ def token_scores(
     Supports: CUDA devices from compute capability 8.0; measured on Hopper. bias, scale, softcap, LoRA, float32 master
         weights (rounded to hidden's dtype for the products).
     """
-    reason = _unsupported(hidden, head)
+    reason = _unsupported(hidden)
     if reason is not None:
         raise UnavailableError(
             needed="tensors the fused head can take", given=reason, remedy="Use backend='auto' or backend='chunked'."
-        )
-    if group is not None:
-        raise UnavailableError(
-            needed="a head that is whole on this device",
-            given="a vocabulary sharded over a process group",
-            remedy="Use backend='chunked' for sharded vocabularies.",
         )
     call = _Call(
         scale=head.scale,
@@ -182,12 +175,13 @@ def token_scores(
         lora_scale=head.lora_scale,
         temperature=1.0 if isinstance(temperature, Tensor) else temperature,
         memory_budget=memory_budget,
+        group=group,
         trained=torch.is_grad_enabled()
         and any(x is not None and x.requires_grad for x in (hidden, head.weight, head.bias, head.lora_a, head.lora_b)),
     )
     per_row = temperature if isinstance(temperature, Tensor) else None
     logp, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, head.bias, head.lora_a, head.lora_b, target, per_row, anchor, live, call
+        hidden, head.weight, *map(whole, (head.bias, head.lora_a, head.lora_b)), target, per_row, anchor, live, call
     )
     return TokenScores(logp=logp, entropy=entropy)
 
@@ -201,7 +195,12 @@ class _Call:
     lora_scale: float
     temperature: float
     memory_budget: int | None
+    group: ProcessGroup | None
     trained: bool
+
+    def columns(self, weight: Tensor) -> Columns:
+        """Which columns the rows meet, and who holds them."""
+        return Columns(weight.detach(), self.group)
 
     def head(self, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None) -> LMHead:
         """The head of these tensors, cut off from autograd."""
@@ -227,29 +226,33 @@ class _TokenScores(torch.autograd.Function):
         live: Tensor | None,
         call: _Call,
     ) -> tuple[Tensor, Tensor]:
-        from logitless.head.kernels import passes
+        from logitless.head.kernels import passes, variants
 
         ctx.set_materialize_grads(False)
         ctx.call, ctx.kept = call, None
+        columns = call.columns(weight)
         if not len(hidden):
+            columns.without_rows(hidden.dtype, trained=False)
             ctx.save_for_backward(hidden, weight, bias, lora_a, lora_b)
             return hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros(0, dtype=torch.float32)
         head = call.head(weight, bias, lora_a, lora_b)
         order = None
         with without_autocast(hidden.device):
             rows = hidden.detach().contiguous()
-            operands = passes.operands(rows, head)
+            target = columns.from_first(target).contiguous()
             budget = 0
             if call.trained:
                 budget = default_budget(hidden.device) if call.memory_budget is None else call.memory_budget
-            plan = MemoryPlan.of(len(hidden), len(weight), operands.variant.kept, memory_budget=budget)
-            if live is not None and 0 < plan.kept_rows < len(hidden):
+            kept_dtype = variants.kept_dtype(hidden.dtype)
+            plan = MemoryPlan.of(len(hidden), columns.kept_width, kept_dtype, memory_budget=budget)
+            # Ranks that share the vocabulary may keep different numbers of rows; their order must be the same.
+            if live is not None and (columns.shared or 0 < plan.kept_rows < len(hidden)):
                 order = torch.sort(live, descending=True, stable=True).indices
                 rows = rows[order]
                 target = target[order]
                 temperature, anchor = (None if x is None else x[order] for x in (temperature, anchor))
             state, kept = passes.scored(
-                operands,
+                columns,
                 head,
                 rows,
                 target,
@@ -267,19 +270,22 @@ class _TokenScores(torch.autograd.Function):
         return logp, entropy
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         from logitless.head.kernels import passes
+
+        refuse_second_derivative("fused")
 
         hidden, weight, bias, lora_a, lora_b, *saved = ctx.saved_tensors
         needed = passes.Needed(*ctx.needs_input_grad[:5])
         not_differentiated = (None,) * 5
         if grad_logp is None and grad_entropy is None:
             return (None,) * 5 + not_differentiated
+        columns = ctx.call.columns(weight)
         if not len(hidden):
-            inputs = (hidden, weight, bias, lora_a, lora_b)
-            zeros = (torch.zeros_like(x) if wanted else None for x, wanted in zip(inputs, needed, strict=True))
-            return (*zeros, *not_differentiated)
+            of_weight = columns.without_rows(hidden.dtype, trained=needed.weight)
+            inputs = (bias, lora_a, lora_b)
+            zeros = (torch.zeros_like(x) if wanted else None for x, wanted in zip(inputs, needed[2:], strict=True))
+            return (torch.zeros_like(hidden) if needed.hidden else None, of_weight, *zeros, *not_differentiated)
         order, rows, *fields = saved
         kept, ctx.kept = ctx.kept, None
         if grad_entropy is not None and ctx.call.softcap is not None:
@@ -287,6 +293,7 @@ class _TokenScores(torch.autograd.Function):
         with without_autocast(hidden.device):
             gradients = passes.gradients(
                 passes.State(*fields),
+                columns,
                 ctx.call.head(weight, bias, lora_a, lora_b),
                 rows,
                 kept,

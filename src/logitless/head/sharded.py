@@ -45,8 +45,7 @@ def shards(weight: Tensor, dtype: torch.dtype) -> Iterator[Shard]:
     if not is_sharded(weight):
         yield Shard(0, weight, 0)
         return
-    group, local = _group(weight), _local(weight)
-    most = -(-len(weight) // dist.get_world_size(group))
+    group, local, most = _group(weight), _local(weight), most_rows(weight)
     for owner, first in enumerate(range(0, len(weight), most)):
         if owner == dist.get_rank(group):
             rows = local.to(dtype, copy=True)
@@ -54,6 +53,16 @@ def shards(weight: Tensor, dtype: torch.dtype) -> Iterator[Shard]:
             rows = local.new_empty(min(most, len(weight) - first), weight.shape[1], dtype=dtype)
         dist.broadcast(rows, group=group, group_src=owner)
         yield Shard(first, rows, owner)
+
+
+def most_rows(weight: Tensor) -> int:
+    """Rows of the largest shard, which is every shard but the last of those that have any.
+
+    Example:
+        >>> most_rows(torch.zeros(11, 4))
+        11
+    """
+    return -(-len(weight) // dist.get_world_size(_group(weight))) if is_sharded(weight) else len(weight)
 
 
 def summed_on_owner(gradient: Tensor, shard: Shard, weight: Tensor) -> Tensor | None:

@@ -79,10 +79,9 @@ def row_by_column(
 
 @triton.jit
 def target_logits(
-    x, w, bias, target, multiplier, inner, target_logit, target_slope, anchor, V, D,
-    SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """z_y in bits and, with a softcap, its slope 1 - tanh^2; a target outside range(V) belongs to no column: 0."""
+    x, w, bias, target, multiplier, inner, target_logit, target_slope, V, D, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """z_y in bits and, with a softcap, its slope 1 - tanh^2; nothing where the target is not in range(V)."""
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(target + row)
     owned = (y >= 0) & (y < V)
@@ -97,11 +96,8 @@ def target_logits(
         z += tl.load(bias + column)
     if SOFTCAP:
         z = tanh(z * inner)
-        tl.store(target_slope + row, 1.0 - z * z)
-    z = tl.where(owned, z * tl.load(multiplier + row), 0.0)
-    tl.store(target_logit + row, z)
-    if anchor is not None:  # of a target that a bias of -inf masks too, which sends its row to the second anchoring
-        tl.store(anchor + row, tl.where(z < LOWEST, LOWEST, z))
+        tl.store(target_slope + row, 1.0 - z * z, mask=owned)
+    tl.store(target_logit + row, z * tl.load(multiplier + row), mask=owned)
 
 
 @triton.jit(do_not_specialize=["N", "kept_rows"])
@@ -162,16 +158,19 @@ def anchored_exp_product(
                     kept.store([m * BM, n * BN], e.to(kept.dtype))
                 else:
                     place = kept + row.to(tl.int64)[:, None] * kept_stride + cols[None, :]
-                    stored = (row_ok & (row < kept_rows))[:, None] & (cols < kept_stride)[None, :]
+                    stored = (row_ok & (row < kept_rows))[:, None] & (cols < V)[None, :]
                     tl.store(place, e.to(kept.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=["N"])
 def partial_sums(
-    part_s, part_t, row_list, count, target_logit, anchor, out_s, out_t, flagged, N, parts,
+    part_s, part_t, row_list, count, target_logit, anchor, base_anchor, base_s, base_t, out_s, out_t, flagged, N, parts,
     MAXIMUM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds up (or takes the largest of) the tiles' sums of each row, in tile order; flags rows to be anchored again."""
+    """Adds up (or takes the largest of) the tiles' sums of each row, in tile order; flags rows to be anchored again.
+
+    ``base_*`` are the sums over columns seen before, relative to an anchor of their own.
+    """
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     num_rows = N if count is None else tl.load(count).to(tl.int32)
     ok = slot < num_rows
@@ -187,13 +186,40 @@ def partial_sums(
         else:
             s += tl.sum(tl.load(part_s + place, mask=mask, other=0.0), 0)
             t += tl.sum(tl.load(part_t + place, mask=mask, other=0.0), 0)
-    tl.store(out_s + row, s, mask=ok)
-    if not MAXIMUM:
+    if base_s is not None:
+        before_s = tl.load(base_s + row, mask=ok, other=0.0)
+        before_a = tl.load(base_anchor + row, mask=ok, other=0.0)
+        if MAXIMUM:
+            s = tl.maximum(s, before_a + tl.log2(before_s))
+        else:
+            shift = before_a - tl.load(anchor + row, mask=ok, other=0.0)
+            scale = tl.exp2(shift)
+            s += before_s * scale
+            t += (tl.load(base_t + row, mask=ok, other=0.0) + before_s * shift) * scale
+    if MAXIMUM:
+        tl.store(out_s + row, tl.where(s < LOWEST, LOWEST, s), mask=ok)
+    else:
+        tl.store(out_s + row, s, mask=ok)
         tl.store(out_t + row, t, mask=ok)
     if flagged is not None:
         above = tl.load(target_logit + row, mask=ok, other=0.0) - tl.load(anchor + row, mask=ok, other=0.0)
         normaliser = s + tl.exp2(above)
         tl.store(flagged + row, (normaliser > WIDEST) | (normaliser < 1.0 / WIDEST), mask=ok)
+
+
+@triton.jit(do_not_specialize=["N"])
+def rescale_rows(kept, old, new, V, stride, N, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Kept exponentials anchored at ``old`` become those anchored at ``new``, in rows where the two differ."""
+    for row in range(tl.program_id(0), N, PROGRAMS):
+        before = tl.load(old + row)
+        after = tl.load(new + row)
+        if before != after:
+            place = kept + tl.cast(row, tl.int64) * stride
+            scale = tl.exp2(before - after)
+            for start in range(0, V, BLOCK):
+                v = start + tl.arange(0, BLOCK)
+                e = tl.load(place + v, mask=v < V, other=0.0).to(tl.float32)
+                tl.store(place + v, (e * scale).to(kept.dtype.element_ty), mask=v < V)
 
 
 @triton.jit(do_not_specialize=["N", "kept_rows"])
@@ -223,7 +249,7 @@ def row_scores(
             entry *= tl.load(target_slope + row, mask=ok, other=1.0)
         stored = entry.to(kept.dtype.element_ty)
         exact = stored.to(tl.float32)
-        tl.store(rounding + row, tl.where(exact == 0.0, 1.0, entry / exact), mask=ok)
         y = tl.load(target + row, mask=ok, other=0)
         owned = ok & (row < kept_rows) & (y >= 0) & (y < V)
+        tl.store(rounding + row, tl.where((exact == 0.0) | ~owned, 1.0, entry / exact), mask=ok)
         tl.store(kept + row.to(tl.int64) * kept_stride + y, stored, mask=owned)

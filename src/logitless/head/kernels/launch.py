@@ -9,36 +9,53 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from logitless.head.columns import Columns
 from logitless.head.kernels import backward, forward
 from logitless.head.kernels.variants import Tile, Variant
 
+LOWEST = forward.LOWEST.value
+"""Bits; the least anchor there is."""
+
 
 @dataclass(frozen=True)
-class Operands:
-    """The head as the kernels multiply it: ``logits = multiplier * f(rows.hidden @ weight.T + bias)``.
+class Form:
+    """How rows and columns are multiplied, whatever the columns: ``logits = multiplier * f(product)``.
 
     Args:
-        weight: [V, D] in hidden's dtype; with LoRA, lora_b stands beside it, once an addend of ``rows.hidden``.
-        bias: [V] float32 or None.
+        product: the dtype that operands are rounded to.
         inner: scale / softcap, the factor inside tanh; 1 without a softcap.
         softcap: whether there is one.
     """
 
-    weight: Tensor
-    bias: Tensor | None
+    product: torch.dtype
     inner: float
     softcap: bool
     variant: Variant
 
     @property
-    def gain(self) -> float:
-        """What undoes the mean error of the products: matrix units that truncate make every sum a little small."""
-        return 1 + self.variant.truncation * self.weight.shape[1]
-
-    @property
     def slope(self) -> float:
         """What turns ``multiplier`` into d logit / d product, in nats and but for the slope of tanh."""
         return self.inner * math.log(2)
+
+
+@dataclass(frozen=True)
+class Operands(Form):
+    """Columns of the head as the kernels multiply them: ``product = rows.hidden @ weight.T + bias``.
+
+    Args:
+        weight: [V, D] in hidden's dtype; with LoRA, lora_b stands beside it, once an addend of ``rows.hidden``.
+        bias: [V] float32 or None.
+        first: the place of the first column among all that the rows meet.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    first: int
+
+    @property
+    def gain(self) -> float:
+        """What undoes the mean error of the products: matrix units that truncate make every sum a little small."""
+        return 1 + self.variant.truncation * self.weight.shape[1]
 
 
 class Rows(NamedTuple):
@@ -80,38 +97,76 @@ def kept_rows(rows: int, vocabulary: int, variant: Variant, device: torch.device
     return torch.empty(rows, stride, dtype=variant.kept, device=device)
 
 
-def target_logits(operands: Operands, rows: Rows, *, anchored: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """z_y in bits, the softcap's slope there and, where ``anchored``, the anchor that z_y makes."""
-    z = torch.empty_like(rows.multiplier)
-    slope = torch.ones_like(z)
-    anchor = torch.empty_like(z) if anchored else None
+def target_logits(operands: Operands, rows: Rows, target_logit: Tensor, slope: Tensor) -> None:
+    """z_y in bits and the softcap's slope there, of rows whose target is one of these columns."""
     v, d = operands.weight.shape
-    forward.target_logits[(len(z),)](
-        rows.hidden, operands.weight, operands.bias, rows.target, rows.multiplier,
-        operands.inner, z, slope, anchor, v, d, SOFTCAP=operands.softcap,
-        BLOCK=min(1024, triton.next_power_of_2(d)), num_warps=4,
+    forward.target_logits[(len(target_logit),)](
+        rows.hidden, operands.weight, operands.bias, rows.target, rows.multiplier, operands.inner, target_logit, slope,
+        v, d, SOFTCAP=operands.softcap, BLOCK=min(1024, triton.next_power_of_2(d)), num_warps=4,
     )  # fmt: skip
-    return z, slope, anchor
+
+
+def leading_maximum(operands: Operands, rows: Rows) -> Tensor:
+    """The largest logit of each row among the first columns, in bits: one tile of the product."""
+    some = slice(operands.variant.score.columns)
+    bias = None if operands.bias is None else operands.bias[some]
+    leading = replace(operands, weight=operands.weight[some], bias=bias)
+    parts = _Parts.of(leading, rows)
+    _product(leading, rows, rows.multiplier, None, 0, parts, None, maximum=True)
+    return parts.s[0].clamp(min=LOWEST)
+
+
+class Sums(NamedTuple):
+    """Of each row, relative to its anchor a: S and T over columns v != y."""
+
+    anchor: Tensor
+    others: Tensor
+    weighted: Tensor
 
 
 def anchored_sums(
-    operands: Operands, rows: Rows, target_logit: Tensor, anchor: Tensor, kept: Tensor | None, num_kept: int
-) -> tuple[Tensor, Tensor]:
-    """S and T of every row; E into the first ``num_kept`` rows of ``kept``.
+    operands: Operands, rows: Rows, target_logit: Tensor, anchor: Tensor, before: Sums | None, kept: Tensor | None,
+    num_kept: int, columns: Columns,
+) -> Sums:  # fmt: skip
+    """S and T of every row, those of ``before`` included; E of these columns into ``num_kept`` rows of ``kept``.
 
-    Rows whose sums leave the range are anchored at their maximum and made again: their ``anchor`` is overwritten.
+    Rows whose sums leave the range are anchored at their maximum and made again. They are found from the sums of all
+    ranks that share the vocabulary, which have the same bits everywhere.
     """
     parts = _Parts.of(operands, rows)
+    anchor = anchor.clone()
     s, t = torch.empty_like(anchor), torch.empty_like(anchor)
     flagged = torch.empty(len(anchor), dtype=torch.bool, device=anchor.device)
     _product(operands, rows, anchor, kept, num_kept, parts, None, maximum=False)
-    parts.sum(s, t, None, target_logit=target_logit, anchor=anchor, flagged=flagged)
+    parts.sum(s, t, None, target_logit, anchor, before, flagged=flagged)
+    _of_all_ranks(s, t, target_logit, anchor, columns, flagged=flagged)
     again = listed(flagged)
     _product(operands, rows, anchor, None, 0, parts, again, maximum=True)
-    parts.sum(anchor, t, again, maximum=True)
+    parts.sum(anchor, t, again, target_logit, None, before, maximum=True)
+    columns.largest(anchor)
     _product(operands, rows, anchor, kept, num_kept, parts, again, maximum=False)
-    parts.sum(s, t, again)
-    return s, t
+    parts.sum(s, t, again, target_logit, anchor, before)
+    return Sums(anchor, *_of_all_ranks(s, t, target_logit, anchor, columns))
+
+
+def _of_all_ranks(
+    s: Tensor, t: Tensor, target_logit: Tensor, anchor: Tensor, columns: Columns, *, flagged: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The sums over the ranks that share the vocabulary, in rank order."""
+    if not columns.shared:
+        return s, t
+    total_s, total_t = torch.empty_like(s), torch.empty_like(t)
+    by_rank = columns.by_rank(torch.stack([s, t]))
+    _Parts(by_rank[0], by_rank[1]).sum(total_s, total_t, None, target_logit, anchor, None, flagged=flagged)
+    return total_s, total_t
+
+
+def rescale_rows(kept: Tensor, old: Tensor, new: Tensor, variant: Variant) -> None:
+    """Anchors kept exponentials at ``new`` that are anchored at ``old``, in place."""
+    programs, (rows, width) = variant.programs * 8, kept.shape
+    forward.rescale_rows[(programs,)](
+        kept, old, new, width, kept.stride(0), rows, BLOCK=4096, PROGRAMS=programs, num_warps=4
+    )
 
 
 class Scores(NamedTuple):
@@ -124,15 +179,19 @@ class Scores(NamedTuple):
 
 
 def row_scores(
-    operands: Operands, rows: Rows, s: Tensor, t: Tensor, anchor: Tensor, target_logit: Tensor, slope: Tensor,
-    kept: Tensor | None, num_kept: int,
-) -> Scores:  # fmt: skip
-    """Log-prob, entropy and normaliser from the sums; writes the target's entry of ``kept``."""
-    n = len(s)
-    out = Scores(*(torch.empty_like(s) for _ in range(4)))
+    form: Form, sums: Sums, target_logit: Tensor, slope: Tensor, place: Tensor, width: int, kept: Tensor | None
+) -> Scores:
+    """Log-prob, entropy and normaliser from the sums; writes the target's entry of ``kept`` where it has a ``place``.
+
+    Args:
+        place: [N] the target's column in ``kept``, outside of range(width) where another rank has it.
+    """
+    n = len(place)
+    num_kept, stride = (0, 0) if kept is None else (len(kept), kept.stride(0))
+    out = Scores(*(torch.empty_like(target_logit) for _ in range(4)))
     forward.row_scores[(triton.cdiv(n, 128),)](
-        s, t, anchor, target_logit, slope, rows.target, kept, *out, n, len(operands.weight), num_kept,
-        0 if kept is None else kept.stride(0), SOFTCAP=operands.softcap, BLOCK=128, num_warps=4,
+        sums.others, sums.weighted, sums.anchor, target_logit, slope, place, kept, *out, n, width, num_kept, stride,
+        SOFTCAP=form.softcap, BLOCK=128, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -155,14 +214,14 @@ def logit_gradient(
 
 
 def add_entropy_gradient(
-    kept: Tensor, live: Tensor, target: Tensor, entry: Tensor, shift: Tensor, grad_logp: Tensor, grad_entropy: Tensor,
-    entropy: Tensor, operands: Operands,
+    kept: Tensor, live: Tensor, place: Tensor, entry: Tensor, shift: Tensor, grad_logp: Tensor, grad_entropy: Tensor,
+    entropy: Tensor, variant: Variant,
 ) -> None:  # fmt: skip
     """Makes kept exponentials into logit gradients of both outputs, in place, on live rows."""
-    programs = operands.variant.programs * 8
+    programs, (rows, width) = variant.programs * 8, kept.shape
     backward.add_entropy_gradient[(programs,)](
-        kept, live, target, entry, shift, grad_logp, grad_entropy, entropy, len(operands.weight), kept.stride(0),
-        len(kept), BLOCK=4096, PROGRAMS=programs, num_warps=4,
+        kept, live, place, entry, shift, grad_logp, grad_entropy, entropy, width, kept.stride(0), rows,
+        BLOCK=4096, PROGRAMS=programs, num_warps=4,
     )  # fmt: skip
 
 
@@ -234,13 +293,14 @@ class _Parts(NamedTuple):
         return cls(s[0], s[1])
 
     def sum(
-        self, s: Tensor, t: Tensor, chosen: Compaction | None, *, maximum: bool = False,
-        target_logit: Tensor | None = None, anchor: Tensor | None = None, flagged: Tensor | None = None,
+        self, s: Tensor, t: Tensor, chosen: Compaction | None, target_logit: Tensor, anchor: Tensor | None,
+        before: Sums | None, *, maximum: bool = False, flagged: Tensor | None = None,
     ) -> None:  # fmt: skip
         row_list, count = (None, None) if chosen is None else chosen
+        base = (None, None, None) if before is None else before
         n = len(s)
         forward.partial_sums[(triton.cdiv(n, 64),)](
-            self.s, self.t, row_list, count, target_logit, anchor, s, t, flagged, n, len(self.s),
+            self.s, self.t, row_list, count, target_logit, anchor, *base, s, t, flagged, n, len(self.s),
             MAXIMUM=maximum, BLOCK=64, PARTS=64, num_warps=4,
         )  # fmt: skip
 

@@ -5,14 +5,17 @@ device, through ``launch.Compaction``.
 """
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from logitless.head.columns import Columns
 from logitless.head.kernels import launch
-from logitless.head.kernels.launch import Compaction, Operands, Rows
+from logitless.head.kernels.launch import Compaction, Form, Operands, Rows
 from logitless.head.kernels.variants import Variant, variant
+from logitless.head.sharded import Shard
 from logitless.types import LMHead
 
 LOG2E = 1 / math.log(2)
@@ -29,7 +32,7 @@ class State(NamedTuple):
     """What the forward knows of each row; logits and anchors in bits.
 
     Args:
-        target: [N].
+        target: [N] counted from the first column that this rank meets.
         multiplier: bits per unit of the product (of tanh, with a softcap).
         anchor, others, target_logit, slope: a, S, z_y and the softcap's slope at the target.
         logp, entropy, normaliser, rounding: see ``launch.Scores``.
@@ -71,22 +74,35 @@ class Gradients(NamedTuple):
     lora_b: Tensor | None
 
 
-def operands(hidden: Tensor, head: LMHead) -> Operands:
-    """The head as the kernels multiply it, rounded to hidden's dtype."""
-    weight = head.weight.to(hidden.dtype)
-    if head.lora_b is not None:
-        weight = _beside([weight, *[head.lora_b.to(hidden.dtype)] * _addends(hidden.dtype)], align=8)
-    return Operands(
-        weight=weight.contiguous(),
-        bias=None if head.bias is None else head.bias.float().contiguous(),
+def form(hidden: Tensor, head: LMHead) -> Form:
+    """How the kernels multiply these hidden states with the head's columns."""
+    return Form(
+        product=hidden.dtype,
         inner=1.0 if head.softcap is None else head.scale / head.softcap,
         softcap=head.softcap is not None,
-        variant=variant(hidden, weight),
+        variant=variant(hidden),
+    )
+
+
+def operands(form: Form, head: LMHead, shard: Shard) -> Operands:
+    """The columns of a shard as the kernels multiply them, rounded to hidden's dtype."""
+    columns = slice(shard.first, shard.first + len(shard.weight))
+    weight = shard.weight.to(form.product)
+    if head.lora_b is not None:
+        weight = _beside([weight, *[head.lora_b[columns].to(form.product)] * _addends(form.product)], align=8)
+    return Operands(
+        form.product,
+        form.inner,
+        form.softcap,
+        form.variant,
+        weight=weight.contiguous() if weight.data_ptr() % 16 == 0 else weight.clone(),
+        bias=None if head.bias is None else head.bias[columns].float().contiguous(),
+        first=shard.first,
     )
 
 
 def scored(
-    operands: Operands,
+    columns: Columns,
     head: LMHead,
     hidden: Tensor,
     target: Tensor,
@@ -95,22 +111,44 @@ def scored(
     anchor: Tensor | None,
     kept_rows: int,
 ) -> tuple[State, Tensor | None]:
-    """The scores of every row, and the exponentials of the first ``kept_rows`` rows."""
+    """The scores of every row, and the exponentials of the first ``kept_rows`` rows.
+
+    Where all columns come at once, rows without a given anchor are anchored at their target's logit. Where shards
+    come by, the target's may be the last, and they are anchored at the largest of the first columns.
+    """
+    how = form(hidden, head)
     multiplier = _by_row((head.scale if head.softcap is None else head.softcap) * LOG2E, temperature, hidden)
-    rows = Rows(_with_low(hidden, head), multiplier, target)
-    target_logit, slope, own_anchor = launch.target_logits(operands, rows, anchored=anchor is None)
-    anchor = own_anchor if anchor is None else anchor.float().nan_to_num() * LOG2E
-    assert anchor is not None
-    kept = None
-    if kept_rows:
-        kept = launch.kept_rows(kept_rows, len(operands.weight), operands.variant, hidden.device)
-    others, weighted = launch.anchored_sums(operands, rows, target_logit, anchor, kept, kept_rows)
-    scores = launch.row_scores(operands, rows, others, weighted, anchor, target_logit, slope, kept, kept_rows)
-    return State(target, multiplier, anchor, others, target_logit, slope, *scores), kept
+    wide = _with_low(hidden, head)
+    target_logit, slope = columns.target_logits(multiplier), torch.ones_like(multiplier)
+    kept = launch.kept_rows(kept_rows, columns.kept_width, how.variant, hidden.device) if kept_rows else None
+    sums = None
+    for shard in columns.visiting(hidden.dtype):
+        multiplied = operands(how, head, shard)
+        rows = Rows(wide, multiplier, _counted_from(shard.first, target))
+        launch.target_logits(multiplied, rows, target_logit, slope)
+        columns.summed(target_logit)
+        if sums is not None:
+            start = sums.anchor
+        elif anchor is not None:
+            start = anchor.float().nan_to_num() * LOG2E
+        elif columns.visits == 1:
+            start = target_logit.clamp(min=launch.LOWEST)
+        else:
+            start = launch.leading_maximum(multiplied, rows)
+        before, place = sums, columns.kept_block(shard)
+        block = None if kept is None else kept[:, place]
+        sums = launch.anchored_sums(multiplied, rows, target_logit, start, before, block, kept_rows, columns)
+        if kept is not None and before is not None:
+            launch.rescale_rows(kept[:, : place.start], before.anchor, sums.anchor, how.variant)
+    assert sums is not None
+    own = columns.kept_place(target)
+    scores = launch.row_scores(how, sums, target_logit, slope, own, columns.kept_width, kept)
+    return State(target, multiplier, sums.anchor, sums.others, target_logit, slope, *scores), kept
 
 
 def gradients(
     state: State,
+    columns: Columns,
     head: LMHead,
     hidden: Tensor,
     kept: Tensor | None,
@@ -127,31 +165,39 @@ def gradients(
         kept: E of the first rows; it is used up.
         order: where each of these rows stands in the result, None where it stands where it is.
     """
-    multiplied = operands(hidden, head)
+    how = form(hidden, head)
     num_kept = 0 if kept is None else len(kept)
     place = torch.arange(len(hidden), device=hidden.device) if order is None else order
     logit = _LogitGradient.of(state, grad_logp, grad_entropy)
-    sink = _Sink(multiplied, head, hidden, needed)
-    pieces: list[tuple[_Part, Tensor]] = []
+    sink = _Sink(how, columns, head, hidden, needed)
+    before = anew = block = None
+    width = columns.most
     if kept is not None:
         rows = slice(num_kept)
-        part = _from_kept(state.part(rows), logit.part(rows), hidden[rows], kept, place[rows], multiplied, head, needed)
-        kept = kept[:, : len(head.weight)]
-        sink.add_rows(part, kept, 0)
-        pieces.append((part, kept))
-    if num_kept == len(hidden):
-        sink.add_columns(pieces, 0)
-    else:
+        before = _from_kept(
+            state.part(rows), logit.part(rows), hidden[rows], kept, place[rows], how, columns, head, needed
+        )
+    if num_kept < len(hidden):
         rows = slice(num_kept, None)
-        anew = _anew(state.part(rows), logit.part(rows), hidden[rows], place[rows], multiplied, head, needed)
-        width = block_width(len(anew.part.hidden), hidden.shape[1], len(head.weight), variant=multiplied.variant)
-        block = torch.empty(len(anew.part.hidden), width, dtype=multiplied.variant.kept, device=hidden.device)
-        for first in range(0, len(head.weight), width):
-            anew.logit_gradient(multiplied, first, block)
-            columns = block[:, : len(head.weight) - first]
-            sink.add_rows(anew.part, columns, first)
-            blocks = [(part, kept[:, first : first + width]) for part, kept in pieces]
-            sink.add_columns([*blocks, (anew.part, columns)], first)
+        anew = _anew(state.part(rows), logit.part(rows), hidden[rows], place[rows], how, head, needed)
+        width = block_width(len(anew.part.hidden), hidden.shape[1], columns.most, variant=how.variant)
+        block = torch.empty(len(anew.part.hidden), width, dtype=how.variant.kept, device=hidden.device)
+    for shard in columns.visiting(hidden.dtype):
+        sink.open(shard)
+        here = None if kept is None else kept[:, columns.kept_block(shard)]
+        if before is not None and here is not None:
+            sink.add_rows(before, here, 0)
+        for first in range(0, len(shard.weight), width):
+            pieces = []
+            if before is not None and here is not None:
+                pieces.append((before, here[:, first : first + width]))
+            if anew is not None and block is not None:
+                anew.logit_gradient(sink.multiplied, first, block)
+                some = block[:, : len(shard.weight) - first]
+                sink.add_rows(anew.part, some, first)
+                pieces.append((anew.part, some))
+            sink.add_columns(pieces, first)
+        sink.close(shard)
     return sink.gradients()
 
 
@@ -165,8 +211,9 @@ class _LogitGradient(NamedTuple):
 
     @classmethod
     def of(cls, state: State, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> "_LogitGradient":
-        g = torch.zeros_like(state.logp) if grad_logp is None else grad_logp.float()
-        h = None if grad_entropy is None else grad_entropy.float()
+        # The gradient of a sum arrives expanded: one number with a stride of 0.
+        g = torch.zeros_like(state.logp) if grad_logp is None else grad_logp.float().contiguous()
+        h = None if grad_entropy is None else grad_entropy.float().contiguous()
         at_target = g * (state.others / state.normaliser)
         live = g != 0
         if h is not None:
@@ -188,6 +235,7 @@ class _Part(NamedTuple):
         row_of_slot: which rows these are in the result.
         factor: [slots] what turns products with E into gradients, or None.
         low: [slots, padded] beside each other what lora_b and the bias are multiplied with, like ``hidden``; or None.
+        sums: what the columns seen so far add up to.
     """
 
     hidden: Tensor
@@ -195,6 +243,15 @@ class _Part(NamedTuple):
     row_of_slot: Tensor
     factor: Tensor | None
     low: Tensor | None
+    sums: "_RowSums"
+
+
+@dataclass
+class _RowSums:
+    """Float32 products of a part's logit gradients with all columns so far: of the weight and of lora_b."""
+
+    wide: Tensor | None = None
+    low: Tensor | None = None
 
 
 class _Anew(NamedTuple):
@@ -209,7 +266,7 @@ class _Anew(NamedTuple):
     def logit_gradient(self, multiplied: Operands, first: int, block: Tensor) -> None:
         state, logit = self.state, self.logit
         factor = state.multiplier * multiplied.slope
-        rows = Rows(self.wide, state.multiplier, state.target)
+        rows = Rows(self.wide, state.multiplier, _counted_from(multiplied.first, state.target))
         launch.logit_gradient(
             multiplied,
             rows,
@@ -225,11 +282,11 @@ class _Anew(NamedTuple):
 
 
 def _from_kept(
-    state: State, logit: _LogitGradient, hidden: Tensor, kept: Tensor, place: Tensor, multiplied: Operands,
+    state: State, logit: _LogitGradient, hidden: Tensor, kept: Tensor, place: Tensor, how: Form, columns: Columns,
     head: LMHead, needed: Needed,
 ) -> _Part:  # fmt: skip
     """Moves live rows of ``kept`` to the front; with an entropy gradient, makes it the gradient of both first."""
-    factor = -state.multiplier * multiplied.slope / state.normaliser
+    factor = -state.multiplier * how.slope / state.normaliser
     if logit.entropy is None:
         factor = factor * logit.logp * state.rounding
     else:
@@ -237,28 +294,30 @@ def _from_kept(
         stored = exact.to(kept.dtype).float()
         factor = factor * torch.where(stored == 0, 1.0, exact / stored)
         launch.add_entropy_gradient(
-            kept, logit.live, state.target, exact, -torch.log2(state.normaliser), logit.logp, logit.entropy,
-            state.entropy, multiplied,
+            kept, logit.live, columns.kept_place(state.target), exact, -torch.log2(state.normaliser), logit.logp,
+            logit.entropy, state.entropy, how.variant,
         )  # fmt: skip
     chosen = launch.compaction(logit.live)
-    launch.move_rows(kept, chosen, multiplied.variant)
+    launch.move_rows(kept, chosen, how.variant)
     factor = factor[chosen.source]
-    scaled = launch.gather_rows(hidden, chosen.source, factor, chosen.taken, multiplied.variant.kept)
-    low = _low_columns(scaled, factor, chosen, head, multiplied) if needed.bias or needed.lora_b else None
-    return _Part(hidden=scaled, chosen=chosen, row_of_slot=place[chosen.source], factor=factor, low=low)
+    scaled = launch.gather_rows(hidden, chosen.source, factor, chosen.taken, how.variant.kept)
+    low = _low_columns(scaled, factor, chosen, head, how) if needed.bias or needed.lora_b else None
+    return _Part(
+        hidden=scaled, chosen=chosen, row_of_slot=place[chosen.source], factor=factor, low=low, sums=_RowSums()
+    )
 
 
 def _anew(
-    state: State, logit: _LogitGradient, hidden: Tensor, place: Tensor, multiplied: Operands, head: LMHead,
-    needed: Needed,
+    state: State, logit: _LogitGradient, hidden: Tensor, place: Tensor, how: Form, head: LMHead, needed: Needed
 ) -> _Anew:  # fmt: skip
     """Live rows first, with all that their logit gradients are made of."""
     chosen = launch.compaction(logit.live)
     rows = launch.gather_rows(hidden, chosen.source, None, chosen.taken, hidden.dtype)
-    low = _low_columns(rows, None, chosen, head, multiplied) if needed.bias or needed.lora_b else None
+    low = _low_columns(rows, None, chosen, head, how) if needed.bias or needed.lora_b else None
     moved = state.part(chosen.source)
+    row_of_slot = place[chosen.source]
     return _Anew(
-        part=_Part(hidden=rows, chosen=chosen, row_of_slot=place[chosen.source], factor=None, low=low),
+        part=_Part(hidden=rows, chosen=chosen, row_of_slot=row_of_slot, factor=None, low=low, sums=_RowSums()),
         wide=_with_low(rows, head),
         state=moved,
         logit=logit.part(chosen.source),
@@ -269,32 +328,45 @@ def _anew(
 class _Sink:
     """Gradients as they fill: rows of hidden states, then blocks of columns of the head."""
 
-    def __init__(self, multiplied: Operands, head: LMHead, hidden: Tensor, needed: Needed) -> None:
-        self._multiplied, self._head, self._needed = multiplied, head, needed
-        self._hidden = torch.zeros_like(hidden) if needed.hidden else None
-        self._weight = torch.empty_like(head.weight) if needed.weight else None
+    def __init__(self, how: Form, columns: Columns, head: LMHead, hidden: Tensor, needed: Needed) -> None:
+        self._form, self._of_ranks, self._head, self._needed = how, columns, head, needed
+        self._dtype = hidden.dtype
+        dtype = torch.float32 if columns.shared else hidden.dtype  # what is still to be summed is not rounded
+        self._hidden = torch.zeros_like(hidden, dtype=dtype) if needed.hidden else None
+        self._weight: Tensor | None = None
+        self._mine: Tensor | None = None
         self._columns: Tensor | None = None
         self._lora_a: Tensor | None = None
-        self._wide: Tensor | None = None
-        self._low: Tensor | None = None
+
+    def open(self, shard: Shard) -> None:
+        """Blocks of this shard come next."""
+        self.multiplied = operands(self._form, self._head, shard)
+        self._weight = self._of_ranks.room_for_gradient(shard) if self._needed.weight else None
+
+    def close(self, shard: Shard) -> None:
+        """All blocks of this shard came."""
+        if self._weight is not None:
+            kept = self._of_ranks.kept_gradient(shard, self._weight)
+            self._mine = self._mine if kept is None else kept
 
     def add_rows(self, part: _Part, k: Tensor, first: int) -> None:
-        """What columns ``first`` and on of a part's logit gradient add to its hidden states and to lora_a.
+        """What columns ``first`` and on of the shard add, by a part's logit gradient, to hidden states and lora_a.
 
         Blocks come in order; sums over them stay float32 and are rounded once, with the last.
         """
-        multiplied, head, count = self._multiplied, self._head, part.chosen.taken
+        multiplied, head, count, sums = self.multiplied, self._head, part.chosen.taken, part.sums
         variant = multiplied.variant
         block = slice(first, first + k.shape[1])
-        last = block.stop >= len(head.weight)
-        before = None if first == 0 else self._wide
+        among_all = slice(multiplied.first + block.start, multiplied.first + block.stop)
+        last = among_all.stop >= len(head.weight)
+        before = None if among_all.start == 0 else sums.wide
         if head.lora_a is not None and head.lora_b is not None and (self._needed.hidden or self._needed.lora_a):
-            narrow = _padded(head.lora_b[block].to(multiplied.weight.dtype))
-            low, self._low = (None, _zeros(k, narrow)) if first == 0 else (self._low, self._low)
-            assert self._low is not None
-            launch.row_product(k, narrow, self._low, count, variant, base=low)
+            narrow = _padded(head.lora_b[among_all].to(multiplied.product))
+            low, sums.low = (None, _zeros(k, narrow)) if among_all.start == 0 else (sums.low, sums.low)
+            assert sums.low is not None
+            launch.row_product(k, narrow, sums.low, count, variant, base=low)
             if last:
-                moved = (self._low * head.lora_scale).to(variant.kept)[:, : len(head.lora_a)]
+                moved = (sums.low * head.lora_scale).to(variant.kept)[:, : len(head.lora_a)]
                 if self._needed.lora_a:
                     added = _product(moved.T, part.hidden.to(variant.kept))
                     self._lora_a = added if self._lora_a is None else self._lora_a + added
@@ -308,30 +380,34 @@ class _Sink:
             launch.row_product(
                 k, weight, self._hidden, count, variant, row_of_slot=part.row_of_slot, factor=part.factor, base=before
             )
-            self._wide = None
+            sums.wide = None
         else:
-            if first == 0:
-                self._wide = torch.empty(len(k), weight.shape[1], dtype=torch.float32, device=k.device)
-            assert self._wide is not None
-            launch.row_product(k, weight, self._wide, count, variant, base=before)
+            if sums.wide is None:
+                sums.wide = torch.empty(len(k), weight.shape[1], dtype=torch.float32, device=k.device)
+            launch.row_product(k, weight, sums.wide, count, variant, base=before)
 
     def add_columns(self, pieces: list[tuple[_Part, Tensor]], first: int) -> None:
-        """What all parts add to rows ``first`` and on of the weight, of lora_b and of the bias: their only block."""
+        """What all parts add to rows ``first`` and on of the shard, of lora_b and of the bias: their only block."""
         block = slice(first, first + pieces[0][1].shape[1])
+        among_all = slice(self.multiplied.first + block.start, self.multiplied.first + block.stop)
         if self._weight is not None:
             self._chain([(k, part.hidden, part.chosen.taken) for part, k in pieces], self._weight[block])
         low = [(k, part.low, part.chosen.taken) for part, k in pieces if part.low is not None]
         if low:
             if self._columns is None:
                 self._columns = _zeros(self._head.weight, low[0][1])
-            self._chain(low, self._columns[block])
+            self._chain(low, self._columns[among_all])
 
     def gradients(self) -> Gradients:
+        """Every gradient, complete: what is replicated over ranks that share the vocabulary is summed over them."""
         head, columns = self._head, self._columns
         rank = 0 if head.lora_b is None else head.lora_b.shape[1]
+        for partial in (self._hidden, self._lora_a):
+            if partial is not None:
+                self._of_ranks.summed(partial)
         return Gradients(
-            hidden=self._hidden,
-            weight=self._weight,
+            hidden=None if self._hidden is None else self._hidden.to(self._dtype),
+            weight=self._of_ranks.as_weight(self._mine) if self._needed.weight else None,
             bias=_like(head.bias, None if columns is None else columns[:, rank]) if self._needed.bias else None,
             lora_a=_like(head.lora_a, self._lora_a) if self._needed.lora_a else None,
             lora_b=_like(head.lora_b, None if columns is None else columns[:, :rank]) if self._needed.lora_b else None,
@@ -342,10 +418,10 @@ class _Sink:
         base = None
         for k, h, taken in products[:-1]:
             wide = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-            launch.column_product(k, h, wide, taken, self._multiplied.variant, base=base)
+            launch.column_product(k, h, wide, taken, self._form.variant, base=base)
             base = wide
         k, h, taken = products[-1]
-        launch.column_product(k, h, out, taken, self._multiplied.variant, base=base)
+        launch.column_product(k, h, out, taken, self._form.variant, base=base)
 
 
 def _by_row(value: float, temperature: float | Tensor, hidden: Tensor) -> Tensor:
@@ -353,6 +429,10 @@ def _by_row(value: float, temperature: float | Tensor, hidden: Tensor) -> Tensor
     if isinstance(temperature, Tensor):
         return value / temperature.float()
     return torch.full((len(hidden),), value / temperature, dtype=torch.float32, device=hidden.device)
+
+
+def _counted_from(first: int, target: Tensor) -> Tensor:
+    return target - first if first else target
 
 
 def _like(value: Tensor | None, gradient: Tensor | None) -> Tensor | None:
@@ -373,9 +453,7 @@ def _with_low(hidden: Tensor, head: LMHead) -> Tensor:
     return _beside([hidden, high, (product - high).to(hidden.dtype)][: 1 + _addends(hidden.dtype)], align=8)
 
 
-def _low_columns(
-    hidden: Tensor, factor: Tensor | None, chosen: Compaction, head: LMHead, multiplied: Operands
-) -> Tensor:
+def _low_columns(hidden: Tensor, factor: Tensor | None, chosen: Compaction, head: LMHead, how: Form) -> Tensor:
     """What lora_b's gradient and the bias's are products with, in slot order; 0 in free slots.
 
     lora_scale * hidden @ lora_a.T of a part's hidden states, which have its factor, and beside it the factor.
@@ -384,9 +462,9 @@ def _low_columns(
     ones = taken.float() if factor is None else torch.where(taken, factor, 0.0)
     columns = [ones[:, None]]
     if head.lora_a is not None:
-        low_a = head.lora_a.to(multiplied.weight.dtype).to(hidden.dtype)
+        low_a = head.lora_a.to(how.product).to(hidden.dtype)
         columns.insert(0, head.lora_scale * _product(hidden, low_a.T))
-    return _padded(torch.cat(columns, 1).to(multiplied.variant.kept))
+    return _padded(torch.cat(columns, 1).to(how.variant.kept))
 
 
 def _beside(columns: list[Tensor], *, align: int) -> Tensor:

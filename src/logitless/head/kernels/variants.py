@@ -22,6 +22,11 @@ class Tile:
     halves: bool = False
 
 
+def kept_dtype(product: torch.dtype) -> torch.dtype:
+    """In what the exponentials of rows of this dtype are kept: bfloat16 is wide enough for bfloat16 only."""
+    return torch.bfloat16 if product == torch.bfloat16 else torch.float32
+
+
 @dataclass(frozen=True)
 class Variant:
     """How the kernels run.
@@ -71,17 +76,15 @@ def hopper(width: int, programs: int) -> Variant:
     return Variant(True, programs, score, backward, backward, torch.bfloat16, "tf32", HOPPER_TRUNCATION)
 
 
-def variant(hidden: Tensor, weight: Tensor) -> Variant:
-    """The variant for these operands on this device.
+def variant(hidden: Tensor) -> Variant:
+    """The variant for these hidden states on this device, and for weights that start at a multiple of 16 bytes.
 
     bfloat16 keeps exponentials in bfloat16; float16 and float32 keep them in float32, whose products run as tf32
     (exact for float16 weights) or as three tf32 products.
     """
-    kept = torch.bfloat16 if hidden.dtype == torch.bfloat16 else torch.float32
+    kept = kept_dtype(hidden.dtype)
     precision = "tf32x3" if hidden.dtype == torch.float32 else "tf32"
-    aligned = (
-        hidden.shape[1] * hidden.element_size()
-    ) % 16 == 0 and hidden.data_ptr() % 16 == weight.data_ptr() % 16 == 0
+    aligned = (hidden.shape[1] * hidden.element_size()) % 16 == 0 and hidden.data_ptr() % 16 == 0
     if hidden.device.type != "cuda":
         return Variant(aligned, 2, INTERPRETED, INTERPRETED, INTERPRETED, kept, "ieee")
     capability = torch.cuda.get_device_capability(hidden.device)

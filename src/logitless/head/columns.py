@@ -1,0 +1,131 @@
+"""Who holds the columns of the logits: all that the fused head knows of other ranks.
+
+One of three. The weight is whole here. A process group shares the vocabulary (``group``): every rank meets the same
+rows with its own columns, and what is summed over columns is summed over ranks too. The weight is sharded over ranks
+that have rows of their own (a DTensor): its shards visit every rank in turn, and each rank sees all columns.
+
+No number that a collective depends on comes from a device: all ranks issue the same ones in the same order, and none
+waits for its device.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from logitless.head import sharded, vocab_parallel
+from logitless.head.sharded import Shard
+
+UNSEEN = -3e38
+"""Stands for the logit of a target whose shard has not come by: its exponential is 0 under every anchor."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns that this rank's rows meet.
+
+    Args:
+        weight: [V, D] whole, this rank's rows of it (with ``group``), or a DTensor sharded by rows.
+        group: the ranks that hold other columns of the same rows, or None.
+
+    Example:
+        >>> columns = Columns(torch.zeros(11, 4), None)
+        >>> [(shard.first, columns.kept_block(shard)) for shard in columns.visiting(torch.bfloat16)]
+        [(0, slice(0, 11, None))]
+        >>> columns.kept_width
+        16
+    """
+
+    weight: Tensor
+    group: ProcessGroup | None
+
+    @property
+    def shared(self) -> bool:
+        """Whether other ranks hold other columns of the same rows."""
+        return self.group is not None
+
+    @property
+    def most(self) -> int:
+        """Columns of the largest shard."""
+        return sharded.most_rows(self.weight)
+
+    @property
+    def visits(self) -> int:
+        """How many shards come by."""
+        return -(-len(self.weight) // self.most)
+
+    @property
+    def kept_width(self) -> int:
+        """Columns of a matrix that holds every shard's block, each starting at a multiple of 16 bytes."""
+        return self.visits * self._room
+
+    def kept_block(self, shard: Shard) -> slice:
+        """Where a shard's columns are kept."""
+        first = shard.first // self.most * self._room
+        return slice(first, first + len(shard.weight))
+
+    def kept_place(self, target: Tensor) -> Tensor:
+        """Where each target's column is kept."""
+        return target if self.visits == 1 else target + target // self.most * (self._room - self.most)
+
+    @property
+    def _room(self) -> int:
+        return -(-self.most // 8) * 8
+
+    def visiting(self, dtype: torch.dtype) -> Iterator[Shard]:
+        """Every shard in order; one that travels comes in ``dtype``."""
+        return sharded.shards(self.weight, dtype)
+
+    def from_first(self, target: Tensor) -> Tensor:
+        """Targets counted from this rank's first column."""
+        return target if self.group is None else vocab_parallel.within_shard(target, len(self.weight), self.group)
+
+    def target_logits(self, like: Tensor) -> Tensor:
+        """What stands for the logits of targets before their owner fills them in."""
+        return torch.full_like(like, UNSEEN if self.visits > 1 else 0.0)
+
+    def summed(self, partial: Tensor) -> Tensor:
+        """The sum over all columns of what is a sum over this rank's; in place."""
+        return partial if self.group is None else vocab_parallel.summed(partial, self.group)
+
+    def largest(self, partial: Tensor) -> Tensor:
+        """The maximum over all columns of what is one over this rank's; in place."""
+        if self.group is not None:
+            dist.all_reduce(partial, dist.ReduceOp.MAX, group=self.group)
+        return partial
+
+    def by_rank(self, vectors: Tensor) -> Tensor:
+        """[k, N] of every rank as [k, ranks, N], the same on all of them."""
+        if self.group is None:
+            return vectors[:, None]
+        parts = [torch.empty_like(vectors) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, vectors, group=self.group)
+        return torch.stack(parts, dim=1)
+
+    def room_for_gradient(self, shard: Shard) -> Tensor:
+        """Where the gradient of a shard goes: float32 where it is to be summed over ranks."""
+        if sharded.is_sharded(self.weight):
+            return torch.empty_like(shard.weight, dtype=torch.float32)
+        return torch.empty_like(self.weight)
+
+    def kept_gradient(self, shard: Shard, gradient: Tensor) -> Tensor | None:
+        """What this rank keeps of a shard's gradient: the sum over all ranks' rows, where it is the owner."""
+        if sharded.is_sharded(self.weight):
+            return sharded.summed_on_owner(gradient, shard, self.weight)
+        return gradient
+
+    def as_weight(self, gradient: Tensor | None) -> Tensor | None:
+        """The kept gradient, sharded as the weight is."""
+        return sharded.like(self.weight, gradient) if sharded.is_sharded(self.weight) else gradient
+
+    def without_rows(self, dtype: torch.dtype, *, trained: bool) -> Tensor | None:
+        """A rank without rows: it lets the shards pass and adds nothing to the weight's gradient."""
+        mine = None
+        for shard in self.visiting(dtype):
+            if trained:
+                kept = self.kept_gradient(shard, self.room_for_gradient(shard).zero_())
+                mine = mine if kept is None else kept
+        return self.as_weight(mine) if trained else None
