@@ -145,6 +145,8 @@ def test_the_weights_are_1_over_the_trained_tokens_with_a_return_on_every_rank()
     assert value_weight(batch).tolist() == [0.5, 0.0, 0.0, 0.5]
     assert value_weight(batch, lambda own: own + 6).tolist() == [0.125, 0.0, 0.0, 0.125]
     assert value_weight(batch).dtype == torch.float32
+    one = replace(batch, token_weight=torch.tensor([0.1, 0.1, 0.0, 0.0]))
+    assert value_weight(one).tolist() == [1.0, 0.0, 0.0, 0.0]
     nothing = replace(batch, value_target=torch.full((4,), math.nan))
     assert value_weight(nothing).tolist() == [0.0] * 4
 
@@ -172,5 +174,7 @@ def test_diagnostics_are_of_the_whole_step_and_of_every_rank():
     twice = value_diagnostics(parts, gather=lambda own: torch.cat([own, own]))
     assert twice["value_loss"].item() == 2 * numbers["value_loss"].item()
     assert twice["value_clipped_fraction"].item() == pytest.approx(2 / 3)
+    one = value_diagnostics([ValueLoss(clip=0.5)(torch.tensor(VALUE), _batch([0.5, 0.0, 0.0, 0.0]))])
+    assert one["value_clipped_fraction"].item() == 1
     none = value_diagnostics([ValueLoss()(OLD, _batch([0.0] * 4))])
     assert (none["value_loss"].item(), none["value_clipped_fraction"].item()) == (0, 0)

@@ -96,7 +96,7 @@ class ValueLoss:
         else:
             value_old = read(batch.value_old, "value_old")
             token_loss = clipped_value_loss(value, value_old, target, self.clip)
-            clipped = value_is_clipped(value.detach(), value_old, target, self.clip)
+            clipped = value_is_clipped(value, value_old, target, self.clip)
         mean = (weight * token_loss).sum()
         return ValueOutput(loss=self.coefficient * mean, mean=mean.detach(), fitted=fitted, clipped=clipped)
 

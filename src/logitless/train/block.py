@@ -145,10 +145,10 @@ def score(
         for sequences in micro_batches:
             scores = scorer.scores(batch.take(sequences), temperature=temperature, backend=backend)
             where = torch.cat([torch.arange(int(starts[s]), int(starts[s] + counts[s])) for s in sequences])
-            for name in ("logp", "entropy", "value"):
-                values = getattr(scores, name)
-                if values is not None:
-                    scored.setdefault(name, torch.empty(batch.num_tokens))[where] = values.float().cpu()
+            found = {name: v for name in ("logp", "entropy", "value") if (v := getattr(scores, name)) is not None}
+            on_host = torch.stack([values.float() for values in found.values()]).cpu()
+            for name, values in zip(found, on_host, strict=True):
+                scored.setdefault(name, torch.empty(batch.num_tokens))[where] = values
     return TokenScores(**scored)
 
 

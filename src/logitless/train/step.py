@@ -83,12 +83,12 @@ def step_batch(
         return each(tuple(counts[s] for s in row), totals, [dropped[s] for s in row], block.advantage.dtype)
 
     parts = [replace(block.take(row), token_weight=weights(weighting, row)) for row in plan.micro_batches]
-    if not parts:
+    bonus, sizes = objective.entropy_bonus, [p.num_tokens for p in parts]
+    if not parts or (bonus is None and block.value_target is None):
         return parts
     whole = block.take([s for row in plan.micro_batches for s in row])
     whole = replace(whole, token_weight=torch.cat([p.token_weight for p in parts]))
     further: dict[str, Any] = {}
-    bonus, sizes = objective.entropy_bonus, [p.num_tokens for p in parts]
     if bonus is not None and bonus.scope == "micro_batch":
         further["entropy_weight"] = [weights(MicroBatchTokenMean(), row) for row in plan.micro_batches]
     elif bonus is not None:
