@@ -441,7 +441,9 @@ def test_one_of_the_scores_may_come_without_a_gradient_and_is_left_as_it_is():
     for wanted, other in ((0, 1), (1, 0)):
         scores = [logp.detach(), entropy.detach()]
         scores[wanted].requires_grad_()
-        objective(*scores, batch).loss.backward()
+        output = objective(*scores, batch)
+        output.loss.backward()
+        assert output.grad_logp is not None
         assert scores[wanted].grad.any()
         assert not scores[other].requires_grad
 

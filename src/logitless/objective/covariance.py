@@ -34,9 +34,9 @@ def token_covariance(
     """
     rows = torch.stack([torch.ones_like(logp), advantage, logp], dim=1).detach()
     rows = torch.where(counted[:, None], rows, 0.0)
-    num_counted, total_advantage, total_logp = gather(rows).double().sum(0)
-    centered = rows[:, 1:] - (torch.stack([total_advantage, total_logp]) / num_counted).to(rows.dtype)
-    return centered.prod(1)
+    everyone = gather(rows).double()
+    means = everyone[:, 1:].sum(0) / everyone[:, 0].sum()
+    return (rows[:, 1:] - means.to(rows.dtype)).prod(1)
 
 
 def num_chosen(fraction: float, num_tokens: Int[Tensor, ""]) -> Int[Tensor, ""]:

@@ -150,8 +150,8 @@ def _whole_step(outputs: Sequence[ObjectiveOutput], gather: GatherOverRanks) -> 
     vectors = {name: torch.cat(part) for name, part in parts.items() if part[0] is not None}
     if gather is one_rank:
         return vectors
-    columns = gather(torch.stack([each.double() for each in vectors.values()], dim=1)).unbind(1)
-    return {name: column.to(each.dtype) for (name, each), column in zip(vectors.items(), columns, strict=True)}
+    everyone = gather(torch.stack([each.double() for each in vectors.values()], dim=1))
+    return {name: everyone[:, column].to(each.dtype) for column, (name, each) in enumerate(vectors.items())}
 
 
 def _total(parts: Sequence[Tensor], gather: GatherOverRanks) -> Float[Tensor, ""]:
