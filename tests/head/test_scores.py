@@ -19,6 +19,7 @@ from tests.head.cases import (
     plain,
     problem,
     run,
+    sized,
     token_scores,
     truth,
     widest,
@@ -44,7 +45,7 @@ CASES = [Case(*shape) for shape in SHAPES] + [Case(29, 53, 11, **options) for op
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_scores_and_all_gradients_equal_log_softmax_of_full_logits(backend, case, device):
-    given = problem(replace(case, dtype=widest(backend)), device)
+    given = problem(replace(sized(case, backend, device), dtype=widest(backend)), device)
     assert_same(run(given, backend), truth(given), TOLERANCE[widest(backend)])
 
 
@@ -53,7 +54,8 @@ def test_scores_and_all_gradients_equal_log_softmax_of_full_logits(backend, case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_further_from_the_truth_than_the_plain_path_in_the_same_dtype(backend, dtype, spread, device):
-    given = problem(Case(61, 211, 48, bias=True, lora=2, softcap=30.0, spread=spread, dtype=dtype), device)
+    case = Case(61, 211, 48, bias=True, lora=2, softcap=30.0, spread=spread, dtype=dtype)
+    given = problem(sized(case, backend, device), device)
     exact, scored, usual = truth(given), run(given, backend), plain(given)
     for name, value in exact.items():
         floor = 4 * torch.finfo(torch.float32).eps
@@ -65,7 +67,7 @@ def test_no_further_from_the_truth_than_the_plain_path_in_the_same_dtype(backend
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_log_probs_of_bfloat16_inputs_are_float32_exact(backend, device):
-    given = problem(Case(61, 211, 256, spread=8.0, dtype=torch.bfloat16), device)
+    given = problem(sized(Case(61, 211, 256, spread=8.0, dtype=torch.bfloat16), backend, device), device)
     exact, scored = truth(given), run(given, backend)
     assert scored["logp"].dtype == scored["entropy"].dtype == torch.float32
     torch.testing.assert_close(scored["logp"].double(), exact["logp"], atol=2e-5, rtol=0)
@@ -77,7 +79,8 @@ def test_log_probs_of_bfloat16_inputs_are_float32_exact(backend, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_float32_weight_is_rounded_for_the_product_and_its_gradient_is_not(backend, device):
-    given = problem(Case(61, 97, 24, lora=2, dtype=torch.bfloat16, weight_dtype=torch.float32), device)
+    case = Case(61, 97, 24, lora=2, dtype=torch.bfloat16, weight_dtype=torch.float32)
+    given = problem(sized(case, backend, device), device)
     exact, scored = truth(given), run(given, backend)
     atol = 2e-5 if backend == "fused" else 1e-5  # hidden @ lora_a.T is multiplied as two bfloat16 numbers
     torch.testing.assert_close(scored["logp"].double(), exact["logp"], atol=atol, rtol=0)
@@ -210,7 +213,7 @@ def test_targets_out_of_range_are_an_error(backend, wrong):
 @pytest.mark.parametrize("anchor", ["old log-sum-exp", "far too low", "far too high"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_anchor_changes_no_result(backend, anchor):
-    given = problem(Case(37, 41, 16, dtype=widest(backend)))
+    given = problem(Case(23, 31, 16, dtype=widest(backend)))
     logits = (given.hidden @ given.head.weight.T).detach()
     shift = {"old log-sum-exp": 0.0, "far too low": -500.0, "far too high": 500.0}[anchor]
     hint = logits.logsumexp(1) + shift
@@ -220,7 +223,7 @@ def test_an_anchor_changes_no_result(backend, anchor):
 @pytest.mark.parametrize("hint", ["true", "all dead", "all live"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_live_hint_changes_no_result_even_when_it_is_wrong(backend, hint):
-    given = problem(Case(37, 41, 16, dtype=widest(backend)))
+    given = problem(Case(23, 31, 16, dtype=widest(backend)))
     moved = (given.grad_logp != 0) | (given.grad_entropy != 0)
     live = {"true": moved, "all dead": torch.zeros_like(moved), "all live": torch.ones_like(moved)}[hint]
     assert_same(run(given, backend, live=live), run(given, backend), TOLERANCE[widest(backend)])
@@ -231,9 +234,7 @@ def test_a_live_hint_changes_no_result_even_when_it_is_wrong(backend, hint):
 @pytest.mark.parametrize("rows", [1, 77, 1000])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_scoring_and_training_give_the_same_bits(backend, rows, dtype, device):
-    if backend == "fused" and device == "cpu":
-        rows = min(rows, 300)
-    given = problem(Case(rows, 61, 24, dtype=dtype), device)
+    given = problem(sized(Case(rows, 61, 24, dtype=dtype), backend, device), device)
     options = {"backend": backend} if backend == "reference" else {"backend": backend, "memory_budget": 3 * 4 * 61 * 96}
     with torch.no_grad():
         scored = token_scores(given.hidden, given.head, given.target, **options)
@@ -248,7 +249,7 @@ def test_scoring_and_training_give_the_same_bits(backend, rows, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_same_call_gives_the_same_bits(backend, dtype, device):
-    given = problem(Case(150, 61, 24, bias=True, lora=2, dtype=dtype), device)
+    given = problem(sized(Case(150, 61, 24, bias=True, lora=2, dtype=dtype), backend, device), device)
     first = run(given, backend)
     for name, value in run(given, backend).items():
         assert torch.equal(value, first[name]), name

@@ -113,9 +113,10 @@ class Columns:
 
     def kept_gradient(self, shard: Shard, gradient: Tensor) -> Tensor | None:
         """What this rank keeps of a shard's gradient: the sum over all ranks' rows, where it is the owner."""
-        if sharded.is_sharded(self.weight):
-            return sharded.summed_on_owner(gradient, shard, self.weight)
-        return gradient
+        if not sharded.is_sharded(self.weight):
+            return gradient
+        total = sharded.summed_on_owner(gradient, shard, self.weight)
+        return None if total is None else total.to(self.weight.dtype)
 
     def as_weight(self, gradient: Tensor | None) -> Tensor | None:
         """The kept gradient, sharded as the weight is."""

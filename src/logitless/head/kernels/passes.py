@@ -90,12 +90,13 @@ def operands(form: Form, head: LMHead, shard: Shard) -> Operands:
     weight = shard.weight.to(form.product)
     if head.lora_b is not None:
         weight = _beside([weight, *[head.lora_b[columns].to(form.product)] * _addends(form.product)], align=8)
+    aligned = weight.data_ptr() % 16 == 0
     return Operands(
         form.product,
         form.inner,
         form.softcap,
         form.variant,
-        weight=weight.contiguous() if weight.data_ptr() % 16 == 0 else weight.clone(),
+        weight=weight.contiguous() if aligned else weight.clone(memory_format=torch.contiguous_format),
         bias=None if head.bias is None else head.bias[columns].float().contiguous(),
         first=shard.first,
     )
@@ -348,6 +349,7 @@ class _Sink:
         if self._weight is not None:
             kept = self._of_ranks.kept_gradient(shard, self._weight)
             self._mine = self._mine if kept is None else kept
+            self._weight = None
 
     def add_rows(self, part: _Part, k: Tensor, first: int) -> None:
         """What columns ``first`` and on of the shard add, by a part's logit gradient, to hidden states and lora_a.
