@@ -126,3 +126,21 @@ def test_the_value_head_has_a_rate_of_its_own_and_is_not_decayed():
 
 def test_without_a_value_head_there_is_no_group_for_one():
     assert len(adamw([nn.Parameter(torch.ones(2, 2))], OptimizerSection(), CPU).param_groups) == 1
+
+
+def test_the_value_head_is_clipped_by_its_own_norm_and_does_not_shrink_the_models_gradient():
+    (first, second), (readout,) = _parameters([3.0], [4.0]), _parameters([300.0, 400.0])
+    optimizer = torch.optim.SGD([{"params": [first, second]}, {"params": [readout], "rate_factor": 2.0}], lr=1.0)
+    norm, _ = take_step(optimizer, rate=1.0, max_grad_norm=1.0)
+    assert float(norm) == 5.0
+    assert [p.item() for p in (first, second)] == pytest.approx([1 - 0.6, 1 - 0.8], abs=1e-5)
+    assert readout.tolist() == pytest.approx([1 - 2 * 0.6, 1 - 2 * 0.8], abs=1e-5)
+
+
+def test_a_value_head_without_a_finite_gradient_stops_the_whole_step():
+    (parameter,), (readout,) = _parameters([3.0]), _parameters([float("nan")])
+    optimizer = torch.optim.SGD([{"params": [parameter]}, {"params": [readout], "rate_factor": 2.0}], lr=1.0)
+    norm, taken = take_step(optimizer, rate=1.0, max_grad_norm=1.0)
+    assert (float(norm), taken) == (3.0, False)
+    assert (parameter.item(), readout.item()) == (1.0, 1.0)
+    assert parameter.grad is readout.grad is None

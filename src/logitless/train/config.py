@@ -196,7 +196,9 @@ class TrainSection(Section):
     tokens_per_step: PositiveInt = Field(65536, description="scored tokens an optimizer step aims at")
     tokens_per_micro_batch: PositiveInt = Field(16384, description="most tokens read at once; memory and speed only")
     drop_truncated: bool = Field(False, description="give no weight to tokens of completions cut at the limit")
-    max_grad_norm: PositiveFloat | None = Field(1.0, description="global norm to clip at")
+    max_grad_norm: PositiveFloat | None = Field(
+        1.0, description="global norm to clip at; a value head has a norm of its own"
+    )
     max_skipped_in_a_row: PositiveInt = Field(5, description="non-finite steps in a row that stop the run")
     max_blocks_without_signal: PositiveInt = Field(20, description="such blocks in a row that stop the run")
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)

@@ -147,7 +147,13 @@ METRICS: tuple[Metric, ...] = (
     # Optimization
     Metric("loss/total", "1", "sum", "step", "what is differentiated"),
     Metric("loss/value", "1", "mean", "token", "the value loss of tokens with a return, before its coefficient"),
-    Metric("optimizer/grad_norm", "1", "last", "step", "global norm of the gradient before clipping"),
+    Metric(
+        "optimizer/grad_norm",
+        "1",
+        "last",
+        "step",
+        "global norm of the model's gradient before clipping, a value head's left out",
+    ),
     Metric("optimizer/learning_rate", "1", "last", "step", "learning rate of this step; a value head's is a multiple"),
     Metric("optimizer/skipped_steps", "step", "sum", "run", "steps not taken because a gradient was not finite"),
     Metric("optimizer/tokens", "token", "sum", "step", "tokens trained on"),

@@ -88,24 +88,33 @@ def learning_rate(step: int, progress: float, options: OptimizerSection) -> floa
 def take_step(
     optimizer: torch.optim.Optimizer, *, rate: float, max_grad_norm: float | None
 ) -> tuple[Float[Tensor, ""], bool]:
-    """Clip the summed gradients by their global norm and step, unless the norm is not finite.
+    """Clip the summed gradients by their global norm and step, unless a gradient is not finite.
+
+    The value head is clipped by a norm of its own: its gradient grows with the width and scale of the hidden states,
+    and in one norm with the model's it would shrink the policy's gradient by that.
 
     Args:
         optimizer: holds parameters with ``.grad``.
         rate: learning rate of this step; a parameter group with a ``rate_factor`` takes that multiple of it.
-        max_grad_norm: global norm to clip at; None leaves gradients as they are.
+        max_grad_norm: norm to clip at; None leaves gradients as they are.
 
     Returns:
-        The norm before clipping and whether the step was taken. Gradients are freed either way.
+        The norm of the model's gradient before clipping, and whether the step was taken. Gradients are freed either
+        way.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    finite = bool(torch.isfinite(norm))
+    model, value_head = list[nn.Parameter](), list[nn.Parameter]()
+    for group in optimizer.param_groups:
+        part = value_head if "rate_factor" in group else model
+        part += [p for p in group["params"] if p.grad is not None]
+    parts = [model, value_head] if value_head else [model]
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in parts]
+    finite = bool(torch.isfinite(torch.stack(norms)).all())
     if finite:
         if max_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
+            for part, norm in zip(parts, norms, strict=True):
+                torch.nn.utils.clip_grads_with_norm_(part, max_grad_norm, norm)
         for group in optimizer.param_groups:
             group["lr"] = rate * group.get("rate_factor", 1.0)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return norm, finite
+    return norms[0], finite
