@@ -21,6 +21,7 @@ EVERYTHING = replace(ODD, bias=True, lora=3, temperature="per token", scale=0.7)
 CASES = {
     "plain": ODD,
     "one row": replace(ODD, rows=1),
+    "few rows": replace(ODD, rows=7, vocabulary=301, width=16, bias=True, lora=3),
     "one column": replace(ODD, vocabulary=1, rows=5),
     "unaligned": replace(ODD, width=7),
     "everything": EVERYTHING,
@@ -53,8 +54,8 @@ def bytes_for(rows: int, case: Case) -> int:
 
 BUDGETS = [
     *((name, "all rows kept") for name in CASES),
-    *((name, "some rows kept") for name in ("plain", "unaligned", "everything", "float16")),
-    *((name, "none kept") for name in ("one row", "everything", "softcap", "master weights", "float32")),
+    *((name, "some rows kept") for name in ("plain", "few rows", "unaligned", "everything", "float16")),
+    *((name, "none kept") for name in ("one row", "few rows", "everything", "softcap", "master weights", "float32")),
 ]
 
 

@@ -106,16 +106,23 @@ def peak_bytes(num_rows: int, width: int, vocabulary: int, *, memory_budget: int
         >>> peak_bytes(16384, 4096, 128256, memory_budget=0) // 2**20
         581
     """
-    from logitless.head.kernels import passes, variants
+    from logitless.head.kernels import launch, passes, variants
+
+    gpu = variants.hopper(width, 132)
+
+    def shares(rows: int, columns: int) -> int:
+        parts = launch.row_parts(rows, width, columns, gpu.hidden, gpu)
+        return 4 * parts * rows * width if parts > 1 else 0
 
     plan = MemoryPlan.of(num_rows, vocabulary, torch.bfloat16, memory_budget=memory_budget)
     anew = num_rows - plan.kept_rows
     total = plan.kept_bytes + 2 * num_rows * width + VECTORS * num_rows
     if anew:
-        columns = passes.block_width(anew, width, vocabulary, variant=variants.hopper(width, 132))
+        columns = passes.block_width(anew, width, vocabulary, variant=gpu)
         total += 2 * anew * columns + (4 * anew * width if columns < vocabulary else 0)
         total += 4 * columns * width if plan.kept_rows else 0
-    return total
+        return total + shares(anew, columns)
+    return total + shares(plan.kept_rows, vocabulary)
 
 
 @torch.compiler.disable

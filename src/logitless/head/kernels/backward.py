@@ -143,29 +143,33 @@ def store_rows(acc, slot, slot_ok, cols, base, out, row_of_slot, factor, D, stri
 
 @triton.jit
 def row_product(
-    k, w, base, out, row_of_slot, factor, count, V, D, k_stride, w_stride, stride,
+    k, w, base, out, row_of_slot, factor, count, V, D, k_stride, w_stride, stride, parts, part_stride,
     TMA: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """out[row_of_slot[j]] = factor[j] * (base[j] + sum_v k[j, v] w[v]), for j < count.
 
     k [slots, V], w [V, D]; summed over v in float32, rounded once. ``stride`` is that of rows of ``base`` and ``out``.
+    With several ``parts`` each sums its own share of the columns v and writes it ``part_stride`` after the one before.
     """
     num_rows = tl.load(count).to(tl.int32)
     num_m = tl.cdiv(num_rows, BM)
     num_n = tl.cdiv(D, BN)
-    for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=TMA):
-        m, n = tile_place(tile, num_m, num_n, GROUP)
+    num_steps = tl.cdiv(V, BK * parts)
+    for share in tl.range(tl.program_id(0), num_m * num_n * parts, PROGRAMS, flatten=TMA):
+        m, n = tile_place(share // parts, num_m, num_n, GROUP)
+        part = share % parts
         slot = m * BM + tl.arange(0, BM)
         slot_ok = slot < num_rows
         first = n * BN
         acc = tl.zeros((BM, BN), tl.float32)
-        for step in range(tl.cdiv(V, BK)):
+        for step in range(num_steps):
+            start = (part * num_steps + step) * BK
             if TMA:
-                a = k.load([m * BM, step * BK])
-                b = w.load([step * BK, first])
+                a = k.load([m * BM, start])
+                b = w.load([start, first])
             else:
-                v = step * BK + tl.arange(0, BK)
+                v = start + tl.arange(0, BK)
                 cols = first + tl.arange(0, BN)
                 a_place = k + slot.to(tl.int64)[:, None] * k_stride + v[None, :]
                 b_place = w + v.to(tl.int64)[:, None] * w_stride + cols[None, :]
@@ -175,14 +179,36 @@ def row_product(
                 a = a.to(tl.float32)
                 b = b.to(tl.float32)
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        place = out + part.to(tl.int64) * part_stride
         if SPLIT:
             left, right = halves(acc, BM, BN)
             cols = first + tl.arange(0, BN // 2)
-            store_rows(left, slot, slot_ok, cols, base, out, row_of_slot, factor, D, stride)
-            store_rows(right, slot, slot_ok, cols + BN // 2, base, out, row_of_slot, factor, D, stride)
+            store_rows(left, slot, slot_ok, cols, base, place, row_of_slot, factor, D, stride)
+            store_rows(right, slot, slot_ok, cols + BN // 2, base, place, row_of_slot, factor, D, stride)
         else:
             cols = first + tl.arange(0, BN)
-            store_rows(acc, slot, slot_ok, cols, base, out, row_of_slot, factor, D, stride)
+            store_rows(acc, slot, slot_ok, cols, base, place, row_of_slot, factor, D, stride)
+
+
+@triton.jit
+def sum_parts(
+    shares, parts, part_stride, base, out, row_of_slot, factor, count, D, stride, BLOCK: tl.constexpr
+):  # fmt: skip
+    """out[row_of_slot[j]] = factor[j] * (base[j] + the sum of shares[part, j] over the parts), for j < count."""
+    slot = tl.program_id(0).to(tl.int64)
+    if slot < tl.load(count):
+        row = slot if row_of_slot is None else tl.load(row_of_slot + slot).to(tl.int64)
+        scale = 1.0
+        if factor is not None:
+            scale = tl.load(factor + slot)
+        for start in range(0, D, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            total = tl.zeros((BLOCK,), tl.float32)
+            if base is not None:
+                total += tl.load(base + slot * stride + cols, mask=cols < D, other=0.0)
+            for part in range(parts):
+                total += tl.load(shares + part * part_stride + slot * D + cols, mask=cols < D, other=0.0)
+            tl.store(out + row * stride + cols, (total * scale).to(out.dtype.element_ty), mask=cols < D)
 
 
 @triton.jit

@@ -256,12 +256,34 @@ def row_product(
     for strip, tile in _strips(variant, variant.hidden, len(k), stride):
         width = strip.stop - strip.start
         tma = variant.tma and _aligned(k, w[:, strip])
-        backward.row_product[_grid(variant, len(k), width, tile)](
+        parts = row_parts(len(k), width, v, tile, variant)
+        end = (_strip(base, strip), out[:, strip], row_of_slot, factor)
+        shares = torch.empty(parts, len(k), width, dtype=torch.float32, device=k.device) if parts > 1 else None
+        before, to, row, scale = end if shares is None else (None, shares, None, None)
+        backward.row_product[_grid(variant, len(k), width, tile, parts)](
             _tiles(k, (tile.rows, tile.depth), tma), _tiles(w[:, strip], (tile.depth, tile.columns), tma),
-            _strip(base, strip), out[:, strip], row_of_slot, factor, count, v, width, k.stride(0), w.stride(0), stride,
-            TMA=tma, SPLIT=_wide(out, tile), UPCAST=not variant.narrow, PRECISION=variant.precision,
-            **_blocks(variant, tile),
+            before, to, row, scale, count, v, width, k.stride(0), w.stride(0), stride if shares is None else width,
+            parts, len(k) * width, TMA=tma, SPLIT=_wide(to, tile), UPCAST=not variant.narrow,
+            PRECISION=variant.precision, **_blocks(variant, tile),
         )  # fmt: skip
+        if shares is not None:
+            backward.sum_parts[(len(k),)](
+                shares, parts, len(k) * width, *end, count, width, stride,
+                BLOCK=min(1024, triton.next_power_of_2(width)), num_warps=4,
+            )  # fmt: skip
+
+
+def row_parts(rows: int, width: int, vocabulary: int, tile: Tile, variant: Variant) -> int:
+    """How many programs share one tile's sum over the vocabulary: few rows have too few tiles for all programs.
+
+    Example:
+        >>> from logitless.head.kernels.variants import hopper
+        >>> gpu = hopper(896, 132)
+        >>> row_parts(16384, 896, 151936, gpu.hidden, gpu), row_parts(1024, 896, 151936, gpu.hidden, gpu)
+        (1, 4)
+    """
+    tiles = max(1, triton.cdiv(rows, tile.rows) * triton.cdiv(width, tile.columns))
+    return max(1, min(variant.programs // tiles, vocabulary // (4 * tile.depth)))
 
 
 def column_product(
@@ -371,8 +393,8 @@ def _store_block(tile: Tile) -> tuple[int, int]:
     return tile.rows, tile.columns // (2 if tile.halves else 1)
 
 
-def _grid(variant: Variant, rows: int, columns: int, tile: Tile) -> tuple[int]:
-    return (min(variant.programs, triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)),)
+def _grid(variant: Variant, rows: int, columns: int, tile: Tile, parts: int = 1) -> tuple[int]:
+    return (min(variant.programs, triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns) * parts),)
 
 
 def _blocks(variant: Variant, tile: Tile) -> dict[str, int]:
