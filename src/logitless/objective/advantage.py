@@ -838,7 +838,7 @@ def _std(grid: Tensor) -> Float[Tensor, "P"]:
 
 def _quantile(grid: Tensor, q: float) -> Float[Tensor, "P"]:
     """Interpolated linearly; torch's own refuses a grid without groups."""
-    return grid.nanquantile(q, dim=1) if len(grid) else grid.new_zeros(0)
+    return grid.nanquantile(q, dim=1) if len(grid) else grid[:, 0]
 
 
 def _assign(advantage: Tensor, grid: Tensor, row: Tensor) -> Float[Tensor, "B"]:
