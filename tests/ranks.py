@@ -1,4 +1,4 @@
-"""Run a function on several gloo processes of this machine.
+"""Run a function on several processes of this machine: of the CPU, by gloo, or of a GPU each, by NCCL.
 
 The processes are started once and kept, for importing torch is what takes the time. A process keeps its rank, on which
 what torch remembers of DTensors depends. The environment variable ``LOGITLESS_ONE_PROCESS`` skips the tests that need
@@ -18,33 +18,52 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)]
 
 
-def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """``function(rank, *args)`` on each rank, inside a process group of all of them; the results by rank.
+def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, device: str = "cpu") -> list[Any]:
+    """``function(rank, *args)`` on each rank, inside a process group of all of them; the results by rank, on the CPU.
 
-    The function must be importable (defined at the top of a module), and what goes in and out must pickle.
+    The function must be importable (defined at the top of a module), and what goes in and out must pickle. With
+    ``device="cuda"`` every rank has the GPU of its number as the current device.
     """
+    if device == "cuda" and torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"needs {num_ranks} CUDA devices")
     if os.environ.get("LOGITLESS_ONE_PROCESS"):
         pytest.skip("needs processes of its own, which LOGITLESS_ONE_PROCESS forbids")
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
-        futures = [_process(rank).submit(_on_rank, rank, num_ranks, store, function, args) for rank in range(num_ranks)]
+        futures = [
+            _process(rank, device).submit(_on_rank, rank, num_ranks, device, store, function, args)
+            for rank in range(num_ranks)
+        ]
         return [future.result(timeout=120) for future in futures]
 
 
 @functools.cache
-def _process(rank: int) -> ProcessPoolExecutor:
+def _process(rank: int, device: str) -> ProcessPoolExecutor:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
 
 
-def _on_rank(rank: int, num_ranks: int, store: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _on_rank(
+    rank: int, num_ranks: int, device: str, store: Path, function: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
     torch.set_num_threads(1)
+    on_gpu = device == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60)
+        "nccl" if on_gpu else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=60),
+        device_id=torch.device("cuda", rank) if on_gpu else None,
     )
     try:
-        return function(rank, *args)
+        return tree_map_only(torch.Tensor, torch.Tensor.cpu, function(rank, *args))
     finally:
         dist.destroy_process_group()

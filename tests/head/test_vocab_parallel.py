@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from logitless.errors import InputError
-from tests.head.cases import TOLERANCE, Case, Problem, assert_same, problem, run, token_scores, truth, widest
-from tests.ranks import run_on_ranks
+from tests.head.cases import Case, Problem, assert_same, problem, run, token_scores, tolerance, truth, widest
+from tests.ranks import DEVICES, run_on_ranks
 
 SHARED = ["chunked", "fused"]
 
@@ -26,41 +26,45 @@ def _shard_of(given: Problem, sizes: tuple[int, ...], rank: int) -> Problem:
     return replace(given, head=replace(given.head, **cut))
 
 
-def _run(rank, case, sizes, backend, options):
-    options = options | {"group": dist.group.WORLD}
-    return run(_shard_of(problem(case), sizes, rank), backend, **options)
+def _run(rank, case, device, sizes, backend, options):
+    options = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    return run(_shard_of(problem(case, device), sizes, rank), backend, group=dist.group.WORLD, **options)
 
 
-def _check(case, sizes, backend, options, tolerance=None):
+def _check(case, device, sizes, backend, options, bound=None):
     """Every rank's scores and gradients against those of all columns."""
     case = replace(case, dtype=widest(backend))
     whole = truth(problem(case))
-    for rank, given in enumerate(run_on_ranks(len(sizes), _run, case, sizes, backend, options)):
+    results = run_on_ranks(len(sizes), _run, case, device, sizes, backend, options, device=device)
+    for rank, given in enumerate(results):
         rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
         sharded = {"grad_weight", "grad_bias", "grad_lora_b"}
         wanted = {name: v[rows] if name in sharded else v for name, v in whole.items()}
-        assert_same(given, wanted, tolerance or TOLERANCE[widest(backend)])
+        assert_same(given, wanted, max(bound or 0, tolerance(backend, device)))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", SHARED)
 @pytest.mark.parametrize("sizes", [(19, 18), (36, 1), (12, 12, 13)], ids=str)
 @pytest.mark.parametrize("case", [Case(43, 37, 11), FULL, replace(FULL, trained=False)], ids=str)
-def test_sharded_equals_whole_in_every_score_and_gradient(case, sizes, backend):
-    _check(case, sizes, backend, {"memory_budget": 5000})
+def test_sharded_equals_whole_in_every_score_and_gradient(case, sizes, backend, device):
+    _check(case, device, sizes, backend, {"memory_budget": 5000})
 
 
 SMALL = Case(21, 37, 16, bias=True, lora=2, temperature="per token", spread=6.0)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("budget", ["all kept", "half kept", "none kept"])
 @pytest.mark.parametrize("case", [SMALL, replace(SMALL, softcap=6.0)], ids=str)
-def test_fused_ranks_agree_under_every_budget(case, budget):
+def test_fused_ranks_agree_under_every_budget(case, budget, device):
     bytes_a_rank = {"all kept": None, "half kept": 4 * 24 * 12, "none kept": 0}[budget]
-    _check(case, (19, 18), "fused", {"memory_budget": bytes_a_rank})
+    _check(case, device, (19, 18), "fused", {"memory_budget": bytes_a_rank})
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("hint", ["normaliser", "far off", "not finite"])
-def test_hints_change_nothing_when_ranks_keep_different_rows(hint):
+def test_hints_change_nothing_when_ranks_keep_different_rows(hint, device):
     # 24 columns padded of 19 and 16 of 11: the same budget keeps 8 rows on one rank and 12 on the other.
     anchor = {
         "normaliser": torch.linspace(-3, 3, 21),
@@ -69,7 +73,7 @@ def test_hints_change_nothing_when_ranks_keep_different_rows(hint):
     }[hint]
     live = torch.arange(21) % 3 == 1
     options = {"memory_budget": 4 * 24 * 8, "anchor": anchor, "live": live}
-    _check(replace(SMALL, vocabulary=30), (19, 11), "fused", options, 2e-5)
+    _check(replace(SMALL, vocabulary=30), device, (19, 11), "fused", options, 2e-5)
 
 
 def _improbable(rank, backend):
@@ -92,15 +96,16 @@ def test_no_log_prob_is_too_small_or_too_near_zero_for_a_sum_over_ranks(backend)
         assert gradient[3].tolist() == pytest.approx([1.5e-7, -5e-8, -5e-8, -5e-8], rel=1e-5)
 
 
-def _same_bits(rank, backend):
-    given = _shard_of(problem(replace(FULL, dtype=torch.float32)), (19, 18), rank)
+def _same_bits(rank, backend, device):
+    given = _shard_of(problem(replace(FULL, dtype=torch.float32), device), (19, 18), rank)
     result = run(given, backend, group=dist.group.WORLD)
     return [result[name] for name in ("logp", "entropy", "grad_hidden", "grad_lora_a")]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", SHARED)
-def test_all_ranks_have_the_same_bits(backend):
-    for one, other in zip(*run_on_ranks(2, _same_bits, backend), strict=True):
+def test_all_ranks_have_the_same_bits(backend, device):
+    for one, other in zip(*run_on_ranks(2, _same_bits, backend, device, device=device), strict=True):
         assert torch.equal(one, other)
 
 
@@ -135,4 +140,4 @@ def test_a_shard_of_padding_masked_by_minus_infinity_adds_nothing(backend):
     short = replace(given.head, weight=given.head.weight.detach()[:12], bias=given.head.bias.detach()[:12])
     whole = truth(replace(given, head=short, target=given.target % 12).leaf_copy())
     for result in run_on_ranks(2, _masked_shard, case, backend):
-        assert_same(result, {name: whole[name] for name in result}, TOLERANCE[widest(backend)])
+        assert_same(result, {name: whole[name] for name in result}, tolerance(backend))
