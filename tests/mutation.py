@@ -17,6 +17,7 @@ import copy
 import functools
 import gc
 import importlib.machinery
+import importlib.metadata
 import inspect
 import itertools
 import os
@@ -34,11 +35,14 @@ from typing import TypeVar
 
 os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "LOGITLESS_ONE_PROCESS": "1"}
 
-import beartype  # noqa: F401  imported once, before any fork
+import beartype  # noqa: F401  imported once, before any fork, as are the plugins of pytest
 import hypothesis
 import pydantic  # noqa: F401
 import pytest
 import torch._inductor  # noqa: F401  what torch.use_deterministic_algorithms imports
+
+for plugin in importlib.metadata.entry_points(group="pytest11"):
+    plugin.load()
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ROOT / "src/logitless/objective"
@@ -347,6 +351,7 @@ def statuses_in_memory(mutants: Sequence[Mutant]) -> tuple[dict[Mutant, int], di
         print(f"{len(runner.items)} tests take {sum(seconds.values()):.0f} s", flush=True)
 
         functions = functions_in_memory()
+        gc.freeze()
 
         def job(mutant: Mutant) -> int:
             try:
@@ -427,6 +432,7 @@ def main(arguments: Sequence[str]) -> int:
     hypothesis.settings.load_profile("mutation")
     files = [SOURCES / name for name in arguments] or sorted(SOURCES.glob("*.py"))
     mutants = [mutant for file in files for mutant in mutants_of(file)]
+    gc.freeze()  # what every fork inherits needs no collection
     statuses, seconds = in_a_fork(lambda: statuses_in_memory([m for m in mutants if m.in_function]))
     rest = [m for m in mutants if statuses.get(m, NEEDS_IMPORT) == NEEDS_IMPORT]
     jobs = [functools.partial(status_after_import, mutant, seconds) for mutant in with_control(rest)]
