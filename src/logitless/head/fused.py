@@ -97,14 +97,24 @@ def default_budget(device: torch.device) -> int:
     return max(0, total - torch.cuda.memory_allocated(device)) // SHARE
 
 
-def peak_bytes(num_rows: int, width: int, vocabulary: int, *, memory_budget: int) -> int:
-    """Bytes a training step takes at its peak, beyond inputs and returned gradients; bfloat16, no LoRA.
+def peak_bytes(
+    num_rows: int, width: int, vocabulary: int, *, memory_budget: int, shared: bool = False, shards: int = 1
+) -> int:
+    """Bytes a training step takes at its peak on a rank, beyond inputs and returned gradients; bfloat16, no LoRA.
+
+    Args:
+        num_rows, width, vocabulary: N, D and V; V is the rank's own part where the vocabulary is ``shared``.
+        memory_budget: bytes for kept exponentials.
+        shared: whether a process group shares the vocabulary.
+        shards: how many shards of the weight come by (FSDP2); 1 for a weight that is here.
 
     Example:
         >>> peak_bytes(16384, 4096, 128256, memory_budget=2**40) // 2**20
         4141
         >>> peak_bytes(16384, 4096, 128256, memory_budget=0) // 2**20
         581
+        >>> peak_bytes(16384, 4096, 128256, memory_budget=0, shards=8) // 2**20
+        956
     """
     from logitless.head.kernels import launch, passes, variants
 
@@ -114,15 +124,20 @@ def peak_bytes(num_rows: int, width: int, vocabulary: int, *, memory_budget: int
         parts = launch.row_parts(rows, width, columns, gpu.hidden, gpu)
         return 4 * parts * rows * width if parts > 1 else 0
 
-    plan = MemoryPlan.of(num_rows, vocabulary, torch.bfloat16, memory_budget=memory_budget)
+    most = -(-vocabulary // shards)
+    plan = MemoryPlan.of(num_rows, shards * (-(-most // 8) * 8), torch.bfloat16, memory_budget=memory_budget)
     anew = num_rows - plan.kept_rows
     total = plan.kept_bytes + 2 * num_rows * width + VECTORS * num_rows
+    if shared:
+        total += 4 * num_rows * width
+    if shards > 1:
+        total += 4 * plan.kept_rows * width + 6 * most * width
     if anew:
-        columns = passes.block_width(anew, width, vocabulary, variant=gpu)
+        columns = passes.block_width(anew, width, most, variant=gpu)
         total += 2 * anew * columns + (4 * anew * width if columns < vocabulary else 0)
         total += 4 * columns * width if plan.kept_rows else 0
         return total + shares(anew, columns)
-    return total + shares(plan.kept_rows, vocabulary)
+    return total + shares(plan.kept_rows, most)
 
 
 @torch.compiler.disable
@@ -155,21 +170,27 @@ def token_scores(
             ``default_budget``. 0 keeps nothing.
         anchor: [N] near each row's log-sum-exp; None anchors at the target's logit. A bad anchor costs time only.
         live: [N] False where the gradient is known to be zero: such rows keep exponentials last.
-        group: the process group over which the vocabulary is sharded.
+        group: the process group over which the vocabulary is sharded (see ``vocab_parallel``).
 
     Returns:
         float32. A row's bits depend neither on the other rows nor on whether grad is enabled.
 
     Raises:
-        UnavailableError: the kernels cannot take these tensors; or triton is missing.
+        UnavailableError: the kernels cannot take these tensors; triton is missing; the backward runs under
+            ``create_graph=True``.
 
     Equals: ``reference.token_scores``.
+    Ranks: with ``group`` a step sends six numbers a row (target logits; S and T; maxima and S and T again, for rows
+        that are anchored anew), in five small collectives, and sums the gradients of hidden and lora_a over the ranks
+        in float32. A weight that is an FSDP2 shard comes by once in the forward and once in the backward, a shard at
+        a time; rows are anchored at the largest of the first logits that come by, and moved where a later shard
+        stands far above them. What visits is not overlapped with what is multiplied.
     Memory: docs/head.md, "Memory"; beyond kept exponentials, about ``8 N V / 256`` bytes of partial sums in the forward
         and ``2 N D`` in the backward (``6 N D`` and a block of logit gradients when rows are made anew).
     Accumulation: float32; every gradient is rounded once.
     Determinism: bitwise repeatable.
     Supports: CUDA devices from compute capability 8.0; measured on Hopper. bias, scale, softcap, LoRA, float32 master
-        weights (rounded to hidden's dtype for the products).
+        weights (rounded to hidden's dtype for the products), a vocabulary that a process group shares, FSDP2 shards.
     """
     reason = _unsupported(hidden)
     if reason is not None:

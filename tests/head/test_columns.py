@@ -1,0 +1,96 @@
+"""Columns that come in parts, on one device: what the kernels do for shards, without ranks."""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from logitless.head import fused
+from logitless.head.columns import Columns
+from logitless.head.sharded import Shard
+from tests.head.cases import DEVICES, Case, assert_same, problem, run, sized, truth
+
+pytest.importorskip("triton")
+
+
+@dataclass(frozen=True)
+class InTurn(Columns):
+    """Shards of a whole weight that come by one after the other, as if other ranks had them."""
+
+    shards: int = 2
+    gradients: list[Tensor] = field(default_factory=list)
+
+    @property
+    def most(self) -> int:
+        return -(-len(self.weight) // self.shards)
+
+    def visiting(self, dtype):
+        for first in range(0, len(self.weight), self.most):
+            yield Shard(first, self.weight[first : first + self.most].to(dtype, copy=True), 0)
+
+    def room_for_gradient(self, shard):
+        return torch.empty_like(shard.weight, dtype=torch.float32)
+
+    def kept_gradient(self, shard, gradient):
+        self.gradients.append(gradient)
+        return gradient
+
+    def as_weight(self, gradient):
+        return torch.cat(self.gradients).to(self.weight.dtype)
+
+
+@pytest.fixture
+def in_turn(monkeypatch):
+    """The fused head on a weight in so many shards."""
+
+    def run_in_turn(given, shards, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(fused._Call, "columns", lambda call, weight: InTurn(weight.detach(), None, shards))
+            return run(given, "fused", **options)
+
+    return run_in_turn
+
+
+FULL = Case(37, 1043, 96, bias=True, lora=3, temperature="per token", spread=4.0)
+BUDGETS = {"all kept": None, "half kept": 0.5, "none kept": 0}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("softcap", [None, 8.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_shards_that_come_by_give_what_a_whole_weight_gives(dtype, softcap, budget, device, in_turn):
+    case = sized(replace(FULL, dtype=dtype, softcap=softcap), "fused", device)
+    given = problem(case, device)
+    part = BUDGETS[budget]
+    memory_budget = part and int(part * case.rows * 4 * case.vocabulary)
+    exact, whole = truth(given), run(given, "fused", memory_budget=memory_budget)
+    for shards in (2, 3):
+        parted = in_turn(given, shards, memory_budget=memory_budget)
+        for name, value in exact.items():
+            size = max(1.0, float(value.abs().max()))
+            off, usual = (float((x[name].double() - value).abs().max()) / size for x in (parted, whole))
+            assert off <= 2 * usual + 1e-5, name
+
+
+@settings(max_examples=15, deadline=None)
+@drawn(
+    rows=st.integers(1, 18),
+    vocabulary=st.integers(1, 40),
+    shards=st.integers(1, 5),
+    kept=st.integers(0, 18),
+    steps=st.lists(st.sampled_from([0.0, 70.0, 300.0]), min_size=5, max_size=5),
+)
+def test_any_partition_of_the_columns_under_any_anchor_gives_the_truth(rows, vocabulary, shards, kept, steps):
+    given = problem(Case(rows, vocabulary, 8, bias=True, dtype=torch.float32))
+    with torch.no_grad():  # whole ranges of columns stand above others by up to 300 nats
+        given.head.bias.add_(torch.tensor(steps).repeat_interleave(-(-vocabulary // 5))[:vocabulary])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused._Call, "columns", lambda call, weight: InTurn(weight.detach(), None, shards))
+        result = run(given, "fused", memory_budget=kept * 4 * (vocabulary + 8 * shards))
+    # float32 logits of 300 are rounded by 3e-5
+    assert_same(result, truth(given), 1e-4)
