@@ -46,7 +46,7 @@ def entropy_mean(
     if not renormalized:
         return mean
     mass = kept_weight.sum()
-    return mean * torch.where(mass > 0, weight.sum() / mass, mass)
+    return mean * torch.where(mass > 0, weight.sum() / mass, mass)  # nothing kept: 0
 
 
 @dataclass(frozen=True)
