@@ -5,11 +5,20 @@ import sys
 
 import pytest
 import torch
+from torch.distributed import ProcessGroup
 
 from logitless.errors import UnavailableError
 from logitless.head import api, contract
 from logitless.head.api import token_scores
+from logitless.types import LMHead
 from tests.head.cases import Case, problem, run
+
+
+class Sharded(torch.Tensor):
+    """As little of a DTensor as the contract looks at."""
+
+    placements = ()
+
 
 ARGUMENTS = (torch.ones(2, 16), torch.ones(4, 16), torch.tensor([0, 3]))
 
@@ -42,6 +51,14 @@ def test_kernels_that_cannot_be_imported_are_a_reason_not_an_error(monkeypatch):
     reason = contract.why_not("fused", *ARGUMENTS[:2])
     assert reason is not None
     assert "cannot be imported" in reason
+
+
+def test_a_group_or_a_sharded_weight_is_no_reason_against_the_kernels(monkeypatch):
+    monkeypatch.setattr("logitless.head.fused.why_not", lambda hidden: None)
+    sharded = Sharded(torch.ones(4, 16))
+    for head, group in ((ARGUMENTS[1], ProcessGroup(0, 2)), (LMHead(sharded), None)):
+        assert contract.why_not("fused", ARGUMENTS[0], head, group) is None
+        assert contract.why_not("reference", ARGUMENTS[0], head, group) is not None
 
 
 def test_a_weight_alone_is_a_head():

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from logitless.errors import UnavailableError
 from logitless.head.api import token_scores
 from logitless.head.chunked import MIN_COLUMNS, MIN_ROWS, tile
 from logitless.head.sharded import is_sharded
@@ -182,13 +181,6 @@ def test_gradcheck(case):
         return result.logp, result.entropy
 
     assert torch.autograd.gradcheck(scores, tuple(given.leaves.values()))
-
-
-def test_a_second_derivative_is_refused():
-    given = problem(Case())
-    logp = token_scores(given.hidden, given.head, given.target, backend="chunked").logp
-    with pytest.raises(UnavailableError, match=r"create_graph=True.*backend='reference'"):
-        torch.autograd.grad(logp.sum(), given.hidden, create_graph=True)
 
 
 def test_a_target_masked_by_minus_infinity_is_impossible_and_leaves_the_entropy():

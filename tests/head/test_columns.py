@@ -77,6 +77,24 @@ def test_shards_that_come_by_give_what_a_whole_weight_gives(dtype, softcap, budg
             assert off <= 2 * usual + 1e-5, name
 
 
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_anchors_that_sums_outgrow_only_with_a_later_shard_change_nothing(shards, in_turn):
+    # Sums of 2^57 to 2^63 about an anchor, which is kept up to 2^60: rows are anchored anew at the first or a later one.
+    given = problem(Case(24, 64, 8, dtype=torch.float32, spread=0.1))
+    logits = (given.hidden @ given.head.weight.T).detach()
+    anchor = logits.logsumexp(1) - torch.linspace(57, 63, 24) * torch.tensor(2.0).log()
+    assert_same(in_turn(given, shards, anchor=anchor), truth(given), 2e-5)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_an_anchor_far_above_all_logits_is_noticed_before_the_targets_shard_comes(shards, in_turn):
+    given = problem(Case(8, 32, 8, bias=True, dtype=torch.float32))
+    with torch.no_grad():
+        given.head.bias.sub_(110)
+        given.target[:] = 31 - given.target % 4
+    assert_same(in_turn(given, shards, anchor=torch.zeros(8)), truth(given), 5e-5)
+
+
 @settings(max_examples=15, deadline=None)
 @drawn(
     rows=st.integers(1, 18),

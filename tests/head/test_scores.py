@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from logitless.errors import InputError
+from logitless.errors import InputError, UnavailableError
 from logitless.types import LMHead
 from tests.head.cases import (
     BACKENDS,
@@ -284,6 +284,14 @@ def test_activation_checkpointing_changes_nothing(backend):
         results.append([leaf.grad for leaf in leaves])
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
+def test_a_second_derivative_is_refused(backend):
+    given = problem(Case(dtype=widest(backend)))
+    logp = token_scores(given.hidden, given.head, given.target, backend=backend).logp
+    with pytest.raises(UnavailableError, match=rf"create_graph=True.*given backend='{backend}'.*backend='reference'"):
+        torch.autograd.grad(logp.sum(), given.hidden, create_graph=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

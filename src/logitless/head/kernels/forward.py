@@ -187,15 +187,11 @@ def partial_sums(
             s += tl.sum(tl.load(part_s + place, mask=mask, other=0.0), 0)
             t += tl.sum(tl.load(part_t + place, mask=mask, other=0.0), 0)
     if base_s is not None:
-        before_s = tl.load(base_s + row, mask=ok, other=0.0)
-        before_a = tl.load(base_anchor + row, mask=ok, other=0.0)
-        if MAXIMUM:
-            s = tl.maximum(s, before_a + tl.log2(before_s))
-        else:
-            shift = before_a - tl.load(anchor + row, mask=ok, other=0.0)
-            scale = tl.exp2(shift)
-            s += before_s * scale
-            t += (tl.load(base_t + row, mask=ok, other=0.0) + before_s * shift) * scale
+        before = tl.load(base_s + row, mask=ok, other=0.0)
+        shift = tl.load(base_anchor + row, mask=ok, other=0.0) - tl.load(anchor + row, mask=ok, other=0.0)
+        scale = tl.exp2(shift)
+        s += before * scale
+        t += (tl.load(base_t + row, mask=ok, other=0.0) + before * shift) * scale
     if MAXIMUM:
         tl.store(out_s + row, tl.where(s < LOWEST, LOWEST, s), mask=ok)
     else:

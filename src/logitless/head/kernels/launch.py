@@ -138,26 +138,27 @@ def anchored_sums(
     s, t = torch.empty_like(anchor), torch.empty_like(anchor)
     flagged = torch.empty(len(anchor), dtype=torch.bool, device=anchor.device)
     _product(operands, rows, anchor, kept, num_kept, parts, None, maximum=False)
-    parts.sum(s, t, None, target_logit, anchor, before, flagged=flagged)
-    _of_all_ranks(s, t, target_logit, anchor, columns, flagged=flagged)
+    parts.sum(s, t, None, anchor, before, target_logit, flagged)
+    _of_all_ranks(s, t, columns, anchor, target_logit, flagged)
     again = listed(flagged)
     _product(operands, rows, anchor, None, 0, parts, again, maximum=True)
-    parts.sum(anchor, t, again, target_logit, None, before, maximum=True)
+    parts.sum(anchor, t, again, maximum=True)
     columns.largest(anchor)
     _product(operands, rows, anchor, kept, num_kept, parts, again, maximum=False)
-    parts.sum(s, t, again, target_logit, anchor, before)
-    return Sums(anchor, *_of_all_ranks(s, t, target_logit, anchor, columns))
+    parts.sum(s, t, again, anchor, before)
+    return Sums(anchor, *_of_all_ranks(s, t, columns))
 
 
 def _of_all_ranks(
-    s: Tensor, t: Tensor, target_logit: Tensor, anchor: Tensor, columns: Columns, *, flagged: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    s: Tensor, t: Tensor, columns: Columns, anchor: Tensor | None = None, target_logit: Tensor | None = None,
+    flagged: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The sums over the ranks that share the vocabulary, in rank order."""
     if not columns.shared:
         return s, t
     total_s, total_t = torch.empty_like(s), torch.empty_like(t)
     by_rank = columns.by_rank(torch.stack([s, t]))
-    _Parts(by_rank[0], by_rank[1]).sum(total_s, total_t, None, target_logit, anchor, None, flagged=flagged)
+    _Parts(by_rank[0], by_rank[1]).sum(total_s, total_t, None, anchor, None, target_logit, flagged)
     return total_s, total_t
 
 
@@ -315,8 +316,8 @@ class _Parts(NamedTuple):
         return cls(s[0], s[1])
 
     def sum(
-        self, s: Tensor, t: Tensor, chosen: Compaction | None, target_logit: Tensor, anchor: Tensor | None,
-        before: Sums | None, *, maximum: bool = False, flagged: Tensor | None = None,
+        self, s: Tensor, t: Tensor, chosen: Compaction | None, anchor: Tensor | None = None, before: Sums | None = None,
+        target_logit: Tensor | None = None, flagged: Tensor | None = None, *, maximum: bool = False,
     ) -> None:  # fmt: skip
         row_list, count = (None, None) if chosen is None else chosen
         base = (None, None, None) if before is None else before
