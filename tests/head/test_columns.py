@@ -79,7 +79,7 @@ def test_shards_that_come_by_give_what_a_whole_weight_gives(dtype, softcap, budg
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_anchors_that_sums_outgrow_only_with_a_later_shard_change_nothing(shards, in_turn):
-    # Sums of 2^57 to 2^63 about an anchor, which is kept up to 2^60: rows are anchored anew at the first or a later one.
+    # Sums of 2^57 to 2^63 about an anchor that is kept up to 2^60: some rows are anchored anew at a later shard.
     given = problem(Case(24, 64, 8, dtype=torch.float32, spread=0.1))
     logits = (given.hidden @ given.head.weight.T).detach()
     anchor = logits.logsumexp(1) - torch.linspace(57, 63, 24) * torch.tensor(2.0).log()
