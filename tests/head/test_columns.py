@@ -12,7 +12,7 @@ from torch import Tensor
 from logitless.head import fused
 from logitless.head.columns import Columns
 from logitless.head.sharded import Shard
-from tests.head.cases import DEVICES, Case, assert_same, problem, run, sized, truth
+from tests.head.cases import DEVICES, Case, assert_same, error, plain, problem, run, sized, truth
 
 pytest.importorskip("triton")
 
@@ -68,13 +68,11 @@ def test_shards_that_come_by_give_what_a_whole_weight_gives(dtype, softcap, budg
     given = problem(case, device)
     part = BUDGETS[budget]
     memory_budget = part and int(part * case.rows * 4 * case.vocabulary)
-    exact, whole = truth(given), run(given, "fused", memory_budget=memory_budget)
-    for shards in (2, 3):
+    exact, usual = truth(given), plain(given)
+    for shards in (3,) if device == "cpu" else (2, 3):
         parted = in_turn(given, shards, memory_budget=memory_budget)
         for name, value in exact.items():
-            size = max(1.0, float(value.abs().max()))
-            off, usual = (float((x[name].double() - value).abs().max()) / size for x in (parted, whole))
-            assert off <= 2 * usual + 1e-5, name
+            assert error(parted[name], value) <= 1.5 * error(usual[name], value) + 1e-5, name
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
@@ -95,7 +93,7 @@ def test_an_anchor_far_above_all_logits_is_noticed_before_the_targets_shard_come
     assert_same(in_turn(given, shards, anchor=torch.zeros(8)), truth(given), 5e-5)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @drawn(
     rows=st.integers(1, 18),
     vocabulary=st.integers(1, 40),

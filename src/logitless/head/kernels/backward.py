@@ -33,9 +33,10 @@ def clear_rows(kept, count, V, stride, N, ALIGN: tl.constexpr, BLOCK: tl.constex
     live = tl.load(count).to(tl.int32)
     row = live + tl.program_id(0)
     end = tl.minimum(tl.cdiv(tl.maximum(live, 1), ALIGN) * ALIGN, N)
-    v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    zero = tl.zeros((BLOCK,), kept.dtype.element_ty)
-    tl.store(kept + row.to(tl.int64) * stride + v, zero, mask=(v < V) & (row < end))
+    if row < end:
+        v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        zero = tl.zeros((BLOCK,), kept.dtype.element_ty)
+        tl.store(kept + row.to(tl.int64) * stride + v, zero, mask=v < V)
 
 
 @triton.jit
