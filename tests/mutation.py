@@ -33,7 +33,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "LOGITLESS_ONE_PROCESS": "1"}
+if __name__ == "__main__":  # before torch is imported; not under pytest, which looks for doctests here
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "LOGITLESS_ONE_PROCESS": "1"}
 
 import beartype  # noqa: F401  imported once, before any fork, as are the plugins of pytest
 import hypothesis
