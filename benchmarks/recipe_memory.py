@@ -33,7 +33,7 @@ STAND_INS = {
     "qwen2.5-0.5b-gsm8k": [
         "model.source=recipes/dry-run/qwen2.5-0.5b",
         "data.train={name: file, path: recipes/dry-run/gsm8k.jsonl, columns: {prompt: question}}",
-        "rollout.completions_per_prompt=64",
+        "rollout.completions_per_prompt=32",
     ],
     "llama3.1-8b-ifeval-24gb": [
         "model.source=recipes/dry-run/llama3.1-8b",
