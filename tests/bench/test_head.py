@@ -59,5 +59,29 @@ def test_a_document_without_marks_is_an_error(tmp_path):
         head_report.update([page], [], check=False)
 
 
-def test_the_committed_table_is_made_from_the_committed_results():
-    assert head_report.update([ROOT / "docs/head.md"], head_report.load(ROOT / "benchmarks/results"), check=True) == 0
+def test_the_committed_tables_are_made_from_the_committed_results():
+    pages = [ROOT / "README.md", ROOT / "docs/head.md"]
+    assert head_report.update(pages, head_report.load(ROOT / "benchmarks/results"), check=True) == 0
+
+
+def fused(**values):
+    row = {"contender": "logitless-fused", "N": 64, "live": 1.0, "trained": "weight", "budget_bytes": None}
+    times = {"ms": 21.0, "ms_min": 20.0, "ms_max": 22.0, "bare_ms": 20.0, "ratio_to_bare": 1.05}
+    errors = {"logp_max_error": 1.2e-4, "dx_rel_error": 4e-3, "dw_rel_error": 5e-3}
+    return row | times | errors | {"peak_bytes": 2**29, "failure": None} | values
+
+
+def test_a_missed_target_is_bold_and_a_missing_row_a_dash():
+    rows = [fused(), fused(trained="frozen", ms=10.0, ratio_to_bare=1.07), fused(trained="lora", ms=10.5)]
+    rows += [fused(budget_bytes=0, ratio_to_bare=1.404, peak_bytes=3 * 2**28)]
+    lines = head_report.targets([{"shape": {"width": 4096}, "rows": rows}]).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    found = {label: value for label, _, value in cells}
+    assert found["forward + backward / three products"] == "1.05"
+    assert found["frozen / two products"] == "**1.07**"
+    assert found["LoRA rank 16 / frozen"] == "1.05"
+    assert found["budget 0 / three products"] == "1.40"
+    assert found["budget 0, peak GiB"] == "**0.75**"
+    assert found["largest error of logp"] == "**1.2e-04**"
+    assert (found["relative error of dX"], found["relative error of dW"]) == ("4.0e-03", "**5.0e-03**")
+    assert found["scoring / one product"] == "–"

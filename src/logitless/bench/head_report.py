@@ -9,6 +9,8 @@ from logitless.bench import pages
 
 Row = dict[str, Any]
 MARKS = pages.Marks("head")
+SUMMARY_MARKS = pages.Marks("head", "summary")
+TARGETS_MARKS = pages.Marks("head", "targets")
 NAMES = {
     "bare": "bare products (cuBLAS)",
     "logitless-fused": "logitless, fused",
@@ -18,6 +20,7 @@ NAMES = {
     "liger": "Liger",
     "cce": "cut-cross-entropy",
 }
+NOTHING = "No results yet: run `logitless bench head` on a GPU."
 PEAK = 790.0
 """TFLOP/s of a large square bfloat16 product on an H200: the roof of the roofline."""
 
@@ -48,12 +51,10 @@ def pick(rows: Sequence[Row], contender: str, **wanted: Any) -> Row | None:
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Markdown: one table a shape, every ratio against the bare products of the same run."""
     if not results:
-        return "No results yet: run `logitless bench head` on a GPU."
-    e = results[0]["environment"]
+        return NOTHING
     lines = [
-        f"{e['gpu']}, driver {e['driver']}, torch {e['torch']}, triton {e['triton']}, TRL {e['trl']}, "
-        f"Liger {e['liger-kernel']}, cut-cross-entropy {e['cut-cross-entropy']}; bfloat16. Times over the bare "
-        "matrix products of the same run: three with the weight trained, two with it frozen, one for scoring.",
+        f"{_machine(results)} Times over the bare matrix products of the same run: three with the weight trained, two "
+        "with it frozen, one for scoring.",
         "",
     ]
     for document in results:
@@ -61,10 +62,109 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines).rstrip()
 
 
+def summary(results: Sequence[dict[str, Any]]) -> str:
+    """Markdown: time, memory and error of a training step through the head, one column a shape."""
+    if not results:
+        return NOTHING
+    lines = [
+        f"{_machine(results)} {_length(results[0])} tokens, forward and backward with the weight trained: time over "
+        "the three bare matrix products of the same run; peak memory beyond inputs and gradients, GiB; largest error "
+        "of a log-prob.",
+        "",
+        "| | " + " | ".join(f"{d['shape']['model']}, D={d['shape']['width']}" for d in results) + " |",
+        "|---|" + "--:|" * len(results),
+    ]
+    for contender, name in NAMES.items():
+        for budget, label in ((None, name), (0, f"{name}, memory budget 0")):
+            found = [_trained(d, contender, budget_bytes=budget) for d in results]
+            if contender != "bare" and any(found):
+                lines.append(f"| {label} | " + " | ".join(_step_cell(row) for row in found) + " |")
+    return "\n".join(lines)
+
+
+def _step_cell(row: Row | None) -> str:
+    if row is None or row["ms"] is None:
+        return _ratio(row)
+    parts = [_ratio(row), f"{row['peak_bytes'] / 2**30:.1f}"]
+    return "; ".join(parts if row["logp_max_error"] is None else [*parts, _error(row["logp_max_error"])])
+
+
+def targets(results: Sequence[dict[str, Any]]) -> str:
+    """Markdown: what the fused head was to reach and what it reached, one column a shape; misses are bold."""
+    if not results:
+        return NOTHING
+    lines = [
+        "| | target | " + " | ".join(f"D = {d['shape']['width']}" for d in results) + " |",
+        "|---|--:|" + "--:|" * len(results),
+    ]
+
+    def add(label: str, limit: str, cells: Sequence[str]) -> None:
+        lines.append(f"| {label} | {limit} | " + " | ".join(cells) + " |")
+
+    def ratios(label: str, limit: float, **wanted: Any) -> None:
+        rows = [_trained(d, "logitless-fused", **wanted) for d in results]
+        add(label, f"{limit:.2f}", [_held(None if r is None else r["ratio_to_bare"], limit, ".2f") for r in rows])
+
+    plain = [_trained(d, "logitless-fused") for d in results]
+    ratios("forward + backward / three products", 1.05)
+    add("… lowest and highest of its rounds", "", [_rounds(row) for row in plain])
+    ratios("scoring / one product", 1.05, trained="none")
+    ratios("half of the rows live (the target is for D = 4096)", 0.68, live=0.5)
+    ratios("a fifth live (the target is for D = 4096)", 0.48, live=0.2)
+    ratios("frozen / two products", 1.06, trained="frozen")
+    lora = [_trained(d, "logitless-fused", trained="lora") for d in results]
+    frozen = [_trained(d, "logitless-fused", trained="frozen") for d in results]
+    over = [None if a is None or b is None else a["ms"] / b["ms"] for a, b in zip(lora, frozen, strict=True)]
+    add("LoRA rank 16 / frozen", "1.06", [_held(value, 1.06, ".2f") for value in over])
+    ratios("budget 0 / three products", 1.40, budget_bytes=0)
+    zero = [_trained(d, "logitless-fused", budget_bytes=0) for d in results]
+    peaks = [None if r is None or r["peak_bytes"] is None else r["peak_bytes"] / 2**30 for r in zero]
+    add("budget 0, peak GiB", "0.6", [_held(value, 0.6, ".2f") for value in peaks])
+    limits = [1e-4 if d["shape"]["width"] <= 4096 else 2.5e-4 for d in results]
+    logp = [None if r is None else r["logp_max_error"] for r in plain]
+    cells = [_held(value, limit, ".1e") for value, limit in zip(logp, limits, strict=True)]
+    add("largest error of logp", "1e-4, at 8192 2.5e-4", cells)
+    for name, key in (("dX", "dx_rel_error"), ("dW", "dw_rel_error")):
+        errors = [None if r is None else r[key] for r in plain]
+        add(f"relative error of {name}", "4e-3", [_held(value, 4e-3, ".1e") for value in errors])
+    return "\n".join(lines)
+
+
+def _held(value: float | None, limit: float, form: str) -> str:
+    """A number, bold where it is above its limit as it is printed."""
+    if value is None:
+        return "–"
+    text = f"{value:{form}}"
+    return text if float(text) <= limit else f"**{text}**"
+
+
+def _rounds(row: Row | None) -> str:
+    if row is None or row["ms"] is None:
+        return "–"
+    return f"{row['ms_min'] / row['bare_ms']:.2f} to {row['ms_max'] / row['bare_ms']:.2f}"
+
+
+def _trained(document: dict[str, Any], contender: str, **wanted: Any) -> Row | None:
+    return pick(document["rows"], contender, **({"N": _length(document), "trained": "weight"} | wanted))
+
+
+def _length(document: dict[str, Any]) -> int:
+    """The number of rows at which everything was measured."""
+    return max(row["N"] for row in document["rows"] if row["trained"] == "frozen")
+
+
+def _machine(results: Sequence[dict[str, Any]]) -> str:
+    e = results[0]["environment"]
+    return (
+        f"{e['gpu']}, driver {e['driver']}, torch {e['torch']}, triton {e['triton']}, TRL {e['trl']}, "
+        f"Liger {e['liger-kernel']}, cut-cross-entropy {e['cut-cross-entropy']}; bfloat16."
+    )
+
+
 def _shape_table(document: dict[str, Any]) -> list[str]:
     rows = document["rows"]
     shape = document["shape"]
-    n = max(r["N"] for r in rows if r["trained"] == "frozen")
+    n = _length(document)
     title = f"**{shape['model'] or 'head'}** (D={shape['width']}, V={shape['vocabulary']}, N={n})"
     columns = ("forward + backward", "half live", "a fifth live", "frozen", "LoRA", "scoring", "peak GiB", "logp error")
     header = "| | " + " | ".join((*columns, "dX", "dW")) + " |"
@@ -108,8 +208,9 @@ def _error(value: float | None) -> str:
 
 
 def update(documents: Sequence[Path], results: Sequence[dict[str, Any]], *, check: bool) -> int:
-    """Rewrites the table in each document; with ``check``, 1 if one is out of date."""
-    return pages.update(documents, MARKS, table(results), check=check)
+    """Rewrites the tables in each document; with ``check``, 1 if one is out of date."""
+    tables = {MARKS: table(results), SUMMARY_MARKS: summary(results), TARGETS_MARKS: targets(results)}
+    return pages.update(documents, tables, check=check)
 
 
 def plot(results: Sequence[dict[str, Any]], path: Path) -> None:

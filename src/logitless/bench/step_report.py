@@ -30,7 +30,7 @@ def load(folder: Path) -> list[dict[str, Any]]:
 
 def update(documents: Sequence[Path], results: Sequence[dict[str, Any]], *, check: bool) -> int:
     """Rewrites the table in each document; with ``check``, 1 if one is out of date."""
-    return pages.update(documents, MARKS, table(results), check=check)
+    return pages.update(documents, {MARKS: table(results)}, check=check)
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
