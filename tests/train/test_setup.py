@@ -286,3 +286,13 @@ def test_a_correction_of_filtered_sampling_is_refused_unless_it_accepts_that(tmp
 def test_one_completion_is_enough_without_a_group(tmp_path):
     recipe = tiny_recipe(tmp_path, rollout__completions_per_prompt=1, algorithm={"preset": "reinforce_pp"})
     assert algorithm_of(recipe).advantage.name == "reinforce_pp"
+
+
+@pytest.mark.parametrize(
+    ("top_p", "correction", "said"),
+    [(0.9, None, True), (0.9, {"max": 2.0, "filtered_sampling": "accept"}, False), (1.0, None, False)],
+)
+def test_sampling_from_another_distribution_is_said(tmp_path, caplog, top_p, correction, said):
+    algorithm = {"preset": "grpo", "correction": correction}
+    algorithm_of(tiny_recipe(tmp_path, rollout__sampling__top_p=top_p, algorithm=algorithm))
+    assert ("to be on policy" in caplog.text) is said

@@ -1,6 +1,5 @@
 """A run from its recipe: made anew, or continued from its latest checkpoint."""
 
-import logging
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -42,8 +41,6 @@ from logitless.train.setup import (
 from logitless.train.warm_start import warm_start
 from logitless.train.writers import open_writers
 
-logger = logging.getLogger("logitless")
-
 
 def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tuple[RunFolder, bool]:
     """Run a recipe, or continue it.
@@ -52,7 +49,7 @@ def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tu
         recipe: checked.
         numbered: where the name is taken, take ``name-2``, ``name-3``, ...
         resume: continue the run of this name from its latest checkpoint; the recipe must be the one it was started
-            with, but for its number of blocks, evaluation, checkpoints and writers.
+            with, but for its number of blocks, its output folder, checkpoints and writers.
 
     Returns:
         The run folder, and whether the run is complete (False after Ctrl-C).

@@ -302,6 +302,11 @@ def algorithm_of(recipe: Recipe) -> Algorithm:
             given=f"rollout.completions_per_prompt={recipe.rollout.completions_per_prompt}",
             remedy="Raise it, or set algorithm.advantage to raw or reinforce_pp.",
         )
+    if recipe.rollout.sampling.filters_distribution and objective.correction is None:
+        logger.warning(
+            "rollout.sampling: tokens are drawn from something else than the policy at its temperature (top_p, top_k, "
+            "min_p, a repetition penalty or temperature 0), which the loss does not see; leave them out to be on policy"
+        )
     return replace(preset, objective=objective, advantage=advantage, weighting=weighting, value_loss=value_loss)
 
 
