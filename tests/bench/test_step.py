@@ -193,4 +193,5 @@ def test_the_table_shows_failures_and_what_was_extrapolated():
 
 
 def test_the_committed_table_is_made_from_the_committed_results():
-    assert step_report.update([ROOT / "README.md", ROOT / "docs/step.md"], step_report.load(ROOT / "benchmarks/results"), check=True) == 0
+    pages = [ROOT / "README.md", ROOT / "docs/step.md"]
+    assert step_report.update(pages, step_report.load(ROOT / "benchmarks/results"), check=True) == 0
