@@ -5,19 +5,17 @@ python benchmarks/ifeval_tiny.py --seeds 0 1 2 --out benchmarks/results/ifeval-t
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-import torch
-import transformers
-from quickstart import ROOT, processor
+from quickstart import ROOT, record
 
 
-def run(seed: int, output: Path) -> dict[str, object]:
+def run(seed: int, output: Path) -> dict[str, Any]:
     """The summary of one run, with the pass rate of every constraint in its first and last block."""
     command = [sys.executable, "-m", "logitless.cli.main", "train", "recipes/ifeval-tiny.yaml"]
     settings = [f"seed={seed}", f"name=seed-{seed}", f"output={output}", "model.device=cpu"]
@@ -49,14 +47,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         runs = [run(seed, Path(folder)) for seed in options.seeds]
-    machine = {
-        "processor": processor(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    options.out.write_text(json.dumps({"machine": machine, "runs": runs}, indent=2) + "\n")
+    record(runs, options.out)
     for found in runs:
         print(
             f"seed {found['seed']}: prompt-level strict accuracy {found['accuracy_before']:.3f} -> "

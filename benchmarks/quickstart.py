@@ -35,6 +35,18 @@ def processor() -> str:
     return names[0] if names else platform.processor()
 
 
+def record(runs: list[dict[str, Any]], out: Path) -> None:
+    """Write the summaries of runs, and the machine they were made on."""
+    machine = {
+        "processor": processor(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    out.write_text(json.dumps({"machine": machine, "runs": runs}, indent=2) + "\n")
+
+
 def readme_lines(result: dict[str, Any]) -> str:
     """What the README says of the demo."""
     runs = result["runs"]
@@ -73,14 +85,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         runs = [run(seed, Path(folder)) for seed in options.seeds]
-    machine = {
-        "processor": processor(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    options.out.write_text(json.dumps({"machine": machine, "runs": runs}, indent=2) + "\n")
+    record(runs, options.out)
     for found in runs:
         print(f"seed {found['seed']}: accuracy {found['accuracy_before']:.3f} -> {found['accuracy_after']:.3f}")
 
