@@ -133,13 +133,13 @@ def plan_epoch(
         before += size
     filled = [step for step in steps if any(inputs.source_counts[s] for s in step)] or [[]]
     filled[0] += [s for step in steps if step not in filled for s in step]  # empty completions still count in B
-    return [StepPlan(tuple(step), _micro_batches(step, inputs, tokens_per_micro_batch)) for step in filled]
+    return [StepPlan(tuple(step), cut_into_rows(step, inputs, tokens_per_micro_batch)) for step in filled]
 
 
-def _micro_batches(
+def cut_into_rows(
     sequences: Sequence[int], inputs: PackedInputs, tokens_per_micro_batch: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Rows filled in order, each up to the limit."""
+    """The sequences with scored tokens in packed rows, filled in order, each up to the limit."""
     rows: list[list[int]] = []
     used = tokens_per_micro_batch
     for s in sequences:
