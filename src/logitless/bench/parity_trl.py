@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from logitless.bench.parity import FLOAT64, Measured, Row, row
 from logitless.errors import UnavailableError
-from logitless.objective.advantage import Gdpo, combine_rewards
+from logitless.objective.advantage import AdvantageInputs, combine_rewards
 from logitless.objective.algorithm import Algorithm
 from logitless.objective.entropy import EntropyController
 from logitless.objective.objective import ObjectiveOutput
@@ -398,10 +398,15 @@ def _steps(case: Case, rollouts: Rollouts, algorithm: Algorithm) -> Iterator[lis
 def _advantage(algorithm: Algorithm, rollouts: Rollouts) -> Tensor:
     group = torch.arange(NUM_PROMPTS).repeat_interleave(NUM_GENERATIONS)
     weights = torch.tensor(REWARD_WEIGHTS, dtype=torch.float64)
-    estimator: Any = algorithm.advantage
-    if isinstance(estimator, Gdpo):
-        return estimator(rollouts.rewards, group, weights)
-    return estimator(combine_rewards(rollouts.rewards, weights), group)
+    assert algorithm.advantage is not None
+    inputs = AdvantageInputs(
+        rewards=combine_rewards(rollouts.rewards, weights),
+        group=group,
+        sequence=torch.arange(len(group)),  # one number a completion is wanted, so each is a single token here
+        scores=rollouts.rewards,
+        weights=weights,
+    )
+    return algorithm.advantage(inputs).advantage
 
 
 def _mean_entropy(outputs: list[ObjectiveOutput]) -> float:

@@ -72,10 +72,10 @@ def step_batch(
     """
     assert block.inputs is not None
     counts = block.inputs.source_counts
-    over = range(block.num_sequences) if _of_block(weighting) else plan.sequences
+    over = range(block.num_sequences) if weighting.spans_block else plan.sequences
     totals = replace(
         Totals.of(tuple(counts[s] for s in over), [dropped[s] for s in over]),
-        num_steps=float(num_steps) if _of_block(weighting) else 1.0,
+        num_steps=float(num_steps) if weighting.spans_block else 1.0,
         num_micro_batches=max(1, len(plan.micro_batches)),
     )
 
@@ -199,7 +199,3 @@ def metric_name(diagnostic: str) -> str:
     if kind in ("ref", "old"):
         return f"kl_{kind}/{rest}"
     return f"filter/{rest}/dropped_fraction" if kind == "dropped" else f"{kind}/{rest}"
-
-
-def _of_block(weighting: Weighting) -> bool:
-    return not isinstance(weighting, MicroBatchTokenMean) and weighting.scope == "block"
