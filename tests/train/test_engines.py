@@ -14,12 +14,12 @@ from tests.train.tiny import tiny_recipe
 
 # Evaluation at temperature 1, so that a difference in the weights shows.
 SAMPLED = {"every_blocks": 1, "samples_per_prompt": 8, "sampling": {"max_new_tokens": 6}, "success_at": 5.0}
-LORA = {"rank": 2, "targets": ["q_proj", "down_proj"]}
+LORA = {"rank": 4, "alpha": 64.0, "targets": "all-linear"}
 ONE_STEP = {
     "kl": None,
     "train__epochs_per_block": 1,
     "train__tokens_per_step": 1000,
-    "train__optimizer": {"learning_rate": 0.05},
+    "train__optimizer": {"learning_rate": 0.2},
 }
 
 

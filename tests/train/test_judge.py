@@ -79,7 +79,7 @@ class Turns(Length):
 
     def episode_verdicts(self, episodes, columns):
         assert len(columns["answer"]) == len(episodes)
-        return [Verdict.graded(sum(m["role"] == "assistant" for m in e.messages)) for e in episodes]
+        return [Verdict.graded(float(sum(m["role"] == "assistant" for m in e.messages))) for e in episodes]
 
 
 def test_a_reward_that_judges_episodes_is_given_them_and_the_others_their_text():
