@@ -4,7 +4,6 @@
 Words (papers, other libraries' names, differences) stand here, by preset; a preset without words is an error.
 """
 
-import argparse
 import dataclasses
 import hashlib
 import inspect
@@ -13,6 +12,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import matplotlib
 import torch
 from matplotlib.figure import Figure
 
+from logitless import pages
 from logitless.errors import ConfigurationError
 from logitless.objective.algorithm import Algorithm
 from logitless.objective.presets import PRESETS
@@ -27,7 +28,7 @@ from logitless.types import TokenBatch
 
 DOCS = Path(__file__).parents[3] / "docs"
 COST = DOCS.parent / "benchmarks" / "results" / "objective.json"
-COMMAND = "python -m logitless.bench.objectives_document"
+MODULE = "logitless.bench.objectives_document"
 TOLERANCE = 1e-6
 NUM_POINTS = 120
 POSITIVE, NEGATIVE = "A = +1", "A = -1"
@@ -360,7 +361,7 @@ _WEIGHTINGS: Mapping[str, str] = {
 
 _OPENING = f"""# Objectives
 
-<!-- Made by `{COMMAND}`: change the words there, the numbers in the presets. -->
+<!-- Made by `python -m {MODULE}`: change the words there, the numbers in the presets. -->
 
 Every objective is one composition, `logitless.objective.objective.Objective`, over packed vectors of N tokens:
 
@@ -713,15 +714,7 @@ def _number(value: Any) -> str:
 
 def main() -> int:
     """Write the page and its pictures, or with ``--check`` say whether they are current."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where something is not current")
-    if not parser.parse_args().check:
-        write(DOCS)
-        return 0
-    found = outdated(DOCS)
-    if found:
-        print(f"not current: {', '.join(found)}; run {COMMAND}", file=sys.stderr)
-    return 1 if found else 0
+    return pages.main(MODULE, pages.Written(partial(write, DOCS), partial(outdated, DOCS)))
 
 
 if __name__ == "__main__":
