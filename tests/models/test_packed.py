@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from logitless.errors import ConfigurationError, InputError, UnavailableError
+from logitless.errors import InputError, UnavailableError
 from logitless.models.lm_head import backbone, backbone_hidden, verify_packing
 from logitless.models.loading import load_model
 from logitless.models.packed import PackedLayout, packed_attention
@@ -161,10 +161,19 @@ def test_a_model_whose_packed_sequences_see_each_other_is_refused(monkeypatch):
         load_model(CONFIGS["opt"], random_weights=True, attention="sdpa")
 
 
-def test_a_recurrent_model_is_refused():
-    config = {"model_type": "mamba", "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "vocab_size": 61}
-    with pytest.raises((UnavailableError, ConfigurationError)):
-        verify_packing(load_model(config, random_weights=True, attention="eager"))
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "mamba", "hidden_size": 16, "state_size": 4}, "mamba, with linear_attention layers"),
+        ({**CONFIGS["llama"], "model_type": "jamba"}, "jamba, with"),
+        ({**CONFIGS["llama"], "model_type": "qwen3_next"}, "qwen3_next, with linear_attention layers"),
+        ({"model_type": "rwkv", "hidden_size": 16}, "rwkv, with state-space layers"),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_layers_that_carry_a_state_along_the_row_are_refused_in_words(config, words, device):
+    with pytest.raises(UnavailableError, match=words):
+        load_model(config, random_weights=True, attention="eager", device=device)
 
 
 def test_the_check_multiplies_in_whole_float32_and_restores_the_precision():
