@@ -92,7 +92,11 @@ def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tu
             recipe, algorithm, tokenizer, data, folder, view, model, saved.folder if saved else None
         )
         sampler = TransformersSampler(
-            policy.model, tokenizer, max_rows=recipe.rollout.max_rows, autocast=policy.autocast
+            policy.model,
+            tokenizer,
+            max_rows=recipe.rollout.max_rows,
+            prefill_tokens=recipe.rollout.prefill_tokens,
+            autocast=policy.autocast,
         )
         trainer = Trainer(
             recipe,
