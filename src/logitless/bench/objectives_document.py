@@ -457,15 +457,23 @@ on the size of one.
 
 `presets.trl(config)`, or `presets.trl(loss_type=..., ...)`, builds what a `GRPOConfig` means. It raises on
 
-- `cispo` with an `epsilon_high` below 1 (the default is 0.2): TRL takes it for the ceiling and scales every gradient down;
 - an unknown field or string, which TRL finds at the first loss;
-- `delta` with `cispo`, `sapo` or `vespo`, which ignore it;
-- `vespo` with a sampler correction that is not per token;
-- `router_aux_loss_coef` and `sync_ref_model`: a router's loss and a moving reference cannot be expressed.
+- `vespo` with a sampler correction that is not per token, as TRL does;
+- a `delta` of at most `1 - epsilon`, below which no ratio is left, and sizes that no run has (a SAPO or VESPO parameter
+  that is not positive, an entropy coefficient whose bounds are out of order);
+- `router_aux_loss_coef` and `sync_ref_model`: a router's loss and a moving reference are no part of an objective.
+  `logitless.integrations.trl.GRPOTrainer` takes both: TRL moves the reference, and the router loss of a mixture of
+  experts is added as TRL adds it.
+
+It warns about `cispo` with an `epsilon_high` below 1 (the default is 0.2): TRL takes it for the ceiling and scales every
+gradient down. `GRPOTrainer` refuses what TRL's trains in three cases: DeepSpeed ZeRO-3, prompt learning, and an LM head
+that is not `softcap(scale * (hidden @ weight.T + bias))`.
 
 It leaves a note (`Algorithm.notes`) on
 
-- `scale_rewards` under `normalize_then_sum`, and `epsilon` under `sapo` and `vespo`: no effect;
+- `scale_rewards` under `normalize_then_sum`, `epsilon` under `sapo` and `vespo`, `delta` under `cispo`, `sapo` and
+  `vespo`: no effect;
+- a `delta` below `1 + epsilon_high`, which bounds the ratio of positive advantages;
 - `bnpo`, `top_entropy_quantile` and the entropy bonus: the result depends on the size of a micro-batch;
 - `luspo` at the token level, and `dapo`, `bnpo`, `dr_grpo`, `cispo` at the sequence level: not the papers' losses;
 - top-p, top-k, min-p or a repetition penalty with a sampler correction: two different distributions.
