@@ -18,6 +18,7 @@ from logitless.models.char_tokenizer import character_tokenizer  # noqa: E402
 from logitless.objective.divergence import KLPenalty  # noqa: E402
 from logitless.objective.kl_control import ProportionalKL  # noqa: E402
 from logitless.objective.ratio import SequenceTokenRatio  # noqa: E402
+from tests.rounding import of_sum  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # of transformers, accelerate and TRL
 
@@ -116,6 +117,9 @@ def run(trainer_class, path, folder, *, with_tools=False, use_vllm=False, resume
     return trainer, [entry for entry in trainer.state.log_history if "grad_norm" in entry]
 
 
+LOSS = of_sum(torch.float32, 36, 8.0)
+"""Of a mean over 4 completions of up to 9 tokens, advantages of up to 1.5 times log-probabilities of up to 5 nats."""
+
 NOT_COMPARED = {"step_time", "vespo/phi_seq_mean"}
 CASES = {
     "defaults": {},
@@ -148,7 +152,7 @@ def test_a_run_follows_trls(case, llama_path, tmp_path):
 def follow(ours, our_log, theirs, their_log):
     """Losses of every micro-batch, gradient norms and metrics of every step."""
     assert len(ours.losses) == 2 * len(our_log) >= 6
-    assert ours.losses == pytest.approx(theirs.losses, rel=0, abs=1e-6)
+    assert ours.losses == pytest.approx(theirs.losses, rel=0, abs=LOSS)
     assert min(entry["grad_norm"] for entry in their_log) > 1e-3
     for mine, other in zip(our_log, their_log, strict=True):
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
@@ -180,7 +184,7 @@ def test_evaluation_follows_trls(llama_path, tmp_path):
         trainer = trainer_of(replayed(trainer_class), llama_path, tmp_path, beta=0.1, per_device_eval_batch_size=8)
         trainer.losses, trainer.with_tools = [], False
         losses.append(trainer.evaluate(trainer.train_dataset)["eval_loss"])
-    assert losses[1] == pytest.approx(losses[0], rel=0, abs=1e-6)
+    assert losses[1] == pytest.approx(losses[0], rel=0, abs=LOSS)
 
 
 def test_gspo_token_has_gspos_gradient_where_the_advantage_is_constant(llama_path, tmp_path):

@@ -10,6 +10,7 @@ from logitless.models.loading import load_model
 from logitless.models.packed import PackedLayout, packed_attention
 from logitless.types import PackedInputs
 from tests.models.tiny import CONFIGS, PACKABLE, packed, tiny
+from tests.rounding import of_sum
 
 
 def one_at_a_time(model: nn.Module, inputs: PackedInputs) -> Tensor:
@@ -70,9 +71,12 @@ def test_a_packed_row_equals_its_sequences_run_alone_with_gradients(name):
     parameters = [p for p in backbone(model).parameters() if p.requires_grad]
     first = torch.autograd.grad(mine, parameters, upstream, allow_unused=True)
     second = torch.autograd.grad(alone, parameters, upstream, allow_unused=True)
+    # A key's bias has gradient 0 but for rounding: sums over 43 tokens of terms as large as the other gradients.
+    largest = max(b.abs().max().item() for b in second if b is not None)
+    floor = of_sum(torch.float32, len(inputs.input_ids), largest)
     for a, b in zip(first, second, strict=True):
         if a is not None:
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-4 * b.abs().max().item() + 1e-6)
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-4 * b.abs().max().item() + floor)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
