@@ -22,7 +22,7 @@ def at(name, ratio, label):
 
 
 def test_the_committed_page_numbers_and_pictures_are_current():
-    assert document.outdated(DOCS) == [], f"run {document.COMMAND}"
+    assert document.outdated(DOCS) == [], f"run {document.MODULE}"
 
 
 def test_what_is_stale_is_named(tmp_path):

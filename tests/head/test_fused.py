@@ -90,7 +90,7 @@ def test_fused_is_as_near_to_the_truth_as_float32_logits(name, budget, device):
 
 
 def test_blocks_of_the_vocabulary_add_up(device, monkeypatch):
-    from logitless.head.kernels import passes
+    from logitless.head import passes
 
     monkeypatch.setattr(passes, "BLOCK_BYTES", 1)  # a block is one tile wide
     inputs = problem(EVERYTHING, device)

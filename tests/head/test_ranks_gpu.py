@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from logitless.head import fused, token_scores
-from logitless.head.contract import why_not
+from logitless.head.api import why_not
 from logitless.types import LMHead
 from tests.head.cases import stored_error
 from tests.ranks import run_on_ranks

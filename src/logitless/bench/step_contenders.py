@@ -23,6 +23,7 @@ from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.lm_head import backbone_hidden
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.packed import PACKED
+from logitless.objective.advantage import AdvantageInputs
 from logitless.objective.presets import trl as trl_preset
 from logitless.train.config import Backend
 from logitless.train.policy import Policy
@@ -209,9 +210,10 @@ class Rollouts:
                 pairs.append((prompt, _completion(prompt, chance.randint(longest // 8, longest), vocabulary, chance)))
                 rewards.append(float(c < right))
         group = torch.arange(workload.prompts).repeat_interleave(size)
-        estimator: Any = ALGORITHM.advantage
+        assert ALGORITHM.advantage is not None
+        inputs = AdvantageInputs(torch.tensor(rewards), group, sequence=torch.arange(len(group)))
         groups = tuple(tuple(range(p * size, (p + 1) * size)) for p in range(workload.prompts))
-        return cls(_with_advantages(pairs, estimator(torch.tensor(rewards), group)), groups, workload)
+        return cls(_with_advantages(pairs, ALGORITHM.advantage(inputs).advantage), groups, workload)
 
     @classmethod
     def single(cls, completion_tokens: int, workload: Workload, vocabulary: int) -> "Rollouts":

@@ -116,7 +116,8 @@ def peak_bytes(
         >>> peak_bytes(16384, 4096, 128256, memory_budget=0, shards=8) // 2**20
         956
     """
-    from logitless.head.kernels import launch, passes, variants
+    from logitless.head import passes
+    from logitless.head.kernels import launch, variants
 
     gpu = variants.hopper(width, 132)
 
@@ -180,11 +181,12 @@ def token_scores(
             ``create_graph=True``.
 
     Equals: ``reference.token_scores``.
-    Ranks: with ``group`` a step sends six numbers a row (target logits; S and T; maxima and S and T again, for rows
-        that are anchored anew), in five small collectives, and sums the gradients of hidden and lora_a over the ranks
-        in float32. A weight that is an FSDP2 shard comes by once in the forward and once in the backward, a shard at
-        a time; rows are anchored at the largest of the first logits that come by, and moved where a later shard
-        stands far above them. What visits is not overlapped with what is multiplied.
+    Ranks: with ``group`` a step sends six numbers a row in five small collectives: the target logits; S and T; and, for
+        rows whose anchor did not fit, the maxima and S and T once more. The gradients of hidden and lora_a are summed
+        over the ranks in float32. The shards of an FSDP2 weight are broadcast one after the other, once in the forward
+        and once in the backward. A row is then anchored at its largest logit in the first tile of the first shard, and
+        anchored again when a later shard has a logit far above that. The next broadcast starts only when the products
+        with the shard before it have been launched; the two do not overlap.
     Memory: docs/head.md, "Memory"; beyond kept exponentials, about ``8 N V / 256`` bytes of partial sums in the forward
         and ``2 N D`` in the backward (``6 N D`` and a block of logit gradients when rows are made anew).
     Accumulation: float32; every gradient is rounded once.
@@ -255,7 +257,8 @@ class _TokenScores(torch.autograd.Function):
         live: Tensor | None,
         call: _Call,
     ) -> tuple[Tensor, Tensor]:
-        from logitless.head.kernels import passes, variants
+        from logitless.head import passes
+        from logitless.head.kernels import variants
 
         ctx.set_materialize_grads(False)
         ctx.call, ctx.kept = call, None
@@ -300,7 +303,7 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        from logitless.head.kernels import passes
+        from logitless.head import passes
 
         refuse_second_derivative("fused")
 

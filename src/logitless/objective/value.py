@@ -15,9 +15,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.advantage import SumOverRanks, one_rank
-from logitless.objective.covariance import GatherOverRanks
 from logitless.objective.inputs import required
+from logitless.objective.over_ranks import GatherOverRanks, SumOverRanks, one_rank
 from logitless.types import TokenBatch
 
 
@@ -211,13 +210,13 @@ def value_diagnostics(
         gather: over all ranks; every rank then gets the numbers of the whole step.
 
     Returns:
-        ``value_loss``, the mean over the fitted tokens before the coefficient; ``value_clipped_fraction`` of them.
+        ``loss/value``, the mean over the fitted tokens before the coefficient; ``value/clipped_fraction`` of them.
 
     Example:
         >>> one = ValueOutput(torch.tensor(1.0), torch.tensor(2.0), torch.tensor([True]), torch.tensor([False]))
-        >>> value_diagnostics([one])["value_loss"].item()
+        >>> value_diagnostics([one])["loss/value"].item()
         2.0
     """
     sums = [torch.stack([getattr(each, name).sum() for each in outputs]) for name in ("mean", "fitted", "clipped")]
     mean, num_fitted, num_clipped = gather(torch.stack([each.double().sum() for each in sums])[None]).sum(0)
-    return {"value_loss": mean, "value_clipped_fraction": num_clipped / num_fitted.clamp(min=1)}
+    return {"loss/value": mean, "value/clipped_fraction": num_clipped / num_fitted.clamp(min=1)}

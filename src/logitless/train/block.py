@@ -16,18 +16,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from logitless.data.packing import StepPlan, pack
-from logitless.errors import ConfigurationError
 from logitless.objective.advantage import (
     Advantage,
-    Gae,
-    Gdpo,
-    ReinforcePP,
+    AdvantageInputs,
     has_signal,
     num_clipped,
-    pay_at_last_token,
 )
 from logitless.objective.divergence import kl_in_reward
-from logitless.objective.ranges import Ranges
 from logitless.objective.value import explained_variance
 from logitless.rewards.combine import Unscored, reward_statistics, score_batch, total_reward
 from logitless.rewards.contract import WeightedReward
@@ -193,38 +188,30 @@ def with_advantages(
         kl_beta: coefficient of the KL in the reward; 0 for none.
 
     Raises:
-        ConfigurationError: a KL in the reward beside GDPO, which reads the functions and not their sum.
+        ConfigurationError: a KL in the reward beside an estimator that reads the functions and not their sum.
     """
-    if isinstance(estimator, Gdpo) and kl_beta:
-        raise ConfigurationError(
-            needed="one reward a completion for a KL in the reward",
-            given=f"kl_beta={kl_beta} beside gdpo, which takes the reward functions apart",
-            remedy="Put the KL in the loss (kl.placement: loss), or choose another advantage.",
-        )
     if estimator is None:
         return replace(batch, advantage=torch.zeros(batch.num_tokens))
     rewards, group = _rewards(groups)
-    kl = torch.zeros(batch.num_tokens)
+    kl = None
     if kl_beta:
         assert batch.logp_old is not None
         assert batch.logp_ref is not None
         kl = kl_beta * kl_in_reward(batch.logp_old, batch.logp_ref)
-    if isinstance(estimator, ReinforcePP | Gae):
-        paid = pay_at_last_token(rewards, batch.sequence) - kl
-        if isinstance(estimator, Gae):
-            advantage, value_target = estimator(paid, batch.sequence, batch.value_old, batch.turn)
-            unscored = rewards.isnan()[batch.sequence]
-            return replace(batch, advantage=advantage, value_target=value_target.masked_fill(unscored, torch.nan))
-        return replace(batch, advantage=estimator(paid, batch.sequence)[0])
-    trained = torch.ones(batch.num_tokens, dtype=torch.bool)
-    penalty = Ranges(batch.sequence, batch.num_sequences, trained).sum(kl)
-    if isinstance(estimator, Gdpo):
-        names = list(weights)
-        per_function = torch.tensor([[_number(v[n].score) for n in names] for g in groups for v in g.verdicts])
-        per_sequence = estimator(per_function, group, torch.tensor([weights[n] for n in names]))
-    else:
-        per_sequence = estimator(rewards - penalty, group)
-    return replace(batch, advantage=per_sequence[batch.sequence])
+    scores = [[_number(v[name].score) for name in weights] for g in groups for v in g.verdicts]
+    found = estimator(
+        AdvantageInputs(
+            rewards=rewards,
+            group=group,
+            sequence=batch.sequence,
+            kl=kl,
+            turn=batch.turn,
+            scores=torch.tensor(scores),
+            weights=torch.tensor(list(weights.values())),
+            values=batch.value_old,
+        )
+    )
+    return replace(batch, advantage=found.advantage, value_target=found.value_target)
 
 
 def block_metrics(drawn: Sequence[Group], *, num_trained: int, rounds: int) -> Numbers:

@@ -133,7 +133,7 @@ class Trainer:
             value_head_factor=value_head_section(recipe).learning_rate_factor,
         )
         self.order = PromptOrder(len(data.train), derived_seed(recipe.seed, "order"))
-        self.controller = KLController(recipe.kl.control) if recipe.kl is not None else None
+        self.controller = KLController(algorithm.kl_control) if algorithm.kl_control is not None else None
         bonus = algorithm.objective.entropy_bonus
         self.entropy_controller = EntropyController(bonus) if bonus is not None and bonus.adaptive else None
         self.progress = Progress()
@@ -386,7 +386,7 @@ class Trainer:
 
     def _dropped(self, block: Block) -> list[bool]:
         """Completions whose tokens weigh 0."""
-        return [t and self.recipe.train.drop_truncated for t in block.truncated]
+        return [t and self.algorithm.drop_truncated for t in block.truncated]
 
     def _beta(self) -> float:
         return 0.0 if self.controller is None else self.controller.beta
