@@ -2,9 +2,12 @@
 
 import contextlib
 
+import pytest
 import torch
 
-from logitless.head import fused
+pytest.importorskip("triton")
+
+from logitless.head import fused, passes
 from logitless.head.contract import on_device
 from logitless.types import LMHead
 from tests.head.interpreter import complete_interpreter
@@ -26,8 +29,6 @@ def test_kernels_are_launched_inside_of_it_forward_and_backward(monkeypatch):
         inside.append(device)
         yield
         inside.pop()
-
-    from logitless.head.kernels import passes
 
     for name in ("scored", "gradients"):
         plain = getattr(passes, name)

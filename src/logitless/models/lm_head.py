@@ -311,7 +311,9 @@ def verify_packing(model: nn.Module) -> None:
         alone = torch.cat(
             [
                 backbone(model)(input_ids=part[None], position_ids=at[None], use_cache=False).last_hidden_state[0]
-                for part, at in zip(inputs.input_ids.split(lengths), inputs.position_ids.split(lengths), strict=True)
+                for part, at in zip(
+                    *(torch.split(each, lengths) for each in (inputs.input_ids, inputs.position_ids)), strict=True
+                )
             ]
         )
     leak = not _close(beside_another[first:], together[first:], dtype, ulps=2.0)

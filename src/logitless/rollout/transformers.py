@@ -468,7 +468,7 @@ class _GrowingLayer(DynamicLayer):
     def take(self) -> tuple[Tensor, ...]:
         """Keys and values, which leave the layer."""
         taken = tuple(buffer[:, :, : self._length] for buffer in self._buffers)
-        self._buffers, self.keys, self.values = [], None, None
+        self._buffers, self.keys, self.values = [], *(buffer.new_empty(0) for buffer in taken)
         return taken
 
     def replace(self, parts: Sequence[tuple[Tensor, ...]], rows: Sequence[int], width: int) -> None:
