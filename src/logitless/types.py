@@ -250,13 +250,14 @@ class TokenBatch:
     inputs: PackedInputs | None = None
 
     def __post_init__(self) -> None:
-        wrong = {name: len(value) for name, value in _tensors(self).items() if len(value) != self.num_tokens}
-        if self.inputs is not None and len(self.inputs.source) != self.num_tokens:
-            wrong["inputs.source"] = len(self.inputs.source)
+        vectors = _tensors(self)
+        if self.inputs is not None:
+            vectors["inputs.source"] = self.inputs.source
+        wrong = {name: list(value.shape) for name, value in vectors.items() if value.shape != (self.num_tokens,)}
         if wrong:
             raise InputError(
                 needed=f"vectors of the length of `sequence` ({self.num_tokens})",
-                given=", ".join(f"{name} of length {length}" for name, length in wrong.items()),
+                given=", ".join(f"{name} {shape}" for name, shape in wrong.items()),
                 remedy="Give one value per scored token in every per-token field.",
             )
         if self.sequence.device.type == "cpu" and self.num_tokens:

@@ -28,7 +28,7 @@ class InTurn(Columns):
     def most(self) -> int:
         return -(-len(self.weight) // self.shards)
 
-    def visiting(self, dtype):
+    def shards_in_turn(self, dtype):
         for first in range(0, len(self.weight), self.most):
             yield Shard(first, self.weight[first : first + self.most].to(dtype, copy=True), 0)
 

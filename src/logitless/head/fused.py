@@ -106,7 +106,7 @@ def peak_bytes(
         num_rows, width, vocabulary: N, D and V; V is the rank's own part where the vocabulary is ``shared``.
         memory_budget: bytes for kept exponentials.
         shared: whether a process group shares the vocabulary.
-        shards: how many shards of the weight come by (FSDP2); 1 for a weight that is here.
+        shards: how many shards the weight is broadcast in (FSDP2); 1 for a weight that this rank has whole.
 
     Example:
         >>> peak_bytes(16384, 4096, 128256, memory_budget=2**40) // 2**20

@@ -124,7 +124,7 @@ def scored(
     target_logit, slope = columns.target_logits(multiplier), torch.ones_like(multiplier)
     kept = launch.kept_rows(kept_rows, columns.kept_width, how.variant, hidden.device) if kept_rows else None
     sums = None
-    for shard in columns.visiting(hidden.dtype):
+    for shard in columns.shards_in_turn(hidden.dtype):
         multiplied = operands(how, head, shard)
         rows = Rows(wide, multiplier, _counted_from(shard.first, target))
         launch.target_logits(multiplied, rows, target_logit, slope)
@@ -133,7 +133,7 @@ def scored(
             start = sums.anchor
         elif anchor is not None:
             start = anchor.float().nan_to_num() * LOG2E
-        elif columns.visits == 1:
+        elif columns.num_shards == 1:
             start = target_logit.clamp(min=launch.LOWEST)
         else:
             start = launch.leading_maximum(multiplied, rows)
@@ -222,7 +222,7 @@ def gradients(
         anew = _anew(state.part(rows), logit.part(rows), hidden[rows], place[rows], how, head, needed)
         width = block_width(len(anew.part.hidden), hidden.shape[1], columns.most, variant=how.variant)
         block = torch.empty(len(anew.part.hidden), width, dtype=how.variant.kept, device=hidden.device)
-    for shard in columns.visiting(hidden.dtype):
+    for shard in columns.shards_in_turn(hidden.dtype):
         sink.open(shard)
         here = None if kept is None else kept[:, columns.kept_block(shard)]
         if before is not None and here is not None:

@@ -282,8 +282,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             metrics["entropy"].append(token_mean(output.entropy))
         if self.algorithm.objective.entropy_bonus is not None:
             policy_loss = (batch.token_weight * output.token_loss).sum()
-            scope = getattr(self.algorithm.weighting, "scope", "step")
-            per_step = self.current_gradient_accumulation_steps if mode == "train" and scope == "step" else 1
+            of_step = mode == "train" and not self.algorithm.weighting.spans_block
+            per_step = self.current_gradient_accumulation_steps if of_step else 1
             metrics["policy_loss"].append(self.accelerator.gather(policy_loss * per_step).nanmean().item())
         if output.clipped_low is None or output.clipped_high is None:
             return

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from logitless.objective.divergence import k1, k2, k3
 from logitless.objective.filters import quantile
+from logitless.objective.inputs import shaped
 from logitless.objective.objective import ObjectiveOutput
 from logitless.objective.over_ranks import GatherOverRanks, one_rank
 
 
+@shaped
 def effective_fraction(weight: Float[Tensor, "N"], counted: Bool[Tensor, "N"]) -> Float[Tensor, ""]:
     """``(sum c)^2 / (n sum c^2)``: effective sample size of importance weights as a fraction of the n counted tokens.
 

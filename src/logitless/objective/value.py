@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.inputs import required
+from logitless.objective.inputs import required, shaped
 from logitless.objective.over_ranks import GatherOverRanks, SumOverRanks, one_rank
 from logitless.types import TokenBatch
 
@@ -100,6 +100,7 @@ class ValueLoss:
         return ValueOutput(loss=self.coefficient * mean, mean=mean.detach(), fitted=fitted, clipped=clipped)
 
 
+@shaped
 def value_loss(value: Float[Tensor, "N"], value_target: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
     """Half the squared error.
 
@@ -121,6 +122,7 @@ def value_loss(value: Float[Tensor, "N"], value_target: Float[Tensor, "N"]) -> F
     return (value - value_target.detach()).square() / 2
 
 
+@shaped
 def clipped_value_loss(
     value: Float[Tensor, "N"], value_old: Float[Tensor, "N"], value_target: Float[Tensor, "N"], clip: float
 ) -> Float[Tensor, "N"]:
@@ -150,6 +152,7 @@ def clipped_value_loss(
     return torch.maximum(value_loss(value, value_target), value_loss(held, value_target))
 
 
+@shaped
 def value_is_clipped(
     value: Float[Tensor, "N"], value_old: Float[Tensor, "N"], value_target: Float[Tensor, "N"], clip: float
 ) -> Bool[Tensor, "N"]:
@@ -183,6 +186,7 @@ def value_weight(step: TokenBatch, sum_over_ranks: SumOverRanks = one_rank) -> F
     return (fitted.double() / number).to(step.token_weight.dtype)
 
 
+@shaped
 def explained_variance(value: Float[Tensor, "N"], value_target: Float[Tensor, "N"]) -> Float[Tensor, ""]:
     """How much of the returns' spread the predictions account for: 1 is all of it, 0 no more than a constant does.
 

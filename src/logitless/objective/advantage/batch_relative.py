@@ -12,10 +12,11 @@ from logitless.objective.advantage.contract import AdvantageInputs, OnePerComple
 from logitless.objective.advantage.group_relative import group_centered, group_standardized
 from logitless.objective.advantage.groups import as_rows, assign, mean_of
 from logitless.objective.advantage.whitening import EPSILON, batch_statistics, whiten
-from logitless.objective.inputs import check_choices, required
+from logitless.objective.inputs import check_choices, required, shaped
 from logitless.objective.over_ranks import SumOverRanks, one_rank
 
 
+@shaped
 def batch_standardized(
     rewards: Float[Tensor, "B"], group: Int[Tensor, "B"], sum_over_ranks: SumOverRanks = one_rank
 ) -> Float[Tensor, "B"]:
@@ -56,6 +57,7 @@ class BatchStandardized(OnePerCompletion):
         return batch_standardized(inputs.completion_rewards(), inputs.group, sum_over_ranks)
 
 
+@shaped
 def reinforce_pp_baseline(
     rewards: Float[Tensor, "B"],
     group: Int[Tensor, "B"],
@@ -117,6 +119,7 @@ class ReinforcePPBaseline(OnePerCompletion):
         return reinforce_pp_baseline(rewards, inputs.group, counted, sum_over_ranks)
 
 
+@shaped
 def gdpo(
     rewards: Float[Tensor, "B F"],
     group: Int[Tensor, "B"],

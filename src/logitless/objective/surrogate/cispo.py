@@ -8,10 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.inputs import check_choices, required
+from logitless.objective.inputs import check_choices, required, shaped
 from logitless.objective.surrogate.contract import PolicyLoss, SurrogateInputs, SurrogateTerms, check_bounds
 
 
+@shaped
 def cispo_loss(
     logp: Float[Tensor, "N"],
     log_ratio: Float[Tensor, "N"],
