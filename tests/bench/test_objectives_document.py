@@ -86,7 +86,7 @@ def test_no_words_are_of_a_preset_that_does_not_exist():
 )
 def test_the_drawn_gradients_are_those_worked_out_by_hand(name, ratio, label, expected):
     gradient, drawn_at = at(name, ratio, label)
-    assert gradient == pytest.approx(expected(drawn_at), abs=1e-7)
+    assert gradient == pytest.approx(expected(drawn_at), abs=3e-7)  # drawn with 7 decimals
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,11 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False)
 
 
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """A region whose current CUDA device is this one: Triton launches its kernels on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def _check(name: str, value: Tensor | None, shape: tuple[int, ...], hidden: Tensor) -> None:
     if value is None:
         return

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from logitless.errors import UnavailableError
 from logitless.head.columns import Columns
-from logitless.head.contract import refuse_second_derivative, without_autocast
+from logitless.head.contract import on_device, refuse_second_derivative, without_autocast
 from logitless.head.sharded import is_sharded, summed_like, whole
 from logitless.types import LMHead, TokenScores
 
@@ -192,8 +192,9 @@ def token_scores(
         and ``2 N D`` in the backward (``6 N D`` and a block of logit gradients when rows are made anew).
     Accumulation: float32; every gradient is rounded once.
     Determinism: bitwise repeatable.
-    Supports: CUDA devices from compute capability 8.0; measured on Hopper. bias, scale, softcap, LoRA, float32 master
-        weights (rounded to hidden's dtype for the products), a vocabulary that a process group shares, FSDP2 shards.
+    Supports: CUDA devices from compute capability 8.0, the current one or another; measured on Hopper. bias, scale,
+        softcap, LoRA, float32 master weights (rounded to hidden's dtype for the products), a vocabulary that a process
+        group shares, FSDP2 shards.
     """
     reason = _unsupported(hidden)
     if reason is not None:
@@ -271,7 +272,7 @@ class _TokenScores(torch.autograd.Function):
             return hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros(0, dtype=torch.float32)
         head = call.head(weight, *small)
         order = None
-        with without_autocast(hidden.device):
+        with on_device(hidden.device), without_autocast(hidden.device):
             rows = hidden.detach().contiguous()
             target = columns.from_first(target).contiguous()
             budget = 0
@@ -328,7 +329,7 @@ class _TokenScores(torch.autograd.Function):
             kept, ctx.kept = ctx.kept, None
             if grad_entropy is not None and ctx.call.softcap is not None:
                 kept = None  # it holds E times the softcap's slope, of which log p cannot be read
-            with without_autocast(hidden.device):
+            with on_device(hidden.device), without_autocast(hidden.device):
                 of_hidden, of_weight, *of_small = passes.gradients(
                     passes.State(*fields),
                     columns,
