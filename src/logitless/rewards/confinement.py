@@ -42,7 +42,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_SECCOMP, _PR_SET_
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT, _MOUNT_SETATTR, _CAPSET = 444, 445, 446, 442, 126
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x20000, 0x4000000, 0x8000000, 0x10000000
 _CLONE_NEWPID, _CLONE_NEWNET, _CLONE_THREAD = 0x20000000, 0x40000000, 0x10000
-_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 _READ_ONLY, _AT_RECURSIVE = 1, 0x8000
 
 
@@ -124,7 +124,7 @@ def layers() -> tuple[str, ...]:
         True
     """
     interpreter_path()
-    folder = tempfile.mkdtemp()
+    folder = os.path.realpath(tempfile.mkdtemp())
     try:
         return tuple(name for name, trial in _TRIALS.items() if _succeeds(functools.partial(trial, folder)))
     finally:
@@ -178,6 +178,7 @@ def launch_program(
         limits: of ``resource.setrlimit``.
         walled: False leaves the walls out, and keeps limits, environment and folder.
     """
+    folder = os.path.realpath(folder)
     offered = layers() if walled else ()
     user = OTHER_USER if "other user" in offered else None
     if user is not None:
@@ -193,13 +194,13 @@ def launch_program(
             os.dup2(descriptor, target)
         os.closerange(3, 1 << 16)
         if "namespaces" in offered:
-            _enter_namespaces(folder)
+            _enter_namespaces()
             inner = os.fork()
             if inner:
                 _, status = os.waitpid(inner, 0)
                 os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
             _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            _seal_mounts(folder)
+            _enter_root(folder)
         os.chdir(folder)
         for limit, value in limits.items():
             resource.setrlimit(limit, (value, value))
@@ -222,10 +223,15 @@ def _die_with(parent: int) -> None:
         os._exit(127)
 
 
+def _readable() -> tuple[str, ...]:
+    """What a program needs to read to be one: the interpreter, its modules, the system's libraries."""
+    return (*SYSTEM_PATHS, sys.prefix, sys.base_prefix, *interpreter_path())
+
+
 def _rights_of_a_program(folder: str) -> dict[str, int]:
     read = _EXECUTE | _READ_FILES | _READ_FOLDERS
     everything = (1 << 13) - 1 | _TRUNCATE
-    places = dict.fromkeys((*SYSTEM_PATHS, sys.prefix, sys.base_prefix, *interpreter_path()), read)
+    places = dict.fromkeys(_readable(), read)
     return places | dict.fromkeys(DEVICES, _READ_FILES | _WRITE_FILES) | {folder: everything}
 
 
@@ -326,7 +332,7 @@ def _filter(kind: str, own_pid: int) -> bytes:
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
 
 
-def _enter_namespaces(folder: str) -> None:
+def _enter_namespaces() -> None:
     """Own mounts, processes, network, semaphores and host name; for root without a user namespace if it may."""
     user, group = os.getuid(), os.getgid()
     others = _CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS
@@ -341,18 +347,35 @@ def _enter_namespaces(folder: str) -> None:
             with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123
                 file.write(content)
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
-    _mount(folder, folder, None, _MS_BIND)
 
 
-def _seal_mounts(folder: str) -> None:
-    """Make every mount but the folder's read-only, and hide the processes outside."""
-    _set_read_only(b"/", on=True, flags=_AT_RECURSIVE)
-    _set_read_only(os.fsencode(folder), on=False, flags=0)
-    hidden = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
-    try:
-        _mount("proc", "/proc", "proc", hidden)
-    except OSError:  # where parts of /proc are masked, as in containers, a new one is refused
-        _mount("tmpfs", "/proc", "tmpfs", hidden | _MS_RDONLY)
+def _enter_root(folder: str) -> None:
+    """A root of its own, where there is nothing but what a program may read, and its folder; processes are hidden."""
+    root = "/proc"  # the one folder that is there everywhere and that nothing below is taken from
+    hidden = _MS_NOSUID | _MS_NODEV
+    _mount("tmpfs", root, "tmpfs", hidden)
+    shown: list[str] = []
+    for place in sorted({*_readable(), *DEVICES, folder}):
+        if not os.path.exists(place) or any(place.startswith(f"{above}/") for above in shown):  # noqa: PTH110
+            continue
+        target = root + place
+        os.makedirs(os.path.dirname(target), exist_ok=True)  # noqa: PTH103, PTH120
+        if os.path.islink(place):  # noqa: PTH114
+            os.symlink(os.readlink(place), target)  # noqa: PTH115, PTH211
+            continue
+        if os.path.isdir(place):  # noqa: PTH112
+            os.mkdir(target)  # noqa: PTH102
+        else:
+            os.close(os.open(target, os.O_CREAT))
+        _mount(place, target, None, _MS_BIND | _MS_REC)
+        shown.append(place)
+    os.makedirs(f"{root}/proc")  # noqa: PTH103
+    with contextlib.suppress(OSError):  # where parts of /proc are masked, as in containers, a new one is refused
+        _mount("proc", f"{root}/proc", "proc", hidden | _MS_NOEXEC)
+    _set_read_only(os.fsencode(root), on=True, flags=_AT_RECURSIVE)
+    _set_read_only(os.fsencode(root + folder), on=False, flags=0)
+    os.chroot(root)
+    os.chdir("/")
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int) -> None:
@@ -387,9 +410,9 @@ def _try_seccomp(_folder: str) -> None:
 
 
 def _try_namespaces(folder: str) -> None:
-    _enter_namespaces(folder)
-    if not _succeeds(functools.partial(_seal_mounts, folder)):
-        raise OSError("mounts cannot be sealed here")
+    _enter_namespaces()
+    if not _succeeds(functools.partial(_enter_root, folder)):
+        raise OSError("no root of its own to be had")
 
 
 def _try_other_user(_folder: str) -> None:
