@@ -200,3 +200,10 @@ def close_every_descriptor():
 def kill_its_parent():
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(1000)
+
+
+def kill_its_grandparent():
+    with open(f"/proc/{os.getppid()}/stat") as file:
+        supervisor = int(file.read().rpartition(")")[2].split()[1])
+    os.kill(supervisor, signal.SIGKILL)
+    time.sleep(1000)

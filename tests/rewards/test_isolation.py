@@ -71,7 +71,8 @@ def test_secrets_of_the_environment_are_in_no_process_that_sees_a_completion(pro
     ]
     shared_pool("functions").close()
     found = scores(Function(path=SAW, process=process), looks)
-    assert found[:2] == [0.0, 0.0]
+    assert found[0] == 0.0
+    assert found[1] in (0.0, None)  # an ordinary user may not even look
     assert found[2] == (None if process == "confined" else 0.0)
     assert found[3] == 1.0
 

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from logitless.errors import ConfigurationError, InputError
+from logitless.rewards.confinement import layers
 from logitless.rewards.pool import WorkerPool, shared_pool
+from logitless.rewards.worker import Usage
 from tests.rewards.processes import none_left, processes_of
 
 BEHAVE = "tests.rewards.hostile:behave"
@@ -212,6 +214,58 @@ def test_a_pool_whose_supervisor_was_killed_between_runs_starts_another(mark):
             if f"{os.getpid()}" == Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]:
                 os.kill(pid, signal.SIGKILL)
         assert pool.run("math:exp", [(0.0,)])[0].value == 1.0
+
+
+def test_an_item_is_not_to_blame_for_a_supervisor_that_is_killed_beside_it(mark):
+    mark = f"{mark}-beside"
+    with WorkerPool(workers=2, name=mark) as pool:
+        pool.load(BEHAVE, "time:sleep")
+        pool.run("time:sleep", [(0.0,)] * 2)
+        workers = {worker.pid for worker in pool._workers}
+        [supervisor] = [pid for pid in processes_of(mark) - workers]
+        timer = threading.Timer(0.2, os.kill, (supervisor, signal.SIGKILL))
+        timer.start()
+        outcomes = pool.run("time:sleep", [(0.5,)] * 6)
+        timer.join()
+    assert [outcome.status for outcome in outcomes] == ["done"] * 6
+
+
+def test_an_item_that_kills_the_supervisor_is_found_among_those_that_did_not(mark):
+    items = [("well",)] * 3 + [("kill_its_grandparent",)] + [("well",)] * 20
+    with WorkerPool(workers=2, name=mark) as pool:
+        outcomes = pool.run(BEHAVE, items, deadline_seconds=5, ways="fresh")
+    statuses = [outcome.status for outcome in outcomes]
+    assert statuses == ["done"] * 3 + ["crashed"] + ["done"] * 20
+
+
+def test_a_computing_item_that_was_stopped_from_outside_is_idle_and_not_to_blame(mark):
+    with WorkerPool(workers=1, name=mark) as pool:
+        pool.run(BEHAVE, [("well",)])
+        timer = threading.Timer(0.1, os.kill, (pool._workers[0].pid, signal.SIGSTOP))
+        timer.start()
+        [outcome] = pool.run(BEHAVE, [("compute_forever",)], deadline_seconds=2.0)
+        timer.join()
+    assert outcome.status == "idle"
+
+
+def test_an_item_that_wants_to_compute_and_is_not_let_has_more_time(mark, monkeypatch):
+    with WorkerPool(workers=1, name=mark) as pool:
+        pool.run(BEHAVE, [("well",)])
+        supervisor = pool._processes.supervisor
+        seen = iter([Usage(0.0, running=True, asleep=False)] * 3)
+        real = supervisor.usage
+        monkeypatch.setattr(supervisor, "usage", lambda pid: next(seen, None) or real(pid))
+        start = time.monotonic()
+        [outcome] = pool.run(BEHAVE, [("compute_forever",)], deadline_seconds=0.2)
+    assert outcome.status == "timeout"
+    assert time.monotonic() - start >= 4 * 0.2
+
+
+def test_a_sleeping_item_is_to_blame_inside_walls_alone(pool):
+    if "seccomp" not in layers():
+        pytest.skip("this kernel or container forbids seccomp")
+    outcomes = pool.run("time:sleep", [(60.0,)] * 2, deadline_seconds=0.3, ways=["confined", "fresh"])
+    assert [outcome.status for outcome in outcomes] == ["timeout", "idle"]
 
 
 def test_no_items_start_no_process(mark):

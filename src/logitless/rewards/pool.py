@@ -220,7 +220,8 @@ class WorkerPool:
                 if state == "ended":
                     self._fail(worker, batch, "crashed", "its process ended")
                 elif state == "spent":
-                    self._dismiss(worker, batch)
+                    self._started().end(worker.pid)
+                    self._let_go(worker, batch)
             now = time.monotonic()
             for worker in list(self._workers):
                 limit = self._limit(worker, deadline_seconds)
@@ -260,13 +261,10 @@ class WorkerPool:
 
     def _fail(self, worker: "_Worker", batch: "_Batch", status: OutcomeStatus, why: str) -> None:
         """End a worker; the item it was at gets the status, those behind it go back."""
-        failed = None
+        ended = self._started().end(worker.pid)  # first: where the supervisor is gone, the item is not to blame
         if worker.queued:
-            failed = worker.queued.pop(0)
-            batch.outcomes[failed] = Outcome(status, message=why)
-        ended = self._dismiss(worker, batch)
-        if failed is not None:
-            batch.outcomes[failed] = Outcome(status, message=f"{why} ({ended})")
+            batch.outcomes[worker.queued.pop(0)] = Outcome(status, message=f"{why} ({ended})")
+        self._let_go(worker, batch)
 
     def _overdue(self, worker: "_Worker", batch: "_Batch", deadline_seconds: float) -> None:
         """End a worker whose item is over its deadline, and say whether that was the item's own doing.
@@ -284,12 +282,11 @@ class WorkerPool:
         why = f"over {deadline_seconds:g} s" if worker.ready else f"its worker did not start in {limit:g} s"
         self._fail(worker, batch, "timeout" if own and worker.ready else "idle", why)
 
-    def _dismiss(self, worker: "_Worker", batch: "_Batch") -> str:
-        """End a worker and give back the items it did not begin; say how its process ended."""
+    def _let_go(self, worker: "_Worker", batch: "_Batch") -> None:
+        """Forget a worker that has ended, and give back the items it did not begin."""
         self._workers.remove(worker)
         batch.waiting.extendleft(reversed(worker.queued))
         worker.close()
-        return self._started().end(worker.pid)
 
     def _recover(self, batch: "_Batch") -> None:
         """The supervisor was killed, by an item or from outside: what its workers were at is tried again, one by one.
