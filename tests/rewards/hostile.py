@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 KEPT = []
 LOADED = []
@@ -203,7 +204,7 @@ def kill_its_parent():
 
 
 def kill_its_grandparent():
-    with open(f"/proc/{os.getppid()}/stat") as file:
+    with Path(f"/proc/{os.getppid()}/stat").open() as file:
         supervisor = int(file.read().rpartition(")")[2].split()[1])
     os.kill(supervisor, signal.SIGKILL)
     time.sleep(1000)

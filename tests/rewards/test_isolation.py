@@ -17,7 +17,7 @@ SAW = "tests.rewards.functions:says_what_it_saw"
 @pytest.fixture(autouse=True)
 def fresh_pools():
     yield
-    for purpose in ("functions", "libraries"):
+    for purpose in ("functions", "math", "reasoning_gym"):
         shared_pool(purpose).close()
 
 

@@ -222,7 +222,7 @@ def test_an_item_is_not_to_blame_for_a_supervisor_that_is_killed_beside_it(mark)
         pool.load(BEHAVE, "time:sleep")
         pool.run("time:sleep", [(0.0,)] * 2)
         workers = {worker.pid for worker in pool._workers}
-        [supervisor] = [pid for pid in processes_of(mark) - workers]
+        [supervisor] = list(processes_of(mark) - workers)
         timer = threading.Timer(0.2, os.kill, (supervisor, signal.SIGKILL))
         timer.start()
         outcomes = pool.run("time:sleep", [(0.5,)] * 6)

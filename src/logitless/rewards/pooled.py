@@ -104,7 +104,7 @@ class ConfinedReward(PooledReward):
         """What became of each item, of which the text is what a model wrote."""
         self.check_walls()
         apart: Way = "confined" if self.sandbox == "required" else "fresh"
-        pool = shared_pool("libraries")
+        pool = shared_pool(self.name)
         pool.load(*needs)
         pool.load(self.warm, call=True)
         return pool.run(
