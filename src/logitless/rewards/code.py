@@ -33,6 +33,10 @@ class Code(PooledReward):
     The program is the last block fenced as ``python``, or the whole completion. A program that fails, hangs or goes
     over a limit, or ends its parent, fails the test: that is its own doing, and graded.
 
+    It reads Python and the system's libraries, writes in a folder of its own, and reaches neither the network nor other
+    processes nor what it ought to print. It can find out which files exist and load one processor and its memory until
+    its deadline; faults of the kernel are not prevented. ``logitless doctor`` says what is in force.
+
     Args:
         column: column with each row's tests (a list, or JSON text): ``output`` is expected, of a run with ``input`` as
             standard input, or of the ``repr`` of the expression ``call``. White space at line ends does not count.

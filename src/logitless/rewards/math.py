@@ -59,4 +59,5 @@ class Math(ConfinedReward):
         require("math_verify", "math-verify")
         said = texts if self.answer_tag is None else [tagged(text, self.answer_tag) or "" for text in texts]
         items = list(zip(column(batch.columns, self.column), said, strict=True))
-        return [self.verdict(outcome) for outcome in self.run_confined("grade_math", items, said, _NEEDS)]
+        read = [f"{gold} {text}" for gold, text in items]
+        return [self.verdict(outcome) for outcome in self.run_confined("grade_math", items, read, _NEEDS)]

@@ -99,9 +99,9 @@ class ConfinedReward(PooledReward):
             require_walls("grader")
 
     def run_confined(
-        self, task: str, items: Sequence[tuple[Any, ...]], texts: Sequence[str | None], needs: Sequence[str] = ()
+        self, task: str, items: Sequence[tuple[Any, ...]], texts: Sequence[str], needs: Sequence[str] = ()
     ) -> list[Outcome]:
-        """What became of each item, of which the text is what a model wrote."""
+        """What became of each item; its text is all that it has the library read, of a model or of a data file."""
         self.check_walls()
         apart: Way = "confined" if self.sandbox == "required" else "fresh"
         pool = shared_pool(self.name)
@@ -112,7 +112,7 @@ class ConfinedReward(PooledReward):
             items,
             deadline_seconds=self.deadline_seconds,
             memory_bytes=self.memory_mib * MEBIBYTE,
-            ways=["kept" if text is None or runs_nothing(text) else apart for text in texts],
+            ways=["kept" if runs_nothing(text) else apart for text in texts],
         )
 
     def verdict(self, outcome: Outcome) -> Verdict:

@@ -98,7 +98,8 @@ class ReasoningGym(ConfinedReward):
     def _verdicts(self, entries: Sequence[Mapping[str, Any]], answers: Sequence[str | None]) -> list[Verdict]:
         options = json.dumps(dict(self.options), sort_keys=True)
         items = [(self.task, options, entry, answer) for entry, answer in zip(entries, answers, strict=True)]
-        outcomes = self.run_confined("grade_reasoning_gym", items, answers, _NEEDS)
+        read = [f"{entry['answer']} {answer}" for entry, answer in zip(entries, answers, strict=True)]
+        outcomes = self.run_confined("grade_reasoning_gym", items, read, _NEEDS)
         return [self.verdict(outcome) for outcome in outcomes]
 
 
