@@ -100,7 +100,7 @@ def whole(tensor: Tensor | None) -> Tensor | None:
     from torch.distributed.tensor import DTensor
 
     assert isinstance(tensor, DTensor)
-    return tensor.detach().full_tensor().to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor.full_tensor().detach().to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def summed_like(gradient: Tensor | None, tensor: Tensor | None) -> Tensor | None:
