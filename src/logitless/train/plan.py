@@ -15,12 +15,12 @@ from logitless.head.chunked import default_budget
 from logitless.models.lm_head import causal_lm
 from logitless.models.value_head import ValueHead
 from logitless.train.config import Recipe
+from logitless.train.engines import open_engines
 from logitless.train.setup import (
     algorithm_of,
     data_of,
     device_of,
     policy_model,
-    recorded_of,
     rewards_of,
     tokenizer_of,
     value_head_of,
@@ -68,8 +68,8 @@ def plan_of(recipe: Recipe) -> Plan:
     data = data_of(recipe, tokenizer)
     rewards_of(recipe, [*data.train, *data.held_out])
     algorithm = algorithm_of(recipe)
-    recorded_of(recipe)
     model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=torch.device("meta"))
+    open_engines(recipe, model, tokenizer).close()
     rollout, train = recipe.rollout, recipe.train
     completions = rollout.prompts_per_block * rollout.completions_per_prompt
     tokens = completions * rollout.sampling.max_new_tokens

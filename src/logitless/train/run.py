@@ -1,9 +1,10 @@
 """A run from its recipe: made anew, or continued from its latest checkpoint."""
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -13,12 +14,17 @@ from logitless.errors import ConfigurationError
 from logitless.models.lora import frozen_copy
 from logitless.models.value_head import ValueHead
 from logitless.objective.algorithm import Algorithm
-from logitless.rollout.transformers import TransformersSampler
-from logitless.train.block import derived_seed
+from logitless.rollout.environment import Environment, SingleTurn
+from logitless.seeds import derived_seed
 from logitless.train.checkpoint import load_checkpoint
+from logitless.train.collector import Collector
 from logitless.train.config import Recipe
+from logitless.train.engines import Engines, open_engines
+from logitless.train.evaluate import evaluation_of
+from logitless.train.journal import Journal
+from logitless.train.learner import Learner
 from logitless.train.live_view import LiveView
-from logitless.train.loop import Trainer
+from logitless.train.loop import Loop
 from logitless.train.optimizer import implementation
 from logitless.train.policy import AdaptersOff, Policy, Scorer
 from logitless.train.recipe import dump_recipe, load_recipe
@@ -31,7 +37,6 @@ from logitless.train.setup import (
     device_of,
     effects,
     policy_model,
-    recorded_of,
     rewards_of,
     set_process,
     tokenizer_of,
@@ -41,8 +46,17 @@ from logitless.train.setup import (
 from logitless.train.warm_start import warm_start
 from logitless.train.writers import open_writers
 
+OpenEngines: TypeAlias = Callable[[Recipe, nn.Module, PreTrainedTokenizerBase], Engines]
 
-def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tuple[RunFolder, bool]:
+
+def start(
+    recipe: Recipe,
+    *,
+    numbered: bool = False,
+    resume: bool = False,
+    open_engines: OpenEngines = open_engines,
+    environment: Environment | None = None,
+) -> tuple[RunFolder, bool]:
     """Run a recipe, or continue it.
 
     Args:
@@ -50,6 +64,9 @@ def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tu
         numbered: where the name is taken, take ``name-2``, ``name-3``, ...
         resume: continue the run of this name from its latest checkpoint; the recipe must be the one it was started
             with, but for its number of blocks, its output folder, checkpoints and writers.
+        open_engines: what opens the engines, from the recipe, the model and its tokenizer; for engines that no recipe
+            names.
+        environment: what answers the policy; None for single turns.
 
     Returns:
         The run folder, and whether the run is complete (False after Ctrl-C).
@@ -63,7 +80,6 @@ def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tu
     data = data_of(recipe, tokenizer)
     rewards = rewards_of(recipe, [*data.train, *data.held_out])
     algorithm = algorithm_of(recipe)
-    recorded = recorded_of(recipe)
     root = Path(recipe.output)
     if resume:
         folder = open_run_folder(root / recipe.name)
@@ -71,13 +87,16 @@ def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tu
         saved = load_checkpoint(folder.checkpoints)
         began = time.perf_counter()
         model = _model(recipe, tokenizer, _warm_start(folder) if _warm_start(folder).exists() else None)
+        engines = open_engines(recipe, model, tokenizer)
     else:
         saved, began = None, time.perf_counter()
         model = _model(recipe, tokenizer)
+        engines = open_engines(recipe, model, tokenizer)
         folder = create_run_folder(root, recipe.name, unique=numbered)  # so late that a wrong recipe leaves none behind
     folder.write_config(dump_recipe(recipe))
     done = saved.state["progress"] if saved is not None else {"block": 0, "step": 0}
     with ExitStack() as stack:
+        stack.callback(engines.close)
         view = stack.enter_context(LiveView(recipe.train.blocks, first_block=done["block"], title=folder.path.name))
         writers = open_writers(
             recipe.writers,
@@ -91,30 +110,21 @@ def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tu
         policy, reference = _policies(
             recipe, algorithm, tokenizer, data, folder, view, model, saved.folder if saved else None
         )
-        sampler = TransformersSampler(
-            policy.model, tokenizer, max_rows=recipe.rollout.max_rows, autocast=policy.autocast
-        )
-        trainer = Trainer(
-            recipe,
-            algorithm,
-            policy,
-            reference,
-            tokenizer,
-            recorded or sampler,
-            sampler,
-            rewards,
-            data,
-            folder,
-            view,
-            writers,
-        )
-        view.message(f"optimizer AdamW ({implementation(trainer.optimizer)})")
+        journal = Journal(folder, view, writers, policy.device)
+        learner = Learner(recipe, algorithm, policy, reference, reward_weights={r.name: r.weight for r in rewards})
+        environment = environment or SingleTurn()
+        collector = Collector(data.train, engines.training, environment, rewards, recipe.rollout, seed=recipe.seed)
+        evaluation = evaluation_of(recipe, engines.evaluation, environment, data.held_out, rewards)
+        loop = Loop(recipe, collector, learner, evaluation, journal, tokenizer)
+        view.message(f"optimizer AdamW ({implementation(learner.optimizer)})")
         if saved is None:
-            trainer.progress.seconds["start"] = time.perf_counter() - began
+            journal.seconds["start"] = time.perf_counter() - began
         else:
-            trainer.restore(saved)
-        complete = trainer.run()
-    folder.write_summary(trainer.summary())
+            loop.restore(saved)
+        complete = loop.run()
+    progress = learner.progress
+    counts = {"blocks": progress.block, "steps": progress.step, "skipped_steps": progress.skipped}
+    journal.write_summary({"name": recipe.name, **counts})
     write_report(folder.path)
     return folder, complete
 

@@ -35,9 +35,8 @@ from logitless.rewards.combine import weighted
 from logitless.rewards.contract import WeightedReward
 from logitless.rewards.instruction_reward import InstructionReward
 from logitless.rewards.suites import warn_of_overlap
-from logitless.rollout.recorded import RecordedEngine
 from logitless.train.checkpoint import VALUE_HEAD
-from logitless.train.config import KLInLoss, KLInReward, ModelSection, Recipe, RecordedEngineSection, ValueHeadSection
+from logitless.train.config import KLInLoss, KLInReward, ModelSection, Recipe, ValueHeadSection
 from logitless.types import Prompt
 
 logger = logging.getLogger("logitless")
@@ -242,12 +241,6 @@ def rewards_of(recipe: Recipe, prompts: Sequence[Prompt]) -> tuple[WeightedRewar
     for entry in rewards:
         entry.reward.check(columns)
     return rewards
-
-
-def recorded_of(recipe: Recipe) -> RecordedEngine | None:
-    """The file that completions come from, read; None where the policy samples them."""
-    engine = recipe.rollout.engine
-    return RecordedEngine(Path(engine.path)) if isinstance(engine, RecordedEngineSection) else None
 
 
 def algorithm_of(recipe: Recipe) -> Algorithm:
