@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from logitless.errors import InputError
-from logitless.types import Completion, Group, LMHead, PackedInputs, Prompt, TokenBatch, Verdict
+from logitless.types import Completion, Episode, Group, LMHead, PackedBatch, PackedInputs, Prompt, TokenBatch, Verdict
 
 NAN = float("nan")
 
@@ -26,20 +26,36 @@ def test_taking_sequences_keeps_each_of_them_whole():
         source=torch.tensor([1, 2, 4]),
         source_counts=(2, 1, 0),
     )
-    batch = TokenBatch(
-        sequence=torch.tensor([0, 0, 1]),
-        num_sequences=3,
-        advantage=torch.tensor([1.0, 2.0, 3.0]),
-        token_weight=torch.tensor([0.1, 0.2, 0.3]),
-        inputs=inputs,
+    packed = PackedBatch(
+        inputs, torch.tensor([7, 8, 9]), turn=torch.tensor([0, 1, 0]), logp_sampler=torch.tensor([-0.1, -0.2, -0.3])
     )
-    taken = batch.take([2, 1, 0])
+    taken = packed.take([2, 1, 0])
     assert taken.sequence.tolist() == [1, 2, 2]
-    assert taken.advantage.tolist() == [3.0, 1.0, 2.0]
+    assert taken.target.tolist() == [9, 7, 8]
+    assert taken.turn.tolist() == [0, 0, 1]
+    assert taken.logp_sampler.tolist() == pytest.approx([-0.3, -0.1, -0.2])
     assert taken.inputs.input_ids.tolist() == [16, 17, 14, 15, 10, 11, 12, 13]
+    assert taken.inputs.position_ids.tolist() == [0, 1, 0, 1, 0, 1, 2, 3]
     assert taken.inputs.source.tolist() == [2, 5, 6]
     assert taken.inputs.lengths == (2, 2, 4)
     assert taken.inputs.source_counts == (0, 1, 2)
+    assert packed.tokens_of([1, 0]).tolist() == [2, 0, 1]
+    tokens = TokenBatch(packed.sequence, 3, advantage=torch.tensor([1.0, 2.0, 3.0]), token_weight=torch.ones(3))
+    assert tokens.take([2, 1, 0]).sequence.tolist() == [1, 2, 2]
+    assert tokens.take([2, 1, 0]).advantage.tolist() == [3.0, 1.0, 2.0]
+
+
+def test_a_packed_batch_has_one_value_a_scored_token():
+    inputs = PackedInputs(torch.zeros(2, dtype=torch.long), torch.arange(2), (2,), torch.tensor([0, 1]), (2,))
+    with pytest.raises(InputError, match="turn of length 3"):
+        PackedBatch(inputs, torch.zeros(2, dtype=torch.long), torch.zeros(3, dtype=torch.long), torch.zeros(2))
+
+
+def test_an_episode_is_paid_once_a_turn_or_not_at_all():
+    completion = Completion("7", (1, 2, 3), "", "stop", trained=(True, False, True), turn=(0, 0, 1))
+    assert Episode(completion, (), turn_rewards=(0.5, 0.0)).num_turns == 2
+    with pytest.raises(InputError, match="each of 2 turns"):
+        Episode(completion, (), turn_rewards=(0.5,))
 
 
 @pytest.mark.parametrize(("score", "status"), [(None, "graded"), (1.0, "error"), (NAN, "graded")])
