@@ -15,13 +15,10 @@ rank has whole, and so every rank plans, weighs and decides alike. The first one
 """
 
 from contextlib import nullcontext
-from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
 from logitless.errors import TrainingError
-from logitless.models.value_head import save_value_head
-from logitless.train import checkpoint as checkpoints
 from logitless.train.block import AdvantagedBlock, pack_groups
 from logitless.train.block_metrics import (
     advantage_metrics,
@@ -30,6 +27,7 @@ from logitless.train.block_metrics import (
     scoring_metrics,
     value_metrics,
 )
+from logitless.train.checkpoint import Checkpoint, checkpoints
 from logitless.train.collector import Collector
 from logitless.train.config import Recipe
 from logitless.train.engines import Engines
@@ -38,6 +36,7 @@ from logitless.train.interrupt import Interrupt
 from logitless.train.journal import Journal
 from logitless.train.learner import Learner
 from logitless.train.metrics import Numbers
+from logitless.train.saving import restore_run, save_run
 
 
 class Loop:
@@ -73,7 +72,7 @@ class Loop:
         """Train to the end, or to Ctrl-C; returns whether the run is complete. Either way a checkpoint is saved."""
         with self.interrupt.heard():
             self._hand_over()
-            if self.ranks.of_first(not checkpoints.checkpoints(self.journal.folder.checkpoints)):
+            if self.ranks.of_first(not checkpoints(self.journal.folder.checkpoints)):
                 self.journal.write({"step": 0, "block": 1, "epoch": 1, **self._evaluated("accuracy_before")})
                 self.save()
             while self._done < self.recipe.train.blocks and not self._stopping():
@@ -187,33 +186,16 @@ class Loop:
         return found | {"time/evaluation_seconds": seconds[0]}
 
     def save(self) -> None:
-        """A checkpoint of everything; see ``checkpoint.py``."""
+        """A checkpoint of everything."""
         if not self.ranks.is_first:
             return
+        remembered = {"block_metrics": self.block_metrics, "without_signal_in_a_row": self.without_signal_in_a_row}
         with self.journal.phase("checkpoint"):
-            policy, value_head = self.learner.policy, self.learner.policy.value_head
-            checkpoints.save_checkpoint(
-                self.journal.folder.checkpoints,
-                self.learner.progress.step,
-                save_model=lambda path: policy.save(path, self.tokenizer),
-                save_value_head=None if value_head is None else partial(save_value_head, value_head),
-                tensors=self.learner.tensors() | checkpoints.random_tensors(),
-                state={
-                    **self.learner.state_dict(),
-                    "collector": self.collector.state_dict(),
-                    "journal": self.journal.state_dict(),
-                    "block_metrics": self.block_metrics,
-                    "without_signal_in_a_row": self.without_signal_in_a_row,
-                    "random": checkpoints.random_state(),
-                },
-                keep=self.recipe.checkpoint.keep,
-            )
+            keep = self.recipe.checkpoint.keep
+            save_run(self.collector, self.learner, self.journal, self.tokenizer, remembered, keep=keep)
 
-    def restore(self, saved: checkpoints.Checkpoint) -> None:
-        """Go on from a checkpoint whose weights the policy already has; later lines of metrics are removed."""
-        self.learner.load_state(saved.tensors, saved.state)
-        self.collector.load_state_dict(saved.state["collector"])
-        self.journal.load_state_dict(saved.state["journal"])
-        self.block_metrics = dict(saved.state["block_metrics"])
-        self.without_signal_in_a_row = saved.state["without_signal_in_a_row"]
-        checkpoints.restore_random(saved.tensors, saved.state["random"])
+    def restore(self, saved: Checkpoint) -> None:
+        """Go on from a checkpoint whose weights the policy already has."""
+        remembered = restore_run(self.collector, self.learner, self.journal, saved)
+        self.block_metrics = dict(remembered["block_metrics"])
+        self.without_signal_in_a_row = remembered["without_signal_in_a_row"]
