@@ -105,7 +105,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("case", "num_ranks"), zip(CASES, (2, 3, 2, 3), strict=True))
+@pytest.mark.parametrize(("case", "num_ranks"), list(zip(CASES, (2, 3, 2, 3), strict=True)))
 def test_ranks_draw_and_train_on_what_one_rank_would(case, num_ranks, tmp_path):
     one, _ = _on(1, tmp_path / "one", CASES[case])
     several, complete = _on(num_ranks, tmp_path / "several", CASES[case])
