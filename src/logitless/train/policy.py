@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from logitless.head import token_scores
+from logitless.head.contract import logits_dtype
 from logitless.models.lm_head import backbone_hidden, lm_head
 from logitless.models.lora import adapters_off, save_adapters
 from logitless.models.value_head import ValueHead
@@ -65,6 +66,8 @@ class Policy:
             temperature: divides the logits, as in sampling.
             backend: of the head.
         """
+        if not batch.num_tokens:
+            return self._no_scores()
         batch = batch.to(self.device)
         with self._autocast():
             hidden = backbone_hidden(self.model, batch.inputs)
@@ -117,6 +120,12 @@ class Policy:
             for name, parameter in self.model.named_parameters():
                 if self.is_adapter and parameter.requires_grad:
                     parameter.copy_(tensors[f"adapter/{name}"])
+
+    def _no_scores(self) -> TokenScores:
+        """Of no tokens, without a pass: a rank has micro-batches like that where others have more sequences."""
+        dtype = logits_dtype(self.head().weight.dtype)
+        none = torch.zeros(0, dtype=dtype, device=self.device, requires_grad=torch.is_grad_enabled())
+        return TokenScores(none, none, None if self.value_head is None else none)
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self.autocast is None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from logitless.distributed.ranks import Ranks
 from logitless.errors import ConfigurationError
 from logitless.models.lora import frozen_copy
 from logitless.models.value_head import ValueHead
@@ -56,6 +57,7 @@ def start(
     resume: bool = False,
     open_engines: OpenEngines = open_engines,
     environment: Environment | None = None,
+    ranks: Ranks = Ranks.alone(),
 ) -> tuple[RunFolder, bool]:
     """Run a recipe, or continue it.
 
@@ -67,6 +69,7 @@ def start(
         open_engines: what opens the engines, from the recipe, the model and its tokenizer; for engines that no recipe
             names.
         environment: what answers the policy; None for single turns.
+        ranks: that train together; each calls this with the same recipe, and the first one writes.
 
     Returns:
         The run folder, and whether the run is complete (False after Ctrl-C).
@@ -92,14 +95,17 @@ def start(
         saved, began = None, time.perf_counter()
         model = _model(recipe, tokenizer)
         engines = open_engines(recipe, model, tokenizer)
-        folder = create_run_folder(root, recipe.name, unique=numbered)  # so late that a wrong recipe leaves none behind
-    folder.write_config(dump_recipe(recipe))
+        folder = _new_folder(root, recipe.name, numbered, ranks)  # so late that a wrong recipe leaves none behind
+    if ranks.is_first:
+        folder.write_config(dump_recipe(recipe))
     done = saved.state["progress"] if saved is not None else {"block": 0, "step": 0}
     with ExitStack() as stack:
         stack.callback(engines.close)
-        view = stack.enter_context(LiveView(recipe.train.blocks, first_block=done["block"], title=folder.path.name))
+        view = stack.enter_context(
+            LiveView(recipe.train.blocks, first_block=done["block"], title=folder.path.name, silent=not ranks.is_first)
+        )
         writers = open_writers(
-            recipe.writers,
+            recipe.writers if ranks.is_first else (),
             folder=folder.path,
             run_name=folder.path.name,
             config=recipe.model_dump(mode="json"),
@@ -108,13 +114,17 @@ def start(
         for writer in writers:
             stack.callback(writer.close)
         policy, reference = _policies(
-            recipe, algorithm, tokenizer, data, folder, view, model, saved.folder if saved else None
+            recipe, algorithm, tokenizer, data, folder, view, model, saved.folder if saved else None, ranks
         )
-        journal = Journal(folder, view, writers, policy.device)
-        learner = Learner(recipe, algorithm, policy, reference, reward_weights={r.name: r.weight for r in rewards})
+        ranks.copy_of_first(policy.named_parameters().values())
+        journal = Journal(folder, view, writers, policy.device, ranks)
+        weights = {r.name: r.weight for r in rewards}
+        learner = Learner(recipe, algorithm, policy, reference, reward_weights=weights, ranks=ranks)
         environment = environment or SingleTurn()
-        collector = Collector(data.train, engines.training, environment, rewards, recipe.rollout, seed=recipe.seed)
-        evaluation = evaluation_of(recipe, engines.evaluation, environment, data.held_out, rewards)
+        collector = Collector(
+            data.train, engines.training, environment, rewards, recipe.rollout, seed=recipe.seed, ranks=ranks
+        )
+        evaluation = evaluation_of(recipe, engines.evaluation, environment, data.held_out, rewards, ranks)
         loop = Loop(recipe, collector, learner, evaluation, journal, tokenizer)
         view.message(f"optimizer AdamW ({implementation(learner.optimizer)})")
         if saved is None:
@@ -125,8 +135,15 @@ def start(
     progress = learner.progress
     counts = {"blocks": progress.block, "steps": progress.step, "skipped_steps": progress.skipped}
     journal.write_summary({"name": recipe.name, **counts})
-    write_report(folder.path)
+    if ranks.is_first:
+        write_report(folder.path)
     return folder, complete
+
+
+def _new_folder(root: Path, name: str, numbered: bool, ranks: Ranks) -> RunFolder:
+    """The folder that the first rank makes."""
+    made = create_run_folder(root, name, unique=numbered) if ranks.is_first else None
+    return RunFolder(Path(ranks.of_first(None if made is None else str(made.path))))
 
 
 def _warm_start(folder: RunFolder) -> Path:
@@ -147,6 +164,7 @@ def _policies(
     view: LiveView,
     model: nn.Module,
     checkpoint: Path | None,
+    ranks: Ranks,
 ) -> tuple[Policy, Scorer | None]:
     """The policy at its starting point or checkpoint, and the reference: the policy as reinforcement learning began."""
     section, warm = recipe.model, _warm_start(folder)
@@ -157,12 +175,14 @@ def _policies(
 
     for line in effects(section, device_of(section), model):
         view.message(line)
-    if recipe.warm_start is not None and not warm.exists():
+    if recipe.warm_start is not None and ranks.of_first(not warm.exists()):
         view.phase("warm start")
         warm_start(
             policy_of(model), data.warm_start, tokenizer, recipe.warm_start, recipe.train, seed=recipe.seed, view=view
         )
-        policy_of(model).save(warm, tokenizer)
+        if ranks.is_first:
+            policy_of(model).save(warm, tokenizer)
+        ranks.barrier()  # the others may read it now
         if section.lora is not None:  # merge what was learnt, start from a fresh adapter
             model = _model(recipe, tokenizer, warm)
     reference: Scorer | None = None

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from logitless.data.packing import StepPlan
+from logitless.distributed.ranks import Ranks
 from logitless.errors import InputError
 from logitless.objective.diagnostics import step_diagnostics
 from logitless.objective.inputs import required
@@ -80,7 +81,7 @@ def step_batch(
     Args:
         packed: every sequence of the block.
         tokens: the same with scores and advantages; with ``value_target`` the value loss gets weights of its own too.
-        plan: the step's sequences and how they are cut.
+        plan: the step's sequences and how they are cut, over all ranks; a row may be empty.
         objective: its entropy bonus brings weights of its own.
         weighting: of the algorithm.
         dropped: one flag a sequence of the block: truncated completions whose tokens weigh 0.
@@ -95,7 +96,7 @@ def step_batch(
     totals = replace(
         Totals.of(tuple(counts[s] for s in over), [dropped[s] for s in over]),
         num_steps=float(num_steps) if weighting.spans_block else 1.0,
-        num_micro_batches=max(1, len(plan.micro_batches)),
+        num_micro_batches=max(1, sum(bool(row) for row in plan.micro_batches)),
     )
 
     def weights(each: Weighting, row: Sequence[int]) -> Tensor:
@@ -175,14 +176,18 @@ def backward(
     return outputs
 
 
-def step_metrics(outputs: Sequence[MicroBatchOutput]) -> Numbers:
-    """The step's diagnostics, which have the names of ``metrics.py``, brought to the host in one transfer."""
-    numbers = step_diagnostics([each.policy for each in outputs])
+def step_metrics(outputs: Sequence[MicroBatchOutput], ranks: Ranks = Ranks.alone()) -> Numbers:
+    """The step's diagnostics, which have the names of ``metrics.py``, brought to the host in one transfer.
+
+    Args:
+        outputs: of this rank.
+        ranks: that trained together; every rank gets the numbers of the whole step.
+    """
+    numbers = step_diagnostics([each.policy for each in outputs], gather=ranks.gather)
     values = [each.value for each in outputs if each.value is not None]
     if values:
-        numbers |= value_diagnostics(values)
-        numbers["loss/total"] = (
-            numbers["loss/total"] + torch.stack([each.loss.detach() for each in values]).double().sum()
-        )
+        numbers |= value_diagnostics(values, gather=ranks.gather)
+        of_values = torch.stack([each.loss.detach() for each in values]).double().sum()
+        numbers["loss/total"] = numbers["loss/total"] + ranks.sum(of_values)
     on_host = torch.stack(list(numbers.values())).tolist()
     return dict(zip(numbers, on_host, strict=True))
