@@ -177,7 +177,7 @@ def backward(
 
 
 def step_metrics(outputs: Sequence[MicroBatchOutput], ranks: Ranks = Ranks.alone()) -> Numbers:
-    """The step's diagnostics under the names of ``metrics.py``, brought to the host in one transfer.
+    """The step's diagnostics, which have the names of ``metrics.py``, brought to the host in one transfer.
 
     Args:
         outputs: of this rank.
@@ -188,44 +188,6 @@ def step_metrics(outputs: Sequence[MicroBatchOutput], ranks: Ranks = Ranks.alone
     if values:
         numbers |= value_diagnostics(values, gather=ranks.gather)
         of_values = torch.stack([each.loss.detach() for each in values]).double().sum()
-        numbers["loss"] = numbers["loss"] + ranks.sum(of_values)
+        numbers["loss/total"] = numbers["loss/total"] + ranks.sum(of_values)
     on_host = torch.stack(list(numbers.values())).tolist()
-    return {metric_name(name): value for name, value in zip(numbers, on_host, strict=True)}
-
-
-_NAMES = {
-    "loss": "loss/total",
-    "value_loss": "loss/value",
-    "num_tokens": "optimizer/tokens",
-    "clip_fraction_low": "clip/low_fraction",
-    "clip_fraction_high": "clip/high_fraction",
-    "clip_fraction_positive": "clip/positive_fraction",
-    "clip_fraction_negative": "clip/negative_fraction",
-    "kl_mean": "kl_ref/penalty_mean",
-    "kl_p95": "kl_ref/penalty_p95",
-    "num_kl_clamped": "kl_ref/clamped",
-    "entropy_mean": "entropy/mean",
-    "entropy_bonus": "entropy/bonus_mean",
-    "sampler_difference_mean": "sampler/logp_difference_mean",
-    "sampler_difference_p95": "sampler/logp_difference_p95",
-    "sampler_difference_max": "sampler/logp_difference_max",
-    "num_missing_sampler": "sampler/missing",
-    "correction_mean": "sampler/correction_mean",
-    "correction_effective_fraction": "sampler/correction_effective_fraction",
-    "live_fraction": "head/live_fraction",
-}
-
-
-def metric_name(diagnostic: str) -> str:
-    """The metric that a diagnostic of the objective becomes.
-
-    Example:
-        >>> metric_name("ref_k3_p95"), metric_name("ratio_max"), metric_name("dropped_off_policy")
-        ('kl_ref/k3_p95', 'ratio/max', 'filter/off_policy/dropped_fraction')
-    """
-    if diagnostic in _NAMES:
-        return _NAMES[diagnostic]
-    kind, _, rest = diagnostic.partition("_")
-    if kind in ("ref", "old"):
-        return f"kl_{kind}/{rest}"
-    return f"filter/{rest}/dropped_fraction" if kind == "dropped" else f"{kind}/{rest}"
+    return dict(zip(numbers, on_host, strict=True))
