@@ -154,7 +154,7 @@ class ValueHeadSection(Section):
         10.0, description="the head's learning rate, as a multiple of the optimizer's; it is never decayed"
     )
     source: str | None = Field(
-        None, description="`value_head.safetensors` of a checkpoint to start from; None: every weight 0"
+        None, description="`value_head.safetensors` of a finished run to start from; None: every weight 0"
     )
 
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 from logitless.data.packing import StepPlan, plan_epoch
 from logitless.data.prompts import PromptOrder
 from logitless.errors import TrainingError
-from logitless.models.value_head import save_value_head
 from logitless.objective.divergence import kl_in_reward
 from logitless.objective.entropy import EntropyController
 from logitless.objective.kl_control import KLController
@@ -140,6 +138,7 @@ class Trainer:
         self.block: Block | None = None
         self.sample: tuple[str, str, float] | None = None
         self.interrupt = Interrupt(view.message)
+        self.saver = checkpoints.BackgroundSaver(folder.checkpoints, keep=recipe.checkpoint.keep)
 
     def run(self) -> bool:
         """Train to the end, or to Ctrl-C; returns whether the run is complete. Either way a checkpoint is saved."""
@@ -147,11 +146,13 @@ class Trainer:
             if not checkpoints.checkpoints(self.folder.checkpoints):
                 self._write(self._evaluation("accuracy_before"))
                 self.save()
+                self.saver.wait()
             while self.progress.block < self.recipe.train.blocks and not self.interrupt.requested:
                 self._block()
                 if self.interrupt.requested or self.progress.block % self.recipe.checkpoint.every_blocks == 0:
                     self.save()
             self.save()
+            self.saver.wait()
         return self.progress.block == self.recipe.train.blocks
 
     def _block(self) -> None:
@@ -235,6 +236,7 @@ class Trainer:
             value_loss=self.algorithm.value_loss,
         )
         rate = learning_rate(progress.step, progress.block / recipe.train.blocks, recipe.train.optimizer)
+        self.saver.wait()
         norm, taken = take_step(self.optimizer, rate=rate, max_grad_norm=recipe.train.max_grad_norm)
         progress.step += 1
         progress.skipped += not taken
@@ -449,9 +451,9 @@ class Trainer:
     def save(self) -> None:
         """A checkpoint of everything; see ``checkpoint.py``."""
         with self._phase("checkpoint"):
-            parameters, value_head = self.policy.named_parameters(), self.policy.value_head
+            parameters = self.policy.named_parameters()
             tensors = checkpoints.optimizer_tensors(parameters, self.optimizer) | checkpoints.random_tensors()
-            tensors |= self.policy.adapter_tensors()
+            tensors |= checkpoints.parameter_tensors(parameters)
             state: dict[str, Any] = {
                 "progress": asdict(self.progress),
                 "order": self.order.state_dict(),
@@ -471,15 +473,7 @@ class Trainer:
                     "lengths": inputs.lengths,
                     "source_counts": inputs.source_counts,
                 }
-            checkpoints.save_checkpoint(
-                self.folder.checkpoints,
-                self.progress.step,
-                save_model=lambda path: self.policy.save(path, self.tokenizer),
-                save_value_head=None if value_head is None else partial(save_value_head, value_head),
-                tensors=tensors,
-                state=state,
-                keep=self.recipe.checkpoint.keep,
-            )
+            self.saver.save(block=self.progress.block, step=self.progress.step, tensors=tensors, state=state)
 
     def restore(self, saved: checkpoints.Checkpoint) -> None:
         """Go on from a checkpoint whose weights the policy already has; later lines of metrics are removed."""
@@ -490,9 +484,9 @@ class Trainer:
             self.controller.load_state_dict(state["controller"])
         if self.entropy_controller is not None:
             self.entropy_controller.load_state_dict(state["entropy"])
+        checkpoints.restore_parameters(self.policy.named_parameters(), saved.tensors)
         checkpoints.restore_optimizer(self.policy.named_parameters(), self.optimizer, saved.tensors)
         checkpoints.restore_random(saved.tensors, state["random"])
-        self.policy.load_adapter_tensors(saved.tensors)
         block = state["block"]
         if block is not None:
             self.block = Block(

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from logitless.errors import ConfigurationError
 from logitless.models.lora import frozen_copy
-from logitless.models.value_head import ValueHead
+from logitless.models.value_head import ValueHead, save_value_head
 from logitless.objective.algorithm import Algorithm
 from logitless.rollout.transformers import TransformersSampler
 from logitless.train.block import derived_seed
@@ -23,7 +23,7 @@ from logitless.train.optimizer import implementation
 from logitless.train.policy import AdaptersOff, Policy, Scorer
 from logitless.train.recipe import dump_recipe, load_recipe
 from logitless.train.report import write_report
-from logitless.train.run_folder import RunFolder, create_run_folder, open_run_folder
+from logitless.train.run_folder import RunFolder, create_run_folder, open_run_folder, write_folder_atomically
 from logitless.train.setup import (
     Data,
     algorithm_of,
@@ -70,7 +70,7 @@ def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tu
         _check_same(load_recipe(folder.config), recipe)
         saved = load_checkpoint(folder.checkpoints)
         began = time.perf_counter()
-        model = _model(recipe, tokenizer, _warm_start(folder) if _warm_start(folder).exists() else None)
+        model = _model(recipe, tokenizer, folder.warm_start if folder.warm_start.exists() else None)
     else:
         saved, began = None, time.perf_counter()
         model = _model(recipe, tokenizer)
@@ -88,9 +88,7 @@ def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tu
         )
         for writer in writers:
             stack.callback(writer.close)
-        policy, reference = _policies(
-            recipe, algorithm, tokenizer, data, folder, view, model, saved.folder if saved else None
-        )
+        policy, reference = _policies(recipe, algorithm, tokenizer, data, folder, view, model)
         sampler = TransformersSampler(
             policy.model, tokenizer, max_rows=recipe.rollout.max_rows, autocast=policy.autocast
         )
@@ -114,13 +112,18 @@ def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tu
         else:
             trainer.restore(saved)
         complete = trainer.run()
+    if complete:
+        _export(policy, tokenizer, folder)
     folder.write_summary(trainer.summary())
     write_report(folder.path)
     return folder, complete
 
 
-def _warm_start(folder: RunFolder) -> Path:
-    return folder.path / "warm_start"
+def _export(policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> None:
+    """Leave what was trained in the formats that other programs read."""
+    write_folder_atomically(folder.model, lambda path: policy.save(path, tokenizer))
+    if policy.value_head is not None:
+        save_value_head(policy.value_head, folder.value_head)
 
 
 def _model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, weights: Path | None = None) -> nn.Module:
@@ -136,10 +139,9 @@ def _policies(
     folder: RunFolder,
     view: LiveView,
     model: nn.Module,
-    checkpoint: Path | None,
 ) -> tuple[Policy, Scorer | None]:
     """The policy at its starting point or checkpoint, and the reference: the policy as reinforcement learning began."""
-    section, warm = recipe.model, _warm_start(folder)
+    section, warm = recipe.model, folder.warm_start
 
     def policy_of(model: nn.Module, value_head: ValueHead | None = None) -> Policy:
         autocast = None if section.autocast is None else getattr(torch, section.autocast)
@@ -152,16 +154,13 @@ def _policies(
         warm_start(
             policy_of(model), data.warm_start, tokenizer, recipe.warm_start, recipe.train, seed=recipe.seed, view=view
         )
-        policy_of(model).save(warm, tokenizer)
+        write_folder_atomically(warm, lambda path: policy_of(model).save(path, tokenizer))
         if section.lora is not None:  # merge what was learnt, start from a fresh adapter
             model = _model(recipe, tokenizer, warm)
     reference: Scorer | None = None
-    if section.lora is None:
-        if recipe.kl is not None:
-            reference = policy_of(frozen_copy(model, dtype=getattr(torch, section.dtype)))
-        if checkpoint is not None:
-            model = _model(recipe, tokenizer, checkpoint / "model")
-    policy = policy_of(model, value_head_of(recipe, algorithm, model, checkpoint))
+    if section.lora is None and recipe.kl is not None:
+        reference = policy_of(frozen_copy(model, dtype=getattr(torch, section.dtype)))
+    policy = policy_of(model, value_head_of(recipe, algorithm, model))
     if policy.value_head is not None:
         num_weights = sum(p.numel() for p in policy.value_head.parameters())
         factor = value_head_section(recipe).learning_rate_factor

@@ -4,8 +4,10 @@
         config.yaml                     the resolved recipe
         metrics.jsonl                   one line an optimizer step, see docs/metrics.md
         rollouts/block-000012.parquet   one row a completion
-        checkpoints/
+        checkpoints/                    see checkpoint.py
         tensorboard/
+        model/                          at the end: Hugging Face format, for from_pretrained (an adapter under LoRA)
+        value_head.safetensors          at the end, where the algorithm has a value loss
         summary.json                    at the end
         report.html                     `logitless report`
 
@@ -17,15 +19,17 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+from safetensors import SafetensorError
 
-from logitless.errors import ConfigurationError, DataError, InputError, TrainingError
+from logitless.errors import CheckpointError, ConfigurationError, DataError, InputError, TrainingError
 from logitless.train.metrics import Record, check_names
 from logitless.types import Group
 
@@ -65,6 +69,21 @@ class RunFolder:
     def tensorboard(self) -> Path:
         """Event files."""
         return self.path / "tensorboard"
+
+    @property
+    def model(self) -> Path:
+        """The finished policy in Hugging Face format."""
+        return self.path / "model"
+
+    @property
+    def value_head(self) -> Path:
+        """The finished value head."""
+        return self.path / "value_head.safetensors"
+
+    @property
+    def warm_start(self) -> Path:
+        """The policy as reinforcement learning began, where a supervised stage came first."""
+        return self.path / "warm_start"
 
     @property
     def summary(self) -> Path:
@@ -296,17 +315,55 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-        descriptor = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        flush(path.parent)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise _cannot_write(path, error) from error
 
 
-def _cannot_write(path: Path, error: OSError) -> TrainingError:
+def write_folder_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Put a folder at ``path`` that is there as a whole or not at all; one that is there already is replaced.
+
+    Args:
+        path: of the folder.
+        write: fills the empty folder that it is given.
+
+    Raises:
+        TrainingError: the disk is full or not writable.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "model"
+        >>> write_folder_atomically(path, lambda folder: (folder / "a").write_text("b") and None)
+        >>> (path / "a").read_text()
+        'b'
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        write(partial)
+        for each in [*partial.rglob("*"), partial]:
+            flush(each)
+        if path.exists():
+            shutil.rmtree(path)
+        partial.rename(path)
+        flush(path.parent)
+    except (OSError, SafetensorError, CheckpointError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise _cannot_write(path, error) from error
+
+
+def flush(path: Path) -> None:
+    """Push a file or the list of a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _cannot_write(path: Path, error: Exception) -> TrainingError:
     return TrainingError(
         needed=f"room and permission to write {path}",
         given=str(error),

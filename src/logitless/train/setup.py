@@ -36,7 +36,6 @@ from logitless.rewards.contract import WeightedReward
 from logitless.rewards.instruction_reward import InstructionReward
 from logitless.rewards.suites import warn_of_overlap
 from logitless.rollout.recorded import RecordedEngine
-from logitless.train.checkpoint import VALUE_HEAD
 from logitless.train.config import KLInLoss, KLInReward, ModelSection, Recipe, RecordedEngineSection, ValueHeadSection
 from logitless.types import Prompt
 
@@ -336,23 +335,18 @@ def value_head_section(recipe: Recipe) -> ValueHeadSection:
     return recipe.value_head or ValueHeadSection()
 
 
-def value_head_of(
-    recipe: Recipe, algorithm: Algorithm, model: nn.Module, checkpoint: Path | None = None
-) -> ValueHead | None:
-    """The value head that an algorithm with a value loss starts from or goes on with; None for any other.
+def value_head_of(recipe: Recipe, algorithm: Algorithm, model: nn.Module) -> ValueHead | None:
+    """The value head that an algorithm with a value loss starts from; None for any other.
 
     Args:
         recipe: names a file to start from, or none.
         algorithm: of the recipe.
         model: the policy's.
-        checkpoint: folder of the checkpoint that a run goes on from.
 
     Raises:
         ConfigurationError: the file is not that of a value head that fits the model.
     """
     if algorithm.value_loss is None:
         return None
-    if checkpoint is not None:
-        return value_head_for(model, checkpoint / VALUE_HEAD)
     source = value_head_section(recipe).source
     return value_head_for(model, None if source is None else Path(source))
