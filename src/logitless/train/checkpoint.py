@@ -161,6 +161,17 @@ def checkpoints(root: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+def is_first(folder: Path) -> bool:
+    """Whether a checkpoint was taken before the first block.
+
+    Example:
+        >>> is_first(Path("block-000000-step-000000")), is_first(Path("block-000001-step-000004"))
+        (True, False)
+    """
+    age = _age(folder.name)
+    return age is not None and max(age) <= 0
+
+
 def clear_remains(root: Path) -> None:
     """Remove what an interrupted save or removal left; only for who holds the run's lock."""
     for path in root.glob(".*"):

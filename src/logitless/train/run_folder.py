@@ -30,7 +30,9 @@ import pyarrow.parquet
 from safetensors import SafetensorError
 
 from logitless.errors import CheckpointError, ConfigurationError, DataError, InputError, TrainingError
+from logitless.train.checkpoint import checkpoints, is_first
 from logitless.train.metrics import Record, check_names
+from logitless.train.run_lock import LOCK
 from logitless.types import Group
 
 
@@ -94,6 +96,26 @@ class RunFolder:
     def report(self) -> Path:
         """The self-contained page."""
         return self.path / "report.html"
+
+    def is_failed_start(self) -> bool:
+        """Whether nothing would be lost: no checkpoint but perhaps that of the very beginning, and nothing foreign.
+
+        An empty folder is one too.
+        """
+        if not self.path.is_dir():
+            return False
+        found = {path.name for path in self.path.iterdir() if path.name not in (LOCK, "rollouts", "checkpoints")}
+        if found and not (self.config.name in found and found <= _WRITTEN_FIRST):
+            return False
+        return all(is_first(path) for path in checkpoints(self.checkpoints))
+
+    def clear(self) -> None:
+        """Remove what a failed start left, but the lock."""
+        for path in self.path.iterdir():
+            if path.name != LOCK:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        self.rollouts.mkdir()
+        self.checkpoints.mkdir()
 
     def write_config(self, text: str) -> None:
         """Write the resolved recipe."""
@@ -218,6 +240,12 @@ class RunFolder:
             yield int(path.stem.removeprefix("block-")), rows
 
 
+_WRITTEN_FIRST = {
+    *("config.yaml", "provenance.json", "metrics.jsonl", "tensorboard", "wandb", "warm_start"),
+    *(".config.yaml.partial", ".provenance.json.partial", ".metrics.jsonl.partial", ".warm_start.partial"),
+}
+"""What is in a run folder before its first block is done, besides lock, rollouts and checkpoints."""
+
 _ROLLOUT_COLUMNS = (
     ("block", pyarrow.int64()),
     ("prompt_id", pyarrow.string()),
@@ -232,7 +260,7 @@ _ROLLOUT_COLUMNS = (
 
 
 def create_run_folder(root: Path, name: str, *, unique: bool = False) -> RunFolder:
-    """Make ``root/name``, which must not exist yet.
+    """Make ``root/name``; a folder that a failed start left there is used again.
 
     Args:
         root: folder of run folders; made if missing.
@@ -240,7 +268,7 @@ def create_run_folder(root: Path, name: str, *, unique: bool = False) -> RunFold
         unique: where the name is taken, use ``name-2``, ``name-3``, ...
 
     Raises:
-        ConfigurationError: the folder exists.
+        ConfigurationError: the folder holds a run, or what is no run.
         TrainingError: it cannot be made.
 
     Example:
@@ -251,23 +279,24 @@ def create_run_folder(root: Path, name: str, *, unique: bool = False) -> RunFold
     """
     number = 1
     while True:
-        path = root / (name if number == 1 else f"{name}-{number}")
+        folder = RunFolder(root / (name if number == 1 else f"{name}-{number}"))
         try:
-            path.mkdir(parents=True)
+            folder.path.mkdir(parents=True)
             break
         except FileExistsError as error:
             if not unique:
+                if folder.is_failed_start():
+                    break
                 raise ConfigurationError(
-                    needed=f"a run folder that does not exist yet, or --resume to go on in {path}",
+                    needed=f"a run folder that does not exist yet, or --resume to go on in {folder.path}",
                     given="an existing one",
                     remedy="Add --resume, choose another name with --set name=..., or remove the folder.",
                 ) from error
             number += 1
         except OSError as error:
-            raise _cannot_write(path, error) from error
-    folder = RunFolder(path)
-    folder.rollouts.mkdir()
-    folder.checkpoints.mkdir()
+            raise _cannot_write(folder.path, error) from error
+    folder.rollouts.mkdir(exist_ok=True)
+    folder.checkpoints.mkdir(exist_ok=True)
     return folder
 
 
