@@ -123,7 +123,7 @@ class BackgroundSaver:
         device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
         stream = None
         if device is not None:  # copies wait for what was queued before them, and not for what is queued later
-            stream = torch.cuda.Stream(device)
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(device))
 
         def write() -> None:

@@ -25,10 +25,13 @@ from logitless.rollout.sampling import SamplingOptions
 Backend = Literal["auto", "reference", "chunked", "fused"]
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class Section(BaseModel):
     """A part of a recipe: unknown keys are errors, values do not change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
 class LoraSection(Section):
@@ -180,7 +183,7 @@ class OptimizerSection(Section):
     """AdamW."""
 
     learning_rate: PositiveFloat = Field(1e-6, description="peak")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="decay of the moments")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="decay of the moments, each in [0, 1)")
     eps: PositiveFloat = Field(1e-8, description="added to the denominator")
     weight_decay: float = Field(0.0, ge=0, description="decoupled; not on vectors")
     implementation: Literal["auto", "foreach", "fused", "loop"] = Field("auto", description="of torch.optim.AdamW")
@@ -227,7 +230,8 @@ class Recipe(Section):
     """A complete run."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="of the run folder")
-    seed: NonNegativeInt = Field(0, description="of everything random")
+    schema_number: Literal[1] = Field(1, description="of the recipe's format; a later one needs a later logitless")
+    seed: NonNegativeInt = Field(0, lt=2**63, description="of everything random, below 2^63")
     output: str = Field("runs", description="folder of run folders")
     model: ModelSection
     data: DataSection
@@ -275,6 +279,13 @@ class Recipe(Section):
             f"model.dtype={self.model.dtype} with full fine-tuning and no reference",
             "Remove it, or set model.autocast to make products in bfloat16.",
         )
+        for reward in self.rewards:
+            _require(
+                reward.metric_name.isprintable() and "/" not in reward.metric_name,
+                "labels of rewards without a slash, which separates the parts of a metric's name",
+                repr(reward.metric_name),
+                "Write for example a dash.",
+            )
         if self.algorithm.correction is not None:
             sampling = self.rollout.sampling
             self.algorithm.correction.check_sampling(

@@ -2,6 +2,8 @@
 
     runs/<name>/
         config.yaml                     the resolved recipe
+        provenance.json                 versions, device, commit of each start, digests of the data
+        lock.json                       while a process writes here
         metrics.jsonl                   one line an optimizer step, see docs/metrics.md
         rollouts/block-000012.parquet   one row a completion
         checkpoints/                    see checkpoint.py
@@ -51,6 +53,11 @@ class RunFolder:
     def config(self) -> Path:
         """The resolved recipe."""
         return self.path / "config.yaml"
+
+    @property
+    def provenance(self) -> Path:
+        """What it was made with."""
+        return self.path / "provenance.json"
 
     @property
     def metrics(self) -> Path:
@@ -123,6 +130,7 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the summary; numbers that are not finite become null."""
+        summary = {"schema_number": 1, **summary}
         write_atomically(self.summary, (json.dumps(_plain(summary), indent=2) + "\n").encode())
 
     def append_metrics(self, record: Record) -> None:

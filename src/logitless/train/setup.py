@@ -7,6 +7,7 @@ attention, optimizer. ``effects`` says what is really in force.
 import logging
 import os
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,13 +68,22 @@ def device_of(section: ModelSection) -> torch.device:
     """
     if section.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if section.device.startswith("cuda") and not torch.cuda.is_available():
+    if re.fullmatch(r"cpu|cuda(:\d+)?", section.device) is None:
         raise ConfigurationError(
-            needed="a CUDA device for model.device",
-            given="none on this machine",
-            remedy="Set model.device: cpu or auto.",
+            needed="auto, cpu, cuda or cuda:<number> as model.device",
+            given=repr(section.device),
+            remedy="Set model.device: auto.",
         )
-    return torch.device(section.device)
+    device = torch.device(section.device)
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigurationError(
+                needed="a CUDA device for model.device",
+                given=f"{section.device}, and {count or 'none'} on this machine",
+                remedy="Set model.device: cpu or auto" + (f", or at most cuda:{count - 1}." if count else "."),
+            )
+    return device
 
 
 _SDPA: dict[str, tuple[Callable[[bool], Any], Callable[[], Any]]] = {

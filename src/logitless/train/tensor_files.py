@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -187,4 +188,5 @@ def _fits(place: Place) -> bool:
 
 def _bytes(tensor: Tensor) -> memoryview:
     """The numbers of a contiguous tensor on the CPU, not copied."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    numbers: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(numbers)
