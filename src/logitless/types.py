@@ -54,6 +54,7 @@ class Completion:
             included); None where the engine gives none.
         trained: False for tokens that a tool or environment wrote; None when all are the policy's.
         turn: non-decreasing id of the assistant turn of each token; None for single-turn completions.
+        weights_version: of the weights that it was drawn with, as ``Engine.load`` was told; None where nobody knows.
 
     Raises:
         InputError: a per-token field has another length than ``token_ids``.
@@ -70,6 +71,7 @@ class Completion:
     logp_sampler: tuple[float, ...] | None = None
     trained: tuple[bool, ...] | None = None
     turn: tuple[int, ...] | None = None
+    weights_version: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("logp_sampler", "trained", "turn"):
@@ -85,6 +87,43 @@ class Completion:
     def length(self) -> int:
         """Number of tokens, the stop token included."""
         return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What became of one prompt: all that was said, which tokens of it the policy wrote, and what was paid on the way.
+
+    Args:
+        completion: every token after the prompt, those of the environment included (``trained=False``); its ``text`` is
+            that of the last assistant turn.
+        messages: the conversation from the prompt to the end.
+        turn_rewards: paid by the environment, one for each assistant turn; empty where it pays nothing.
+
+    Raises:
+        InputError: rewards for another number of turns than the completion has.
+
+    Example:
+        >>> answer = Completion(prompt_id="7", token_ids=(4,), text="4", finish_reason="stop")
+        >>> Episode(answer, ({"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"})).num_turns
+        1
+    """
+
+    completion: Completion
+    messages: tuple[Mapping[str, Any], ...]
+    turn_rewards: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.turn_rewards and len(self.turn_rewards) != self.num_turns:
+            raise InputError(
+                needed=f"one reward for each of {self.num_turns} turns, or none",
+                given=str(len(self.turn_rewards)),
+                remedy="Give 0 for a turn that pays nothing.",
+            )
+
+    @property
+    def num_turns(self) -> int:
+        """Assistant turns."""
+        return 1 if self.completion.turn is None else 1 + max(self.completion.turn, default=0)
 
 
 @dataclass(frozen=True)
@@ -136,7 +175,10 @@ class Group:
         prompt: the prompt all of them answer.
         completions: G completions.
         verdicts: one mapping (reward name -> Verdict) a completion.
-        rewards: the weighted sum a completion, None where every function left it unscored.
+        rewards: the weighted sum a completion, what its turns were paid included; None where every function left it
+            unscored.
+        turn_rewards: the part of ``rewards`` that the environment paid at the turns of each completion; empty where it
+            paid nothing.
 
     Example:
         >>> prompt = Prompt(id="7", text="2+2=", token_ids=(4,))
@@ -149,6 +191,7 @@ class Group:
     completions: tuple[Completion, ...]
     verdicts: tuple[Mapping[str, Verdict], ...]
     rewards: tuple[float | None, ...]
+    turn_rewards: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.completions) == len(self.verdicts) == len(self.rewards):
@@ -156,6 +199,12 @@ class Group:
                 needed="equally many completions, verdict mappings and rewards",
                 given=f"{len(self.completions)}, {len(self.verdicts)} and {len(self.rewards)}",
                 remedy="Give a verdict and a reward (None if unscorable) for every completion.",
+            )
+        if self.turn_rewards and len(self.turn_rewards) != len(self.completions):
+            raise InputError(
+                needed=f"the turn rewards of each of {len(self.completions)} completions, or none",
+                given=str(len(self.turn_rewards)),
+                remedy="Give an empty tuple for a completion whose turns pay nothing.",
             )
         strays = {c.prompt_id for c in self.completions} - {self.prompt.id}
         if strays:
@@ -194,6 +243,86 @@ class PackedInputs:
         moved: dict[str, Any] = {name: value.to(device) for name, value in _tensors(self).items()}
         return replace(self, **moved)
 
+    def take(self, sequences: Sequence[int]) -> "PackedInputs":
+        """The inputs of these sequences, in this order.
+
+        A field that is a tuple has one entry a sequence; a tensor other than ``source`` has one row a token to read.
+        """
+        device, chosen = self.input_ids.device, torch.tensor(sequences, dtype=torch.long)
+        read = _ranges(self.lengths, sequences).to(device)
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        taken = {
+            name: tuple(value[s] for s in sequences) if isinstance(value, tuple) else value[read]
+            for name, value in values.items()
+            if name != "source"
+        }
+        starts = torch.cumsum(torch.tensor([0, *self.lengths]), 0)[chosen]
+        new_starts = torch.cumsum(torch.tensor([0, *taken["lengths"]]), 0)[:-1]
+        shift = torch.repeat_interleave(new_starts - starts, torch.tensor(taken["source_counts"], dtype=torch.long))
+        scored = _ranges(self.source_counts, sequences).to(device)
+        return PackedInputs(**taken, source=self.source[scored] + shift.to(device))
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """The sampled tokens of B sequences as packing leaves them, before anybody has scored them.
+
+    Args:
+        inputs: what the backbone reads.
+        target: [N] vocabulary ids of the sampled tokens.
+        turn: [N] non-decreasing turn ids inside a sequence; 0 everywhere where there is one turn.
+        logp_sampler: [N] nats, float32, from the engine; NaN where it gave none.
+
+    Raises:
+        InputError: a vector of another length than ``inputs.source``.
+
+    Example:
+        >>> ids = torch.tensor([5, 6, 7, 5, 8])
+        >>> inputs = PackedInputs(ids, torch.tensor([0, 1, 2, 0, 1]), (3, 2), torch.tensor([0, 1, 3]), (2, 1))
+        >>> batch = PackedBatch(inputs, torch.tensor([6, 7, 8]), torch.zeros(3, dtype=torch.long), torch.zeros(3))
+        >>> batch.sequence, batch.take([1]).target
+        (tensor([0, 0, 1]), tensor([8]))
+    """
+
+    inputs: PackedInputs
+    target: Int[Tensor, "N"]
+    turn: Int[Tensor, "N"]
+    logp_sampler: Float[Tensor, "N"]
+
+    def __post_init__(self) -> None:
+        _check_lengths(self, len(self.inputs.source), "inputs.source")
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return len(self.target)
+
+    @property
+    def num_sequences(self) -> int:
+        """B, sequences without a scored token included."""
+        return len(self.inputs.lengths)
+
+    @property
+    def sequence(self) -> Int[Tensor, "N"]:
+        """[N] the sequence of each token, non-decreasing ids in ``range(num_sequences)``."""
+        counts = torch.tensor(self.inputs.source_counts, dtype=torch.long)
+        return torch.repeat_interleave(torch.arange(self.num_sequences), counts).to(self.target.device)
+
+    def to(self, device: torch.device | str) -> "PackedBatch":
+        """The same on another device."""
+        moved: dict[str, Any] = {name: value.to(device) for name, value in _tensors(self).items()}
+        return replace(self, **moved, inputs=self.inputs.to(device))
+
+    def tokens_of(self, sequences: Sequence[int]) -> Int[Tensor, "K"]:
+        """Where the tokens of these sequences stand, one sequence after the other; on the CPU."""
+        return _ranges(self.inputs.source_counts, sequences)
+
+    def take(self, sequences: Sequence[int]) -> "PackedBatch":
+        """The batch of these sequences, in this order, renumbered from 0."""
+        tokens = self.tokens_of(sequences).to(self.target.device)
+        taken: dict[str, Any] = {name: value[tokens] for name, value in _tensors(self).items()}
+        return replace(self, **taken, inputs=self.inputs.take(sequences))
+
 
 @dataclass(frozen=True)
 class TokenBatch:
@@ -207,7 +336,6 @@ class TokenBatch:
         num_sequences: B, sequences without a scored token included.
         advantage: [N]; a per-sequence advantage is the same value on each of its tokens.
         token_weight: [N] normalisation (see ``objective.weighting``); ``loss = (token_weight * token_loss).sum()``.
-        target: [N] vocabulary ids; None where the caller already has log-probabilities.
         logp_old, logp_sampler, logp_ref: [N] or None.
         entropy_old: [N] entropy of the scoring pass, or None.
         turn: [N] non-decreasing turn ids inside a sequence, or None.
@@ -216,7 +344,6 @@ class TokenBatch:
         entropy_weight: [N] normalisation of the entropy bonus, or None.
         value_weight: [N] normalisation of the value loss, or None.
         selected: [N] tokens that a covariance loss picked from the scoring pass, or None.
-        inputs: what the backbone reads, or None where there is no backbone.
         column: [N] place of each token in the padded batch it came from, or None (see ``from_padded``).
         num_columns: width T of that padded batch, or None.
 
@@ -238,7 +365,6 @@ class TokenBatch:
     num_sequences: int
     advantage: Float[Tensor, "N"]
     token_weight: Float[Tensor, "N"]
-    target: Int[Tensor, "N"] | None = None
     logp_old: Float[Tensor, "N"] | None = None
     logp_sampler: Float[Tensor, "N"] | None = None
     logp_ref: Float[Tensor, "N"] | None = None
@@ -249,20 +375,11 @@ class TokenBatch:
     entropy_weight: Float[Tensor, "N"] | None = None
     value_weight: Float[Tensor, "N"] | None = None
     selected: Bool[Tensor, "N"] | None = None
-    inputs: PackedInputs | None = None
     column: Int[Tensor, "N"] | None = None
     num_columns: int | None = None
 
     def __post_init__(self) -> None:
-        wrong = {name: len(value) for name, value in _tensors(self).items() if len(value) != self.num_tokens}
-        if self.inputs is not None and len(self.inputs.source) != self.num_tokens:
-            wrong["inputs.source"] = len(self.inputs.source)
-        if wrong:
-            raise InputError(
-                needed=f"vectors of the length of `sequence` ({self.num_tokens})",
-                given=", ".join(f"{name} of length {length}" for name, length in wrong.items()),
-                remedy="Give one value per scored token in every per-token field.",
-            )
+        _check_lengths(self, self.num_tokens, "sequence")
         if self.sequence.device.type == "cpu" and self.num_tokens:
             if bool((self.sequence[1:] < self.sequence[:-1]).any()):
                 raise InputError(
@@ -285,7 +402,6 @@ class TokenBatch:
         token_weight: Float[Tensor, "B T"] | Callable[[tuple[int, ...]], Float[Tensor, "N"]],
         *,
         tool_mask: Bool[Tensor, "B T"] | Int[Tensor, "B T"] | None = None,
-        target: Int[Tensor, "B T"] | None = None,
         logp_old: Float[Tensor, "B T"] | None = None,
         logp_sampler: Float[Tensor, "B T"] | None = None,
         logp_ref: Float[Tensor, "B T"] | None = None,
@@ -305,7 +421,7 @@ class TokenBatch:
             token_weight: [B, T], or what makes the weights [N] from the B numbers of trained tokens, such as
                 ``lambda counts: SequenceMean()(counts, Totals.of(counts))``.
             tool_mask: [B, T] 1 on the policy's own tokens, 0 on what a tool or environment wrote.
-            target, logp_old, logp_sampler, logp_ref, entropy_old, turn, value_old, value_target: [B, T].
+            logp_old, logp_sampler, logp_ref, entropy_old, turn, value_old, value_target: [B, T].
 
         Returns:
             A batch that ``scatter_back`` works on.
@@ -322,7 +438,6 @@ class TokenBatch:
         """
         optional = {
             "tool_mask": tool_mask,
-            "target": target,
             "logp_old": logp_old,
             "logp_sampler": logp_sampler,
             "logp_ref": logp_ref,
@@ -400,37 +515,20 @@ class TokenBatch:
     def to(self, device: torch.device | str) -> "TokenBatch":
         """The same on another device."""
         moved: dict[str, Any] = {name: value.to(device) for name, value in _tensors(self).items()}
-        return replace(self, **moved, inputs=None if self.inputs is None else self.inputs.to(device))
+        return replace(self, **moved)
 
     def take(self, sequences: Sequence[int]) -> "TokenBatch":
         """The batch of these sequences, in this order, renumbered from 0; ``token_weight`` is kept as it is.
 
-        Works on the host's copy of the counts where ``inputs`` is given, so it costs no synchronisation.
+        The counts of tokens are brought to the host: on a GPU that is a synchronisation.
         """
-        if self.inputs is not None:
-            counts = list(self.inputs.source_counts)
-        else:
-            counts = torch.bincount(self.sequence, minlength=self.num_sequences).tolist()
+        counts = torch.bincount(self.sequence, minlength=self.num_sequences).tolist()
         device = self.sequence.device
         tokens = _ranges(counts, sequences).to(device)
         taken: dict[str, Any] = {name: value[tokens] for name, value in _tensors(self).items()}
         kept = torch.tensor([counts[s] for s in sequences], dtype=torch.long)
         taken["sequence"] = torch.repeat_interleave(torch.arange(len(sequences)), kept).to(device)
-        inputs = self.inputs
-        if inputs is not None:
-            rows = _ranges(inputs.lengths, sequences).to(device)
-            starts = torch.cumsum(torch.tensor([0, *inputs.lengths]), 0)
-            lengths = tuple(inputs.lengths[s] for s in sequences)
-            new_starts = torch.cumsum(torch.tensor([0, *lengths]), 0)[:-1]
-            shift = torch.repeat_interleave(new_starts - starts[torch.tensor(sequences, dtype=torch.long)], kept)
-            inputs = PackedInputs(
-                input_ids=inputs.input_ids[rows],
-                position_ids=inputs.position_ids[rows],
-                lengths=lengths,
-                source=inputs.source[tokens] + shift.to(device),
-                source_counts=tuple(counts[s] for s in sequences),
-            )
-        return replace(self, **taken, num_sequences=len(sequences), inputs=inputs)
+        return replace(self, **taken, num_sequences=len(sequences))
 
 
 @dataclass(frozen=True)
@@ -495,7 +593,17 @@ class LMHead:
             )
 
 
-def _tensors(item: "TokenBatch | PackedInputs") -> dict[str, Tensor]:
+def _check_lengths(item: "TokenBatch | PackedBatch", expected: int, of: str) -> None:
+    wrong = {name: len(value) for name, value in _tensors(item).items() if len(value) != expected}
+    if wrong:
+        raise InputError(
+            needed=f"vectors of the length of `{of}` ({expected})",
+            given=", ".join(f"{name} of length {length}" for name, length in wrong.items()),
+            remedy="Give one value per scored token in every per-token field.",
+        )
+
+
+def _tensors(item: "TokenBatch | PackedBatch | PackedInputs") -> dict[str, Tensor]:
     """The tensor fields by name."""
     values = {f.name: getattr(item, f.name) for f in fields(item)}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}

@@ -3,21 +3,18 @@
 import json
 import random
 import threading
-from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
-from logitless.data.packing import pack
 from logitless.errors import CheckpointError
 from logitless.train import checkpoint as checkpoints
 from logitless.train import tensor_files
 from logitless.train.checkpoint import BackgroundSaver, clear_remains, load_checkpoint, save_checkpoint
 from logitless.train.checkpoint import checkpoints as complete
-from logitless.types import Completion, Prompt, TokenBatch
 
 
 def _save(root, step, *, block=0, keep=10, tensors=None, state=None):
@@ -209,6 +206,15 @@ def test_a_single_flipped_bit_is_noticed(tmp_path, name):
         load_checkpoint(tmp_path).tensors["y"]
 
 
+def test_a_checkpoint_of_the_first_schema_is_refused_and_its_weights_are_offered(tmp_path):
+    for step in (999_999, 1_000_000):
+        (tmp_path / f"step-{step:06d}" / "model").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"schema 1 .*model\.source=.*step-1000000/model"):
+        load_checkpoint(tmp_path)
+    _save(tmp_path, 1, block=1)
+    assert load_checkpoint(tmp_path).state == {"step": 1}, "what is saved now is later"
+
+
 def test_a_checkpoint_of_a_later_version_is_refused(tmp_path):
     path = _save(tmp_path, 1) / "index.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_number": 3}))
@@ -232,44 +238,6 @@ def test_a_header_that_lies_about_its_length_is_refused(tmp_path, lie):
     path.write_bytes(lie.to_bytes(8, "little") + path.read_bytes()[8:])
     with pytest.raises(CheckpointError, match="Delete this checkpoint"):
         load_checkpoint(tmp_path)
-
-
-# --- the first schema -----------------------------------------------------------------------------------------------
-
-
-def _first_schema(root, step, lora):
-    """The folder that version 0.1 wrote."""
-    folder = root / f"step-{step:06d}"
-    (folder / "model").mkdir(parents=True)
-    weights = {"model.embed.weight": torch.randn(4, 2)}
-    rest = {"optimizer/model.embed.weight/step": torch.tensor(1.0), "random/torch": torch.arange(3, dtype=torch.uint8)}
-    if lora:
-        save_file({"base.q.lora_A.weight": torch.ones(1)}, folder / "model" / "adapter_model.safetensors")
-        rest["adapter/model.embed.weight"] = weights["model.embed.weight"]
-    else:
-        save_file(weights, folder / "model" / "model.safetensors")
-    save_file({"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, folder / "value_head.safetensors")
-    save_file(rest, folder / "tensors.safetensors")
-    (folder / "state.json").write_text(json.dumps({"step": step}))
-    return weights["model.embed.weight"]
-
-
-@pytest.mark.parametrize("lora", [False, True])
-def test_a_checkpoint_of_the_first_schema_is_read(tmp_path, lora):
-    _first_schema(tmp_path, 999_999, lora)
-    weight = _first_schema(tmp_path, 1_000_000, lora)
-    found = load_checkpoint(tmp_path)
-    assert found.state == {"step": 1_000_000}
-    assert set(found.tensors) == {
-        "parameter/model.embed.weight",
-        "parameter/value_head.weight",
-        "parameter/value_head.bias",
-        "optimizer/model.embed.weight/step",
-        "random/torch",
-    }
-    assert torch.equal(found.tensors["parameter/model.embed.weight"], weight)
-    _save(tmp_path, 1, block=1)
-    assert load_checkpoint(tmp_path).state == {"step": 1}, "what is saved now is later"
 
 
 # --- in the background ----------------------------------------------------------------------------------------------
@@ -393,25 +361,3 @@ def test_every_random_generator_goes_on_where_it_was(tmp_path):
     found = load_checkpoint(tmp_path)
     checkpoints.restore_random(found.tensors, found.state)
     assert draw() == expected
-
-
-def test_a_block_in_flight_comes_back_with_every_field(tmp_path):
-    prompt = Prompt("1", "", (1, 2))
-    answers = [(3, 4), (), (5,)]
-    batch = pack([(prompt, Completion("1", ids, "", "stop", logp_sampler=(-0.5,) * len(ids))) for ids in answers])
-    numbers = {
-        name: torch.rand(3)
-        for name in ("advantage", "logp_old", "logp_ref", "entropy_old", "value_old", "value_target")
-    }
-    batch = TokenBatch(**{f.name: getattr(batch, f.name) for f in fields(batch)} | numbers)
-    _save(tmp_path, 1, tensors=checkpoints.batch_tensors(batch))
-    found = checkpoints.restore_batch(
-        load_checkpoint(tmp_path).tensors, list(batch.inputs.lengths), list(batch.inputs.source_counts)
-    )
-    for one, other in ((batch, found), (batch.inputs, found.inputs)):
-        for f in fields(one):
-            before, after = getattr(one, f.name), getattr(other, f.name)
-            if isinstance(before, torch.Tensor):
-                assert torch.equal(before.nan_to_num(nan=7.0), after.nan_to_num(nan=7.0)), f.name
-            elif f.name != "inputs":
-                assert before == after, f.name

@@ -7,6 +7,7 @@ What it gives up: memory for E, bounded by ``memory_budget``; rows beyond it are
 product more for them, vocabulary blocks outermost. docs/head.md has the construction, the memory and the times.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed import ProcessGroup
 from logitless.errors import UnavailableError
 from logitless.head.columns import Columns
 from logitless.head.contract import refuse_second_derivative, without_autocast
-from logitless.head.sharded import whole
+from logitless.head.sharded import is_sharded, summed_like, whole
 from logitless.types import LMHead, TokenScores
 
 SHARE = 2
@@ -209,7 +210,7 @@ def token_scores(
     )
     per_row = temperature if isinstance(temperature, Tensor) else None
     logp, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, *map(whole, (head.bias, head.lora_a, head.lora_b)), target, per_row, anchor, live, call
+        hidden, head.weight, head.bias, head.lora_a, head.lora_b, target, per_row, anchor, live, call
     )
     return TokenScores(logp=logp, entropy=entropy)
 
@@ -259,11 +260,13 @@ class _TokenScores(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call, ctx.kept = call, None
         columns = call.columns(weight)
+        small = [whole(x) for x in (bias, lora_a, lora_b)]
+        given = (hidden, weight, bias, lora_a, lora_b, *small)
         if not len(hidden):
             columns.without_rows(hidden.dtype, trained=False)
-            ctx.save_for_backward(hidden, weight, bias, lora_a, lora_b)
+            ctx.save_for_backward(*given)
             return hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros(0, dtype=torch.float32)
-        head = call.head(weight, bias, lora_a, lora_b)
+        head = call.head(weight, *small)
         order = None
         with without_autocast(hidden.device):
             rows = hidden.detach().contiguous()
@@ -294,7 +297,7 @@ class _TokenScores(torch.autograd.Function):
                 logp, entropy = logp[place], entropy[place]
         if call.trained:
             ctx.kept = kept
-            ctx.save_for_backward(hidden, weight, bias, lora_a, lora_b, order, rows, *state)
+            ctx.save_for_backward(*given, order, rows, *state)
         return logp, entropy
 
     @staticmethod
@@ -304,29 +307,34 @@ class _TokenScores(torch.autograd.Function):
         refuse_second_derivative("fused")
 
         hidden, weight, bias, lora_a, lora_b, *saved = ctx.saved_tensors
+        small, saved = saved[:3], saved[3:]
         needed = passes.Needed(*ctx.needs_input_grad[:5])
         not_differentiated = (None,) * 5
         if grad_logp is None and grad_entropy is None:
-            return (None,) * 5 + not_differentiated
+            if not is_sharded(weight):
+                return (None,) * 5 + not_differentiated
+            grad_logp = hidden.new_zeros(len(hidden), dtype=torch.float32)  # the other ranks wait for this one
         columns = ctx.call.columns(weight)
+        of_small: Sequence[Tensor | None]
         if not len(hidden):
+            of_hidden = torch.zeros_like(hidden) if needed.hidden else None
             of_weight = columns.without_rows(hidden.dtype, trained=needed.weight)
-            inputs = (bias, lora_a, lora_b)
-            zeros = (torch.zeros_like(x) if wanted else None for x, wanted in zip(inputs, needed[2:], strict=True))
-            return (torch.zeros_like(hidden) if needed.hidden else None, of_weight, *zeros, *not_differentiated)
-        order, rows, *fields = saved
-        kept, ctx.kept = ctx.kept, None
-        if grad_entropy is not None and ctx.call.softcap is not None:
-            kept = None  # it holds E times the softcap's slope, of which log p cannot be read
-        with without_autocast(hidden.device):
-            gradients = passes.gradients(
-                passes.State(*fields),
-                columns,
-                ctx.call.head(weight, bias, lora_a, lora_b),
-                rows,
-                kept,
-                order,
-                *(g if g is None or order is None else g[order] for g in (grad_logp, grad_entropy)),
-                needed=needed,
-            )
-        return (*gradients, *not_differentiated)
+            of_small = [torch.zeros_like(x) if wanted else None for x, wanted in zip(small, needed[2:], strict=True)]
+        else:
+            order, rows, *fields = saved
+            kept, ctx.kept = ctx.kept, None
+            if grad_entropy is not None and ctx.call.softcap is not None:
+                kept = None  # it holds E times the softcap's slope, of which log p cannot be read
+            with without_autocast(hidden.device):
+                of_hidden, of_weight, *of_small = passes.gradients(
+                    passes.State(*fields),
+                    columns,
+                    ctx.call.head(weight, *small),
+                    rows,
+                    kept,
+                    order,
+                    *(g if g is None or order is None else g[order] for g in (grad_logp, grad_entropy)),
+                    needed=needed,
+                )
+        summed = [summed_like(g, x) for g, x in zip(of_small, (bias, lora_a, lora_b), strict=True)]
+        return (of_hidden, of_weight, *summed, *not_differentiated)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from logitless.errors import ConfigurationError, DataError, InputError
-from logitless.types import Verdict
+from logitless.types import Episode, Verdict
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 Text: TypeAlias = str | Messages
@@ -57,6 +57,22 @@ class Reward(Protocol):
         completion_ids: Sequence[Sequence[int]] | None = None,
     ) -> list[Verdict]:
         """One verdict a completion, in order."""
+
+
+@runtime_checkable
+class EpisodeReward(Reward, Protocol):
+    """A reward that judges how an answer came about: every turn, what the environment said and what it paid.
+
+    Where there are episodes ``episode_verdicts`` is asked, and ``verdicts`` only where there is nothing but text.
+    """
+
+    def episode_verdicts(self, episodes: Sequence[Episode], columns: Columns) -> list[Verdict]:
+        """One verdict an episode, in order.
+
+        Args:
+            episodes: what is judged.
+            columns: data rows by column, one value an episode.
+        """
 
 
 def completion_text(completion: Text) -> str:

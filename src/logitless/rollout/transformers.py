@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicLayer
 
 from logitless.errors import InputError, UnavailableError
+from logitless.rollout.engine import Weights
 from logitless.rollout.sampling import SamplingOptions, draw, penalized, sampling_logp
 from logitless.types import Completion, Prompt
 
@@ -68,15 +69,16 @@ class TransformersSampler:
         if max_rows < 1:
             raise InputError(needed="max_rows of at least 1", given=str(max_rows), remedy="Use for example 512.")
         self.tokenizer, self.max_rows, self.autocast = tokenizer, max_rows, autocast
-        self.update_weights(model, version=0)
+        self._sample_with(model, version=0)
 
-    @property
-    def version(self) -> int:
-        """Of the weights."""
-        return self._version
+    def load(self, weights: Weights, version: int) -> None:
+        """Sample with ``weights.module``, which is not copied: training it changes what is sampled."""
+        self._sample_with(weights.module, version)
 
-    def update_weights(self, model: nn.Module, *, version: int) -> None:
-        """Sample with ``model``, which is not copied: training it changes what is sampled."""
+    def close(self) -> None:
+        """Nothing to give back: the model is the caller's."""
+
+    def _sample_with(self, model: nn.Module, version: int) -> None:
         inner: Any = model
         if hasattr(inner, "peft_config"):
             inner = inner.get_base_model()
@@ -293,6 +295,7 @@ class TransformersSampler:
                     text=text[:cut],
                     finish_reason="stop" if cut is not None or ids[-1] in ends else "length",
                     logp_sampler=tuple(logp[: len(ids)]),
+                    weights_version=self._version,
                 )
             )
         return completions

@@ -23,8 +23,8 @@ import random
 import re
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,9 @@ from torch import Tensor, nn
 
 from logitless.errors import CheckpointError
 from logitless.train.tensor_files import dtype_name, num_bytes, read_places, read_tensor, write_tensors
-from logitless.types import PackedInputs, TokenBatch
 
 SCHEMA_NUMBER = 2
-"""Of the folder. 1 was a Hugging Face folder with the rest of the state beside it; it is still read."""
+"""Of the folder. 1 was a Hugging Face folder with the rest of the state beside it, called after its step alone."""
 
 LARGEST_FILE = 2**30
 """Bytes of tensors in a file; one that is larger has a file of its own."""
@@ -203,20 +202,25 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """
     try:
         if _FOLDER_1.fullmatch(folder.name):
-            return _schema_1(folder)
-        index = json.loads((folder / "index.json").read_bytes())
-        if index["schema_number"] > SCHEMA_NUMBER:
             raise CheckpointError(
-                needed=f"a checkpoint of schema {SCHEMA_NUMBER} or earlier",
+                needed=f"a checkpoint of schema {SCHEMA_NUMBER}",
+                given=f"schema 1 in {folder}",
+                remedy="Continue with the version of logitless that wrote it, or start a run of another name from its "
+                f"weights: model.source={folder / 'model'}.",
+            )
+        index = json.loads((folder / "index.json").read_bytes())
+        if index["schema_number"] != SCHEMA_NUMBER:
+            raise CheckpointError(
+                needed=f"a checkpoint of schema {SCHEMA_NUMBER}",
                 given=f"schema {index['schema_number']} in {folder}",
-                remedy="Continue with the version of logitless that wrote it, or a later one.",
+                remedy="Continue with the version of logitless that wrote it.",
             )
         content = (folder / "state.json").read_bytes()
         if hashlib.sha256(content).hexdigest() != index["state_sha256"]:
             raise ValueError("state.json does not have the checksum that index.json says")
         return Checkpoint(folder, StoredTensors(folder, index["tensors"]), json.loads(content))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _damaged(folder, error) from error
+        raise damaged(folder, error) from error
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -225,7 +229,7 @@ class StoredTensors(Mapping[str, Tensor]):
     Args:
         folder: of the checkpoint.
         index: each tensor's ``dtype``, ``shape`` and ``pieces``; a piece has ``file``, ``start`` (its first index in
-            each dimension), ``shape`` and ``sha256`` (None where none is known).
+            each dimension), ``shape`` and ``sha256``.
 
     Raises:
         OSError: a file is missing.
@@ -242,7 +246,7 @@ class StoredTensors(Mapping[str, Tensor]):
             if sum(math.prod(piece["shape"]) for piece in entry["pieces"]) != math.prod(entry["shape"]):
                 raise ValueError(f"the pieces of {name!r} are not the whole of it")
             for piece in entry["pieces"]:
-                place = self._places[piece["file"]][piece.get("name", name)]
+                place = self._places[piece["file"]][name]
                 if list(place.shape) != piece["shape"] or dtype_name(place.dtype) != entry["dtype"]:
                     raise ValueError(f"{piece['file']} holds another {name!r} than index.json says")
 
@@ -258,11 +262,11 @@ class StoredTensors(Mapping[str, Tensor]):
         for piece in entry["pieces"]:
             path = self.folder / piece["file"]
             try:
-                part, found = read_tensor(path, self._places[piece["file"]][piece.get("name", name)])
-                if piece["sha256"] not in (None, found):
+                part, found = read_tensor(path, self._places[piece["file"]][name])
+                if piece["sha256"] != found:
                     raise ValueError(f"{piece['file']} is damaged: {name!r} does not have its checksum")
             except (OSError, ValueError) as error:
-                raise _damaged(self.folder, error) from error
+                raise damaged(self.folder, error) from error
             if piece["shape"] == entry["shape"]:
                 return part
             if whole is None:
@@ -372,23 +376,6 @@ def restore_random(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> N
     np.random.set_state(("MT19937", keys, scalars["pos"], scalars["has_gauss"], scalars["gauss"]))
 
 
-def batch_tensors(batch: TokenBatch) -> dict[str, Tensor]:
-    """The tensors of a block in flight: ``block/<field>`` and ``block/inputs/<field>``."""
-    assert batch.inputs is not None
-    named = {f"block/{f.name}": getattr(batch, f.name) for f in fields(batch)}
-    named |= {f"block/inputs/{f.name}": getattr(batch.inputs, f.name) for f in fields(batch.inputs)}
-    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
-
-
-def restore_batch(tensors: Mapping[str, Tensor], lengths: Sequence[int], source_counts: Sequence[int]) -> TokenBatch:
-    """The block of ``batch_tensors``; its host-side counts come from the JSON state."""
-    names = [name for name in tensors if name.startswith("block/")]
-    of_batch: dict[str, Any] = {name.removeprefix("block/"): tensors[name] for name in names}
-    of_inputs = {n.removeprefix("inputs/"): of_batch.pop(n) for n in list(of_batch) if n.startswith("inputs/")}
-    inputs = PackedInputs(**of_inputs, lengths=tuple(lengths), source_counts=tuple(source_counts))
-    return TokenBatch(**of_batch, num_sequences=len(lengths), inputs=inputs)
-
-
 def _age(name: str) -> tuple[int, int] | None:
     """(blocks, steps) of a checkpoint's folder, for its order; earlier schemas come first; None for other folders."""
     if found := _FOLDER.fullmatch(name):
@@ -451,27 +438,8 @@ def _files(tensors: Mapping[str, Tensor]) -> list[list[str]]:
     return files
 
 
-def _schema_1(folder: Path) -> Checkpoint:
-    """A checkpoint of the first schema: weights in Hugging Face format, no checksums."""
-    index: dict[str, Any] = {}
-
-    def add(file: str, rename: dict[str, str], prefix: str = "") -> None:
-        for name, place in read_places(folder / file).items():
-            kind, _, rest = name.partition("/")
-            shape = list(place.shape)
-            piece = {"file": file, "name": name, "start": [0] * len(shape), "shape": shape, "sha256": None}
-            called = f"{rename[kind]}/{rest}" if kind in rename else prefix + name
-            index[called] = {"dtype": dtype_name(place.dtype), "shape": shape, "pieces": [piece]}
-
-    add("tensors.safetensors", {"adapter": "parameter"})
-    for path in sorted(folder.glob("model/model*.safetensors")):
-        add(f"model/{path.name}", {}, "parameter/")
-    if (folder / "value_head.safetensors").exists():
-        add("value_head.safetensors", {}, "parameter/value_head.")
-    return Checkpoint(folder, StoredTensors(folder, index), json.loads((folder / "state.json").read_bytes()))
-
-
-def _damaged(folder: Path, error: Exception) -> CheckpointError:
+def damaged(folder: Path, error: Exception) -> CheckpointError:
+    """The error for a checkpoint whose files do not hold what they should."""
     return CheckpointError(
         needed=f"readable files in {folder}",
         given=f"{type(error).__name__}: {error}" if isinstance(error, KeyError | TypeError) else str(error),

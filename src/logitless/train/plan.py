@@ -19,12 +19,12 @@ from logitless.models.lm_head import causal_lm
 from logitless.models.value_head import ValueHead
 from logitless.train.checks import check_before_start
 from logitless.train.config import Recipe
+from logitless.train.engines import open_engines
 from logitless.train.setup import (
     algorithm_of,
     data_of,
     device_of,
     policy_model,
-    recorded_of,
     rewards_of,
     tokenizer_of,
     value_head_of,
@@ -75,11 +75,11 @@ def plan_of(recipe: Recipe) -> Plan:
     data = data_of(recipe, tokenizer)
     rewards_of(recipe, [*data.train, *data.held_out])
     algorithm = algorithm_of(recipe)
-    recorded_of(recipe)
     check_writers(recipe.writers)
     model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=torch.device("meta"))
     check_before_start(recipe, data, model)
     value_head = value_head_of(recipe, algorithm, model)
+    open_engines(recipe, model, tokenizer).close()
     rollout, train = recipe.rollout, recipe.train
     completions = rollout.prompts_per_block * rollout.completions_per_prompt
     tokens = completions * rollout.sampling.max_new_tokens

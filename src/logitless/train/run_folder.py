@@ -92,7 +92,7 @@ class RunFolder:
     @property
     def warm_start(self) -> Path:
         """The policy as reinforcement learning began, where a supervised stage came first."""
-        return self.path / "warm_start"
+        return self.path / WARM_START
 
     @property
     def summary(self) -> Path:
@@ -105,7 +105,7 @@ class RunFolder:
         return self.path / "report.html"
 
     def is_failed_start(self) -> bool:
-        """Whether nothing would be lost: no checkpoint but perhaps that of the very beginning, and nothing foreign.
+        """Whether nothing would be lost: no block was finished, and there is nothing foreign.
 
         An empty folder is one too.
         """
@@ -114,7 +114,14 @@ class RunFolder:
         found = {path.name for path in self.path.iterdir() if path.name not in (LOCK, "rollouts", "checkpoints")}
         if found and not (self.config.name in found and found <= _WRITTEN_FIRST):
             return False
-        return all(is_first(path) for path in checkpoints(self.checkpoints))
+        blocks = [path.name for path in self.rollouts.glob("*.parquet")]
+        return blocks in ([], [_rollouts_name(1)]) and all(map(is_first, checkpoints(self.checkpoints)))
+
+    def remove_after_failed_start(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """As an exit of a context: after an error before anything was rolled out, leave nothing."""
+        del rest
+        if kind is not None and self.is_failed_start() and not any(self.rollouts.glob("*")):
+            shutil.rmtree(self.path)
 
     def clear(self) -> None:
         """Remove what a failed start left, but the lock."""
@@ -228,7 +235,7 @@ class RunFolder:
         schema = pyarrow.schema([*_ROLLOUT_COLUMNS, *((f"reward/{name}", pyarrow.float64()) for name in functions)])
         buffer = io.BytesIO()
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), buffer, compression="zstd")
-        path = self.rollouts / f"block-{block:06d}.parquet"
+        path = self.rollouts / _rollouts_name(block)
         write_atomically(path, buffer.getvalue())
         return path
 
@@ -248,8 +255,11 @@ class RunFolder:
             yield int(path.stem.removeprefix("block-")), rows
 
 
+WARM_START = "warm_start"
+"""Name of the folder with the policy as reinforcement learning began."""
+
 _WRITTEN_FIRST = {
-    *("config.yaml", "provenance.json", "metrics.jsonl", "tensorboard", "wandb", "warm_start"),
+    *("config.yaml", "provenance.json", "metrics.jsonl", "tensorboard", "wandb", WARM_START),
     *(".config.yaml.partial", ".provenance.json.partial", ".metrics.jsonl.partial", ".warm_start.partial"),
 }
 """What is in a run folder before its first block is done, besides lock, rollouts and checkpoints."""
@@ -265,6 +275,10 @@ _ROLLOUT_COLUMNS = (
     ("advantage", pyarrow.float64()),
     ("verdicts", pyarrow.string()),
 )
+
+
+def _rollouts_name(block: int) -> str:
+    return f"block-{block:06d}.parquet"
 
 
 def create_run_folder(root: Path, name: str, *, unique: bool = False) -> RunFolder:

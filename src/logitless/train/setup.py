@@ -36,8 +36,7 @@ from logitless.rewards.combine import weighted
 from logitless.rewards.contract import WeightedReward
 from logitless.rewards.instruction_reward import InstructionReward
 from logitless.rewards.suites import warn_of_overlap
-from logitless.rollout.recorded import RecordedEngine
-from logitless.train.config import KLInLoss, KLInReward, ModelSection, Recipe, RecordedEngineSection, ValueHeadSection
+from logitless.train.config import KLInLoss, KLInReward, ModelSection, Recipe, ValueHeadSection
 from logitless.types import Prompt
 
 logger = logging.getLogger("logitless")
@@ -173,6 +172,15 @@ def policy_model(
     return model.train()
 
 
+def after_warm_start(section: ModelSection, model: nn.Module, *, seed: int) -> nn.Module:
+    """The model that reinforcement learning begins with: under LoRA what was learnt is merged into the base that is
+    there, and a fresh adapter added; it is the model that ``policy_model`` makes of the warm start's weights."""
+    if section.lora is None:
+        return model
+    lora = section.lora
+    return add_lora(model, LoraOptions(rank=lora.rank, alpha=lora.alpha, targets=lora.targets), seed=seed).train()
+
+
 def effects(section: ModelSection, device: torch.device, model: nn.Module) -> list[str]:
     """What is really in force, read back from torch and the model, one line each."""
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -251,12 +259,6 @@ def rewards_of(recipe: Recipe, prompts: Sequence[Prompt]) -> tuple[WeightedRewar
     for entry in rewards:
         entry.reward.check(columns)
     return rewards
-
-
-def recorded_of(recipe: Recipe) -> RecordedEngine | None:
-    """The file that completions come from, read; None where the policy samples them."""
-    engine = recipe.rollout.engine
-    return RecordedEngine(Path(engine.path)) if isinstance(engine, RecordedEngineSection) else None
 
 
 def algorithm_of(recipe: Recipe) -> Algorithm:

@@ -25,7 +25,24 @@ from logitless.objective.weighting import MicroBatchTokenMean, Totals, Weighting
 from logitless.train.config import Backend
 from logitless.train.metrics import Numbers
 from logitless.train.policy import Policy
-from logitless.types import TokenBatch
+from logitless.types import PackedBatch, TokenBatch
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Sequences that go through the backbone together.
+
+    Args:
+        packed: what the policy scores.
+        tokens: the same tokens as the objective reads them, weights included.
+    """
+
+    packed: PackedBatch
+    tokens: TokenBatch
+
+    def to(self, device: torch.device | str) -> "MicroBatch":
+        """The same on another device."""
+        return MicroBatch(self.packed.to(device), self.tokens.to(device))
 
 
 @dataclass(frozen=True)
@@ -47,7 +64,8 @@ class MicroBatchOutput:
 
 
 def step_batch(
-    block: TokenBatch,
+    packed: PackedBatch,
+    tokens: TokenBatch,
     plan: StepPlan,
     objective: Objective,
     weighting: Weighting,
@@ -55,11 +73,12 @@ def step_batch(
     dropped: Sequence[bool],
     num_steps: int,
     statistics: BlockStatistics | None,
-) -> list[TokenBatch]:
+) -> list[MicroBatch]:
     """The micro-batches of a step with their weights, which sum as the weighting says over the whole step.
 
     Args:
-        block: scored, with advantages; with ``value_target`` the value loss gets weights of its own too.
+        packed: every sequence of the block.
+        tokens: the same with scores and advantages; with ``value_target`` the value loss gets weights of its own too.
         plan: the step's sequences and how they are cut.
         objective: its entropy bonus brings weights of its own.
         weighting: of the algorithm.
@@ -68,11 +87,10 @@ def step_batch(
         statistics: of the block.
 
     Returns:
-        One batch a micro-batch, on the CPU.
+        One a row of the plan, on the CPU.
     """
-    assert block.inputs is not None
-    counts = block.inputs.source_counts
-    over = range(block.num_sequences) if _of_block(weighting) else plan.sequences
+    counts = packed.inputs.source_counts
+    over = range(packed.num_sequences) if _of_block(weighting) else plan.sequences
     totals = replace(
         Totals.of(tuple(counts[s] for s in over), [dropped[s] for s in over]),
         num_steps=float(num_steps) if _of_block(weighting) else 1.0,
@@ -80,28 +98,29 @@ def step_batch(
     )
 
     def weights(each: Weighting, row: Sequence[int]) -> Tensor:
-        return each(tuple(counts[s] for s in row), totals, [dropped[s] for s in row], block.advantage.dtype)
+        return each(tuple(counts[s] for s in row), totals, [dropped[s] for s in row], tokens.advantage.dtype)
 
-    parts = [replace(block.take(row), token_weight=weights(weighting, row)) for row in plan.micro_batches]
+    rows = plan.micro_batches
+    parts = [replace(tokens.take(row), token_weight=weights(weighting, row)) for row in rows]
     bonus, sizes = objective.entropy_bonus, [p.num_tokens for p in parts]
-    if not parts or (bonus is None and block.value_target is None):
-        return parts
-    whole = block.take([s for row in plan.micro_batches for s in row])
-    whole = replace(whole, token_weight=torch.cat([p.token_weight for p in parts]))
     further: dict[str, Any] = {}
-    if bonus is not None and bonus.scope == "micro_batch":
-        further["entropy_weight"] = [weights(MicroBatchTokenMean(), row) for row in plan.micro_batches]
-    elif bonus is not None:
-        further["entropy_weight"] = torch.split(objective.entropy_weight(whole, block=statistics), sizes)
-    if block.value_target is not None:
-        further["value_weight"] = torch.split(value_weight(whole), sizes)
-    return [replace(part, **{name: of[i] for name, of in further.items()}) for i, part in enumerate(parts)]
+    if parts and (bonus is not None or tokens.value_target is not None):
+        whole = tokens.take([s for row in rows for s in row])
+        whole = replace(whole, token_weight=torch.cat([p.token_weight for p in parts]))
+        if bonus is not None and bonus.scope == "micro_batch":
+            further["entropy_weight"] = [weights(MicroBatchTokenMean(), row) for row in rows]
+        elif bonus is not None:
+            further["entropy_weight"] = torch.split(objective.entropy_weight(whole, block=statistics), sizes)
+        if tokens.value_target is not None:
+            further["value_weight"] = torch.split(value_weight(whole), sizes)
+    weighted = [replace(part, **{name: of[i] for name, of in further.items()}) for i, part in enumerate(parts)]
+    return [MicroBatch(packed.take(row), part) for row, part in zip(rows, weighted, strict=True)]
 
 
 def backward(
     policy: Policy,
     objective: Objective,
-    micro_batches: Sequence[TokenBatch],
+    micro_batches: Sequence[MicroBatch],
     *,
     temperature: float,
     backend: Backend,
@@ -136,17 +155,17 @@ def backward(
     generator = torch.Generator().manual_seed(seed)
     for batch in micro_batches:
         on_device = batch.to(policy.device)
-        scores = policy.scores(on_device, temperature=temperature, backend=backend)
+        scores = policy.scores(on_device.packed, temperature=temperature, backend=backend)
         policy_output = objective(
             scores.logp,
             scores.entropy,
-            on_device,
+            on_device.tokens,
             beta=beta,
             entropy_coefficient=entropy_coefficient,
             block=statistics,
             generator=generator,
         )
-        value_output = None if value_loss is None else value_loss(required(scores.value, "value"), on_device)
+        value_output = None if value_loss is None else value_loss(required(scores.value, "value"), on_device.tokens)
         outputs.append(MicroBatchOutput(policy_output, value_output))
         outputs[-1].loss.backward()  # type: ignore[no-untyped-call]
     return outputs
