@@ -4,7 +4,7 @@ Letters: N scored tokens, B sequences (completions), T tokens the backbone reads
 D hidden size, R LoRA rank. Every tensor of length N speaks of ``target[t]``, predicted from hidden row ``source[t]``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -251,7 +251,7 @@ class PackedInputs:
         device, chosen = self.input_ids.device, torch.tensor(sequences, dtype=torch.long)
         read = _ranges(self.lengths, sequences).to(device)
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        taken = {
+        taken: dict[str, Any] = {
             name: tuple(value[s] for s in sequences) if isinstance(value, tuple) else value[read]
             for name, value in values.items()
             if name != "source"
@@ -344,8 +344,6 @@ class TokenBatch:
         entropy_weight: [N] normalisation of the entropy bonus, or None.
         value_weight: [N] normalisation of the value loss, or None.
         selected: [N] tokens that a covariance loss picked from the scoring pass, or None.
-        column: [N] place of each token in the padded batch it came from, or None (see ``from_padded``).
-        num_columns: width T of that padded batch, or None.
 
     Raises:
         InputError: a vector of another length, a decreasing sequence id, or an id outside ``range(num_sequences)``
@@ -375,8 +373,6 @@ class TokenBatch:
     entropy_weight: Float[Tensor, "N"] | None = None
     value_weight: Float[Tensor, "N"] | None = None
     selected: Bool[Tensor, "N"] | None = None
-    column: Int[Tensor, "N"] | None = None
-    num_columns: int | None = None
 
     def __post_init__(self) -> None:
         _check_lengths(self, self.num_tokens, "sequence")
@@ -393,119 +389,6 @@ class TokenBatch:
                     given=f"{int(self.sequence[0])} to {int(self.sequence[-1])}",
                     remedy="Count every sequence in num_sequences, also those without scored tokens.",
                 )
-
-    @classmethod
-    def from_padded(
-        cls,
-        completion_mask: Bool[Tensor, "B T"] | Int[Tensor, "B T"],
-        advantages: Float[Tensor, "B"] | Float[Tensor, "B T"],
-        token_weight: Float[Tensor, "B T"] | Callable[[tuple[int, ...]], Float[Tensor, "N"]],
-        *,
-        tool_mask: Bool[Tensor, "B T"] | Int[Tensor, "B T"] | None = None,
-        logp_old: Float[Tensor, "B T"] | None = None,
-        logp_sampler: Float[Tensor, "B T"] | None = None,
-        logp_ref: Float[Tensor, "B T"] | None = None,
-        entropy_old: Float[Tensor, "B T"] | None = None,
-        turn: Int[Tensor, "B T"] | None = None,
-        value_old: Float[Tensor, "B T"] | None = None,
-        value_target: Float[Tensor, "B T"] | None = None,
-    ) -> "TokenBatch":
-        """The packed batch of padded tensors, for callers that have those.
-
-        A masked position gets no row: whatever stands there, NaN included, reaches neither loss nor gradient. The masks
-        are brought to the host for this.
-
-        Args:
-            completion_mask: [B, T] 1 on the tokens of the completion.
-            advantages: [B], the same for each token of a completion, or [B, T].
-            token_weight: [B, T], or what makes the weights [N] from the B numbers of trained tokens, such as
-                ``lambda counts: SequenceMean()(counts, Totals.of(counts))``.
-            tool_mask: [B, T] 1 on the policy's own tokens, 0 on what a tool or environment wrote.
-            logp_old, logp_sampler, logp_ref, entropy_old, turn, value_old, value_target: [B, T].
-
-        Returns:
-            A batch that ``scatter_back`` works on.
-
-        Raises:
-            InputError: a tensor of another shape than the mask's.
-
-        Example:
-            >>> mask = torch.tensor([[1, 1, 0], [0, 1, 0]])
-            >>> old = torch.tensor([[-0.1, -0.2, 9.0], [9.0, -0.3, 9.0]])
-            >>> batch = TokenBatch.from_padded(mask, torch.tensor([1.0, -1.0]), torch.ones(2, 3), logp_old=old)
-            >>> batch.sequence, batch.advantage, batch.logp_old
-            (tensor([0, 0, 1]), tensor([ 1.,  1., -1.]), tensor([-0.1000, -0.2000, -0.3000]))
-        """
-        optional = {
-            "tool_mask": tool_mask,
-            "logp_old": logp_old,
-            "logp_sampler": logp_sampler,
-            "logp_ref": logp_ref,
-            "entropy_old": entropy_old,
-            "turn": turn,
-            "value_old": value_old,
-            "value_target": value_target,
-        }
-        given = {name: value for name, value in optional.items() if value is not None}
-        shape = tuple(completion_mask.shape)
-        shapes = {name: tuple(value.shape) for name, value in given.items()}
-        shapes["advantages"] = tuple(advantages.shape) + shape[advantages.ndim :]
-        if isinstance(token_weight, Tensor):
-            shapes["token_weight"] = tuple(token_weight.shape)
-        wrong = {name: value for name, value in shapes.items() if value != shape}
-        if wrong:
-            raise InputError(
-                needed=f"tensors of the shape of completion_mask, {shape}",
-                given=", ".join(f"{name} of {value}" for name, value in wrong.items()),
-                remedy="Give every tensor as [B, T]; advantages may be [B].",
-            )
-        mask = completion_mask.bool()
-        if "tool_mask" in given:
-            mask = mask & given.pop("tool_mask").bool()
-        sequence, column = mask.nonzero(as_tuple=True)
-        if isinstance(token_weight, Tensor):
-            weight = token_weight[sequence, column]
-        else:
-            weight = token_weight(tuple(mask.sum(1).tolist())).to(mask.device)
-        tokens: dict[str, Any] = {name: value[sequence, column] for name, value in given.items()}
-        return cls(
-            sequence=sequence,
-            num_sequences=shape[0],
-            advantage=advantages[sequence] if advantages.ndim == 1 else advantages[sequence, column],
-            token_weight=weight,
-            column=column,
-            num_columns=shape[1],
-            **tokens,
-        )
-
-    def scatter_back(self, values: Float[Tensor, "N"]) -> Float[Tensor, "B T"]:
-        """Per-token results in the padded shape that ``from_padded`` was given, 0 where no token is trained.
-
-        Gradient: through ``values``.
-
-        Raises:
-            InputError: the batch was not made by ``from_padded``, or the values are not one a token.
-
-        Example:
-            >>> batch = TokenBatch.from_padded(torch.tensor([[0, 1], [1, 1]]), torch.zeros(2), torch.ones(2, 2))
-            >>> batch.scatter_back(torch.tensor([5.0, 6.0, 7.0]))
-            tensor([[0., 5.],
-                    [6., 7.]])
-        """
-        if self.column is None or self.num_columns is None:
-            raise InputError(
-                needed="a batch made by TokenBatch.from_padded",
-                given="one that was packed from the start",
-                remedy="Split per-token results by `sequence` instead.",
-            )
-        if len(values) != self.num_tokens:
-            raise InputError(
-                needed=f"one value for each of {self.num_tokens} tokens",
-                given=str(len(values)),
-                remedy="Give the results of this batch.",
-            )
-        padded = values.new_zeros(self.num_sequences, self.num_columns)
-        return padded.index_put((self.sequence, self.column), values)
 
     @property
     def num_tokens(self) -> int:

@@ -12,6 +12,7 @@ from logitless.errors import InputError, UnavailableError
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import compile_layers
 from logitless.models.lora import LoraOptions, add_lora
+from logitless.rollout.engine import Weights
 from logitless.rollout.sampling import SamplingOptions, sampling_logp
 from logitless.rollout.transformers import TransformersSampler
 from logitless.types import Completion, Prompt
@@ -266,9 +267,11 @@ def test_a_trained_model_is_sampled_with_its_new_weights():
     before = engine.sample(asked, 2, options, seed=0)
     with torch.no_grad():
         model.lm_head.weight.neg_()
-    engine.update_weights(model, version=3)
-    assert engine.version == 3
-    assert engine.sample(asked, 2, options, seed=0) != before
+    engine.load(Weights.of(model), version=3)
+    after = engine.sample(asked, 2, options, seed=0)
+    assert [c.token_ids for c in after[0]] != [c.token_ids for c in before[0]]
+    assert {c.weights_version for c in before[0]} == {0}
+    assert {c.weights_version for c in after[0]} == {3}
 
 
 def test_an_adapter_is_sampled_with():

@@ -23,6 +23,7 @@ from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.lm_head import backbone_hidden
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.packed import PACKED
+from logitless.objective.advantage import AdvantageInputs
 from logitless.objective.inputs import required
 from logitless.objective.presets import trl as trl_preset
 from logitless.train.config import Backend
@@ -215,9 +216,10 @@ class Rollouts:
                 pairs.append((prompt, _completion(prompt, chance.randint(longest // 8, longest), vocabulary, chance)))
                 rewards.append(float(c < right))
         group = torch.arange(workload.prompts).repeat_interleave(size)
-        estimator: Any = ALGORITHM.advantage
+        assert ALGORITHM.advantage is not None
+        inputs = AdvantageInputs(torch.tensor(rewards), group, sequence=torch.arange(len(group)))
         groups = tuple(tuple(range(p * size, (p + 1) * size)) for p in range(workload.prompts))
-        return cls(pack(pairs), estimator(torch.tensor(rewards), group).float(), groups, workload)
+        return cls(pack(pairs), ALGORITHM.advantage(inputs).advantage, groups, workload)
 
     @classmethod
     def single(cls, completion_tokens: int, workload: Workload, vocabulary: int) -> "Rollouts":

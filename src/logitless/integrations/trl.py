@@ -27,6 +27,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from logitless.errors import ConfigurationError, UnavailableError
 from logitless.head.api import token_scores
+from logitless.integrations.padded import Places, from_padded
 from logitless.models.lm_head import backbone, lm_head, verify_lm_head
 from logitless.objective.algorithm import Algorithm
 from logitless.objective.entropy import EntropyController
@@ -175,26 +176,26 @@ class GRPOTrainer(trl.GRPOTrainer):
             **{name: inputs.get(name) for name in _MULTIMODAL},
         )
         self._head.live = None
-        batch = self._token_batch(inputs, logp.detach(), mode)
-        rows = (batch.sequence, batch.column)
+        batch, places = self._token_batch(inputs, logp.detach(), mode)
+        entropy = entropy if objective.entropy_bonus is not None else entropy.detach()
         controller = self._entropy_controller()
         output = objective(
-            logp[rows],
-            entropy[rows] if objective.entropy_bonus is not None else entropy.detach()[rows],
+            places.taken_from(logp),
+            places.taken_from(entropy),
             batch,
             beta=0.0 if self._kl_controller is None else self._kl_controller.beta,
             entropy_coefficient=None if controller is None else controller.applied,
             gather=lambda part: self.accelerator.gather(self.accelerator.pad_across_processes(part)),
         )
-        self._log_metrics(output, batch, mode)
+        self._log_metrics(output, batch, places, mode)
         if mode == "train":
             self._steer(output, controller, batch.num_sequences)
         return output.loss
 
-    def _token_batch(self, inputs: Mapping[str, Any], logp: Tensor, mode: str) -> TokenBatch:
+    def _token_batch(self, inputs: Mapping[str, Any], logp: Tensor, mode: str) -> tuple[TokenBatch, Places]:
         """The packed micro-batch; in training its weights are those of one micro-batch of many."""
         weighting = self.algorithm.weighting
-        batch = TokenBatch.from_padded(
+        batch, places = from_padded(
             inputs["completion_mask"],
             inputs["advantages"],
             lambda counts: weighting(counts, self._totals(counts, inputs, mode)),
@@ -207,12 +208,12 @@ class GRPOTrainer(trl.GRPOTrainer):
             counts = tuple(torch.bincount(batch.sequence, minlength=batch.num_sequences).tolist())
             totals = replace(self._totals(counts, inputs, mode), num_steps=1.0)
             batch = replace(batch, entropy_weight=MicroBatchTokenMean()(counts, totals).to(logp.device))
-        return batch
+        return batch, places
 
     def _totals(self, counts: tuple[int, ...], inputs: Mapping[str, Any], mode: str) -> Totals:
         """What TRL divides by: as many of this micro-batch as a step has, or the tokens of the generation batch."""
         accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1
-        if getattr(self.algorithm.weighting, "scope", "step") == "step":
+        if not self.algorithm.weighting.spans_block:
             return Totals(sum(counts) * accumulation, len(counts) * accumulation, num_micro_batches=accumulation)
         num_steps = self.args.steps_per_generation / accumulation if mode == "train" else 1.0
         return Totals(
@@ -255,16 +256,16 @@ class GRPOTrainer(trl.GRPOTrainer):
                 self._metrics["train"]["beta"].append(beta.beta)
                 self._kl_window = None
 
-    def _log_metrics(self, output: ObjectiveOutput, batch: TokenBatch, mode: str) -> None:
+    def _log_metrics(self, output: ObjectiveOutput, batch: TokenBatch, places: Places, mode: str) -> None:
         """TRL's own metrics but ``vespo/phi_seq_mean``, from the objective's tensors."""
         metrics = self._metrics[mode]
-        counts = batch.scatter_back(output.trained.float()).sum(1)
+        counts = places.scatter_back(output.trained.float()).sum(1)
 
         def token_mean(values: Tensor) -> float:
             return self._mean(values.sum(), output.trained.sum().float())
 
         def of_sequences(flags: Tensor) -> Tensor:
-            return batch.scatter_back(flags.float()).sum(1) / counts
+            return places.scatter_back(flags.float()).sum(1) / counts
 
         def mean(flags: Tensor) -> float:
             if self.algorithm.objective.ratio.name == "token":

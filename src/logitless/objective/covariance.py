@@ -5,17 +5,12 @@ with it most of the fall of entropy.
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from logitless.objective.advantage import one_rank
-
-GatherOverRanks = Callable[[Tensor], Tensor]
-"""The rows of every rank end to end, in the same order on every rank; lengths may differ
-(``distributed.gather_over_group``)."""
+from logitless.objective.over_ranks import GatherOverRanks, one_rank
 
 
 def token_covariance(

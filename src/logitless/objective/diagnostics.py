@@ -10,11 +10,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from logitless.objective.advantage import one_rank
-from logitless.objective.covariance import GatherOverRanks
 from logitless.objective.divergence import k1, k2, k3
 from logitless.objective.filters import quantile
 from logitless.objective.objective import ObjectiveOutput
+from logitless.objective.over_ranks import GatherOverRanks, one_rank
 
 
 def effective_fraction(weight: Float[Tensor, "N"], counted: Bool[Tensor, "N"]) -> Float[Tensor, ""]:

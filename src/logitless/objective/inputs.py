@@ -16,8 +16,10 @@ _REMEDIES = {
     "turn": "Set TokenBatch.turn",
     "value": "Score the batch with a policy that has a value head",
     "value_old": "Keep the values of the scoring pass and set TokenBatch.value_old",
-    "value_target": "Set TokenBatch.value_target to the second result of advantage.Gae",
+    "value_target": "Set TokenBatch.value_target to that of advantage.Gae",
     "value_weight": "Set TokenBatch.value_weight to the step's objective.value.value_weight(...)",
+    "scores": "Give the scores of each reward function in AdvantageInputs.scores",
+    "weights": "Give the weights of the reward functions in AdvantageInputs.weights",
     "selected": "Attach the block's selection with Objective.block_statistics(block).attach(block)",
 }
 

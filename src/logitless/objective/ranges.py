@@ -9,13 +9,16 @@ Gives up: ids must not decrease, and MPS, which has no float64.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from logitless.errors import InputError
+
+Grain = Literal["token", "turn", "sequence"]
+"""How far one number reaches: a single token, an assistant turn, or a whole sequence."""
 
 SumOverRanks = Callable[[Tensor], Tensor]
 """A differentiable all-reduce (sum) over the ranks that hold parts of the same sequences."""

@@ -15,9 +15,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.advantage import SumOverRanks, one_rank
-from logitless.objective.covariance import GatherOverRanks
 from logitless.objective.inputs import required
+from logitless.objective.over_ranks import GatherOverRanks, SumOverRanks, one_rank
 from logitless.types import TokenBatch
 
 

@@ -7,17 +7,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.advantage import (
-    Advantage,
-    Gae,
-    Gdpo,
-    ReinforcePP,
-    pay_at_last_token,
-    turn_index,
-)
+from logitless.objective.advantage import Advantage, AdvantageInputs, turn_index
 from logitless.objective.divergence import kl_in_reward
 from logitless.objective.inputs import required
-from logitless.objective.ranges import Ranges
+from logitless.objective.over_ranks import SumOverRanks, one_rank
 from logitless.train.block import AdvantagedBlock, PackedBlock, ScoredBlock
 from logitless.train.judge import number, rewards_of_groups
 from logitless.types import Group
@@ -30,82 +23,72 @@ def with_advantages(
     *,
     weights: Mapping[str, float],
     kl_beta: float = 0.0,
+    sum_over_ranks: SumOverRanks = one_rank,
 ) -> AdvantagedBlock:
     """The block with ``advantage`` (and ``value_target``) from the groups' rewards.
 
-    A KL in the reward is paid per token by estimators of token returns, and subtracted as its sum over the sequence
-    before group statistics by the others. A completion without a reward has advantage 0 and no value target (NaN).
+    A KL in the reward, and what an environment paid at the turns, is paid token by token by estimators of token
+    returns, and summed over the completion before group statistics by the others. A completion without a reward has
+    advantage 0 and no value target (NaN).
 
     Args:
-        block: scored; with ``kl_beta`` under a reference too, for GAE with values.
+        block: scored; with ``kl_beta`` under a reference too, for estimators of values with values.
         groups: in the order they were packed.
         estimator: of the algorithm; None (a loss that reads no advantage) gives 0.
         weights: of the reward functions, for estimators that take them apart.
         kl_beta: coefficient of the KL in the reward; 0 for none.
+        sum_over_ranks: where other ranks hold other groups of the block.
 
     Raises:
-        ConfigurationError: a KL or rewards of turns beside GDPO, which reads the functions and not their sum.
+        ConfigurationError: rewards of turns beside an estimator that reads the functions and not their sum.
     """
-    if isinstance(estimator, Gdpo) and kl_beta:
+    if estimator is None:
+        return AdvantagedBlock(**vars(block), advantage=torch.zeros(block.packed.num_tokens), value_target=None)
+    turn_rewards = rewards_of_turns(block, groups)
+    if turn_rewards is not None and estimator.reads_functions:
         raise ConfigurationError(
-            needed="one reward a completion for a KL in the reward",
-            given=f"kl_beta={kl_beta} beside gdpo, which takes the reward functions apart",
-            remedy="Put the KL in the loss (kl.placement: loss), or choose another advantage.",
-        )
-    if isinstance(estimator, Gdpo) and any(g.turn_rewards for g in groups):
-        raise ConfigurationError(
-            needed="rewards of functions, which gdpo takes apart",
+            needed=f"rewards of functions, which {estimator.name!r} takes apart",
             given="rewards that an environment paid at the turns",
             remedy="Choose another advantage.",
         )
-    packed, sequence = block.packed, block.packed.sequence
-    if estimator is None:
-        return _with(block, torch.zeros(packed.num_tokens))
     rewards, group = rewards_of_groups(groups)
-    kl = torch.zeros(packed.num_tokens)
+    if turn_rewards is not None:  # what is left for the end
+        rewards = rewards - torch.tensor([sum(paid) for g in groups for paid in _paid(g)], dtype=rewards.dtype)
+    kl = None
     if kl_beta:
         kl = kl_beta * kl_in_reward(block.logp_old, required(block.logp_ref, "logp_ref"))
-    if isinstance(estimator, ReinforcePP | Gae):
-        paid = paid_at_tokens(block, groups) - kl
-        if isinstance(estimator, Gae):
-            advantage, value_target = estimator(paid, sequence, block.value_old, packed.turn)
-            unscored = rewards.isnan()[sequence]
-            return _with(block, advantage, value_target.masked_fill(unscored, torch.nan))
-        return _with(block, estimator(paid, sequence)[0])
-    trained = torch.ones(packed.num_tokens, dtype=torch.bool)
-    penalty = Ranges(sequence, packed.num_sequences, trained).sum(kl)
-    if isinstance(estimator, Gdpo):
-        names = list(weights)
-        per_function = torch.tensor([[number(v[n].score) for n in names] for g in groups for v in g.verdicts])
-        per_sequence = estimator(per_function, group, torch.tensor([weights[n] for n in names]))
-    else:
-        per_sequence = estimator(rewards - penalty, group)
-    return _with(block, per_sequence[sequence])
+    scores = [[number(v[name].score) for name in weights] for g in groups for v in g.verdicts]
+    inputs = AdvantageInputs(
+        rewards=rewards,
+        group=group,
+        sequence=block.packed.sequence,
+        kl=kl,
+        turn_rewards=turn_rewards,
+        turn=block.packed.turn,
+        scores=torch.tensor(scores),
+        weights=torch.tensor(list(weights.values())),
+        values=block.value_old,
+    )
+    found = estimator(inputs, sum_over_ranks)
+    return AdvantagedBlock(**vars(block), advantage=found.advantage, value_target=found.value_target)
 
 
-def paid_at_tokens(block: PackedBlock, groups: Sequence[Group]) -> Float[Tensor, "N"]:
-    """[N] rewards as they are paid: a turn's at its last token, what the rewards said at the completion's last token.
-
-    Summed over a completion this is its reward, NaN where it has none.
+def rewards_of_turns(block: PackedBlock, groups: Sequence[Group]) -> Float[Tensor, "K"] | None:
+    """What the environment paid for each turn that has a scored token, in the order of the tokens; None if nothing.
 
     Args:
         block: packed.
         groups: in the order they were packed.
     """
-    rewards, _ = rewards_of_groups(groups)
-    sequence = block.packed.sequence
-    turns = [paid for g in groups for paid in (g.turn_rewards or ((),) * len(g.completions))]
-    if not any(turns):
-        return pay_at_last_token(rewards, sequence)
-    said = rewards - torch.tensor([sum(paid) for paid in turns], dtype=rewards.dtype)
-    owner = turn_index(sequence, block.packed.turn)
+    paid = [turns for g in groups for turns in _paid(g)]
+    if not any(paid):
+        return None
+    sequence, turn = block.packed.sequence, block.packed.turn
+    owner = turn_index(sequence, turn)
     first = torch.cat([torch.ones(1, dtype=torch.bool), owner.diff() > 0])
-    of_turn = zip(sequence[first].tolist(), block.packed.turn[first].tolist(), strict=True)
-    at_turns = torch.tensor([turns[s][t] if turns[s] else 0.0 for s, t in of_turn], dtype=rewards.dtype)
-    return pay_at_last_token(said, sequence) + pay_at_last_token(at_turns, owner)
+    turns = zip(sequence[first].tolist(), turn[first].tolist(), strict=True)
+    return torch.tensor([paid[s][t] if paid[s] else 0.0 for s, t in turns])
 
 
-def _with(
-    block: ScoredBlock, advantage: Float[Tensor, "N"], value_target: Float[Tensor, "N"] | None = None
-) -> AdvantagedBlock:
-    return AdvantagedBlock(**vars(block), advantage=advantage, value_target=value_target)
+def _paid(group: Group) -> tuple[tuple[float, ...], ...]:
+    return group.turn_rewards or ((),) * len(group.completions)

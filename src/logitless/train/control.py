@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from logitless.objective.algorithm import Algorithm
 from logitless.objective.divergence import kl_in_reward
-from logitless.objective.entropy import EntropyBonus, EntropyController
+from logitless.objective.entropy import EntropyController
 from logitless.objective.inputs import required
 from logitless.objective.kl_control import KLController
 from logitless.train.config import KLInLoss, KLInReward
@@ -20,12 +21,12 @@ class Controllers:
 
     Args:
         kl: of the recipe, or None.
-        bonus: of the objective, or None.
+        algorithm: of the recipe.
     """
 
-    def __init__(self, kl: KLInLoss | KLInReward | None, bonus: EntropyBonus | None) -> None:
-        self._kl_section, self._bonus = kl, bonus
-        self._kl = None if kl is None else KLController(kl.control)
+    def __init__(self, kl: KLInLoss | KLInReward | None, algorithm: Algorithm) -> None:
+        self._kl_section, self._bonus = kl, (bonus := algorithm.objective.entropy_bonus)
+        self._kl = None if algorithm.kl_control is None else KLController(algorithm.kl_control)
         self._entropy = EntropyController(bonus) if bonus is not None and bonus.adaptive else None
         self._kl_of_epoch: list[float] = []
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from logitless.data.packing import StepPlan, plan_epoch
+from logitless.distributed.ranks import Ranks
 from logitless.errors import TrainingError
 from logitless.objective.algorithm import Algorithm
 from logitless.objective.objective import BlockStatistics
@@ -85,6 +86,7 @@ class Learner:
         policy: trained in place.
         reference: scores under the frozen policy, or None without a KL.
         reward_weights: by name, for advantages that take the rewards apart.
+        ranks: that train the policy together; everything that one rank has to know of the others goes through it.
     """
 
     def __init__(
@@ -95,7 +97,9 @@ class Learner:
         reference: Scorer | None,
         *,
         reward_weights: Mapping[str, float],
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = Ranks.alone() if ranks is None else ranks
         self.recipe, self.algorithm, self.policy, self.reference = recipe, algorithm, policy, reference
         self.reward_weights = reward_weights
         self.optimizer = adamw(
@@ -105,7 +109,7 @@ class Learner:
             value_head=() if policy.value_head is None else policy.value_head.parameters(),
             value_head_factor=value_head_section(recipe).learning_rate_factor,
         )
-        self.controllers = Controllers(recipe.kl, algorithm.objective.entropy_bonus)
+        self.controllers = Controllers(recipe.kl, algorithm)
         self.progress = Progress()
         self._current: _InTraining | None = None
 
@@ -139,14 +143,17 @@ class Learner:
             self.algorithm.advantage,
             weights=self.reward_weights,
             kl_beta=self.controllers.beta_in_reward,
+            sum_over_ranks=self.ranks.sum,
         )
 
     def begin(self, block: AdvantagedBlock) -> None:
         """Settle what no step may change: the plan of each epoch, dropped completions, statistics of the block."""
         train, objective = self.recipe.train, self.algorithm.objective
-        dropped = tuple(truncated and train.drop_truncated for truncated in block.truncated)
+        dropped = tuple(truncated and self.algorithm.drop_truncated for truncated in block.truncated)
         tokens = block.tokens(trained=~torch.tensor(dropped))
-        statistics = objective.block_statistics(tokens, generator=self._generator("selection", self.progress.block))
+        statistics = objective.block_statistics(
+            tokens, gather=self.ranks.gather, generator=self._generator("selection", self.progress.block)
+        )
         self._current = _InTraining(
             block,
             tokens if statistics is None else statistics.attach(tokens),
@@ -205,7 +212,9 @@ class Learner:
             statistics=statistics,
             seed=derived_seed(recipe.seed, "step", progress.step),
             value_loss=self.algorithm.value_loss,
+            gather=self.ranks.gather,
         )
+        self.ranks.sum_gradients(self.policy.named_parameters().values())
         rate = learning_rate(progress.step, progress.block / recipe.train.blocks, recipe.train.optimizer)
         norm, taken = take_step(self.optimizer, rate=rate, max_grad_norm=recipe.train.max_grad_norm)
         progress.step += 1

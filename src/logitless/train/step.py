@@ -20,6 +20,7 @@ from logitless.errors import InputError
 from logitless.objective.diagnostics import step_diagnostics
 from logitless.objective.inputs import required
 from logitless.objective.objective import BlockStatistics, Objective, ObjectiveOutput
+from logitless.objective.over_ranks import GatherOverRanks, one_rank
 from logitless.objective.value import ValueLoss, ValueOutput, value_diagnostics, value_weight
 from logitless.objective.weighting import MicroBatchTokenMean, Totals, Weighting
 from logitless.train.config import Backend
@@ -90,10 +91,10 @@ def step_batch(
         One a row of the plan, on the CPU.
     """
     counts = packed.inputs.source_counts
-    over = range(packed.num_sequences) if _of_block(weighting) else plan.sequences
+    over = range(packed.num_sequences) if weighting.spans_block else plan.sequences
     totals = replace(
         Totals.of(tuple(counts[s] for s in over), [dropped[s] for s in over]),
-        num_steps=float(num_steps) if _of_block(weighting) else 1.0,
+        num_steps=float(num_steps) if weighting.spans_block else 1.0,
         num_micro_batches=max(1, len(plan.micro_batches)),
     )
 
@@ -129,6 +130,7 @@ def backward(
     statistics: BlockStatistics | None,
     seed: int,
     value_loss: ValueLoss | None = None,
+    gather: GatherOverRanks = one_rank,
 ) -> list[MicroBatchOutput]:
     """Add the gradient of the step's loss to the parameters' ``.grad``; what the diagnostics need comes back.
 
@@ -143,6 +145,7 @@ def backward(
         statistics: of the block.
         seed: for objectives that choose tokens at random in each micro-batch.
         value_loss: of the algorithm, for a policy with a value head.
+        gather: over ranks, for parts that choose tokens in each micro-batch.
 
     Raises:
         InputError: no micro-batch: a step of sequences without scored tokens has no gradient to take.
@@ -163,6 +166,7 @@ def backward(
             beta=beta,
             entropy_coefficient=entropy_coefficient,
             block=statistics,
+            gather=gather,
             generator=generator,
         )
         value_output = None if value_loss is None else value_loss(required(scores.value, "value"), on_device.tokens)
@@ -218,7 +222,3 @@ def metric_name(diagnostic: str) -> str:
     if kind in ("ref", "old"):
         return f"kl_{kind}/{rest}"
     return f"filter/{rest}/dropped_fraction" if kind == "dropped" else f"{kind}/{rest}"
-
-
-def _of_block(weighting: Weighting) -> bool:
-    return not isinstance(weighting, MicroBatchTokenMean) and weighting.scope == "block"
