@@ -203,6 +203,10 @@ class TrainSection(Section):
         1.0, description="global norm to clip at; a value head has a norm of its own"
     )
     max_skipped_in_a_row: PositiveInt = Field(5, description="non-finite steps in a row that stop the run")
+    max_unscored_fraction: float = Field(
+        0.5, ge=0, le=1, description="share of a block's completions that a reward function may fail at"
+    )
+    max_blocks_unscored: PositiveInt = Field(3, description="blocks in a row over that share that stop the run")
     max_blocks_without_signal: PositiveInt = Field(20, description="such blocks in a row that stop the run")
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     training_backend: Backend = Field("auto", description="head backend with gradients")

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from logitless.errors import TrainingError
 from logitless.train import checkpoint as checkpoints
-from logitless.train.block import AdvantagedBlock, pack_groups
+from logitless.train.block import AdvantagedBlock, JudgedBlock, pack_groups
 from logitless.train.block_metrics import (
     advantage_metrics,
     advantages_of,
@@ -31,6 +31,7 @@ from logitless.train.interrupt import Interrupt
 from logitless.train.journal import Journal
 from logitless.train.learner import Learner
 from logitless.train.metrics import Numbers
+from logitless.train.unscored import UnscoredLimit
 
 
 class Loop:
@@ -59,6 +60,9 @@ class Loop:
         self.engines = Engines(collector.engine, evaluation.engine)
         self.block_metrics: Numbers = {}
         self.without_signal_in_a_row = 0
+        self.unscored = UnscoredLimit(
+            max_fraction=recipe.train.max_unscored_fraction, max_blocks=recipe.train.max_blocks_unscored
+        )
         self.interrupt = Interrupt(journal.message)
         self.saver = checkpoints.BackgroundSaver(journal.folder.checkpoints, keep=recipe.checkpoint.keep)
 
@@ -107,10 +111,11 @@ class Loop:
         before = self.collector.state_dict()
         try:
             with self.interrupt.at_once():
-                block = self._prepared()
+                judged, block = self._prepared()
         except KeyboardInterrupt:
             self.collector.load_state_dict(before)
             return False
+        self.unscored.see(judged.drawn)
         if block is None:
             self._pass_over()
             return False
@@ -118,8 +123,8 @@ class Loop:
         self.learner.begin(block)
         return True
 
-    def _prepared(self) -> AdvantagedBlock | None:
-        """The next block, drawn and judged, packed, scored and with advantages; None without a token to train on."""
+    def _prepared(self) -> tuple[JudgedBlock, AdvantagedBlock | None]:
+        """The next block as drawn and judged, and packed, scored and with advantages; None without a token."""
         number, journal = self._done + 1, self.journal
         with journal.phase("rollout") as seconds:
             judged = self.collector.next(self._done, length_factor=self.learner.controllers.length_factor)
@@ -129,7 +134,7 @@ class Loop:
         packed = pack_groups(judged.trained)
         if not packed.packed.num_tokens:
             journal.write_rollouts(number, judged)
-            return None
+            return judged, None
         with journal.phase("scoring") as seconds:
             scored = self.learner.score(packed)
         self.block_metrics |= scoring_metrics(scored, seconds=seconds[0])
@@ -137,7 +142,7 @@ class Loop:
         advantages = advantages_of(block, judged)
         self.block_metrics |= advantage_metrics(advantages, self.learner.algorithm.advantage) | value_metrics(block)
         journal.write_rollouts(number, judged, advantages)
-        return block
+        return judged, block
 
     def _pass_over(self) -> None:
         """Write the metrics of a block with nothing to train on; too many in a row end the run."""
@@ -188,6 +193,7 @@ class Loop:
                     "journal": self.journal.state_dict(),
                     "block_metrics": self.block_metrics,
                     "without_signal_in_a_row": self.without_signal_in_a_row,
+                    "unscored_in_a_row": self.unscored.in_a_row,
                     "random": checkpoints.random_state(),
                 },
             )
@@ -199,6 +205,7 @@ class Loop:
             self.collector.load_state_dict(saved.state["collector"])
             self.block_metrics = dict(saved.state["block_metrics"])
             self.without_signal_in_a_row = saved.state["without_signal_in_a_row"]
+            self.unscored.in_a_row = saved.state["unscored_in_a_row"]
             checkpoints.restore_random(saved.tensors, saved.state["random"])
             self.journal.load_state_dict(saved.state["journal"])
         except (KeyError, TypeError, AttributeError) as error:
