@@ -45,12 +45,6 @@ def test_taking_sequences_keeps_each_of_them_whole():
     assert tokens.take([2, 1, 0]).advantage.tolist() == [3.0, 1.0, 2.0]
 
 
-def test_a_packed_batch_has_one_value_a_scored_token():
-    inputs = PackedInputs(torch.zeros(2, dtype=torch.long), torch.arange(2), (2,), torch.tensor([0, 1]), (2,))
-    with pytest.raises(InputError, match="turn of length 3"):
-        PackedBatch(inputs, torch.zeros(2, dtype=torch.long), torch.zeros(3, dtype=torch.long), torch.zeros(2))
-
-
 def test_an_episode_is_paid_once_a_turn_or_not_at_all():
     completion = Completion("7", (1, 2, 3), "", "stop", trained=(True, False, True), turn=(0, 0, 1))
     assert Episode(completion, (), turn_rewards=(0.5, 0.0)).num_turns == 2

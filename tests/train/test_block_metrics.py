@@ -28,7 +28,7 @@ def test_the_number_of_clipped_advantages_is_there_exactly_when_there_is_a_limit
     assert "advantage/clipped" not in advantage_metrics([[1.0, 2.0]], GroupCentered())
     estimator = GroupCentered(clip=0.7)  # 0.7 is not a float32
     batch = advantaged([group_of("7", [0.0, 3.0, 1.5])], estimator)
-    found = advantage_metrics(advantages_of(batch, [group_of("7", [0.0, 3.0, 1.5])], [True]), estimator)
+    found = advantage_metrics(advantages_of(batch, judged([group_of("7", [0.0, 3.0, 1.5])])), estimator)
     assert found["advantage/clipped"] == 2
     assert found["advantage/mean"] == 0
     assert found["advantage/std"] == pytest.approx(0.7)

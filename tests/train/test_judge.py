@@ -79,13 +79,13 @@ class Turns(Length):
 
     def episode_verdicts(self, episodes, columns):
         assert len(columns["answer"]) == len(episodes)
-        return [Verdict.graded(sum(m["role"] == "assistant" for m in e.messages)) for e in episodes]
+        return [Verdict.graded(float(sum(m["role"] == "assistant" for m in e.messages))) for e in episodes]
 
 
 def test_a_reward_that_judges_episodes_is_given_them_and_the_others_their_text():
     prompts = [Prompt("a", "?", (1,), {"answer": "a1"})]
     episodes = [[Episode(e.completion, ({"role": "assistant"},) * n) for n, e in enumerate(_episodes(prompts)[0])]]
-    rewards = [WeightedReward(Turns(), name="turns"), *weighted([Exact()])]
+    rewards = [WeightedReward(Turns(), name="turns"), WeightedReward(Exact())]
     (group,) = judge(prompts, episodes, rewards, unscored="leave_out")
     assert [list(v) for v in group.verdicts] == [["turns", "exact"]] * 2
     assert [v["turns"].score for v in group.verdicts] == [0, 1]

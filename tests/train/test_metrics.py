@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from logitless.errors import InputError
-from logitless.train.block import block_metrics
+from logitless.train.block_metrics import block_metrics
 from logitless.train.metrics import METRICS, check_names, metric_of, metrics_page, repeatable
 from logitless.train.step import metric_name
 from tests.train.fake_run import fake_groups
+from tests.train.groups import judged
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -94,4 +95,4 @@ def test_the_page_of_the_documentation_is_the_list():
 
 def test_the_numbers_of_a_block_are_on_the_list():
     groups = fake_groups(1, 2)
-    check_names(block_metrics(groups, num_trained=len(groups), rounds=1))
+    check_names(block_metrics(judged(groups), seconds=1.0))

@@ -163,7 +163,7 @@ def test_recorded_completions_that_changed_under_a_run_are_noticed(tmp_path):
 # --- state that cannot be read --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", ["progress", "controllers", "collector", "journal", "random", "block_metrics"])
+@pytest.mark.parametrize("key", ["progress", "controllers", "collector", "journal", "random", "loop"])
 def test_a_state_without_a_key_is_an_error_that_names_the_checkpoint(tmp_path, key):
     folder, _ = start(tiny_recipe(tmp_path, **SHORT))
     last = checkpoints.checkpoints(folder.checkpoints)[-1]

@@ -152,6 +152,8 @@ def play(
         >>> class Parrot:
         ...     def sample(self, prompts, num_samples, options, *, seed):
         ...         return [[Completion(p.id, p.token_ids, p.text, "stop")] * num_samples for p in prompts]
+        ...     def load(self, weights, version): ...
+        ...     def close(self): ...
         >>> asked = [Prompt("7", "2+2=", (4, 9))]
         >>> [[episode]] = play(Parrot(), asked, SingleTurn(), num_samples=1, options=SamplingOptions(9), seed=0)
         >>> episode.completion.token_ids, [message["role"] for message in episode.messages]

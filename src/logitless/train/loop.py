@@ -11,10 +11,7 @@ waits for the learner's weights, the learner for the collector's block. A run th
 because all that is random follows from the seed and the numbers that a checkpoint holds.
 """
 
-from transformers import PreTrainedTokenizerBase
-
 from logitless.errors import TrainingError
-from logitless.train import checkpoint as checkpoints
 from logitless.train.block import AdvantagedBlock, JudgedBlock, pack_groups
 from logitless.train.block_metrics import (
     advantage_metrics,
@@ -23,6 +20,7 @@ from logitless.train.block_metrics import (
     scoring_metrics,
     value_metrics,
 )
+from logitless.train.checkpoint import BackgroundSaver, Checkpoint, checkpoints, damaged
 from logitless.train.collector import Collector
 from logitless.train.config import Recipe
 from logitless.train.engines import Engines
@@ -31,6 +29,7 @@ from logitless.train.interrupt import Interrupt
 from logitless.train.journal import Journal
 from logitless.train.learner import Learner
 from logitless.train.metrics import Numbers
+from logitless.train.saving import restore_run, save_run
 from logitless.train.unscored import UnscoredLimit
 
 
@@ -43,7 +42,6 @@ class Loop:
         learner: trains on them.
         evaluation: of held-out prompts.
         journal: is told everything.
-        tokenizer: saved beside the weights.
     """
 
     def __init__(
@@ -53,9 +51,8 @@ class Loop:
         learner: Learner,
         evaluation: Evaluation,
         journal: Journal,
-        tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        self.recipe, self.tokenizer = recipe, tokenizer
+        self.recipe = recipe
         self.collector, self.learner, self.evaluation, self.journal = collector, learner, evaluation, journal
         self.engines = Engines(collector.engine, evaluation.engine)
         self.block_metrics: Numbers = {}
@@ -63,14 +60,14 @@ class Loop:
         self.unscored = UnscoredLimit(
             max_fraction=recipe.train.max_unscored_fraction, max_blocks=recipe.train.max_blocks_unscored
         )
+        self.saver = BackgroundSaver(journal.folder.checkpoints, keep=recipe.checkpoint.keep)
         self.interrupt = Interrupt(journal.message)
-        self.saver = checkpoints.BackgroundSaver(journal.folder.checkpoints, keep=recipe.checkpoint.keep)
 
     def run(self) -> bool:
         """Train to the end, or to Ctrl-C; returns whether the run is complete. Either way a checkpoint is saved."""
         with self.interrupt.heard():
             self._hand_over()
-            if not checkpoints.checkpoints(self.journal.folder.checkpoints):
+            if not checkpoints(self.journal.folder.checkpoints):
                 self.journal.write({"step": 0, "block": 1, "epoch": 1, **self._evaluated("accuracy_before")})
                 self.save()
                 self.saver.wait()  # from here on there is something to go on from
@@ -180,33 +177,21 @@ class Loop:
         return found | {"time/evaluation_seconds": seconds[0]}
 
     def save(self) -> None:
-        """A checkpoint of everything; see ``checkpoint.py``."""
+        """Begin a checkpoint of everything."""
+        remembered = {
+            "block_metrics": self.block_metrics,
+            "without_signal_in_a_row": self.without_signal_in_a_row,
+            "unscored_in_a_row": self.unscored.in_a_row,
+        }
         with self.journal.phase("checkpoint"):
-            progress = self.learner.progress
-            self.saver.save(
-                block=progress.block,
-                step=progress.step,
-                tensors=self.learner.tensors() | checkpoints.random_tensors(),
-                state={
-                    **self.learner.state_dict(),
-                    "collector": self.collector.state_dict(),
-                    "journal": self.journal.state_dict(),
-                    "block_metrics": self.block_metrics,
-                    "without_signal_in_a_row": self.without_signal_in_a_row,
-                    "unscored_in_a_row": self.unscored.in_a_row,
-                    "random": checkpoints.random_state(),
-                },
-            )
+            save_run(self.saver, self.collector, self.learner, self.journal, remembered)
 
-    def restore(self, saved: checkpoints.Checkpoint) -> None:
-        """Go on from a checkpoint whose weights the policy already has; later lines of metrics are removed."""
+    def restore(self, saved: Checkpoint) -> None:
+        """Go on from a checkpoint, which is read into the policy that there is."""
+        remembered = restore_run(self.collector, self.learner, self.journal, saved)
         try:
-            self.learner.load_state(saved.tensors, saved.state)
-            self.collector.load_state_dict(saved.state["collector"])
-            self.block_metrics = dict(saved.state["block_metrics"])
-            self.without_signal_in_a_row = saved.state["without_signal_in_a_row"]
-            self.unscored.in_a_row = saved.state["unscored_in_a_row"]
-            checkpoints.restore_random(saved.tensors, saved.state["random"])
-            self.journal.load_state_dict(saved.state["journal"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise checkpoints.damaged(saved.folder, error) from error
+            self.block_metrics = dict(remembered["block_metrics"])
+            self.without_signal_in_a_row = remembered["without_signal_in_a_row"]
+            self.unscored.in_a_row = remembered["unscored_in_a_row"]
+        except KeyError as error:
+            raise damaged(saved.folder, error) from error

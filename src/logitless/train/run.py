@@ -134,7 +134,7 @@ def start(
         environment = environment or SingleTurn()
         collector = Collector(data.train, engines.training, environment, rewards, recipe.rollout, seed=recipe.seed)
         evaluation = evaluation_of(recipe, engines.evaluation, environment, data.held_out, rewards)
-        loop = Loop(recipe, collector, learner, evaluation, journal, tokenizer)
+        loop = Loop(recipe, collector, learner, evaluation, journal)
         view.message(f"optimizer AdamW ({implementation(learner.optimizer)})")
         if saved is not None:
             loop.restore(saved)
