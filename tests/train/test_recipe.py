@@ -131,6 +131,23 @@ def test_a_recipe_that_is_not_utf_8_or_holds_half_a_character_is_an_error(tmp_pa
     assert "whole characters" in refused(tmp_path, 'output: "\\ud800"\n')
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "output: 2024-13-45\n",
+        "output: {[1]: 2}\n",
+        "output: &a [*a]\n",
+        "output: " + "[" * 3000,
+        "output: !!int many\n",
+        "seed: 1" + "0" * 5000 + "\n",
+        "1: 2\n",
+        "output: {1: 2}\n",
+    ],
+)
+def test_yaml_that_cannot_be_a_recipe_is_an_error_in_words(tmp_path, text):
+    assert refused(tmp_path, text)
+
+
 def test_a_byte_order_mark_is_no_part_of_a_recipe(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(MINIMAL.lstrip(), encoding="utf-8-sig")

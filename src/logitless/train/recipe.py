@@ -80,6 +80,12 @@ def parse_recipe(raw: Mapping[str, Any]) -> Recipe:
         raise ConfigurationError(
             needed="texts of whole characters", given=str(error), remedy="Replace the half of a surrogate pair."
         ) from error
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigurationError(
+            needed="sections with texts as keys that do not contain themselves",
+            given=str(error),
+            remedy="See docs/configuration.md.",
+        ) from error
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
@@ -97,7 +103,7 @@ def dump_recipe(recipe: Recipe) -> str:
 def _parse(text: str, where: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # 2024-13-01 is a ValueError
         raise ConfigurationError(
             needed=f"well-formed YAML in {where}", given=str(error).replace("\n", " "), remedy="Repair that line."
         ) from error
