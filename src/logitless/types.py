@@ -14,7 +14,7 @@ from torch import Tensor
 
 from logitless.errors import InputError
 
-VerdictStatus = Literal["graded", "error", "timeout", "missing"]
+VerdictStatus = Literal["graded", "spoiled", "error", "timeout", "missing"]
 FinishReason = Literal["stop", "length"]
 
 
@@ -130,19 +130,28 @@ class Episode:
 class Verdict:
     """What a reward function says of one completion.
 
+    A completion that makes its own grading fail has a score, that of a wrong answer: or stalling would pay better than
+    being wrong. A failure that is not the completion's has none.
+
     Args:
-        score: the reward; a finite number exactly when ``status`` is ``graded``.
-        status: ``graded``; ``error`` (the grader raised or gave nonsense); ``timeout``; ``missing`` (it cannot be
-            graded here: data absent, or the function returned None).
+        score: the reward; a finite number exactly when ``status`` is ``graded`` or ``spoiled``.
+        status: ``graded``; ``spoiled`` (the completion went over a limit of time, memory or size, or ended the process
+            that graded it); ``error`` (the grader raised or gave nonsense); ``timeout`` (the grader waited for
+            something else, or the machine did not let it run); ``missing`` (it cannot be graded here: data absent, or
+            the function returned None).
         detail: (constraint id, satisfied) in the prompt's order; ids may repeat.
-        message: why there is no score.
+        message: why it was not graded.
+        traceback: of the grader, where it raised.
 
     Raises:
-        InputError: a score without ``graded``, ``graded`` without a score, or a score that is not finite.
+        InputError: a score without ``graded`` or ``spoiled``, one of these without a score, or a score that is not
+            finite.
 
     Example:
         >>> Verdict.graded(0.5, detail=(("punctuation:no_comma", True), ("startend:quotation", False))).score
         0.5
+        >>> Verdict(score=0.0, status="spoiled", message="timeout: over 2 s").score
+        0.0
         >>> Verdict(score=None, status="timeout", message="over 2 s").status
         'timeout'
     """
@@ -151,12 +160,13 @@ class Verdict:
     status: VerdictStatus
     detail: tuple[tuple[str, bool], ...] = ()
     message: str = ""
+    traceback: str = ""
 
     def __post_init__(self) -> None:
         finite = self.score is not None and abs(self.score) < float("inf")
-        if finite != (self.status == "graded"):
+        if finite != (self.status in ("graded", "spoiled")) or (self.score is not None and not finite):
             raise InputError(
-                needed="a finite score exactly when the status is 'graded'",
+                needed="a finite score exactly when the status is 'graded' or 'spoiled'",
                 given=f"score={self.score}, status={self.status!r}",
                 remedy="Use Verdict.graded(score), or score=None with another status.",
             )

@@ -20,7 +20,7 @@ Text: TypeAlias = str | Messages
 Columns: TypeAlias = Mapping[str, Sequence[Any]]
 
 MAX_CHARACTERS = 1_000_000
-"""A longer completion is not graded: its verdict is an error."""
+"""A longer completion is not graded: it scores 0, and its verdict is ``spoiled``."""
 
 TRAINER_ARGUMENTS = frozenset({"trainer_state", "log_extra", "log_metric"})
 """What TRL passes to every reward function beside the columns; not one value a completion."""
@@ -329,5 +329,5 @@ def _gradable_text(completion: Text) -> str | Verdict:
     except InputError as error:
         return Verdict(score=None, status="error", message=str(error))
     if len(text) > MAX_CHARACTERS:
-        return Verdict(score=None, status="error", message=f"{len(text)} characters, over {MAX_CHARACTERS}")
+        return Verdict(score=0.0, status="spoiled", message=f"{len(text)} characters, over {MAX_CHARACTERS}")
     return text

@@ -49,8 +49,8 @@ syllables: `syllapy`; all of them in the extra `logitless[rewards]`. tagger: nlt
 which cannot be shipped; where it is absent the verdict is `missing`, never wrong. Nothing is downloaded.
 
 **Time.** Checks are linear in the text. A keyword that holds regular-expression syntax is matched as one, as the
-official checks do. Where it repeats something (`*`, `+`, `{`), the completion is judged in a worker process within two
-seconds, after which its verdict is `timeout`, never wrong; `logitless score` judges everything in workers.
+official checks do. Where it repeats something (`*`, `+`, `{`, `?`), the completion is judged in a worker process within
+two seconds, after which it is `spoiled` and follows nothing; `logitless score` judges everything in workers.
 
 **One token** shows an answer of one word, number or sign that follows the instruction. Such instructions reward
 saying nothing: put a gate beside them. A shut gate makes the whole reward 0; its own score is logged as
