@@ -10,7 +10,7 @@ import functools
 import os
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed, wait
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,8 +30,8 @@ def run_on_ranks(
     """``function(rank, *args)`` on each rank, inside a process group of all of them; the results by rank, on the CPU.
 
     The function must be importable (defined at the top of a module), and what goes in and out must pickle. With
-    ``device="cuda"`` every rank has the GPU of its number as the current device. What a rank raised first is raised
-    here; ``TimeoutError`` where one has not answered in time.
+    ``device="cuda"`` every rank has the GPU of its number as the current device. What a rank raised is raised here, the
+    cause rather than another rank's lost connection; ``TimeoutError`` where one has not answered in time.
     """
     if device == "cuda" and torch.cuda.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} CUDA devices")
@@ -45,11 +45,19 @@ def run_on_ranks(
         ]
         try:
             for future in as_completed(futures, timeout=timeout_seconds):
-                future.result()
+                if future.exception() is not None:
+                    raise _cause(futures)
         except BaseException:
             _end_processes()
             raise
         return [future.result() for future in futures]
+
+
+def _cause(futures: list[Future[Any]]) -> BaseException:
+    """Of what the ranks raised so far, and in the second it takes to notice, what is not torch's word of it."""
+    ended = wait(futures, timeout=1).done
+    errors = [error for future in futures if future in ended and (error := future.exception()) is not None]
+    return next((error for error in errors if type(error) is not RuntimeError), errors[0])
 
 
 def _end_processes() -> None:

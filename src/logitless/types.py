@@ -487,11 +487,11 @@ class LMHead:
 
 
 def _check_lengths(item: "TokenBatch | PackedBatch", expected: int, of: str) -> None:
-    wrong = {name: len(value) for name, value in _tensors(item).items() if len(value) != expected}
+    wrong = {name: list(value.shape) for name, value in _tensors(item).items() if value.shape != (expected,)}
     if wrong:
         raise InputError(
             needed=f"vectors of the length of `{of}` ({expected})",
-            given=", ".join(f"{name} of length {length}" for name, length in wrong.items()),
+            given=", ".join(f"{name} {shape}" for name, shape in wrong.items()),
             remedy="Give one value per scored token in every per-token field.",
         )
 

@@ -14,6 +14,7 @@ from logitless.errors import InputError, UnavailableError
 from tests.head.cases import Case, Problem, assert_same, problem, run, token_scores, tolerance, truth, widest
 from tests.head.test_chunked import Allocations
 from tests.ranks import DEVICES, run_on_ranks
+from tests.rounding import of_sum
 
 SHARED = ["chunked", "fused"]
 
@@ -65,7 +66,7 @@ def _check(given, device, tokens, backend, options, bound=0.0):
         rows = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
         per_token = {"logp", "entropy", "grad_hidden"}
         wanted = {name: v[rows] if name in per_token else v for name, v in whole.items()}
-        assert_same(result, wanted, max(bound, tolerance(backend, device)))
+        assert_same(result, wanted, max(bound, tolerance(backend, device, given)))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -105,12 +106,14 @@ def test_hints_change_nothing_where_shards_come_by(hint, device):
 def test_columns_of_a_later_shard_may_be_any_number_of_nats_above_the_first(backend, budget):
     # Rows whose largest logit grows, or falls, by 100, 200 and 300 nats from shard to shard, or that swing.
     given = problem(Case(12, 40, 16, bias=True, dtype=widest(backend)))
+    # A logit of 300 nats is a sum of 16 products and a bias, then a power of 2, in float32: what is left of it in p.
+    bound = of_sum(torch.float32, 16 + 4, 300.0) if backend == "fused" else 0.0
     steps = torch.tensor([[0, 1, 2, 3], [3, 2, 1, 0], [0, 3, 0, 2], [0, 0, 3, 3]]).repeat(3, 1)
     with torch.no_grad():
         given.hidden[:, :4] = 100.0 * steps
         given.head.weight[:, :4] = torch.eye(4).repeat_interleave(10, 0)
         given.target[:] = torch.arange(12) * 7 % 40
-    _check(given, "cpu", (3, 3, 3, 3), backend, {"memory_budget": budget}, 2e-5 if backend == "fused" else 0.0)
+    _check(given, "cpu", (3, 3, 3, 3), backend, {"memory_budget": budget}, bound)
 
 
 @pytest.mark.parametrize("backend", SHARED)

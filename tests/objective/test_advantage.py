@@ -1,6 +1,7 @@
 """Advantages: hand-worked numbers for each equation, and the laws that hold for all rewards."""
 
 import math
+from dataclasses import replace
 from typing import Annotated, get_args
 
 import numpy as np
@@ -103,7 +104,30 @@ def test_max_rl_by_hand_and_zero_where_the_mean_is_not_positive():
 
 def test_reinforce_pp_baseline_whitens_the_centered_rewards_over_the_batch():
     # Sum of squares 4 + 4 + 1 + 9 + 4 + 0 = 22, mean 0, std sqrt(22/5).
-    assert_close(adv.reinforce_pp_baseline(REWARDS, GROUP), [c / (math.sqrt(22 / 5) + EPS) for c in CENTERED])
+    found = adv.reinforce_pp_baseline(REWARDS, GROUP, torch.arange(6))
+    assert_close(found, [c / (math.sqrt(22 / 5) + EPS) for c in CENTERED])
+
+
+def test_reinforce_pp_baseline_counts_a_completion_once_a_token_unless_told_otherwise():
+    # Lengths 3 1 1 1 2 1: centred -2 -2 -2 | -2 | -1 | 3 | 2 2 | 0, sum -2 over 9 tokens, mean -2/9,
+    # squares 12 + 4 + 1 + 9 + 8 + 0 = 34, less 9 * (2/9)^2 = 4/9.
+    lengths = torch.tensor([3, 1, 1, 1, 2, 1])
+    sequence = torch.repeat_interleave(torch.arange(6), lengths)
+    std = math.sqrt((34 - 4 / 9) / 8)
+    by_tokens = [(c + 2 / 9) / (std + EPS) for c in CENTERED]
+    inputs = adv.AdvantageInputs(REWARDS, GROUP, sequence)
+    found = adv.ReinforcePPBaseline()(inputs).advantage
+    assert_close(found, [a for a, n in zip(by_tokens, lengths.tolist(), strict=True) for _ in range(n)])
+    by_completions = adv.ReinforcePPBaseline(whiten_over="completions")(inputs).advantage
+    expected = [c / (math.sqrt(22 / 5) + EPS) for c in CENTERED]
+    assert_close(by_completions, [a for a, n in zip(expected, lengths.tolist(), strict=True) for _ in range(n)])
+
+
+def test_reinforce_pp_baseline_leaves_tokens_without_a_reward_out_of_the_whitening():
+    # -1 | 1 1 are left: mean 1/3, std sqrt(4/3)
+    inputs = adv.AdvantageInputs(f64(1, 3, NAN), torch.zeros(3, dtype=torch.long), torch.tensor([0, 1, 1, 2, 2]))
+    scale = math.sqrt(4 / 3) + EPS
+    assert_close(adv.ReinforcePPBaseline()(inputs).advantage, [-4 / 3 / scale, 2 / 3 / scale, 2 / 3 / scale, 0, 0])
 
 
 def test_gdpo_by_hand():
@@ -130,7 +154,7 @@ def test_a_lone_completion_has_advantage_zero_and_counts_in_the_whitening():
     # Centred -1, 1, 0: std 1, not sqrt 2.
     rewards, group = f64(1, 3, 7), torch.tensor([0, 0, 1])
     expected = [-1 / (1 + EPS), 1 / (1 + EPS), 0]
-    assert_close(adv.reinforce_pp_baseline(rewards, group), expected)
+    assert_close(adv.reinforce_pp_baseline(rewards, group, torch.arange(3)), expected)
     a = 1 / (math.sqrt(2) + EPS)  # standardised in the group, then of -a, a, 0: std a
     assert_close(adv.gdpo(rewards[:, None], group, f64(1)), [-a / (a + EPS), a / (a + EPS), 0])
 
@@ -268,10 +292,15 @@ def test_float32_rewards_give_float32_advantages():
     assert all(completions(e, REWARDS.float(), GROUP).dtype == torch.float32 for e in GROUP_RELATIVE)
 
 
-@pytest.mark.parametrize(("rewards", "group"), [([1.0, math.inf], [0, 0]), ([1.0, -math.inf], [0, 0]), ([1.0], [])])
-def test_infinite_rewards_and_rewards_without_a_group_are_refused(rewards, group, without_shape_checks):
-    with pytest.raises(InputError, match="finite reward"):
-        adv.group_centered(f64(*rewards), torch.tensor(group, dtype=torch.long))
+@pytest.mark.parametrize("infinite", [math.inf, -math.inf])
+def test_infinite_rewards_are_refused(infinite):
+    with pytest.raises(InputError, match=r"a finite reward.*of which 1 infinite"):
+        adv.group_centered(f64(1.0, infinite), torch.tensor([0, 0]))
+
+
+def test_rewards_without_a_group_are_refused(without_shape_checks):
+    with pytest.raises(InputError, match=r"group \[B\] with B = 1"):
+        adv.group_centered(f64(1.0), torch.tensor([], dtype=torch.long))
 
 
 def test_no_completion_has_no_advantage_for_a_rank_may_hold_none():
@@ -476,12 +505,15 @@ def on_a_share(rank, num_ranks):
     mine = group % num_ranks == rank
     results = [
         completions(estimator, rewards[mine], group[mine], everywhere)
-        for estimator in (adv.BatchStandardized(), adv.ReinforcePPBaseline())
+        for estimator in (adv.BatchStandardized(), adv.ReinforcePPBaseline(whiten_over="completions"))
     ]
     both = torch.stack([rewards, rewards.flip(0)], 1)
     tokens = torch.arange(int(mine.sum()))
     inputs = adv.AdvantageInputs(rewards[mine], group[mine], tokens, scores=both[mine], weights=f64(1, 2))
     results.append(adv.Gdpo()(inputs, everywhere).advantage)
+    lengths = torch.arange(1, 9)[mine]  # so many tokens a completion: the first of each shows its advantage
+    long = replace(inputs, sequence=torch.repeat_interleave(tokens, lengths))
+    results.append(adv.ReinforcePPBaseline()(long, everywhere).advantage[lengths.cumsum(0) - lengths])
     results.append(along(adv.ReinforcePP(), rewards[mine], group[mine], everywhere)[0])
     values = rewards.flip(0)[mine].nan_to_num()
     results.append(along(adv.Gae(), rewards[mine], group[mine], everywhere, values=values)[0])

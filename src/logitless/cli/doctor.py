@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from logitless.head.contract import why_not
+from logitless.head.api import why_not
 from logitless.rewards.sandbox import walls_of
 from logitless.types import LMHead
 

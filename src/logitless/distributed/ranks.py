@@ -7,11 +7,11 @@ summed, never averaged. Objects travel between ranks as JSON, so that no rank ca
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,15 +19,17 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from logitless.distributed.gather import gather_over_group
+from logitless.distributed.shares import every_nth, in_order
 from logitless.distributed.sums import sum_over_group
 from logitless.errors import ConfigurationError, LogitlessError, TrainingError, UnavailableError
 
+_Item = TypeVar("_Item")
 BUCKET_BYTES = 64 * 2**20  # of gradients that are summed in one collective; bounds the copy
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a run. Every method but the properties is a collective: all ranks call it, in the same order.
+    """The ranks of a run. Every method that sends something is a collective: all ranks call it, in the same order.
 
     Args:
         data: ranks that hold different sequences; None for one rank alone.
@@ -77,9 +79,9 @@ class Ranks:
         with _all_present():
             return gather_over_group(self.data)(rows)
 
-    def max(self, number: float | int) -> float:
+    def max(self, number: float | int) -> float | int:
         """The largest of everyone's numbers."""
-        return max(self.everyones(float(number)))
+        return max(self.everyones(number))
 
     def any(self, condition: bool) -> bool:
         """Whether it holds on any rank; for decisions that all ranks must take alike.
@@ -102,11 +104,53 @@ class Ranks:
             return [value]
         encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = self.gather(torch.tensor([len(encoded)])).tolist()
-        return [json.loads(bytes(part.tolist())) for part in torch.split(self.gather(encoded), lengths)]
+        return [json.loads(part.numpy().tobytes()) for part in torch.split(self.gather(encoded), lengths)]
 
     def of_first(self, value: Any) -> Any:
         """The value that rank 0 gave, on every rank; the others' is not read and may be None."""
         return self.everyones(value if self.rank == 0 else None)[0]
+
+    def shared(self, count: int) -> range:
+        """The places of this rank's share of things whose cost is not known yet, such as prompts to sample for.
+
+        Not a collective.
+
+        Example:
+            >>> Ranks.alone().shared(3)
+            range(0, 3)
+        """
+        return every_nth(count, self.rank, self.world)
+
+    def rows_of(self, rows: Sequence[_Item]) -> Sequence[_Item]:
+        """This rank's of the rows of all ranks, which come in turn: the first of every rank, then the second.
+
+        Not a collective.
+
+        Example:
+            >>> Ranks.alone().rows_of((7, 8))
+            (7, 8)
+        """
+        return rows[self.rank :: self.world]
+
+    def together(self, mine: list[Any]) -> list[Any]:
+        """What the ranks made of their ``shared`` places, in the order of the whole; JSON.
+
+        Example:
+            >>> Ranks.alone().together(["a", "b"])
+            ['a', 'b']
+        """
+        return in_order(self.everyones(mine))
+
+    def copy_of_first(self, tensors: Iterable[Tensor]) -> None:
+        """Give every rank the bits of the first, in place.
+
+        Args:
+            tensors: of the same shapes on every rank, in the same order.
+        """
+        if self.data is not None:
+            with _all_present(), torch.no_grad():
+                for tensor in tensors:
+                    dist.broadcast(tensor, group=self.data, group_src=0)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from logitless.errors import UnavailableError
 from logitless.head.columns import Columns
-from logitless.head.contract import refuse_second_derivative, without_autocast
+from logitless.head.contract import on_device, refuse_second_derivative, without_autocast
 from logitless.head.sharded import is_sharded, summed_like, whole
 from logitless.types import LMHead, TokenScores
 
@@ -107,7 +107,7 @@ def peak_bytes(
         num_rows, width, vocabulary: N, D and V; V is the rank's own part where the vocabulary is ``shared``.
         memory_budget: bytes for kept exponentials.
         shared: whether a process group shares the vocabulary.
-        shards: how many shards of the weight come by (FSDP2); 1 for a weight that is here.
+        shards: how many shards the weight is broadcast in (FSDP2); 1 for a weight that this rank has whole.
 
     Example:
         >>> peak_bytes(16384, 4096, 128256, memory_budget=2**40) // 2**20
@@ -117,7 +117,8 @@ def peak_bytes(
         >>> peak_bytes(16384, 4096, 128256, memory_budget=0, shards=8) // 2**20
         956
     """
-    from logitless.head.kernels import launch, passes, variants
+    from logitless.head import passes
+    from logitless.head.kernels import launch, variants
 
     gpu = variants.hopper(width, 132)
 
@@ -181,17 +182,19 @@ def token_scores(
             ``create_graph=True``.
 
     Equals: ``reference.token_scores``.
-    Ranks: with ``group`` a step sends six numbers a row (target logits; S and T; maxima and S and T again, for rows
-        that are anchored anew), in five small collectives, and sums the gradients of hidden and lora_a over the ranks
-        in float32. A weight that is an FSDP2 shard comes by once in the forward and once in the backward, a shard at
-        a time; rows are anchored at the largest of the first logits that come by, and moved where a later shard
-        stands far above them. What visits is not overlapped with what is multiplied.
+    Ranks: with ``group`` a step sends six numbers a row in five small collectives: the target logits; S and T; and, for
+        rows whose anchor did not fit, the maxima and S and T once more. The gradients of hidden and lora_a are summed
+        over the ranks in float32. The shards of an FSDP2 weight are broadcast one after the other, once in the forward
+        and once in the backward. A row is then anchored at its largest logit in the first tile of the first shard, and
+        anchored again when a later shard has a logit far above that. The next broadcast starts only when the products
+        with the shard before it have been launched; the two do not overlap.
     Memory: docs/head.md, "Memory"; beyond kept exponentials, about ``8 N V / 256`` bytes of partial sums in the forward
         and ``2 N D`` in the backward (``6 N D`` and a block of logit gradients when rows are made anew).
     Accumulation: float32; every gradient is rounded once.
     Determinism: bitwise repeatable.
-    Supports: CUDA devices from compute capability 8.0; measured on Hopper. bias, scale, softcap, LoRA, float32 master
-        weights (rounded to hidden's dtype for the products), a vocabulary that a process group shares, FSDP2 shards.
+    Supports: CUDA devices from compute capability 8.0, the current one or another; measured on Hopper. bias, scale,
+        softcap, LoRA, float32 master weights (rounded to hidden's dtype for the products), a vocabulary that a process
+        group shares, FSDP2 shards.
     """
     reason = _unsupported(hidden)
     if reason is not None:
@@ -255,7 +258,8 @@ class _TokenScores(torch.autograd.Function):
         live: Tensor | None,
         call: _Call,
     ) -> tuple[Tensor, Tensor]:
-        from logitless.head.kernels import passes, variants
+        from logitless.head import passes
+        from logitless.head.kernels import variants
 
         ctx.set_materialize_grads(False)
         ctx.call, ctx.kept = call, None
@@ -268,7 +272,7 @@ class _TokenScores(torch.autograd.Function):
             return hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros(0, dtype=torch.float32)
         head = call.head(weight, *small)
         order = None
-        with without_autocast(hidden.device):
+        with on_device(hidden.device), without_autocast(hidden.device):
             rows = hidden.detach().contiguous()
             target = columns.from_first(target).contiguous()
             budget = 0
@@ -302,7 +306,7 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        from logitless.head.kernels import passes
+        from logitless.head import passes
 
         refuse_second_derivative("fused")
 
@@ -325,7 +329,7 @@ class _TokenScores(torch.autograd.Function):
             kept, ctx.kept = ctx.kept, None
             if grad_entropy is not None and ctx.call.softcap is not None:
                 kept = None  # it holds E times the softcap's slope, of which log p cannot be read
-            with without_autocast(hidden.device):
+            with on_device(hidden.device), without_autocast(hidden.device):
                 of_hidden, of_weight, *of_small = passes.gradients(
                     passes.State(*fields),
                     columns,

@@ -1,9 +1,10 @@
-"""A weight sharded by rows over ranks that hold different tokens (FSDP2): its shards visit all ranks in turn.
+"""A weight sharded by rows over ranks that hold different tokens (FSDP2): its shards are broadcast in turn.
 
-Each rank scores its own tokens against every shard as it comes by, so the whole weight is nowhere; the shard's gradient
-is summed over the ranks and stays with its owner. All ranks must call the head together, also those without tokens,
-and run backward together. Every collective of a backward belongs to one autograd function, which issues them in this
-order on every rank: each shard of the weight and the sum of its gradient, then the sums of bias, lora_a and lora_b.
+Each rank scores its own tokens against one shard after the other, so no rank ever holds the whole weight. The gradient
+of a shard is summed over the ranks and stays with the rank that owns it. All ranks must call the head together, also
+those without tokens, and run backward together. Every collective of a backward belongs to one autograd function, which
+issues them in this order on every rank: each shard of the weight and the sum of its gradient, then the sums of bias,
+lora_a and lora_b.
 
 torch's DTensor takes seconds to import, so only what meets one does.
 """
@@ -100,7 +101,7 @@ def whole(tensor: Tensor | None) -> Tensor | None:
     from torch.distributed.tensor import DTensor
 
     assert isinstance(tensor, DTensor)
-    return tensor.detach().full_tensor().to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor.full_tensor().detach().to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def summed_like(gradient: Tensor | None, tensor: Tensor | None) -> Tensor | None:

@@ -4,9 +4,9 @@
     from logitless.integrations.liger import LigerFusedLinearGRPOLoss     # after
 
 Liger is not imported. The loss is the one ``presets.trl`` describes and the head is ``token_scores``. Where Liger
-answers in silence with something else than was asked for, this raises: a KL without a reference (Liger: 0), ``cispo``
-with a ceiling below 1, a sequence's sampler ratio under VESPO. Padded positions have no row: under ``luspo`` at the
-token level Liger averages over padded columns, here a sequence's trained tokens are summed.
+answers in silence with something else than was asked for, this raises: a KL without a reference (Liger: 0), a
+sequence's sampler ratio under VESPO; it warns about ``cispo`` with a ceiling below 1. Padded positions have no row:
+under ``luspo`` at the token level Liger averages over padded columns, here a sequence's trained tokens are summed.
 """
 
 from dataclasses import replace

@@ -10,9 +10,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from logitless.objective.inputs import shaped
 from logitless.objective.over_ranks import GatherOverRanks, one_rank
 
 
+@shaped
 def token_covariance(
     advantage: Float[Tensor, "N"],
     logp: Float[Tensor, "N"],
@@ -34,6 +36,7 @@ def token_covariance(
     return (rows[:, 1:] - means.to(rows.dtype)).prod(1)
 
 
+@shaped
 def num_chosen(fraction: float, num_tokens: Int[Tensor, ""]) -> Int[Tensor, ""]:
     """``max(1, floor(fraction N))``.
 
@@ -46,6 +49,7 @@ def num_chosen(fraction: float, num_tokens: Int[Tensor, ""]) -> Int[Tensor, ""]:
     return (num_tokens.double() * fraction).floor().long().clamp(min=1)
 
 
+@shaped
 def largest(
     key: Float[Tensor, "N"], eligible: Bool[Tensor, "N"], number: Int[Tensor, ""], gather: GatherOverRanks = one_rank
 ) -> Bool[Tensor, "N"]:
@@ -63,6 +67,7 @@ def largest(
     return eligible & (key >= ordered.take((number - 1).clamp(max=len(ordered) - 1)))
 
 
+@shaped
 def random_in_band(
     covariance: Float[Tensor, "N"],
     eligible: Bool[Tensor, "N"],

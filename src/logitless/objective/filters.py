@@ -10,11 +10,12 @@ from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from logitless.errors import ConfigurationError, InputError
-from logitless.objective.inputs import check_choices, required
+from logitless.objective.inputs import check_choices, required, shaped
 from logitless.objective.over_ranks import GatherOverRanks
 from logitless.objective.ranges import Ranges
 
 
+@shaped
 def off_policy_keep(
     logp: Float[Tensor, "N"],
     logp_drawn: Float[Tensor, "N"],
@@ -42,6 +43,7 @@ def off_policy_keep(
     return (advantage >= 0) | (ranges.spread(drift) <= threshold)
 
 
+@shaped
 def quantile(values: Float[Tensor, "n"], q: float, counted: Bool[Tensor, "n"] | None = None) -> Float[Tensor, ""]:
     """The q-th quantile with linear interpolation, of any number of values.
 
@@ -188,6 +190,7 @@ class TopEntropy(TokenFilter):
         return quantile(entropy, 1 - self.quantile, counted)
 
 
+@shaped
 def above_threshold(entropy_old: Float[Tensor, "N"] | None, threshold: Float[Tensor, ""] | None) -> Bool[Tensor, "N"]:
     """True where the entropy of the scoring pass is at least the block's threshold.
 

@@ -313,11 +313,11 @@ class Objective:
         beta: float | Tensor,
         entropy_coefficient: float | None,
     ) -> None:
-        lengths = [len(each) for each in (logp, entropy) if each is not None]
-        if set(lengths) != {batch.num_tokens}:
+        shapes = [tuple(each.shape) for each in (logp, entropy) if each is not None]
+        if set(shapes) != {(batch.num_tokens,)}:
             raise InputError(
-                needed=f"logp and entropy of the batch's {batch.num_tokens} tokens",
-                given=" and ".join(str(length) for length in lengths),
+                needed=f"logp and entropy of the batch's {batch.num_tokens} tokens, as vectors",
+                given=" and ".join(str(list(shape)) for shape in shapes),
                 remedy="Score exactly the batch's targets.",
             )
         if self.kl is None and (isinstance(beta, Tensor) or beta != 0):

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from logitless.errors import InputError
+from logitless.objective.inputs import shaped
 
 Grain = Literal["token", "turn", "sequence"]
 """How far one number reaches: a single token, an assistant turn, or a whole sequence."""
@@ -83,6 +84,7 @@ class Ranges:
         return local if self.sum_over_ranks is None else self.sum_over_ranks(local)
 
 
+@shaped
 def turn_ranges(
     sequence: Int[Tensor, "N"],
     num_sequences: int,

@@ -13,10 +13,11 @@ from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.inputs import check_choices, required
+from logitless.objective.inputs import check_choices, required, shaped
 from logitless.objective.ranges import Grain, Ranges, turn_ranges
 
 
+@shaped
 def token_log_ratio(logp: Float[Tensor, "N"], logp_old: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
     """``lr_t = logp_t - logp_old_t``.
 
@@ -32,6 +33,7 @@ def token_log_ratio(logp: Float[Tensor, "N"], logp_old: Float[Tensor, "N"]) -> F
     return logp - logp_old.detach()
 
 
+@shaped
 def sequence_log_ratio(log_ratio: Float[Tensor, "N"], ranges: Ranges) -> Float[Tensor, "N"]:
     """``s_t = mean_{u in S(t)} lr_u``, the same for every token of the range.
 
@@ -48,6 +50,7 @@ def sequence_log_ratio(log_ratio: Float[Tensor, "N"], ranges: Ranges) -> Float[T
     return ranges.spread(ranges.mean(log_ratio))
 
 
+@shaped
 def sequence_token_log_ratio(log_ratio: Float[Tensor, "N"], ranges: Ranges) -> Float[Tensor, "N"]:
     """``sg(s_t) + lr_t - sg(lr_t)``: the value of the sequence, the gradient of the token.
 

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from logitless.data.packing import StepPlan, pack
+from logitless.distributed.ranks import Ranks
 from logitless.types import Group, PackedBatch, TokenBatch
 
 
@@ -125,11 +126,11 @@ def pack_groups(groups: Sequence[Group]) -> PackedBlock:
     )
 
 
-def micro_batches_of(plan: Sequence[StepPlan]) -> list[tuple[int, ...]]:
-    """The packed rows of all steps of an epoch.
+def micro_batches_of(plan: Sequence[StepPlan], ranks: Ranks = Ranks.alone()) -> list[tuple[int, ...]]:
+    """The packed rows of all steps of an epoch, of this rank.
 
     Example:
         >>> micro_batches_of([StepPlan((0, 1), ((0,), (1,)))])
         [(0,), (1,)]
     """
-    return [row for step in plan for row in step.micro_batches]
+    return [row for step in plan for row in ranks.rows_of(step.micro_batches)]

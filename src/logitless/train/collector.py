@@ -5,13 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 from logitless.data.prompts import PromptOrder
+from logitless.distributed.ranks import Ranks
 from logitless.rewards.contract import WeightedReward
 from logitless.rollout.engine import Engine
-from logitless.rollout.environment import Environment, play
+from logitless.rollout.environment import Environment
 from logitless.seeds import derived_seed
 from logitless.train.block import JudgedBlock
 from logitless.train.config import RolloutSection
-from logitless.train.judge import judge, signal
+from logitless.train.judge import signal
+from logitless.train.shared_rollout import sampled_and_judged
 from logitless.types import Group, Prompt
 
 
@@ -25,6 +27,7 @@ class Collector:
         rewards: judge.
         options: of the recipe.
         seed: of the run.
+        ranks: that share the prompts of a round; every rank gets the same block.
     """
 
     def __init__(
@@ -36,7 +39,9 @@ class Collector:
         options: RolloutSection,
         *,
         seed: int,
+        ranks: Ranks = Ranks.alone(),
     ) -> None:
+        self.ranks = ranks
         self.prompts, self.engine, self.environment = prompts, engine, environment
         self.rewards, self.options, self.seed = rewards, options, seed
         self.order = PromptOrder(len(prompts), derived_seed(seed, "order"))
@@ -55,15 +60,17 @@ class Collector:
         limit = 1 + (options.max_refills if options.zero_signal == "refill" else 0)
         while rounds < limit and sum(kept) < options.prompts_per_block:
             prompts = [self.prompts[i] for i in self.order.next(options.prompts_per_block - sum(kept))]
-            episodes = play(
+            groups = sampled_and_judged(
+                self.ranks,
                 self.engine,
-                prompts,
                 self.environment,
+                prompts,
+                self.rewards,
                 num_samples=options.completions_per_prompt,
                 options=sampling,
+                unscored=options.unscored,
                 seed=derived_seed(self.seed, "rollout", block, rounds),
             )
-            groups = judge(prompts, episodes, self.rewards, unscored=options.unscored)
             drawn += groups
             kept += [True] * len(groups) if options.zero_signal == "keep" else signal(groups)
             rounds += 1

@@ -54,7 +54,13 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
         UnavailableError: a model that the engine cannot run.
     """
     autocast = None if recipe.model.autocast is None else getattr(torch, recipe.model.autocast)
-    here = TransformersSampler(model, tokenizer, max_rows=recipe.rollout.max_rows, autocast=autocast)
+    here = TransformersSampler(
+        model,
+        tokenizer,
+        max_rows=recipe.rollout.max_rows,
+        prefill_tokens=recipe.rollout.prefill_tokens,
+        autocast=autocast,
+    )
     match recipe.rollout.engine:
         case TransformersEngineSection():
             return Engines(here, here)

@@ -2,17 +2,18 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from logitless.distributed.ranks import Ranks
 from logitless.rewards.combine import Unscored, reward_statistics
 from logitless.rewards.contract import WeightedReward
 from logitless.rollout.engine import Engine
-from logitless.rollout.environment import Environment, play
+from logitless.rollout.environment import Environment
 from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
 from logitless.train.config import Recipe
-from logitless.train.judge import judge
 from logitless.train.metrics import Numbers
+from logitless.train.shared_rollout import sampled_and_judged
 from logitless.types import Prompt
 
 
@@ -30,6 +31,7 @@ class Evaluation:
         unscored: what a completion is worth that some of the functions could not judge.
         success_at: reward from which a completion counts as correct.
         seed: the same every time, too.
+        ranks: that share the prompts; every rank gets the same numbers.
     """
 
     engine: Engine
@@ -41,6 +43,7 @@ class Evaluation:
     unscored: Unscored
     success_at: float
     seed: int
+    ranks: Ranks = field(default_factory=Ranks.alone)
 
     def __call__(self) -> Numbers:
         """Sample and judge every held-out prompt.
@@ -49,15 +52,17 @@ class Evaluation:
             The metrics ``evaluation/...``; accuracy is the fraction of all completions whose reward reaches
             ``success_at``, so an unscorable completion is not a success.
         """
-        episodes = play(
+        groups = sampled_and_judged(
+            self.ranks,
             self.engine,
-            self.prompts,
             self.environment,
+            self.prompts,
+            self.rewards,
             num_samples=self.num_samples,
             options=self.sampling,
+            unscored=self.unscored,
             seed=self.seed,
         )
-        groups = judge(self.prompts, episodes, self.rewards, unscored=self.unscored)
         completions = [c for g in groups for c in g.completions]
         scored = [r for g in groups for r in g.rewards if r is not None]
         found: Numbers = {
@@ -79,6 +84,7 @@ def evaluation_of(
     environment: Environment,
     prompts: Sequence[Prompt],
     rewards: Sequence[WeightedReward],
+    ranks: Ranks = Ranks.alone(),
 ) -> Evaluation:
     """The evaluation that a recipe describes; greedy unless it says otherwise."""
     options, rollout = recipe.evaluation, recipe.rollout
@@ -92,4 +98,5 @@ def evaluation_of(
         unscored=rollout.unscored,
         success_at=options.success_at,
         seed=derived_seed(recipe.seed, "evaluation"),
+        ranks=ranks,
     )

@@ -10,13 +10,14 @@ was stopped.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from logitless.data.packing import StepPlan, plan_epoch
+from logitless.data.shares import rows_by_rank
 from logitless.distributed.ranks import Ranks
 from logitless.errors import TrainingError
 from logitless.objective.algorithm import Algorithm
@@ -87,6 +88,9 @@ class Learner:
         reference: scores under the frozen policy, or None without a KL.
         reward_weights: by name, for advantages that take the rewards apart.
         ranks: that train the policy together; everything that one rank has to know of the others goes through it.
+
+    Attributes:
+        tokens_per_rank: that each rank trained on in the last step.
     """
 
     def __init__(
@@ -97,9 +101,10 @@ class Learner:
         reference: Scorer | None,
         *,
         reward_weights: Mapping[str, float],
-        ranks: Ranks | None = None,
+        ranks: Ranks = Ranks.alone(),
     ) -> None:
-        self.ranks = Ranks.alone() if ranks is None else ranks
+        self.ranks = ranks
+        self.tokens_per_rank: tuple[int, ...] = ()
         self.recipe, self.algorithm, self.policy, self.reference = recipe, algorithm, policy, reference
         self.reward_weights = reward_weights
         self.optimizer = adamw(
@@ -125,9 +130,10 @@ class Learner:
             packed,
             self.policy,
             self.reference,
-            micro_batches_of(self._plan(packed, 0)),
+            [row for row in micro_batches_of(self._plan(packed, 0), self.ranks) if row],
             temperature=self.recipe.rollout.sampling.temperature,
             backend=self.recipe.train.scoring_backend,
+            ranks=self.ranks,
         )
 
     def with_advantages(self, scored: ScoredBlock, groups: Sequence[Group]) -> AdvantagedBlock:
@@ -143,7 +149,6 @@ class Learner:
             self.algorithm.advantage,
             weights=self.reward_weights,
             kl_beta=self.controllers.beta_in_reward,
-            sum_over_ranks=self.ranks.sum,
         )
 
     def begin(self, block: AdvantagedBlock) -> None:
@@ -151,9 +156,7 @@ class Learner:
         train, objective = self.recipe.train, self.algorithm.objective
         dropped = tuple(truncated and self.algorithm.drop_truncated for truncated in block.truncated)
         tokens = block.tokens(trained=~torch.tensor(dropped))
-        statistics = objective.block_statistics(
-            tokens, gather=self.ranks.gather, generator=self._generator("selection", self.progress.block)
-        )
+        statistics = objective.block_statistics(tokens, generator=self._generator("selection", self.progress.block))
         self._current = _InTraining(
             block,
             tokens if statistics is None else statistics.attach(tokens),
@@ -200,31 +203,33 @@ class Learner:
         self.progress.block, self.progress.epoch, self._current = self.progress.block + 1, 0, None
 
     def _optimize(self, micro_batches: list[MicroBatch], statistics: BlockStatistics | None) -> Numbers:
-        recipe, progress = self.recipe, self.progress
+        recipe, progress, ranks = self.recipe, self.progress, self.ranks
+        mine = ranks.rows_of(micro_batches)
         outputs = backward(
             self.policy,
             self.algorithm.objective,
-            micro_batches,
+            mine,
             temperature=recipe.rollout.sampling.temperature,
             backend=recipe.train.training_backend,
             beta=self.controllers.beta_in_loss,
             entropy_coefficient=self.controllers.entropy_coefficient,
             statistics=statistics,
-            seed=derived_seed(recipe.seed, "step", progress.step),
+            seed=derived_seed(recipe.seed, "step", progress.step, *([ranks.rank] if ranks.rank else [])),
             value_loss=self.algorithm.value_loss,
-            gather=self.ranks.gather,
+            gather=ranks.gather,
         )
-        self.ranks.sum_gradients(self.policy.named_parameters().values())
+        ranks.sum_gradients(self.policy.named_parameters().values())
         rate = learning_rate(progress.step, progress.block / recipe.train.blocks, recipe.train.optimizer)
-        norm, taken = take_step(self.optimizer, rate=rate, max_grad_norm=recipe.train.max_grad_norm)
+        norm, taken = take_step(self.optimizer, rate=rate, max_grad_norm=recipe.train.max_grad_norm, ranks=ranks)
         progress.step += 1
         progress.skipped += not taken
         progress.skipped_in_a_row = 0 if taken else progress.skipped_in_a_row + 1
-        record = step_metrics(outputs) | {
+        self.tokens_per_rank = tuple(ranks.everyones(sum(each.tokens.num_tokens for each in mine)))
+        record = step_metrics(outputs, ranks) | {
             "optimizer/grad_norm": float(norm),
             "optimizer/learning_rate": rate,
             "optimizer/sequences": sum(each.tokens.num_sequences for each in micro_batches),
-            "optimizer/micro_batches": len(micro_batches),
+            "optimizer/micro_batches": sum(each.tokens.num_tokens > 0 for each in micro_batches),
             "optimizer/skipped_steps": progress.skipped,
         }
         self.controllers.after_step(record, micro_batches, taken=taken)
@@ -287,7 +292,19 @@ class Learner:
             tokens_per_micro_batch=train.tokens_per_micro_batch,
             seed=derived_seed(self.recipe.seed, "epoch", self.progress.block, epoch),
         )
-        return [step for step in steps if step.micro_batches]
+        return [self._over_ranks(step, block) for step in steps if step.micro_batches]
+
+    def _over_ranks(self, step: StepPlan, block: PackedBlock) -> StepPlan:
+        """The step with the rows of all ranks, as ``Ranks.rows_of`` takes them apart; on one rank the step itself."""
+        rows = rows_by_rank(
+            step,
+            block.groups,
+            block.packed.inputs,
+            num_ranks=self.ranks.world,
+            hidden_size=self.policy.head().weight.shape[1],
+            tokens_per_micro_batch=self.recipe.train.tokens_per_micro_batch,
+        )
+        return replace(step, micro_batches=tuple(row for of_ranks in zip(*rows, strict=True) for row in of_ranks))
 
     def _generator(self, *labels: str | int) -> torch.Generator:
         return torch.Generator().manual_seed(derived_seed(self.recipe.seed, *labels))

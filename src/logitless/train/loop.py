@@ -9,7 +9,12 @@ The engine gets the weights when a run begins (after a warm start and on resume 
 trained on, before anything is sampled with them, held-out prompts included. Everything happens in turn: the collector
 waits for the learner's weights, the learner for the collector's block. A run that is stopped anywhere goes on bitwise,
 because all that is random follows from the seed and the numbers that a checkpoint holds.
+
+With several ranks each runs this loop. They share the prompts of a round and the rows of a pass; what comes of it every
+rank has whole, and so every rank plans, weighs and decides alike. The first one writes.
 """
+
+from contextlib import nullcontext
 
 from logitless.errors import TrainingError
 from logitless.train.block import AdvantagedBlock, JudgedBlock, pack_groups
@@ -60,6 +65,7 @@ class Loop:
         self.unscored = UnscoredLimit(
             max_fraction=recipe.train.max_unscored_fraction, max_blocks=recipe.train.max_blocks_unscored
         )
+        self.ranks = learner.ranks
         self.saver = BackgroundSaver(journal.folder.checkpoints, keep=recipe.checkpoint.keep)
         self.interrupt = Interrupt(journal.message)
 
@@ -67,13 +73,13 @@ class Loop:
         """Train to the end, or to Ctrl-C; returns whether the run is complete. Either way a checkpoint is saved."""
         with self.interrupt.heard():
             self._hand_over()
-            if not checkpoints(self.journal.folder.checkpoints):
+            if self.ranks.of_first(not checkpoints(self.journal.folder.checkpoints)):
                 self.journal.write({"step": 0, "block": 1, "epoch": 1, **self._evaluated("accuracy_before")})
                 self.save()
                 self.saver.wait()  # from here on there is something to go on from
-            while self._done < self.recipe.train.blocks and not self.interrupt.requested:
+            while self._done < self.recipe.train.blocks and not self._stopping():
                 self._block()
-                if self.interrupt.requested or self._done % self.recipe.checkpoint.every_blocks == 0:
+                if self._stopping() or self._done % self.recipe.checkpoint.every_blocks == 0:
                     self.save()
             self.save()
             self.saver.wait()
@@ -84,11 +90,15 @@ class Loop:
         """Blocks finished."""
         return self.learner.progress.block
 
+    def _stopping(self) -> bool:
+        """Whether Ctrl-C was heard on any rank; all of them ask at the same places."""
+        return self.ranks.any(self.interrupt.requested)
+
     def _block(self) -> None:
         """Collect a block unless one is in training, and train on it until its end or Ctrl-C."""
         if not self.learner.in_training and not self._collected():
             return
-        while self.learner.in_training and not self.interrupt.requested:
+        while self.learner.in_training and not self._stopping():
             self.saver.wait()  # a step changes what is being written
             with self.journal.phase("training") as seconds:
                 record = self.learner.step()
@@ -99,15 +109,19 @@ class Loop:
             if not self.learner.in_training:
                 self._hand_over()
                 record |= self._evaluated_if_due()
-            self.journal.write(record)
+            several = self.ranks.world > 1
+            self.journal.write(record, {"parallel/tokens_per_rank": self.learner.tokens_per_rank} if several else {})
             if message := self.learner.check_skipped():
                 self.journal.message(message)
 
     def _collected(self) -> bool:
-        """Whether there is a block to train on; what Ctrl-C interrupts here is given up without a trace."""
+        """Whether there is a block to train on; what Ctrl-C interrupts here is given up without a trace.
+
+        With several ranks nothing is interrupted here: one that left would leave the others waiting.
+        """
         before = self.collector.state_dict()
         try:
-            with self.interrupt.at_once():
+            with self.interrupt.at_once() if self.ranks.world == 1 else nullcontext():
                 judged, block = self._prepared()
         except KeyboardInterrupt:
             self.collector.load_state_dict(before)
@@ -178,6 +192,8 @@ class Loop:
 
     def save(self) -> None:
         """Begin a checkpoint of everything."""
+        if not self.ranks.is_first:
+            return
         remembered = {
             "block_metrics": self.block_metrics,
             "without_signal_in_a_row": self.without_signal_in_a_row,

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from logitless.head import token_scores
+from logitless.head.contract import logits_dtype
 from logitless.models.lm_head import backbone_hidden, lm_head
 from logitless.models.lora import adapters_off, save_adapters
 from logitless.models.value_head import ValueHead
@@ -64,6 +65,8 @@ class Policy:
             temperature: divides the logits, as in sampling.
             backend: of the head.
         """
+        if not batch.num_tokens:
+            return self._no_scores()
         batch = batch.to(self.device)
         with self._autocast():
             hidden = backbone_hidden(self.model, batch.inputs)
@@ -103,6 +106,12 @@ class Policy:
         else:
             self.model.save_pretrained(str(folder))  # type: ignore[operator]
         tokenizer.save_pretrained(str(folder))
+
+    def _no_scores(self) -> TokenScores:
+        """Of no tokens, without a pass: a rank has micro-batches like that where others have more sequences."""
+        dtype = logits_dtype(self.head().weight.dtype)
+        none = torch.zeros(0, dtype=dtype, device=self.device, requires_grad=torch.is_grad_enabled())
+        return TokenScores(none, none, None if self.value_head is None else none)
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self.autocast is None:

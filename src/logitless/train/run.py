@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from logitless.distributed.ranks import Ranks
 from logitless.errors import ConfigurationError
 from logitless.models.lora import frozen_copy
 from logitless.models.value_head import ValueHead, save_value_head
@@ -67,6 +68,7 @@ def start(
     resume: bool = False,
     open_engines: OpenEngines = open_engines,
     environment: Environment | None = None,
+    ranks: Ranks = Ranks.alone(),
 ) -> tuple[RunFolder, bool]:
     """Run a recipe, or continue it.
 
@@ -78,6 +80,7 @@ def start(
         open_engines: what opens the engines, from the recipe, the model and its tokenizer; for engines that no recipe
             names.
         environment: what answers the policy; None for single turns.
+        ranks: that train together; each calls this with the same recipe, and the first one writes.
 
     Returns:
         The run folder, and whether the run is complete (False after Ctrl-C).
@@ -92,34 +95,41 @@ def start(
     rewards = rewards_of(recipe, [*data.train, *data.held_out])
     algorithm = algorithm_of(recipe)
     check_writers(recipe.writers)
-    path, saved, began = Path(recipe.output) / recipe.name, None, time.perf_counter()
+    path, began = Path(recipe.output) / recipe.name, time.perf_counter()
+    saved: Checkpoint | None = None
     with ExitStack() as stack:
         if resume:
             folder = open_run_folder(path)
-            stack.enter_context(locked(folder.path))
-            _check_same(load_recipe(folder.config), recipe)
-            clear_remains(folder.checkpoints)
-            if not folder.is_failed_start() or checkpoints(folder.checkpoints):
+            if ranks.is_first:
+                stack.enter_context(locked(folder.path))
+                _check_same(load_recipe(folder.config), recipe)
+                clear_remains(folder.checkpoints)
+            if ranks.of_first(not folder.is_failed_start() or bool(checkpoints(folder.checkpoints))):
                 saved = load_checkpoint(folder.checkpoints)
         warm = path / WARM_START
         model = _model(recipe, tokenizer, warm if saved is not None and warm.exists() else None)
         check_before_start(recipe, data, model)
-        check_disk(recipe, disk(recipe, model, value_head_of(recipe, algorithm, model)), path)
+        if ranks.is_first:
+            check_disk(recipe, disk(recipe, model, value_head_of(recipe, algorithm, model)), path)
         engines = open_engines(recipe, model, tokenizer)
         stack.callback(engines.close)
         if not resume:
-            folder = create_run_folder(Path(recipe.output), recipe.name, unique=numbered)
-            stack.enter_context(locked(folder.path))
-            stack.push(folder.remove_after_failed_start)
+            folder = _new_folder(Path(recipe.output), recipe.name, numbered, ranks)
             recipe = recipe.model_copy(update={"name": folder.path.name})
-        if saved is None:
-            folder.clear()
-        folder.write_config(dump_recipe(recipe))
+            if ranks.is_first:
+                stack.enter_context(locked(folder.path))
+                stack.push(folder.remove_after_failed_start)
         done = _progress(saved)
-        record_start(folder, _digests(recipe, data), device_of(recipe.model), step=done["step"])
-        view = stack.enter_context(LiveView(recipe.train.blocks, first_block=done["block"], title=folder.path.name))
+        if ranks.is_first:
+            if saved is None:
+                folder.clear()
+            folder.write_config(dump_recipe(recipe))
+            record_start(folder, _digests(recipe, data), device_of(recipe.model), step=done["step"])
+        view = stack.enter_context(
+            LiveView(recipe.train.blocks, first_block=done["block"], title=folder.path.name, silent=not ranks.is_first)
+        )
         writers = open_writers(
-            recipe.writers,
+            recipe.writers if ranks.is_first else (),
             folder=folder.path,
             run_name=folder.path.name,
             config=recipe.model_dump(mode="json"),
@@ -127,13 +137,17 @@ def start(
         )
         for writer in writers:
             stack.callback(writer.close)
-        policy, reference = _policies(recipe, algorithm, tokenizer, data, folder, view, model)
+        policy, reference = _policies(recipe, algorithm, tokenizer, data, folder, view, model, ranks)
         del model
-        journal = Journal(folder, view, writers, policy.device)
-        learner = Learner(recipe, algorithm, policy, reference, reward_weights={r.name: r.weight for r in rewards})
+        ranks.copy_of_first(policy.named_parameters().values())
+        journal = Journal(folder, view, writers, policy.device, ranks)
+        weights = {r.name: r.weight for r in rewards}
+        learner = Learner(recipe, algorithm, policy, reference, reward_weights=weights, ranks=ranks)
         environment = environment or SingleTurn()
-        collector = Collector(data.train, engines.training, environment, rewards, recipe.rollout, seed=recipe.seed)
-        evaluation = evaluation_of(recipe, engines.evaluation, environment, data.held_out, rewards)
+        collector = Collector(
+            data.train, engines.training, environment, rewards, recipe.rollout, seed=recipe.seed, ranks=ranks
+        )
+        evaluation = evaluation_of(recipe, engines.evaluation, environment, data.held_out, rewards, ranks)
         loop = Loop(recipe, collector, learner, evaluation, journal)
         view.message(f"optimizer AdamW ({implementation(learner.optimizer)})")
         if saved is not None:
@@ -143,13 +157,20 @@ def start(
                 view.message("no checkpoint yet: from the beginning")
             journal.seconds["start"] = time.perf_counter() - began
         complete = loop.run()
-        if complete:
+        if complete and ranks.is_first:
             _export(policy, tokenizer, folder)
         progress = learner.progress
         counts = {"blocks": progress.block, "steps": progress.step, "skipped_steps": progress.skipped}
         journal.write_summary({"name": recipe.name, **counts})
-        write_report(folder.path)
+        if ranks.is_first:
+            write_report(folder.path)
     return folder, complete
+
+
+def _new_folder(root: Path, name: str, numbered: bool, ranks: Ranks) -> RunFolder:
+    """The folder that the first rank makes."""
+    made = create_run_folder(root, name, unique=numbered) if ranks.is_first else None
+    return RunFolder(Path(ranks.of_first(None if made is None else str(made.path))))
 
 
 def _model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, weights: Path | None = None) -> nn.Module:
@@ -165,6 +186,7 @@ def _policies(
     folder: RunFolder,
     view: LiveView,
     model: nn.Module,
+    ranks: Ranks,
 ) -> tuple[Policy, Scorer | None]:
     """The policy at its starting point and the reference, which is the policy as reinforcement learning began.
 
@@ -178,11 +200,13 @@ def _policies(
 
     for line in effects(section, device_of(section), model):
         view.message(line)
-    if recipe.warm_start is not None and not warm.exists():
+    if recipe.warm_start is not None and ranks.of_first(not warm.exists()):
         view.phase("warm start")
         begun = policy_of(model)
         warm_start(begun, data.warm_start, tokenizer, recipe.warm_start, recipe.train, seed=recipe.seed, view=view)
-        write_folder_atomically(warm, lambda path: begun.save(path, tokenizer))
+        if ranks.is_first:
+            write_folder_atomically(warm, lambda path: begun.save(path, tokenizer))
+        ranks.barrier()
         model = after_warm_start(section, model, seed=recipe.seed)
     policy = policy_of(model, value_head_of(recipe, algorithm, model))
     reference: Scorer | None = None

@@ -33,7 +33,7 @@ from safetensors import SafetensorError
 
 from logitless.errors import CheckpointError, ConfigurationError, DataError, InputError, TrainingError
 from logitless.train.checkpoint import checkpoints, is_first
-from logitless.train.metrics import Record, check_names
+from logitless.train.metrics import Line, check_names
 from logitless.train.run_lock import LOCK
 from logitless.types import Group
 
@@ -140,7 +140,7 @@ class RunFolder:
         summary = {"schema_number": 1, **summary}
         write_atomically(self.summary, (json.dumps(_plain(summary), indent=2) + "\n").encode())
 
-    def append_metrics(self, record: Record) -> None:
+    def append_metrics(self, record: Line) -> None:
         """Add one line; numbers that are not finite become null.
 
         Raises:

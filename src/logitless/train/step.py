@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from logitless.data.packing import StepPlan
+from logitless.distributed.ranks import Ranks
 from logitless.errors import InputError
 from logitless.objective.diagnostics import step_diagnostics
 from logitless.objective.inputs import required
@@ -80,7 +81,7 @@ def step_batch(
     Args:
         packed: every sequence of the block.
         tokens: the same with scores and advantages; with ``value_target`` the value loss gets weights of its own too.
-        plan: the step's sequences and how they are cut.
+        plan: the step's sequences and how they are cut, over all ranks; a row may be empty.
         objective: its entropy bonus brings weights of its own.
         weighting: of the algorithm.
         dropped: one flag a sequence of the block: truncated completions whose tokens weigh 0.
@@ -95,7 +96,7 @@ def step_batch(
     totals = replace(
         Totals.of(tuple(counts[s] for s in over), [dropped[s] for s in over]),
         num_steps=float(num_steps) if weighting.spans_block else 1.0,
-        num_micro_batches=max(1, len(plan.micro_batches)),
+        num_micro_batches=max(1, sum(bool(row) for row in plan.micro_batches)),
     )
 
     def weights(each: Weighting, row: Sequence[int]) -> Tensor:
@@ -175,50 +176,18 @@ def backward(
     return outputs
 
 
-def step_metrics(outputs: Sequence[MicroBatchOutput]) -> Numbers:
-    """The step's diagnostics under the names of ``metrics.py``, brought to the host in one transfer."""
-    numbers = step_diagnostics([each.policy for each in outputs])
+def step_metrics(outputs: Sequence[MicroBatchOutput], ranks: Ranks = Ranks.alone()) -> Numbers:
+    """The step's diagnostics, which have the names of ``metrics.py``, brought to the host in one transfer.
+
+    Args:
+        outputs: of this rank.
+        ranks: that trained together; every rank gets the numbers of the whole step.
+    """
+    numbers = step_diagnostics([each.policy for each in outputs], gather=ranks.gather)
     values = [each.value for each in outputs if each.value is not None]
     if values:
-        numbers |= value_diagnostics(values)
-        numbers["loss"] = numbers["loss"] + torch.stack([each.loss.detach() for each in values]).double().sum()
+        numbers |= value_diagnostics(values, gather=ranks.gather)
+        of_values = torch.stack([each.loss.detach() for each in values]).double().sum()
+        numbers["loss/total"] = numbers["loss/total"] + ranks.sum(of_values)
     on_host = torch.stack(list(numbers.values())).tolist()
-    return {metric_name(name): value for name, value in zip(numbers, on_host, strict=True)}
-
-
-_NAMES = {
-    "loss": "loss/total",
-    "value_loss": "loss/value",
-    "num_tokens": "optimizer/tokens",
-    "clip_fraction_low": "clip/low_fraction",
-    "clip_fraction_high": "clip/high_fraction",
-    "clip_fraction_positive": "clip/positive_fraction",
-    "clip_fraction_negative": "clip/negative_fraction",
-    "kl_mean": "kl_ref/penalty_mean",
-    "kl_p95": "kl_ref/penalty_p95",
-    "num_kl_clamped": "kl_ref/clamped",
-    "entropy_mean": "entropy/mean",
-    "entropy_bonus": "entropy/bonus_mean",
-    "sampler_difference_mean": "sampler/logp_difference_mean",
-    "sampler_difference_p95": "sampler/logp_difference_p95",
-    "sampler_difference_max": "sampler/logp_difference_max",
-    "num_missing_sampler": "sampler/missing",
-    "correction_mean": "sampler/correction_mean",
-    "correction_effective_fraction": "sampler/correction_effective_fraction",
-    "live_fraction": "head/live_fraction",
-}
-
-
-def metric_name(diagnostic: str) -> str:
-    """The metric that a diagnostic of the objective becomes.
-
-    Example:
-        >>> metric_name("ref_k3_p95"), metric_name("ratio_max"), metric_name("dropped_off_policy")
-        ('kl_ref/k3_p95', 'ratio/max', 'filter/off_policy/dropped_fraction')
-    """
-    if diagnostic in _NAMES:
-        return _NAMES[diagnostic]
-    kind, _, rest = diagnostic.partition("_")
-    if kind in ("ref", "old"):
-        return f"kl_{kind}/{rest}"
-    return f"filter/{rest}/dropped_fraction" if kind == "dropped" else f"{kind}/{rest}"
+    return dict(zip(numbers, on_host, strict=True))

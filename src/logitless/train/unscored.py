@@ -73,9 +73,9 @@ def _first_failure(drawn: Sequence[Group], name: str) -> str:
         for group in drawn
         for verdicts in group.verdicts
         for called, verdict in verdicts.items()
-        if verdict.status != "graded" and (called == name or name == "all functions")
+        if verdict.status in (*_FAILURES, "missing") and (called == name or name == "all functions")
     ]
     if not found:
         return "no verdict"
     first = min(found, key=lambda verdict: verdict.status not in _FAILURES)
-    return getattr(first, "traceback", "").strip() or first.message or first.status
+    return first.traceback.strip() or first.message or first.status

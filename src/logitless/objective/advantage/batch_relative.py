@@ -12,10 +12,11 @@ from logitless.objective.advantage.contract import AdvantageInputs, OnePerComple
 from logitless.objective.advantage.group_relative import group_centered, group_standardized
 from logitless.objective.advantage.groups import as_rows, assign, mean_of
 from logitless.objective.advantage.whitening import EPSILON, batch_statistics, whiten
-from logitless.objective.inputs import required
+from logitless.objective.inputs import check_choices, required, shaped
 from logitless.objective.over_ranks import SumOverRanks, one_rank
 
 
+@shaped
 def batch_standardized(
     rewards: Float[Tensor, "B"], group: Int[Tensor, "B"], sum_over_ranks: SumOverRanks = one_rank
 ) -> Float[Tensor, "B"]:
@@ -56,45 +57,69 @@ class BatchStandardized(OnePerCompletion):
         return batch_standardized(inputs.completion_rewards(), inputs.group, sum_over_ranks)
 
 
+@shaped
 def reinforce_pp_baseline(
-    rewards: Float[Tensor, "B"], group: Int[Tensor, "B"], sum_over_ranks: SumOverRanks = one_rank
+    rewards: Float[Tensor, "B"],
+    group: Int[Tensor, "B"],
+    sequence: Int[Tensor, "N"],
+    sum_over_ranks: SumOverRanks = one_rank,
 ) -> Float[Tensor, "B"]:
-    """Reward minus the mean of its group, then whitened over the whole batch.
+    """Reward minus the mean of its group, then whitened over ``sequence``: a completion counts once for each entry.
 
-    ``A = whiten(r - mean(r of the group))``
+    ``A = (a - mean(a[sequence])) / (std(a[sequence]) + EPSILON)`` with ``a = r - mean(r of the group)``
 
     Args:
         rewards, group: as ``group_centered``; a group lies whole on one rank.
-        sum_over_ranks: makes the whitening that of every rank's completions.
+        sequence: [N] completion of each trained token, to whiten over tokens; ``arange(B)`` whitens over completions.
+        sum_over_ranks: makes the whitening that of every rank.
 
     Returns: as ``group_centered``.
 
-    Source: REINFORCE++-baseline, arXiv:2501.03262.
+    Source: REINFORCE++-baseline, arXiv:2501.03262, whose batch is of tokens, as are OpenRLHF's and verl's.
 
     Example:
-        >>> reinforce_pp_baseline(torch.tensor([0.0, 2.0, 0.0, 4.0]), torch.tensor([0, 0, 1, 1]))  # std sqrt(10 / 3)
+        >>> rewards, group = torch.tensor([0.0, 2.0, 0.0, 4.0]), torch.tensor([0, 0, 1, 1])
+        >>> reinforce_pp_baseline(rewards, group, torch.arange(4))  # std sqrt(10 / 3)
         tensor([-0.5477,  0.5477, -1.0954,  1.0954])
+        >>> reinforce_pp_baseline(rewards, group, torch.tensor([0, 1, 2, 3, 3]))  # -1 1 -2 2 2: mean 0.4, std sqrt(3.3)
+        tensor([-0.7706,  0.3303, -1.3211,  0.8807])
     """
     grid, row = as_rows(rewards, group)
-    return assign(whiten(group_centered(rewards, group), ~rewards.isnan(), sum_over_ranks), grid, row)
+    centered, scored = group_centered(rewards, group), ~rewards.isnan()
+    mean, std = batch_statistics(centered[sequence], scored[sequence], sum_over_ranks)
+    return assign(torch.where(scored, (centered - mean) / (std + EPSILON), 0), grid, row)
 
 
 @dataclass(frozen=True)
 class ReinforcePPBaseline(OnePerCompletion):
     """See ``reinforce_pp_baseline``.
 
+    Args:
+        whiten_over: ``tokens`` (the paper's, OpenRLHF's, verl's), where a long completion counts more, or
+            ``completions``.
+
     Example:
-        >>> inputs = AdvantageInputs(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]), torch.arange(2))
-        >>> ReinforcePPBaseline()(inputs).advantage
-        tensor([-0.7071,  0.7071])
+        >>> inputs = AdvantageInputs(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]), torch.tensor([0, 1, 1]))
+        >>> ReinforcePPBaseline()(inputs).advantage  # -1 1 1: mean 1 / 3, std sqrt(4 / 3)
+        tensor([-1.1546,  0.5773,  0.5773])
+        >>> ReinforcePPBaseline(whiten_over="completions")(inputs).advantage
+        tensor([-0.7071,  0.7071,  0.7071])
     """
 
+    whiten_over: Literal["tokens", "completions"] = "tokens"
     name: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choices(self)
+
     def per_completion(self, inputs: AdvantageInputs, sum_over_ranks: SumOverRanks) -> Tensor:
-        return reinforce_pp_baseline(inputs.completion_rewards(), inputs.group, sum_over_ranks)
+        rewards = inputs.completion_rewards()
+        counted = inputs.sequence if self.whiten_over == "tokens" else torch.arange(len(rewards), device=rewards.device)
+        return reinforce_pp_baseline(rewards, inputs.group, counted, sum_over_ranks)
 
 
+@shaped
 def gdpo(
     rewards: Float[Tensor, "B F"],
     group: Int[Tensor, "B"],

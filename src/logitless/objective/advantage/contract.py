@@ -19,7 +19,7 @@ from torch import Tensor
 from logitless.errors import ConfigurationError
 from logitless.objective.advantage.runs import pay_at_last_token, turn_index
 from logitless.objective.advantage.whitening import clip
-from logitless.objective.inputs import required
+from logitless.objective.inputs import check_shapes, required, shapes_of
 from logitless.objective.over_ranks import SumOverRanks, one_rank
 from logitless.objective.ranges import Grain, Ranges
 
@@ -40,6 +40,9 @@ class AdvantageInputs:
         weights: [F] of the functions.
         values: [N] of the scoring pass, or None without a value head.
 
+    Raises:
+        InputError: tensors of other ranks, or lengths that do not fit together.
+
     Example:
         >>> inputs = AdvantageInputs(
         ...     rewards=torch.tensor([5.0]), group=torch.tensor([0]), sequence=torch.tensor([0, 0]),
@@ -57,6 +60,9 @@ class AdvantageInputs:
     scores: Float[Tensor, "B F"] | None = None
     weights: Float[Tensor, "F"] | None = None
     values: Float[Tensor, "N"] | None = None
+
+    def __post_init__(self) -> None:
+        check_shapes(vars(self), shapes_of(type(self).__annotations__))
 
     def completion_rewards(self) -> Float[Tensor, "B"]:
         """What each completion earned as a whole: its reward and those of its turns, less its KL."""

@@ -11,9 +11,11 @@ from logitless.errors import ConfigurationError
 from logitless.objective.advantage.contract import AdvantageInputs, OnePerCompletion
 from logitless.objective.advantage.groups import as_rows, assign, mean_of, num_scored, quantile_of, std_of
 from logitless.objective.advantage.whitening import EPSILON
+from logitless.objective.inputs import shaped
 from logitless.objective.over_ranks import SumOverRanks
 
 
+@shaped
 def raw(rewards: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
     """The reward itself, no baseline.
 
@@ -45,6 +47,7 @@ class Raw(OnePerCompletion):
         return raw(inputs.completion_rewards())
 
 
+@shaped
 def group_centered(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
     """Reward minus the mean of its group.
 
@@ -83,6 +86,7 @@ class GroupCentered(OnePerCompletion):
         return group_centered(inputs.completion_rewards(), inputs.group)
 
 
+@shaped
 def group_standardized(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
     """Reward minus the mean of its group, over the group's standard deviation.
 
@@ -116,6 +120,7 @@ class GroupStandardized(OnePerCompletion):
         return group_standardized(inputs.completion_rewards(), inputs.group)
 
 
+@shaped
 def leave_one_out(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
     """Reward minus the mean of the others of its group.
 
@@ -150,6 +155,7 @@ class LeaveOneOut(OnePerCompletion):
         return leave_one_out(inputs.completion_rewards(), inputs.group)
 
 
+@shaped
 def percentile(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"], q: float) -> Float[Tensor, "B"]:
     """Reward minus a percentile of its group, interpolated linearly between neighbours.
 
@@ -198,6 +204,7 @@ class Percentile(OnePerCompletion):
         return percentile(inputs.completion_rewards(), inputs.group, self.q)
 
 
+@shaped
 def robust(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
     """Reward minus the median of its group, over the median absolute deviation.
 
@@ -237,6 +244,7 @@ class Robust(OnePerCompletion):
         return robust(inputs.completion_rewards(), inputs.group)
 
 
+@shaped
 def max_rl(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
     """Reward minus the mean of its group, over that mean: rare successes weigh more.
 

@@ -12,11 +12,11 @@ from logitless.errors import InputError
 
 def as_rows(rewards: Tensor, group: Tensor) -> tuple[Float[Tensor, "P G"], Int[Tensor, "B"]]:
     """The rewards with one row a group, in ascending order of ids and filled up with NaN, and the row of each."""
-    if len(rewards) != len(group) or bool(rewards.isinf().any()):
+    if bool(rewards.isinf().any()):
         raise InputError(
-            needed="one finite reward (NaN where unscorable) and one group id for each completion",
-            given=f"{len(rewards)} rewards, of which {int(rewards.isinf().sum())} infinite, and {len(group)} ids",
-            remedy="Give both for every completion of the batch, in the same order.",
+            needed="a finite reward, or NaN where unscorable, for each completion",
+            given=f"{len(rewards)} rewards, of which {int(rewards.isinf().sum())} infinite",
+            remedy="Bound the reward functions.",
         )
     ids, row, size = torch.unique(group, return_inverse=True, return_counts=True)
     order = row.argsort(stable=True)

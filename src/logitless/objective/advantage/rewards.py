@@ -5,8 +5,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from logitless.objective.advantage.groups import as_rows, lowest
+from logitless.objective.inputs import shaped
 
 
+@shaped
 def combine_rewards(per_function: Float[Tensor, "B F"], weights: Float[Tensor, "F"]) -> Float[Tensor, "B"]:
     """Weighted sum of several reward functions; what a function left unscored is left out of the sum.
 
@@ -30,6 +32,7 @@ def combine_rewards(per_function: Float[Tensor, "B F"], weights: Float[Tensor, "
     return torch.where(per_function.isnan().all(1), torch.nan, combined)
 
 
+@shaped
 def has_signal(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> Bool[Tensor, "P"]:
     """Whether the scored rewards of a group differ: where they do not, every group-relative advantage is 0.
 

@@ -4,7 +4,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from logitless.objective.inputs import shaped
 
+
+@shaped
 def turn_index(sequence: Int[Tensor, "N"], turn: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
     """Number the turns of the whole batch 0, 1, 2, ... in the order of their tokens.
 
@@ -21,6 +24,7 @@ def turn_index(sequence: Int[Tensor, "N"], turn: Int[Tensor, "N"]) -> Int[Tensor
     return begins.cumsum(0) - 1
 
 
+@shaped
 def pay_at_last_token(rewards: Float[Tensor, "K"], owner: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
     """Rewards of sequences or turns as token rewards: each paid once, at its last token, 0 elsewhere.
 
@@ -37,6 +41,7 @@ def pay_at_last_token(rewards: Float[Tensor, "K"], owner: Int[Tensor, "N"]) -> F
     return torch.where(ends(owner), rewards[owner], 0)
 
 
+@shaped
 def discounted_returns(
     token_rewards: Float[Tensor, "N"], sequence: Int[Tensor, "N"], discount: float
 ) -> Float[Tensor, "N"]:

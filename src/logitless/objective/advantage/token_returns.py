@@ -9,10 +9,12 @@ from torch import Tensor
 from logitless.objective.advantage.contract import AdvantageInputs, AdvantageOutput, Estimator, check_discount
 from logitless.objective.advantage.runs import discounted_returns
 from logitless.objective.advantage.whitening import whiten
+from logitless.objective.inputs import shaped
 from logitless.objective.over_ranks import SumOverRanks, one_rank
 from logitless.objective.ranges import Grain
 
 
+@shaped
 def reinforce_pp(
     token_rewards: Float[Tensor, "N"],
     sequence: Int[Tensor, "N"],

@@ -11,10 +11,12 @@ from logitless.errors import InputError
 from logitless.objective.advantage.contract import AdvantageInputs, AdvantageOutput, Estimator, check_discount
 from logitless.objective.advantage.runs import discounted_returns, ends, turn_index
 from logitless.objective.advantage.whitening import whiten
+from logitless.objective.inputs import shaped
 from logitless.objective.over_ranks import SumOverRanks, one_rank
 from logitless.objective.ranges import Grain
 
 
+@shaped
 def gae(
     token_rewards: Float[Tensor, "N"],
     values: Float[Tensor, "N"],

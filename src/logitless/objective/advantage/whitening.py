@@ -4,12 +4,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from logitless.objective.inputs import shaped
 from logitless.objective.over_ranks import SumOverRanks, one_rank
 
 EPSILON = 1e-4
 """Added to every standard deviation and median deviation before dividing by it."""
 
 
+@shaped
 def whiten(
     values: Float[Tensor, "N"], kept: Bool[Tensor, "N"], sum_over_ranks: SumOverRanks = one_rank
 ) -> Float[Tensor, "N"]:

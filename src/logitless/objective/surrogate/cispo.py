@@ -8,10 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.inputs import required
+from logitless.objective.inputs import check_choices, required, shaped
 from logitless.objective.surrogate.contract import PolicyLoss, SurrogateInputs, SurrogateTerms, check_bounds
 
 
+@shaped
 def cispo_loss(
     logp: Float[Tensor, "N"],
     log_ratio: Float[Tensor, "N"],
@@ -40,18 +41,22 @@ class Cispo(PolicyLoss):
 
     Args:
         ratio_max, ratio_min: absolute bounds of the detached weight; no lower bound by default.
+        ceiling_below_one: what to do with a ratio_max below 1, which scales every gradient down: ``refuse`` or
+            ``accept``.
 
     Raises:
-        ConfigurationError: bounds out of order, or ratio_max below 1, which would scale every gradient down.
+        ConfigurationError: bounds out of order, or a ratio_max below 1 that is not accepted.
     """
 
     ratio_max: float = 5.0
     ratio_min: float | None = None
+    ceiling_below_one: Literal["refuse", "accept"] = "refuse"
     name: Literal["cispo"] = field(default="cispo", kw_only=True)
 
     def __post_init__(self) -> None:
+        check_choices(self)
         check_bounds(0.0 if self.ratio_min is None else self.ratio_min, self.ratio_max)
-        if self.ratio_max < 1:
+        if self.ratio_max < 1 and self.ceiling_below_one == "refuse":
             raise ConfigurationError(
                 needed="ratio_max of at least 1",
                 given=f"{self.ratio_max}, a ceiling that scales every gradient down",

@@ -9,10 +9,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.inputs import required
+from logitless.objective.inputs import required, shaped
 from logitless.objective.surrogate.contract import PolicyLoss, SurrogateInputs, SurrogateTerms, check_bounds
 
 
+@shaped
 def clip_loss(
     log_ratio: Float[Tensor, "N"],
     advantage: Float[Tensor, "N"],
@@ -52,6 +53,7 @@ def clip_loss(
     return loss if dual is None else torch.minimum(loss, dual * advantage.abs())  # the loss is not positive for A >= 0
 
 
+@shaped
 def clip_sides(
     log_ratio: Float[Tensor, "N"],
     advantage: Float[Tensor, "N"],

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from logitless.errors import ConfigurationError, InputError
 from logitless.objective.covariance import largest, num_chosen, random_in_band, token_covariance
-from logitless.objective.inputs import check_choices, required
+from logitless.objective.inputs import check_choices, required, shaped
 from logitless.objective.surrogate.clip import clip_loss, clip_sides
 from logitless.objective.surrogate.contract import (
     PolicyLoss,
@@ -26,6 +26,7 @@ from logitless.objective.surrogate.contract import (
 from logitless.objective.surrogate.unclipped import importance_loss
 
 
+@shaped
 def kl_cov_loss(
     log_ratio: Float[Tensor, "N"],
     token_log_ratio: Float[Tensor, "N"],

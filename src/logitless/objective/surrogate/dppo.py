@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from logitless.objective.inputs import check_choices, required
+from logitless.objective.inputs import check_choices, required, shaped
 from logitless.objective.surrogate.contract import (
     PolicyLoss,
     RatioLevel,
@@ -17,6 +17,7 @@ from logitless.objective.surrogate.contract import (
 )
 
 
+@shaped
 def bernoulli_kl(logp_old: Float[Tensor, "N"], logp: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
     """``KL(Bernoulli(p_old) || Bernoulli(p)) = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))``.
 
@@ -30,6 +31,7 @@ def bernoulli_kl(logp_old: Float[Tensor, "N"], logp: Float[Tensor, "N"]) -> Floa
     return logp_old.exp() * (logp_old - logp) + torch.xlogy(rest_old, rest_old) - torch.xlogy(rest_old, rest)
 
 
+@shaped
 def dppo_mask(
     logp: Float[Tensor, "N"],
     logp_old: Float[Tensor, "N"],
@@ -57,6 +59,7 @@ def dppo_mask(
     return ~outside
 
 
+@shaped
 def dppo_loss(
     logp: Float[Tensor, "N"],
     logp_old: Float[Tensor, "N"],

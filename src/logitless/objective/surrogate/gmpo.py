@@ -8,11 +8,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.inputs import required
+from logitless.objective.inputs import required, shaped
 from logitless.objective.ranges import Grain, Ranges
 from logitless.objective.surrogate.contract import PolicyLoss, RatioLevel, SurrogateInputs, SurrogateTerms
 
 
+@shaped
 def gmpo_loss(
     log_ratio: Float[Tensor, "N"],
     advantage: Float[Tensor, "N"],

@@ -8,10 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from logitless.objective.inputs import required
+from logitless.objective.inputs import required, shaped
 from logitless.objective.surrogate.contract import PolicyLoss, SurrogateInputs, SurrogateTerms, by_sign, check_positive
 
 
+@shaped
 def sapo_loss(
     log_ratio: Float[Tensor, "N"],
     advantage: Float[Tensor, "N"],

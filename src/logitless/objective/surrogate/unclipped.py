@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from logitless.objective.inputs import required
+from logitless.objective.inputs import required, shaped
 from logitless.objective.surrogate.contract import (
     PolicyLoss,
     RatioLevel,
@@ -16,6 +16,7 @@ from logitless.objective.surrogate.contract import (
 )
 
 
+@shaped
 def reinforce_loss(logp: Float[Tensor, "N"], advantage: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
     """``-A logp``.
 
@@ -31,6 +32,7 @@ def reinforce_loss(logp: Float[Tensor, "N"], advantage: Float[Tensor, "N"]) -> F
     return -advantage * logp
 
 
+@shaped
 def importance_loss(log_ratio: Float[Tensor, "N"], advantage: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
     """``-A r``, unclipped.
 
@@ -46,6 +48,7 @@ def importance_loss(log_ratio: Float[Tensor, "N"], advantage: Float[Tensor, "N"]
     return -advantage * log_ratio.exp()
 
 
+@shaped
 def dro_loss(
     logp: Float[Tensor, "N"], log_ratio: Float[Tensor, "N"], advantage: Float[Tensor, "N"], *, beta: float
 ) -> Float[Tensor, "N"]:
@@ -63,6 +66,7 @@ def dro_loss(
     return -(advantage * logp - 0.5 * beta * log_ratio.square())
 
 
+@shaped
 def nll_loss(logp: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
     """``-logp``.
 

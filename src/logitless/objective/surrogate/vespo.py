@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from logitless.objective.inputs import required
+from logitless.objective.inputs import required, shaped
 from logitless.objective.ranges import Ranges
 from logitless.objective.surrogate.contract import PolicyLoss, RatioLevel, SurrogateInputs, SurrogateTerms, by_sign
 from logitless.objective.surrogate.unclipped import reinforce_loss
@@ -18,6 +18,7 @@ VESPO_LOG_WEIGHT_MAX = 20.0
 VESPO_LAMBDA_MIN = 1e-4
 
 
+@shaped
 def vespo_weight(
     log_ratio: Float[Tensor, "N"],
     advantage: Float[Tensor, "N"],

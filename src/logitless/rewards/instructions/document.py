@@ -1,11 +1,11 @@
 """``docs/rewards.md``, written from the registry: ``python -m logitless.rewards.instructions.document [--check]``."""
 
-import argparse
 import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from logitless import pages
 from logitless.rewards.instructions import IFBENCH, IFEVAL, IFTRAIN, Argument, Instruction
 
 PAGE = Path("docs/rewards.md")
@@ -109,16 +109,7 @@ def _plain(text: str) -> str:
 
 def main() -> int:
     """Write the page, or with ``--check`` say whether it is current."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where the page is not current")
-    if not parser.parse_args().check:
-        PAGE.parent.mkdir(exist_ok=True)
-        PAGE.write_text(page(), encoding="utf-8")
-        return 0
-    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page():
-        return 0
-    print(f"{PAGE} is not current: run python -m logitless.rewards.instructions.document", file=sys.stderr)
-    return 1
+    return pages.main("logitless.rewards.instructions.document", pages.text_page(PAGE, page))
 
 
 if __name__ == "__main__":
