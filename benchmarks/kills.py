@@ -40,12 +40,13 @@ SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM}
 STOPPED, FAILED = 3, 1
 
 SMALL = [
+    "model.source.intermediate_size=1024",
     "data.train.size=64",
     "data.held_out={name: reasoning_gym, task: palindrome_generation, size: 8, seed: 2}",
     "rollout.prompts_per_block=4",
     "rollout.completions_per_prompt=4",
     "rollout.sampling.max_new_tokens=8",
-    "train.blocks=5",
+    "train.blocks=8",
     "train.epochs_per_block=2",
     "train.tokens_per_step=64",
     "kl={placement: loss, control: {name: proportional, beta: 0.02, target: 0.05}}",
@@ -111,40 +112,53 @@ def kill_until(kills: int, name: str, reference: RunFolder, seconds: float, work
         kills: at least.
         name: of the signal.
         reference: the run that was left alone.
-        seconds: that it took; kills come at any moment of that.
+        seconds: that it took. Kills come at any moment of one and a half times that; the span grows where a busy
+            machine lets no run get further, and shrinks where runs end before they are killed.
         work: folder for the runs.
         seed: of the moments.
     """
     draw, where = random.Random(seed), Counter[str]()
-    done, runs, differ, failures = 0, 0, list[str](), list[str]()
+    done, runs, differ, failures, stuck = 0, 0, list[str](), list[str](), 0
     while done < kills:
         output, runs = work / f"{name}-{runs}", runs + 1
         output.mkdir()
         recipe, log = recipe_in(output), output / "log"
         folder = RunFolder(output / recipe.name)
         while True:
+            before, saved = _starts(folder), checkpoints(folder.checkpoints)
             child = fork(recipe, log)
-            time.sleep(draw.uniform(0.0, 1.1 * seconds))
+            time.sleep(draw.uniform(0.0, 1.5 * seconds))
             os.kill(child, SIGNALS[name])
             status = ended(child)
             if status == 0:
+                seconds *= 0.9
                 break
+            stuck = stuck + 1 if checkpoints(folder.checkpoints) == saved else 0
+            if stuck == 3:
+                seconds, stuck = seconds * 1.3, 0
             if status == FAILED or len(failures) > 3:
                 failures.append(log.read_text()[-2000:])
                 break
             done += 1
-            where["stopped and saved" if status == STOPPED else _moment(folder)] += 1
+            where["stopped and saved" if status == STOPPED else _moment(folder, before)] += 1
         if status == 0 and (what := difference(reference, folder)) is not None:
             differ.append(what)
     return {"kills": done, "runs": runs, "where": dict(where), "runs_that_differ": differ, "failures": failures}
 
 
-def _moment(folder: RunFolder) -> str:
+def _starts(folder: RunFolder) -> int:
+    """How often the run has got past its checks."""
+    return len(json.loads(folder.provenance.read_text())["starts"]) if folder.provenance.exists() else 0
+
+
+def _moment(folder: RunFolder, starts_before: int) -> str:
     """Where in a run a kill that left no time for anything fell."""
     if list(folder.checkpoints.glob(".saving-*")):
         return "during a save"
     if list(folder.checkpoints.glob(".removing-*")):
         return "during the removal of an old checkpoint"
+    if _starts(folder) == starts_before:
+        return "while starting"
     return "between saves" if checkpoints(folder.checkpoints) else "before the first checkpoint"
 
 
