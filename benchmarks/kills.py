@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from logitless.bench.machine import environment
+from logitless.bench.machine import environment, write_result
 from logitless.train import run
 from logitless.train.checkpoint import checkpoints, read_checkpoint
 from logitless.train.config import Recipe
@@ -182,7 +182,6 @@ def measure(kills: int, seed: int = 0) -> dict[str, Any]:
             for number, name in enumerate(SIGNALS)
         }
     return {
-        "schema_number": 1,
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "python": platform.python_version()}
         | environment("cpu", ("transformers", "safetensors")),
         "recipe": "length-toy with " + ", ".join(SMALL),
@@ -206,7 +205,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     found = measure(options.kills, options.seed)
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    write_result(options.out, found)
     bad = 0
     for name, numbers in found["signals"].items():
         bad += len(numbers["runs_that_differ"]) + len(numbers["failures"])
