@@ -292,6 +292,22 @@ def test_a_save_that_fails_in_the_background_is_an_error_of_the_next_wait_and_of
     assert _names(tmp_path) == ["block-000000-step-000002"]
 
 
+@pytest.mark.gpu
+def test_a_save_of_tensors_on_a_gpu_waits_for_what_was_queued_before_it_and_not_for_what_is_queued_later(tmp_path):
+    value = torch.ones(4096, 4096, device="cuda")
+    product = value
+    for _ in range(50):
+        product = product @ value / 4096  # still at work when the save begins
+    saver = BackgroundSaver(tmp_path, keep=1)
+    saver.save(block=0, step=1, tensors={"x": product, "y": value}, state={})
+    for _ in range(50):
+        value @ value  # a rollout, which changes nothing that is saved
+    saver.wait()
+    found = load_checkpoint(tmp_path).tensors
+    assert torch.equal(found["x"], product.cpu())
+    assert torch.equal(found["y"], value.cpu())
+
+
 # --- parts of a run -------------------------------------------------------------------------------------------------
 
 
