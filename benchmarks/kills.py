@@ -2,6 +2,7 @@
 
     python benchmarks/kills.py                 # 100 kill -9 and 100 SIGTERM; minutes
     python benchmarks/kills.py --kills 3       # a look
+    python benchmarks/kills.py --signals SIGTERM   # one of the two; the other's result stays in the file
 
 A run is a few blocks of a small recipe with a checkpoint after each block, so that many kills fall into a save. It is
 killed, continued, killed again ... until it ends by itself, and then it must have the same bits as the run that was
@@ -21,6 +22,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,7 @@ def kill_until(kills: int, name: str, reference: RunFolder, seconds: float, work
         work: folder for the runs.
         seed: of the moments.
     """
+    began, alone = time.perf_counter(), seconds
     draw, where = random.Random(seed), Counter[str]()
     done, runs, differ, failures, stuck = 0, 0, list[str](), list[str](), 0
     while done < kills:
@@ -143,7 +146,15 @@ def kill_until(kills: int, name: str, reference: RunFolder, seconds: float, work
             where["stopped and saved" if status == STOPPED else _moment(folder, before)] += 1
         if status == 0 and (what := difference(reference, folder)) is not None:
             differ.append(what)
-    return {"kills": done, "runs": runs, "where": dict(where), "runs_that_differ": differ, "failures": failures}
+    return {
+        "kills": done,
+        "runs": runs,
+        "where": dict(where),
+        "runs_that_differ": differ,
+        "failures": failures,
+        "seconds": time.perf_counter() - began,
+        "seconds_of_a_run_left_alone": alone,
+    }
 
 
 def _starts(folder: RunFolder) -> int:
@@ -162,12 +173,11 @@ def _moment(folder: RunFolder, starts_before: int) -> str:
     return "between saves" if checkpoints(folder.checkpoints) else "before the first checkpoint"
 
 
-def measure(kills: int, seed: int = 0) -> dict[str, Any]:
-    """Both signals, and the machine."""
+def measure(kills: int, seed: int = 0, names: Sequence[str] = tuple(SIGNALS)) -> dict[str, Any]:
+    """Kill by each signal, and say on what machine."""
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     run.write_report = lambda path: path  # type: ignore[assignment,attr-defined]
-    began = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         recipe = recipe_in(work / "alone")
@@ -180,14 +190,13 @@ def measure(kills: int, seed: int = 0) -> dict[str, Any]:
         found = {
             name: kill_until(kills, name, reference, seconds, work, seed + number)
             for number, name in enumerate(SIGNALS)
+            if name in names
         }
     return {
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "python": platform.python_version()}
         | environment("cpu", ("transformers", "safetensors")),
         "recipe": "length-toy with " + ", ".join(SMALL),
         "seed": seed,
-        "seconds_alone": seconds,
-        "seconds": time.perf_counter() - began,
         "signals": found,
     }
 
@@ -202,9 +211,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="of each signal")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--signals", nargs="+", choices=tuple(SIGNALS), default=tuple(SIGNALS))
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
-    found = measure(options.kills, options.seed)
+    found = measure(options.kills, options.seed, options.signals)
+    before = json.loads(options.out.read_text()) if options.out.exists() else {}
+    if all(before.get(key) == found[key] for key in ("machine", "recipe", "seed")):
+        found["signals"] = {**before["signals"], **found["signals"]}
     write_result(options.out, found)
     bad = 0
     for name, numbers in found["signals"].items():
