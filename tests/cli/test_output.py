@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 WORK = """
 import sys
@@ -33,3 +34,18 @@ def test_what_is_read_is_all_there(tmp_path):
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert len(found.stdout.splitlines()) == 3001
     assert len(found.stderr.splitlines()) == 3000
+
+
+def test_a_run_whose_output_is_piped_into_head_trains_to_its_end(tmp_path):
+    settings = [
+        *("rollout.prompts_per_block=2", "rollout.completions_per_prompt=2", "rollout.sampling.max_new_tokens=4"),
+        *("train.blocks=2", "writers=[]", "data.train.size=8", f"output={tmp_path}"),
+    ]
+    command = [sys.executable, "-m", "logitless.cli.main", "train", "recipes/length-toy.yaml"]
+    command += [word for setting in settings for word in ("--set", setting)]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(250) == 0
+    assert (tmp_path / "length-toy" / "summary.json").exists()

@@ -102,7 +102,7 @@ def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None
     Activations follow Korthikanti et al. 2022 (arXiv:2205.05198, sec. 4) without the quadratic part, which fused
     attention does not keep: about 34 D bytes a token and layer at two bytes a number, or 2 D with checkpointing and
     one layer worked on at a time. Scoring, sampling and training do not overlap, so the larger of activations and
-    cache counts.
+    cache counts. A run that goes on holds no more: its checkpoint is read into this model, a tensor at a time.
     """
     section, train = recipe.model, recipe.train
     trained = [p for p in model.parameters() if p.requires_grad]
