@@ -42,13 +42,13 @@ SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM}
 STOPPED, FAILED = 3, 1
 
 SMALL = [
-    "model.source.intermediate_size=1024",
-    "data.train.size=64",
-    "data.held_out={name: reasoning_gym, task: palindrome_generation, size: 8, seed: 2}",
+    "model.source.intermediate_size=512",
+    "data.train.size=16",
+    "data.held_out={name: reasoning_gym, task: palindrome_generation, size: 4, seed: 2}",
     "rollout.prompts_per_block=4",
     "rollout.completions_per_prompt=4",
     "rollout.sampling.max_new_tokens=8",
-    "train.blocks=8",
+    "train.blocks=4",
     "train.epochs_per_block=2",
     "train.tokens_per_step=64",
     "kl={placement: loss, control: {name: proportional, beta: 0.02, target: 0.05}}",
