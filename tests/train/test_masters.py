@@ -1,11 +1,20 @@
 """Float32 masters of bfloat16 weights: what the optimizer holds, what the model reads, what autograd adds up."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
-from logitless.train.masters import MasterAdamW, fused_update, lower_to
+from logitless.errors import ConfigurationError
+from logitless.train.checkpoint import load_checkpoint
+from logitless.train.config import Recipe
+from logitless.train.masters import MasterAdamW, chunks_of, fused_update, lower_to, master_of
+from logitless.train.run import start
 from tests.head.interpreter import complete_interpreter, interpreted
+from tests.train.tiny import tiny_recipe
 
 BETAS, EPS, RATE, DECAY = (0.9, 0.999), 1e-8, 1e-3, 0.1
 
@@ -17,19 +26,17 @@ def a_layer(seed: int = 0) -> nn.Linear:
 
 def trained(layer: nn.Linear, steps: int, *, dtype: torch.dtype | None) -> list[torch.Tensor]:
     """Masters (or weights) after some steps on gradients that do not depend on the weights' dtype."""
-    named = dict(layer.named_parameters())
-    masters = {} if dtype is None else lower_to(dtype, named)
-    held = [masters.get(name, parameter) for name, parameter in named.items()]
-    copies = {masters[name]: named[name] for name in masters}
-    optimizer = MasterAdamW([{"params": held}], copies, lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    if dtype is not None:
+        lower_to(dtype, layer.parameters())
+    optimizer = MasterAdamW([{"params": list(layer.parameters())}], lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY)
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
-        for parameter in named.values():
+        for parameter in layer.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator)
         optimizer.take_gradients()
         optimizer.step()
         optimizer.zero_grad()
-    return [h.detach() for h in held]
+    return [master_of(parameter).detach() for parameter in layer.parameters()]
 
 
 def test_masters_follow_float32_training_bit_for_bit():
@@ -50,8 +57,8 @@ def test_the_model_holds_its_masters_rounded_after_every_step():
 def test_steps_too_small_for_bfloat16_add_up():
     layer = nn.Linear(1, 1, bias=False)
     nn.init.ones_(layer.weight)
-    master = lower_to(torch.bfloat16, dict(layer.named_parameters()))["weight"]
-    optimizer = MasterAdamW([{"params": [master]}], {master: layer.weight}, lr=1e-4, weight_decay=0.0)
+    lower_to(torch.bfloat16, layer.parameters())
+    optimizer = MasterAdamW([{"params": [layer.weight]}], lr=1e-4, weight_decay=0.0)
     for _ in range(100):
         layer.weight.grad = torch.ones(1, 1)
         optimizer.take_gradients()
@@ -62,7 +69,7 @@ def test_steps_too_small_for_bfloat16_add_up():
 
 def test_gradients_of_micro_batches_add_up_in_float32():
     layer = nn.Linear(1, 1, bias=False)
-    lower_to(torch.bfloat16, dict(layer.named_parameters()))
+    lower_to(torch.bfloat16, layer.parameters())
     for _ in range(1000):  # in bfloat16 the sum would stop at 256
         layer(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
     assert layer.weight.grad is not None
@@ -72,8 +79,9 @@ def test_gradients_of_micro_batches_add_up_in_float32():
 def test_frozen_and_float64_weights_are_left_alone():
     layer = a_layer().double()
     layer.bias.requires_grad_(False)
-    assert lower_to(torch.bfloat16, dict(layer.named_parameters())) == {}
-    assert layer.weight.dtype == torch.float64
+    lower_to(torch.bfloat16, layer.parameters())
+    assert layer.weight.dtype == layer.bias.dtype == torch.float64
+    assert master_of(layer.weight) is layer.weight
 
 
 @pytest.mark.parametrize("sizes", [(1, 3), (1025, 70000, 64)])
@@ -90,7 +98,18 @@ def test_the_fused_update_equals_torch(sizes: tuple[int, ...]):
     reference = torch.optim.AdamW(theirs, lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY, foreach=False)
     for step in range(1, 4):
         gradients = [torch.randn_like(p) for p in ours]
-        fused_update(ours, gradients, *moments, copies, rate=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY, step=step)
+        fused_update(
+            chunks_of(ours),
+            ours,
+            gradients,
+            *moments,
+            copies,
+            rate=RATE,
+            betas=BETAS,
+            eps=EPS,
+            weight_decay=DECAY,
+            step=step,
+        )
         for p, g in zip(theirs, gradients, strict=True):
             p.grad = g
         reference.step()
@@ -99,3 +118,44 @@ def test_the_fused_update_equals_torch(sizes: tuple[int, ...]):
         bound = 3 * 12 * torch.finfo(torch.float32).eps * (2 * RATE + their.detach().abs())
         assert bool(((our - their).abs() <= bound).all())
         assert torch.equal(copy, our.detach().bfloat16())
+
+
+def bfloat16_recipe(folder: Path, **changes: Any) -> Recipe:
+    return tiny_recipe(folder, model__trained_dtype="bfloat16", model__dtype="bfloat16", **changes)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}], ids=["full", "lora"])
+def test_a_run_in_bfloat16_resumes_bitwise_from_its_masters(tmp_path, lora):
+    whole, _ = start(bfloat16_recipe(tmp_path / "whole", model__lora=lora))
+    begun, _ = start(bfloat16_recipe(tmp_path / "begun", model__lora=lora, train__blocks=1))
+    resumed, _ = start(bfloat16_recipe(tmp_path / "begun", model__lora=lora), resume=True)
+    assert begun.path == resumed.path
+    ends = [load_checkpoint(folder.checkpoints) for folder in (whole, resumed)]
+    assert ends[0].tensors.keys() == ends[1].tensors.keys()
+    for name, tensor in ends[0].tensors.items():
+        assert torch.equal(tensor, ends[1].tensors[name]), name
+        if name.startswith("parameter/"):
+            assert tensor.dtype == torch.float32
+    losses = [[r.get("loss/total") for r in folder.read_metrics()] for folder in (whole, resumed)]
+    assert losses[0] == losses[1]
+
+
+def test_the_first_step_of_a_run_in_bfloat16_has_a_ratio_of_one_and_no_distance_to_the_reference(tmp_path):
+    folder, _ = start(bfloat16_recipe(tmp_path, train__blocks=1))
+    first = next(record for record in folder.read_metrics() if record["step"] == 1)
+    assert first["ratio/max"] == 1.0
+    assert first["kl_ref/k3_mean"] == 0.0
+
+
+def test_a_run_in_bfloat16_leaves_its_rounded_masters_as_a_model(tmp_path):
+    folder, _ = start(bfloat16_recipe(tmp_path, train__blocks=1))
+    held = load_checkpoint(folder.checkpoints).tensors
+    exported = load_file(folder.model / "model.safetensors")
+    for name, tensor in exported.items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, held[f"parameter/{name}"].bfloat16()), name
+
+
+def test_autocast_beside_bfloat16_weights_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="one dtype of the products"):
+        bfloat16_recipe(tmp_path, model__autocast="bfloat16")
