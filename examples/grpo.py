@@ -23,7 +23,7 @@ from logitless.objective.advantage import AdvantageInputs
 from logitless.objective.weighting import Totals
 from logitless.rewards.reasoning_gym import ReasoningGym
 from logitless.rollout.sampling import SamplingOptions
-from logitless.rollout.transformers import TransformersSampler
+from logitless.rollout.transformers import TransformersEngine
 from logitless.types import PackedBatch
 
 TASK = "palindrome_generation"
@@ -51,7 +51,7 @@ def main(warm_steps: int = 265, blocks: int = 200, num_held_out: int = 200) -> l
     torch.manual_seed(0)
     tokenizer = load_tokenizer(Path(__file__).parents[1] / "recipes/quickstart/tokenizer")
     model = load_model(MODEL, random_weights=True, seed=0)
-    engine = TransformersSampler(model, tokenizer)
+    engine = TransformersEngine(model, tokenizer)
     reward = ReasoningGym(task=TASK, partial_credit=False)  # 1 for a palindrome of the given letters, else 0
 
     def questions(size: int, seed: int) -> tuple[Prompt, ...]:
@@ -142,7 +142,7 @@ def judge(reward: ReasoningGym, pairs: Sequence[tuple[Prompt, Completion]]) -> l
     return reward([prompt.text for prompt, _ in pairs], texts, entry=[prompt.columns["entry"] for prompt, _ in pairs])
 
 
-def evaluate(engine: TransformersSampler, reward: ReasoningGym, prompts: Sequence[Prompt]) -> float:
+def evaluate(engine: TransformersEngine, reward: ReasoningGym, prompts: Sequence[Prompt]) -> float:
     """The share of held-out prompts that one sampled answer gets right."""
     groups = engine.sample(prompts, 1, SAMPLING, seed=0)
     rewards = judge(reward, [(p, completion) for p, [completion] in zip(prompts, groups, strict=True)])
