@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from logitless import Completion, Prompt, TokenBatch, TokenScores, presets, token_scores
+from logitless import Completion, PackedBatch, Prompt, TokenBatch, TokenScores, presets, token_scores
 from logitless.data.packing import pack
 from logitless.data.prompts import load_prompts, without_overlap
 from logitless.data.sources import ReasoningGymData
@@ -24,7 +24,6 @@ from logitless.objective.weighting import Totals
 from logitless.rewards.reasoning_gym import ReasoningGym
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.transformers import TransformersEngine
-from logitless.types import PackedBatch
 
 TASK = "palindrome_generation"
 MODEL = {
@@ -137,9 +136,10 @@ def take_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rate: fl
 
 
 def judge(reward: ReasoningGym, pairs: Sequence[tuple[Prompt, Completion]]) -> list[float]:
-    """The reward of each completion of a prompt."""
+    """The reward of each completion of a prompt; NaN, which advantages leave out, where it could not be judged."""
     texts = [completion.text for _, completion in pairs]
-    return reward([prompt.text for prompt, _ in pairs], texts, entry=[prompt.columns["entry"] for prompt, _ in pairs])
+    given = reward([prompt.text for prompt, _ in pairs], texts, entry=[prompt.columns["entry"] for prompt, _ in pairs])
+    return [float("nan") if score is None else score for score in given]
 
 
 def evaluate(engine: TransformersEngine, reward: ReasoningGym, prompts: Sequence[Prompt]) -> float:
