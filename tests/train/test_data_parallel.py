@@ -130,7 +130,7 @@ def two_ranks(tmp_path_factory):
 
 def _assert_same_bits(one, other):
     ends = [checkpoints.load_checkpoint(folder.checkpoints) for folder in (one, other)]
-    weights = [load_file(end.folder / "model" / "model.safetensors") for end in ends]
+    weights = [load_file(folder.model / "model.safetensors") for folder in (one, other)]
     for found, wanted in (weights, [end.tensors for end in ends]):
         assert found.keys() == wanted.keys()
         for name, tensor in found.items():

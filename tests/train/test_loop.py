@@ -6,12 +6,10 @@ from statistics import fmean
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from logitless.objective.presets import PRESETS
 from logitless.rollout.recorded import write_completions
 from logitless.rollout.transformers import TransformersEngine
-from logitless.train import checkpoint as checkpoints
 from logitless.train.engines import open_engines
 from logitless.train.learner import Learner
 from logitless.train.policy import AdaptersOff, Policy
@@ -20,7 +18,7 @@ from logitless.train.run import start
 from logitless.train.run_folder import RunFolder
 from logitless.types import Completion
 from tests.train.engines import Scripted, trained_with
-from tests.train.tiny import tiny_recipe
+from tests.train.tiny import stored, tiny_recipe
 
 SHORT = {"train__blocks": 1, "train__epochs_per_block": 1, "kl": None, "data__held_out": None}
 FIXED = {"name": "fixed", "beta": 0.1}
@@ -346,15 +344,14 @@ def test_lora_trains_the_adapter_against_its_own_base_model(tmp_path, monkeypatc
     assert isinstance(reference, AdaptersOff)
     steps = _steps(run)
     assert steps[0]["kl_ref/k3_mean"] == 0 < steps[-1]["kl_ref/k3_mean"]
-    first, last = (folder / "model" / "adapter_model.safetensors" for folder in _checkpoints(run))
-    before, after = load_file(first), load_file(last)
+    before, after = _trained(run)
     assert all("lora_" in name for name in before)
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
-def _checkpoints(run: RunFolder):
-    found = checkpoints.checkpoints(run.checkpoints)
-    return found[0], found[-1]
+def _trained(run: RunFolder):
+    """What is trained, in the first and in the last checkpoint."""
+    return [{name: t for name, t in tensors.items() if name.startswith("parameter/")} for tensors in stored(run)]
 
 
 def test_every_metric_of_a_run_is_finite_and_a_report_and_a_summary_are_left(tmp_path, monkeypatch):
@@ -378,7 +375,7 @@ def test_every_preset_trains_and_moves_the_weights(tmp_path, preset):
     steps = _steps(run)
     assert len(steps) == 4
     assert all(math.isfinite(record["loss/total"]) for record in steps)
-    first, last = (load_file(folder / "model" / "model.safetensors") for folder in _checkpoints(run))
+    first, last = _trained(run)
     assert any(not torch.equal(first[name], last[name]) for name in first)
 
 
@@ -396,7 +393,7 @@ def test_a_step_whose_completions_are_all_dropped_has_no_gradient_and_no_token(t
     run = _scripted(tmp_path, answers, **SHORT, train__drop_truncated=True)
     for record in _steps(run):
         assert (record["optimizer/tokens"], record["optimizer/grad_norm"], record["loss/total"]) == (0, 0, 0)
-    first, last = (load_file(folder / "model" / "model.safetensors") for folder in _checkpoints(run))
+    first, last = _trained(run)
     assert all(torch.equal(first[name], last[name]) for name in first)
 
 

@@ -104,17 +104,6 @@ def test_only_the_adapter_gets_a_gradient():
     assert with_gradient == {name for name, p in policy.model.named_parameters() if "lora_" in name}
 
 
-def test_adapter_tensors_are_put_back_bit_for_bit_and_there_are_none_without_lora():
-    policy, other = _adapted(), Policy(add_lora(_model(), LORA, seed=9))
-    tensors = {name: t.detach().clone() for name, t in policy.adapter_tensors().items()}
-    other.load_adapter_tensors(tensors)
-    batch = _batch()
-    assert torch.equal(other.scores(batch, **OPTIONS).logp, policy.scores(batch, **OPTIONS).logp)
-    whole = Policy(_model())
-    assert whole.adapter_tensors() == {}
-    whole.load_adapter_tensors({})
-
-
 def test_what_is_saved_loads_again(tmp_path):
     tokenizer = character_tokenizer("abcdefghijklmnopqrst")
     whole, batch = Policy(_model()), _batch()

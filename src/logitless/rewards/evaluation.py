@@ -320,7 +320,7 @@ def save_bar_chart(path: Path, rates: Mapping[str, Rate], title: str) -> None:
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Line numbers and objects of a JSON Lines file; blank lines are left out."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             needed=f"a readable UTF-8 file at {path}", given=str(error), remedy="Check the path and the encoding."
@@ -330,6 +330,8 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             row = json.loads(line, object_pairs_hook=_without_duplicates)
+            if "\\u" in line:
+                json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is no text
         except (ValueError, RecursionError) as error:
             raise _wrong(path, number, "a JSON object", str(error)) from None
         if not isinstance(row, dict):

@@ -147,13 +147,13 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
             needed="a file of completions", given=f"{str(path)!r}, which does not exist", remedy="Correct the path."
         )
     if path.suffix == ".jsonl":
-        with path.open(encoding="utf-8") as file:
+        with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
                 try:
-                    yield f"line {number}", json.loads(line)
-                except json.JSONDecodeError as error:
+                    yield f"line {number}", json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                except (ValueError, RecursionError) as error:
                     raise DataError(
                         needed="one JSON object a line",
                         given=f"{path}, line {number}: {error}",

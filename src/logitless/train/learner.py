@@ -262,9 +262,9 @@ class Learner:
         return self.policy.weights()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Optimizer moments, adapters and the tokens of a block in training, by name."""
-        tensors = checkpoints.optimizer_tensors(self.policy.named_parameters(), self.optimizer)
-        tensors |= self.policy.adapter_tensors()
+        """What is trained, its optimizer state and the tokens of a block in training, by name; not copied."""
+        parameters = self.policy.named_parameters()
+        tensors = checkpoints.parameter_tensors(parameters) | checkpoints.optimizer_tensors(parameters, self.optimizer)
         return tensors if self._current is None else tensors | stored_block(self._current.block)[0]
 
     def state_dict(self) -> dict[str, Any]:
@@ -273,11 +273,12 @@ class Learner:
         return {"progress": asdict(self.progress), "controllers": self.controllers.state_dict(), "block": block}
 
     def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Go on from ``tensors`` and ``state_dict``; the policy's own weights are there already, adapters aside."""
+        """Go on from ``tensors`` and ``state_dict``; each tensor is read to where it belongs before the next."""
         self.progress = Progress(**state["progress"])
         self.controllers.load_state_dict(state["controllers"])
-        checkpoints.restore_optimizer(self.policy.named_parameters(), self.optimizer, tensors)
-        self.policy.load_adapter_tensors(tensors)
+        parameters = self.policy.named_parameters()
+        checkpoints.restore_parameters(parameters, tensors)
+        checkpoints.restore_optimizer(parameters, self.optimizer, tensors)
         if state["block"] is not None:
             self.begin(load_block(tensors, state["block"]))
 

@@ -16,10 +16,8 @@ rank has whole, and so every rank plans, weighs and decides alike. The first one
 
 from contextlib import nullcontext
 
-from transformers import PreTrainedTokenizerBase
-
 from logitless.errors import TrainingError
-from logitless.train.block import AdvantagedBlock, pack_groups
+from logitless.train.block import AdvantagedBlock, JudgedBlock, pack_groups
 from logitless.train.block_metrics import (
     advantage_metrics,
     advantages_of,
@@ -27,7 +25,7 @@ from logitless.train.block_metrics import (
     scoring_metrics,
     value_metrics,
 )
-from logitless.train.checkpoint import Checkpoint, checkpoints
+from logitless.train.checkpoint import BackgroundSaver, Checkpoint, checkpoints, damaged
 from logitless.train.collector import Collector
 from logitless.train.config import Recipe
 from logitless.train.engines import Engines
@@ -37,6 +35,7 @@ from logitless.train.journal import Journal
 from logitless.train.learner import Learner
 from logitless.train.metrics import Numbers
 from logitless.train.saving import restore_run, save_run
+from logitless.train.unscored import UnscoredLimit
 
 
 class Loop:
@@ -48,7 +47,6 @@ class Loop:
         learner: trains on them.
         evaluation: of held-out prompts.
         journal: is told everything.
-        tokenizer: saved beside the weights.
     """
 
     def __init__(
@@ -58,14 +56,17 @@ class Loop:
         learner: Learner,
         evaluation: Evaluation,
         journal: Journal,
-        tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        self.recipe, self.tokenizer = recipe, tokenizer
+        self.recipe = recipe
         self.collector, self.learner, self.evaluation, self.journal = collector, learner, evaluation, journal
         self.engines = Engines(collector.engine, evaluation.engine)
         self.block_metrics: Numbers = {}
         self.without_signal_in_a_row = 0
+        self.unscored = UnscoredLimit(
+            max_fraction=recipe.train.max_unscored_fraction, max_blocks=recipe.train.max_blocks_unscored
+        )
         self.ranks = learner.ranks
+        self.saver = BackgroundSaver(journal.folder.checkpoints, keep=recipe.checkpoint.keep)
         self.interrupt = Interrupt(journal.message)
 
     def run(self) -> bool:
@@ -75,11 +76,13 @@ class Loop:
             if self.ranks.of_first(not checkpoints(self.journal.folder.checkpoints)):
                 self.journal.write({"step": 0, "block": 1, "epoch": 1, **self._evaluated("accuracy_before")})
                 self.save()
+                self.saver.wait()  # from here on there is something to go on from
             while self._done < self.recipe.train.blocks and not self._stopping():
                 self._block()
                 if self._stopping() or self._done % self.recipe.checkpoint.every_blocks == 0:
                     self.save()
             self.save()
+            self.saver.wait()
         return self._done == self.recipe.train.blocks
 
     @property
@@ -96,6 +99,7 @@ class Loop:
         if not self.learner.in_training and not self._collected():
             return
         while self.learner.in_training and not self._stopping():
+            self.saver.wait()  # a step changes what is being written
             with self.journal.phase("training") as seconds:
                 record = self.learner.step()
             record["time/training_seconds"] = seconds[0]
@@ -118,10 +122,11 @@ class Loop:
         before = self.collector.state_dict()
         try:
             with self.interrupt.at_once() if self.ranks.world == 1 else nullcontext():
-                block = self._prepared()
+                judged, block = self._prepared()
         except KeyboardInterrupt:
             self.collector.load_state_dict(before)
             return False
+        self.unscored.see(judged.drawn)
         if block is None:
             self._pass_over()
             return False
@@ -129,8 +134,8 @@ class Loop:
         self.learner.begin(block)
         return True
 
-    def _prepared(self) -> AdvantagedBlock | None:
-        """The next block, drawn and judged, packed, scored and with advantages; None without a token to train on."""
+    def _prepared(self) -> tuple[JudgedBlock, AdvantagedBlock | None]:
+        """The next block as drawn and judged, and packed, scored and with advantages; None without a token."""
         number, journal = self._done + 1, self.journal
         with journal.phase("rollout") as seconds:
             judged = self.collector.next(self._done, length_factor=self.learner.controllers.length_factor)
@@ -140,7 +145,7 @@ class Loop:
         packed = pack_groups(judged.trained)
         if not packed.packed.num_tokens:
             journal.write_rollouts(number, judged)
-            return None
+            return judged, None
         with journal.phase("scoring") as seconds:
             scored = self.learner.score(packed)
         self.block_metrics |= scoring_metrics(scored, seconds=seconds[0])
@@ -148,7 +153,7 @@ class Loop:
         advantages = advantages_of(block, judged)
         self.block_metrics |= advantage_metrics(advantages, self.learner.algorithm.advantage) | value_metrics(block)
         journal.write_rollouts(number, judged, advantages)
-        return block
+        return judged, block
 
     def _pass_over(self) -> None:
         """Write the metrics of a block with nothing to train on; too many in a row end the run."""
@@ -186,16 +191,23 @@ class Loop:
         return found | {"time/evaluation_seconds": seconds[0]}
 
     def save(self) -> None:
-        """A checkpoint of everything."""
+        """Begin a checkpoint of everything."""
         if not self.ranks.is_first:
             return
-        remembered = {"block_metrics": self.block_metrics, "without_signal_in_a_row": self.without_signal_in_a_row}
+        remembered = {
+            "block_metrics": self.block_metrics,
+            "without_signal_in_a_row": self.without_signal_in_a_row,
+            "unscored_in_a_row": self.unscored.in_a_row,
+        }
         with self.journal.phase("checkpoint"):
-            keep = self.recipe.checkpoint.keep
-            save_run(self.collector, self.learner, self.journal, self.tokenizer, remembered, keep=keep)
+            save_run(self.saver, self.collector, self.learner, self.journal, remembered)
 
     def restore(self, saved: Checkpoint) -> None:
-        """Go on from a checkpoint whose weights the policy already has."""
+        """Go on from a checkpoint, which is read into the policy that there is."""
         remembered = restore_run(self.collector, self.learner, self.journal, saved)
-        self.block_metrics = dict(remembered["block_metrics"])
-        self.without_signal_in_a_row = remembered["without_signal_in_a_row"]
+        try:
+            self.block_metrics = dict(remembered["block_metrics"])
+            self.without_signal_in_a_row = remembered["without_signal_in_a_row"]
+            self.unscored.in_a_row = remembered["unscored_in_a_row"]
+        except KeyError as error:
+            raise damaged(saved.folder, error) from error

@@ -4,14 +4,13 @@ The reference is another ``Policy`` around a frozen copy, or ``AdaptersOff`` und
 code, the same packing and the same head.
 """
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from logitless.head import token_scores
@@ -107,19 +106,6 @@ class Policy:
         else:
             self.model.save_pretrained(str(folder))  # type: ignore[operator]
         tokenizer.save_pretrained(str(folder))
-
-    def adapter_tensors(self) -> dict[str, Tensor]:
-        """Under LoRA the trained tensors by name, exactly as they are; empty under full fine-tuning."""
-        if not self.is_adapter:
-            return {}
-        return {f"adapter/{name}": p for name, p in self.model.named_parameters() if p.requires_grad}
-
-    def load_adapter_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put ``adapter_tensors`` back."""
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                if self.is_adapter and parameter.requires_grad:
-                    parameter.copy_(tensors[f"adapter/{name}"])
 
     def _no_scores(self) -> TokenScores:
         """Of no tokens, without a pass: a rank has micro-batches like that where others have more sequences."""

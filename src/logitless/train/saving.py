@@ -1,12 +1,8 @@
 """The state of a run as a whole: what its parts hold, into one checkpoint and out of it again."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from logitless.models.value_head import save_value_head
 from logitless.train import checkpoint as checkpoints
 from logitless.train.collector import Collector
 from logitless.train.journal import Journal
@@ -14,28 +10,22 @@ from logitless.train.learner import Learner
 
 
 def save_run(
+    saver: checkpoints.BackgroundSaver,
     collector: Collector,
     learner: Learner,
     journal: Journal,
-    tokenizer: PreTrainedTokenizerBase,
     of_loop: Mapping[str, Any],
-    *,
-    keep: int,
 ) -> None:
-    """Write a checkpoint of everything, under the number of optimizer steps done; see ``checkpoint.py``.
+    """Begin to write a checkpoint of everything; ``saver.wait`` comes before the next optimizer step.
 
     Args:
+        saver: of the run.
         collector, learner, journal: parts of the run.
-        tokenizer: saved beside the weights.
         of_loop: what the loop itself has to remember, as JSON.
-        keep: checkpoints left afterwards.
     """
-    policy = learner.policy
-    checkpoints.save_checkpoint(
-        journal.folder.checkpoints,
-        learner.progress.step,
-        save_model=lambda path: policy.save(path, tokenizer),
-        save_value_head=None if policy.value_head is None else partial(save_value_head, policy.value_head),
+    saver.save(
+        block=learner.progress.block,
+        step=learner.progress.step,
         tensors=learner.tensors() | checkpoints.random_tensors(),
         state={
             **learner.state_dict(),
@@ -44,14 +34,13 @@ def save_run(
             "loop": dict(of_loop),
             "random": checkpoints.random_state(),
         },
-        keep=keep,
     )
 
 
 def restore_run(
     collector: Collector, learner: Learner, journal: Journal, saved: checkpoints.Checkpoint
 ) -> Mapping[str, Any]:
-    """Put everything back; the policy has the checkpoint's weights already, and later lines of metrics are removed.
+    """Put everything back; the metrics, whose later lines are removed, come last.
 
     Args:
         collector, learner, journal: parts of the run.
@@ -59,9 +48,16 @@ def restore_run(
 
     Returns:
         What the loop had to remember.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or of another model; nothing on the disk was changed.
     """
-    learner.load_state(saved.tensors, saved.state)
-    collector.load_state_dict(saved.state["collector"])
-    journal.load_state_dict(saved.state["journal"])
-    checkpoints.restore_random(saved.tensors, saved.state["random"])
-    return saved.state["loop"]
+    try:
+        of_loop = dict(saved.state["loop"])
+        learner.load_state(saved.tensors, saved.state)
+        collector.load_state_dict(saved.state["collector"])
+        checkpoints.restore_random(saved.tensors, saved.state["random"])
+        journal.load_state_dict(saved.state["journal"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise checkpoints.damaged(saved.folder, error) from error
+    return of_loop

@@ -7,6 +7,7 @@ attention, optimizer. ``effects`` says what is really in force.
 import logging
 import os
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,6 @@ from logitless.rewards.combine import weighted
 from logitless.rewards.contract import WeightedReward
 from logitless.rewards.instruction_reward import InstructionReward
 from logitless.rewards.suites import warn_of_overlap
-from logitless.train.checkpoint import VALUE_HEAD
 from logitless.train.config import ModelSection, Recipe, ValueHeadSection
 from logitless.types import Prompt
 
@@ -62,13 +62,22 @@ def device_of(section: ModelSection) -> torch.device:
     """
     if section.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if section.device.startswith("cuda") and not torch.cuda.is_available():
+    if re.fullmatch(r"cpu|cuda(:\d+)?", section.device) is None:
         raise ConfigurationError(
-            needed="a CUDA device for model.device",
-            given="none on this machine",
-            remedy="Set model.device: cpu or auto.",
+            needed="auto, cpu, cuda or cuda:<number> as model.device",
+            given=repr(section.device),
+            remedy="Set model.device: auto.",
         )
-    return torch.device(section.device)
+    device = torch.device(section.device)
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigurationError(
+                needed="a CUDA device for model.device",
+                given=f"{section.device}, and {count or 'none'} on this machine",
+                remedy="Set model.device: cpu or auto" + (f", or at most cuda:{count - 1}." if count else "."),
+            )
+    return device
 
 
 _SDPA: dict[str, tuple[Callable[[bool], Any], Callable[[], Any]]] = {
@@ -156,6 +165,15 @@ def policy_model(
     if section.compile:
         compile_layers(model)
     return model.train()
+
+
+def after_warm_start(section: ModelSection, model: nn.Module, *, seed: int) -> nn.Module:
+    """The model that reinforcement learning begins with: under LoRA what was learnt is merged into the base that is
+    there, and a fresh adapter added; it is the model that ``policy_model`` makes of the warm start's weights."""
+    if section.lora is None:
+        return model
+    lora = section.lora
+    return add_lora(model, LoraOptions(rank=lora.rank, alpha=lora.alpha, targets=lora.targets), seed=seed).train()
 
 
 def effects(section: ModelSection, device: torch.device, model: nn.Module) -> list[str]:
@@ -286,23 +304,18 @@ def value_head_section(recipe: Recipe) -> ValueHeadSection:
     return recipe.value_head or ValueHeadSection()
 
 
-def value_head_of(
-    recipe: Recipe, algorithm: Algorithm, model: nn.Module, checkpoint: Path | None = None
-) -> ValueHead | None:
-    """The value head that an algorithm with a value loss starts from or goes on with; None for any other.
+def value_head_of(recipe: Recipe, algorithm: Algorithm, model: nn.Module) -> ValueHead | None:
+    """The value head that an algorithm with a value loss starts from; None for any other.
 
     Args:
         recipe: names a file to start from, or none.
         algorithm: of the recipe.
         model: the policy's.
-        checkpoint: folder of the checkpoint that a run goes on from.
 
     Raises:
         ConfigurationError: the file is not that of a value head that fits the model.
     """
     if algorithm.value_loss is None:
         return None
-    if checkpoint is not None:
-        return value_head_for(model, checkpoint / VALUE_HEAD)
     source = value_head_section(recipe).source
     return value_head_for(model, None if source is None else Path(source))

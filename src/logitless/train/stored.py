@@ -29,7 +29,8 @@ def load_block(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Advan
         tensors: others among them are left alone.
         state: lists stand for tuples, as JSON leaves them.
     """
-    return _built(AdvantagedBlock, _PREFIX, {**tensors, **{name: _tuples(value) for name, value in state.items()}})
+    of_block = {name: tensors[name] for name in tensors if name.startswith(f"{_PREFIX}/")}
+    return _built(AdvantagedBlock, _PREFIX, {**of_block, **{name: _tuples(value) for name, value in state.items()}})
 
 
 def _flat(stage: Any, prefix: str) -> dict[str, Any]:
