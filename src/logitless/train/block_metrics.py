@@ -54,6 +54,19 @@ def scoring_metrics(block: ScoredBlock, *, seconds: float) -> Numbers:
     return {"time/scoring_seconds": seconds, "throughput/scoring_tokens_per_second": num_scored / seconds}
 
 
+def training_metrics(record: Numbers, *, seconds: float) -> Numbers:
+    """How long a step took and how fast it was.
+
+    Example:
+        >>> training_metrics({"optimizer/tokens": 6.0}, seconds=0.5)
+        {'time/training_seconds': 0.5, 'throughput/training_tokens_per_second': 12.0}
+    """
+    return {
+        "time/training_seconds": seconds,
+        "throughput/training_tokens_per_second": record["optimizer/tokens"] / seconds,
+    }
+
+
 def verdict_metrics(groups: Sequence[Group]) -> Numbers:
     """Scores and statuses by reward function; pass rates by constraint and family, over all functions that check it."""
     metrics: Numbers = {}
