@@ -119,7 +119,7 @@ class RolloutSection(Section):
     prompts_per_block: PositiveInt = Field(32, description="P, prompts a block")
     completions_per_prompt: PositiveInt = Field(8, description="G, completions a prompt")
     max_rows: PositiveInt = Field(512, description="completions decoded at once, here and in evaluation")
-    prefill_tokens: PositiveInt = Field(16384, description="tokens of prompts that the sampler reads at once")
+    prefill_tokens: PositiveInt = Field(16384, description="tokens of prompts that the engine reads at once")
     sampling: SamplingOptions = Field(description="temperature, filters, limits, stops")
     zero_signal: Literal["keep", "drop", "refill"] = Field(
         "keep", description="groups whose rewards are all equal: train on them, leave them out, or draw others"
@@ -127,7 +127,7 @@ class RolloutSection(Section):
     max_refills: NonNegativeInt = Field(3, description="further rounds of generation under `refill`")
     unscored: Unscored = Field(
         "leave_out",
-        description="a completion that a function could not score: sum the others, or drop the completion (no reward)",
+        description="a completion that a function could not judge: sum the others, or drop the completion (no reward)",
     )
 
 

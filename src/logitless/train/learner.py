@@ -250,6 +250,11 @@ class Learner:
             )
         return f"step {progress.step} skipped: its gradient is not finite" if progress.skipped_in_a_row else None
 
+    @property
+    def by_rank(self) -> dict[str, tuple[int, ...]]:
+        """Numbers of the last step that are a list, one a rank; none on a single rank."""
+        return {"parallel/tokens_per_rank": self.tokens_per_rank} if self.ranks.world > 1 else {}
+
     # --- what it hands out and goes on from
 
     @property
