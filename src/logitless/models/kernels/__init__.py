@@ -1,1 +1,1 @@
-"""Triton kernels of a decoder whose rows keep their bits, a file an operation."""
+"""Triton kernels of a model's layers: each row's result depends on that row, and on what it attends to, alone."""
