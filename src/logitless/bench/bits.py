@@ -234,7 +234,7 @@ class Measured:
 
     def _decode(self) -> Iterator[dict[str, Any]]:
         """A step with its logits in a CUDA graph, against the same graph with plain cuBLAS."""
-        installation = install_row_invariant(self.model)
+        installation, stream = install_row_invariant(self.model), torch.cuda.Stream()
         try:
             for count in DECODED_ROWS:
                 pages = -(-(DECODED_POSITION + 1) // PAGE)
@@ -253,9 +253,9 @@ class Measured:
                 ) -> None:
                     product(decode_step(self.model, tokens, layout, caches), head, out_dtype=torch.float32)
 
-                ours = _graph(step)
+                ours = _graph(step, stream)
                 with everywhere("cublas"):
-                    plain = _graph(step)
+                    plain = _graph(step, stream)
                 exact, reference = _replays(ours, plain)
                 yield {
                     "model": self.name,
@@ -311,8 +311,8 @@ def _milliseconds(step: Callable[[], None], repeats: int = 5) -> float:
     return sorted(times)[repeats // 2]
 
 
-def _graph(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
+def _graph(step: Callable[[], None], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         step()
         step()

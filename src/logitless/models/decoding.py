@@ -34,7 +34,7 @@ class PagedRows:
     Args:
         caches: one a layer.
         layout: of the step or of the chunks.
-        slots: [T] the cache's row of each token.
+        slots: [T] the cache's row of each token; -1 for a row without a query.
         position: [T] in its sequence, at least 0.
         tables: cosines and sines by name, as far as the pages reach.
     """
@@ -84,7 +84,7 @@ def decode_step(
     Args:
         model: with row-invariant layers.
         tokens: each row's newest token.
-        layout: where it stands; a row without a query (position -1) writes to its first page and gives anything.
+        layout: where it stands; a row without a query (position -1) writes nothing and gives anything.
         caches: one a layer, from ``empty_caches``; written.
 
     Returns:
@@ -92,7 +92,8 @@ def decode_step(
     """
     decoder, installation = _installation(model)
     tables = installation.reach(layout.page_table.shape[1] * PAGE)
-    rows = PagedRows(caches, layout, layout.slots, layout.position.clamp(min=0), tables)
+    slots = torch.where(layout.position >= 0, layout.slots, -1)
+    rows = PagedRows(caches, layout, slots, layout.position.clamp(min=0), tables)
     return decoder(input_ids=tokens, rows=rows).last_hidden_state
 
 

@@ -14,6 +14,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -307,7 +308,7 @@ def _copies(weight: Tensor) -> list[Tensor]:
 def _microseconds(call: Callable[[Tensor], object], weights: Sequence[Tensor], calls: int) -> float:
     """Of one call, in a CUDA graph of some; the least of three replays."""
     turn: Iterator[Tensor] = cycle(weights)
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream, graph = _side_stream(), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         call(next(turn))
@@ -328,6 +329,12 @@ def _microseconds(call: Callable[[Tensor], object], weights: Sequence[Tensor], c
         end.synchronize()
         best = min(best, begin.elapsed_time(end) / calls * 1e3)
     return best
+
+
+@cache
+def _side_stream() -> torch.cuda.Stream:
+    """One for all captures: a library keeps a workspace for every stream that it has met."""
+    return torch.cuda.Stream()
 
 
 def _differs(a: Tensor, b: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def rotary_kernel(
     key_out,  # [S, K, E] contiguous
     value_out,  # [S, K, E] contiguous, or None: values stay where they are
     position,  # [T]
-    slot,  # [T] row of key_out and value_out for each token; None: its own number
+    slot,  # [T] row of key_out and value_out for each token, -1: nowhere; None: its own number
     cos,  # [P, R] by position
     sin,  # [P, R]
     query_norm,  # [E] or None
@@ -117,6 +117,8 @@ def rotary_kernel(
             query + row * query_stride + at, query_out + row * QUERY_HEADS * WIDTH + at, query_norm,
             cos + p, sin + p, eps, HEADS, WIDTH, ROTARY, BLOCK, GEMMA,
         )  # fmt: skip
+    elif place < 0:
+        pass
     elif block < num_query + num_key:
         at = (block - num_query) * HEADS * WIDTH
         turned_heads(
@@ -283,7 +285,7 @@ def rotate(
         cos, sin: [P, R] contiguous, in the dtype of the query.
         norms: of query and key heads.
         key_out, value_out: [S, K, E] to write into, such as a cache; made where they are not given.
-        slot: [T] the row of ``key_out`` and ``value_out`` that a token's key and value go to.
+        slot: [T] the row of ``key_out`` and ``value_out`` that a token's key and value go to; -1: they are dropped.
 
     Returns:
         [T, H, E] and two of [T, K, E] (or those given).
