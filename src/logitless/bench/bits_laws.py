@@ -65,21 +65,18 @@ class Sizes:
     odd: int = 9000
 
 
-SMALL = Sizes(3, 2, 2, 6, (66,), packed=400, small=100, odd=90)
-
-
 class Laws:
     """Comparisons of one model.
 
     Args:
         model: a causal LM without row-invariant layers; they are installed and removed here.
         device: where it is.
-        small: few tokens, for a small model on a CPU.
+        sizes: how much is compared.
     """
 
-    def __init__(self, model: nn.Module, device: str, *, small: bool = False) -> None:
+    def __init__(self, model: nn.Module, device: str, *, sizes: Sizes | None = None) -> None:
         self.model, self.device = model, device
-        self.sizes = SMALL if small else Sizes()
+        self.sizes = sizes or Sizes()
         self.differences: dict[str, list[float]] = {}
         generator = torch.Generator().manual_seed(11)
         sizes, vocabulary = self.sizes, causal_lm(model).config.vocab_size

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from logitless.models.kernels.linear import INTERPRETED, Tile, fixed_order_product
-from logitless.models.kernels.rows import MOST_ROWS, checked_count, checked_count_below, empty_rows, widened
+from logitless.models.kernels.rows import FEW_ROWS, MOST_ROWS, checked_count, checked_count_below, empty_rows, widened
 
 Way = Tile | Literal["cublas", "cublaslt"]
 LIBRARIES: tuple[Literal["cublas", "cublaslt"], ...] = ("cublas", "cublaslt")
@@ -181,17 +181,17 @@ def product(
         x, y = rows[start:], out[start:]
         count = checked_count(min(rest, MOST_ROWS))
         wide = widened(x, count)
-        if wide is None:  # no room: the largest checked part, and then what is left
+        if wide is None and rest > FEW_ROWS[-1]:  # no room: the largest checked part, and what is left by a tile
             count = checked_count_below(rest)
             wide = x[:count]
         way: Way | None = _forced or plan.library(count)
-        if isinstance(way, str):
+        if isinstance(way, str) and wide is not None:
             wide_out = widened(y, count)
             assert wide_out is not None, "made with room above"
             library_product(way, wide, weight, bias, wide_out)
         else:
             count = min(rest, MOST_ROWS)
-            tile = way or plan.tile(checked_count(count))
+            tile = way if isinstance(way, Tile) else plan.tile(checked_count(count))
             fixed_order_product(x[:count], weight, tile, bias=bias, out=y[:count])
         start += count
     return out

@@ -11,7 +11,7 @@ are not listed here. Such a model is left alone, and the report says why.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -53,6 +53,7 @@ class AttentionForm:
     rope: str
 
 
+@runtime_checkable
 class Rows(Protocol):
     """Where a layer's rows stand and what they attend to: a packed row, or a step of decoding."""
 

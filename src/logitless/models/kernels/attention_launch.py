@@ -10,6 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from logitless.models.kernels import attention_backward, attention_decode, attention_forward, attention_tiles
 from logitless.models.kernels.attention_tiles import AttentionTiles
+from logitless.models.kernels.rows import empty_rows
 
 
 class Form(NamedTuple):
@@ -71,9 +72,11 @@ def attention_forward_rows(
     """Output [T, H, E] and log-sum-exp [T, H]; rows of no tile are 0 unless ``every_row`` is in one."""
     heads, tile = Heads.of(query, key), choice.forward
     rows, num_heads, width = query.shape
-    new = torch.empty if every_row else torch.zeros
-    output = new(rows, num_heads, width, dtype=query.dtype, device=query.device)
-    log_sum_exp = new(rows, num_heads, dtype=torch.float32, device=query.device)
+    output = empty_rows(rows, num_heads, width, like=query)
+    log_sum_exp = torch.empty(rows, num_heads, dtype=torch.float32, device=query.device)
+    if not every_row:
+        output.zero_()
+        log_sum_exp.zero_()
     blocks = _key_blocks(key, value, heads, tile.tma)
     attention_forward.attention_forward[(len(tiles) * heads.num_key,)](
         query, key, value, *blocks, output, log_sum_exp, tiles, page_table,
@@ -169,7 +172,7 @@ def decode(
     max_pages = page_table.shape[1]
     splits = triton.cdiv(max_pages * attention_tiles.BLOCK, attention_tiles.SPLIT)
     direct = splits == 1
-    output = torch.empty(rows, num_heads, width, dtype=query.dtype, device=device)
+    output = empty_rows(rows, num_heads, width, like=query)
     log_sum_exp = torch.empty(rows, num_heads, dtype=torch.float32, device=device)
     state_rows = 0 if direct and shared is None else rows
     m, s = torch.empty(2, state_rows, splits, num_heads, dtype=torch.float32, device=device)

@@ -53,7 +53,7 @@ class Tile:
         return (self.rows + self.columns) * self.depth * item * self.stages
 
 
-INTERPRETED = Tile(rows=16, columns=16, depth=16, warps=1, stages=1)
+INTERPRETED = Tile(rows=32, columns=64, depth=64, warps=1, stages=1)
 REFERENCE = Tile(rows=128, columns=128, depth=64, warps=8, stages=3)
 """The tile that defines the bits on GPUs; plain loads, 96 KiB."""
 _GROUP = 8  # row tiles walked together, so that they meet the weight's tiles in L2

@@ -106,15 +106,18 @@ def sum_parts_kernel(
     out,  # [D]
     num_parts,  # P
     length,  # D
+    PARTS: tl.constexpr,  # at a time
     BLOCK: tl.constexpr,
 ):
-    """Columns' sums over the parts, in order."""
+    """Columns' sums over the parts, in one order."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < length
-    total = tl.zeros((BLOCK,), tl.float32)
-    for p in range(num_parts):
-        total += tl.load(parts + p * length + column, mask=inside, other=0.0)
-    tl.store(out + column, total.to(out.dtype.element_ty), mask=inside)
+    part = tl.arange(0, PARTS)
+    inside = (column < length)[None, :]
+    total = tl.zeros((PARTS, BLOCK), tl.float32)
+    for p in range(0, num_parts, PARTS):
+        at = (p + part)[:, None]
+        total += tl.load(parts + at * length + column[None, :], mask=inside & (at < num_parts), other=0.0)
+    tl.store(out + column, tl.sum(total, 0).to(out.dtype.element_ty), mask=column < length)
 
 
 def row_warps(block: int) -> int:
@@ -179,6 +182,8 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """[D] sums over the first dimension of [P, D], in order."""
     num_parts, length = parts.shape
     out = torch.empty(length, dtype=dtype, device=parts.device)
-    block = 32 if parts.is_cuda else triton.next_power_of_2(length)
-    sum_parts_kernel[(triton.cdiv(length, block),)](parts, out, num_parts, length, BLOCK=block, num_warps=1)
+    block = 16 if parts.is_cuda else triton.next_power_of_2(length)
+    sum_parts_kernel[(triton.cdiv(length, block),)](
+        parts, out, num_parts, length, PARTS=128 if parts.is_cuda else 2, BLOCK=block, num_warps=4
+    )
     return out

@@ -315,7 +315,7 @@ def rotate_backward(
     blocks = (heads.query + 2 * heads.key) // heads.together
     sums = norms is not None and norms_needed
     if query.is_cuda:
-        per_program = max(1, triton.cdiv(rows, 512)) if sums else 4
+        per_program = max(1, triton.cdiv(rows, 2048)) if sums else 1
     else:
         per_program = triton.cdiv(rows, 2)
     programs = triton.cdiv(rows, per_program)
