@@ -82,5 +82,5 @@ MUTATIONS = {
     "splits have another length": other_blocks,
     "a row's softmax is summed by two warps": two_warps,
 }
-ON_CPU = ("K is split",)
-"""Those whose rounding shows under the interpreter, which knows no warps, on a few tokens."""
+ON_CPU = ("K is split", "torch sums a norm")
+"""Those that show under the interpreter, which knows no warps, on a few tokens in float32."""

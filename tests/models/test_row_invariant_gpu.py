@@ -6,7 +6,8 @@ import json
 import pytest
 import torch
 
-from logitless.bench.bits_laws import LAWS, Laws, Sizes
+from logitless.bench.bits import LAWS
+from logitless.bench.bits_laws import Laws, Sizes
 from logitless.models import self_check as check
 from logitless.models.linear import Shape, plan_for
 from logitless.models.lm_head import backbone_hidden
@@ -38,7 +39,7 @@ def wide(name, dtype=torch.bfloat16, **options):
     if config.get("sliding_window"):
         config["sliding_window"] = 100
     if name == "phi3":
-        config["head_dim"] = None
+        del config["head_dim"]
     return load_model(config, random_weights=True, seed=1, dtype=dtype, device="cuda", attention="eager").eval()
 
 
@@ -86,7 +87,7 @@ def test_a_training_step_leaves_no_elementwise_kernel_of_torch_in_the_layers():
     model = wide("qwen3", num_hidden_layers=4)
     install_row_invariant(model)
     inputs = packed([300, 40, 170], 4000).to("cuda")
-    for turn in range(2):
+    for _ in range(2):
         with profile(activities=[ProfilerActivity.CUDA]) as found:
             backbone_hidden(model, inputs).backward(torch.ones(510, 512, device="cuda", dtype=torch.bfloat16))
             torch.cuda.synchronize()

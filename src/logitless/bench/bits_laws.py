@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from logitless.bench.bits import LAWS, STOCK, STOCK_PACKED
 from logitless.head.api import token_scores
 from logitless.models.attention import AttentionLayout, PromptGroup
 from logitless.models.decoding import decode_step, empty_caches, prefill
@@ -22,24 +23,6 @@ from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.paged_attention import PAGE, Chunk, DecodeLayout, PrefillLayout, SharedPages
 from logitless.models.row_invariant import install_row_invariant
 from logitless.types import PackedInputs
-
-LAWS = (
-    "packed again",
-    "packed in rows of 4096",
-    "in reverse order",
-    "shuffled, in rows of 9000",
-    "micro-batches of any size",
-    "alone",
-    "prompts shared",
-    "recomputed",
-    "prefilled in chunks",
-    "decoded, rows joining and leaving",
-    "decoded, shared pages read once",
-    "LoRA, packed in rows of 4096",
-    "LoRA, decoded",
-)
-STOCK = "transformers' layers, decoded against packed"
-STOCK_PACKED = "transformers' layers, packed in rows of 4096"
 
 
 @dataclass(frozen=True)
@@ -139,7 +122,8 @@ class Laws:
 
     def packed(self, order: Sequence[int], *limits: int) -> Scored:
         """Sequences in this order, in packed rows of at most so many tokens (a sequence is never cut)."""
-        scored, part = Scored({}, {}, {}), []
+        scored = Scored({}, {}, {})
+        part: list[int] = []
         turns = cycle(limits)
         limit = next(turns)
         for i in order:
@@ -163,25 +147,24 @@ class Laws:
 
     def _keep(self, part: Sequence[int], hidden: Tensor, scored: Scored) -> None:
         """By sequence; log-probs and entropies from one call of the head for all of them."""
-        pieces = hidden.detach().split([len(self.sequences[i]) for i in part])
+        pieces = hidden.detach().split([len(self.sequences[i]) for i in part])  # type: ignore[no-untyped-call]
         scored.hidden.update(zip(part, pieces, strict=True))
-        self._score(
-            part, [h[len(h) - len(self.completions[i]) - 1 : -1] for i, h in zip(part, pieces, strict=True)], scored
-        )
+        rows = [h[len(h) - len(self.completions[i]) - 1 : -1] for i, h in zip(part, pieces, strict=True)]
+        self._score(part, rows, scored)
 
     def _score(self, part: Sequence[int], hidden: Sequence[Tensor], scored: Scored) -> None:
         target = torch.cat([self.completions[i] for i in part]).to(self.device)
         logp, entropy = self._head(torch.cat(list(hidden)), target)
         sizes = [len(self.completions[i]) for i in part]
-        scored.logp.update(zip(part, logp.split(sizes), strict=True))
-        scored.entropy.update(zip(part, entropy.split(sizes), strict=True))
+        scored.logp.update(zip(part, logp.split(sizes), strict=True))  # type: ignore[no-untyped-call]
+        scored.entropy.update(zip(part, entropy.split(sizes), strict=True))  # type: ignore[no-untyped-call]
 
     def _head(self, hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         head = lm_head(self.model)
         if self.device == "cuda":
             scores = token_scores(hidden, head, target, backend="fused")
             return scores.logp, scores.entropy
-        # On a CPU the fused head is interpreted, and others sum in an order that depends on the batch: float64 hides it.
+        # On a CPU the fused head is interpreted, and others sum in the batch's order: float64 hides it.
         logp = (hidden.double() @ head.weight.double().T).log_softmax(-1)
         return logp.gather(1, target[:, None])[:, 0].float(), -(logp.exp() * logp).sum(-1).float()
 
@@ -226,7 +209,7 @@ class Laws:
                     inner.train()
                 with torch.enable_grad():
                     hidden = backbone_hidden(self.model, inputs)
-                    hidden.float().square().sum().backward()
+                    hidden.float().square().sum().backward()  # type: ignore[no-untyped-call]
                 found.append([p.grad for p in inner.parameters() if p.grad is not None])
                 inner.zero_grad(set_to_none=True)
                 if recompute:
@@ -254,7 +237,8 @@ class Laws:
     def _prefill(self, chosen: Sequence[int], lengths: Sequence[int], pages: Any, caches: Any) -> dict[int, Tensor]:
         """The first tokens of each sequence into its pages, in chunks of random sizes; hidden states by sequence."""
         sizes, generator = self.sizes, torch.Generator().manual_seed(5)
-        done, found = dict.fromkeys(chosen, 0), {i: [] for i in chosen}
+        done = dict.fromkeys(chosen, 0)
+        found: dict[int, list[Tensor]] = {i: [] for i in chosen}
         where = dict(zip(chosen, pages, strict=True))
         total = dict(zip(chosen, lengths, strict=True))
         waiting = list(chosen)
@@ -271,7 +255,7 @@ class Laws:
                 [self.sequences[i][c.start : c.start + c.length] for i, c in zip(part, chunks, strict=True)]
             )
             hidden = prefill(self.model, ids.to(self.device), PrefillLayout(chunks, self.device), caches)
-            for i, piece in zip(part, hidden.split([c.length for c in chunks]), strict=True):
+            for i, piece in zip(part, hidden.split([c.length for c in chunks]), strict=True):  # type: ignore[no-untyped-call]
                 found[i].append(piece)
                 done[i] += len(piece)
             waiting = [i for i in waiting if done[i] < total[i]]
@@ -481,7 +465,7 @@ class Steps:
 
             replay: Any = step
             if self.device == "cuda":
-                stream = torch.cuda.Stream()
+                stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):
                     step()

@@ -129,7 +129,7 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from logitless.bench.bits_laws import STOCK
+    from logitless.bench.bits import STOCK
 
     figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
     for model, found in document["differences"].items():

@@ -20,8 +20,9 @@ from torch import Tensor
 from logitless.models.kernels.linear import INTERPRETED, Tile, fixed_order_product
 from logitless.models.kernels.rows import FEW_ROWS, MOST_ROWS, checked_count, checked_count_below, empty_rows, widened
 
-Way = Tile | Literal["cublas", "cublaslt"]
-LIBRARIES: tuple[Literal["cublas", "cublaslt"], ...] = ("cublas", "cublaslt")
+Library = Literal["cublas", "cublaslt"]
+Way = Tile | Library
+LIBRARIES: tuple[Library, ...] = ("cublas", "cublaslt")
 
 _PLAIN = {  # less than 99 KiB of shared memory each, for any GPU
     16: Tile(16, 32, 128, 4, 4),
@@ -54,7 +55,8 @@ class Shape(NamedTuple):
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> "Shape":
         """That of this weight."""
-        return cls(*weight.shape, weight.dtype, out_dtype or weight.dtype, bias is not None, weight.device)
+        columns, length = weight.shape
+        return cls(columns, length, weight.dtype, out_dtype or weight.dtype, bias is not None, weight.device)
 
     @property
     def aligned(self) -> bool:
@@ -81,7 +83,7 @@ class Plan:
             return way
         return next(tile for most, tile in self.tiles.items() if num_rows <= most)
 
-    def library(self, num_rows: int) -> Literal["cublas", "cublaslt"] | None:
+    def library(self, num_rows: int) -> Library | None:
         """The library that serves at this checked count, if one does."""
         way = self.ways.get(num_rows)
         return None if isinstance(way, Tile) else way
@@ -178,7 +180,7 @@ def product(
     start = 0
     while start < num_rows:
         rest = num_rows - start
-        x, y = rows[start:], out[start:]
+        x, y = (rows[start:], out[start:]) if start else (rows, out)
         count = checked_count(min(rest, MOST_ROWS))
         wide = widened(x, count)
         if wide is None and rest > FEW_ROWS[-1]:  # no room: the largest checked part, and what is left by a tile
@@ -229,7 +231,7 @@ def project(x: Tensor, projections: Sequence[Projection], columns: Sequence[int]
         [T, N] each; columns of one tensor where the weights lie end to end.
     """
     tensors = [t for p in projections for t in (p.weight, p.bias, p.lora_a, p.lora_b)]
-    return _Project.apply(x, tuple(p.lora_scale for p in projections), tuple(columns or ()), *tensors)
+    return _Project.apply(x, tuple(p.lora_scale for p in projections), tuple(columns or ()), *tensors)  # type: ignore[no-untyped-call]
 
 
 def lay_end_to_end(tensors: Sequence[Tensor]) -> None:
@@ -237,7 +239,7 @@ def lay_end_to_end(tensors: Sequence[Tensor]) -> None:
     if len(tensors) < 2 or end_to_end(tensors) is not None:
         return
     whole = torch.cat([t.detach() for t in tensors])
-    for tensor, part in zip(tensors, whole.split([len(t) for t in tensors]), strict=True):
+    for tensor, part in zip(tensors, whole.split([len(t) for t in tensors]), strict=True):  # type: ignore[no-untyped-call]
         tensor.data = part
 
 
@@ -290,7 +292,7 @@ class _Project(torch.autograd.Function):
         weight, bias = end_to_end(weights), end_to_end(biases)
         outs: tuple[Tensor, ...]
         if weight is not None and (bias is not None or not any(b is not None for b in biases)):
-            outs = product(x, weight, bias).split([len(w) for w in weights if w is not None], 1)
+            outs = product(x, weight, bias).split([len(w) for w in weights if w is not None], 1)  # type: ignore[no-untyped-call]
         else:
             outs = tuple(product(x, w, b) for w, b in zip(weights, biases, strict=True) if w is not None)
         low_ranks = [
@@ -299,27 +301,28 @@ class _Project(torch.autograd.Function):
         ]
         ctx.save_for_backward(x, *tensors, *low_ranks)
         ctx.scales = scales
-        return outs[0].split(columns, 1) if columns else outs
+        return outs[0].split(columns, 1) if columns else outs  # type: ignore[no-untyped-call]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *saved = ctx.saved_tensors
         count = len(ctx.scales)
-        weights, biases, lora_as, lora_bs = (saved[i : 4 * count : 4] for i in range(4))
+        weights, lora_as, lora_bs = (saved[i : 4 * count : 4] for i in (0, 2, 3))
         low_ranks = saved[4 * count :]
         needed = ctx.needs_input_grad[3:]
         weight, grad = end_to_end(weights), side_by_side(grads)
         if len(grads) > count:  # columns of a single projection
             grad = torch.cat(grads, 1) if grad is None else grad
             grads = (grad,)
-        as_one = weight is not None and grad is not None
         grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad @ weight if as_one else grads[0] @ weights[0]
-            for g, w in () if as_one else zip(grads[1:], weights[1:], strict=True):
+        if ctx.needs_input_grad[0] and weight is not None and grad is not None:
+            grad_x = grad @ weight
+        elif ctx.needs_input_grad[0]:
+            grad_x = grads[0] @ weights[0]
+            for g, w in zip(grads[1:], weights[1:], strict=True):
                 grad_x.addmm_(g, w)
         out: list[Tensor | None] = [None] * (4 * count)
-        if as_one and all(needed[0::4]):
+        if weight is not None and grad is not None and all(needed[0::4]):
             out[0::4] = (grad.t() @ x).split([len(w) for w in weights])
         for i, (g, a, b, scale) in enumerate(zip(grads, lora_as, lora_bs, ctx.scales, strict=True)):
             if needed[4 * i] and out[4 * i] is None:

@@ -5,12 +5,13 @@ Parameters, their names and the checkpoint stay what they are. Packed rows then 
 positions, gate and attention whose sums have one order each (docs/bits.md), with transformers' roundings, so that the
 model keeps its meaning; anything else (``model.generate``) runs as before.
 
-What it gives up: dropout, quantized weights, positions whose scaling depends on the longest sequence, and families that
+Needs Triton. What it gives up: dropout, quantized weights, positions whose scaling depends on the longest sequence, and families that
 are not listed here. Such a model is left alone, and the report says why.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -79,15 +80,22 @@ class PackedRows:
     tables: "RopeTables"
 
     def attend(
-        self, index: int, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor, norms: HeadNorms | None
+        self,
+        index: int,  # noqa: ARG002 every layer reads the same layout
+        form: AttentionForm,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        norms: HeadNorms | None,
     ) -> Tensor:
         """Rotary positions, then attention within the layout."""
         cos, sin = self.tables.of(form.rope)
-        weights, options = (None, None), (0.0, False)
-        if norms is not None:
-            weights, options = (norms.query, norms.key), (norms.eps, norms.gemma)
-        q, k, v = _Rotary.apply(query, key, value, *weights, options, form.heads, self.position, cos, sin)
-        out, _ = prefix_attention(q, k, v, self.layout, scale=form.scale, window=form.window, softcap=form.softcap)
+        weights = (None, None) if norms is None else (norms.query, norms.key)
+        options = (0.0, False) if norms is None else (norms.eps, norms.gemma)
+        turned, keys, values = _Rotary.apply(query, key, value, *weights, options, form.heads, self.position, cos, sin)  # type: ignore[no-untyped-call]
+        out, _ = prefix_attention(
+            turned, keys, values, self.layout, scale=form.scale, window=form.window, softcap=form.softcap
+        )
         return out.flatten(1)
 
 
@@ -141,7 +149,8 @@ class RowInvariantDecoder:
             return cast(Any, super()).forward(input_ids, attention_mask, position_ids, *args, **kwargs)
         assert input_ids is not None
         if rows is None:
-            assert packed_layout is not None and position_ids is not None
+            assert packed_layout is not None
+            assert position_ids is not None
             rows = self.row_invariant.packed_rows(packed_layout, position_ids.flatten())
         with torch.autocast(input_ids.device.type, enabled=False):
             residual, delta = own.embed_tokens(input_ids.flatten()), None
@@ -197,7 +206,7 @@ class RowInvariantLayer:
         mlp = cast(Any, self).mlp
         width = _linear(mlp.down_proj).weight.shape[1]
         gate, up = _project(x, mlp, _GATE_UP, (width, width))
-        return project(_Gate.apply(gate, up, self.row_invariant_gelu), [_projection(mlp.down_proj)])[0]
+        return project(_Gate.apply(gate, up, self.row_invariant_gelu), [_projection(mlp.down_proj)])[0]  # type: ignore[no-untyped-call]
 
 
 @dataclass
@@ -285,9 +294,9 @@ def install_row_invariant(model: nn.Module) -> Installation:
             lay_end_to_end([linear.weight for linear in linears])
             if all(linear.bias is not None for linear in linears):
                 lay_end_to_end([linear.bias for linear in linears])
-        layer.__class__ = _mixed(RowInvariantLayer, type(layer))
+        layer.__class__ = _mixed(RowInvariantLayer, layer.__class__)
     decoder.row_invariant = installation
-    decoder.__class__ = _mixed(RowInvariantDecoder, type(decoder))
+    decoder.__class__ = _mixed(RowInvariantDecoder, decoder.__class__)
     return installation
 
 
@@ -405,15 +414,17 @@ def _epsilon(module: Any) -> float:
 
 def _add_and_norm(residual: Tensor, delta: Tensor | None, module: Any, gemma: bool) -> tuple[Tensor, Tensor]:
     """(residual + delta, its norm)."""
-    return _Norm.apply(residual, delta, module.weight, _epsilon(module), gemma)
+    return _Norm.apply(residual, delta, module.weight, _epsilon(module), gemma)  # type: ignore[no-untyped-call]
 
 
 def _norm_and_add(residual: Tensor, delta: Tensor, module: Any) -> Tensor:
     """residual + norm(delta), as Gemma has it."""
-    return _NormAfter.apply(residual, delta, module.weight, _epsilon(module))
+    return _NormAfter.apply(residual, delta, module.weight, _epsilon(module))  # type: ignore[no-untyped-call]
 
 
-def _mixed(mixin: type, original: type) -> type:
+@cache
+def _mixed(mixin: type, original: Any) -> type:
+    """One class for all layers: Python's caches are by class."""
     return type(f"RowInvariant{original.__name__}", (mixin, original), {"__module__": mixin.__module__})
 
 
@@ -484,7 +495,7 @@ class _Rotary(torch.autograd.Function):
             query, key, heads, position, cos, sin, norms, *grads, norms_needed=any(ctx.needs_input_grad[3:5])
         )
         columns = (heads.query * heads.width, heads.key * heads.width, heads.key * heads.width)
-        return *grad.split(columns, 1), grad_query_norm, grad_key_norm, *(None,) * 5
+        return *grad.split(columns, 1), grad_query_norm, grad_key_norm, *(None,) * 5  # type: ignore[no-untyped-call]
 
 
 class _Gate(torch.autograd.Function):

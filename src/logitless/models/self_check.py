@@ -12,7 +12,9 @@ import hashlib
 import json
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import cycle
@@ -20,12 +22,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor, nn
 
 from logitless.models import attention, linear, paged_attention
 from logitless.models.kernels.linear import REFERENCE, Tile, fixed_order_product
-from logitless.models.kernels.rows import CHECKED_ROWS, FEW_ROWS, MOST_ROWS, checked_count
-from logitless.models.linear import LIBRARIES, Plan, Shape, Way, default_tiles, end_to_end, library_product, set_plan
+from logitless.models.kernels.rows import CHECKED_ROWS, FEW_ROWS
+from logitless.models.linear import (
+    LIBRARIES,
+    Library,
+    Plan,
+    Shape,
+    Way,
+    default_tiles,
+    end_to_end,
+    library_product,
+    set_plan,
+)
 from logitless.models.lm_head import backbone, causal_lm
 from logitless.models.row_invariant import AttentionForm
 
@@ -112,10 +125,11 @@ def self_check(model: nn.Module, *, thorough: bool = False, folder: Path | None 
     path = _known_path(folder, device)
     known = {} if thorough else _read(path)
     report = Report(machine(device))
-    start = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start[0].record()
+    start = time.perf_counter()
     entries: dict[str, Any] = known.setdefault("linear", {})
-    for shape, few_only in product_shapes(model):
+    shapes = product_shapes(model)
+    compile_ahead([shape for shape, _ in shapes if shape_name(shape) not in entries], thorough=thorough)
+    for shape, few_only in shapes:
         name = shape_name(shape)
         entry = entries.get(name)
         if entry is None:
@@ -135,17 +149,14 @@ def self_check(model: nn.Module, *, thorough: bool = False, folder: Path | None 
         if name not in forms:
             forms[name] = check_attention(form, dtype, device)
         report.attention[name] = forms[name]
-    start[1].record()
     torch.cuda.synchronize()
-    report.seconds = start[0].elapsed_time(start[1]) / 1e3
+    report.seconds = time.perf_counter() - start
     _write(path, known)
     return report
 
 
 def machine(device: torch.device) -> dict[str, str]:
     """What findings depend on."""
-    import triton
-
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
@@ -170,10 +181,8 @@ def product_shapes(model: nn.Module) -> list[tuple[Shape, bool]]:
     decoder: Any = backbone(model)
     found: dict[Shape, bool] = {}
     for layer in decoder.layers:
-        for names in (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("o_proj",)):
-            _add_shape(found, layer.self_attn, names)
-        for names in (("gate_proj", "up_proj"), ("gate_up_proj",), ("down_proj",)):
-            _add_shape(found, layer.mlp, names)
+        _add_shapes(found, layer.self_attn, (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("o_proj",)))
+        _add_shapes(found, layer.mlp, (("gate_proj", "up_proj"), ("gate_up_proj",), ("down_proj",)))
     head = causal_lm(model).get_output_embeddings()
     weight = getattr(getattr(head, "base_layer", head), "weight", None)
     if weight is not None:
@@ -181,15 +190,16 @@ def product_shapes(model: nn.Module) -> list[tuple[Shape, bool]]:
     return list(found.items())
 
 
-def _add_shape(found: dict[Shape, bool], owner: Any, names: Sequence[str]) -> None:
-    if not hasattr(owner, names[0]):
-        return
-    modules = [getattr(owner, name) for name in names]
-    linears = [m.get_base_layer() if hasattr(m, "base_layer") else m for m in modules]
-    weight, bias = end_to_end([m.weight for m in linears]), end_to_end([m.bias for m in linears])
-    whole = weight is not None and (bias is not None) == any(m.bias is not None for m in linears)
-    for w, b in [(weight, bias)] if whole and weight is not None else [(m.weight, m.bias) for m in linears]:
-        found.setdefault(Shape.of(w, b), False)
+def _add_shapes(found: dict[Shape, bool], owner: Any, groups: Sequence[Sequence[str]]) -> None:
+    for names in groups:
+        if not hasattr(owner, names[0]):
+            continue
+        modules = [getattr(owner, name) for name in names]
+        linears = [m.get_base_layer() if hasattr(m, "base_layer") else m for m in modules]
+        weight, bias = end_to_end([m.weight for m in linears]), end_to_end([m.bias for m in linears])
+        whole = weight is not None and (bias is not None) == any(m.bias is not None for m in linears)
+        for w, b in [(weight, bias)] if whole and weight is not None else [(m.weight, m.bias) for m in linears]:
+            found.setdefault(Shape.of(w, b), False)
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -218,7 +228,7 @@ def check_linear(shape: Shape, *, thorough: bool = False, few_only: bool = False
     rows = normal(counts[-1], shape.length)
     reference = fixed_order_product(rows, weight, REFERENCE, bias=bias, dtype=shape.out_dtype)
     plan.tiles = _checked_tiles(plan.tiles, rows, weight, bias, reference, finding)
-    same: dict[str, Tensor] = {}
+    same: dict[Library, Tensor] = {}
     out = torch.empty_like(reference)
     libraries = LIBRARIES if shape.out_dtype == shape.dtype else LIBRARIES[:1]
     for library in libraries:
@@ -236,12 +246,8 @@ def check_linear(shape: Shape, *, thorough: bool = False, few_only: bool = False
                 plan.ways.setdefault(count, library)
     weights = _copies(weight)
     for count in FEW_ROWS:
-        candidates: list[Way] = [lib for lib in libraries if count not in finding.failed.get(lib, ())]
-        tiles = [plan.tile(count)] if not isinstance(plan.ways.get(count), Tile) else []
-        tiles = [next(tile for most, tile in plan.tiles.items() if count <= most)]
-        if thorough and shape.device.type == "cuda" and plan.tiles is not None:
-            tiles += _searched(shape, count)
-        for tile in tiles:
+        candidates: list[Way] = [library for library in libraries if count not in finding.failed.get(library, ())]
+        for tile in _candidates(shape, plan.tiles, count, thorough):
             if _tile_serves(tile, rows, weight, bias, reference, count, finding):
                 candidates.append(tile)
         times = {
@@ -249,10 +255,8 @@ def check_linear(shape: Shape, *, thorough: bool = False, few_only: bool = False
             for way in candidates
         }
         finding.microseconds[count] = {way_name(way): round(us, 2) for way, us in times.items()}
-        best = min(times, key=lambda way: times[way], default=None)
-        first = next(iter(times), None)
-        if best is not None and first is not None:
-            plan.ways[count] = best if times[best] < _WORTH * times[first] else first
+        usual, best = next(iter(times)), min(times, key=lambda way: times[way])
+        plan.ways[count] = best if times[best] < _WORTH * times[usual] else usual
     finding.ways = {count: way_name(plan.ways.get(count) or plan.tile(count)) for count in counts}
     return plan, finding
 
@@ -288,10 +292,32 @@ def _tile_serves(
     return True
 
 
-def _searched(shape: Shape, count: int) -> list[Tile]:
-    few = next((tiles for most, tiles in _SEARCHED.items() if count <= most), ())
-    tma = torch.cuda.get_device_capability(shape.device)[0] >= 9 and shape.aligned
-    return [tile for tile in few if tma or not tile.tma]
+def _candidates(shape: Shape, tiles: Mapping[int, Tile], count: int, thorough: bool) -> list[Tile]:
+    """The tile that would serve anyway, and with ``thorough`` others that might be faster."""
+    found = [next(tile for most, tile in tiles.items() if count <= most)]
+    if thorough:
+        tma = torch.cuda.get_device_capability(shape.device)[0] >= 9 and shape.aligned
+        searched = next((tiles for most, tiles in _SEARCHED.items() if count <= most), ())
+        found += [tile for tile in searched if tile not in found and (tma or not tile.tma)]
+    return found
+
+
+def compile_ahead(shapes: Sequence[Shape], *, thorough: bool = False) -> None:
+    """Compiles every tile that a check of these shapes will run, side by side: each takes about a second."""
+    asynchronous = getattr(triton, "AsyncCompileMode", None)
+    if asynchronous is None:
+        return
+    with ThreadPoolExecutor() as executor, asynchronous(executor, ignore_errors=True):
+        for shape in shapes:
+            weight = torch.empty(shape.columns, shape.length, dtype=shape.dtype, device=shape.device)
+            bias = weight.new_empty(shape.columns) if shape.bias else None
+            defaults = default_tiles(shape)
+            tiles = {tile for count in FEW_ROWS for tile in _candidates(shape, defaults, count, thorough)}
+            for tile in tiles | {REFERENCE, *defaults.values()}:
+                fixed_order_product(
+                    weight.new_empty(16, shape.length), weight, tile, bias=bias, dtype=shape.out_dtype,
+                    compile_only=True,
+                )  # fmt: skip
 
 
 def _call(way: Way, rows: Tensor, bias: Tensor | None, out: Tensor) -> Callable[[Tensor], object]:
@@ -321,7 +347,7 @@ def _microseconds(call: Callable[[Tensor], object], weights: Sequence[Tensor], c
             graph.capture_end()
     best = float("inf")
     for _ in range(3):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         begin.record()
         graph.replay()
@@ -334,7 +360,7 @@ def _microseconds(call: Callable[[Tensor], object], weights: Sequence[Tensor], c
 @cache
 def _side_stream() -> torch.cuda.Stream:
     """One for all captures: a library keeps a workspace for every stream that it has met."""
-    return torch.cuda.Stream()
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 def _differs(a: Tensor, b: Tensor) -> Tensor:
@@ -460,7 +486,7 @@ def _encoded(way: Way) -> Any:
 
 
 def _decoded(way: Any) -> Way:
-    return way if isinstance(way, str) else Tile(**way)
+    return Tile(**way) if isinstance(way, dict) else way
 
 
 def _json_finding(finding: LinearFinding) -> dict[str, Any]:

@@ -12,6 +12,7 @@ Two ways to load: TMA descriptors (Hopper and later), or plain masked tiles of l
 GPU from capability 8.0).
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -95,10 +96,7 @@ def product_kernel(
     if not TMA:  # rows beyond the last read another's numbers, which are not stored
         row_at = rows + (row % num_rows)[:, None].to(tl.int64) * row_stride + depth[None, :]
         weight_at = weight + (column % num_columns)[:, None].to(tl.int64) * length + depth[None, :]
-    if SWAPPED:
-        acc = tl.zeros((COLUMNS, ROWS), tl.float32)
-    else:
-        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    acc = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
     for step in range(tl.cdiv(length, DEPTH)):
         if TMA:
             x = rows.load([row_start, step * DEPTH])
@@ -114,10 +112,7 @@ def product_kernel(
             w = tl.load(weight_at, mask=inside_row, other=0.0)
             row_at += DEPTH
             weight_at += DEPTH
-        if SWAPPED:
-            acc = tl.dot(w, x.T, acc, input_precision="ieee")
-        else:
-            acc = tl.dot(x, w.T, acc, input_precision="ieee")
+        acc = tl.dot(w, x.T, acc, input_precision="ieee") if SWAPPED else tl.dot(x, w.T, acc, input_precision="ieee")
     if SWAPPED:
         row_of = row[None, :]
         column_of = column[:, None]
@@ -142,6 +137,7 @@ def fixed_order_product(
     out: Tensor | None = None,
     add_to_out: float | None = None,
     dtype: torch.dtype | None = None,
+    compile_only: bool = False,
 ) -> Tensor:
     """``rows @ weight.T + bias``, or ``out += add_to_out * (rows @ weight.T)`` in float32 before one rounding.
 
@@ -153,6 +149,7 @@ def fixed_order_product(
         out: [M, N] with contiguous rows; made where it is not given.
         add_to_out: factor of the product, which is then added to what ``out`` holds.
         dtype: of ``out`` where it is made; default that of ``rows``.
+        compile_only: compile the kernel for such arguments and launch nothing.
 
     Returns:
         ``out``.
@@ -165,7 +162,8 @@ def fixed_order_product(
         x = TensorDescriptor.from_tensor(rows, [tile.rows, tile.depth])
         w = TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth])
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns),)
-    product_kernel[grid](
+    launch = functools.partial(product_kernel.warmup, grid=grid) if compile_only else product_kernel[grid]
+    launch(
         x, w, bias, None if add_to_out is None else out, out, 1.0 if add_to_out is None else add_to_out,
         num_rows, num_columns, length, rows.stride(0), out.stride(0),
         ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=_GROUP, SWAPPED=tile.swapped, TMA=tile.tma,

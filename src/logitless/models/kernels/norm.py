@@ -84,7 +84,7 @@ def norm_backward_kernel(
         w = tl.where(inside, 1.0 + w, 0.0)
     first = tl.program_id(0) * rows_per_program
     summed = tl.zeros((BLOCK,), tl.float32)
-    for i in range(0, tl.minimum(rows_per_program, num_rows - first)):
+    for i in range(tl.minimum(rows_per_program, num_rows - first)):
         at = (first.to(tl.int64) + i) * length + column
         x = tl.load(v + at, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(grad_out + at, mask=inside, other=0.0).to(tl.float32)

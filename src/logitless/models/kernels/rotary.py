@@ -1,4 +1,4 @@
-"""Norms of query and key heads, rotary positions and the way of keys and values to where attention reads them, in one pass.
+"""Norms of query and key heads, rotary positions, and keys and values to where attention reads them, in one pass.
 
     out[t, h] = x cos(p_t) + half_turned(x) sin(p_t),   x = norm(heads[t, h]) or heads[t, h]
     half_turned(x) = (-x[R/2:], x[:R/2])                of the first R of E numbers; the others pass
@@ -213,7 +213,7 @@ def rotary_backward_kernel(
     inside = tl.arange(0, BLOCK) < WIDTH
     if block < num_query:
         summed = tl.zeros((BLOCK,), tl.float32)
-        for i in range(0, count):
+        for i in range(count):
             row = first + i
             p = tl.load(position + row).to(tl.int64) * ROTARY
             summed += turned_back(
@@ -226,7 +226,7 @@ def rotary_backward_kernel(
     elif block < num_query + num_key:
         of_key = at - QUERY_HEADS * WIDTH
         summed = tl.zeros((BLOCK,), tl.float32)
-        for i in range(0, count):
+        for i in range(count):
             row = first + i
             p = tl.load(position + row).to(tl.int64) * ROTARY
             summed += turned_back(
@@ -240,7 +240,7 @@ def rotary_backward_kernel(
         of_value = at - (QUERY_HEADS + KEY_HEADS) * WIDTH
         head = tl.arange(0, HEADS)[:, None] * WIDTH
         d = tl.arange(0, BLOCK)[None, :]
-        for i in range(0, count):
+        for i in range(count):
             row = first + i
             v = tl.load(grad_value_out + row * KEY_HEADS * WIDTH + of_value + head + d, mask=d < WIDTH, other=0.0)
             tl.store(grad + row * total + at + head + d, v, mask=d < WIDTH)
@@ -314,10 +314,7 @@ def rotate_backward(
     grad = query.new_empty(rows, (heads.query + 2 * heads.key) * heads.width)
     blocks = (heads.query + 2 * heads.key) // heads.together
     sums = norms is not None and norms_needed
-    if query.is_cuda:
-        per_program = max(1, triton.cdiv(rows, 2048)) if sums else 1
-    else:
-        per_program = triton.cdiv(rows, 2)
+    per_program = triton.cdiv(rows, 2048 if query.is_cuda else 2)
     programs = triton.cdiv(rows, per_program)
     query_parts = key_parts = None
     if sums:
