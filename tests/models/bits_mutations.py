@@ -70,7 +70,8 @@ def two_warps() -> Iterator[None]:
 
     def narrow(*arguments):
         choice = tiles(*arguments)
-        return dataclasses.replace(choice, decode=dataclasses.replace(choice.decode, rows=16, warps=2))
+        two = dataclasses.replace(choice.decode, rows=16, warps=2)
+        return dataclasses.replace(choice, decode=two, decode_few=two)
 
     with _while_decoding(paged_attention, "attention_tiles", narrow):
         yield

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from logitless.errors import InputError
-from logitless.models.attention import _cut, _table, check_heads, launches
+from logitless.models.attention import check_heads, cut, in_order, launches, table
 from logitless.models.kernels.attention_tiles import BLOCK, attention_tiles
 
 PAGE = BLOCK
@@ -99,10 +99,10 @@ class PrefillLayout:
     @cached_property
     def page_table(self) -> Int[Tensor, "C P"]:
         """[chunks, pages] int32."""
-        table = torch.zeros(len(self.chunks), max(len(chunk.pages) for chunk in self.chunks), dtype=torch.int32)
+        pages = torch.zeros(len(self.chunks), max(len(chunk.pages) for chunk in self.chunks), dtype=torch.int32)
         for i, chunk in enumerate(self.chunks):
-            table[i, : len(chunk.pages)] = torch.tensor(chunk.pages)
-        return table.to(self.device)
+            pages[i, : len(chunk.pages)] = torch.tensor(chunk.pages)
+        return pages.to(self.device)
 
     @cached_property
     def slots(self) -> Int[Tensor, "T"]:
@@ -113,23 +113,24 @@ class PrefillLayout:
         return self.page_table[chunk, self.positions // PAGE].long() * PAGE + self.positions % PAGE
 
     @cached_property
-    def _tables(self) -> dict[tuple[int, int | None], Tensor]:
+    def _tables(self) -> dict[tuple[int, int, int | None], Tensor]:
         return {}
 
-    def query_tiles(self, tokens: int, window: int | None) -> Int[Tensor, "n 8"]:
+    def query_tiles(self, tokens: int, num_key_heads: int, window: int | None) -> Int[Tensor, "n 8"]:
         """As of ``AttentionLayout``: line of the page table, positions before the chunk, row, length, token."""
-        if (tokens, window) not in self._tables:
+        key = (tokens, num_key_heads, window)
+        if key not in self._tables:
             start = torch.tensor([chunk.start for chunk in self.chunks])
             length = torch.tensor([chunk.length for chunk in self.chunks])
-            chunk, first = _cut(length, tokens)
+            chunk, first = cut(length, tokens)
             end = start[chunk] + torch.minimum(first + tokens, length[chunk])
             lowest = torch.zeros_like(end)
             if window is not None:
                 lowest = (start[chunk] + first - window + 1).clamp(min=0)
-            order = torch.argsort(lowest - end, stable=True)
+            order = in_order(chunk, end - lowest, num_key_heads)
             columns = (chunk, start[chunk], (length.cumsum(0) - length)[chunk], length[chunk], first)
-            self._tables[tokens, window] = _table(columns, order, self.device)
-        return self._tables[tokens, window]
+            self._tables[key] = table(columns, order, self.device)
+        return self._tables[key]
 
 
 def prefill_attention(
@@ -169,7 +170,7 @@ def prefill_attention(
     heads = launch.Heads.of(query, cache.key)
     choice = attention_tiles(heads.padded, query.dtype, query.device)
     form = launch.Form(query.shape[2] ** -0.5 if scale is None else scale, window, softcap)
-    tiles = layout.query_tiles(choice.forward.rows // heads.group, window)
+    tiles = layout.query_tiles(choice.forward.rows // heads.group, heads.num_key, window)
     output, log_sum_exp = launch.attention_forward_rows(
         query, cache.key, cache.value, tiles, form, choice, every_row=True, page_table=layout.page_table
     )
@@ -217,9 +218,9 @@ class DecodeLayout(NamedTuple):
         device: torch.device | str = "cpu",
     ) -> "DecodeLayout":
         """From lists on the host; a group is its rows and the number of leading pages that they share."""
-        table = torch.zeros(len(pages), max(len(row) for row in pages), dtype=torch.int32)
+        page_table = torch.zeros(len(pages), max(len(row) for row in pages), dtype=torch.int32)
         for i, row in enumerate(pages):
-            table[i, : len(row)] = torch.tensor(row, dtype=torch.int32)
+            page_table[i, : len(row)] = torch.tensor(row, dtype=torch.int32)
         shared = None
         if groups:
             members = torch.full((len(groups), max(len(rows) for rows, _ in groups)), -1, dtype=torch.int32)
@@ -229,7 +230,7 @@ class DecodeLayout(NamedTuple):
                 row_pages[list(rows)] = count
             counts = torch.tensor([count for _, count in groups], dtype=torch.int32)
             shared = SharedPages(*(x.to(device) for x in (members, counts, row_pages)))
-        return cls(table.to(device), torch.tensor(positions, dtype=torch.int32, device=device), shared)
+        return cls(page_table.to(device), torch.tensor(positions, dtype=torch.int32, device=device), shared)
 
     @property
     def slots(self) -> Int[Tensor, "R"]:

@@ -5,8 +5,8 @@ Parameters, their names and the checkpoint stay what they are. Packed rows then 
 positions, gate and attention whose sums have one order each (docs/bits.md), with transformers' roundings, so that the
 model keeps its meaning; anything else (``model.generate``) runs as before.
 
-Needs Triton. What it gives up: dropout, quantized weights, positions whose scaling depends on the longest sequence, and families that
-are not listed here. Such a model is left alone, and the report says why.
+Needs Triton. What it gives up: dropout, quantized weights, positions whose scaling depends on the longest sequence, and
+families that are not listed here. Such a model is left alone, and the report says why.
 """
 
 from collections.abc import Sequence

@@ -404,16 +404,22 @@ def check_attention(form: AttentionForm, dtype: torch.dtype, device: torch.devic
     cache.write(key, value, prefill.slots)
     table = torch.tensor(pages, dtype=torch.int32, device=device).expand(length, -1).contiguous()
     position = torch.arange(length, dtype=torch.int32, device=device)
+
+    def decoded(rows: slice) -> tuple[Tensor, Tensor]:
+        step = paged_attention.DecodeLayout(table[rows].contiguous(), position[rows].contiguous())
+        return paged_attention.decode_attention(query[rows].contiguous(), cache, step, **options)
+
+    few = [decoded(slice(start, start + 5)) for start in range(length % 5, length, 25)]
+    places = torch.cat([torch.arange(start, start + 5) for start in range(length % 5, length, 25)]).to(device)
     found = {
-        "decoded": paged_attention.decode_attention(
-            query, cache, paged_attention.DecodeLayout(table, position), **options
-        ),
-        "prefilled in chunks": paged_attention.prefill_attention(query, cache, prefill, **options),
+        "decoded": (decoded(slice(0, length)), expected),
+        "few rows decoded": (tuple(map(torch.cat, zip(*few, strict=True))), [x[places] for x in expected]),
+        "prefilled in chunks": (paged_attention.prefill_attention(query, cache, prefill, **options), expected),
     }
     return {
         f"{how}, {what}": int((got.contiguous() != want.contiguous()).sum())
-        for how, results in found.items()
-        for what, got, want in zip(("output", "log-sum-exp"), results, expected, strict=True)
+        for how, (results, wanted) in found.items()
+        for what, got, want in zip(("output", "log-sum-exp"), results, wanted, strict=True)
     }
 
 

@@ -23,7 +23,7 @@ def compile_all(
     form = attention_launch.Form(width**-0.5, window, softcap)
     table = torch.zeros(3, 40, dtype=torch.int32)
     with compiled(capability, resources) as found:
-        tiles = layout.query_tiles(choice.forward.rows // group, window)
+        tiles = layout.query_tiles(choice.forward.rows // group, 2, window)
         if "forward" in only:
             output, lse = attention_launch.attention_forward_rows(
                 query, key, value, tiles, form, choice, every_row=True

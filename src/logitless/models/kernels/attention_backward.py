@@ -113,7 +113,7 @@ def query_gradient(
     queries = load_rows(query, row, row_ok, head, query_stride, column, E, WIDTH)
     gradient = tl.zeros((BM, WIDTH), tl.float32)
     for run in range(1 + straddled.to(tl.int32)):
-        start, masked, stop = run_of_blocks(run, lowest, whole, end, straddled, straddle, BLOCK, 0, WINDOWED, True)
+        start, masked, stop = run_of_blocks(run, lowest, whole, end, straddled, straddle, BLOCK, WINDOWED)
         for at in range(start, masked, BLOCK):
             first_row = block_row(at, tiles, prefix_length, prefix_row, own_shift, False, BLOCK)
             keys, values = load_whole_block(

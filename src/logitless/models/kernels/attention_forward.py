@@ -154,26 +154,15 @@ def query_tile(tiles, K: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def run_of_blocks(
-    run, lowest, whole, end, straddled, straddle, BLOCK: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr,
-    FLAT: tl.constexpr,
-):  # fmt: skip
+def run_of_blocks(run, lowest, whole, end, straddled, straddle, BLOCK: tl.constexpr, WINDOWED: tl.constexpr):
     """Run number ``run`` of a tile's blocks: [start, masked) are loaded whole and unmasked, [masked, stop) gathered.
 
-    Flat: one run up to and with the block that straddles the prompt's end, one for the rest. Else a run a split.
+    One run up to and with the block that straddles the prompt's end, where there is one, and one for the rest.
     """
-    if FLAT:
-        first = (run == 0) & straddled
-        start = tl.where(run == 0, lowest, tl.maximum(lowest, straddle + BLOCK))
-        stop = tl.where(first, tl.minimum(straddle + BLOCK, end), end)
-        masked = tl.where(first, tl.minimum(whole, straddle), whole)
-    else:
-        split = (lowest // SPLIT + run) * SPLIT
-        start = tl.maximum(split, lowest)
-        stop = tl.minimum(split + SPLIT, end)
-        masked = tl.minimum(whole, stop)
-        inside = straddled & (straddle >= start) & (straddle < stop)
-        masked = tl.where(inside, tl.minimum(masked, straddle), masked)
+    first = (run == 0) & straddled
+    start = tl.where(run == 0, lowest, tl.maximum(lowest, straddle + BLOCK))
+    stop = tl.where(first, tl.minimum(straddle + BLOCK, end), end)
+    masked = tl.where(first, tl.minimum(whole, straddle), whole)
     if WINDOWED:
         masked = start
     return start, tl.minimum(tl.maximum(masked, start), tl.maximum(stop, start)), stop
@@ -206,7 +195,6 @@ def attention_forward(
     PAGED: tl.constexpr,
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    FLAT: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -240,16 +228,13 @@ def attention_forward(
     queries = load_rows(query, row, row_ok, head, query_stride, column, E, WIDTH)
     m, s, o = empty(BM, WIDTH)
     split_m, split_s, split_o = empty(BM, WIDTH)
-    runs = tl.cdiv(end, SPLIT) - lowest // SPLIT
-    if FLAT:
-        runs = 1 + straddled.to(tl.int32)
-    for run in range(runs):
-        start, masked, stop = run_of_blocks(run, lowest, whole, end, straddled, straddle, BLOCK, SPLIT, WINDOWED, FLAT)
+    # Splits end inside one loop over blocks, which is pipelined across them.
+    for run in range(1 + straddled.to(tl.int32)):
+        start, masked, stop = run_of_blocks(run, lowest, whole, end, straddled, straddle, BLOCK, WINDOWED)
         for at in range(start, masked, BLOCK):
-            if FLAT:  # noqa: SIM102
-                if at % SPLIT == 0:
-                    m, s, o = merge(m, s, o, split_m, split_s, split_o)
-                    split_m = tl.full((BM,), NEVER, tl.float32)  # its factor 2^-inf = 0 clears the sums, too
+            if at % SPLIT == 0:
+                m, s, o = merge(m, s, o, split_m, split_s, split_o)
+                split_m = tl.full((BM,), NEVER, tl.float32)  # its factor 2^-inf = 0 clears the sums, too
             first_row = block_row(at, pages, prefix_length, prefix_row, own_shift, PAGED, BLOCK)
             keys, values = load_whole_block(
                 key, value, key_blocks, value_blocks, first_row, key_head, key_stride, column, BLOCK, E, WIDTH, TMA
@@ -259,10 +244,9 @@ def attention_forward(
                 False, WINDOWED, SOFTCAP, PRECISION,
             )  # fmt: skip
         for at in range(masked, stop, BLOCK):
-            if FLAT:  # noqa: SIM102
-                if at % SPLIT == 0:
-                    m, s, o = merge(m, s, o, split_m, split_s, split_o)
-                    split_m = tl.full((BM,), NEVER, tl.float32)
+            if at % SPLIT == 0:
+                m, s, o = merge(m, s, o, split_m, split_s, split_o)
+                split_m = tl.full((BM,), NEVER, tl.float32)
             key_position, rows = key_rows(at, pages, prefix_length, prefix_row, own_shift, PAGED, BLOCK)
             keys = load_rows(key, rows, key_position < end, key_head_of_key, key_stride, column, E, WIDTH)
             values = load_rows(value, rows, key_position < end, key_head_of_key, key_stride, column, E, WIDTH)
@@ -270,11 +254,7 @@ def attention_forward(
                 queries, keys, values, split_m, split_s, split_o, position, key_position, window, inner, gain,
                 True, WINDOWED, SOFTCAP, PRECISION,
             )  # fmt: skip
-        if not FLAT:
-            m, s, o = merge(m, s, o, split_m, split_s, split_o)
-            split_m, split_s, split_o = empty(BM, WIDTH)
-    if FLAT:
-        m, s, o = merge(m, s, o, split_m, split_s, split_o)
+    m, s, o = merge(m, s, o, split_m, split_s, split_o)
     store_rows(output, row, row_ok, head, K * R, column, o / s[:, None], E, WIDTH)
     place = log_sum_exp + row.to(tl.int64) * (K * R) + head
     tl.store(place, (m + tl.log2(s)) * LN2, mask=row_ok)

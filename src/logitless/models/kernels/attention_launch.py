@@ -82,7 +82,7 @@ def attention_forward_rows(
         query, key, value, *blocks, output, log_sum_exp, tiles, page_table,
         0 if page_table is None else page_table.shape[1], query.stride(0), key.stride(0),
         **form.arguments, **heads.arguments, BM=tile.rows, BLOCK=attention_tiles.BLOCK, SPLIT=attention_tiles.SPLIT,
-        PAGED=page_table is not None, FLAT=tile.flat, TMA=blocks[0] is not None, PRECISION=choice.precision,
+        PAGED=page_table is not None, TMA=blocks[0] is not None, PRECISION=choice.precision,
         **_resources(tile),
     )  # fmt: skip
     return output, log_sum_exp
@@ -166,12 +166,13 @@ def decode(
         key, value: [pages * BLOCK, K, E].
         shared: members [groups, size], shared pages by group and by row; None when no row shares.
     """
-    heads, tile = Heads.of(query, key), choice.decode
+    heads = Heads.of(query, key)
     rows, num_heads, width = query.shape
     device = query.device
     max_pages = page_table.shape[1]
     splits = triton.cdiv(max_pages * attention_tiles.BLOCK, attention_tiles.SPLIT)
     direct = splits == 1
+    tile = choice.decode_few if rows * heads.num_key * splits <= 4 * attention_tiles.PROCESSORS else choice.decode
     output = empty_rows(rows, num_heads, width, like=query)
     log_sum_exp = torch.empty(rows, num_heads, dtype=torch.float32, device=device)
     state_rows = 0 if direct and shared is None else rows
@@ -182,7 +183,7 @@ def decode(
     if shared is not None:
         members, group_pages, _ = shared
         groups, size = members.shape
-        wide = choice.decode_shared if size * heads.group > tile.rows else tile
+        wide = choice.decode_shared
         grid = (groups * triton.cdiv(size * heads.group, wide.rows), heads.num_key, splits)
         attention_decode.decode_shared[grid](
             query, key, value, page_table, position, members, group_pages, m, s, o, splits, max_pages, size,

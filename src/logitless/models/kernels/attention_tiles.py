@@ -18,14 +18,12 @@ PROCESSORS = 132
 class QueryTile:
     """Rows (tokens times query heads of a key head), warps, pipeline stages, a cap on registers (0: none).
 
-    ``flat``: splits in one loop, which is pipelined across them; else a loop a split. ``tma``: whole blocks of keys
-    come through TMA descriptors.
+    ``tma``: whole blocks of keys come through TMA descriptors.
     """
 
     rows: int
     warps: int
     stages: int
-    flat: bool = True
     tma: bool = False
     registers: int = 0
 
@@ -50,7 +48,10 @@ class AttentionTiles:
     Args:
         forward: of packed rows and of prefilling.
         query_gradient, key_gradient: of the backward pass.
-        decode: of a row's own keys: 16 rows on one warp or 64 on four.
+        decode: of a row's own keys. 16 rows on one warp or 64 on four, here and below: 16 or 32 rows on two or four
+            warps add up a row of a block in another order (on an H200 2 to 7% of log-sum-exps differ, and too few
+            outputs to notice).
+        decode_few: the same where programs are too few to fill the GPU.
         decode_shared: of keys that a group shares.
         precision: how float32 operands are multiplied (irrelevant for 16-bit ones).
     """
@@ -59,6 +60,7 @@ class AttentionTiles:
     query_gradient: QueryTile
     key_gradient: KeyTile
     decode: QueryTile
+    decode_few: QueryTile
     decode_shared: QueryTile
     precision: str = "ieee"
 
@@ -68,6 +70,7 @@ INTERPRETED = AttentionTiles(
     query_gradient=QueryTile(32, 1, 1),
     key_gradient=KeyTile(64, 32, 1, 1),
     decode=QueryTile(16, 1, 1),
+    decode_few=QueryTile(16, 1, 1),
     decode_shared=QueryTile(16, 1, 1),
 )
 
@@ -87,19 +90,53 @@ def attention_tiles(width: int, dtype: torch.dtype, device: torch.device) -> Att
 
 
 def hopper_tiles(width: int) -> AttentionTiles:
-    """With TMA; tensor cores by warp groups."""
-    return plain_tiles(width)
+    """With TMA; tensor cores by warp groups. The fastest on an H200 of those tried, with prompts shared and not."""
+    if width <= 64:
+        return AttentionTiles(
+            forward=QueryTile(128, 8, 3, tma=True, registers=128),
+            query_gradient=QueryTile(128, 8, 3, tma=True, registers=128),
+            key_gradient=KeyTile(64, 64, 4, 2, tma_terms=True),
+            decode=QueryTile(16, 1, 2),
+            decode_few=QueryTile(64, 4, 3),
+            decode_shared=QueryTile(64, 4, 2),
+        )
+    if width <= 128:
+        return AttentionTiles(
+            forward=QueryTile(64, 4, 3, tma=True),
+            query_gradient=QueryTile(128, 8, 3, tma=True),
+            key_gradient=KeyTile(64, 64, 4, 2, tma_rows=True, tma_terms=True),
+            decode=QueryTile(16, 1, 2),
+            decode_few=QueryTile(64, 4, 3),
+            decode_shared=QueryTile(64, 4, 2),
+        )
+    return AttentionTiles(
+        forward=QueryTile(128, 8, 2, tma=True),
+        query_gradient=QueryTile(64, 4, 2, tma=True),
+        key_gradient=KeyTile(64, 64, 8, 2, tma_rows=True, tma_terms=True),
+        decode=QueryTile(64, 4, 3),
+        decode_few=QueryTile(64, 4, 3),
+        decode_shared=QueryTile(64, 4, 2),
+    )
 
 
 def plain_tiles(width: int) -> AttentionTiles:
-    """For any GPU from sm_80 on: loads through pointers, under 99 KiB of shared memory."""
-    narrow = width <= 64
+    """For any GPU from sm_80 on: loads through pointers, under 99 KiB of shared memory. Their speed is unmeasured."""
+    if width <= 128:
+        return AttentionTiles(
+            forward=QueryTile(64, 4, 2),
+            query_gradient=QueryTile(64, 4, 2),
+            key_gradient=KeyTile(64, 32, 4, 2 if width <= 64 else 1),
+            decode=QueryTile(16, 1, 2),
+            decode_few=QueryTile(64, 4, 2),
+            decode_shared=QueryTile(64, 4, 2),
+        )
     return AttentionTiles(
-        forward=QueryTile(64, 4, 2),
-        query_gradient=QueryTile(64, 4, 2),
-        key_gradient=KeyTile(64, 32, 4, 2 if narrow else 1),
-        decode=QueryTile(16, 1, 2),
-        decode_shared=QueryTile(64, 4, 2),
+        forward=QueryTile(64, 4, 1),
+        query_gradient=QueryTile(32, 4, 1),
+        key_gradient=KeyTile(32, 32, 4, 1),
+        decode=QueryTile(16, 1, 1),
+        decode_few=QueryTile(64, 4, 1),
+        decode_shared=QueryTile(64, 4, 1),
     )
 
 
@@ -110,6 +147,7 @@ def float32_tiles() -> AttentionTiles:
         query_gradient=QueryTile(64, 4, 1),
         key_gradient=KeyTile(32, 32, 4, 1),
         decode=QueryTile(16, 1, 1),
+        decode_few=QueryTile(64, 4, 1),
         decode_shared=QueryTile(64, 4, 1),
         precision="tf32x3",
     )
