@@ -129,7 +129,7 @@ def gradients(x, layout, upstream, attend, **options):
 
 
 def error(a, b):
-    return float((a.double() - b).norm() / b.norm())
+    return float((a.detach().double() - b.detach()).norm() / b.detach().norm())
 
 
 @pytest.mark.parametrize(
@@ -174,9 +174,10 @@ def test_no_tile_changes_a_gradient_by_more_than_rounding(tiles, tile):
 def test_keys_with_many_queries_are_cut_and_summed():
     layout = AttentionLayout((PromptGroup(20, (700, 500)),))
     tiles, cut, parts = layout.key_tiles(64, 1, None)
-    assert parts == 3
+    of_prompt = tiles[tiles[:, 0] == 0]
+    assert sorted(of_prompt[:, 2:5].tolist()) == [[0, 416, 0], [416, 832, 1], [832, 1220, 2]]
     assert cut[0].tolist()[:4] == [0, 20, 0, 3]
-    assert sorted(tiles[tiles[:, 4] >= 0][:, 2:5].tolist()) == [[0, 416, 0], [416, 832, 1], [832, 1220, 2]]
+    assert parts == int(cut[:, 3].sum()) == len(tiles[tiles[:, 4] >= 0])
     *x, grad = draw(layout.num_tokens, 1, 1, 16)
     upstream = (grad, torch.zeros(layout.num_tokens, 1))
     truth = gradients([t.double() for t in x], layout, upstream, dense)[1]
@@ -236,7 +237,6 @@ def test_another_sequences_nan_stays_there():
     [
         (((9, 2, 16), (9, 1, 16)), torch.float32, "10 tokens"),
         (((10, 3, 16), (10, 2, 16)), torch.float32, "divides"),
-        (((10, 2, 16), (10, 1, 32)), torch.float32, "one width"),
         (((10, 2, 512), (10, 1, 512)), torch.float32, "up to 256"),
         (((10, 2, 16), (10, 1, 16)), torch.float64, "bfloat16"),
     ],

@@ -95,7 +95,7 @@ def hopper_tiles(width: int) -> AttentionTiles:
         return AttentionTiles(
             forward=QueryTile(128, 8, 3, tma=True, registers=128),
             query_gradient=QueryTile(128, 8, 3, tma=True, registers=128),
-            key_gradient=KeyTile(64, 64, 4, 2, tma_terms=True),
+            key_gradient=KeyTile(64, 128, 4, 2, tma_terms=True),
             decode=QueryTile(16, 1, 2),
             decode_few=QueryTile(64, 4, 3),
             decode_shared=QueryTile(64, 4, 2),
