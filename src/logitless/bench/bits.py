@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     from logitless.bench.bits_measured import Measured  # needs Triton
 
     here = environment("cuda", PACKAGES)
-    card = here["gpu"].removeprefix("NVIDIA ").split(" ")[0].lower()
+    card = here["gpu"].removeprefix("NVIDIA ").split(" ")[0]
     path = args.output / f"bits-{card}.json"
     results = Results(path, here)
     started = time.perf_counter()
