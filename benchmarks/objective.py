@@ -8,7 +8,6 @@ tokens: log-probs in, gradient in ``logp`` out, without and with the step's diag
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from logitless.bench.head_contenders import Problem, bare
-from logitless.bench.machine import environment, release
+from logitless.bench.machine import environment, release, write_result
 from logitless.objective.correction import SamplerCorrection
 from logitless.objective.diagnostics import step_diagnostics
 from logitless.objective.divergence import KLPenalty
@@ -193,7 +192,7 @@ def main() -> None:
         "product_ms": product,
         "rows": rows(options.tokens, product, options.device),
     }
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
+    write_result(options.out, document)
     print(f"one product: {product:.1f} ms")
     for row in document["rows"]:
         what = row["objective"] + (" and diagnostics" if row["diagnostics"] else "")

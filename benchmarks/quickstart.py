@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import transformers
 
+from logitless.bench.machine import write_result
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "quickstart.json"
 BEGIN, END = "<!-- demo result: begin -->", "<!-- demo result: end -->"
@@ -44,7 +46,7 @@ def record(runs: list[dict[str, Any]], out: Path) -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    out.write_text(json.dumps({"machine": machine, "runs": runs}, indent=2) + "\n")
+    write_result(out, {"machine": machine, "runs": runs}, indent=2)
 
 
 def readme_lines(result: dict[str, Any]) -> str:
@@ -81,7 +83,7 @@ def main() -> None:
     if options.merge:
         parts = [json.loads(path.read_text()) for path in options.merge]
         runs = sorted((run for part in parts for run in part["runs"]), key=lambda run: run["seed"])
-        options.out.write_text(json.dumps({"machine": parts[0]["machine"], "runs": runs}, indent=2) + "\n")
+        write_result(options.out, {"machine": parts[0]["machine"], "runs": runs}, indent=2)
         return
     with tempfile.TemporaryDirectory() as folder:
         runs = [run(seed, Path(folder)) for seed in options.seeds]

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from logitless.bench.machine import environment
+from logitless.bench.machine import environment, write_result
 from logitless.errors import UnavailableError
 from logitless.train.plan import GIB, plan_of
 from logitless.train.recipe import load_recipe
@@ -98,9 +98,7 @@ def main() -> None:
             f"{found['peak_allocated_bytes'] / GIB:.1f}, reserved {found['peak_reserved_bytes'] / GIB:.1f}", flush=True
         )
         machine = environment("cuda", ("triton", "transformers", "peft"))
-        options.out.write_text(
-            json.dumps({"environment": machine, "limit_bytes": LIMIT, "rows": rows}, indent=1) + "\n"
-        )
+        write_result(options.out, {"environment": machine, "limit_bytes": LIMIT, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -63,8 +63,32 @@ def test_a_reward_of_the_library_is_scored(files, tmp_path, capsys):
     [
         (["--suite", "ifbench"], "line 1, key 1"),
         (["--reward", "logitless.rewards.exact:Exact", "--loose"], "--suite with --loose"),
+        (["--suite", "ifeval", "--deadline", "inf"], "--deadline"),
+        (["--suite", "ifeval", "--deadline", "0"], "--deadline"),
+        (["--suite", "ifeval", "--workers", "0"], "--workers"),
+        (["--suite", "ifeval", "--json", "no/such/folder/out.jsonl"], "existing folder for --json"),
+        (["--suite", "ifeval", "--plot", "no/such/folder/out.png"], "existing folder for --plot"),
+        (["--suite", "ifeval", "--plot", "chart.banana"], ".png"),
+        (["--suite", "ifeval", "--plot", "chart"], ".png"),
     ],
 )
 def test_bad_input_exits_with_2_and_says_why(files, capsys, arguments, complaint):
     assert main(["score", *arguments, *files]) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(files, capsys):
+    for path in (files[1], files[3]):
+        with open(path, "r+b") as file:  # noqa: PTH123
+            content = file.read()
+            file.seek(0)
+            file.write(b"\xef\xbb\xbf" + content)
+    assert main(["score", "--reward", "logitless.rewards.exact:Exact", *files]) == 0
+    capsys.readouterr()
+
+
+def test_half_a_character_is_an_error_of_its_line(files, capsys):
+    with open(files[3], "a", encoding="utf-8") as file:  # noqa: PTH123
+        file.write('{"prompt": "Say 3.", "response": "\\ud800"}\n')
+    assert main(["score", "--suite", "ifeval", *files]) == 2
+    assert "responses.jsonl, line 4" in capsys.readouterr().err

@@ -104,7 +104,7 @@ def status(capsys, *arguments):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("train.blcoks=3", "unknown key 'train.blcoks' (nearest: 'blocks')"),
+        ("train.blcoks=3", "unknown key 'train.blcoks' (nearest: 'train.blocks')"),
         ("train.blocks=many", "train.blocks"),
         ("train.blocks=0", "greater than 0"),
         ("data.train.task=palindrom_generation", "palindrome_generation"),

@@ -1,4 +1,4 @@
-"""Ctrl-C once, twice, where nothing would be lost, and outside the main thread."""
+"""A signal once, twice, where nothing would be lost, and outside the main thread."""
 
 import signal
 import threading
@@ -7,9 +7,46 @@ import pytest
 
 from logitless.train.interrupt import Interrupt
 
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
 
 def _press() -> None:
     signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_every_signal_is_a_request_that_is_said_by_name(number):
+    said = []
+    interrupt = Interrupt(said.append)
+    with interrupt.heard():
+        signal.raise_signal(number)
+    assert interrupt.requested
+    assert interrupt.signal == number
+    assert len(said) == 1
+    assert said[0].startswith(number.name)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_scheduler_may_repeat_itself(number):
+    said = []
+    interrupt = Interrupt(said.append)
+    with interrupt.heard():
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
+        signal.raise_signal(number)
+    assert interrupt.signal == signal.SIGTERM
+    assert len(said) == 1
+
+
+def test_nohup_is_respected():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        interrupt = Interrupt(print)
+        with interrupt.heard():
+            signal.raise_signal(signal.SIGHUP)
+        assert not interrupt.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_first_press_is_a_request_and_the_second_stops():
@@ -24,19 +61,37 @@ def test_the_first_press_is_a_request_and_the_second_stops():
             _press()
 
 
-def test_work_that_can_be_given_up_stops_at_the_first_press():
-    interrupt = Interrupt(print)
+@pytest.mark.parametrize("number", SIGNALS)
+def test_work_that_can_be_given_up_stops_at_the_first_signal_and_its_giving_up_is_not_disturbed(number):
+    interrupt, cleaned = Interrupt(print), []
+
+    def work():
+        try:
+            signal.raise_signal(number)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            cleaned.append(1)
+
     with interrupt.heard():
         with pytest.raises(KeyboardInterrupt), interrupt.at_once():
-            _press()
+            work()
         assert interrupt.requested
+        assert cleaned
 
 
-def test_afterwards_ctrl_c_is_what_it_was_before():
-    before = signal.getsignal(signal.SIGINT)
+def test_work_that_can_be_given_up_is_not_begun_after_a_request():
+    interrupt = Interrupt(print)
+    with interrupt.heard():
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt), interrupt.at_once():
+            raise AssertionError("it was begun")
+
+
+def test_afterwards_signals_are_what_they_were_before():
+    before = [signal.getsignal(number) for number in SIGNALS]
     with Interrupt(print).heard():
-        assert signal.getsignal(signal.SIGINT) != before
-    assert signal.getsignal(signal.SIGINT) == before
+        assert all(signal.getsignal(n) != b for n, b in zip(SIGNALS, before, strict=True))
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_in_another_thread_nothing_is_touched():

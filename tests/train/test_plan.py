@@ -1,9 +1,15 @@
 """The plan by hand, without weights and without a run folder."""
 
-import pytest
+import json
+from types import SimpleNamespace
 
-from logitless.errors import ConfigurationError, LogitlessError
+import pytest
+from transformers import LlamaConfig
+
+from logitless.errors import ConfigurationError, DataError, LogitlessError, UnavailableError
+from logitless.train.checks import positions
 from logitless.train.plan import dry_run, plan_of
+from logitless.train.run import start
 from tests.train.tiny import tiny_recipe
 
 # The tiny Llama: an embedding and a head of 11 x 16, four projections of 16 x 16, three of 16 x 32, three norms of 16
@@ -61,6 +67,18 @@ def test_checkpointing_saves_activations(tmp_path):
     assert activations(model__gradient_checkpointing=True) < activations() / 4
 
 
+def test_sampling_holds_the_cache_and_one_layer_of_the_prompts_read_together(tmp_path):
+    def sampling(**changes):
+        recipe = tiny_recipe(tmp_path, data__max_prompt_tokens=100, train__tokens_per_micro_batch=110, **changes)
+        return plan_of(recipe).memory_bytes["activations or cache (estimate)"]
+
+    layers, kv_width, width, longest = 1, 16, 16, 100
+    cache = 4 * 16 * (longest + 6) * layers * 2 * kv_width  # 4 bytes, 16 completions of 4 prompts
+    assert sampling() == cache + 4 * 17 * width * 4 * longest
+    assert sampling(rollout__prefill_tokens=250) == cache + 4 * 17 * width * 250
+    assert sampling(rollout__prefill_tokens=50) == cache + 4 * 17 * width * longest  # a long prompt is read alone
+
+
 def test_eight_billion_weights_are_planned_without_being_made(tmp_path):
     source = {
         "hidden_size": 4096,
@@ -102,11 +120,96 @@ def test_a_dry_run_looks_at_no_run_folder(tmp_path):
         {"algorithm": {"preset": "ppo"}, "value_head": {"source": "nowhere.safetensors"}},
         {"model__source__vocab_size": 5},
         {"rollout__engine": {"name": "recorded", "path": "nowhere.jsonl"}},
+        {"writers": ["wandb"]},
+        {"model__source__max_position_embeddings": 6},
+        {"model__source__hidden_size": 0},
+        {"model__source__hidden_size": "wide"},
+        {"model__source__intermediate_size": 0},
+        {"model__source__num_attention_heads": 0},
+        {"model__source__hidden_act": "nonsense"},
+        {"model__device": "banana"},
+        {"model__device": "cuda:77"},
     ],
 )
 def test_a_dry_run_finds_what_a_start_would_find(tmp_path, changes):
     with pytest.raises(LogitlessError):
         dry_run(tiny_recipe(tmp_path, **changes))
+
+
+def _recorded(tmp_path, **changes):
+    rows = [
+        {"prompt_id": str(prompt), "token_ids": [3, 4], "text": "ab", "finish_reason": "stop"} | changes
+        for prompt in range(8)
+        for _ in range(4)
+    ]
+    path = tmp_path / "recorded.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"rollout__engine": {"name": "recorded", "path": str(path)}}
+
+
+@pytest.mark.parametrize("token", [11, -1])
+def test_a_recorded_token_that_the_model_does_not_have_is_found(tmp_path, token):
+    dry_run(tiny_recipe(tmp_path, **_recorded(tmp_path)))
+    with pytest.raises(DataError, match=f"given {token} in a completion of prompt '0'"):
+        dry_run(tiny_recipe(tmp_path, **_recorded(tmp_path, token_ids=[3, token])))
+
+
+def test_a_prompt_with_too_few_recorded_completions_is_found(tmp_path):
+    with pytest.raises(DataError, match="given 4 of prompt '0'"):
+        dry_run(tiny_recipe(tmp_path, **_recorded(tmp_path), rollout__completions_per_prompt=5))
+
+
+def test_the_longest_sequence_may_fill_the_models_positions_exactly(tmp_path):
+    # prompts of 2 tokens and 6 new ones, of which the last is drawn and not read
+    dry_run(tiny_recipe(tmp_path, model__source__max_position_embeddings=7))
+    with pytest.raises(ConfigurationError, match="max_new_tokens to at most 5"):
+        dry_run(tiny_recipe(tmp_path, model__source__max_position_embeddings=6))
+
+
+def test_positions_that_a_scaling_adds_count():
+    scaled = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    assert positions(LlamaConfig(max_position_embeddings=100, rope_parameters=scaled)) == 400
+
+
+def test_a_character_that_the_tokenizer_does_not_know_is_named_with_its_row(tmp_path):
+    tiny_recipe(tmp_path)
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write('{"id": 9, "prompt": "abz"}\n')
+    with pytest.raises(DataError, match=r"the character 'z' at .*train\.jsonl, line 9"):
+        dry_run(tiny_recipe(tmp_path))
+
+
+def test_disk_is_planned_by_what_a_checkpoint_holds(tmp_path):
+    parts = plan_of(tiny_recipe(tmp_path, checkpoint__keep=2)).disk_bytes
+    assert (
+        parts["checkpoints"] == (2 + 1) * 3 * 4 * NUM_WEIGHTS
+    )  # weights and two moments, one more while it is written
+    assert parts["model"] == 4 * NUM_WEIGHTS
+    lora = {"rank": 2, "targets": ["q_proj"]}
+    adapted = plan_of(tiny_recipe(tmp_path, checkpoint__keep=1, model__lora=lora)).disk_bytes
+    assert adapted["checkpoints"] == 2 * 3 * 4 * 2 * (16 + 16)
+
+
+def test_a_plan_of_disk_is_what_a_run_leaves(tmp_path):
+    recipe = tiny_recipe(tmp_path, checkpoint__keep=1, model__source__hidden_size=64)
+    planned = plan_of(recipe).disk_bytes
+    folder, _ = start(recipe)
+
+    def size(path):
+        return sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+
+    small = 100_000  # indices, block in flight, state of generators, tokenizer
+    assert planned["checkpoints"] / 2 <= size(folder.checkpoints) <= planned["checkpoints"] / 2 + small
+    assert planned["model"] <= size(folder.model) <= planned["model"] + small
+
+
+def test_a_disk_that_is_too_small_is_found_before_the_run_and_shown_in_the_plan(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    recipe = tiny_recipe(tmp_path)
+    assert "a start here is refused: 0.000 GiB are free" in dry_run(recipe)
+    with pytest.raises(UnavailableError, match=r"GiB at .*tiny.*checkpoint\.keep"):
+        start(recipe)
+    assert not any((tmp_path / "runs").glob("*"))
 
 
 def test_a_device_that_is_absent_is_found_too(tmp_path, monkeypatch):

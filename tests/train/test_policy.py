@@ -1,7 +1,5 @@
 """Scoring through the policy equals full logits; the reference under LoRA is the base model itself, not a copy."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,7 +12,7 @@ from logitless.models.value_head import value_head_for
 from logitless.objective.divergence import KLPenalty
 from logitless.objective.objective import Objective
 from logitless.train.policy import AdaptersOff, Policy, Scorer
-from logitless.types import Completion, Prompt
+from logitless.types import Completion, Prompt, TokenBatch
 
 LLAMA = {
     "model_type": "llama",
@@ -37,8 +35,7 @@ def _model():
 def _batch():
     prompts = [Prompt("a", "", (1, 2, 3)), Prompt("b", "", (4,))]
     answers = [(5, 6), (7, 8, 9)]
-    batch = pack([(p, Completion(p.id, ids, "", "stop")) for p, ids in zip(prompts, answers, strict=True)])
-    return replace(batch, advantage=torch.ones(5), token_weight=torch.full((5,), 0.2))
+    return pack([(p, Completion(p.id, ids, "", "stop")) for p, ids in zip(prompts, answers, strict=True)])
 
 
 def _adapted() -> Policy:
@@ -88,9 +85,15 @@ def test_a_fresh_adapter_starts_at_a_kl_of_exactly_0():
     with torch.no_grad():
         ref = AdaptersOff(policy).scores(batch, **OPTIONS).logp
     scores = policy.scores(batch, **OPTIONS)
-    output = Objective(kl=KLPenalty("k3"))(
-        scores.logp, None, replace(batch, logp_ref=ref, logp_old=scores.logp.detach()), beta=1.0
+    tokens = TokenBatch(
+        batch.sequence,
+        batch.num_sequences,
+        advantage=torch.ones(5),
+        token_weight=torch.full((5,), 0.2),
+        logp_ref=ref,
+        logp_old=scores.logp.detach(),
     )
+    output = Objective(kl=KLPenalty("k3"))(scores.logp, None, tokens, beta=1.0)
     assert (output.kl == 0).all()
 
 
@@ -99,17 +102,6 @@ def test_only_the_adapter_gets_a_gradient():
     policy.scores(_batch(), **OPTIONS).logp.sum().backward()
     with_gradient = {name for name, p in policy.model.named_parameters() if p.grad is not None}
     assert with_gradient == {name for name, p in policy.model.named_parameters() if "lora_" in name}
-
-
-def test_adapter_tensors_are_put_back_bit_for_bit_and_there_are_none_without_lora():
-    policy, other = _adapted(), Policy(add_lora(_model(), LORA, seed=9))
-    tensors = {name: t.detach().clone() for name, t in policy.adapter_tensors().items()}
-    other.load_adapter_tensors(tensors)
-    batch = _batch()
-    assert torch.equal(other.scores(batch, **OPTIONS).logp, policy.scores(batch, **OPTIONS).logp)
-    whole = Policy(_model())
-    assert whole.adapter_tensors() == {}
-    whole.load_adapter_tensors({})
 
 
 def test_what_is_saved_loads_again(tmp_path):

@@ -17,7 +17,7 @@ from logitless.train.policy import Policy
 from logitless.train.run import start
 from logitless.train.run_folder import RunFolder
 from logitless.types import Completion
-from tests.train.tiny import tiny_recipe
+from tests.train.tiny import stored, tiny_recipe
 
 PPO = {"algorithm": {"preset": "ppo"}, "kl": None, "data__held_out": None}
 IN_REWARD = {"placement": "reward", "control": {"name": "fixed", "beta": 0.05}}
@@ -38,8 +38,12 @@ def _blocks(run: RunFolder) -> list[dict]:
 
 
 def _value_heads(run: RunFolder) -> list[dict[str, torch.Tensor]]:
-    found = checkpoints.checkpoints(run.checkpoints)
-    return [load_file(folder / checkpoints.VALUE_HEAD) for folder in found]
+    """Of the first and the last checkpoint."""
+    prefix = "parameter/value_head."
+    found = []
+    for tensors in stored(run):
+        found.append({name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)})
+    return found
 
 
 def _recorded(folder, completions) -> dict:
@@ -77,16 +81,15 @@ def test_the_scoring_pass_gives_the_values_and_the_reference_gives_none(tmp_path
     assert calls == [(False, True), (False, False), (True, True), (True, True)]
 
 
-def test_a_checkpoint_holds_a_plain_language_model_and_the_value_head_beside_it(tmp_path):
+def test_a_finished_run_leaves_a_plain_language_model_and_the_value_head_beside_it(tmp_path):
     run, plain = _run(tmp_path), _run(tmp_path / "plain", algorithm={"preset": "grpo"}, train__blocks=1)
-    folder, other = (checkpoints.checkpoints(r.checkpoints)[-1] for r in (run, plain))
-    names = [{path.relative_to(f).as_posix() for path in f.rglob("*")} for f in (folder, other)]
+    names = [{path.relative_to(r.path).as_posix() for path in r.path.iterdir()} for r in (run, plain)]
     assert names[0] - names[1] == {"value_head.safetensors"}
     assert not names[1] - names[0]
-    AutoModelForCausalLM.from_pretrained(folder / "model")
-    stored = load_file(folder / "model" / "model.safetensors")
-    assert stored.keys() == load_file(other / "model" / "model.safetensors").keys()
-    first, *_, last = _value_heads(run)
+    AutoModelForCausalLM.from_pretrained(run.model)
+    exported = load_file(run.model / "model.safetensors")
+    assert exported.keys() == load_file(plain.model / "model.safetensors").keys()
+    first, last = _value_heads(run)
     assert {name: tuple(t.shape) for name, t in last.items()} == {"weight": (1, 16), "bias": (1,)}
     assert all((t == 0).all() for t in first.values())
     assert all((t != 0).any() for t in last.values())
@@ -94,8 +97,7 @@ def test_a_checkpoint_holds_a_plain_language_model_and_the_value_head_beside_it(
 
 def test_a_run_starts_from_the_value_head_of_another(tmp_path):
     first = _run(tmp_path)
-    source = checkpoints.checkpoints(first.checkpoints)[-1] / checkpoints.VALUE_HEAD
-    second = _run(tmp_path, name="second", value_head={"source": str(source)})
+    second = _run(tmp_path, name="second", value_head={"source": str(first.value_head)})
     for name, tensor in _value_heads(first)[-1].items():
         assert torch.equal(tensor, _value_heads(second)[0][name])
     assert _blocks(second)[0]["value/mean"] != 0

@@ -84,20 +84,74 @@ def test_a_file_without_sections_or_without_a_file_is_an_error(tmp_path):
     ("override", "wrong", "nearest"),
     [
         ("trian.blocks=3", "trian", "train"),
-        ("train.block=3", "train.block", "blocks"),
-        ("train.optimizer.learningrate=1e-3", "train.optimizer.learningrate", "learning_rate"),
-        ("model.lora.rnk=8", "model.lora.rnk", "rank"),
-        ("rollout.sampling.temprature=1", "rollout.sampling.temprature", "temperature"),
-        ("rewards.0.capp=9", "rewards.0.capp", "cap"),
-        ("data.train.paht=x", "data.train.paht", "path"),
-        ("kl={placement: loss, contrl: 1, control: {name: fixed, beta: 0}}", "kl.contrl", "control"),
-        ("kl={placement: reward, control: {name: fixed, bta: 0}}", "kl.control.bta", "beta"),
+        ("train.block=3", "train.block", "train.blocks"),
+        ("train.optimizer.learningrate=1e-3", "train.optimizer.learningrate", "train.optimizer.learning_rate"),
+        ("model.lora.rnk=8", "model.lora.rnk", "model.lora.rank"),
+        ("rollout.sampling.temprature=1", "rollout.sampling.temprature", "rollout.sampling.temperature"),
+        ("rewards.0.capp=9", "rewards.0.capp", "rewards.0.cap"),
+        ("data.train.paht=x", "data.train.paht", "data.train.path"),
+        ("kl={placement: loss, contrl: 1, control: {name: fixed, beta: 0}}", "kl.contrl", "kl.control"),
+        ("kl={placement: reward, control: {name: fixed, bta: 0}}", "kl.control.bta", "kl.control.beta"),
+        ("train.lerning_rate=1e-3", "train.lerning_rate", "train.optimizer.learning_rate"),
+        ("max_new_tokens=9", "max_new_tokens", "rollout.sampling.max_new_tokens"),
+        ("rollout.tokens_per_step=9", "rollout.tokens_per_step", "train.tokens_per_step"),
+        ("model.rank=8", "model.rank", "model.lora.rank"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_known_one(tmp_path, override, wrong, nearest):
     message = refused(tmp_path, "", override)
     assert f"unknown key '{wrong}'" in message
     assert f"nearest: '{nearest}'" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.optimizer.betas=[1.5, 2]", "train.optimizer.betas.0: Input should be less than 1"),
+        ("train.optimizer.learning_rate=.inf", "train.optimizer.learning_rate: Input should be a finite number"),
+        ("evaluation.success_at=.nan", "evaluation.success_at: Input should be a finite number"),
+        ("seed=9223372036854775808", "seed: Input should be less than"),
+        ("rewards.0.label=a/b", "labels of rewards without a slash"),
+        ("schema_number=2", "schema_number"),
+    ],
+)
+def test_a_number_or_a_name_that_the_run_would_stop_at_is_refused(tmp_path, override, said):
+    assert said in refused(tmp_path, "", override)
+
+
+def test_the_greatest_seed_is_one(tmp_path):
+    assert loaded(tmp_path, "", "seed=9223372036854775807").seed == 2**63 - 1
+
+
+def test_a_recipe_that_is_not_utf_8_or_holds_half_a_character_is_an_error(tmp_path):
+    path = tmp_path / "latin.yaml"
+    path.write_bytes(MINIMAL.encode() + "output: caf\u00e9\n".encode("latin-1"))
+    with pytest.raises(ConfigurationError, match=r"UTF-8 at .*latin\.yaml"):
+        load_recipe(path)
+    assert "whole characters" in refused(tmp_path, 'output: "\\ud800"\n')
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "output: 2024-13-45\n",
+        "output: {[1]: 2}\n",
+        "output: &a [*a]\n",
+        "output: " + "[" * 3000,
+        "output: !!int many\n",
+        "seed: 1" + "0" * 5000 + "\n",
+        "1: 2\n",
+        "output: {1: 2}\n",
+    ],
+)
+def test_yaml_that_cannot_be_a_recipe_is_an_error_in_words(tmp_path, text):
+    assert refused(tmp_path, text)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(MINIMAL.lstrip(), encoding="utf-8-sig")
+    assert load_recipe(path).name == "small"
 
 
 def test_every_problem_is_listed_at_once(tmp_path):

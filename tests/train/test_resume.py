@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from logitless.errors import CheckpointError, ConfigurationError
 from logitless.train import checkpoint as checkpoints
@@ -38,14 +37,14 @@ def _assert_equal(one: RunFolder, other: RunFolder) -> None:
     assert ends[0].tensors.keys() == ends[1].tensors.keys()
     for name, tensor in ends[0].tensors.items():
         assert torch.equal(tensor, ends[1].tensors[name]), name
-    weights = [load_file(end.folder / "model" / "model.safetensors") for end in ends]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert [repeatable(r) for r in one.read_metrics()] == [repeatable(r) for r in other.read_metrics()]
     assert list(one.read_rollouts()) == list(other.read_rollouts())
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> RunFolder:
+    torch.set_num_threads(1)  # as every test has it; this one is made before the first
+    torch.use_deterministic_algorithms(True)
     folder, complete = start(tiny_recipe(tmp_path_factory.mktemp("whole")))
     assert complete
     return folder
@@ -97,13 +96,13 @@ from tests.train.tiny import tiny_recipe
 import torch
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)
-flush, calls = checkpoints._flush, []
-def dying_flush(folder):
-    calls.append(folder)
-    if len(calls) == 3:
+write, calls = checkpoints._write_file, []
+def dying_write(path, content):
+    write(path, content)
+    calls.append(path)
+    if len(calls) == 5:
         os.kill(os.getpid(), signal.SIGKILL)
-    flush(folder)
-checkpoints._flush = dying_flush
+checkpoints._write_file = dying_write
 start(tiny_recipe(Path(sys.argv[1])))
 """
 
@@ -165,27 +164,31 @@ def test_a_longer_run_of_the_same_recipe_may_be_resumed(tmp_path):
 
 
 def test_a_full_disk_is_an_error_and_earlier_checkpoints_stay(tmp_path, monkeypatch):
-    recipe, save, calls = tiny_recipe(tmp_path), checkpoints.save_file, []
+    recipe, write, calls = tiny_recipe(tmp_path), checkpoints.write_tensors, []
 
     def full(*arguments):
         calls.append(1)
         if len(calls) == 2:
             raise OSError(28, "No space left on device")
-        save(*arguments)
+        return write(*arguments)
 
-    monkeypatch.setattr(checkpoints, "save_file", full)
+    monkeypatch.setattr(checkpoints, "write_tensors", full)
     with pytest.raises(CheckpointError, match="No space left"):
         start(recipe)
     root = tmp_path / "runs" / "tiny" / "checkpoints"
-    assert [path.name for path in checkpoints.checkpoints(root)] == ["step-000000"]
+    assert [path.name for path in checkpoints.checkpoints(root)] == ["block-000000-step-000000"]
     assert not list(root.glob(".saving-*"))
 
 
-def test_old_checkpoints_are_removed_and_the_weights_load_with_transformers(tmp_path):
-    from transformers import AutoModelForCausalLM
+def test_old_checkpoints_are_removed_and_a_finished_run_leaves_weights_that_load_with_transformers(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder, _ = start(tiny_recipe(tmp_path, checkpoint__keep=2, kl=None))
     left = checkpoints.checkpoints(folder.checkpoints)
     assert len(left) == 2
-    loaded = AutoModelForCausalLM.from_pretrained(left[-1] / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(folder.model)
     assert loaded.dtype == torch.float32
+    assert AutoTokenizer.from_pretrained(folder.model).eos_token == "<eos>"
+    trained = checkpoints.read_checkpoint(left[-1]).tensors
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, trained[f"parameter/{name}"]), name

@@ -9,13 +9,41 @@ import pyarrow.parquet
 import pytest
 
 from logitless.errors import ConfigurationError, DataError, InputError, TrainingError
+from logitless.train.checkpoint import save_checkpoint
 from logitless.train.run_folder import create_run_folder, open_run_folder, write_atomically
 from tests.train.fake_run import fake_groups, fake_run
 
 
-def test_an_existing_folder_is_an_error_that_names_the_ways_out(tmp_path):
-    create_run_folder(tmp_path, "toy")
+def _checkpoint(folder, block):
+    save_checkpoint(folder.checkpoints, block=block, step=block, tensors={}, state={}, keep=9)
+
+
+def test_an_existing_run_is_an_error_that_names_the_ways_out(tmp_path):
+    folder = create_run_folder(tmp_path, "toy")
+    folder.write_config("name: toy")
+    _checkpoint(folder, 0)
+    _checkpoint(folder, 1)
     with pytest.raises(ConfigurationError, match="--resume"):
+        create_run_folder(tmp_path, "toy")
+
+
+def test_a_failed_start_does_not_block_the_repaired_one(tmp_path):
+    folder = create_run_folder(tmp_path, "toy")
+    folder.write_config("name: toy")
+    folder.append_metrics({"step": 0})
+    _checkpoint(folder, 0)
+    (folder.path / "warm_start").mkdir()
+    assert create_run_folder(tmp_path, "toy") == folder
+    folder.clear()
+    assert sorted(path.name for path in folder.path.iterdir()) == ["checkpoints", "rollouts"]
+    assert not any(folder.checkpoints.iterdir())
+
+
+@pytest.mark.parametrize("names", [["model"], ["tensorboard"], ["config.yaml", "thesis.tex"], ["notes"]])
+def test_a_folder_with_anything_that_a_start_does_not_write_is_left_alone(tmp_path, names):
+    for name in names:
+        (tmp_path / "toy" / name).mkdir(parents=True)
+    with pytest.raises(ConfigurationError, match="existing one"):
         create_run_folder(tmp_path, "toy")
 
 

@@ -11,7 +11,6 @@ from logitless.models.lora import adapters_off
 from logitless.models.value_head import ValueHead, save_value_head
 from logitless.objective.value import ValueLoss
 from logitless.rewards.suites import OverlapWarning
-from logitless.train.checkpoint import VALUE_HEAD
 from logitless.train.setup import (
     algorithm_of,
     data_of,
@@ -251,25 +250,16 @@ def test_the_value_loss_of_a_preset_is_kept_or_replaced(tmp_path):
     assert replaced.value_loss == ValueLoss(coefficient=0.1, clip=None)
 
 
-def test_a_value_head_is_made_for_a_value_loss_only_and_a_checkpoints_is_taken_before_a_recipes(tmp_path):
-    def head(value, path):
-        made = ValueHead(16)
-        torch.nn.init.constant_(made.weight, value)
-        save_value_head(made, path)
-
-    (tmp_path / "checkpoint").mkdir()
-    head(1.0, tmp_path / "own.safetensors")
-    head(2.0, tmp_path / "checkpoint" / VALUE_HEAD)
+def test_a_value_head_is_made_for_a_value_loss_only_from_zeros_or_a_file(tmp_path):
+    own = ValueHead(16)
+    torch.nn.init.constant_(own.weight, 1.0)
+    save_value_head(own, tmp_path / "own.safetensors")
     grpo, ppo = tiny_recipe(tmp_path), tiny_recipe(tmp_path, algorithm={"preset": "ppo"})
     named = tiny_recipe(tmp_path, algorithm={"preset": "ppo"}, value_head={"source": str(tmp_path / "own.safetensors")})
     model = _model(grpo)
     assert value_head_of(grpo, algorithm_of(grpo), model) is None
-    for recipe, checkpoint, expected in (
-        (ppo, None, 0.0),
-        (named, None, 1.0),
-        (named, tmp_path / "checkpoint", 2.0),
-    ):
-        found = value_head_of(recipe, algorithm_of(recipe), model, checkpoint)
+    for recipe, expected in ((ppo, 0.0), (named, 1.0)):
+        found = value_head_of(recipe, algorithm_of(recipe), model)
         assert found.weight.tolist() == [[expected] * 16]
 
 

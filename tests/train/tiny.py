@@ -4,9 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from logitless.models.char_tokenizer import character_tokenizer
+from logitless.train.checkpoint import checkpoints, read_checkpoint
 from logitless.train.config import Recipe
 from logitless.train.recipe import parse_recipe
+from logitless.train.run_folder import RunFolder
 
 ALPHABET = "abcdefgh"
 
@@ -78,3 +82,10 @@ def tiny_recipe(folder: Path, **changes: Any) -> Recipe:
             at = at.setdefault(parent, {})
         at[last] = value
     return parse_recipe(raw)
+
+
+def stored(run: RunFolder) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """All tensors of a run's first and last checkpoint."""
+    found = checkpoints(run.checkpoints)
+    first, last = (dict(read_checkpoint(folder).tensors) for folder in (found[0], found[-1]))
+    return first, last

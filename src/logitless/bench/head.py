@@ -19,7 +19,7 @@ import torch
 
 from logitless.bench import head_report
 from logitless.bench.head_contenders import CONTENDERS, Problem, bare
-from logitless.bench.machine import environment, release
+from logitless.bench.machine import environment, release, write_result
 from logitless.errors import ConfigurationError, UnavailableError
 
 ROWS = 16384
@@ -185,7 +185,7 @@ def measure(
             r for r in done if (r["contender"], r["N"], r["live"], r["trained"], r["budget_bytes"]) not in replaced
         ] + fresh
         document = {"environment": here, "shape": asdict(shape), "rows": done}
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(path, document)
 
 
 def _measured(

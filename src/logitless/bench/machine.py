@@ -1,11 +1,17 @@
 """What a measurement depends on, and how memory is given back between two of them."""
 
 import gc
+import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 import torch
+
+SCHEMA_NUMBER = 1
+"""Of the files under ``benchmarks/results``."""
 
 
 def environment(device: str, packages: Sequence[str]) -> dict[str, str]:
@@ -21,6 +27,19 @@ def environment(device: str, packages: Sequence[str]) -> dict[str, str]:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
     return {"gpu": gpu, "driver": driver, "torch": torch.__version__} | {name: _version(name) for name in packages}
+
+
+def write_result(path: Path, document: Mapping[str, Any], *, indent: int = 1) -> None:
+    """Write what was measured as JSON, with the number of its format.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "result.json"
+        >>> write_result(path, {"rows": []}, indent=0)
+        >>> json.loads(path.read_text())
+        {'schema_number': 1, 'rows': []}
+    """
+    path.write_text(json.dumps({"schema_number": SCHEMA_NUMBER, **document}, indent=indent) + "\n")
 
 
 def _version(package: str) -> str:

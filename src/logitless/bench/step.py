@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from logitless.bench import step_report
-from logitless.bench.machine import environment, release
+from logitless.bench.machine import environment, release, write_result
 from logitless.bench.step_contenders import CONTENDERS, SHAPES, TINY, Rollouts, Shape, Trainer, Workload, trainer
 from logitless.errors import ConfigurationError, UnavailableError
 from logitless.train.config import OptimizerSection
@@ -220,7 +220,7 @@ def measure(
 
     def keep(part: str, rows: list[dict[str, Any]]) -> None:
         document[part] += rows
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        write_result(path, document)
         for row in rows:
             print(part, json.dumps(row), flush=True)
 

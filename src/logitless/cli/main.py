@@ -1,12 +1,14 @@
-"""The command line. Exit status 0: done; 2: bad input (arguments, recipe, data); 1: a run that failed."""
+"""The command line. Exit status 0: done; 2: bad input (arguments, recipe, data); 1: a run that failed; 130: Ctrl-C."""
 
 import argparse
 import importlib
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
+from logitless.cli.output import patient_output
 from logitless.errors import LogitlessError
 
 COMMANDS = {
@@ -50,13 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for noisy in ("httpx", "urllib3", "filelock", "absl"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    try:
-        status: int = importlib.import_module(f"logitless.cli.{options.command}").run(options)
-    except LogitlessError as error:
-        if options.verbose:
-            raise
-        print(f"logitless {options.command}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+    with patient_output():
+        try:
+            status: int = importlib.import_module(f"logitless.cli.{options.command}").run(options)
+        except LogitlessError as error:
+            if options.verbose:
+                raise
+            print(f"logitless {options.command}: {error}", file=sys.stderr)
+            return 2 if isinstance(error, ValueError) else 1
+        except KeyboardInterrupt:
+            print(f"logitless {options.command}: stopped by Ctrl-C", file=sys.stderr)
+            return 128 + signal.SIGINT
     return status
 
 

@@ -53,9 +53,39 @@ def run(args: argparse.Namespace) -> int:
             given="--reward",
             remedy="Leave them out: a reward has neither loose verdicts nor families.",
         )
+    _check(args)
     pairing = read_pairing(args.prompts, args.responses)
     (_score_suite if args.suite else _score_reward)(args, pairing, Console())
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what would fail after everything was scored."""
+    if not (math.isfinite(args.deadline) and args.deadline > 0):
+        raise ConfigurationError(
+            needed="a finite number of seconds above 0 as --deadline",
+            given=str(args.deadline),
+            remedy="Give for example --deadline 60.",
+        )
+    if args.workers < 1:
+        raise ConfigurationError(needed="--workers of at least 1", given=str(args.workers), remedy="Leave it out.")
+    for option, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise ConfigurationError(
+                needed=f"a file in an existing folder for {option}",
+                given=str(path),
+                remedy="Make the folder first, or name another file.",
+            )
+    if args.plot is not None:
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        known = sorted(FigureCanvasBase.get_supported_filetypes())
+        if args.plot.suffix.removeprefix(".").lower() not in known:
+            raise ConfigurationError(
+                needed="an image type that matplotlib writes for --plot",
+                given=str(args.plot),
+                remedy=f"End its name with one of .{', .'.join(known)}.",
+            )
 
 
 def _score_suite(args: argparse.Namespace, pairing: Pairing, console: Console) -> None:

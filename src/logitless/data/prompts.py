@@ -108,7 +108,8 @@ def load_prompts(
         _plain_text(row, options) if conversation is None else _chat_text(row, conversation, tokenizer)
         for (row, _), conversation in zip(filled, messages, strict=True)
     ]
-    token_ids = _token_ids(texts, tokenizer, chat=[conversation is not None for conversation in messages])
+    places = [row.place for row, _ in filled]
+    token_ids = _token_ids(texts, tokenizer, [conversation is not None for conversation in messages], places)
     prompts, num_too_long = [], 0
     for (row, row_id), conversation, text, tokens in zip(filled, messages, texts, token_ids, strict=True):
         if len(tokens) > max_prompt_tokens:
@@ -365,14 +366,45 @@ def _chat_text(row: Row, messages: Sequence[Mapping[str, str]], tokenizer: PreTr
         ) from error
 
 
-def _token_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, chat: Sequence[bool]) -> list[tuple[int, ...]]:
+def _token_ids(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, chat: Sequence[bool], places: Sequence[str]
+) -> list[tuple[int, ...]]:
     """Tokens of each text; plain text starts with the tokenizer's start token if the tokenizer adds one."""
     if not texts:
         return []
-    bare = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    try:
+        bare = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    except Exception as error:  # the tokenizers library raises no class of its own
+        raise _not_tokenized(texts, tokenizer, places, error) from error
     start = tokenizer.bos_token_id
     adds_start = start is not None and tokenizer("")["input_ids"][:1] == [start]
     return [
         tuple(tokens) if is_chat or not adds_start or tokens[:1] == [start] else (start, *tokens)
         for tokens, is_chat in zip(bare, chat, strict=True)
     ]
+
+
+def _not_tokenized(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, places: Sequence[str], error: Exception
+) -> DataError:
+    """The error for texts of which the tokenizer refuses one; names the first, and the character if it is one."""
+
+    def refuses(text: str) -> bool:
+        try:
+            tokenizer(text, add_special_tokens=False)
+        except Exception:
+            return True
+        return False
+
+    where, what = "", ""
+    for text, place in zip(texts, places, strict=True):
+        if refuses(text):
+            where = f" at {place}"
+            character = next((c for c in dict.fromkeys(text) if refuses(c)), None)
+            what = f"{text[:80]!r}" if character is None else f"the character {character!r}"
+            break
+    return DataError(
+        needed="prompts that the tokenizer can read",
+        given=f"{what}{where} ({' '.join(str(error).split())})",
+        remedy="Change the prompt, or use a tokenizer with an unknown token or with every character.",
+    )

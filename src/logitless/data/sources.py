@@ -16,6 +16,7 @@ import pyarrow.parquet
 from pydantic import ConfigDict, Field
 
 from logitless.errors import ConfigurationError, DataError, UnavailableError
+from logitless.hub import use_cache_if_unreachable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +229,8 @@ def _parquet_rows(path: Path) -> list[Row]:
 
 
 def _hub_rows(options: HubData) -> list[Row]:
+    if not Path(options.dataset).exists():
+        use_cache_if_unreachable()
     try:
         import datasets
     except ImportError as error:

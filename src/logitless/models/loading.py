@@ -9,17 +9,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from logitless.errors import ConfigurationError, UnavailableError
+from logitless.hub import use_cache_if_unreachable
 from logitless.models.lm_head import backbone, causal_lm, verify_lm_head, verify_packing
 from logitless.models.packed import PACKED
+from logitless.models.rotary import separate_long_sequences
 
 Attention = Literal["packed", "sdpa", "eager", "flex_attention"]
 ModelSource = str | Path | Mapping[str, Any]
+_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # what transformers calls kinds of layers
 
 
 def load_model(
@@ -48,7 +52,8 @@ def load_model(
     Raises:
         ConfigurationError: the source does not exist, has no safetensors, lacks weights, or is a mixture of experts
             whose router loss would be dropped.
-        UnavailableError: this architecture cannot run with this attention, or its LM head is not an LMHead.
+        UnavailableError: this architecture cannot run with this attention, has layers that carry a state from token
+            to token (Mamba, linear attention), or its LM head is not an LMHead.
 
     Example:
         >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
@@ -57,6 +62,7 @@ def load_model(
         840
     """
     config = _load_config(source, trust_remote_code)
+    _check_recurrence(config)
     _check_router_loss(config, drop_router_loss)
     _check_attention_softcap(config, attention)
     options: dict[str, Any] = {
@@ -76,10 +82,11 @@ def load_model(
     if random_weights or meta:
         with torch.random.fork_rng(), torch.device("meta" if meta else "cpu"):
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, **options)
+            model = _built(config, options)
     else:
         model = _read_weights(source, config, options)
     model.to(device)
+    separate_long_sequences(model)
     verify_lm_head(model)
     verify_packing(model)
     return model
@@ -106,12 +113,13 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Pr
         '<eos>'
     """
     _check_path(source)
+    offline = not Path(source).expanduser().exists() and use_cache_if_unreachable()
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the tokenizers library raises no class of its own
         raise ConfigurationError(
             needed="a tokenizer",
-            given=f"{str(source)!r}: {_first_line(error)}",
+            given=_not_cached(source) if offline else f"{str(source)!r}: {_first_line(error)}",
             remedy="Give the folder or hub name of a tokenizer; the hub must be reachable or the model in its cache.",
         ) from error
     if tokenizer.eos_token_id is None:
@@ -202,11 +210,13 @@ def compile_layers(model: nn.Module, *, backend: str = "inductor") -> int:
 
 
 def _load_config(source: ModelSource, trust_remote_code: bool) -> Any:
+    offline = False
     try:
         if isinstance(source, Mapping):
             fields = dict(source)
             return AutoConfig.for_model(fields.pop("model_type"), **fields)
         _check_path(source)
+        offline = not Path(source).expanduser().exists() and use_cache_if_unreachable()
         return AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
     except KeyError as error:
         raise ConfigurationError(
@@ -214,16 +224,40 @@ def _load_config(source: ModelSource, trust_remote_code: bool) -> Any:
             given=f"keys {sorted(source) if isinstance(source, Mapping) else source}",
             remedy='Add for example "model_type: llama".',
         ) from error
-    except (OSError, ValueError, TypeError) as error:
-        if isinstance(error, ConfigurationError):
-            raise
+    except ConfigurationError:
+        raise
+    except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         shown = dict(source) if isinstance(source, Mapping) else str(source)
         raise ConfigurationError(
             needed="a model that transformers knows",
-            given=f"{shown!r}: {_first_line(error)}",
+            given=_not_cached(source) if offline else f"{shown!r}: {_in_one_line(error)}",
             remedy="Give a local folder, a reachable hub name, or a config with a known model_type; "
             "set trust_remote_code if the repository ships its own code.",
         ) from error
+
+
+def _built(config: Any, options: Mapping[str, Any]) -> PreTrainedModel:
+    """A model of a config with new weights; whatever an architecture raises, the config is at fault."""
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
+    except Exception as error:
+        raise ConfigurationError(
+            needed=f"a config that a model of type {config.model_type} can be built from",
+            given=f"{type(error).__name__}: {_in_one_line(error)}",
+            remedy="Check the sizes in model.source against a config of a published model of this type.",
+        ) from error
+    empty = next((name for name, parameter in model.named_parameters() if not parameter.numel()), None)
+    if empty is not None:
+        raise ConfigurationError(
+            needed="a config with sizes of at least 1",
+            given=f"one that makes {empty} empty",
+            remedy="Check the sizes in model.source.",
+        )
+    return model
+
+
+def _not_cached(source: object) -> str:
+    return f"{str(source)!r}, which is no folder here, not in the cache, and the hub cannot be reached"
 
 
 def _check_path(source: str | Path) -> None:
@@ -246,6 +280,20 @@ def _check_router_loss(config: Any, drop_router_loss: bool) -> None:
             given=f"a mixture of experts ({config.model_type}) whose router loss (coefficient {coefficient}) would be"
             " dropped",
             remedy='Set "router_aux_loss_coef" to 0 in the model\'s config, or allow it with drop_router_loss.',
+        )
+
+
+def _check_recurrence(config: Any) -> None:
+    """A state that runs along the row would pass from one packed sequence into the next."""
+    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    layers = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    recurrent = sorted(layers & _RECURRENT)
+    if recurrent or getattr(kind, "_is_stateful", False):
+        raise UnavailableError(
+            needed="a model of attention layers, whose packed sequences can be kept apart",
+            given=f"{config.model_type}, with {', '.join(recurrent) or 'state-space'} layers that carry a state from"
+            " token to token",
+            remedy="Use a model without state-space, recurrent or linear-attention layers.",
         )
 
 
@@ -303,3 +351,7 @@ def _read_weights(source: ModelSource, config: Any, options: Mapping[str, Any]) 
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
+
+
+def _in_one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

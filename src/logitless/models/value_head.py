@@ -75,7 +75,7 @@ def value_head_for(model: nn.Module, source: Path | None = None) -> ValueHead:
             raise ConfigurationError(
                 needed=f"a value head for hidden states of width {reads.shape[1]}",
                 given=f"{str(source)!r}: {error}",
-                remedy="Give the value_head.safetensors of a checkpoint of this model, or leave it out to start at 0.",
+                remedy="Give the value_head.safetensors of a run of this model, or leave it out to start at 0.",
             ) from error
     return head.to(reads.device)
 

@@ -3,38 +3,58 @@
 A checkpoint is written to a hidden folder beside its place, flushed to disk and renamed; a crash at any moment leaves
 the earlier checkpoints as they were. Tensors are safetensors, everything else JSON: nothing is ever unpickled.
 
-    checkpoints/step-000012/
-        model/                  Hugging Face format (an adapter under LoRA), float32, loads with from_pretrained
-        value_head.safetensors  weight [1, D] and bias [1], where the algorithm has a value loss
-        tensors.safetensors     optimizer moments, random generators, the tokens of a block in flight
-        state.json              progress, KL coefficient, data order, block in flight
+    checkpoints/block-000003-step-000012/
+        index.json                  schema number; each tensor with dtype, shape, files and SHA-256
+        tensors-00001.safetensors   trained weights, optimizer state, random generators, the tokens of a block in flight
+        state.json                  progress, KL coefficient, data order, block in flight
+
+It is the state of the training, in the dtypes of the training. Frozen weights are not in it (they come from where the
+run took them), and it is no Hugging Face folder: that is an export, which a finished run leaves in ``model/``.
+
+A tensor may be cut into pieces that stand in several files, so that ranks can each write their own; one process writes
+whole tensors.
 """
 
+import hashlib
 import json
+import math
 import os
 import random
+import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from logitless.errors import CheckpointError
-from logitless.types import PackedInputs, TokenBatch
+from logitless.train.tensor_files import dtype_name, num_bytes, read_places, read_tensor, write_tensors
 
-VALUE_HEAD = "value_head.safetensors"
-_PREFIX = "step-"
+SCHEMA_NUMBER = 2
+"""Of the folder. 1 was a Hugging Face folder with the rest of the state beside it, called after its step alone."""
+
+LARGEST_FILE = 2**30
+"""Bytes of tensors in a file; one that is larger has a file of its own."""
+
+_FOLDER = re.compile(r"block-(\d+)-step-(\d+)")
+_FOLDER_1 = re.compile(r"step-(\d+)")
+_HIDDEN = (".saving-", ".removing-")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is read back: the folder, its tensors by name and its JSON state."""
+    """What is read back.
+
+    Args:
+        folder: where it stands.
+        tensors: by name; each is read, and held against its checksum, when it is asked for.
+        state: anything else.
+    """
 
     folder: Path
     tensors: Mapping[str, Tensor]
@@ -42,54 +62,91 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    root: Path,
-    step: int,
-    *,
-    save_model: Callable[[Path], None],
-    save_value_head: Callable[[Path], None] | None = None,
-    tensors: Mapping[str, Tensor],
-    state: Mapping[str, Any],
-    keep: int,
+    root: Path, *, block: int, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], keep: int
 ) -> Path:
-    """Write checkpoint ``step`` under ``root`` and delete all but the latest ``keep``.
+    """Write a checkpoint under ``root`` and delete all but the latest ``keep``.
 
     Args:
         root: the run's checkpoint folder.
+        block: blocks finished.
         step: optimizer steps done.
-        save_model: writes the weights into the folder it is given.
-        save_value_head: writes the value head to the path it is given; None where there is none.
-        tensors: anything a tensor; moved to the CPU.
+        tensors: on any device; one at a time is brought to the host.
         state: anything JSON.
         keep: checkpoints left after this one is in place.
 
     Raises:
         CheckpointError: the disk is full or not writable; earlier checkpoints are untouched.
+
+    Example:
+        >>> import tempfile
+        >>> root = Path(tempfile.mkdtemp())
+        >>> folder = save_checkpoint(root, block=1, step=4, tensors={"x": torch.ones(2)}, state={}, keep=1)
+        >>> folder.name, load_checkpoint(root).tensors["x"]
+        ('block-000001-step-000004', tensor([1., 1.]))
     """
-    final = root / f"{_PREFIX}{step:06d}"
-    if final.exists():  # the same step of a deterministic run
-        return final
-    partial = root / f".saving-{final.name}"
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        (partial / "model").mkdir(parents=True)
-        save_model(partial / "model")
-        if save_value_head is not None:
-            save_value_head(partial / VALUE_HEAD)
-        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, partial / "tensors.safetensors")
-        (partial / "state.json").write_text(json.dumps(state))
-        _flush(partial)
-        partial.rename(final)
-        _flush_folder(root)
-    except (OSError, SafetensorError, CheckpointError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(
-            needed=f"room and permission to write {final}",
-            given=str(error),
-            remedy="Free disk space or choose another `output`, then continue with --resume from the last checkpoint.",
-        ) from error
-    for old in checkpoints(root)[:-keep]:
-        shutil.rmtree(old)
-    return final
+    return _write(root, block, step, tensors, json.dumps(state).encode(), keep)
+
+
+class BackgroundSaver:
+    """Writes checkpoints in a thread while the run goes on with work that changes none of their tensors.
+
+    Tensors are read where they are, not copied first. So ``wait`` comes before anything that changes one, which in a
+    run is the next optimizer step: a block is rolled out and scored while its predecessor's end is written.
+
+    Args:
+        root: the run's checkpoint folder.
+        keep: checkpoints left after each save.
+
+    Example:
+        >>> import tempfile
+        >>> saver = BackgroundSaver(Path(tempfile.mkdtemp()), keep=1)
+        >>> saver.save(block=1, step=4, tensors={"x": torch.ones(2)}, state={})
+        >>> saver.wait()
+        >>> [path.name for path in checkpoints(saver.root)]
+        ['block-000001-step-000004']
+    """
+
+    def __init__(self, root: Path, *, keep: int) -> None:
+        self.root, self.keep = root, keep
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def save(self, *, block: int, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Begin to write; the state is taken now.
+
+        Raises:
+            CheckpointError: the save before this one failed.
+        """
+        self.wait()
+        content = json.dumps(state).encode()
+        device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+        stream = None
+        if device is not None:  # copies wait for what was queued before them, and not for what is queued later
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(device))
+
+        def write() -> None:
+            try:
+                with torch.cuda.stream(stream):
+                    _write(self.root, block, step, tensors, content, self.keep)
+            except Exception as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when nothing is being written.
+
+        Raises:
+            CheckpointError: the save failed; earlier checkpoints are untouched.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
 
 def checkpoints(root: Path) -> list[Path]:
@@ -99,17 +156,34 @@ def checkpoints(root: Path) -> list[Path]:
         >>> checkpoints(Path("/nonexistent"))
         []
     """
-    return sorted(path for path in root.glob(f"{_PREFIX}*") if path.is_dir())
+    found = [(age, path) for path in root.glob("*") if path.is_dir() and (age := _age(path.name)) is not None]
+    return [path for _, path in sorted(found)]
+
+
+def is_first(folder: Path) -> bool:
+    """Whether a checkpoint was taken before the first block.
+
+    Example:
+        >>> is_first(Path("block-000000-step-000000")), is_first(Path("block-000001-step-000004"))
+        (True, False)
+    """
+    age = _age(folder.name)
+    return age is not None and max(age) <= 0
+
+
+def clear_remains(root: Path) -> None:
+    """Remove what an interrupted save or removal left; only for who holds the run's lock."""
+    for path in root.glob(".*"):
+        if path.name.startswith(_HIDDEN):
+            shutil.rmtree(path)
 
 
 def load_checkpoint(root: Path) -> Checkpoint:
-    """Read the latest complete checkpoint under ``root``; remains of an interrupted save are removed.
+    """The latest complete checkpoint under ``root``.
 
     Raises:
-        CheckpointError: there is none, or its files are damaged.
+        CheckpointError: there is none, its files are damaged, or a later version wrote it.
     """
-    for partial in root.glob(".saving-*"):
-        shutil.rmtree(partial)
     found = checkpoints(root)
     if not found:
         raise CheckpointError(
@@ -117,17 +191,134 @@ def load_checkpoint(root: Path) -> Checkpoint:
             given="none",
             remedy="Start without --resume, under another name or after removing the run folder.",
         )
-    folder = found[-1]
+    return read_checkpoint(found[-1])
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in a folder.
+
+    Raises:
+        CheckpointError: its files are damaged, or a later version wrote it.
+    """
     try:
-        return Checkpoint(
-            folder, load_file(folder / "tensors.safetensors"), json.loads((folder / "state.json").read_text())
-        )
-    except (OSError, ValueError, SafetensorError) as error:
+        if _FOLDER_1.fullmatch(folder.name):
+            raise CheckpointError(
+                needed=f"a checkpoint of schema {SCHEMA_NUMBER}",
+                given=f"schema 1 in {folder}",
+                remedy="Continue with the version of logitless that wrote it, or start a run of another name from its "
+                f"weights: model.source={folder / 'model'}.",
+            )
+        index = json.loads((folder / "index.json").read_bytes())
+        if index["schema_number"] != SCHEMA_NUMBER:
+            raise CheckpointError(
+                needed=f"a checkpoint of schema {SCHEMA_NUMBER}",
+                given=f"schema {index['schema_number']} in {folder}",
+                remedy="Continue with the version of logitless that wrote it.",
+            )
+        content = (folder / "state.json").read_bytes()
+        if hashlib.sha256(content).hexdigest() != index["state_sha256"]:
+            raise ValueError("state.json does not have the checksum that index.json says")
+        return Checkpoint(folder, StoredTensors(folder, index["tensors"]), json.loads(content))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(folder, error) from error
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of a checkpoint; one is read, and held against its checksum, when it is asked for.
+
+    Args:
+        folder: of the checkpoint.
+        index: each tensor's ``dtype``, ``shape`` and ``pieces``; a piece has ``file``, ``start`` (its first index in
+            each dimension), ``shape`` and ``sha256``.
+
+    Raises:
+        OSError: a file is missing.
+        ValueError: a file is cut, or does not hold what the index says.
+    """
+
+    def __init__(self, folder: Path, index: Mapping[str, Any]) -> None:
+        self.folder, self._index = folder, index
+        files = {piece["file"] for entry in index.values() for piece in entry["pieces"]}
+        if outside := [file for file in files if Path(file).is_absolute() or ".." in Path(file).parts]:
+            raise ValueError(f"index.json names {outside[0]!r}, which is not in the folder")
+        self._places = {file: read_places(folder / file) for file in files}
+        for name, entry in index.items():
+            if sum(math.prod(piece["shape"]) for piece in entry["pieces"]) != math.prod(entry["shape"]):
+                raise ValueError(f"the pieces of {name!r} are not the whole of it")
+            for piece in entry["pieces"]:
+                place = self._places[piece["file"]][name]
+                if list(place.shape) != piece["shape"] or dtype_name(place.dtype) != entry["dtype"]:
+                    raise ValueError(f"{piece['file']} holds another {name!r} than index.json says")
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor on the CPU, in memory of its own.
+
+        Raises:
+            KeyError: there is no such tensor.
+            CheckpointError: its numbers are not those that were written.
+        """
+        entry = self._index[name]
+        whole: Tensor | None = None
+        for piece in entry["pieces"]:
+            path = self.folder / piece["file"]
+            try:
+                part, found = read_tensor(path, self._places[piece["file"]][name])
+                if piece["sha256"] != found:
+                    raise ValueError(f"{piece['file']} is damaged: {name!r} does not have its checksum")
+            except (OSError, ValueError) as error:
+                raise damaged(self.folder, error) from error
+            if piece["shape"] == entry["shape"]:
+                return part
+            if whole is None:
+                whole = torch.empty(entry["shape"], dtype=part.dtype)
+            whole[tuple(slice(s, s + n) for s, n in zip(piece["start"], piece["shape"], strict=True))] = part
+        assert whole is not None
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        """Names."""
+        return iter(self._index)
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self._index)
+
+
+def parameter_tensors(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """What is trained, by name: ``parameter/<name>``; frozen weights are left out.
+
+    Example:
+        >>> sorted(parameter_tensors(dict(nn.Linear(2, 2).named_parameters())))
+        ['parameter/bias', 'parameter/weight']
+    """
+    return {f"parameter/{name}": p for name, p in parameters.items() if p.requires_grad}
+
+
+def restore_parameters(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
+    """Put ``parameter_tensors`` back, one at a time, into the parameters that there are.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model.
+    """
+    trained = {f"parameter/{name}": p for name, p in parameters.items() if p.requires_grad}
+    stored = {name for name in tensors if name.startswith("parameter/")}
+    if trained.keys() != stored:
+        differ = sorted(name.partition("/")[2] for name in trained.keys() ^ stored)
         raise CheckpointError(
-            needed=f"readable files in {folder}",
-            given=str(error),
-            remedy="Delete this checkpoint to continue from the one before it.",
-        ) from error
+            needed="a checkpoint with exactly the weights that are trained",
+            given=f"one that differs in {', '.join(differ[:5])}{' ...' if len(differ) > 5 else ''}",
+            remedy="Resume with the recipe, the model and the versions of packages that the run was started with.",
+        )
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            value = tensors[name]
+            if value.shape != parameter.shape or value.dtype != parameter.dtype:
+                raise CheckpointError(
+                    needed=f"{name.partition('/')[2]} of shape {tuple(parameter.shape)} in {parameter.dtype}",
+                    given=f"{tuple(value.shape)} in {value.dtype}",
+                    remedy="Resume with the recipe and the model that the run was started with.",
+                )
+            parameter.copy_(value)
 
 
 def optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -142,14 +333,15 @@ def optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.o
 def restore_optimizer(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Put ``optimizer_tensors`` back; AdamW's step counters stay where AdamW keeps them."""
-    for name, value in tensors.items():
+    """Put ``optimizer_tensors`` back, one at a time; AdamW's step counters stay where AdamW keeps them."""
+    for name in tensors:
         kind, _, rest = name.partition("/")
         if kind == "optimizer":
             parameter_name, _, key = rest.rpartition("/")
             parameter = parameters[parameter_name]
             on_host = key == "step" and not optimizer.defaults.get("fused")
-            optimizer.state[parameter][key] = value.clone() if on_host else value.to(parameter.device)
+            value = tensors[name]
+            optimizer.state[parameter][key] = value if on_host else value.to(parameter.device)
 
 
 def random_tensors() -> dict[str, Tensor]:
@@ -184,31 +376,82 @@ def restore_random(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> N
     np.random.set_state(("MT19937", keys, scalars["pos"], scalars["has_gauss"], scalars["gauss"]))
 
 
-def batch_tensors(batch: TokenBatch) -> dict[str, Tensor]:
-    """The tensors of a block in flight: ``block/<field>`` and ``block/inputs/<field>``."""
-    assert batch.inputs is not None
-    named = {f"block/{f.name}": getattr(batch, f.name) for f in fields(batch)}
-    named |= {f"block/inputs/{f.name}": getattr(batch.inputs, f.name) for f in fields(batch.inputs)}
-    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+def _age(name: str) -> tuple[int, int] | None:
+    """(blocks, steps) of a checkpoint's folder, for its order; earlier schemas come first; None for other folders."""
+    if found := _FOLDER.fullmatch(name):
+        return int(found[1]), int(found[2])
+    if found := _FOLDER_1.fullmatch(name):
+        return -1, int(found[1])
+    return None
 
 
-def restore_batch(tensors: Mapping[str, Tensor], lengths: Sequence[int], source_counts: Sequence[int]) -> TokenBatch:
-    """The block of ``batch_tensors``; its host-side counts come from the JSON state."""
-    of_batch: dict[str, Any] = {n.removeprefix("block/"): t for n, t in tensors.items() if n.startswith("block/")}
-    of_inputs = {n.removeprefix("inputs/"): of_batch.pop(n) for n in list(of_batch) if n.startswith("inputs/")}
-    inputs = PackedInputs(**of_inputs, lengths=tuple(lengths), source_counts=tuple(source_counts))
-    return TokenBatch(**of_batch, num_sequences=len(lengths), inputs=inputs)
+def _write(root: Path, block: int, step: int, tensors: Mapping[str, Tensor], state: bytes, keep: int) -> Path:
+    final = root / f"block-{block:06d}-step-{step:06d}"
+    if final.exists():  # the same moment of a deterministic run
+        return final
+    partial = root / f".saving-{final.name}"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        index: dict[str, Any] = {}
+        for number, names in enumerate(_files(tensors), start=1):
+            file = f"tensors-{number:05d}.safetensors"
+            sums = write_tensors(partial / file, {name: tensors[name] for name in names})
+            for name in names:
+                shape = list(tensors[name].shape)
+                piece = {"file": file, "start": [0] * len(shape), "shape": shape, "sha256": sums[name]}
+                index[name] = {"dtype": dtype_name(tensors[name].dtype), "shape": shape, "pieces": [piece]}
+        described = {
+            "schema_number": SCHEMA_NUMBER,
+            "block": block,
+            "step": step,
+            "state_sha256": hashlib.sha256(state).hexdigest(),
+            "tensors": index,
+        }
+        _write_file(partial / "state.json", state)
+        _write_file(partial / "index.json", json.dumps(described).encode())
+        _flush_folder(partial)
+        partial.rename(final)
+        _flush_folder(root)
+        for old in checkpoints(root)[:-keep]:
+            removed = old.rename(old.with_name(f".removing-{old.name}"))  # at once: half a checkpoint is never seen
+            shutil.rmtree(removed)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(
+            needed=f"room and permission to write {final}",
+            given=str(error),
+            remedy="Free disk space or choose another `output`, then continue with --resume from the last checkpoint.",
+        ) from error
+    return final
 
 
-def _flush(folder: Path) -> None:
-    """Push every file and folder below to the disk."""
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        else:
-            _flush_folder(path)
-    _flush_folder(folder)
+def _files(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """The names that share a file, in order."""
+    files, size = list[list[str]](), 0
+    for name, tensor in tensors.items():
+        size += num_bytes(tensor)
+        if not files or size > LARGEST_FILE:
+            files.append([])
+            size = num_bytes(tensor)
+        files[-1].append(name)
+    return files
+
+
+def damaged(folder: Path, error: Exception) -> CheckpointError:
+    """The error for a checkpoint whose files do not hold what they should."""
+    return CheckpointError(
+        needed=f"readable files in {folder}",
+        given=f"{type(error).__name__}: {error}" if isinstance(error, KeyError | TypeError) else str(error),
+        remedy="Delete this checkpoint to continue from the one before it.",
+    )
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _flush_folder(folder: Path) -> None:

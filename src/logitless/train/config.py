@@ -25,10 +25,13 @@ from logitless.rollout.sampling import SamplingOptions
 Backend = Literal["auto", "reference", "chunked", "fused"]
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class Section(BaseModel):
     """A part of a recipe: unknown keys are errors, values do not change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
 class LoraSection(Section):
@@ -111,6 +114,7 @@ class RolloutSection(Section):
     prompts_per_block: PositiveInt = Field(32, description="P, prompts a block")
     completions_per_prompt: PositiveInt = Field(8, description="G, completions a prompt")
     max_rows: PositiveInt = Field(512, description="completions decoded at once, here and in evaluation")
+    prefill_tokens: PositiveInt = Field(16384, description="tokens of prompts that the sampler reads at once")
     sampling: SamplingOptions = Field(description="temperature, filters, limits, stops")
     zero_signal: Literal["keep", "drop", "refill"] = Field(
         "keep", description="groups whose rewards are all equal: train on them, leave them out, or draw others"
@@ -154,7 +158,7 @@ class ValueHeadSection(Section):
         10.0, description="the head's learning rate, as a multiple of the optimizer's; it is never decayed"
     )
     source: str | None = Field(
-        None, description="`value_head.safetensors` of a checkpoint to start from; None: every weight 0"
+        None, description="`value_head.safetensors` of a finished run to start from; None: every weight 0"
     )
 
 
@@ -180,7 +184,7 @@ class OptimizerSection(Section):
     """AdamW."""
 
     learning_rate: PositiveFloat = Field(1e-6, description="peak")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="decay of the moments")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="decay of the moments, each in [0, 1)")
     eps: PositiveFloat = Field(1e-8, description="added to the denominator")
     weight_decay: float = Field(0.0, ge=0, description="decoupled; not on vectors")
     implementation: Literal["auto", "foreach", "fused", "loop"] = Field("auto", description="of torch.optim.AdamW")
@@ -200,6 +204,10 @@ class TrainSection(Section):
         1.0, description="global norm to clip at; a value head has a norm of its own"
     )
     max_skipped_in_a_row: PositiveInt = Field(5, description="non-finite steps in a row that stop the run")
+    max_unscored_fraction: float = Field(
+        0.5, ge=0, le=1, description="share of a block's completions that a reward function may fail at"
+    )
+    max_blocks_unscored: PositiveInt = Field(3, description="blocks in a row over that share that stop the run")
     max_blocks_without_signal: PositiveInt = Field(20, description="such blocks in a row that stop the run")
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     training_backend: Backend = Field("auto", description="head backend with gradients")
@@ -227,7 +235,8 @@ class Recipe(Section):
     """A complete run."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="of the run folder")
-    seed: NonNegativeInt = Field(0, description="of everything random")
+    schema_number: Literal[1] = Field(1, description="of the recipe's format; a later one needs a later logitless")
+    seed: NonNegativeInt = Field(0, lt=2**63, description="of everything random, below 2^63")
     output: str = Field("runs", description="folder of run folders")
     model: ModelSection
     data: DataSection
@@ -275,6 +284,13 @@ class Recipe(Section):
             f"model.dtype={self.model.dtype} with full fine-tuning and no reference",
             "Remove it, or set model.autocast to make products in bfloat16.",
         )
+        for reward in self.rewards:
+            _require(
+                reward.metric_name.isprintable() and "/" not in reward.metric_name,
+                "labels of rewards without a slash, which separates the parts of a metric's name",
+                repr(reward.metric_name),
+                "Write for example a dash.",
+            )
         if self.algorithm.correction is not None:
             sampling = self.rollout.sampling
             self.algorithm.correction.check_sampling(

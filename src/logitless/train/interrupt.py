@@ -1,9 +1,16 @@
-"""Ctrl-C as a request: heard at the next step, or at once where nothing would be lost."""
+"""Ctrl-C, SIGTERM and SIGHUP as a request: heard at the next step, or at once where nothing would be lost.
+
+SIGTERM is what schedulers and machines about to be taken away send, SIGHUP what a closed terminal does. A process that
+was told to ignore SIGHUP (``nohup``) still does.
+"""
 
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupt:
@@ -13,49 +20,61 @@ class Interrupt:
         say: told that the request was heard.
 
     Attributes:
-        requested: True from the first Ctrl-C on; a second one raises ``KeyboardInterrupt``.
+        requested: True from the first signal on. A second Ctrl-C raises ``KeyboardInterrupt``; schedulers repeat
+            SIGTERM, which changes nothing.
+        signal: the first signal, or None.
 
     Example:
         >>> interrupt = Interrupt(print)
         >>> with interrupt.heard():
         ...     signal.raise_signal(signal.SIGINT)
-        stopping after this step; Ctrl-C again stops at once without saving
+        SIGINT: stopping after this step; Ctrl-C again stops at once without saving
         >>> interrupt.requested
         True
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.requested = False
+        self.signal: signal.Signals | None = None
         self._say, self._at_once = say, False
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Inside, Ctrl-C is a request. Outside the main thread whoever owns it handles Ctrl-C."""
+        """Inside, a signal is a request. Outside the main thread whoever owns it handles signals."""
+        previous: dict[signal.Signals, Any] = {}
         try:
-            previous = signal.signal(signal.SIGINT, self._note)
+            for number in _SIGNALS:
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    previous[number] = signal.signal(number, self._note)
         except ValueError:
             yield
             return
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, previous)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside, the first Ctrl-C raises ``KeyboardInterrupt``: for work that can be given up."""
+        """Inside, the first signal raises ``KeyboardInterrupt``: for work that can be given up."""
         self._at_once = True
         try:
+            if self.requested:  # it came just before
+                raise KeyboardInterrupt
             yield
-        except KeyboardInterrupt:
-            self.requested = True
-            raise
         finally:
             self._at_once = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
-        if self._at_once or self.requested:
+        del frame
+        first, self.requested = not self.requested, True
+        if first:
+            self.signal = signal.Signals(number)
+        if self._at_once or (number == signal.SIGINT and not first):
+            self._at_once = False  # what gives the work up is not disturbed again
             raise KeyboardInterrupt
-        self.requested = True
-        self._say("stopping after this step; Ctrl-C again stops at once without saving")
+        if first:
+            self._say(
+                f"{signal.Signals(number).name}: stopping after this step; Ctrl-C again stops at once without saving"
+            )

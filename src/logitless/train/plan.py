@@ -4,27 +4,32 @@ The model is built on the meta device, so that an 8-billion-weight recipe can be
 gradients and moments are exact; activations and cache are estimates and are called so.
 """
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from logitless.errors import UnavailableError
 from logitless.head.chunked import default_budget
 from logitless.models.lm_head import causal_lm
 from logitless.models.value_head import ValueHead
+from logitless.train.checks import check_before_start
 from logitless.train.config import Recipe
+from logitless.train.engines import open_engines
 from logitless.train.setup import (
     algorithm_of,
     data_of,
     device_of,
     policy_model,
-    recorded_of,
     rewards_of,
     tokenizer_of,
     value_head_of,
 )
+from logitless.train.writers import check_writers
 from logitless.types import Prompt
 
 GIB = 2**30
@@ -40,6 +45,7 @@ class Plan:
         steps_per_block: optimizer steps at that many tokens, over all epochs.
         steps: at most, over the run.
         memory_bytes: by part; names that end in "(estimate)" are not exact.
+        disk_bytes: of the run folder, by part.
         counts: rows read and dropped, by data source.
         first_prompt: as the model reads it.
     """
@@ -49,6 +55,7 @@ class Plan:
     steps_per_block: int
     steps: int
     memory_bytes: Mapping[str, int]
+    disk_bytes: Mapping[str, int]
     counts: Mapping[str, Mapping[str, int]]
     first_prompt: Prompt
 
@@ -68,8 +75,11 @@ def plan_of(recipe: Recipe) -> Plan:
     data = data_of(recipe, tokenizer)
     rewards_of(recipe, [*data.train, *data.held_out])
     algorithm = algorithm_of(recipe)
-    recorded_of(recipe)
+    check_writers(recipe.writers)
     model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=torch.device("meta"))
+    check_before_start(recipe, data, model)
+    value_head = value_head_of(recipe, algorithm, model)
+    open_engines(recipe, model, tokenizer).close()
     rollout, train = recipe.rollout, recipe.train
     completions = rollout.prompts_per_block * rollout.completions_per_prompt
     tokens = completions * rollout.sampling.max_new_tokens
@@ -79,7 +89,8 @@ def plan_of(recipe: Recipe) -> Plan:
         tokens_per_block=tokens,
         steps_per_block=steps,
         steps=steps * train.blocks,
-        memory_bytes=memory(recipe, model, value_head_of(recipe, algorithm, model)),
+        memory_bytes=memory(recipe, model, value_head),
+        disk_bytes=disk(recipe, model, value_head),
         counts=data.counts,
         first_prompt=data.train[0],
     )
@@ -91,9 +102,9 @@ def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None
     Activations follow Korthikanti et al. 2022 (arXiv:2205.05198, sec. 4) without the quadratic part, which fused
     attention does not keep: about 34 D bytes a token and layer at two bytes a number, or 2 D with checkpointing and
     one layer worked on at a time. Scoring, sampling and training do not overlap, so the larger of activations and
-    cache counts.
+    cache counts. A run that goes on holds no more: its checkpoint is read into this model, a tensor at a time.
     """
-    section, train, rollout = recipe.model, recipe.train, recipe.rollout
+    section, train = recipe.model, recipe.train
     trained = [p for p in model.parameters() if p.requires_grad]
     frozen = [p for p in model.parameters() if not p.requires_grad]
     config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr]
@@ -102,11 +113,7 @@ def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None
     number = 2 if half else 4
     kept, worked_on = (1, 1) if section.gradient_checkpointing else (17, 0)
     activations = train.tokens_per_micro_batch * width * number * (layers * kept + 17 * worked_on)
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or width // config.num_attention_heads
-    rows = min(rollout.max_rows, rollout.prompts_per_block * rollout.completions_per_prompt)
-    length = recipe.data.max_prompt_tokens + rollout.sampling.max_new_tokens
-    cache = rows * length * layers * 2 * kv_heads * head_dim * number
+    sampling = sampling_bytes(recipe, config, number)
     parts = {
         "trained weights": sum(p.numel() * p.element_size() for p in trained),
         "gradients": sum(p.numel() * p.element_size() for p in trained),
@@ -120,9 +127,76 @@ def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None
         parts["reference"] = size * sum(p.numel() for p in trained)
     if section.autocast is not None:  # autocast keeps a copy of each trained matrix in its dtype during a pass
         parts["autocast copies"] = 2 * sum(p.numel() for p in trained if p.ndim >= 2)
-    parts["activations or cache (estimate)"] = max(activations, cache)
+    parts["activations or cache (estimate)"] = max(activations, sampling)
     parts["head"] = train.head_memory_budget or default_budget(device_of(section))
     return parts
+
+
+def sampling_bytes(recipe: Recipe, config: Any, number: int) -> int:
+    """Estimate of what sampling holds beside the weights: keys and values of all rows, and one layer's numbers of the
+    prompts that are read together.
+
+    Args:
+        recipe: its ``rollout`` and its longest prompt.
+        config: the text model's, of transformers.
+        number: bytes of a number in the cache and in activations.
+    """
+    rollout, longest = recipe.rollout, recipe.data.max_prompt_tokens
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rows = min(rollout.max_rows, rollout.prompts_per_block * rollout.completions_per_prompt)
+    length = longest + rollout.sampling.max_new_tokens
+    cache = rows * length * config.num_hidden_layers * 2 * kv_heads * head_dim * number
+    prompts = -(-rows // rollout.completions_per_prompt)
+    read_at_once = max(longest, min(rollout.prefill_tokens, prompts * longest))
+    return cache + read_at_once * 17 * config.hidden_size * number
+
+
+def disk(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None) -> dict[str, int]:
+    """Bytes of the run folder by part, of a model and its value head on any device.
+
+    A checkpoint holds what is trained and AdamW's two moments; while one is written, ``checkpoint.keep`` others stay.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if value_head is not None:
+        trained += list(value_head.parameters())
+    size = sum(p.numel() * p.element_size() for p in trained)
+    rollout = recipe.rollout
+    tokens = rollout.prompts_per_block * rollout.completions_per_prompt * rollout.sampling.max_new_tokens
+    parts = {"checkpoints": (recipe.checkpoint.keep + 1) * 3 * size, "model": size}
+    if recipe.warm_start is not None:
+        parts["warm start"] = size
+    parts["rollouts (estimate)"] = 4 * tokens * recipe.train.blocks
+    return parts
+
+
+def check_disk(recipe: Recipe, parts: Mapping[str, int], folder: Path) -> None:
+    """Refuse a run that would fill the disk before its last checkpoint.
+
+    Args:
+        recipe: of the run.
+        parts: of ``disk``; estimates are left out.
+        folder: of the run; what a run that goes on has there already is not needed again.
+
+    Raises:
+        UnavailableError: too little is free.
+    """
+    if (short := _short_of_disk(parts, folder)) is not None:
+        needed, free = short
+        raise UnavailableError(
+            needed=f"{needed / GIB:.2f} GiB at {folder} for {recipe.checkpoint.keep + 1} checkpoints and the weights",
+            given=f"{free / GIB:.2f} GiB free",
+            remedy="Free disk space, choose another `output`, or lower checkpoint.keep.",
+        )
+
+
+def _short_of_disk(parts: Mapping[str, int], folder: Path) -> tuple[int, int] | None:
+    """(needed, free) bytes where the first is more."""
+    there = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.exists() else 0
+    needed = max(0, sum(size for name, size in parts.items() if not name.endswith("(estimate)")) - there)
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    return (needed, free) if needed > free else None
 
 
 def dry_run(recipe: Recipe) -> str:
@@ -144,4 +218,8 @@ def dry_run(recipe: Recipe) -> str:
     width = max(len(name) for name in plan.memory_bytes)
     lines += [f"    {name:{width}s} {size / GIB:8.3f} GiB" for name, size in plan.memory_bytes.items()]
     lines.append(f"    {'total':{width}s} {plan.total_bytes / GIB:8.3f} GiB")
+    lines.append("  disk")
+    lines += [f"    {name:{width}s} {size / GIB:8.3f} GiB" for name, size in plan.disk_bytes.items()]
+    if (short := _short_of_disk(plan.disk_bytes, Path(recipe.output) / recipe.name)) is not None:
+        lines.append(f"    a start here is refused: {short[1] / GIB:.3f} GiB are free")
     return "\n".join(lines)

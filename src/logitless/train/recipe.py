@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import json
 import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +54,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise ConfigurationError(
             needed=f"a readable recipe at {path}", given=str(error), remedy="Check the path."
         ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            needed=f"a recipe in UTF-8 at {path}", given=str(error), remedy="Save it in UTF-8."
+        ) from error
     raw = _parse(text, str(path))
     if not isinstance(raw, dict):
         raise ConfigurationError(
@@ -70,6 +75,18 @@ def parse_recipe(raw: Mapping[str, Any]) -> Recipe:
         ConfigurationError: as ``load_recipe``; every problem is listed.
     """
     try:
+        json.dumps(raw, default=str, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(
+            needed="texts of whole characters", given=str(error), remedy="Replace the half of a surrogate pair."
+        ) from error
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigurationError(
+            needed="sections with texts as keys that do not contain themselves",
+            given=str(error),
+            remedy="See docs/configuration.md.",
+        ) from error
+    try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
         problems = "; ".join(_problem(details) for details in error.errors())
@@ -86,7 +103,7 @@ def dump_recipe(recipe: Recipe) -> str:
 def _parse(text: str, where: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # 2024-13-01 is a ValueError
         raise ConfigurationError(
             needed=f"well-formed YAML in {where}", given=str(error).replace("\n", " "), remedy="Repair that line."
         ) from error
@@ -130,11 +147,37 @@ def _problem(details: ErrorDetails) -> str:
     path, known = _followed(Recipe, location)
     where = ".".join(path)
     if details["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        near = difflib.get_close_matches(location[-1], sorted(known), n=1, cutoff=0.0)
-        return f"unknown key {where!r} (nearest: {near[0]!r})" if near else f"unknown key {where!r}"
+        near = _nearest(path, known)
+        return f"unknown key {where!r}" if near is None else f"unknown key {where!r} (nearest: {near!r})"
     message = details["msg"].removeprefix("Value error, ")
     given = "" if details["type"] == "missing" or isinstance(details["input"], dict) else f", not {details['input']!r}"
     return f"{where or 'the recipe'}: {message}{given}"
+
+
+def _nearest(path: Sequence[str], known: set[str]) -> str | None:
+    """The whole path of the key that is spelled most like the last part of ``path``.
+
+    One in the same section, unless the recipe has a far better one elsewhere; below the section comes before beside it.
+    """
+    *section, name = path
+
+    def likeness(key: str) -> float:
+        return difflib.SequenceMatcher(a=name, b=key).ratio()
+
+    here = max(sorted(known), key=likeness, default=None)
+    elsewhere: list[list[str]] = [p for p in _paths(Recipe) if likeness(p[-1]) >= 0.8]
+    if elsewhere and (here is None or likeness(here) < 0.75):
+        best: list[str] = max(elsewhere, key=lambda p: (likeness(p[-1]), p[: len(section)] == section, -len(p)))
+        return ".".join(best)
+    return None if here is None else ".".join([*section, here])
+
+
+def _paths(kind: Any, above: tuple[str, ...] = ()) -> Iterator[list[str]]:
+    """Every key of the sections below, as a path; parts that stand in lists have none."""
+    for alternative in _alternatives(kind):
+        for name, inner in _fields(alternative).items():
+            yield [*above, name]
+            yield from _paths(inner, (*above, name))
 
 
 def _followed(kind: Any, location: Sequence[str]) -> tuple[list[str], set[str]]:

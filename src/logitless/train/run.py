@@ -1,37 +1,54 @@
 """A run from its recipe: made anew, or continued from its latest checkpoint."""
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from logitless.distributed.ranks import Ranks
 from logitless.errors import ConfigurationError
 from logitless.models.lora import frozen_copy
-from logitless.models.value_head import ValueHead
+from logitless.models.value_head import ValueHead, save_value_head
 from logitless.objective.algorithm import Algorithm
-from logitless.rollout.transformers import TransformersSampler
-from logitless.train.block import derived_seed
-from logitless.train.checkpoint import load_checkpoint
-from logitless.train.config import Recipe
+from logitless.rollout.environment import Environment, SingleTurn
+from logitless.seeds import derived_seed
+from logitless.train.checkpoint import Checkpoint, checkpoints, clear_remains, damaged, load_checkpoint
+from logitless.train.checks import check_before_start
+from logitless.train.collector import Collector
+from logitless.train.config import Recipe, RecordedEngineSection
+from logitless.train.engines import Engines, open_engines
+from logitless.train.evaluate import evaluation_of
+from logitless.train.journal import Journal
+from logitless.train.learner import Learner
 from logitless.train.live_view import LiveView
-from logitless.train.loop import Trainer
+from logitless.train.loop import Loop
 from logitless.train.optimizer import implementation
+from logitless.train.plan import check_disk, disk
 from logitless.train.policy import AdaptersOff, Policy, Scorer
+from logitless.train.provenance import digest_of_file, digest_of_prompts, record_start
 from logitless.train.recipe import dump_recipe, load_recipe
 from logitless.train.report import write_report
-from logitless.train.run_folder import RunFolder, create_run_folder, open_run_folder
+from logitless.train.run_folder import (
+    WARM_START,
+    RunFolder,
+    create_run_folder,
+    open_run_folder,
+    write_folder_atomically,
+)
+from logitless.train.run_lock import locked
 from logitless.train.setup import (
     Data,
+    after_warm_start,
     algorithm_of,
     data_of,
     device_of,
     effects,
     policy_model,
-    recorded_of,
     rewards_of,
     set_process,
     tokenizer_of,
@@ -39,10 +56,20 @@ from logitless.train.setup import (
     value_head_section,
 )
 from logitless.train.warm_start import warm_start
-from logitless.train.writers import open_writers
+from logitless.train.writers import check_writers, open_writers
+
+OpenEngines: TypeAlias = Callable[[Recipe, nn.Module, PreTrainedTokenizerBase], Engines]
 
 
-def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tuple[RunFolder, bool]:
+def start(
+    recipe: Recipe,
+    *,
+    numbered: bool = False,
+    resume: bool = False,
+    open_engines: OpenEngines = open_engines,
+    environment: Environment | None = None,
+    ranks: Ranks = Ranks.alone(),
+) -> tuple[RunFolder, bool]:
     """Run a recipe, or continue it.
 
     Args:
@@ -50,6 +77,10 @@ def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tu
         numbered: where the name is taken, take ``name-2``, ``name-3``, ...
         resume: continue the run of this name from its latest checkpoint; the recipe must be the one it was started
             with, but for its number of blocks, its output folder, checkpoints and writers.
+        open_engines: what opens the engines, from the recipe, the model and its tokenizer; for engines that no recipe
+            names.
+        environment: what answers the policy; None for single turns.
+        ranks: that train together; each calls this with the same recipe, and the first one writes.
 
     Returns:
         The run folder, and whether the run is complete (False after Ctrl-C).
@@ -63,24 +94,42 @@ def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tu
     data = data_of(recipe, tokenizer)
     rewards = rewards_of(recipe, [*data.train, *data.held_out])
     algorithm = algorithm_of(recipe)
-    recorded = recorded_of(recipe)
-    root = Path(recipe.output)
-    if resume:
-        folder = open_run_folder(root / recipe.name)
-        _check_same(load_recipe(folder.config), recipe)
-        saved = load_checkpoint(folder.checkpoints)
-        began = time.perf_counter()
-        model = _model(recipe, tokenizer, _warm_start(folder) if _warm_start(folder).exists() else None)
-    else:
-        saved, began = None, time.perf_counter()
-        model = _model(recipe, tokenizer)
-        folder = create_run_folder(root, recipe.name, unique=numbered)  # so late that a wrong recipe leaves none behind
-    folder.write_config(dump_recipe(recipe))
-    done = saved.state["progress"] if saved is not None else {"block": 0, "step": 0}
+    check_writers(recipe.writers)
+    path, began = Path(recipe.output) / recipe.name, time.perf_counter()
+    saved: Checkpoint | None = None
     with ExitStack() as stack:
-        view = stack.enter_context(LiveView(recipe.train.blocks, first_block=done["block"], title=folder.path.name))
+        if resume:
+            folder = open_run_folder(path)
+            if ranks.is_first:
+                stack.enter_context(locked(folder.path))
+                _check_same(load_recipe(folder.config), recipe)
+                clear_remains(folder.checkpoints)
+            if ranks.of_first(not folder.is_failed_start() or bool(checkpoints(folder.checkpoints))):
+                saved = load_checkpoint(folder.checkpoints)
+        warm = path / WARM_START
+        model = _model(recipe, tokenizer, warm if saved is not None and warm.exists() else None)
+        check_before_start(recipe, data, model)
+        if ranks.is_first:
+            check_disk(recipe, disk(recipe, model, value_head_of(recipe, algorithm, model)), path)
+        engines = open_engines(recipe, model, tokenizer)
+        stack.callback(engines.close)
+        if not resume:
+            folder = _new_folder(Path(recipe.output), recipe.name, numbered, ranks)
+            recipe = recipe.model_copy(update={"name": folder.path.name})
+            if ranks.is_first:
+                stack.enter_context(locked(folder.path))
+                stack.push(folder.remove_after_failed_start)
+        done = _progress(saved)
+        if ranks.is_first:
+            if saved is None:
+                folder.clear()
+            folder.write_config(dump_recipe(recipe))
+            record_start(folder, _digests(recipe, data), device_of(recipe.model), step=done["step"])
+        view = stack.enter_context(
+            LiveView(recipe.train.blocks, first_block=done["block"], title=folder.path.name, silent=not ranks.is_first)
+        )
         writers = open_writers(
-            recipe.writers,
+            recipe.writers if ranks.is_first else (),
             folder=folder.path,
             run_name=folder.path.name,
             config=recipe.model_dump(mode="json"),
@@ -88,39 +137,40 @@ def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tu
         )
         for writer in writers:
             stack.callback(writer.close)
-        policy, reference = _policies(
-            recipe, algorithm, tokenizer, data, folder, view, model, saved.folder if saved else None
+        policy, reference = _policies(recipe, algorithm, tokenizer, data, folder, view, model, ranks)
+        del model
+        ranks.copy_of_first(policy.named_parameters().values())
+        journal = Journal(folder, view, writers, policy.device, ranks)
+        weights = {r.name: r.weight for r in rewards}
+        learner = Learner(recipe, algorithm, policy, reference, reward_weights=weights, ranks=ranks)
+        environment = environment or SingleTurn()
+        collector = Collector(
+            data.train, engines.training, environment, rewards, recipe.rollout, seed=recipe.seed, ranks=ranks
         )
-        sampler = TransformersSampler(
-            policy.model, tokenizer, max_rows=recipe.rollout.max_rows, autocast=policy.autocast
-        )
-        trainer = Trainer(
-            recipe,
-            algorithm,
-            policy,
-            reference,
-            tokenizer,
-            recorded or sampler,
-            sampler,
-            rewards,
-            data,
-            folder,
-            view,
-            writers,
-        )
-        view.message(f"optimizer AdamW ({implementation(trainer.optimizer)})")
-        if saved is None:
-            trainer.progress.seconds["start"] = time.perf_counter() - began
+        evaluation = evaluation_of(recipe, engines.evaluation, environment, data.held_out, rewards, ranks)
+        loop = Loop(recipe, collector, learner, evaluation, journal)
+        view.message(f"optimizer AdamW ({implementation(learner.optimizer)})")
+        if saved is not None:
+            loop.restore(saved)
         else:
-            trainer.restore(saved)
-        complete = trainer.run()
-    folder.write_summary(trainer.summary())
-    write_report(folder.path)
+            if resume:
+                view.message("no checkpoint yet: from the beginning")
+            journal.seconds["start"] = time.perf_counter() - began
+        complete = loop.run()
+        if complete and ranks.is_first:
+            _export(policy, tokenizer, folder)
+        progress = learner.progress
+        counts = {"blocks": progress.block, "steps": progress.step, "skipped_steps": progress.skipped}
+        journal.write_summary({"name": recipe.name, **counts})
+        if ranks.is_first:
+            write_report(folder.path)
     return folder, complete
 
 
-def _warm_start(folder: RunFolder) -> Path:
-    return folder.path / "warm_start"
+def _new_folder(root: Path, name: str, numbered: bool, ranks: Ranks) -> RunFolder:
+    """The folder that the first rank makes."""
+    made = create_run_folder(root, name, unique=numbered) if ranks.is_first else None
+    return RunFolder(Path(ranks.of_first(None if made is None else str(made.path))))
 
 
 def _model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, weights: Path | None = None) -> nn.Module:
@@ -136,10 +186,13 @@ def _policies(
     folder: RunFolder,
     view: LiveView,
     model: nn.Module,
-    checkpoint: Path | None,
+    ranks: Ranks,
 ) -> tuple[Policy, Scorer | None]:
-    """The policy at its starting point or checkpoint, and the reference: the policy as reinforcement learning began."""
-    section, warm = recipe.model, _warm_start(folder)
+    """The policy at its starting point and the reference, which is the policy as reinforcement learning began.
+
+    A run that goes on starts there too: its checkpoint is then read into this one model.
+    """
+    section, warm = recipe.model, folder.warm_start
 
     def policy_of(model: nn.Module, value_head: ValueHead | None = None) -> Policy:
         autocast = None if section.autocast is None else getattr(torch, section.autocast)
@@ -147,28 +200,56 @@ def _policies(
 
     for line in effects(section, device_of(section), model):
         view.message(line)
-    if recipe.warm_start is not None and not warm.exists():
+    if recipe.warm_start is not None and ranks.of_first(not warm.exists()):
         view.phase("warm start")
-        warm_start(
-            policy_of(model), data.warm_start, tokenizer, recipe.warm_start, recipe.train, seed=recipe.seed, view=view
-        )
-        policy_of(model).save(warm, tokenizer)
-        if section.lora is not None:  # merge what was learnt, start from a fresh adapter
-            model = _model(recipe, tokenizer, warm)
+        begun = policy_of(model)
+        warm_start(begun, data.warm_start, tokenizer, recipe.warm_start, recipe.train, seed=recipe.seed, view=view)
+        if ranks.is_first:
+            write_folder_atomically(warm, lambda path: begun.save(path, tokenizer))
+        ranks.barrier()
+        model = after_warm_start(section, model, seed=recipe.seed)
+    policy = policy_of(model, value_head_of(recipe, algorithm, model))
     reference: Scorer | None = None
-    if section.lora is None:
-        if recipe.kl is not None:
+    if recipe.kl is not None:
+        if section.lora is None:
             reference = policy_of(frozen_copy(model, dtype=getattr(torch, section.dtype)))
-        if checkpoint is not None:
-            model = _model(recipe, tokenizer, checkpoint / "model")
-    policy = policy_of(model, value_head_of(recipe, algorithm, model, checkpoint))
+        else:
+            reference = AdaptersOff(policy)
     if policy.value_head is not None:
         num_weights = sum(p.numel() for p in policy.value_head.parameters())
         factor = value_head_section(recipe).learning_rate_factor
         view.message(f"value head: {num_weights:,} weights, at {factor:g} times the learning rate")
-    if section.lora is not None and recipe.kl is not None:
-        reference = AdaptersOff(policy)
     return policy, reference
+
+
+def _export(policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> None:
+    """Leave what was trained in the formats that other programs read."""
+    write_folder_atomically(folder.model, lambda path: policy.save(path, tokenizer))
+    if policy.value_head is not None:
+        save_value_head(policy.value_head, folder.value_head)
+
+
+def _progress(saved: Checkpoint | None) -> dict[str, int]:
+    """Blocks and steps done."""
+    if saved is None:
+        return {"block": 0, "step": 0}
+    try:
+        return {name: int(saved.state["progress"][name]) for name in ("block", "step")}
+    except (KeyError, TypeError, ValueError) as error:
+        raise damaged(saved.folder, error) from error
+
+
+def _digests(recipe: Recipe, data: Data) -> dict[str, str]:
+    """Of everything that the run reads as it goes."""
+    found = {
+        name: digest_of_prompts(prompts)
+        for name in ("train", "held_out", "warm_start")
+        if (prompts := getattr(data, name))
+    }
+    engine = recipe.rollout.engine
+    if isinstance(engine, RecordedEngineSection):
+        found["completions"] = digest_of_file(Path(engine.path))
+    return found
 
 
 _MAY_CHANGE = {"output", "checkpoint", "writers"}

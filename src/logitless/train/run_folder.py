@@ -2,10 +2,14 @@
 
     runs/<name>/
         config.yaml                     the resolved recipe
+        provenance.json                 versions, device, commit of each start, digests of the data
+        lock.json                       while a process writes here
         metrics.jsonl                   one line an optimizer step, see docs/metrics.md
         rollouts/block-000012.parquet   one row a completion
-        checkpoints/
+        checkpoints/                    see checkpoint.py
         tensorboard/
+        model/                          at the end: Hugging Face format, for from_pretrained (an adapter under LoRA)
+        value_head.safetensors          at the end, where the algorithm has a value loss
         summary.json                    at the end
         report.html                     `logitless report`
 
@@ -17,16 +21,20 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+from safetensors import SafetensorError
 
-from logitless.errors import ConfigurationError, DataError, InputError, TrainingError
-from logitless.train.metrics import Record, check_names
+from logitless.errors import CheckpointError, ConfigurationError, DataError, InputError, TrainingError
+from logitless.train.checkpoint import checkpoints, is_first
+from logitless.train.metrics import Line, check_names
+from logitless.train.run_lock import LOCK
 from logitless.types import Group
 
 
@@ -45,6 +53,11 @@ class RunFolder:
     def config(self) -> Path:
         """The resolved recipe."""
         return self.path / "config.yaml"
+
+    @property
+    def provenance(self) -> Path:
+        """What it was made with."""
+        return self.path / "provenance.json"
 
     @property
     def metrics(self) -> Path:
@@ -67,6 +80,21 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
+    def model(self) -> Path:
+        """The finished policy in Hugging Face format."""
+        return self.path / "model"
+
+    @property
+    def value_head(self) -> Path:
+        """The finished value head."""
+        return self.path / "value_head.safetensors"
+
+    @property
+    def warm_start(self) -> Path:
+        """The policy as reinforcement learning began, where a supervised stage came first."""
+        return self.path / WARM_START
+
+    @property
     def summary(self) -> Path:
         """A few numbers of the finished run."""
         return self.path / "summary.json"
@@ -76,15 +104,43 @@ class RunFolder:
         """The self-contained page."""
         return self.path / "report.html"
 
+    def is_failed_start(self) -> bool:
+        """Whether nothing would be lost: no block was finished, and there is nothing foreign.
+
+        An empty folder is one too.
+        """
+        if not self.path.is_dir():
+            return False
+        found = {path.name for path in self.path.iterdir() if path.name not in (LOCK, "rollouts", "checkpoints")}
+        if found and not (self.config.name in found and found <= _WRITTEN_FIRST):
+            return False
+        blocks = [path.name for path in self.rollouts.glob("*.parquet")]
+        return blocks in ([], [_rollouts_name(1)]) and all(map(is_first, checkpoints(self.checkpoints)))
+
+    def remove_after_failed_start(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """As an exit of a context: after an error before anything was rolled out, leave nothing."""
+        del rest
+        if kind is not None and self.is_failed_start() and not any(self.rollouts.glob("*")):
+            shutil.rmtree(self.path)
+
+    def clear(self) -> None:
+        """Remove what a failed start left, but the lock."""
+        for path in self.path.iterdir():
+            if path.name != LOCK:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        self.rollouts.mkdir()
+        self.checkpoints.mkdir()
+
     def write_config(self, text: str) -> None:
         """Write the resolved recipe."""
         write_atomically(self.config, text.encode())
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the summary; numbers that are not finite become null."""
+        summary = {"schema_number": 1, **summary}
         write_atomically(self.summary, (json.dumps(_plain(summary), indent=2) + "\n").encode())
 
-    def append_metrics(self, record: Record) -> None:
+    def append_metrics(self, record: Line) -> None:
         """Add one line; numbers that are not finite become null.
 
         Raises:
@@ -179,7 +235,7 @@ class RunFolder:
         schema = pyarrow.schema([*_ROLLOUT_COLUMNS, *((f"reward/{name}", pyarrow.float64()) for name in functions)])
         buffer = io.BytesIO()
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), buffer, compression="zstd")
-        path = self.rollouts / f"block-{block:06d}.parquet"
+        path = self.rollouts / _rollouts_name(block)
         write_atomically(path, buffer.getvalue())
         return path
 
@@ -199,6 +255,15 @@ class RunFolder:
             yield int(path.stem.removeprefix("block-")), rows
 
 
+WARM_START = "warm_start"
+"""Name of the folder with the policy as reinforcement learning began."""
+
+_WRITTEN_FIRST = {
+    *("config.yaml", "provenance.json", "metrics.jsonl", "tensorboard", "wandb", WARM_START),
+    *(".config.yaml.partial", ".provenance.json.partial", ".metrics.jsonl.partial", ".warm_start.partial"),
+}
+"""What is in a run folder before its first block is done, besides lock, rollouts and checkpoints."""
+
 _ROLLOUT_COLUMNS = (
     ("block", pyarrow.int64()),
     ("prompt_id", pyarrow.string()),
@@ -212,8 +277,12 @@ _ROLLOUT_COLUMNS = (
 )
 
 
+def _rollouts_name(block: int) -> str:
+    return f"block-{block:06d}.parquet"
+
+
 def create_run_folder(root: Path, name: str, *, unique: bool = False) -> RunFolder:
-    """Make ``root/name``, which must not exist yet.
+    """Make ``root/name``; a folder that a failed start left there is used again.
 
     Args:
         root: folder of run folders; made if missing.
@@ -221,7 +290,7 @@ def create_run_folder(root: Path, name: str, *, unique: bool = False) -> RunFold
         unique: where the name is taken, use ``name-2``, ``name-3``, ...
 
     Raises:
-        ConfigurationError: the folder exists.
+        ConfigurationError: the folder holds a run, or what is no run.
         TrainingError: it cannot be made.
 
     Example:
@@ -232,23 +301,24 @@ def create_run_folder(root: Path, name: str, *, unique: bool = False) -> RunFold
     """
     number = 1
     while True:
-        path = root / (name if number == 1 else f"{name}-{number}")
+        folder = RunFolder(root / (name if number == 1 else f"{name}-{number}"))
         try:
-            path.mkdir(parents=True)
+            folder.path.mkdir(parents=True)
             break
         except FileExistsError as error:
             if not unique:
+                if folder.is_failed_start():
+                    break
                 raise ConfigurationError(
-                    needed=f"a run folder that does not exist yet, or --resume to go on in {path}",
+                    needed=f"a run folder that does not exist yet, or --resume to go on in {folder.path}",
                     given="an existing one",
                     remedy="Add --resume, choose another name with --set name=..., or remove the folder.",
                 ) from error
             number += 1
         except OSError as error:
-            raise _cannot_write(path, error) from error
-    folder = RunFolder(path)
-    folder.rollouts.mkdir()
-    folder.checkpoints.mkdir()
+            raise _cannot_write(folder.path, error) from error
+    folder.rollouts.mkdir(exist_ok=True)
+    folder.checkpoints.mkdir(exist_ok=True)
     return folder
 
 
@@ -296,17 +366,55 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-        descriptor = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        flush(path.parent)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise _cannot_write(path, error) from error
 
 
-def _cannot_write(path: Path, error: OSError) -> TrainingError:
+def write_folder_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Put a folder at ``path`` that is there as a whole or not at all; one that is there already is replaced.
+
+    Args:
+        path: of the folder.
+        write: fills the empty folder that it is given.
+
+    Raises:
+        TrainingError: the disk is full or not writable.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "model"
+        >>> write_folder_atomically(path, lambda folder: (folder / "a").write_text("b") and None)
+        >>> (path / "a").read_text()
+        'b'
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        write(partial)
+        for each in [*partial.rglob("*"), partial]:
+            flush(each)
+        if path.exists():
+            shutil.rmtree(path)
+        partial.rename(path)
+        flush(path.parent)
+    except (OSError, SafetensorError, CheckpointError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise _cannot_write(path, error) from error
+
+
+def flush(path: Path) -> None:
+    """Push a file or the list of a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _cannot_write(path: Path, error: Exception) -> TrainingError:
     return TrainingError(
         needed=f"room and permission to write {path}",
         given=str(error),

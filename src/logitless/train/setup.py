@@ -7,6 +7,7 @@ attention, optimizer. ``effects`` says what is really in force.
 import logging
 import os
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,20 +25,13 @@ from logitless.models.lm_head import causal_lm
 from logitless.models.loading import check_vocabulary, compile_layers, disable_dropout, load_model, load_tokenizer
 from logitless.models.lora import LoraOptions, add_lora, load_adapters
 from logitless.models.value_head import ValueHead, value_head_for
-from logitless.objective.advantage import Advantage, Gae, Gdpo, GroupAdvantage, Raw, ReinforcePP
 from logitless.objective.algorithm import Algorithm
-from logitless.objective.objective import Objective
 from logitless.objective.presets import algorithm
-from logitless.objective.ratio import SequenceRatio, TurnRatio
-from logitless.objective.surrogate import Gmpo
-from logitless.objective.weighting import ConstantLength
 from logitless.rewards.combine import weighted
 from logitless.rewards.contract import WeightedReward
 from logitless.rewards.instruction_reward import InstructionReward
 from logitless.rewards.suites import warn_of_overlap
-from logitless.rollout.recorded import RecordedEngine
-from logitless.train.checkpoint import VALUE_HEAD
-from logitless.train.config import KLInLoss, KLInReward, ModelSection, Recipe, RecordedEngineSection, ValueHeadSection
+from logitless.train.config import ModelSection, Recipe, ValueHeadSection
 from logitless.types import Prompt
 
 logger = logging.getLogger("logitless")
@@ -68,13 +62,22 @@ def device_of(section: ModelSection) -> torch.device:
     """
     if section.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if section.device.startswith("cuda") and not torch.cuda.is_available():
+    if re.fullmatch(r"cpu|cuda(:\d+)?", section.device) is None:
         raise ConfigurationError(
-            needed="a CUDA device for model.device",
-            given="none on this machine",
-            remedy="Set model.device: cpu or auto.",
+            needed="auto, cpu, cuda or cuda:<number> as model.device",
+            given=repr(section.device),
+            remedy="Set model.device: auto.",
         )
-    return torch.device(section.device)
+    device = torch.device(section.device)
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigurationError(
+                needed="a CUDA device for model.device",
+                given=f"{section.device}, and {count or 'none'} on this machine",
+                remedy="Set model.device: cpu or auto" + (f", or at most cuda:{count - 1}." if count else "."),
+            )
+    return device
 
 
 _SDPA: dict[str, tuple[Callable[[bool], Any], Callable[[], Any]]] = {
@@ -164,6 +167,15 @@ def policy_model(
     return model.train()
 
 
+def after_warm_start(section: ModelSection, model: nn.Module, *, seed: int) -> nn.Module:
+    """The model that reinforcement learning begins with: under LoRA what was learnt is merged into the base that is
+    there, and a fresh adapter added; it is the model that ``policy_model`` makes of the warm start's weights."""
+    if section.lora is None:
+        return model
+    lora = section.lora
+    return add_lora(model, LoraOptions(rank=lora.rank, alpha=lora.alpha, targets=lora.targets), seed=seed).train()
+
+
 def effects(section: ModelSection, device: torch.device, model: nn.Module) -> list[str]:
     """What is really in force, read back from torch and the model, one line each."""
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -244,12 +256,6 @@ def rewards_of(recipe: Recipe, prompts: Sequence[Prompt]) -> tuple[WeightedRewar
     return rewards
 
 
-def recorded_of(recipe: Recipe) -> RecordedEngine | None:
-    """The file that completions come from, read; None where the policy samples them."""
-    engine = recipe.rollout.engine
-    return RecordedEngine(Path(engine.path)) if isinstance(engine, RecordedEngineSection) else None
-
-
 def algorithm_of(recipe: Recipe) -> Algorithm:
     """The preset with the recipe's replacements, its KL and its lengths filled in.
 
@@ -264,71 +270,33 @@ def algorithm_of(recipe: Recipe) -> Algorithm:
         if (value := getattr(section, name)) is not None
     }
     kl = recipe.kl
-    objective = replace(preset.objective, **parts, kl=kl.penalty if isinstance(kl, KLInLoss) else None)
+    penalty = kl.penalty if kl is not None and kl.placement == "loss" else None
     weighting = section.weighting or preset.weighting
-    if isinstance(weighting, ConstantLength) and weighting.max_new_tokens is None:
-        weighting = replace(weighting, max_new_tokens=recipe.rollout.sampling.max_new_tokens)
-    advantage = section.advantage or preset.advantage
-    value_loss = section.value_loss or preset.value_loss
-    if isinstance(advantage, Gae) and value_loss is None:
-        raise ConfigurationError(
-            needed="a value loss beside gae, for the value head to learn from",
-            given=f"preset {section.preset!r} without one",
-            remedy="Set algorithm.value_loss: {coefficient: 0.5, clip: 0.2}, or algorithm.preset: ppo.",
-        )
-    if value_loss is not None and not isinstance(advantage, Gae):
-        raise ConfigurationError(
-            needed="an advantage that reads values beside a value loss",
-            given="none" if advantage is None else advantage.name,
-            remedy="Set algorithm.advantage: {name: gae}, or choose a preset without a value loss.",
-        )
-    if value_loss is None and recipe.value_head is not None:
+    found = replace(
+        preset,
+        objective=replace(preset.objective, **parts, kl=penalty),
+        advantage=section.advantage or preset.advantage,
+        weighting=weighting.for_rollouts_of(recipe.rollout.sampling.max_new_tokens),
+        value_loss=section.value_loss or preset.value_loss,
+        kl_control=None if kl is None else kl.control,
+        kl_in_reward=kl is not None and kl.placement == "reward",
+        drop_truncated=recipe.train.drop_truncated or preset.drop_truncated,
+    )
+    found.check_completions(recipe.rollout.completions_per_prompt)
+    if found.value_loss is None and recipe.value_head is not None:
         raise ConfigurationError(
             needed="an algorithm with a value loss for value_head to apply to",
             given=f"preset {section.preset!r} without one",
             remedy="Remove value_head, or set algorithm.preset: ppo.",
         )
-    _check_shared(objective, advantage, kl_in_reward=isinstance(kl, KLInReward))
-    if isinstance(advantage, Gdpo) and kl is not None and kl.placement == "reward":
-        raise ConfigurationError(
-            needed="one reward a completion for a KL in the reward",
-            given="gdpo, which takes the reward functions apart",
-            remedy="Set kl.placement: loss.",
-        )
-    grouped = isinstance(advantage, GroupAdvantage | Gdpo) and not isinstance(advantage, Raw)
-    if grouped and recipe.rollout.completions_per_prompt < 2:
-        raise ConfigurationError(
-            needed="at least two completions a prompt for a group-relative advantage",
-            given=f"rollout.completions_per_prompt={recipe.rollout.completions_per_prompt}",
-            remedy="Raise it, or set algorithm.advantage to raw or reinforce_pp.",
-        )
-    if recipe.rollout.sampling.filters_distribution and objective.correction is None:
+    for note in found.notes:
+        logger.info("algorithm: %s", note)
+    if recipe.rollout.sampling.filters_distribution and found.objective.correction is None:
         logger.warning(
             "rollout.sampling: tokens are drawn from something else than the policy at its temperature (top_p, top_k, "
             "min_p, a repetition penalty or temperature 0), which the loss does not see; leave them out to be on policy"
         )
-    return replace(preset, objective=objective, advantage=advantage, weighting=weighting, value_loss=value_loss)
-
-
-def _check_shared(objective: Objective, advantage: Advantage | None, *, kl_in_reward: bool) -> None:
-    """Refuse advantages that differ from token to token where the tokens of a sequence share one ratio."""
-    match advantage:
-        case Gae(action="token"):
-            differ = True
-        case ReinforcePP(gamma=gamma):
-            differ = gamma != 1 or kl_in_reward
-        case _:
-            return
-    ratio, surrogate = objective.ratio, objective.surrogate
-    shares_ratio = isinstance(ratio, TurnRatio) or (
-        isinstance(ratio, SequenceRatio) and ratio.advantage_within_sequence is None
-    )
-    if differ and (isinstance(surrogate, Gmpo) or (surrogate.reads == "any" and shares_ratio)):
-        raise ConfigurationError(
-            needed=f"tokens that share an advantage under {surrogate.name!r} with ratio {ratio.name!r}",
-            given=f"{advantage.name}, an advantage a token",
-            remedy="Use a surrogate of the ratio with algorithm.ratio: {name: token}, or another advantage.",
-        )
+    return found
 
 
 def value_head_section(recipe: Recipe) -> ValueHeadSection:
@@ -336,23 +304,18 @@ def value_head_section(recipe: Recipe) -> ValueHeadSection:
     return recipe.value_head or ValueHeadSection()
 
 
-def value_head_of(
-    recipe: Recipe, algorithm: Algorithm, model: nn.Module, checkpoint: Path | None = None
-) -> ValueHead | None:
-    """The value head that an algorithm with a value loss starts from or goes on with; None for any other.
+def value_head_of(recipe: Recipe, algorithm: Algorithm, model: nn.Module) -> ValueHead | None:
+    """The value head that an algorithm with a value loss starts from; None for any other.
 
     Args:
         recipe: names a file to start from, or none.
         algorithm: of the recipe.
         model: the policy's.
-        checkpoint: folder of the checkpoint that a run goes on from.
 
     Raises:
         ConfigurationError: the file is not that of a value head that fits the model.
     """
     if algorithm.value_loss is None:
         return None
-    if checkpoint is not None:
-        return value_head_for(model, checkpoint / VALUE_HEAD)
     source = value_head_section(recipe).source
     return value_head_for(model, None if source is None else Path(source))

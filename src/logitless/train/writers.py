@@ -106,15 +106,27 @@ def open_writers(
         >>> (writer,) = open_writers(["tensorboard"], folder=Path(tempfile.mkdtemp()), run_name="toy", config={})
         >>> writer.close()
     """
-    for name in names:
-        if name != "tensorboard":
-            _imported(name)
+    check_writers(names)
     return tuple(
         TensorBoardWriter(folder / "tensorboard", first_step)
         if name == "tensorboard"
         else ServiceWriter(name, run_name=run_name, config=config, folder=folder)
         for name in names
     )
+
+
+def check_writers(names: Sequence[WriterName]) -> None:
+    """Refuse writers whose package is absent.
+
+    Raises:
+        UnavailableError: a named package is not installed.
+
+    Example:
+        >>> check_writers(["tensorboard"])
+    """
+    for name in names:
+        if name != "tensorboard":
+            _imported(name)
 
 
 def _imported(package: str) -> ModuleType:

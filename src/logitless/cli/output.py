@@ -1,0 +1,55 @@
+"""Output that may end before the run does."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+
+class _Patient:
+    """A stream whose reader may go away (``| head``, a closed terminal): what is written then goes nowhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._give_up()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._give_up()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _give_up(self) -> None:
+        """Point the stream's descriptor at nothing, for this process and for what is still in its buffer."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+
+
+@contextmanager
+def patient_output() -> Iterator[None]:
+    """Inside, a reader of standard output or standard error that goes away ends the output and nothing else.
+
+    Example:
+        >>> with patient_output():
+        ...     print("still here")
+        still here
+    """
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _Patient(sys.stdout), _Patient(sys.stderr)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        sys.stdout, sys.stderr = before

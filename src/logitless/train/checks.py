@@ -1,0 +1,111 @@
+"""What is checked when recipe, data and model are all known, and before a run has drawn its first token.
+
+What a part can check alone it checks itself, when it is made; here is what only two of them together can get wrong.
+``--dry-run`` checks the same.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from logitless.errors import ConfigurationError, DataError
+from logitless.models.lm_head import causal_lm
+from logitless.rollout.recorded import read_completions
+from logitless.train.config import Recipe, RecordedEngineSection
+from logitless.train.setup import Data
+from logitless.types import Completion
+
+
+def check_before_start(recipe: Recipe, data: Data, model: nn.Module) -> None:
+    """Everything below.
+
+    Args:
+        recipe: checked.
+        data: of the recipe.
+        model: of the recipe, on any device, ``meta`` included.
+
+    Raises:
+        ConfigurationError, DataError: see below.
+    """
+    check_positions(recipe, data, model)
+    engine = recipe.rollout.engine
+    if isinstance(engine, RecordedEngineSection):
+        vocabulary = causal_lm(model).get_input_embeddings().weight.shape[0]
+        check_recorded(recipe, data, read_completions(engine.path), vocabulary)
+
+
+def check_positions(recipe: Recipe, data: Data, model: nn.Module) -> None:
+    """Refuse sequences that end beyond the positions that the model knows.
+
+    Raises:
+        ConfigurationError: the longest prompt and a completion of the greatest length do not fit.
+    """
+    config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr]
+    limit = positions(config)
+    if limit is None:
+        return
+    evaluation = recipe.evaluation.sampling or recipe.rollout.sampling
+    for prompts, sampling, key in (
+        (data.train, recipe.rollout.sampling, "rollout.sampling.max_new_tokens"),
+        (data.held_out, evaluation, "evaluation.sampling.max_new_tokens"),
+    ):
+        longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
+        last = longest + sampling.max_new_tokens - 1  # the last token is drawn and not read
+        if prompts and last > limit:
+            raise ConfigurationError(
+                needed=f"sequences of at most {limit} tokens, as many positions as the model knows",
+                given=f"prompts of up to {longest} tokens and {key}={sampling.max_new_tokens}",
+                remedy=f"Lower {key} to at most {max(0, limit - longest + 1)}, or data.max_prompt_tokens.",
+            )
+
+
+def positions(config: Any) -> int | None:
+    """How many positions a model knows, those that a scaling of its rotary embedding adds included; None: no limit.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> positions(LlamaConfig(max_position_embeddings=512))
+        512
+    """
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1:
+        return None
+    rope = getattr(config, "rope_parameters", None)
+    scaled = 0.0
+    if isinstance(rope, dict) and isinstance(rope.get("factor"), int | float):
+        scaled = rope["factor"] * (rope.get("original_max_position_embeddings") or limit)
+    return max(limit, int(scaled))
+
+
+def check_recorded(recipe: Recipe, data: Data, completions: Sequence[Completion], vocabulary: int) -> None:
+    """Refuse a file of completions that the run would stop at.
+
+    Args:
+        recipe: names the file.
+        data: every prompt must have enough completions.
+        completions: of the file.
+        vocabulary: token ids are below.
+
+    Raises:
+        DataError: a token id that the model does not have, or too few completions of a prompt.
+    """
+    path = getattr(recipe.rollout.engine, "path", "")
+    count: dict[str, int] = {}
+    for completion in completions:
+        count[completion.prompt_id] = count.get(completion.prompt_id, 0) + 1
+        wrong = next((token for token in completion.token_ids if not 0 <= token < vocabulary), None)
+        if wrong is not None:
+            raise DataError(
+                needed=f"token ids from 0 to {vocabulary - 1}, as the model has them",
+                given=f"{wrong} in a completion of prompt {completion.prompt_id!r} in {path}",
+                remedy="Record with the model's own tokenizer.",
+            )
+    wanted = recipe.rollout.completions_per_prompt
+    few = next((prompt.id for prompt in data.train if count.get(prompt.id, 0) < wanted), None)
+    if few is not None:
+        raise DataError(
+            needed=f"{wanted} recorded completions of every prompt (rollout.completions_per_prompt)",
+            given=f"{count.get(few, 0)} of prompt {few!r} in {path}",
+            remedy="Record more, ask for fewer completions a prompt, or leave the prompt out.",
+        )

@@ -1,0 +1,63 @@
+"""The state of a run as a whole: what its parts hold, into one checkpoint and out of it again."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from logitless.train import checkpoint as checkpoints
+from logitless.train.collector import Collector
+from logitless.train.journal import Journal
+from logitless.train.learner import Learner
+
+
+def save_run(
+    saver: checkpoints.BackgroundSaver,
+    collector: Collector,
+    learner: Learner,
+    journal: Journal,
+    of_loop: Mapping[str, Any],
+) -> None:
+    """Begin to write a checkpoint of everything; ``saver.wait`` comes before the next optimizer step.
+
+    Args:
+        saver: of the run.
+        collector, learner, journal: parts of the run.
+        of_loop: what the loop itself has to remember, as JSON.
+    """
+    saver.save(
+        block=learner.progress.block,
+        step=learner.progress.step,
+        tensors=learner.tensors() | checkpoints.random_tensors(),
+        state={
+            **learner.state_dict(),
+            "collector": collector.state_dict(),
+            "journal": journal.state_dict(),
+            "loop": dict(of_loop),
+            "random": checkpoints.random_state(),
+        },
+    )
+
+
+def restore_run(
+    collector: Collector, learner: Learner, journal: Journal, saved: checkpoints.Checkpoint
+) -> Mapping[str, Any]:
+    """Put everything back; the metrics, whose later lines are removed, come last.
+
+    Args:
+        collector, learner, journal: parts of the run.
+        saved: of ``save_run``.
+
+    Returns:
+        What the loop had to remember.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or of another model; nothing on the disk was changed.
+    """
+    try:
+        of_loop = dict(saved.state["loop"])
+        learner.load_state(saved.tensors, saved.state)
+        collector.load_state_dict(saved.state["collector"])
+        checkpoints.restore_random(saved.tensors, saved.state["random"])
+        journal.load_state_dict(saved.state["journal"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise checkpoints.damaged(saved.folder, error) from error
+    return of_loop

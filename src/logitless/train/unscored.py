@@ -1,0 +1,81 @@
+"""A run whose rewards fail stops, instead of training to its end on nothing."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from logitless.errors import TrainingError
+from logitless.types import Group, Verdict
+
+_FAILURES = ("error", "timeout")
+
+
+class UnscoredLimit:
+    """Counts blocks in a row of which too large a share could not be scored.
+
+    Args:
+        max_fraction: of a block's completions.
+        max_blocks: in a row over it, which stop the run.
+
+    Attributes:
+        in_a_row: blocks over the limit, up to now.
+
+    Example:
+        >>> from logitless.types import Completion, Prompt
+        >>> limit = UnscoredLimit(max_fraction=0.5, max_blocks=2)
+        >>> failed = Verdict(score=None, status="error", message="raised: KeyError: 'answer'")
+        >>> group = Group(Prompt("1", "", ()), (Completion("1", (), "", "stop"),), ({"mine": failed},), (None,))
+        >>> limit.see([group])
+        >>> limit.in_a_row
+        1
+    """
+
+    def __init__(self, *, max_fraction: float, max_blocks: int) -> None:
+        self.max_fraction, self.max_blocks, self.in_a_row = max_fraction, max_blocks, 0
+
+    def see(self, drawn: Sequence[Group]) -> None:
+        """Count a block.
+
+        Args:
+            drawn: all its groups.
+
+        Raises:
+            TrainingError: one too many in a row; the first failure is in the message.
+        """
+        share, name = unscored_share(drawn)
+        self.in_a_row = self.in_a_row + 1 if share > self.max_fraction else 0
+        if self.in_a_row < self.max_blocks:
+            return
+        raise TrainingError(
+            needed=f"at most {self.max_fraction:.0%} of completions unscored (train.max_unscored_fraction)",
+            given=f"{share:.0%} by {name}, and as bad for {self.in_a_row} blocks in a row. The first: "
+            f"{_first_failure(drawn, name)}",
+            remedy="Repair the reward; reward/unscored and verdict/... in metrics.jsonl say since when.",
+        )
+
+
+def unscored_share(drawn: Sequence[Group]) -> tuple[float, str]:
+    """The largest share of completions that a function failed at, or that got no reward at all, and whose it is.
+
+    A verdict ``missing`` is not a failure of its function, which may be there for some of the rows only.
+    """
+    count = sum(len(group.completions) for group in drawn)
+    failed = Counter({"all functions": sum(reward is None for group in drawn for reward in group.rewards)})
+    for group in drawn:
+        for verdicts in group.verdicts:
+            failed.update(name for name, verdict in verdicts.items() if verdict.status in _FAILURES)
+    name, most = max(failed.items(), key=lambda item: item[1])
+    return (most / count if count else 0.0), name
+
+
+def _first_failure(drawn: Sequence[Group], name: str) -> str:
+    found: list[Verdict] = [
+        verdict
+        for group in drawn
+        for verdicts in group.verdicts
+        for called, verdict in verdicts.items()
+        if verdict.status in (*_FAILURES, "missing") and (called == name or name == "all functions")
+    ]
+    if not found:
+        return "no verdict"
+    first = min(found, key=lambda verdict: verdict.status not in _FAILURES)
+    return first.traceback.strip() or first.message or first.status

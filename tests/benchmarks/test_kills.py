@@ -1,0 +1,44 @@
+"""Runs that are killed at random moments end as one that was left alone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RESULT = ROOT / "benchmarks" / "results" / "kills.json"
+
+
+def _measured(kills, out, seed):
+    command = [sys.executable, "benchmarks/kills.py", "--kills", str(kills), "--seed", str(seed), "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(out.read_text())
+
+
+def _check(found, kills):
+    assert set(found["signals"]) == {"SIGKILL", "SIGTERM"}
+    for numbers in found["signals"].values():
+        assert numbers["kills"] >= kills
+        assert numbers["runs"] >= 1
+        assert numbers["runs_that_differ"] == numbers["failures"] == []
+
+
+def test_the_committed_result_has_a_hundred_kills_of_each_kind_and_no_run_that_differs():
+    found = json.loads(RESULT.read_text())
+    _check(found, 100)
+    assert found["signals"]["SIGKILL"]["where"]["during a save"] > 0
+    assert found["signals"]["SIGTERM"]["where"]["stopped and saved"] > 0
+    assert found["machine"]["cpu"]
+
+
+def test_a_killed_run_goes_on_bitwise(tmp_path):
+    _check(_measured(1, tmp_path / "kills.json", seed=1), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_hundred_kills_of_each_kind_change_no_bit(tmp_path):
+    _check(_measured(100, tmp_path / "kills.json", seed=2), 100)
