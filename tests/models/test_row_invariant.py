@@ -128,6 +128,13 @@ def test_weights_of_several_dtypes_are_not_covered():
     assert uncovered(model) == ("weights of several dtypes: bfloat16, float32",)
 
 
+def test_float32_weights_under_autocast_are_refused():
+    model = tiny("llama")
+    install_row_invariant(model)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnavailableError, match="float32 weights under autocast"):
+        backbone_hidden(model, packed(LENGTHS))
+
+
 def test_lora_is_applied_unmerged_and_follows_the_switch_of_the_adapters():
     model = add_lora(small("qwen3"), LoraOptions(rank=2))
     with torch.no_grad():

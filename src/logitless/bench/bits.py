@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from logitless.bench import bits_report
-from logitless.bench.machine import environment, release
+from logitless.bench.machine import environment, release, write_result
 from logitless.errors import ConfigurationError, UnavailableError
 
 PACKAGES = ("triton", "transformers")
@@ -129,6 +129,7 @@ class Results:
         found = json.loads(path.read_text()) if path.exists() else {}
         kept = found if found.get("environment") == here else {}
         self.document: dict[str, Any] = {"environment": here, "rows": [], "self_check": {}, "differences": {}} | kept
+        self.document.pop("schema_number", None)  # written anew
 
     def has(self, model: str, part: str) -> bool:
         """Whether a part of a model is complete."""
@@ -150,4 +151,4 @@ class Results:
     def write(self) -> None:
         """To the file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.document, indent=1) + "\n")
+        write_result(self.path, self.document)

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from logitless.bench import pages
-from logitless.bench.pages import Marks
+from logitless import pages
 from logitless.errors import DataError
+from logitless.pages import Marks
 
 _KINDS = {"train_forward": "forward", "train_step": "forward and backward", "decode": "decoding step"}
 _GOALS = {"train_forward": 1.0, "train_step": 0.9, "decode": 1.03}
@@ -105,13 +105,18 @@ def _marked(row: Mapping[str, Any]) -> str:
 
 def kernels_table(document: Mapping[str, Any]) -> str:
     """Which kernel multiplies, by shape and number of rows, and where a library was turned down."""
-    lines = [_title(document), "", "| product | rows: kernel | turned down at rows |", "|---|---|---|"]
+    lines = [
+        _title(document),
+        "",
+        "| product | kernel, at these numbers of rows | other bits, at rows |",
+        "|---|---|---|",
+    ]
     shapes = {shape: found for check in document["self_check"].values() for shape, found in check["linear"].items()}
     for shape, found in shapes.items():
         ways: dict[str, list[str]] = {}
         for rows, way in found["ways"].items():
             ways.setdefault(way, []).append(rows)
-        chosen = "; ".join(f"{', '.join(rows)}: {way}" for way, rows in ways.items())
+        chosen = "; ".join(f"{way} at {', '.join(rows)}" for way, rows in ways.items())
         failed = "; ".join(f"{way}: {_some(rows)}" for way, rows in found["failed"].items())
         lines.append(f"| {shape} | {chosen} | {failed} |")
     return "\n".join(lines)

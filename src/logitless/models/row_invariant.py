@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from logitless.errors import UnavailableError
 from logitless.models.attention import AttentionLayout, prefix_attention
 from logitless.models.kernels.gate import gated, gated_backward
 from logitless.models.kernels.norm import norm, norm_backward
@@ -148,6 +149,7 @@ class RowInvariantDecoder:
         if rows is None and packed_layout is None:
             return cast(Any, super()).forward(input_ids, attention_mask, position_ids, *args, **kwargs)
         assert input_ids is not None
+        _check_dtype(own.norm.weight)
         if rows is None:
             assert packed_layout is not None
             assert position_ids is not None
@@ -426,6 +428,16 @@ def _norm_and_add(residual: Tensor, delta: Tensor, module: Any) -> Tensor:
 def _mixed(mixin: type, original: Any) -> type:
     """One class for all layers: Python's caches are by class."""
     return type(f"RowInvariant{original.__name__}", (mixin, original), {"__module__": mixin.__module__})
+
+
+def _check_dtype(weight: Tensor) -> None:
+    device = weight.device.type
+    if weight.dtype == torch.float32 and torch.is_autocast_enabled(device):
+        raise UnavailableError(
+            needed="weights in the dtype that the layers compute in",
+            given=f"float32 weights under autocast to {torch.get_autocast_dtype(device)}",
+            remedy="Load the model in bfloat16, or remove the row-invariant layers.",
+        )
 
 
 def _is_ours(kind: type) -> bool:

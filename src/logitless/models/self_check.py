@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from logitless.models import attention, linear, paged_attention
 from logitless.models.kernels.linear import REFERENCE, Tile, fixed_order_product
+from logitless.models.kernels.rotary import Heads
 from logitless.models.kernels.rows import CHECKED_ROWS, FEW_ROWS
 from logitless.models.linear import (
     LIBRARIES,
@@ -121,34 +122,58 @@ def self_check(model: nn.Module, *, thorough: bool = False, folder: Path | None 
         What was found; the plans are in force from here on.
     """
     decoder: Any = backbone(model)
-    device = decoder.norm.weight.device
+    weight = decoder.norm.weight
+    forms = list(dict.fromkeys(layer.row_invariant_form for layer in decoder.layers))
+    return check_shapes(product_shapes(model), forms, weight.dtype, weight.device, thorough=thorough, folder=folder)
+
+
+def check_layer(device: torch.device) -> Report:
+    """``self_check`` of one layer of Llama-3.1-8B in bfloat16, for a machine that no model has been chosen for."""
+    columns_and_lengths = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+    dtype = torch.bfloat16
+    shapes = [(Shape(n, k, dtype, dtype, False, device), False) for n, k in columns_and_lengths]
+    form = AttentionForm(Heads(32, 8, 128, 128), 128**-0.5, None, None, "")
+    return check_shapes(shapes, [form], dtype, device)
+
+
+def rows_in_words(counts: Sequence[int]) -> str:
+    """The first few of some row counts.
+
+    Example:
+        >>> rows_in_words([1, 16]), rows_in_words(range(8))
+        ('1, 16', '0, 1, 2, 3, 4, 5 and 2 more')
+    """
+    shown = ", ".join(map(str, counts[:6]))
+    return shown if len(counts) <= 6 else f"{shown} and {len(counts) - 6} more"
+
+
+def check_shapes(
+    shapes: Sequence[tuple[Shape, bool]], forms: Sequence[AttentionForm], dtype: torch.dtype, device: torch.device, *,
+    thorough: bool = False, folder: Path | None = None,
+) -> Report:  # fmt: skip
+    """``self_check`` of shapes of products, each with whether it only has few rows, and of forms of attention."""
     path = _known_path(folder, device)
     known = {} if thorough else _read(path)
     report = Report(machine(device))
     start = time.perf_counter()
     entries: dict[str, Any] = known.setdefault("linear", {})
-    shapes = product_shapes(model)
     compile_ahead([shape for shape, _ in shapes if shape_name(shape) not in entries], thorough=thorough)
     for shape, few_only in shapes:
         name = shape_name(shape)
         entry = entries.get(name)
         if entry is None:
             plan, finding = check_linear(shape, thorough=thorough, few_only=few_only)
-            entries[name] = {"ways": {str(n): _encoded(way) for n, way in plan.ways.items()}} | {
-                "finding": _json_finding(finding)
-            }
+            entries[name] = {"plan": _encoded(plan), "finding": asdict(finding)}
         else:
-            plan = Plan(default_tiles(shape), {int(n): _decoded(way) for n, way in entry["ways"].items()})
-            finding = _finding(entry["finding"])
+            plan, finding = _plan(entry["plan"]), _finding(entry["finding"])
         set_plan(shape, plan)
         report.linear[name] = finding
-    forms = known.setdefault("attention", {})
-    dtype = decoder.norm.weight.dtype
-    for form in dict.fromkeys(layer.row_invariant_form for layer in decoder.layers):
+    known_forms = known.setdefault("attention", {})
+    for form in forms:
         name = form_name(form, dtype)
-        if name not in forms:
-            forms[name] = check_attention(form, dtype, device)
-        report.attention[name] = forms[name]
+        if name not in known_forms:
+            known_forms[name] = check_attention(form, dtype, device)
+        report.attention[name] = known_forms[name]
     torch.cuda.synchronize()
     report.seconds = time.perf_counter() - start
     _write(path, known)
@@ -487,16 +512,14 @@ def _write(path: Path, known: Mapping[str, Any]) -> None:
         return
 
 
-def _encoded(way: Way) -> Any:
-    return way if isinstance(way, str) else asdict(way)
+def _encoded(plan: Plan) -> dict[str, dict[int, Any]]:
+    ways = {count: way if isinstance(way, str) else asdict(way) for count, way in plan.ways.items()}
+    return {"ways": ways, "tiles": {most: asdict(tile) for most, tile in plan.tiles.items()}}
 
 
-def _decoded(way: Any) -> Way:
-    return Tile(**way) if isinstance(way, dict) else way
-
-
-def _json_finding(finding: LinearFinding) -> dict[str, Any]:
-    return asdict(finding)
+def _plan(entry: Mapping[str, Mapping[str, Any]]) -> Plan:
+    ways = {int(count): Tile(**way) if isinstance(way, dict) else way for count, way in entry["ways"].items()}
+    return Plan({int(most): Tile(**tile) for most, tile in entry["tiles"].items()}, ways)
 
 
 def _finding(entry: Mapping[str, Any]) -> LinearFinding:
