@@ -1,6 +1,6 @@
 """Mutation test of the objectives: would the tests notice if an equation were wrong?
 
-``make mutation`` changes one thing at a time in ``src/logitless/objective/*.py`` (a sign, a comparison, a constant, min
+``make mutation`` changes one thing at a time in ``src/logitless/objective`` (a sign, a comparison, a constant, min
 for max, a dropped clamp or detach, a missing raise ...) and runs the tests of ``tests/objective`` and the doctests
 against it until one fails. A change that no test notices is a survivor; it needs a test, or an entry in
 ``mutation_survivors.toml`` that says why it changes nothing. Exit status 1 if there is any other, or an entry too many.
@@ -128,7 +128,12 @@ class Mutant:
         last = source.find(b"\n", self.end)
         before = source[first:last].decode()
         after = (source[first : self.start] + self.after.encode() + source[self.end : last]).decode()
-        return self.file.name, self.function, " ".join(before.split()), " ".join(after.split())
+        return (
+            self.file.relative_to(SOURCES).as_posix(),
+            self.function,
+            " ".join(before.split()),
+            " ".join(after.split()),
+        )
 
 
 def replacements(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
@@ -315,14 +320,20 @@ class Runner:
     def run(self, file: Path | None = None, seconds: dict[str, float] | None = None) -> int:
         """Run until a test fails: those named after the file first, the others from quick to slow."""
         seconds = seconds or {}
-        mirror = f"test_{file.stem}.py" if file else ""
-        order = sorted(self.items, key=lambda item: (item.path.name != mirror, seconds.get(item.nodeid, 0)))
+        mirrors = tests_named_after(file) if file else []
+        order = sorted(self.items, key=lambda item: (item.path not in mirrors, seconds.get(item.nodeid, 0)))
         for item, following in itertools.zip_longest(order, order[1:]):
             if self.first_failure is None:
                 if seconds:  # a change that makes a loop endless
                     signal.setitimer(signal.ITIMER_PROF, 10 * seconds.get(item.nodeid, 0) + 5)
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         return SURVIVED if self.first_failure is None else KILLED
+
+
+def tests_named_after(file: Path) -> list[Path]:
+    """The tests of a file, and of its folder where that is a family of its own."""
+    stems = [file.stem] if file.parent == SOURCES else [file.stem, file.parent.stem]
+    return [path for stem in stems if (path := TESTS / f"test_{stem}.py").exists()]
 
 
 def run_pytest(against: Callable[[Runner], None], paths: Sequence[Path] = (TESTS, SOURCES)) -> Runner:
@@ -379,10 +390,10 @@ def status_after_import(mutant: Mutant, seconds: dict[str, float]) -> int:
         nonlocal status
         status = runner.run(mutant.file, seconds)
 
-    mirror = TESTS / f"test_{mutant.file.name}"
-    if mirror.exists():
-        run_pytest(against, [mirror])
-    if status == SURVIVED or not mirror.exists():
+    mirrors = tests_named_after(mutant.file)
+    if mirrors:
+        run_pytest(against, mirrors)
+    if status == SURVIVED or not mirrors:
         status = KILLED
         run_pytest(against)
     return status
@@ -431,7 +442,7 @@ def main(arguments: Sequence[str]) -> int:
         "mutation", derandomize=True, database=None, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate]
     )
     hypothesis.settings.load_profile("mutation")
-    files = [SOURCES / name for name in arguments] or sorted(SOURCES.glob("*.py"))
+    files = [SOURCES / name for name in arguments] or sorted(SOURCES.rglob("*.py"))
     mutants = [mutant for file in files for mutant in mutants_of(file)]
     gc.freeze()  # what every fork inherits needs no collection
     statuses, seconds = in_a_fork(lambda: statuses_in_memory([m for m in mutants if m.in_function]))
@@ -452,7 +463,7 @@ def main(arguments: Sequence[str]) -> int:
     for file in files:
         of_file = [mutant for mutant in mutants if mutant.file == file]
         alive = sum(mutant in survivors for mutant in of_file)
-        print(f"{file.name:24} {len(of_file):5} changes {alive:4} survivors")
+        print(f"{file.relative_to(SOURCES).as_posix():34} {len(of_file):5} changes {alive:4} survivors")
     print(f"{len(mutants)} changes, {len(survivors)} survivors, {len(unexplained)} of them not explained, in", end=" ")
     print(f"{(time.monotonic() - STARTED) / 60:.1f} minutes")
     return int(bool(unexplained or stale))

@@ -1,15 +1,16 @@
 """Run a function on several processes of this machine: of the CPU, by gloo, or of a GPU each, by NCCL.
 
 The processes are started once and kept, for importing torch is what takes the time. A process keeps its rank, on which
-what torch remembers of DTensors depends. The environment variable ``LOGITLESS_ONE_PROCESS`` skips the tests that need
-them.
+what torch remembers of DTensors depends. A test that fails takes its processes along, whatever state they are in (hung
+in a collective, aborted by a watchdog), and the next test starts others. The environment variable
+``LOGITLESS_ONE_PROCESS`` skips the tests that need them.
 """
 
 import functools
 import os
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed, wait
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,11 +24,14 @@ from torch.utils._pytree import tree_map_only
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)]
 
 
-def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, device: str = "cpu") -> list[Any]:
+def run_on_ranks(
+    num_ranks: int, function: Callable[..., Any], *args: Any, device: str = "cpu", timeout_seconds: float = 120
+) -> list[Any]:
     """``function(rank, *args)`` on each rank, inside a process group of all of them; the results by rank, on the CPU.
 
     The function must be importable (defined at the top of a module), and what goes in and out must pickle. With
-    ``device="cuda"`` every rank has the GPU of its number as the current device.
+    ``device="cuda"`` every rank has the GPU of its number as the current device. What a rank raised is raised here, the
+    cause rather than another rank's lost connection; ``TimeoutError`` where one has not answered in time.
     """
     if device == "cuda" and torch.cuda.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} CUDA devices")
@@ -39,13 +43,41 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, devic
             _process(rank, device).submit(_on_rank, rank, num_ranks, device, store, function, args)
             for rank in range(num_ranks)
         ]
-        return [future.result(timeout=120) for future in futures]
+        try:
+            for future in as_completed(futures, timeout=timeout_seconds):
+                if future.exception() is not None:
+                    raise _cause(futures)
+        except BaseException:
+            _end_processes()
+            raise
+        return [future.result() for future in futures]
+
+
+def _cause(futures: list[Future[Any]]) -> BaseException:
+    """Of what the ranks raised so far, and in the second it takes to notice, what is not torch's word of it."""
+    ended = wait(futures, timeout=1).done
+    errors = [error for future in futures if future in ended and (error := future.exception()) is not None]
+    return next((error for error in errors if type(error) is not RuntimeError), errors[0])
+
+
+def _end_processes() -> None:
+    """Kill every rank; the next test that needs one starts it anew."""
+    for executor in _started:
+        for process in list((executor._processes or {}).values()):
+            process.kill()
+        executor.shutdown(wait=True, cancel_futures=True)
+    _started.clear()
+    _process.cache_clear()
+
+
+_started: list[ProcessPoolExecutor] = []
 
 
 @functools.cache
 def _process(rank: int, device: str) -> ProcessPoolExecutor:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    _started.append(ProcessPoolExecutor(1, mp_context=get_context("spawn")))
+    return _started[-1]
 
 
 def _on_rank(

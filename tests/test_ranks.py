@@ -2,7 +2,10 @@
 
 import importlib
 import os
+import time
+from concurrent.futures.process import BrokenProcessPool
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -22,3 +25,32 @@ def test_ranks_talk_to_each_other():
 def test_no_module_that_was_collected_skips_them():
     importlib.import_module("tests.mutation")
     assert "LOGITLESS_ONE_PROCESS" not in os.environ
+
+
+def wait_for_the_other(rank):
+    if rank == 0:
+        dist.all_reduce(torch.zeros(1))  # as a rank whose collectives run in another order
+    time.sleep(60)
+
+
+def end_without_a_word(rank):
+    if rank == 1:
+        os.abort()  # as NCCL's watchdog does
+
+
+def fail(rank):
+    if rank == 1:
+        raise ValueError("rank 1 fails")
+    dist.all_reduce(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [(wait_for_the_other, TimeoutError), (end_without_a_word, BrokenProcessPool), (fail, ValueError)],
+)
+def test_a_test_that_hangs_aborts_or_fails_takes_no_other_along(what, error):
+    started = time.monotonic()
+    with pytest.raises(error):
+        run_on_ranks(2, what, timeout_seconds=10 if error is TimeoutError else 60)
+    assert time.monotonic() - started < 45
+    assert run_on_ranks(2, rank_and_sum) == [(0, 3.0), (1, 3.0)]

@@ -26,7 +26,7 @@ def test_the_library_example_runs_and_its_log_probabilities_are_those_of_plain_l
     names = {}
     exec(block("python"), names)
     logits = names["hidden"].detach() @ lm_head(names["model"]).weight.detach().T
-    expected = logits.log_softmax(-1).gather(1, names["batch"].target[:, None])[:, 0]
+    expected = logits.log_softmax(-1).gather(1, names["packed"].target[:, None])[:, 0]
     torch.testing.assert_close(names["scores"].logp, expected)
     # Two answers with rewards 1 and 0: advantages of opposite sign, equal weight, ratio 1, so that the loss is 0.
     assert abs(names["loss"].item()) < 1e-6

@@ -4,7 +4,7 @@ Letters: N scored tokens, B sequences (completions), T tokens the backbone reads
 D hidden size, R LoRA rank. Every tensor of length N speaks of ``target[t]``, predicted from hidden row ``source[t]``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from logitless.errors import InputError
 
-VerdictStatus = Literal["graded", "error", "timeout", "missing"]
+VerdictStatus = Literal["graded", "spoiled", "error", "timeout", "missing"]
 FinishReason = Literal["stop", "length"]
 
 
@@ -54,6 +54,7 @@ class Completion:
             included); None where the engine gives none.
         trained: False for tokens that a tool or environment wrote; None when all are the policy's.
         turn: non-decreasing id of the assistant turn of each token; None for single-turn completions.
+        weights_version: of the weights that it was drawn with, as ``Engine.load`` was told; None where nobody knows.
 
     Raises:
         InputError: a per-token field has another length than ``token_ids``.
@@ -70,6 +71,7 @@ class Completion:
     logp_sampler: tuple[float, ...] | None = None
     trained: tuple[bool, ...] | None = None
     turn: tuple[int, ...] | None = None
+    weights_version: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("logp_sampler", "trained", "turn"):
@@ -88,22 +90,68 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class Episode:
+    """What became of one prompt: all that was said, which tokens of it the policy wrote, and what was paid on the way.
+
+    Args:
+        completion: every token after the prompt, those of the environment included (``trained=False``); its ``text`` is
+            that of the last assistant turn.
+        messages: the conversation from the prompt to the end.
+        turn_rewards: paid by the environment, one for each assistant turn; empty where it pays nothing.
+
+    Raises:
+        InputError: rewards for another number of turns than the completion has.
+
+    Example:
+        >>> answer = Completion(prompt_id="7", token_ids=(4,), text="4", finish_reason="stop")
+        >>> Episode(answer, ({"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"})).num_turns
+        1
+    """
+
+    completion: Completion
+    messages: tuple[Mapping[str, Any], ...]
+    turn_rewards: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.turn_rewards and len(self.turn_rewards) != self.num_turns:
+            raise InputError(
+                needed=f"one reward for each of {self.num_turns} turns, or none",
+                given=str(len(self.turn_rewards)),
+                remedy="Give 0 for a turn that pays nothing.",
+            )
+
+    @property
+    def num_turns(self) -> int:
+        """Assistant turns."""
+        return 1 if self.completion.turn is None else 1 + max(self.completion.turn, default=0)
+
+
+@dataclass(frozen=True)
 class Verdict:
     """What a reward function says of one completion.
 
+    A completion that makes its own grading fail has a score, that of a wrong answer: or stalling would pay better than
+    being wrong. A failure that is not the completion's has none.
+
     Args:
-        score: the reward; a finite number exactly when ``status`` is ``graded``.
-        status: ``graded``; ``error`` (the grader raised or gave nonsense); ``timeout``; ``missing`` (it cannot be
-            graded here: data absent, or the function returned None).
+        score: the reward; a finite number exactly when ``status`` is ``graded`` or ``spoiled``.
+        status: ``graded``; ``spoiled`` (the completion went over a limit of time, memory or size, or ended the process
+            that graded it); ``error`` (the grader raised or gave nonsense); ``timeout`` (the grader waited for
+            something else, or the machine did not let it run); ``missing`` (it cannot be graded here: data absent, or
+            the function returned None).
         detail: (constraint id, satisfied) in the prompt's order; ids may repeat.
-        message: why there is no score.
+        message: why it was not graded.
+        traceback: of the grader, where it raised.
 
     Raises:
-        InputError: a score without ``graded``, ``graded`` without a score, or a score that is not finite.
+        InputError: a score without ``graded`` or ``spoiled``, one of these without a score, or a score that is not
+            finite.
 
     Example:
         >>> Verdict.graded(0.5, detail=(("punctuation:no_comma", True), ("startend:quotation", False))).score
         0.5
+        >>> Verdict(score=0.0, status="spoiled", message="timeout: over 2 s").score
+        0.0
         >>> Verdict(score=None, status="timeout", message="over 2 s").status
         'timeout'
     """
@@ -112,12 +160,13 @@ class Verdict:
     status: VerdictStatus
     detail: tuple[tuple[str, bool], ...] = ()
     message: str = ""
+    traceback: str = ""
 
     def __post_init__(self) -> None:
         finite = self.score is not None and abs(self.score) < float("inf")
-        if finite != (self.status == "graded"):
+        if finite != (self.status in ("graded", "spoiled")) or (self.score is not None and not finite):
             raise InputError(
-                needed="a finite score exactly when the status is 'graded'",
+                needed="a finite score exactly when the status is 'graded' or 'spoiled'",
                 given=f"score={self.score}, status={self.status!r}",
                 remedy="Use Verdict.graded(score), or score=None with another status.",
             )
@@ -136,7 +185,10 @@ class Group:
         prompt: the prompt all of them answer.
         completions: G completions.
         verdicts: one mapping (reward name -> Verdict) a completion.
-        rewards: the weighted sum a completion, None where every function left it unscored.
+        rewards: the weighted sum a completion, what its turns were paid included; None where every function left it
+            unscored.
+        turn_rewards: the part of ``rewards`` that the environment paid at the turns of each completion; empty where it
+            paid nothing.
 
     Example:
         >>> prompt = Prompt(id="7", text="2+2=", token_ids=(4,))
@@ -149,6 +201,7 @@ class Group:
     completions: tuple[Completion, ...]
     verdicts: tuple[Mapping[str, Verdict], ...]
     rewards: tuple[float | None, ...]
+    turn_rewards: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.completions) == len(self.verdicts) == len(self.rewards):
@@ -156,6 +209,12 @@ class Group:
                 needed="equally many completions, verdict mappings and rewards",
                 given=f"{len(self.completions)}, {len(self.verdicts)} and {len(self.rewards)}",
                 remedy="Give a verdict and a reward (None if unscorable) for every completion.",
+            )
+        if self.turn_rewards and len(self.turn_rewards) != len(self.completions):
+            raise InputError(
+                needed=f"the turn rewards of each of {len(self.completions)} completions, or none",
+                given=str(len(self.turn_rewards)),
+                remedy="Give an empty tuple for a completion whose turns pay nothing.",
             )
         strays = {c.prompt_id for c in self.completions} - {self.prompt.id}
         if strays:
@@ -194,6 +253,86 @@ class PackedInputs:
         moved: dict[str, Any] = {name: value.to(device) for name, value in _tensors(self).items()}
         return replace(self, **moved)
 
+    def take(self, sequences: Sequence[int]) -> "PackedInputs":
+        """The inputs of these sequences, in this order.
+
+        A field that is a tuple has one entry a sequence; a tensor other than ``source`` has one row a token to read.
+        """
+        device, chosen = self.input_ids.device, torch.tensor(sequences, dtype=torch.long)
+        read = _ranges(self.lengths, sequences).to(device)
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        taken: dict[str, Any] = {
+            name: tuple(value[s] for s in sequences) if isinstance(value, tuple) else value[read]
+            for name, value in values.items()
+            if name != "source"
+        }
+        starts = torch.cumsum(torch.tensor([0, *self.lengths]), 0)[chosen]
+        new_starts = torch.cumsum(torch.tensor([0, *taken["lengths"]]), 0)[:-1]
+        shift = torch.repeat_interleave(new_starts - starts, torch.tensor(taken["source_counts"], dtype=torch.long))
+        scored = _ranges(self.source_counts, sequences).to(device)
+        return PackedInputs(**taken, source=self.source[scored] + shift.to(device))
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """The sampled tokens of B sequences as packing leaves them, before anybody has scored them.
+
+    Args:
+        inputs: what the backbone reads.
+        target: [N] vocabulary ids of the sampled tokens.
+        turn: [N] non-decreasing turn ids inside a sequence; 0 everywhere where there is one turn.
+        logp_sampler: [N] nats, float32, from the engine; NaN where it gave none.
+
+    Raises:
+        InputError: a vector of another length than ``inputs.source``.
+
+    Example:
+        >>> ids = torch.tensor([5, 6, 7, 5, 8])
+        >>> inputs = PackedInputs(ids, torch.tensor([0, 1, 2, 0, 1]), (3, 2), torch.tensor([0, 1, 3]), (2, 1))
+        >>> batch = PackedBatch(inputs, torch.tensor([6, 7, 8]), torch.zeros(3, dtype=torch.long), torch.zeros(3))
+        >>> batch.sequence, batch.take([1]).target
+        (tensor([0, 0, 1]), tensor([8]))
+    """
+
+    inputs: PackedInputs
+    target: Int[Tensor, "N"]
+    turn: Int[Tensor, "N"]
+    logp_sampler: Float[Tensor, "N"]
+
+    def __post_init__(self) -> None:
+        _check_lengths(self, len(self.inputs.source), "inputs.source")
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return len(self.target)
+
+    @property
+    def num_sequences(self) -> int:
+        """B, sequences without a scored token included."""
+        return len(self.inputs.lengths)
+
+    @property
+    def sequence(self) -> Int[Tensor, "N"]:
+        """[N] the sequence of each token, non-decreasing ids in ``range(num_sequences)``."""
+        counts = torch.tensor(self.inputs.source_counts, dtype=torch.long)
+        return torch.repeat_interleave(torch.arange(self.num_sequences), counts).to(self.target.device)
+
+    def to(self, device: torch.device | str) -> "PackedBatch":
+        """The same on another device."""
+        moved: dict[str, Any] = {name: value.to(device) for name, value in _tensors(self).items()}
+        return replace(self, **moved, inputs=self.inputs.to(device))
+
+    def tokens_of(self, sequences: Sequence[int]) -> Int[Tensor, "K"]:
+        """Where the tokens of these sequences stand, one sequence after the other; on the CPU."""
+        return _ranges(self.inputs.source_counts, sequences)
+
+    def take(self, sequences: Sequence[int]) -> "PackedBatch":
+        """The batch of these sequences, in this order, renumbered from 0."""
+        tokens = self.tokens_of(sequences).to(self.target.device)
+        taken: dict[str, Any] = {name: value[tokens] for name, value in _tensors(self).items()}
+        return replace(self, **taken, inputs=self.inputs.take(sequences))
+
 
 @dataclass(frozen=True)
 class TokenBatch:
@@ -207,7 +346,6 @@ class TokenBatch:
         num_sequences: B, sequences without a scored token included.
         advantage: [N]; a per-sequence advantage is the same value on each of its tokens.
         token_weight: [N] normalisation (see ``objective.weighting``); ``loss = (token_weight * token_loss).sum()``.
-        target: [N] vocabulary ids; None where the caller already has log-probabilities.
         logp_old, logp_sampler, logp_ref: [N] or None.
         entropy_old: [N] entropy of the scoring pass, or None.
         turn: [N] non-decreasing turn ids inside a sequence, or None.
@@ -216,9 +354,6 @@ class TokenBatch:
         entropy_weight: [N] normalisation of the entropy bonus, or None.
         value_weight: [N] normalisation of the value loss, or None.
         selected: [N] tokens that a covariance loss picked from the scoring pass, or None.
-        inputs: what the backbone reads, or None where there is no backbone.
-        column: [N] place of each token in the padded batch it came from, or None (see ``from_padded``).
-        num_columns: width T of that padded batch, or None.
 
     Raises:
         InputError: a vector of another length, a decreasing sequence id, or an id outside ``range(num_sequences)``
@@ -238,7 +373,6 @@ class TokenBatch:
     num_sequences: int
     advantage: Float[Tensor, "N"]
     token_weight: Float[Tensor, "N"]
-    target: Int[Tensor, "N"] | None = None
     logp_old: Float[Tensor, "N"] | None = None
     logp_sampler: Float[Tensor, "N"] | None = None
     logp_ref: Float[Tensor, "N"] | None = None
@@ -249,20 +383,9 @@ class TokenBatch:
     entropy_weight: Float[Tensor, "N"] | None = None
     value_weight: Float[Tensor, "N"] | None = None
     selected: Bool[Tensor, "N"] | None = None
-    inputs: PackedInputs | None = None
-    column: Int[Tensor, "N"] | None = None
-    num_columns: int | None = None
 
     def __post_init__(self) -> None:
-        wrong = {name: len(value) for name, value in _tensors(self).items() if len(value) != self.num_tokens}
-        if self.inputs is not None and len(self.inputs.source) != self.num_tokens:
-            wrong["inputs.source"] = len(self.inputs.source)
-        if wrong:
-            raise InputError(
-                needed=f"vectors of the length of `sequence` ({self.num_tokens})",
-                given=", ".join(f"{name} of length {length}" for name, length in wrong.items()),
-                remedy="Give one value per scored token in every per-token field.",
-            )
+        _check_lengths(self, self.num_tokens, "sequence")
         if self.sequence.device.type == "cpu" and self.num_tokens:
             if bool((self.sequence[1:] < self.sequence[:-1]).any()):
                 raise InputError(
@@ -277,121 +400,6 @@ class TokenBatch:
                     remedy="Count every sequence in num_sequences, also those without scored tokens.",
                 )
 
-    @classmethod
-    def from_padded(
-        cls,
-        completion_mask: Bool[Tensor, "B T"] | Int[Tensor, "B T"],
-        advantages: Float[Tensor, "B"] | Float[Tensor, "B T"],
-        token_weight: Float[Tensor, "B T"] | Callable[[tuple[int, ...]], Float[Tensor, "N"]],
-        *,
-        tool_mask: Bool[Tensor, "B T"] | Int[Tensor, "B T"] | None = None,
-        target: Int[Tensor, "B T"] | None = None,
-        logp_old: Float[Tensor, "B T"] | None = None,
-        logp_sampler: Float[Tensor, "B T"] | None = None,
-        logp_ref: Float[Tensor, "B T"] | None = None,
-        entropy_old: Float[Tensor, "B T"] | None = None,
-        turn: Int[Tensor, "B T"] | None = None,
-        value_old: Float[Tensor, "B T"] | None = None,
-        value_target: Float[Tensor, "B T"] | None = None,
-    ) -> "TokenBatch":
-        """The packed batch of padded tensors, for callers that have those.
-
-        A masked position gets no row: whatever stands there, NaN included, reaches neither loss nor gradient. The masks
-        are brought to the host for this.
-
-        Args:
-            completion_mask: [B, T] 1 on the tokens of the completion.
-            advantages: [B], the same for each token of a completion, or [B, T].
-            token_weight: [B, T], or what makes the weights [N] from the B numbers of trained tokens, such as
-                ``lambda counts: SequenceMean()(counts, Totals.of(counts))``.
-            tool_mask: [B, T] 1 on the policy's own tokens, 0 on what a tool or environment wrote.
-            target, logp_old, logp_sampler, logp_ref, entropy_old, turn, value_old, value_target: [B, T].
-
-        Returns:
-            A batch that ``scatter_back`` works on.
-
-        Raises:
-            InputError: a tensor of another shape than the mask's.
-
-        Example:
-            >>> mask = torch.tensor([[1, 1, 0], [0, 1, 0]])
-            >>> old = torch.tensor([[-0.1, -0.2, 9.0], [9.0, -0.3, 9.0]])
-            >>> batch = TokenBatch.from_padded(mask, torch.tensor([1.0, -1.0]), torch.ones(2, 3), logp_old=old)
-            >>> batch.sequence, batch.advantage, batch.logp_old
-            (tensor([0, 0, 1]), tensor([ 1.,  1., -1.]), tensor([-0.1000, -0.2000, -0.3000]))
-        """
-        optional = {
-            "tool_mask": tool_mask,
-            "target": target,
-            "logp_old": logp_old,
-            "logp_sampler": logp_sampler,
-            "logp_ref": logp_ref,
-            "entropy_old": entropy_old,
-            "turn": turn,
-            "value_old": value_old,
-            "value_target": value_target,
-        }
-        given = {name: value for name, value in optional.items() if value is not None}
-        shape = tuple(completion_mask.shape)
-        shapes = {name: tuple(value.shape) for name, value in given.items()}
-        shapes["advantages"] = tuple(advantages.shape) + shape[advantages.ndim :]
-        if isinstance(token_weight, Tensor):
-            shapes["token_weight"] = tuple(token_weight.shape)
-        wrong = {name: value for name, value in shapes.items() if value != shape}
-        if wrong:
-            raise InputError(
-                needed=f"tensors of the shape of completion_mask, {shape}",
-                given=", ".join(f"{name} of {value}" for name, value in wrong.items()),
-                remedy="Give every tensor as [B, T]; advantages may be [B].",
-            )
-        mask = completion_mask.bool()
-        if "tool_mask" in given:
-            mask = mask & given.pop("tool_mask").bool()
-        sequence, column = mask.nonzero(as_tuple=True)
-        if isinstance(token_weight, Tensor):
-            weight = token_weight[sequence, column]
-        else:
-            weight = token_weight(tuple(mask.sum(1).tolist())).to(mask.device)
-        tokens: dict[str, Any] = {name: value[sequence, column] for name, value in given.items()}
-        return cls(
-            sequence=sequence,
-            num_sequences=shape[0],
-            advantage=advantages[sequence] if advantages.ndim == 1 else advantages[sequence, column],
-            token_weight=weight,
-            column=column,
-            num_columns=shape[1],
-            **tokens,
-        )
-
-    def scatter_back(self, values: Float[Tensor, "N"]) -> Float[Tensor, "B T"]:
-        """Per-token results in the padded shape that ``from_padded`` was given, 0 where no token is trained.
-
-        Gradient: through ``values``.
-
-        Raises:
-            InputError: the batch was not made by ``from_padded``, or the values are not one a token.
-
-        Example:
-            >>> batch = TokenBatch.from_padded(torch.tensor([[0, 1], [1, 1]]), torch.zeros(2), torch.ones(2, 2))
-            >>> batch.scatter_back(torch.tensor([5.0, 6.0, 7.0]))
-            tensor([[0., 5.],
-                    [6., 7.]])
-        """
-        if self.column is None or self.num_columns is None:
-            raise InputError(
-                needed="a batch made by TokenBatch.from_padded",
-                given="one that was packed from the start",
-                remedy="Split per-token results by `sequence` instead.",
-            )
-        if len(values) != self.num_tokens:
-            raise InputError(
-                needed=f"one value for each of {self.num_tokens} tokens",
-                given=str(len(values)),
-                remedy="Give the results of this batch.",
-            )
-        padded = values.new_zeros(self.num_sequences, self.num_columns)
-        return padded.index_put((self.sequence, self.column), values)
-
     @property
     def num_tokens(self) -> int:
         """N."""
@@ -400,37 +408,20 @@ class TokenBatch:
     def to(self, device: torch.device | str) -> "TokenBatch":
         """The same on another device."""
         moved: dict[str, Any] = {name: value.to(device) for name, value in _tensors(self).items()}
-        return replace(self, **moved, inputs=None if self.inputs is None else self.inputs.to(device))
+        return replace(self, **moved)
 
     def take(self, sequences: Sequence[int]) -> "TokenBatch":
         """The batch of these sequences, in this order, renumbered from 0; ``token_weight`` is kept as it is.
 
-        Works on the host's copy of the counts where ``inputs`` is given, so it costs no synchronisation.
+        The counts of tokens are brought to the host: on a GPU that is a synchronisation.
         """
-        if self.inputs is not None:
-            counts = list(self.inputs.source_counts)
-        else:
-            counts = torch.bincount(self.sequence, minlength=self.num_sequences).tolist()
+        counts = torch.bincount(self.sequence, minlength=self.num_sequences).tolist()
         device = self.sequence.device
         tokens = _ranges(counts, sequences).to(device)
         taken: dict[str, Any] = {name: value[tokens] for name, value in _tensors(self).items()}
         kept = torch.tensor([counts[s] for s in sequences], dtype=torch.long)
         taken["sequence"] = torch.repeat_interleave(torch.arange(len(sequences)), kept).to(device)
-        inputs = self.inputs
-        if inputs is not None:
-            rows = _ranges(inputs.lengths, sequences).to(device)
-            starts = torch.cumsum(torch.tensor([0, *inputs.lengths]), 0)
-            lengths = tuple(inputs.lengths[s] for s in sequences)
-            new_starts = torch.cumsum(torch.tensor([0, *lengths]), 0)[:-1]
-            shift = torch.repeat_interleave(new_starts - starts[torch.tensor(sequences, dtype=torch.long)], kept)
-            inputs = PackedInputs(
-                input_ids=inputs.input_ids[rows],
-                position_ids=inputs.position_ids[rows],
-                lengths=lengths,
-                source=inputs.source[tokens] + shift.to(device),
-                source_counts=tuple(counts[s] for s in sequences),
-            )
-        return replace(self, **taken, num_sequences=len(sequences), inputs=inputs)
+        return replace(self, **taken, num_sequences=len(sequences))
 
 
 @dataclass(frozen=True)
@@ -495,7 +486,17 @@ class LMHead:
             )
 
 
-def _tensors(item: "TokenBatch | PackedInputs") -> dict[str, Tensor]:
+def _check_lengths(item: "TokenBatch | PackedBatch", expected: int, of: str) -> None:
+    wrong = {name: list(value.shape) for name, value in _tensors(item).items() if value.shape != (expected,)}
+    if wrong:
+        raise InputError(
+            needed=f"vectors of the length of `{of}` ({expected})",
+            given=", ".join(f"{name} {shape}" for name, shape in wrong.items()),
+            remedy="Give one value per scored token in every per-token field.",
+        )
+
+
+def _tensors(item: "TokenBatch | PackedBatch | PackedInputs") -> dict[str, Tensor]:
     """The tensor fields by name."""
     values = {f.name: getattr(item, f.name) for f in fields(item)}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}

@@ -22,7 +22,7 @@ def at(name, ratio, label):
 
 
 def test_the_committed_page_numbers_and_pictures_are_current():
-    assert document.outdated(DOCS) == [], f"run {document.COMMAND}"
+    assert document.outdated(DOCS) == [], f"run {document.MODULE}"
 
 
 def test_what_is_stale_is_named(tmp_path):
@@ -86,7 +86,7 @@ def test_no_words_are_of_a_preset_that_does_not_exist():
 )
 def test_the_drawn_gradients_are_those_worked_out_by_hand(name, ratio, label, expected):
     gradient, drawn_at = at(name, ratio, label)
-    assert gradient == pytest.approx(expected(drawn_at), abs=1e-7)
+    assert gradient == pytest.approx(expected(drawn_at), abs=3e-7)  # drawn with 7 decimals
 
 
 @pytest.mark.parametrize(

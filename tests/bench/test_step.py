@@ -110,15 +110,15 @@ def test_a_shape_has_the_published_number_of_parameters(shape):
 
 def test_trl_is_given_prompts_padded_on_the_left_and_completions_on_the_right():
     rollouts = Rollouts.draw(Workload(prompts=2, prompt_tokens=8, completion_tokens=16), 41)
-    batch = replace(rollouts.batch, logp_old=torch.zeros(rollouts.batch.num_tokens))
-    padded = _padded(replace(rollouts, batch=batch))
+    packed = rollouts.packed
+    padded = _padded(replace(rollouts, logp_old=torch.zeros(packed.num_tokens)))
     ids = padded["prompt_ids"][padded["prompt_mask"] == 1], padded["completion_ids"][padded["completion_mask"] == 1]
-    assert torch.equal(ids[1], batch.target)
+    assert torch.equal(ids[1], packed.target)
     assert padded["prompt_mask"][:, -1].all()
     assert padded["completion_mask"][:, 0].all()
     assert padded["prompt_mask"].diff(dim=1).min() >= 0 >= padded["completion_mask"].diff(dim=1).max()
     first = padded["prompt_mask"][0].sum()
-    assert torch.equal(ids[0][:first], batch.inputs.input_ids[:first])
+    assert torch.equal(ids[0][:first], packed.inputs.input_ids[:first])
     assert padded["advantages"].view(2, 8).mean(1) == pytest.approx([0.0, 0.0], abs=1e-6)
     assert (padded["advantages"].view(2, 8).std(1) > 0.9).all()
 

@@ -4,6 +4,7 @@ A ``Case`` says what to build, ``Problem`` holds the tensors, and ``run`` gives 
 gradient by name. The truth is written independently of the package: ``log_softmax`` of full float64 logits.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from torch import Tensor
 from logitless.head import api, fused
 from logitless.types import LMHead, TokenScores
 from tests.head.interpreter import complete_interpreter, interpreted
+from tests.rounding import of_roundings, of_sum
 
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = {
@@ -206,14 +208,57 @@ def error(given: Tensor, exact: Tensor) -> float:
     return float((given.double() - exact).norm() / exact.norm().clamp(min=1e-30))
 
 
+def score_error(problem: Problem) -> float:
+    """Bound of the error of logp and entropy whose products are summed in float32.
+
+    A logit is a sum of D products (and what LoRA and the bias add), then scaled, capped and brought to powers of 2; the
+    normaliser is a sum over V. The entropy weighs the logits' errors by log p.
+    """
+    head, hidden = problem.head, problem.hidden.detach().double().abs()
+    size = hidden @ head.weight.detach().double().abs().T
+    terms = head.weight.shape[1] + 4
+    if head.lora_a is not None and head.lora_b is not None:
+        size = size + head.lora_scale * (hidden @ head.lora_a.detach().double().abs().T) @ (
+            head.lora_b.detach().double().abs().T
+        )
+        terms += len(head.lora_a)
+    if head.bias is not None:
+        size = size + head.bias.detach().double().abs().nan_to_num(posinf=0.0)
+    temperature = problem.temperature
+    largest = head.scale * float(
+        (size / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)).max()
+    )
+    vocabulary = len(head.weight)
+    of_logp = 2 * of_sum(torch.float32, terms, largest) + of_sum(torch.float32, vocabulary)
+    return of_logp * (1 + math.log(vocabulary))
+
+
+def gradient_error(problem: Problem) -> float:
+    """Bound of the relative error of gradients: of sums over V or N in float32, and of what is stored in between.
+
+    In a half precision those are three roundings: the exponential, the scaled row that it multiplies, the result.
+    """
+    longest = max(len(problem.hidden), len(problem.head.weight), problem.hidden.shape[1])
+    return of_sum(torch.float32, longest) + stored_error(problem.hidden.dtype)
+
+
+def stored_error(dtype: torch.dtype) -> float:
+    """Bound of what the three roundings of a gradient in this dtype lose."""
+    return of_roundings(dtype, 3)
+
+
 def widest(backend: str) -> torch.dtype:
     """The most exact dtype a backend takes."""
     return DTYPES[backend][0]
 
 
-def tolerance(backend: str, device: str = "cpu") -> float:
-    """How far a backend may be off in its widest dtype."""
-    return TF32X3 if backend == "fused" and device == "cuda" else TOLERANCE[widest(backend)]
+def tolerance(backend: str, device: str = "cpu", given: Problem | None = None) -> float:
+    """How far a backend may be off in its widest dtype, on this problem."""
+    if backend == "fused" and device == "cuda":
+        return TF32X3
+    if given is not None and widest(backend) == torch.float32:
+        return max(TOLERANCE[torch.float32], score_error(given))
+    return TOLERANCE[widest(backend)]
 
 
 def _with_gradients(problem: Problem, logp: Tensor, entropy: Tensor) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from logitless.errors import UnavailableError
-from logitless.head import api, contract
+from logitless.head import api
 from logitless.head.api import token_scores
 from logitless.types import LMHead
 from tests.head.cases import Case, problem, run
@@ -48,7 +48,7 @@ def test_a_named_backend_that_cannot_run_raises_with_its_reason():
 def test_kernels_that_cannot_be_imported_are_a_reason_not_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "logitless.head.fused", None)
     monkeypatch.delattr("logitless.head.fused", raising=False)
-    reason = contract.why_not("fused", *ARGUMENTS[:2])
+    reason = api.why_not("fused", *ARGUMENTS[:2])
     assert reason is not None
     assert "cannot be imported" in reason
 
@@ -57,8 +57,8 @@ def test_a_group_or_a_sharded_weight_is_no_reason_against_the_kernels(monkeypatc
     monkeypatch.setattr("logitless.head.fused.why_not", lambda hidden: None)
     sharded = Sharded(torch.ones(4, 16))
     for head, group in ((ARGUMENTS[1], ProcessGroup(0, 2)), (LMHead(sharded), None)):
-        assert contract.why_not("fused", ARGUMENTS[0], head, group) is None
-        assert contract.why_not("reference", ARGUMENTS[0], head, group) is not None
+        assert api.why_not("fused", ARGUMENTS[0], head, group) is None
+        assert api.why_not("reference", ARGUMENTS[0], head, group) is not None
 
 
 def test_a_weight_alone_is_a_head():

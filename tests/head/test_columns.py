@@ -12,7 +12,7 @@ from torch import Tensor
 from logitless.head import fused
 from logitless.head.columns import Columns
 from logitless.head.sharded import Shard
-from tests.head.cases import DEVICES, Case, assert_same, error, plain, problem, run, sized, truth
+from tests.head.cases import DEVICES, Case, assert_same, error, gradient_error, plain, problem, run, sized, truth
 
 pytest.importorskip("triton")
 
@@ -28,7 +28,7 @@ class InTurn(Columns):
     def most(self) -> int:
         return -(-len(self.weight) // self.shards)
 
-    def visiting(self, dtype):
+    def shards_in_turn(self, dtype):
         for first in range(0, len(self.weight), self.most):
             yield Shard(first, self.weight[first : first + self.most].to(dtype, copy=True), 0)
 
@@ -72,7 +72,7 @@ def test_shards_that_come_by_give_what_a_whole_weight_gives(dtype, softcap, budg
     for shards in (3,) if device == "cpu" else (2, 3):
         parted = in_turn(given, shards, memory_budget=memory_budget)
         for name, value in exact.items():
-            assert error(parted[name], value) <= 1.5 * error(usual[name], value) + 1e-5, name
+            assert error(parted[name], value) <= 1.5 * error(usual[name], value) + gradient_error(given), name
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4])

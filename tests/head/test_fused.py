@@ -12,7 +12,19 @@ from torch import Tensor
 from logitless.errors import UnavailableError
 from logitless.head import fused
 from logitless.types import LMHead
-from tests.head.cases import DEVICES, Case, Problem, _with_gradients, assert_same, error, plain, problem, truth
+from tests.head.cases import (
+    DEVICES,
+    Case,
+    Problem,
+    _with_gradients,
+    assert_same,
+    error,
+    gradient_error,
+    plain,
+    problem,
+    score_error,
+    truth,
+)
 
 pytest.importorskip("triton")
 
@@ -67,23 +79,26 @@ def test_fused_is_as_near_to_the_truth_as_float32_logits(name, budget, device):
     given, exact, common = run(inputs, memory_budget=kept), truth(inputs), plain(inputs)
     assert given.keys() == exact.keys()
     # On a GPU, float32 operands are multiplied as three tf32 products.
-    bound = {"cpu": 2e-5, "cuda": 1e-4}[device]
+    bound = score_error(inputs) if device == "cpu" else 1e-4
     assert float((given["logp"] - exact["logp"]).abs().max()) < bound
     assert float((given["entropy"] - exact["entropy"]).abs().max()) < bound
+    floor = gradient_error(inputs) + (0.0 if device == "cpu" else 2e-6)
     for gradient in (n for n in exact if n.startswith("grad")):
-        assert error(given[gradient], exact[gradient]) <= 1.5 * error(common[gradient], exact[gradient]) + 2e-6, (
+        assert error(given[gradient], exact[gradient]) <= 1.5 * error(common[gradient], exact[gradient]) + floor, (
             gradient
         )
 
 
 def test_blocks_of_the_vocabulary_add_up(device, monkeypatch):
-    from logitless.head.kernels import passes
+    from logitless.head import passes
 
     monkeypatch.setattr(passes, "BLOCK_BYTES", 1)  # a block is one tile wide
     inputs = problem(EVERYTHING, device)
     given, exact, common = run(inputs, memory_budget=bytes_for(8, EVERYTHING)), truth(inputs), plain(inputs)
     for gradient in (n for n in exact if n.startswith("grad")):
-        assert error(given[gradient], exact[gradient]) <= 1.5 * error(common[gradient], exact[gradient]), gradient
+        assert error(given[gradient], exact[gradient]) <= 1.5 * error(
+            common[gradient], exact[gradient]
+        ) + gradient_error(inputs), gradient
 
 
 @pytest.mark.parametrize("logp", [-40.0, -90.0, -200.0])
@@ -190,8 +205,9 @@ def test_columns_masked_by_the_bias_have_no_probability(device):
     exact = torch.log_softmax(inputs.hidden.double() @ inputs.head.weight.double().T + inputs.head.bias.double(), 1)
     logp = exact.gather(1, inputs.target[:, None]).squeeze(1)
     entropy = -(exact.exp() * exact.nan_to_num(neginf=0.0)).sum(1)
-    torch.testing.assert_close(given["logp"].double(), logp, atol=3e-5, rtol=0)
-    torch.testing.assert_close(given["entropy"].double(), entropy, atol=3e-5, rtol=0)
+    bound = score_error(inputs) if device == "cpu" else 1e-4
+    torch.testing.assert_close(given["logp"].double(), logp.detach(), atol=bound, rtol=0)
+    torch.testing.assert_close(given["entropy"].double(), entropy.detach(), atol=bound, rtol=0)
     assert torch.equal(given["grad_bias"][masked], torch.zeros_like(given["grad_bias"][masked]))
 
 

@@ -7,6 +7,7 @@ import torch
 
 from logitless.head import fused, token_scores
 from logitless.types import LMHead
+from tests.head.cases import stored_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,8 +52,8 @@ def test_errors_against_float64_obey_the_accuracy_law(width, vocabulary, spread,
     dz[torch.arange(256), y] += upstream[0].double()
     dx, dw = dz @ w.detach().double(), dz.T @ x.detach().double()
     gx, gw = torch.autograd.grad(scores.logp, [x, w], upstream[0])
-    assert float((gx.double() - dx).norm() / dx.norm()) <= 4e-3
-    assert float((gw.double() - dw).norm() / dw.norm()) <= 4e-3
+    assert float((gx.double() - dx).norm() / dx.norm()) <= stored_error(torch.bfloat16)
+    assert float((gw.double() - dw).norm() / dw.norm()) <= stored_error(torch.bfloat16)
 
 
 @pytest.mark.parametrize("budget", [None, 2 * 50304 * 256, 0])
@@ -84,9 +85,9 @@ def test_offsets_beyond_31_bits_are_right():
     dz = -p.exp() * upstream[0, tail, None].double()
     dz[torch.arange(256), y[tail]] += upstream[0, tail].double()
     dx = dz @ w.detach().double()
-    assert float((gx[tail].double() - dx).norm() / dx.norm()) < 4e-3
+    assert float((gx[tail].double() - dx).norm() / dx.norm()) < stored_error(torch.bfloat16)
     again = torch.autograd.grad(fused.token_scores(x, LMHead(w), y, memory_budget=0).logp, w, upstream[0])[0]
-    assert float((gw.double() - again.double()).norm() / again.double().norm()) < 4e-3
+    assert float((gw.double() - again.double()).norm() / again.double().norm()) < stored_error(torch.bfloat16)
 
 
 @pytest.mark.parametrize("kept", [1.0, 0.5, 0.0])

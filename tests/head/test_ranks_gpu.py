@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from logitless.head import fused, token_scores
-from logitless.head.contract import why_not
+from logitless.head.api import why_not
 from logitless.types import LMHead
+from tests.head.cases import stored_error
 from tests.ranks import run_on_ranks
 
 pytestmark = [
@@ -93,8 +94,8 @@ def test_two_gpus_obey_the_accuracy_law_and_repeat_bit_by_bit(how, budget):
     for (logp, entropy, dx, dw), (true_logp, true_entropy, true_dx, true_dw) in zip(given, whole, strict=True):
         assert float((logp.double() - true_logp).abs().max()) <= 1e-4
         assert float((entropy.double() - true_entropy).abs().max()) <= 1e-3
-        assert float((dx.double() - true_dx).norm() / true_dx.norm()) <= 4e-3
-        assert float((dw.double() - true_dw).norm() / true_dw.norm()) <= 4e-3
+        assert float((dx.double() - true_dx).norm() / true_dx.norm()) <= stored_error(torch.bfloat16)
+        assert float((dw.double() - true_dw).norm() / true_dw.norm()) <= stored_error(torch.bfloat16)
     if how == "group":
         assert all(torch.equal(a, b) for a, b in zip(given[0][:3], given[1][:3], strict=True))
 

@@ -16,6 +16,7 @@ from tests.head.cases import (
     Case,
     assert_same,
     error,
+    gradient_error,
     plain,
     problem,
     run,
@@ -47,7 +48,7 @@ CASES = [Case(*shape) for shape in SHAPES] + [Case(29, 53, 11, **options) for op
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_scores_and_all_gradients_equal_log_softmax_of_full_logits(backend, case, device):
     given = problem(replace(sized(case, backend, device), dtype=widest(backend)), device)
-    assert_same(run(given, backend), truth(given), tolerance(backend, device))
+    assert_same(run(given, backend), truth(given), tolerance(backend, device, given))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -59,7 +60,7 @@ def test_no_further_from_the_truth_than_the_plain_path_in_the_same_dtype(backend
     given = problem(sized(case, backend, device), device)
     exact, scored, usual = truth(given), run(given, backend), plain(given)
     for name, value in exact.items():
-        floor = 4 * torch.finfo(torch.float32).eps
+        floor = gradient_error(given)
         if backend == "fused" and device == "cuda" and dtype == torch.float32:
             floor = TF32X3
         if backend == "fused":  # its log-probs are differences of numbers as large as the anchor is off
@@ -75,8 +76,8 @@ def test_log_probs_of_bfloat16_inputs_are_float32_exact(backend, device):
     assert scored["logp"].dtype == scored["entropy"].dtype == torch.float32
     torch.testing.assert_close(scored["logp"].double(), exact["logp"], atol=2e-5, rtol=0)
     torch.testing.assert_close(scored["entropy"].double(), exact["entropy"], atol=2e-5, rtol=0)
-    assert error(scored["grad_hidden"], exact["grad_hidden"]) < 4e-3
-    assert error(scored["grad_weight"], exact["grad_weight"]) < 4e-3
+    assert error(scored["grad_hidden"], exact["grad_hidden"]) < gradient_error(given)
+    assert error(scored["grad_weight"], exact["grad_weight"]) < gradient_error(given)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -92,7 +93,7 @@ def test_a_float32_weight_is_rounded_for_the_product_and_its_gradient_is_not(bac
     if device == "cpu" and backend != "fused":
         assert error(scored["grad_weight"], exact["grad_weight"]) < 1e-5
         assert error(scored["grad_lora_b"], exact["grad_lora_b"]) < 1e-5
-    assert error(scored["grad_weight"], exact["grad_weight"]) < 4e-3
+    assert error(scored["grad_weight"], exact["grad_weight"]) < gradient_error(given)
 
 
 def _corner(gap, target):

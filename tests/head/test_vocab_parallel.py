@@ -40,7 +40,7 @@ def _check(case, device, sizes, backend, options, bound=None):
         rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
         sharded = {"grad_weight", "grad_bias", "grad_lora_b"}
         wanted = {name: v[rows] if name in sharded else v for name, v in whole.items()}
-        assert_same(given, wanted, max(bound or 0, tolerance(backend, device)))
+        assert_same(given, wanted, max(bound or 0, tolerance(backend, device, problem(case))))
 
 
 @pytest.mark.parametrize("device", DEVICES)

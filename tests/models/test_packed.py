@@ -4,12 +4,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from logitless.errors import ConfigurationError, InputError, UnavailableError
+from logitless.errors import InputError, UnavailableError
 from logitless.models.lm_head import backbone, backbone_hidden, verify_packing
 from logitless.models.loading import load_model
 from logitless.models.packed import PackedLayout, packed_attention
 from logitless.types import PackedInputs
 from tests.models.tiny import CONFIGS, PACKABLE, packed, tiny
+from tests.rounding import of_sum
 
 
 def one_at_a_time(model: nn.Module, inputs: PackedInputs) -> Tensor:
@@ -70,9 +71,12 @@ def test_a_packed_row_equals_its_sequences_run_alone_with_gradients(name):
     parameters = [p for p in backbone(model).parameters() if p.requires_grad]
     first = torch.autograd.grad(mine, parameters, upstream, allow_unused=True)
     second = torch.autograd.grad(alone, parameters, upstream, allow_unused=True)
+    # A key's bias has gradient 0 but for rounding: sums over 43 tokens of terms as large as the other gradients.
+    largest = max(b.abs().max().item() for b in second if b is not None)
+    floor = of_sum(torch.float32, len(inputs.input_ids), largest)
     for a, b in zip(first, second, strict=True):
         if a is not None:
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-4 * b.abs().max().item() + 1e-6)
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-4 * b.abs().max().item() + floor)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -161,10 +165,19 @@ def test_a_model_whose_packed_sequences_see_each_other_is_refused(monkeypatch):
         load_model(CONFIGS["opt"], random_weights=True, attention="sdpa")
 
 
-def test_a_recurrent_model_is_refused():
-    config = {"model_type": "mamba", "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "vocab_size": 61}
-    with pytest.raises((UnavailableError, ConfigurationError)):
-        verify_packing(load_model(config, random_weights=True, attention="eager"))
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "mamba", "hidden_size": 16, "state_size": 4}, "mamba, with linear_attention layers"),
+        ({**CONFIGS["llama"], "model_type": "jamba"}, "jamba, with"),
+        ({**CONFIGS["llama"], "model_type": "qwen3_next"}, "qwen3_next, with linear_attention layers"),
+        ({"model_type": "rwkv", "hidden_size": 16}, "rwkv, with state-space layers"),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_layers_that_carry_a_state_along_the_row_are_refused_in_words(config, words, device):
+    with pytest.raises(UnavailableError, match=words):
+        load_model(config, random_weights=True, attention="eager", device=device)
 
 
 def test_the_check_multiplies_in_whole_float32_and_restores_the_precision():

@@ -41,6 +41,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "cohere": {"model_type": "cohere", **LLAMA, "logit_scale": 0.25},
     "granite": {"model_type": "granite", **LLAMA, "logits_scaling": 3.0, "attention_multiplier": 0.5},
+    "phi3-longrope": {
+        "model_type": "phi3",
+        **LLAMA,
+        "original_max_position_embeddings": 12,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [2.0, 3.0, 4.0, 5.0],
+            "original_max_position_embeddings": 12,
+        },
+        "pad_token_id": None,
+    },
+    "llama-dynamic": {
+        "model_type": "llama",
+        **LLAMA,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    },
     "gpt2": {
         "model_type": "gpt2",
         "n_embd": 32,

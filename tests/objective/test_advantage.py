@@ -1,6 +1,7 @@
 """Advantages: hand-worked numbers for each equation, and the laws that hold for all rewards."""
 
 import math
+from dataclasses import replace
 from typing import Annotated, get_args
 
 import numpy as np
@@ -13,6 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from logitless.distributed import sum_over_group
 from logitless.errors import ConfigurationError, InputError
 from logitless.objective import advantage as adv
+from logitless.objective.over_ranks import one_rank
 from tests.ranks import run_on_ranks
 
 NAN = float("nan")
@@ -25,6 +27,19 @@ def f64(*values):
 
 def assert_close(actual, expected, atol=1e-12):
     torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=1e-12, atol=atol)
+
+
+def completions(estimator, rewards, group, total=one_rank):
+    """One advantage a completion: each is a single token here."""
+    return estimator(adv.AdvantageInputs(rewards, group, torch.arange(len(rewards))), total).advantage
+
+
+def along(estimator, token_rewards, sequence, total=one_rank, **more):
+    """Advantage and value target of rewards that are paid anywhere."""
+    num_sequences = int(sequence.max()) + 1 if len(sequence) else 0
+    rewards, group = token_rewards.new_zeros(num_sequences), torch.zeros(num_sequences, dtype=torch.long)
+    found = estimator(adv.AdvantageInputs(rewards, group, sequence, kl=-token_rewards, **more), total)
+    return found.advantage, found.value_target
 
 
 # Two interleaved groups with ids that are neither compact nor in order:
@@ -89,7 +104,30 @@ def test_max_rl_by_hand_and_zero_where_the_mean_is_not_positive():
 
 def test_reinforce_pp_baseline_whitens_the_centered_rewards_over_the_batch():
     # Sum of squares 4 + 4 + 1 + 9 + 4 + 0 = 22, mean 0, std sqrt(22/5).
-    assert_close(adv.reinforce_pp_baseline(REWARDS, GROUP), [c / (math.sqrt(22 / 5) + EPS) for c in CENTERED])
+    found = adv.reinforce_pp_baseline(REWARDS, GROUP, torch.arange(6))
+    assert_close(found, [c / (math.sqrt(22 / 5) + EPS) for c in CENTERED])
+
+
+def test_reinforce_pp_baseline_counts_a_completion_once_a_token_unless_told_otherwise():
+    # Lengths 3 1 1 1 2 1: centred -2 -2 -2 | -2 | -1 | 3 | 2 2 | 0, sum -2 over 9 tokens, mean -2/9,
+    # squares 12 + 4 + 1 + 9 + 8 + 0 = 34, less 9 * (2/9)^2 = 4/9.
+    lengths = torch.tensor([3, 1, 1, 1, 2, 1])
+    sequence = torch.repeat_interleave(torch.arange(6), lengths)
+    std = math.sqrt((34 - 4 / 9) / 8)
+    by_tokens = [(c + 2 / 9) / (std + EPS) for c in CENTERED]
+    inputs = adv.AdvantageInputs(REWARDS, GROUP, sequence)
+    found = adv.ReinforcePPBaseline()(inputs).advantage
+    assert_close(found, [a for a, n in zip(by_tokens, lengths.tolist(), strict=True) for _ in range(n)])
+    by_completions = adv.ReinforcePPBaseline(whiten_over="completions")(inputs).advantage
+    expected = [c / (math.sqrt(22 / 5) + EPS) for c in CENTERED]
+    assert_close(by_completions, [a for a, n in zip(expected, lengths.tolist(), strict=True) for _ in range(n)])
+
+
+def test_reinforce_pp_baseline_leaves_tokens_without_a_reward_out_of_the_whitening():
+    # -1 | 1 1 are left: mean 1/3, std sqrt(4/3)
+    inputs = adv.AdvantageInputs(f64(1, 3, NAN), torch.zeros(3, dtype=torch.long), torch.tensor([0, 1, 1, 2, 2]))
+    scale = math.sqrt(4 / 3) + EPS
+    assert_close(adv.ReinforcePPBaseline()(inputs).advantage, [-4 / 3 / scale, 2 / 3 / scale, 2 / 3 / scale, 0, 0])
 
 
 def test_gdpo_by_hand():
@@ -116,7 +154,7 @@ def test_a_lone_completion_has_advantage_zero_and_counts_in_the_whitening():
     # Centred -1, 1, 0: std 1, not sqrt 2.
     rewards, group = f64(1, 3, 7), torch.tensor([0, 0, 1])
     expected = [-1 / (1 + EPS), 1 / (1 + EPS), 0]
-    assert_close(adv.reinforce_pp_baseline(rewards, group), expected)
+    assert_close(adv.reinforce_pp_baseline(rewards, group, torch.arange(3)), expected)
     a = 1 / (math.sqrt(2) + EPS)  # standardised in the group, then of -a, a, 0: std a
     assert_close(adv.gdpo(rewards[:, None], group, f64(1)), [-a / (a + EPS), a / (a + EPS), 0])
 
@@ -162,14 +200,14 @@ by_name = {"ids": lambda estimator: estimator.name}
 def test_an_unscorable_completion_has_advantage_zero_and_moves_no_other(estimator):
     rewards = torch.cat([REWARDS, f64(NAN, NAN)])
     group = torch.cat([GROUP, torch.tensor([7, 99])])
-    actual = estimator(rewards, group)
-    assert_close(actual[:6], estimator(REWARDS, GROUP))
+    actual = completions(estimator, rewards, group)
+    assert_close(actual[:6], completions(estimator, REWARDS, GROUP))
     assert actual[6:].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("estimator", GROUP_RELATIVE, **by_name)
 def test_a_completion_with_nothing_to_compare_it_with_has_advantage_zero(estimator):
-    actual = estimator(f64(5, 1, NAN, 3, 4), torch.tensor([0, 1, 1, 2, 2]))
+    actual = completions(estimator, f64(5, 1, NAN, 3, 4), torch.tensor([0, 1, 1, 2, 2]))
     assert actual[:3].tolist() == [0, 0, 0]
     assert actual[3] <= 0 < actual[4]
 
@@ -179,13 +217,13 @@ def test_a_completion_with_nothing_to_compare_it_with_has_advantage_zero(estimat
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_equal_rewards_give_exactly_zero(estimator, reward, size):
     rewards = torch.full((size,), reward)
-    assert estimator(rewards, torch.zeros(size, dtype=torch.long)).tolist() == [0] * size
+    assert completions(estimator, rewards, torch.zeros(size, dtype=torch.long)).tolist() == [0] * size
     assert not adv.has_signal(rewards, torch.zeros(size, dtype=torch.long)).any()
 
 
 @pytest.mark.parametrize("estimator", GROUP_RELATIVE, **by_name)
 def test_a_batch_without_any_score_gives_zeros(estimator):
-    assert estimator(f64(NAN, NAN, NAN), torch.tensor([0, 0, 1])).tolist() == [0, 0, 0]
+    assert completions(estimator, f64(NAN, NAN, NAN), torch.tensor([0, 0, 1])).tolist() == [0, 0, 0]
 
 
 batches = st.integers(1, 4).flatmap(
@@ -204,15 +242,15 @@ def test_neither_order_nor_ids_matter(batch, seed, estimator):
     rewards = f64(*(r for _, r in batch))
     shuffle = torch.from_numpy(np.random.default_rng(seed).permutation(len(batch)))
     ids = torch.tensor([70, -3, 11, 4])
-    expected = estimator(rewards, group)[shuffle]
-    assert_close(estimator(rewards[shuffle], ids[group[shuffle]]), expected)
+    expected = completions(estimator, rewards, group)[shuffle]
+    assert_close(completions(estimator, rewards[shuffle], ids[group[shuffle]]), expected)
 
 
 @given(batch=batches, estimator=st.sampled_from(CENTERED_ON_THE_MEAN))
 @settings(max_examples=60, deadline=None)
 def test_centred_advantages_sum_to_zero_in_each_group(batch, estimator):
     group = torch.tensor([g for g, _ in batch])
-    actual = estimator(f64(*(r for _, r in batch)), group)
+    actual = completions(estimator, f64(*(r for _, r in batch)), group)
     for g in group.unique():
         assert abs(actual[group == g].sum().item()) < 1e-9
 
@@ -224,7 +262,9 @@ def test_a_constant_added_to_every_reward_changes_nothing_but_max_rl(batch, shif
     rewards = f64(*(r for _, r in batch))
     for estimator in GROUP_RELATIVE:
         if not isinstance(estimator, adv.MaxRl):
-            assert_close(estimator(rewards + shift, group), estimator(rewards, group), atol=1e-9)
+            assert_close(
+                completions(estimator, rewards + shift, group), completions(estimator, rewards, group), atol=1e-9
+            )
 
 
 @given(batch=batches)
@@ -249,18 +289,23 @@ def test_group_statistics_are_numpy_s(batch):
 
 
 def test_float32_rewards_give_float32_advantages():
-    assert all(e(REWARDS.float(), GROUP).dtype == torch.float32 for e in GROUP_RELATIVE)
+    assert all(completions(e, REWARDS.float(), GROUP).dtype == torch.float32 for e in GROUP_RELATIVE)
 
 
-@pytest.mark.parametrize(("rewards", "group"), [([1.0, math.inf], [0, 0]), ([1.0, -math.inf], [0, 0]), ([1.0], [])])
-def test_infinite_rewards_and_rewards_without_a_group_are_refused(rewards, group, without_shape_checks):
-    with pytest.raises(InputError, match="finite reward"):
-        adv.group_centered(f64(*rewards), torch.tensor(group, dtype=torch.long))
+@pytest.mark.parametrize("infinite", [math.inf, -math.inf])
+def test_infinite_rewards_are_refused(infinite):
+    with pytest.raises(InputError, match=r"a finite reward.*of which 1 infinite"):
+        adv.group_centered(f64(1.0, infinite), torch.tensor([0, 0]))
+
+
+def test_rewards_without_a_group_are_refused(without_shape_checks):
+    with pytest.raises(InputError, match=r"group \[B\] with B = 1"):
+        adv.group_centered(f64(1.0), torch.tensor([], dtype=torch.long))
 
 
 def test_no_completion_has_no_advantage_for_a_rank_may_hold_none():
     none = f64(), torch.tensor([], dtype=torch.long)
-    assert [e(*none).shape for e in GROUP_RELATIVE] == [(0,)] * len(GROUP_RELATIVE)
+    assert [completions(e, *none).shape for e in GROUP_RELATIVE] == [(0,)] * len(GROUP_RELATIVE)
     assert adv.has_signal(*none).shape == (0,)
 
 
@@ -314,7 +359,7 @@ def test_reinforce_pp_by_hand():
 
 
 def test_reinforce_pp_leaves_an_unscorable_sequence_out():
-    actual, target = adv.ReinforcePP()(f64(0, 0, NAN, 0, 2, 0), torch.tensor([0, 0, 0, 1, 1, 2]))
+    actual, target = along(adv.ReinforcePP(), f64(0, 0, NAN, 0, 2, 0), torch.tensor([0, 0, 0, 1, 1, 2]))
     std = math.sqrt(4 / 3) + EPS  # returns 2 2 0, mean 4/3, squares 8/3
     assert_close(actual, [0, 0, 0, 2 / 3 / std, 2 / 3 / std, -4 / 3 / std])
     assert target is None
@@ -358,43 +403,95 @@ def test_one_turn_a_token_is_gae_per_token():
 
 def test_gae_s_value_targets_come_from_unwhitened_advantages():
     rewards, values = f64(1, 0, 16, 0, 6), f64(2, 4, 8, 4, 2)
-    advantage, target = adv.Gae(gamma=0.5, lambda_=0.5)(rewards, SEQUENCE, values)
+    advantage, target = along(adv.Gae(gamma=0.5, lambda_=0.5), rewards, SEQUENCE, values=values)
     # 1.5 2 8 -2 4: mean 2.7, squares 90.25 - 36.45 = 53.8
     std = math.sqrt(53.8 / 4) + EPS
     assert_close(advantage, [(a - 2.7) / std for a in (1.5, 2, 8, -2, 4)])
     assert target.tolist() == [3.5, 6, 16, 2, 6]
 
 
-def test_gae_leaves_an_unscorable_sequence_out_and_its_values_where_they_are():
+def test_gae_leaves_an_unscorable_sequence_out_and_gives_its_values_nothing_to_fit():
     rewards, values = f64(0, 0, NAN, 0, 6), f64(2, 4, 8, 4, 2)
-    advantage, target = adv.Gae(gamma=0.5, lambda_=0.5)(rewards, SEQUENCE, values)
+    advantage, target = along(adv.Gae(gamma=0.5, lambda_=0.5), rewards, SEQUENCE, values=values)
     # Of the second sequence: -3 + 4/4 = -2 and 4, mean 1, std sqrt(18).
     std = math.sqrt(18) + EPS
     assert_close(advantage, [0, 0, 0, -3 / std, 3 / std])
-    assert target.tolist() == [2, 4, 8, 2, 6]
+    assert target[:3].isnan().all()
+    assert target[3:].tolist() == [2, 6]
+    assert adv.gae(rewards, values, SEQUENCE, 0.5, 0.5)[1].tolist() == [2, 4, 8, 2, 6]
 
 
 def test_token_advantages_of_no_token_are_empty():
     nothing = f64()
-    assert adv.ReinforcePP()(nothing, nothing.long())[0].tolist() == []
-    assert [x.tolist() for x in adv.Gae()(nothing, nothing.long(), nothing)] == [[], []]
+    assert along(adv.ReinforcePP(), nothing, nothing.long())[0].tolist() == []
+    assert [x.tolist() for x in along(adv.Gae(), nothing, nothing.long(), values=nothing)] == [[], []]
     assert adv.gae(nothing, nothing, nothing.long(), turn=nothing.long())[0].tolist() == []
 
 
 def test_gae_without_what_it_needs_is_refused():
     rewards = f64(1, 0, 16, 0, 6)
     with pytest.raises(InputError, match="value head"):
-        adv.Gae()(rewards, SEQUENCE)
+        along(adv.Gae(), rewards, SEQUENCE)
     with pytest.raises(InputError, match="turn ids"):
-        adv.Gae(action="turn")(rewards, SEQUENCE, values=rewards)
+        along(adv.Gae(action="turn"), rewards, SEQUENCE, values=rewards)
 
 
 def test_turn_ids_matter_only_where_an_action_is_a_turn():
     rewards, values, turn = f64(1, 3, 16, 0, 6), f64(2, 100, 8, 4, 100), torch.tensor([0, 0, 1, 0, 0])
-    per_token = adv.Gae(0.5, 0.5, whiten=False)(rewards, SEQUENCE, values, turn)
+    per_token = along(adv.Gae(0.5, 0.5, whiten=False), rewards, SEQUENCE, values=values, turn=turn)
     assert torch.equal(per_token[0], adv.gae(rewards, values, SEQUENCE, 0.5, 0.5)[0])
-    per_turn = adv.Gae(0.5, 0.5, action="turn", whiten=False)(rewards, SEQUENCE, values, turn)
+    per_turn = along(adv.Gae(0.5, 0.5, action="turn", whiten=False), rewards, SEQUENCE, values=values, turn=turn)
     assert per_turn[0].tolist() == [8, 8, 8, 2, 2]
+
+
+# --- what is paid where ---
+
+
+TWO_TURNS = {"sequence": torch.tensor([0, 0, 0, 1, 1]), "turn": torch.tensor([0, 0, 1, 0, 0])}
+
+
+def test_what_a_completion_earned_is_its_reward_and_those_of_its_turns_less_its_kl():
+    kl = f64(0.5, 0, 0.25, 1, 1)
+    inputs = adv.AdvantageInputs(f64(8, 2), torch.tensor([4, 4]), kl=kl, turn_rewards=f64(1, 2, NAN), **TWO_TURNS)
+    earned = inputs.completion_rewards()
+    assert earned[0] == 8 + 1 + 2 - 0.75
+    assert earned[1].isnan()
+    assert inputs.token_rewards()[:4].tolist() == [-0.5, 1, 8 + 2 - 0.25, -1]
+    assert inputs.token_rewards()[4].isnan()
+
+
+def test_without_a_kl_and_rewards_of_turns_only_the_end_is_paid():
+    inputs = adv.AdvantageInputs(f64(8, 2), torch.tensor([4, 4]), **TWO_TURNS)
+    assert inputs.completion_rewards().tolist() == [8, 2]
+    assert inputs.token_rewards().tolist() == [0, 0, 8, 0, 2]
+
+
+def test_rewards_of_turns_without_turns_are_refused():
+    inputs = adv.AdvantageInputs(f64(8), torch.tensor([4]), torch.tensor([0, 0]), turn_rewards=f64(1))
+    for earned in (inputs.completion_rewards, inputs.token_rewards):
+        with pytest.raises(InputError, match="turn"):
+            earned()
+
+
+def test_a_completion_without_a_token_is_compared_and_trained_nowhere():
+    inputs = adv.AdvantageInputs(f64(0, 3, 6), torch.zeros(3, dtype=torch.long), torch.tensor([0, 2, 2]))
+    assert adv.GroupCentered()(inputs).advantage.tolist() == [-3, 3, 3]
+
+
+@pytest.mark.parametrize("missing", ["scores", "weights"])
+def test_gdpo_without_what_it_needs_is_refused(missing):
+    given = {"scores": f64(0, 2)[:, None], "weights": f64(1), missing: None}
+    inputs = adv.AdvantageInputs(f64(0, 2), torch.tensor([0, 0]), torch.arange(2), **given)
+    with pytest.raises(InputError, match=f"AdvantageInputs.{missing}"):
+        adv.Gdpo()(inputs)
+
+
+@pytest.mark.parametrize("paid", [{"kl": f64(0, 0)}, {"turn_rewards": f64(0, 0), "turn": torch.tensor([0, 0])}])
+def test_gdpo_refuses_what_belongs_to_no_function(paid):
+    given = {"scores": f64(0, 2)[:, None], "weights": f64(1), **paid}
+    inputs = adv.AdvantageInputs(f64(0, 2), torch.tensor([0, 0]), torch.arange(2), **given)
+    with pytest.raises(ConfigurationError, match=r"given gdpo.*kl\.placement: loss"):
+        adv.Gdpo()(inputs)
 
 
 # --- the batch over ranks ---
@@ -407,13 +504,19 @@ def on_a_share(rank, num_ranks):
     rewards = f64(1, 2, 0, NAN, 5, 1, 3, 4)
     mine = group % num_ranks == rank
     results = [
-        estimator(rewards[mine], group[mine], everywhere)
-        for estimator in (adv.BatchStandardized(), adv.ReinforcePPBaseline())
+        completions(estimator, rewards[mine], group[mine], everywhere)
+        for estimator in (adv.BatchStandardized(), adv.ReinforcePPBaseline(whiten_over="completions"))
     ]
     both = torch.stack([rewards, rewards.flip(0)], 1)
-    results.append(adv.Gdpo()(both[mine], group[mine], f64(1, 2), everywhere))
-    results.append(adv.ReinforcePP()(rewards[mine], group[mine], sum_over_ranks=everywhere)[0])
-    results.append(adv.Gae()(rewards[mine], group[mine], rewards.flip(0)[mine].nan_to_num(), None, everywhere)[0])
+    tokens = torch.arange(int(mine.sum()))
+    inputs = adv.AdvantageInputs(rewards[mine], group[mine], tokens, scores=both[mine], weights=f64(1, 2))
+    results.append(adv.Gdpo()(inputs, everywhere).advantage)
+    lengths = torch.arange(1, 9)[mine]  # so many tokens a completion: the first of each shows its advantage
+    long = replace(inputs, sequence=torch.repeat_interleave(tokens, lengths))
+    results.append(adv.ReinforcePPBaseline()(long, everywhere).advantage[lengths.cumsum(0) - lengths])
+    results.append(along(adv.ReinforcePP(), rewards[mine], group[mine], everywhere)[0])
+    values = rewards.flip(0)[mine].nan_to_num()
+    results.append(along(adv.Gae(), rewards[mine], group[mine], everywhere, values=values)[0])
     return mine, results
 
 
@@ -483,7 +586,7 @@ def test_defaults_are_the_papers():
 
 def test_only_gae_needs_values():
     assert adv.Gae.needs_values
-    assert not adv.ReinforcePP.needs_values
+    assert not any(kind.needs_values for kind in get_args(adv.Advantage) if kind is not adv.Gae)
 
 
 def test_clip_holds_the_advantage_and_the_held_are_counted():
@@ -491,14 +594,18 @@ def test_clip_holds_the_advantage_and_the_held_are_counted():
         (adv.GroupCentered(clip=2.0), [-2, -2, -1, 2, 2, 0]),
         (adv.Raw(clip=2.0), [1, 0, 2, 2, 2, 2]),
     ]:
-        assert estimator(REWARDS, GROUP).tolist() == expected
+        assert completions(estimator, REWARDS, GROUP).tolist() == expected
     assert adv.num_clipped(f64(-2, -2, -1, 2, 2, 0), 2.0) == 4
-    held, target = adv.Gae(0.5, 0.5, whiten=False, clip=3.0)(f64(1, 0, 16, 0, 6), SEQUENCE, f64(2, 4, 8, 4, 2))
+    held, target = along(
+        adv.Gae(0.5, 0.5, whiten=False, clip=3.0), f64(1, 0, 16, 0, 6), SEQUENCE, values=f64(2, 4, 8, 4, 2)
+    )
     assert held.tolist() == [1.5, 2, 3, -2, 3]
     assert target.tolist() == [3.5, 6, 16, 2, 6]
-    one, _ = adv.ReinforcePP(clip=0.5)(f64(0, 2, 0), torch.tensor([0, 0, 1]))
+    one, _ = along(adv.ReinforcePP(clip=0.5), f64(0, 2, 0), torch.tensor([0, 0, 1]))
     assert one.tolist() == [0.5, 0.5, -0.5]
-    assert adv.Gdpo(clip=0.5)(f64(0, 2)[:, None], torch.tensor([0, 0]), f64(1)).tolist() == [-0.5, 0.5]
+    scores, tokens = f64(0, 2)[:, None], torch.arange(2)
+    inputs = adv.AdvantageInputs(f64(0, 2), torch.tensor([0, 0]), tokens, scores=scores, weights=f64(1))
+    assert adv.Gdpo(clip=0.5)(inputs).advantage.tolist() == [-0.5, 0.5]
 
 
 def test_whitening_gives_mean_zero_and_deviation_one_over_the_kept():

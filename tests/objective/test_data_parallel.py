@@ -18,6 +18,7 @@ from logitless.objective.diagnostics import step_diagnostics
 from logitless.objective.entropy import EntropyBonus
 from logitless.objective.filters import TopEntropy
 from logitless.objective.objective import Objective
+from logitless.objective.over_ranks import one_rank
 from logitless.objective.surrogate import ClipCov, KlCov
 from logitless.objective.weighting import (
     ConstantLength,
@@ -40,19 +41,22 @@ ESTIMATORS = [
     adv.Gae(gamma=0.9),
     adv.Gae(gamma=0.9, action="turn", clip=1.0),
 ]
-OF_ONE_ADVANTAGE_A_TOKEN = (adv.ReinforcePP, adv.Gae)
 WEIGHTINGS = [TokenMean(), SequenceMean(), ConstantLength(7), SequenceSum(), TokenMean("block")]
 
 
 def advantages(estimator, batch, rewards, group, values, total):
     """[N] from rewards [B, 2]; the first completion of the block is unscorable."""
-    if isinstance(estimator, OF_ONE_ADVANTAGE_A_TOKEN):
-        paid = adv.pay_at_last_token(rewards[:, 0], batch.sequence)
-        return estimator(paid, batch.sequence, values if estimator.needs_values else None, batch.turn, total)[0]
     weights = torch.tensor([1.0, 0.5], dtype=torch.float64)
-    if isinstance(estimator, adv.Gdpo):
-        return estimator(rewards, group, weights, total)[batch.sequence]
-    return estimator(adv.combine_rewards(rewards, weights), group, total)[batch.sequence]
+    inputs = adv.AdvantageInputs(
+        adv.combine_rewards(rewards, weights),
+        group,
+        batch.sequence,
+        turn=batch.turn,
+        scores=rewards,
+        weights=weights,
+        values=values,
+    )
+    return estimator(inputs, total).advantage
 
 
 def step_of(sequences, total, gather, *, objective, estimator, weighting, lengths, group_size, seed, rows=2):
@@ -106,7 +110,7 @@ def assert_ranks_make_no_difference(shares, *cases):
     assert_same = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-11, equal_nan=True)
     for index, case in enumerate(cases):
         everything = sorted(s for share in shares for s in share)
-        loss, gradients, _, numbers = step_of(everything, adv.one_rank, adv.one_rank, **case)
+        loss, gradients, _, numbers = step_of(everything, one_rank, one_rank, **case)
         together = torch.full_like(gradients, torch.nan)
         for _, part, tokens, _ in (each[index] for each in found):
             together[:, tokens] = part
@@ -129,8 +133,8 @@ def choosing_all(objective):
 @given(data=st.data(), chosen=parts(), weighting=st.sampled_from(WEIGHTINGS), seed=st.integers(0, 2**16))
 def test_no_placement_of_groups_on_ranks_changes_loss_gradients_or_diagnostics(data, chosen, weighting, seed):
     objective = choosing_all(composed(chosen))
-    constant = objective.ratio.name in ("sequence", "turn") or objective.surrogate.name == "gmpo"
-    estimators = [e for e in ESTIMATORS if not (constant and isinstance(e, OF_ONE_ADVANTAGE_A_TOKEN))]
+    constant = objective.ratio.grain != "token" or objective.surrogate.grain != "token"
+    estimators = [e for e in ESTIMATORS if not constant or e.grain(kl_in_reward=False) == "sequence"]
     group_size, num_groups = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
     num_sequences = group_size * num_groups
     lengths = tuple(data.draw(st.lists(st.integers(0, 5), min_size=num_sequences, max_size=num_sequences)))

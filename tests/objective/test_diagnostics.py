@@ -50,12 +50,12 @@ def diagnostics(objective, logp, entropy, batch, **options):
 
 def test_clip_fractions_by_side_and_by_sign():
     numbers = diagnostics(Objective(surrogate=Clip(0.8, 1.2)), *by_hand())
-    assert numbers["num_tokens"] == 4
-    assert numbers["clip_fraction_low"] == 0.25
-    assert numbers["clip_fraction_high"] == 0.25
-    assert numbers["clip_fraction_positive"] == 0.5  # 1 of the 2 tokens with A > 0
-    assert numbers["clip_fraction_negative"] == 0.5
-    assert numbers["live_fraction"] == 0.5
+    assert numbers["optimizer/tokens"] == 4
+    assert numbers["clip/low_fraction"] == 0.25
+    assert numbers["clip/high_fraction"] == 0.25
+    assert numbers["clip/positive_fraction"] == 0.5  # 1 of the 2 tokens with A > 0
+    assert numbers["clip/negative_fraction"] == 0.5
+    assert numbers["head/live_fraction"] == 0.5
 
 
 def test_clip_fractions_by_sign_are_of_the_tokens_of_that_sign():
@@ -69,50 +69,52 @@ def test_clip_fractions_by_sign_are_of_the_tokens_of_that_sign():
     )
     log_ratio = double(math.log(2), 0, -math.log(2), 0, 0, 0)
     numbers = diagnostics(Objective(), (batch.logp_old + log_ratio).requires_grad_(), None, batch)
-    assert numbers["clip_fraction_positive"] == 1
-    assert numbers["clip_fraction_negative"] == pytest.approx(1 / 3)
-    assert numbers["clip_fraction_low"] == numbers["clip_fraction_high"] == pytest.approx(1 / 5)
-    assert numbers["live_fraction"] == pytest.approx(2 / 5)
+    assert numbers["clip/positive_fraction"] == 1
+    assert numbers["clip/negative_fraction"] == pytest.approx(1 / 3)
+    assert numbers["clip/low_fraction"] == numbers["clip/high_fraction"] == pytest.approx(1 / 5)
+    assert numbers["head/live_fraction"] == pytest.approx(2 / 5)
 
 
 def test_ratio_moments_leave_hidden_rows_out():
     numbers = diagnostics(Objective(), *by_hand())
-    assert numbers["ratio_min"] == pytest.approx(0.5)
-    assert numbers["ratio_max"] == pytest.approx(3)
-    assert numbers["ratio_mean"] == pytest.approx((1 + 2 + 0.5 + 3) / 4)
-    assert numbers["ratio_std"] == pytest.approx(math.sqrt((1 + 4 + 0.25 + 9) / 4 - 1.625**2))
+    assert numbers["ratio/min"] == pytest.approx(0.5)
+    assert numbers["ratio/max"] == pytest.approx(3)
+    assert numbers["ratio/mean"] == pytest.approx((1 + 2 + 0.5 + 3) / 4)
+    assert numbers["ratio/std"] == pytest.approx(math.sqrt((1 + 4 + 0.25 + 9) / 4 - 1.625**2))
 
 
 def test_ratio_moments_are_of_the_configured_level():
     numbers = diagnostics(Objective(SequenceRatio()), *by_hand())
     # sequence A: sqrt(2); B: sqrt(3 / 2); k1 to the old policy stays per token
-    assert numbers["ratio_max"] == pytest.approx(math.sqrt(2))
-    assert numbers["ratio_min"] == pytest.approx(math.sqrt(1.5))
-    assert numbers["old_k1_mean"] == pytest.approx(-math.log(3) / 4)
+    assert numbers["ratio/max"] == pytest.approx(math.sqrt(2))
+    assert numbers["ratio/min"] == pytest.approx(math.sqrt(1.5))
+    assert numbers["kl_old/k1_mean"] == pytest.approx(-math.log(3) / 4)
 
 
 def test_divergence_from_the_old_policy_has_the_signs_of_tokens_drawn_from_it():
     numbers = diagnostics(Objective(), *by_hand())
     # d = old - new = 0, -log 2, log 2, -log 3;  k3 = r - 1 - log r
     logs = [0, math.log(2), -math.log(2), math.log(3)]
-    assert numbers["old_k1_mean"] == pytest.approx(-sum(logs) / 4)
-    assert numbers["old_k2_mean"] == pytest.approx(sum(x * x / 2 for x in logs) / 4)
-    assert numbers["old_k3_mean"] == pytest.approx(sum(math.exp(x) - 1 - x for x in logs) / 4)
+    assert numbers["kl_old/k1_mean"] == pytest.approx(-sum(logs) / 4)
+    assert numbers["kl_old/k2_mean"] == pytest.approx(sum(x * x / 2 for x in logs) / 4)
+    assert numbers["kl_old/k3_mean"] == pytest.approx(sum(math.exp(x) - 1 - x for x in logs) / 4)
     # 95th percentile of 4 values: 0.85 of the way from the third to the fourth
     k3 = sorted(math.exp(x) - 1 - x for x in logs)
-    assert numbers["old_k3_p95"] == pytest.approx(k3[2] + 0.85 * (k3[3] - k3[2]))
+    assert numbers["kl_old/k3_p95"] == pytest.approx(k3[2] + 0.85 * (k3[3] - k3[2]))
 
 
 def test_divergence_from_the_reference_is_unclamped_and_the_penalty_is_what_the_loss_holds():
     logp, entropy, batch = by_hand()
     numbers = diagnostics(Objective(kl=KLPenalty("k2")), logp, entropy, batch, beta=0.1)
     d = [0, math.log(2), -math.log(2), math.log(3) + 25]
-    assert numbers["ref_k1_mean"] == pytest.approx(sum(d) / 4)
-    assert numbers["ref_k2_mean"] == pytest.approx(sum(x * x / 2 for x in d) / 4)
-    assert numbers["kl_mean"] == pytest.approx((d[1] ** 2 / 2 + d[2] ** 2 / 2 + 200) / 4)  # the last is clamped to 20
-    assert numbers["num_kl_clamped"] == 1
+    assert numbers["kl_ref/k1_mean"] == pytest.approx(sum(d) / 4)
+    assert numbers["kl_ref/k2_mean"] == pytest.approx(sum(x * x / 2 for x in d) / 4)
+    assert numbers["kl_ref/penalty_mean"] == pytest.approx(
+        (d[1] ** 2 / 2 + d[2] ** 2 / 2 + 200) / 4
+    )  # the last is clamped to 20
+    assert numbers["kl_ref/clamped"] == 1
     low = d[1] ** 2 / 2
-    assert numbers["kl_p95"] == pytest.approx(low + 0.85 * (200 - low))
+    assert numbers["kl_ref/penalty_p95"] == pytest.approx(low + 0.85 * (200 - low))
 
 
 def test_entropy_and_its_bonus():
@@ -120,34 +122,34 @@ def test_entropy_and_its_bonus():
         surrogate=Reinforce(), filters=(TopEntropy(0.5, scope="micro_batch"),), entropy_bonus=EntropyBonus(0.1)
     )
     numbers = diagnostics(objective, *by_hand())
-    assert numbers["entropy_mean"] == 2.5
-    assert numbers["entropy_bonus"] == (3 + 4) / 4  # kept: entropies of at least the median, 2.5
-    assert numbers["dropped_top_entropy"] == 0.5
-    assert numbers["live_fraction"] == 0.5
+    assert numbers["entropy/mean"] == 2.5
+    assert numbers["entropy/bonus_mean"] == (3 + 4) / 4  # kept: entropies of at least the median, 2.5
+    assert numbers["filter/top_entropy/dropped_fraction"] == 0.5
+    assert numbers["head/live_fraction"] == 0.5
 
 
 def test_each_filter_counts_what_it_drops():
     logp, entropy, batch = by_hand()
     # drift of B: 0 for the NaN and -1.5 - (log 3 - 1), mean -0.799; A has A > 0
     numbers = diagnostics(Objective(filters=(OffPolicy(-0.9),)), logp, entropy, batch)
-    assert numbers["dropped_off_policy"] == 0.5
+    assert numbers["filter/off_policy/dropped_fraction"] == 0.5
     numbers = diagnostics(Objective(filters=(OffPolicy(-0.7),)), logp, entropy, batch)
-    assert numbers["dropped_off_policy"] == 0
+    assert numbers["filter/off_policy/dropped_fraction"] == 0
 
 
 def test_sampler_differences_and_corrections():
     logp, entropy, batch = by_hand()
     numbers = diagnostics(Objective(correction=SamplerCorrection(max=2.0)), logp, entropy, batch)
     # D = -0.25, 1, -, 0 (missing), 0.5; c = exp(-0.25), 2 (cut from e), 1, sqrt(e)
-    assert numbers["num_missing_sampler"] == 1
-    assert numbers["sampler_difference_mean"] == pytest.approx(1.75 / 4)
-    assert numbers["sampler_difference_p95"] == pytest.approx(0.5 + 0.85 * 0.5)
-    assert numbers["sampler_difference_max"] == 1
+    assert numbers["sampler/missing"] == 1
+    assert numbers["sampler/logp_difference_mean"] == pytest.approx(1.75 / 4)
+    assert numbers["sampler/logp_difference_p95"] == pytest.approx(0.5 + 0.85 * 0.5)
+    assert numbers["sampler/logp_difference_max"] == 1
     c = [math.exp(-0.25), 2, 1, math.exp(0.5)]
-    assert numbers["correction_mean"] == pytest.approx(sum(c) / 4)
-    assert numbers["correction_effective_fraction"] == pytest.approx(sum(c) ** 2 / (4 * sum(x * x for x in c)))
+    assert numbers["sampler/correction_mean"] == pytest.approx(sum(c) / 4)
+    assert numbers["sampler/correction_effective_fraction"] == pytest.approx(sum(c) ** 2 / (4 * sum(x * x for x in c)))
     without = diagnostics(Objective(), logp, entropy, batch)
-    assert without["sampler_difference_max"] == 1
+    assert without["sampler/logp_difference_max"] == 1
     assert "correction_mean" not in without
 
 
@@ -161,10 +163,11 @@ def test_the_effective_fraction_is_one_for_equal_weights_and_zero_for_none():
 def test_numbers_that_an_objective_does_not_have_are_left_out():
     logp, _, batch = by_hand()
     batch = replace(batch, logp_old=None, logp_sampler=None, logp_ref=None)
-    assert set(diagnostics(Objective(surrogate=Nll()), logp, None, batch)) == {"loss", "num_tokens", "live_fraction"}
+    always = {"loss/total", "optimizer/tokens"}
+    assert set(diagnostics(Objective(surrogate=Nll()), logp, None, batch)) == {*always, "head/live_fraction"}
     with torch.no_grad():
         numbers = diagnostics(Objective(surrogate=Nll()), logp, None, batch)
-    assert set(numbers) == {"loss", "num_tokens"}
+    assert set(numbers) == always
 
 
 FULL = Objective(
@@ -207,6 +210,6 @@ def gather_with(here, there):
 def test_a_step_without_tokens_has_numbers_too():
     logp, entropy, batch = random_batch((0,), seed=0)
     numbers = step_diagnostics([Objective()(logp, entropy, batch)])
-    assert numbers["num_tokens"].item() == 0
-    assert numbers["loss"].item() == 0
-    assert numbers["ratio_mean"].item() == 0
+    assert numbers["optimizer/tokens"].item() == 0
+    assert numbers["loss/total"].item() == 0
+    assert numbers["ratio/mean"].item() == 0

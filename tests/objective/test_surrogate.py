@@ -187,14 +187,14 @@ def test_dro_has_a_squared_log_ratio_in_place_of_a_clip():
 
 
 def test_sapo_is_a_sigmoid_gate_with_slope_one_at_ratio_one():
-    # tau 1, r 3: -4 sigmoid(2) * 2 = -8 * 0.880797 = -7.046376; slope -4 p (1 - p) r A = -4 * 0.1049936 * 3 * 2
-    # tau 2, A = -1, r 0.5: 2 sigmoid(-1) = 0.537883; slope 4 * 0.196612 * 0.5 = 0.393224
+    # tau 1, r 3: -4 sigmoid(2) * 2 = -8 * 0.880797078 = -7.046376624; slope -4 p (1 - p) r A = -24 * 0.1049935854
+    # tau 2, A = -1, r 0.5: 2 sigmoid(-1) = 0.5378828427; slope 4 * 0.1966119332 * 0.5 = 0.3932238665
     advantage = column(2, -1, 2, -1)
     loss, gradient = loss_and_gradient(
         lambda at: sapo_loss(at, advantage, temperature_positive=1.0, temperature_negative=2.0), *log(3, 0.5, 1, 1)
     )
-    assert loss == pytest.approx([-7.046376, 0.537883, -4, 1], abs=1e-6)
-    assert gradient == pytest.approx([-2.519846, 0.393224, -2, 1], abs=1e-6)
+    assert loss == pytest.approx([-7.046376624, 0.5378828427, -4, 1], abs=1e-8)
+    assert gradient == pytest.approx([-2.519846050, 0.3932238665, -2, 1], abs=1e-8)
 
 
 def test_sapo_has_no_loss_and_no_gradient_at_advantage_zero():

@@ -14,7 +14,7 @@ from logitless.objective.filters import OffPolicy, TopEntropy
 from logitless.objective.kl_control import FixedKL
 from logitless.objective.presets import trl
 from logitless.objective.ratio import SequenceRatio, TokenRatio
-from logitless.objective.surrogate import Cispo, Clip, Sapo, Vespo
+from logitless.objective.surrogate import Cispo, Clip, Sapo, Vespo, clip_loss
 from logitless.objective.trl_configuration import DEFAULTS
 from logitless.objective.weighting import (
     ConstantLength,
@@ -112,16 +112,12 @@ def test_the_correction_needs_both_switches_and_knows_the_old_name_of_its_bound(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"loss_type": "cispo"}, "Set epsilon_high=5.0"),
-        ({"loss_type": "cispo", "epsilon_high": 0.28}, "scale every gradient"),
         ({"loss_type": "dappo"}, "mean 'dapo'"),
         ({"importance_sampling_level": "sequence_token"}, "importance_sampling_level"),
         ({"scale_rewards": "groups"}, "mean 'group'"),
         ({"multi_objective_aggregation": "sum"}, "multi_objective_aggregation"),
         ({"vllm_importance_sampling_mode": "token"}, "vllm_importance_sampling_mode"),
-        ({"loss_type": "cispo", "epsilon_high": 5.0, "delta": 2.0}, "no delta"),
-        ({"loss_type": "sapo", "delta": 2.0}, "no delta"),
-        ({"loss_type": "vespo", "delta": 2.0}, "no delta"),
+        ({"delta": 0.5}, "a delta above 0.8"),
         ({"router_aux_loss_coef": 0.001}, "router"),
         ({"sync_ref_model": True}, "frozen reference"),
         ({"loss_type": "vespo", "use_vllm": True}, "'token_truncate' or 'token_mask'"),
@@ -142,6 +138,10 @@ def test_traps_and_what_cannot_be_expressed_are_errors(fields, message):
         ({"loss_type": "vespo"}, "epsilon=0.2 has no effect"),
         ({"loss_type": "sapo", "epsilon_high": 0.3}, "epsilon_high=0.3 has no effect"),
         ({"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1}, "epsilon=0.1 has no effect"),
+        ({"loss_type": "cispo", "epsilon_high": 5.0, "delta": 2.0}, "delta=2.0 has no effect"),
+        ({"loss_type": "sapo", "delta": 2.0}, "delta=2.0 has no effect"),
+        ({"loss_type": "vespo", "delta": 2.0}, "delta=2.0 has no effect"),
+        ({"delta": 1.1}, "below 1 + epsilon_high"),
         ({"sapo_temperature_pos": 2.0}, "sapo_temperature_pos=2.0 has no effect"),
         ({"vespo_k_neg": 1.0}, "vespo_k_neg=1.0 has no effect"),
         ({"top_entropy_quantile": 0.2}, "threshold from each micro-batch"),
@@ -158,6 +158,38 @@ def test_traps_and_what_cannot_be_expressed_are_errors(fields, message):
 )
 def test_what_trl_does_in_silence_is_noted(fields, note):
     assert any(note in each for each in trl(**fields).notes)
+
+
+@pytest.mark.parametrize("fields", [{}, {"epsilon_high": 0.28}])
+def test_a_ceiling_of_cispo_below_one_is_trls_with_a_warning(fields):
+    """The default of TRL, which is not what anyone wants, trains there."""
+    with pytest.warns(UserWarning, match="the paper's runs set epsilon_high=5.0"):
+        found = trl(loss_type="cispo", **fields)
+    assert found.objective.surrogate == Cispo(fields.get("epsilon_high", 0.2), ceiling_below_one="accept")
+
+
+def test_an_epsilon_above_one_leaves_the_ratio_without_a_lower_bound():
+    assert trl(epsilon=1.5, epsilon_high=0.2).objective.surrogate == Clip(0.0, 1.2)
+
+
+@pytest.mark.parametrize("delta", [0.9, 1.1, 1.2, 1.5])
+def test_delta_on_either_side_of_the_upper_bound_has_trls_loss_and_gradient(delta):
+    """TRL: ``-min(min(r, delta) A, clamp(r, 0.8, 1.2) A)``."""
+    ratio = torch.tensor([0.5, 0.85, 1.0, 1.05, 1.15, 1.3, 1.7], dtype=torch.float64).repeat(2)
+    advantage = torch.tensor([1.0, -2.0], dtype=torch.float64).repeat_interleave(7)
+    surrogate, grads, losses = trl(delta=delta).objective.surrogate, [], []
+    for ours in (True, False):
+        log_ratio = ratio.log().requires_grad_()
+        if ours:
+            bounds = {"ratio_min": surrogate.ratio_min, "ratio_max": surrogate.ratio_max}
+            loss = clip_loss(log_ratio, advantage, **bounds, ratio_cap=surrogate.ratio_cap, dual=None)
+        else:
+            r = log_ratio.exp()
+            loss = -torch.min(r.clamp(max=delta) * advantage, r.clamp(0.8, 1.2) * advantage)
+        losses.append(loss.detach())
+        grads.append(torch.autograd.grad(loss.sum(), log_ratio)[0])
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-13, atol=1e-13)
 
 
 def test_a_quiet_configuration_has_no_notes():

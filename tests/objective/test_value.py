@@ -169,12 +169,12 @@ def test_diagnostics_are_of_the_whole_step_and_of_every_rank():
         for weights in ([0.5, 0.25, 0.0, 0.0], [0.25, 0.0, 0.0, 0.0])
     ]
     numbers = value_diagnostics(parts)
-    assert numbers["value_loss"].item() == 0.75 * 1.125 + 0.25 * 1.53125
-    assert numbers["value_clipped_fraction"].item() == pytest.approx(2 / 3)
+    assert numbers["loss/value"].item() == 0.75 * 1.125 + 0.25 * 1.53125
+    assert numbers["value/clipped_fraction"].item() == pytest.approx(2 / 3)
     twice = value_diagnostics(parts, gather=lambda own: torch.cat([own, own]))
-    assert twice["value_loss"].item() == 2 * numbers["value_loss"].item()
-    assert twice["value_clipped_fraction"].item() == pytest.approx(2 / 3)
+    assert twice["loss/value"].item() == 2 * numbers["loss/value"].item()
+    assert twice["value/clipped_fraction"].item() == pytest.approx(2 / 3)
     one = value_diagnostics([ValueLoss(clip=0.5)(torch.tensor(VALUE), _batch([0.5, 0.0, 0.0, 0.0]))])
-    assert one["value_clipped_fraction"].item() == 1
+    assert one["value/clipped_fraction"].item() == 1
     none = value_diagnostics([ValueLoss()(OLD, _batch([0.0] * 4))])
-    assert (none["value_loss"].item(), none["value_clipped_fraction"].item()) == (0, 0)
+    assert (none["loss/value"].item(), none["value/clipped_fraction"].item()) == (0, 0)

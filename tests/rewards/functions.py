@@ -69,3 +69,17 @@ def none_at_all(completions, **columns):
 
 def not_a_list(completions, **columns):
     return 1.0
+
+
+def evaluates(completions, answer, **columns):
+    """What no reward should do: evaluates the completion as Python."""
+    return [float(equal(eval(completion), expected)) for completion, expected in zip(completions, answer, strict=True)]
+
+
+def equal(given, expected):
+    return given == expected
+
+
+def says_what_it_saw(completions, **columns):
+    """1 where the completion, evaluated, is true."""
+    return [float(bool(eval(completion))) for completion in completions]

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 KEPT = []
 LOADED = []
@@ -199,4 +200,11 @@ def close_every_descriptor():
 
 def kill_its_parent():
     os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)
+
+
+def kill_its_grandparent():
+    with Path(f"/proc/{os.getppid()}/stat").open() as file:
+        supervisor = int(file.read().rpartition(")")[2].split()[1])
+    os.kill(supervisor, signal.SIGKILL)
     time.sleep(1000)

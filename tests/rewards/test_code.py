@@ -1,4 +1,5 @@
 import json
+import os
 import time
 import uuid
 from pathlib import Path
@@ -6,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from logitless.errors import DataError
+from logitless.rewards import code
 from logitless.rewards.code import Code
+from logitless.rewards.pool import Outcome
 from logitless.rewards.tasks import unfenced
 
 ADD = [{"input": "1 2\n", "output": "3"}, {"input": "5 5\n", "output": "10\n"}]
@@ -112,3 +115,79 @@ def test_tests_may_be_json_text_and_null_fields_are_absent():
     rows = [json.dumps(ADD), [{"input": None, "call": "1 + 1", "output": "2"}]]
     Code().check({"tests": rows})
     assert Code()(["p"] * 2, [ADDER, ""], tests=rows) == [1.0, 1.0]
+
+
+def test_the_same_program_scores_the_same_every_time():
+    chance = "print(sorted({'a', 'b', 'c', 'd', 'e'}, key=hash), hash('a'))"
+    items = [(chance, "", 10.0, 1 << 29, walled) for walled in (True, True, True, False)]
+    outputs = [outcome.value for outcome in code.program_pool().run("logitless.rewards.programs:output_of", items)]
+    first = outputs[0]
+    assert first
+    assert set(outputs) == {first}
+    assert [score(chance, [{"output": first}]).score for _ in range(5)] == [1.0] * 5
+
+
+ESCAPES = {
+    "reads its parent's memory": "open(f'/proc/{os.getppid()}/mem', 'rb').read(0)",
+    "reads the trainer's memory": "open('/proc/TRAINER/mem', 'rb').read(0)",
+    "reads the trainer's environment": "print(open('/proc/TRAINER/environ', 'rb').read(), file=sys.stderr)",
+    "reads a file of ours": "open('FILE').read()",
+    "lists a folder of ours": "os.listdir(os.path.dirname('FILE'))",
+    "writes beside its folder": "open('../escaped', 'w')",
+    "writes to a folder of ours": "open(os.path.dirname('FILE') + '/escaped', 'w')",
+    "writes to shared memory": "open('/dev/shm/escaped', 'w')",
+    "links its way out": "os.symlink(os.path.dirname('FILE'), 'out'); open('out/escaped', 'w')",
+    "changes rights": "os.chmod('FILE', 0o777)",
+    "opens a socket": "import socket; socket.socket()",
+    "forks": "os.fork()",
+    "starts a program": "import subprocess; subprocess.run(['true'], check=True)",
+    "signals the trainer": "os.kill(TRAINER, 0)",
+    "signals all": "os.kill(-1, 0)",
+    "debugs": "import ctypes; assert ctypes.CDLL(None).ptrace(16, TRAINER, 0, 0) == 0",
+    "makes a namespace": "import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0",
+}
+
+
+@pytest.mark.parametrize("escape", ESCAPES.values(), ids=ESCAPES)
+def test_a_program_cannot_leave_its_walls(escape, tmp_path):
+    ours = tmp_path / "answers.json"
+    ours.write_text("3")
+    escape = escape.replace("TRAINER", str(os.getpid())).replace("FILE", str(ours))
+    program = f"import os, sys\n{escape}\nprint(3)"
+    assert score(program, [{"output": "3"}]).score == 0.0
+    assert [path.name for path in tmp_path.iterdir()] == ["answers.json"]
+    assert score("import os, sys\nprint(3)", [{"output": "3"}]).score == 1.0
+
+
+@pytest.mark.parametrize("sandbox", ["required", "none"])
+@pytest.mark.parametrize("whom", ["os.getpid()", "os.getppid()"])
+def test_a_program_that_kills_itself_or_its_parent_is_wrong(whom, sandbox):
+    killer = f"import os, signal, time\nprint(3, flush=True)\nos.kill({whom}, signal.SIGKILL)\ntime.sleep(9)"
+    texts = ["print(3)", killer, "print(3)"]
+    verdicts = Code(sandbox=sandbox, deadline_seconds=2.0).verdicts(
+        ["p"] * 3, texts, {"tests": [[{"output": "3"}]] * 3}
+    )
+    assert [verdict.score for verdict in verdicts] == [1.0, 0.0, 1.0]
+    assert verdicts[1].status in ("graded", "spoiled")
+
+
+def test_threads_temporary_files_and_event_loops_work_inside_the_walls():
+    program = (
+        "import asyncio, tempfile, threading\n"
+        "with tempfile.TemporaryFile() as file: file.write(b'x')\n"
+        "open('own', 'w').write('y')\n"
+        "asyncio.run(asyncio.sleep(0))\n"
+        "thread = threading.Thread(target=lambda: print(open('own').read()))\n"
+        "thread.start(); thread.join()"
+    )
+    assert score(program, [{"output": "y"}]).score == 1.0
+
+
+def test_what_a_program_ought_to_print_is_never_sent_to_a_worker(monkeypatch):
+    sent = []
+    pool = code.program_pool()
+    monkeypatch.setattr(
+        pool, "run", lambda task, items, **limits: sent.extend(items) or [Outcome("done", {"prints": [None]})]
+    )
+    assert score("print(3)", [{"input": "", "output": "expected-output"}]).score == 0.0
+    assert "expected-output" not in repr(sent)

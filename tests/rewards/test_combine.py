@@ -106,9 +106,10 @@ def test_statistics_count_statuses_scores_and_constraints():
         {"suite": ERROR},
     ]
     found = reward_statistics(rows)["suite"]
-    assert {key: found[key] for key in ("count", "graded", "error", "timeout", "missing")} == {
+    assert {key: found[key] for key in ("count", "graded", "spoiled", "error", "timeout", "missing")} == {
         "count": 5,
         "graded": 2,
+        "spoiled": 0,
         "error": 1,
         "timeout": 1,
         "missing": 1,

@@ -55,9 +55,10 @@ def test_a_completion_without_text_is_an_error_and_the_others_are_graded(complet
     assert [verdict.score for verdict in verdicts] == [1.0, None, 3.0]
 
 
-def test_a_completion_beyond_the_length_cap_is_an_error():
+def test_a_completion_beyond_the_length_cap_is_spoiled():
     verdicts = Length(unit="characters").verdicts(["p"] * 2, ["a" * MAX_CHARACTERS, "a" * (MAX_CHARACTERS + 1)], {})
-    assert [verdict.status for verdict in verdicts] == ["graded", "error"]
+    assert [verdict.status for verdict in verdicts] == ["graded", "spoiled"]
+    assert verdicts[1].score == 0.0
     assert str(MAX_CHARACTERS) in verdicts[1].message
 
 

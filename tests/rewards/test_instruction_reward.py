@@ -100,7 +100,15 @@ def _verdict(row):
     return InstructionReward(name="instructions").verdicts(["?"], [said], columns)[0]
 
 
-def test_a_pattern_that_never_ends_times_out_and_costs_its_own_row_only():
+def test_question_marks_alone_are_bounded_too():
+    pattern = "a?" * 40 + "a" * 40 + "b"
+    columns = {"instruction_id_list": [["keywords:existence"]], "kwargs": [[{"keywords": [pattern]}]]}
+    [verdict] = InstructionReward().verdicts(["?"], ["a" * 60], columns)
+    assert (verdict.status, verdict.score) == ("spoiled", 0.0)
+    assert verdict.detail == (("keywords:existence", False),)
+
+
+def test_a_pattern_that_never_ends_is_spoiled_and_costs_its_own_row_only():
     hostile = {"keywords": ["(a+)+$"]}
     columns = {
         "instruction_id_list": [["keywords:existence"], ["keywords:existence"], ["keywords:existence"]],
@@ -108,9 +116,9 @@ def test_a_pattern_that_never_ends_times_out_and_costs_its_own_row_only():
     }
     start = time.monotonic()
     verdicts = InstructionReward().verdicts(["?"] * 3, ["a" * 40 + "!", "a", "aaa"], columns)
-    assert time.monotonic() - start < 2 * PATTERN_SECONDS
-    assert [verdict.status for verdict in verdicts] == ["timeout", "graded", "graded"]
-    assert [verdict.score for verdict in verdicts] == [None, 1.0, 1.0]
+    assert time.monotonic() - start < 12 * PATTERN_SECONDS
+    assert [verdict.status for verdict in verdicts] == ["spoiled", "graded", "graded"]
+    assert [verdict.score for verdict in verdicts] == [0.0, 1.0, 1.0]
     assert verdicts[2].detail == (("keywords:existence", True),)
 
 

@@ -1,8 +1,11 @@
 import threading
+import time
 
 import pytest
+import torch
 
 from logitless.errors import ConfigurationError, DataError
+from logitless.objective import presets
 from logitless.rewards.math import Math
 
 
@@ -24,11 +27,46 @@ def test_equal_expressions_score_one(gold, text, score):
     assert Math()(["p"], [text], answer=[gold]) == [score]
 
 
-def test_what_cannot_be_computed_or_parsed_in_time_is_a_timeout_and_the_others_are_graded():
-    texts = ["3", "$9^{9^{9^{9^9}}}$", "$" + "(" * 3000 + "3" + ")" * 3000 + "$", "4"]
-    verdicts = Math(deadline_seconds=2.0).verdicts(["p"] * 4, texts, {"answer": ["3"] * 4})
-    assert [verdict.score for verdict in verdicts] == [1.0, None, None, 0.0]
-    assert [verdict.status for verdict in verdicts] == ["graded", "timeout", "timeout", "graded"]
+STALLING = {
+    "a tower": "$9^{9^{9^{9^9}}}$",
+    "a tower of stars": "9**9**9**9",
+    "a power": "$7^{-99999999}$",
+    "parentheses": "$" + "(" * 500 + "3" + ")" * 500 + "$",
+    "braces": "{" * 3000,
+    "digits": "3" * 100_000,
+    "a long text": "the answer is 4. " * 20_000,
+}
+
+
+@pytest.mark.parametrize("text", STALLING.values(), ids=STALLING)
+def test_a_text_that_would_stall_by_its_size_is_wrong_at_once(text):
+    reward = Math(deadline_seconds=300.0)
+    reward.verdicts(["p"], ["3"], {"answer": ["3"]})
+    start = time.monotonic()
+    [verdict] = reward.verdicts(["p"], [text], {"answer": ["3"]})
+    assert (verdict.status, verdict.score) == ("spoiled", 0.0)
+    assert time.monotonic() - start < 30
+
+
+def test_a_gold_answer_beyond_the_bounds_can_be_met():
+    assert Math()(["p"], ["It is " + "3" * 1200], answer=["3" * 1200]) == [1.0]
+
+
+STALLS_THE_PARSER = "$" + "+".join(f"(x+{number})^{{300}}" for number in range(60)) + "$"
+
+
+def test_stalling_is_worth_what_a_wrong_answer_is():
+    texts = ["3", "4", "5", STALLS_THE_PARSER]
+    verdicts = Math(deadline_seconds=0.2).verdicts(["p"] * 4, texts, {"answer": ["3", "3", "3", "$(x+1)^{9000}$"]})
+    assert [verdict.status for verdict in verdicts] == ["graded", "graded", "graded", "spoiled"]
+    rewards = torch.tensor([float(verdict.score) for verdict in verdicts])
+    right, wrong, again, stalled = presets.grpo().advantage(rewards, torch.zeros(4, dtype=torch.long)).tolist()
+    assert right > 0 > wrong == again == stalled
+
+
+def test_a_recipe_can_leave_stalled_completions_unscored():
+    [verdict] = Math(spoiled_score=None).verdicts(["p"], ["9^{9^{9^9}}"], {"answer": ["3"]})
+    assert (verdict.status, verdict.score) == ("timeout", None)
 
 
 def test_tags_can_hold_the_answer():

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from logitless.errors import ConfigurationError, InputError
+from logitless.rewards.confinement import layers
 from logitless.rewards.pool import WorkerPool, shared_pool
-from tests.rewards.processes import marked_processes, none_left
+from logitless.rewards.worker import Usage
+from tests.rewards.processes import none_left, processes_of
 
 BEHAVE = "tests.rewards.hostile:behave"
 MEMORY = 200 << 20
@@ -22,71 +24,72 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def mark():
-    """A mark that every process of this module's pool carries in its environment."""
-    value = f"logitless-test-{uuid.uuid4()}"
-    os.environ["LOGITLESS_TEST_MARK"] = value
-    yield value
-    del os.environ["LOGITLESS_TEST_MARK"]
+    """The name of this module's pool."""
+    return f"logitless-test-{uuid.uuid4()}"
 
 
 @pytest.fixture(scope="module")
 def pool(mark):
-    with WorkerPool(workers=2) as made:
+    with WorkerPool(workers=2, name=mark) as made:
         yield made
     assert none_left(mark)
 
 
-def behaved(pool, name):
+def behaved(pool, name, way="kept"):
     """What becomes of one hostile item, after the others were found unharmed."""
     deadline_seconds = 0.5 if name.endswith(("forever", "hang", "itself", "interpreter")) else 10.0
     items = [("well",)] * 5 + [(name,)] + [("well",)] * 20
-    outcomes = pool.run(BEHAVE, items, deadline_seconds=deadline_seconds, memory_bytes=MEMORY)
+    ways = ["kept"] * 5 + [way] + ["kept"] * 20
+    outcomes = pool.run(BEHAVE, items, deadline_seconds=deadline_seconds, memory_bytes=MEMORY, ways=ways)
     assert {outcome.status for index, outcome in enumerate(outcomes) if index != 5} == {"done"}
     return outcomes[5]
 
 
-@pytest.mark.parametrize(
-    ("name", "status"),
-    [
-        ("sleep_forever", "timeout"),
-        ("compute_forever", "timeout"),
-        ("ignore_signals_forever", "timeout"),
-        ("hold_the_interpreter", "timeout"),
-        ("stop_itself", "timeout"),
-        ("grow_a_tree_and_hang", "timeout"),
-        ("write_half_a_line_and_hang", "timeout"),
-        ("leave_a_daemon", "orphans"),
-        ("leave_a_daemon_and_exit", "crashed"),
-        ("crash", "crashed"),
-        ("exit_at_once", "crashed"),
-        ("close_every_descriptor", "crashed"),
-        ("allocate_without_end", "memory"),
-        ("exit_politely", "raised"),
-        ("interrupt", "raised"),
-        ("recurse", "raised"),
-        ("fail", "raised"),
-        ("fail_unprintably", "raised"),
-        ("return_nan", "raised"),
-        ("return_an_object", "raised"),
-        ("return_too_much", "raised"),
-        ("print_too_much", "done"),
-        ("leave_a_busy_thread", "done"),
-        ("leave_a_deadly_thread", "done"),
-        ("leave_an_alarm", "done"),
-        ("fork_and_return", "done"),
-        ("lower_its_limits", "done"),
-        ("flood_every_descriptor", "crashed"),
-        ("flood_with_empty_lines", "crashed"),
-    ],
-)
-def test_a_hostile_item_costs_itself_and_leaves_nothing_running(pool, mark, name, status):
+HOSTILE = {
+    "sleep_forever": "idle",
+    "compute_forever": "timeout",
+    "ignore_signals_forever": "idle",
+    "hold_the_interpreter": "idle",
+    "stop_itself": "idle",
+    "grow_a_tree_and_hang": "idle",
+    "write_half_a_line_and_hang": "idle",
+    "leave_a_daemon": "orphans",
+    "leave_a_daemon_and_exit": "crashed",
+    "crash": "crashed",
+    "exit_at_once": "crashed",
+    "close_every_descriptor": "crashed",
+    "allocate_without_end": "memory",
+    "exit_politely": "raised",
+    "interrupt": "raised",
+    "recurse": "raised",
+    "fail": "raised",
+    "fail_unprintably": "raised",
+    "return_nan": "raised",
+    "return_an_object": "raised",
+    "return_too_much": "raised",
+    "print_too_much": "done",
+    "leave_a_busy_thread": "done",
+    "leave_a_deadly_thread": "done",
+    "leave_an_alarm": "done",
+    "fork_and_return": "done",
+    "lower_its_limits": "done",
+    "flood_every_descriptor": "crashed",
+    "flood_with_empty_lines": "crashed",
+}
+
+
+@pytest.mark.parametrize("way", ["kept", "fresh"])
+@pytest.mark.parametrize(("name", "status"), HOSTILE.items())
+def test_a_hostile_item_costs_itself_and_leaves_nothing_running(pool, mark, name, status, way):
     before = pool.counts[status]
-    outcome = behaved(pool, name)
+    if way == "fresh" and name == "leave_a_daemon_and_exit":
+        status = "orphans"
+    outcome = behaved(pool, name, way)
     assert outcome.status == status
     assert (outcome.message == "") == (status == "done")
-    assert pool.counts[status] >= before + 1
+    assert pool.counts[status] >= before + (way == "kept")
     supervisor_and_workers = 3
-    assert len(marked_processes(mark)) <= supervisor_and_workers
+    assert len(processes_of(mark)) <= supervisor_and_workers
 
 
 def test_nonsense_written_to_the_channel_is_a_crash_and_never_a_score(pool):
@@ -94,7 +97,7 @@ def test_nonsense_written_to_the_channel_is_a_crash_and_never_a_score(pool):
 
 
 def test_the_pool_outlives_its_supervisor(mark):
-    with WorkerPool(workers=1) as pool:
+    with WorkerPool(workers=1, name=mark) as pool:
         outcomes = pool.run(BEHAVE, [("well",), ("kill_its_parent",), ("well",)], deadline_seconds=5)
     assert [outcome.status for outcome in outcomes] == ["done", "crashed", "done"]
 
@@ -111,7 +114,7 @@ def test_two_hanging_items_end_within_a_fifth_of_the_deadline_after_it(pool):
     start = time.monotonic()
     outcomes = pool.run(BEHAVE, items, deadline_seconds=2.0)
     seconds = time.monotonic() - start
-    assert [outcome.status for outcome in outcomes].count("timeout") == 2
+    assert [outcome.status for outcome in outcomes].count("idle") == 2
     assert 2.0 <= seconds <= 2.4
 
 
@@ -204,18 +207,71 @@ def test_a_worker_that_keeps_memory_is_replaced_before_the_limit_is_lost(pool):
 
 
 def test_a_pool_whose_supervisor_was_killed_between_runs_starts_another(mark):
-    with WorkerPool(workers=1) as pool:
+    mark = f"{mark}-killed"
+    with WorkerPool(workers=1, name=mark) as pool:
         pool.run("math:sqrt", [(4.0,)])
-        for pid in marked_processes(mark) - {worker.pid for worker in pool._workers}:
+        for pid in processes_of(mark) - {worker.pid for worker in pool._workers}:
             if f"{os.getpid()}" == Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]:
                 os.kill(pid, signal.SIGKILL)
         assert pool.run("math:exp", [(0.0,)])[0].value == 1.0
 
 
+def test_an_item_is_not_to_blame_for_a_supervisor_that_is_killed_beside_it(mark):
+    mark = f"{mark}-beside"
+    with WorkerPool(workers=2, name=mark) as pool:
+        pool.load(BEHAVE, "time:sleep")
+        pool.run("time:sleep", [(0.0,)] * 2)
+        workers = {worker.pid for worker in pool._workers}
+        [supervisor] = list(processes_of(mark) - workers)
+        timer = threading.Timer(0.2, os.kill, (supervisor, signal.SIGKILL))
+        timer.start()
+        outcomes = pool.run("time:sleep", [(0.5,)] * 6)
+        timer.join()
+    assert [outcome.status for outcome in outcomes] == ["done"] * 6
+
+
+def test_an_item_that_kills_the_supervisor_is_found_among_those_that_did_not(mark):
+    items = [("well",)] * 3 + [("kill_its_grandparent",)] + [("well",)] * 20
+    with WorkerPool(workers=2, name=mark) as pool:
+        outcomes = pool.run(BEHAVE, items, deadline_seconds=5, ways="fresh")
+    statuses = [outcome.status for outcome in outcomes]
+    assert statuses == ["done"] * 3 + ["crashed"] + ["done"] * 20
+
+
+def test_a_computing_item_that_was_stopped_from_outside_is_idle_and_not_to_blame(mark):
+    with WorkerPool(workers=1, name=mark) as pool:
+        pool.run(BEHAVE, [("well",)])
+        timer = threading.Timer(0.1, os.kill, (pool._workers[0].pid, signal.SIGSTOP))
+        timer.start()
+        [outcome] = pool.run(BEHAVE, [("compute_forever",)], deadline_seconds=2.0)
+        timer.join()
+    assert outcome.status == "idle"
+
+
+def test_an_item_that_wants_to_compute_and_is_not_let_has_more_time(mark, monkeypatch):
+    with WorkerPool(workers=1, name=mark) as pool:
+        pool.run(BEHAVE, [("well",)])
+        supervisor = pool._processes.supervisor
+        seen = iter([Usage(0.0, running=True, asleep=False)] * 3)
+        real = supervisor.usage
+        monkeypatch.setattr(supervisor, "usage", lambda pid: next(seen, None) or real(pid))
+        start = time.monotonic()
+        [outcome] = pool.run(BEHAVE, [("compute_forever",)], deadline_seconds=0.2)
+    assert outcome.status == "timeout"
+    assert time.monotonic() - start >= 4 * 0.2
+
+
+def test_a_sleeping_item_is_to_blame_inside_walls_alone(pool):
+    if "seccomp" not in layers():
+        pytest.skip("this kernel or container forbids seccomp")
+    outcomes = pool.run("time:sleep", [(60.0,)] * 2, deadline_seconds=0.3, ways=["confined", "fresh"])
+    assert [outcome.status for outcome in outcomes] == ["timeout", "idle"]
+
+
 def test_no_items_start_no_process(mark):
-    before = marked_processes(mark)
-    assert WorkerPool().run("math:sqrt", []) == []
-    assert marked_processes(mark) == before
+    before = processes_of(mark)
+    assert WorkerPool(name=mark).run("math:sqrt", []) == []
+    assert processes_of(mark) == before
 
 
 def test_an_item_that_cannot_be_sent_and_limits_that_make_no_sense_are_refused(pool):
@@ -234,8 +290,9 @@ def test_workers_import_neither_torch_nor_numpy(pool):
 
 SCRIPT = """
 import os, signal, sys, threading
-from logitless.rewards.pool import shared_pool
-def run(name): return shared_pool().run("tests.rewards.hostile:behave", [(name,)] * 2, deadline_seconds=100)
+from logitless.rewards.pool import WorkerPool
+pool = WorkerPool(name=NAME)
+def run(name): return pool.run("tests.rewards.hostile:behave", [(name,)] * 2, deadline_seconds=100)
 run("well")
 print("started", flush=True)
 """
@@ -254,8 +311,7 @@ print("started", flush=True)
 def test_however_the_interpreter_ends_no_process_is_left(ending):
     value = f"logitless-test-{uuid.uuid4()}"
     ended = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SCRIPT + ending],
-        env={**os.environ, "LOGITLESS_TEST_MARK": value},
+        [sys.executable, "-W", "error", "-c", f"NAME = {value!r}\n{SCRIPT}{ending}"],
         cwd=ROOT,
         capture_output=True,
         timeout=60,

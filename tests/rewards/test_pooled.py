@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from logitless.errors import UnavailableError
+from logitless.errors import ConfigurationError, UnavailableError
 from logitless.rewards.json_schema import JsonSchema
 from logitless.rewards.math import Math
 from logitless.rewards.pool import Outcome
@@ -14,14 +14,42 @@ from logitless.rewards.reasoning_gym import ReasoningGym
 from logitless.rewards.tasks import score_of
 
 
-@pytest.mark.parametrize("status", ["raised", "crashed", "memory", "orphans"])
-def test_an_item_without_an_answer_is_an_error_with_its_reason(status):
+@pytest.mark.parametrize("status", ["timeout", "crashed", "memory", "orphans"])
+def test_an_item_that_ended_its_own_grading_is_spoiled_and_scores_as_a_wrong_one(status):
     verdict = verdict_of(Outcome(status, message="why"))
+    assert (verdict.status, verdict.score, verdict.message) == ("spoiled", 0.0, f"{status}: why")
+    assert verdict_of(Outcome(status, message="why"), spoiled_score=None).score is None
+
+
+@pytest.mark.parametrize("status", ["raised", "crashed", "memory", "orphans"])
+def test_a_grader_that_failed_by_itself_is_an_error_with_its_reason(status):
+    verdict = verdict_of(Outcome(status, message="why", traceback="where"), blameless=True)
     assert (verdict.status, verdict.score, verdict.message) == ("error", None, f"{status}: why")
+    assert verdict.traceback == "where"
+
+
+def test_an_exception_of_the_grader_is_an_error_whoever_wrote_the_text():
+    assert verdict_of(Outcome("raised", message="why")).status == "error"
+
+
+@pytest.mark.parametrize("answer", [{}, [], None, 5, {"score": "x"}, {"score": None}, {"score": float("nan")}, "score"])
+def test_an_answer_that_no_task_gives_is_spoiled(answer):
+    assert verdict_of(Outcome("done", answer)).status == "spoiled"
+
+
+@pytest.mark.parametrize("score", [1.5, -0.1, 1e9])
+def test_a_score_that_no_library_gives_is_spoiled(score):
+    assert Math().verdict(Outcome("done", {"score": score})).status == "spoiled"
+
+
+@pytest.mark.parametrize("knobs", [{"spoiled_score": float("nan")}, {"deadline_seconds": float("inf")}])
+def test_knobs_that_make_no_sense_are_refused(knobs):
+    with pytest.raises(ConfigurationError):
+        Math(**knobs)
 
 
 def test_timeouts_missing_answers_and_details_keep_their_meaning():
-    assert verdict_of(Outcome("timeout", message="over 2 s")).status == "timeout"
+    assert verdict_of(Outcome("idle", message="over 2 s")).status == "timeout"
     assert verdict_of(Outcome("done", {"missing": "no gold"})).status == "missing"
     assert verdict_of(Outcome("done", {"error": "nonsense"})).status == "error"
     assert verdict_of(Outcome("done", {"score": 1, "detail": [["a", True], ["a", False]]})).detail == (

@@ -56,11 +56,11 @@ def verdicts(reward, texts):
 
 def check_one_verdict_a_text(reward, texts):
     found = verdicts(reward, texts)
-    assert {verdict.status for verdict in found} <= {"graded", "timeout"}
+    assert {verdict.status for verdict in found} <= {"graded", "spoiled", "timeout"}
     order = random.Random(0).sample(range(len(texts)), len(texts))
     again = verdicts(reward, [texts[index] for index in order])
     for index, verdict in zip(order, again, strict=True):
-        if "timeout" not in (verdict.status, found[index].status):
+        if "timeout" not in (verdict.status, found[index].status):  # the machine did not let it run
             assert verdict == found[index]
 
 

@@ -48,7 +48,11 @@ def test_text_that_a_verifier_evaluates_harms_one_item():
     _, rows = entries("string_insertion", size=3)
     answers = [rows[0]["answer"], "__import__('os')._exit(1)", rows[2]["answer"]]
     verdicts = ReasoningGym(task="string_insertion").verdicts(["p"] * 3, answers, {"entry": rows})
-    assert [verdict.status for verdict in verdicts] == ["graded", "error", "graded"]
+    assert [(verdict.status, verdict.score) for verdict in verdicts] == [
+        ("graded", 1.0),
+        ("graded", 0.0),
+        ("graded", 1.0),
+    ]
 
 
 @pytest.mark.parametrize("task", ["boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"])

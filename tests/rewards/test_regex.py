@@ -24,11 +24,11 @@ def test_each_row_may_have_a_pattern_of_its_own():
     assert Regex(column="wanted")(["p"] * 2, ["ab", "ab"], wanted=["b$", "^b"]) == [1, 0]
 
 
-def test_a_pattern_without_end_is_a_timeout_and_the_others_are_graded():
+def test_a_pattern_without_end_spoils_its_completion_and_the_others_are_graded():
     start = time.monotonic()
     verdicts = Regex(pattern="(a+)+$", deadline_seconds=0.3).verdicts(["p"] * 3, ["aa", "a" * 40 + "b", "b"], {})
-    assert [verdict.status for verdict in verdicts] == ["graded", "timeout", "graded"]
-    assert [verdict.score for verdict in verdicts] == [1.0, None, 0.0]
+    assert [verdict.status for verdict in verdicts] == ["graded", "spoiled", "graded"]
+    assert [verdict.score for verdict in verdicts] == [1.0, 0.0, 0.0]
     assert time.monotonic() - start < 5
 
 

@@ -8,15 +8,17 @@ import torch
 from torch import nn
 from transformers import AddedToken, GenerationConfig, PreTrainedTokenizerFast
 
-from logitless.errors import InputError, UnavailableError
+from logitless.errors import InputError, TrainingError, UnavailableError
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import compile_layers
 from logitless.models.lora import LoraOptions, add_lora
-from logitless.rollout.sampling import SamplingOptions, sampling_logp
-from logitless.rollout.transformers import TransformersSampler
+from logitless.rollout.engine import Weights
+from logitless.rollout.sampling import SamplingOptions, draw, sampling_logp
+from logitless.rollout.transformers import TransformersSampler, _GrowingLayer
 from logitless.types import Completion, Prompt
 from tests.models.tiny import CONFIGS, tiny
 
+_init = _GrowingLayer.__init__
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,;:?"
 
 
@@ -62,7 +64,7 @@ def logp_alone(model: nn.Module, prompt: Prompt, completion: Completion, options
     return logp.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "phi3-longrope"])
 def test_logp_sampler_is_that_of_a_plain_forward_over_each_completion(name):
     engine, asked = sampler(name), prompts(3, 9, 1, 9)
     options = SamplingOptions(max_new_tokens=12, temperature=0.8)
@@ -71,6 +73,111 @@ def test_logp_sampler_is_that_of_a_plain_forward_over_each_completion(name):
         for completion in group:
             expected = logp_alone(engine._model, prompt, completion, options)
             torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("lengths", "max_new"), [((3, 1, 5), 7), ((13, 20), 10), ((3, 20, 13, 9), 3)])
+def test_longrope_turns_prompts_of_one_batch_each_by_its_own_length(lengths, max_new):
+    """12 tokens are the bound of the tiny Phi-3."""
+    engine, asked = sampler("phi3-longrope"), prompts(*lengths)
+    options = SamplingOptions(max_new_tokens=max_new)
+    for prompt, group in zip(asked, engine.sample(asked, 2, options, seed=1), strict=True):
+        for completion in group:
+            expected = logp_alone(engine._model, prompt, completion, options)
+            torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_completion_in_which_longrope_would_turn_the_cached_keys_anew_is_refused():
+    with pytest.raises(InputError, match=r"within 12 tokens, or a prompt beyond them.*'p1' of 12 tokens and 1 new"):
+        sampler("phi3-longrope").sample(prompts(11, 12), 1, SamplingOptions(max_new_tokens=1), seed=1)
+
+
+def test_longrope_as_transformers_has_it_is_refused_where_it_matters():
+    model = tiny("phi3-longrope")
+    model.model.rotary_emb = model.model.rotary_emb.rotary
+    engine, options = TransformersSampler(model, tokenizer()), SamplingOptions(max_new_tokens=5)
+    engine.sample(prompts(7), 1, options, seed=1)
+    with pytest.raises(InputError, match=r"goes by the longest. Load the model with logitless.models.loading"):
+        engine.sample(prompts(13), 1, options, seed=1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_an_error_that_names_token_prompt_and_version(temperature, value):
+    """From the third token of the prompt of 5 tokens on."""
+    model, asked = speaking(-1e4), prompts(3, 5)
+    engine = TransformersSampler(model, tokenizer())
+    engine.load(Weights.of(model), version=7)
+
+    def break_positions(module, args, kwargs, output):
+        hidden = output.last_hidden_state
+        output.last_hidden_state = torch.where((kwargs["position_ids"] == 6)[..., None], value, hidden)
+        return output
+
+    model.model.register_forward_hook(break_positions, with_kwargs=True)
+    options = SamplingOptions(max_new_tokens=3, temperature=temperature)
+    named = r"2 of 4 completions, first for token 3 of prompt 'p1' \(sample 0\), with weights of version 7"
+    with pytest.raises(TrainingError, match=named):
+        engine.sample(asked, 2, options, seed=1)
+    engine.sample(prompts(3), 2, options, seed=1)
+
+
+def test_a_row_of_nan_ends_its_batch_and_its_token_is_a_valid_index():
+    model, calls = tiny("llama"), []
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    model.model.register_forward_hook(lambda *_: calls.append(1))
+    with pytest.raises(TrainingError, match="first for token 1"):
+        TransformersSampler(model, tokenizer()).sample(prompts(3), 4, SamplingOptions(max_new_tokens=50), seed=1)
+    assert len(calls) == 1
+    assert draw(torch.full((2, 5), float("nan")), torch.tensor([0.0, 0.9], dtype=torch.float64)).tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("budget", [1, 18, 30, 45])
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gpt2", "gemma2"])
+def test_a_prefill_in_parts_samples_what_one_in_whole_does(name, budget):
+    asked = prompts(3, 9, 1, 14, 9, 9)
+    options = SamplingOptions(max_new_tokens=10, repetition_penalty=1.2)
+    widths = []
+    whole = sampler(name).sample(asked, 3, options, seed=1)
+    engine = sampler(name, prefill_tokens=budget)
+    engine._model.base_model.register_forward_hook(
+        lambda module, args, output: widths.append(output.last_hidden_state.shape[:2].numel())
+    )
+    parted = engine.sample(asked, 3, options, seed=1)
+    assert max(widths) <= max(budget, 18)  # a step of 18 rows, the longest prompt is 14
+    for a, b in zip(chain(*whole), chain(*parted), strict=True):
+        assert a.token_ids == b.token_ids
+        torch.testing.assert_close(torch.tensor(a.logp_sampler), torch.tensor(b.logp_sampler), rtol=1e-3, atol=1e-3)
+
+
+def test_prompts_of_one_length_need_no_mask_in_parts_either():
+    engine, masks = sampler(prefill_tokens=8), []
+    engine._model.model.register_forward_hook(
+        lambda module, args, kwargs, output: masks.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    engine.sample(prompts(4, 4, 4), 2, SamplingOptions(max_new_tokens=4), seed=1)
+    assert masks == [None] * len(masks)
+
+
+@pytest.mark.parametrize("budget", [4, 16384])
+def test_the_cache_is_kept_in_the_dtype_of_autocast_and_changes_no_bit(budget, monkeypatch):
+    """Attention under autocast rounds keys to that dtype anyway: rounding them once gives the same numbers."""
+    asked, options = prompts(3, 9), SamplingOptions(max_new_tokens=6)
+    dtypes = set()
+    view = _GrowingLayer._view
+
+    def watched(self):
+        keys, values = view(self)
+        dtypes.update((keys.dtype, values.dtype))
+        return keys, values
+
+    monkeypatch.setattr(_GrowingLayer, "_view", watched)
+    kept = sampler(autocast=torch.bfloat16, prefill_tokens=budget).sample(asked, 2, options, seed=0)
+    assert dtypes == {torch.bfloat16}
+    monkeypatch.setattr(_GrowingLayer, "__init__", lambda self, autocast=None: _init(self, None))
+    wide = sampler(autocast=torch.bfloat16, prefill_tokens=budget).sample(asked, 2, options, seed=0)
+    assert torch.float32 in dtypes
+    assert kept == wide
 
 
 @pytest.mark.parametrize(
@@ -266,9 +373,11 @@ def test_a_trained_model_is_sampled_with_its_new_weights():
     before = engine.sample(asked, 2, options, seed=0)
     with torch.no_grad():
         model.lm_head.weight.neg_()
-    engine.update_weights(model, version=3)
-    assert engine.version == 3
-    assert engine.sample(asked, 2, options, seed=0) != before
+    engine.load(Weights.of(model), version=3)
+    after = engine.sample(asked, 2, options, seed=0)
+    assert [c.token_ids for c in after[0]] != [c.token_ids for c in before[0]]
+    assert {c.weights_version for c in before[0]} == {0}
+    assert {c.weights_version for c in after[0]} == {3}
 
 
 def test_an_adapter_is_sampled_with():
@@ -312,6 +421,8 @@ def test_no_samples_and_no_rows_are_refused():
         sampler().sample(prompts(3), 0, SamplingOptions(max_new_tokens=3), seed=0)
     with pytest.raises(InputError, match="max_rows"):
         sampler(max_rows=0)
+    with pytest.raises(InputError, match="prefill_tokens"):
+        sampler(prefill_tokens=0)
 
 
 def test_a_recurrent_model_is_refused():

@@ -7,8 +7,9 @@ import pytest
 from logitless.rewards.combine import weighted
 from logitless.rewards.exact import Exact
 from logitless.rewards.length import Length
+from logitless.rollout.environment import SingleTurn
 from logitless.rollout.sampling import SamplingOptions
-from logitless.train.evaluate import evaluate
+from logitless.train.evaluate import Evaluation
 from logitless.types import Completion, Prompt, Verdict
 
 PROMPTS = [Prompt("a", "?", (1,), {"answer": "yes"}), Prompt("b", "?", (1,), {"answer": "no"})]
@@ -16,14 +17,15 @@ ANSWERS = {"a": ["yes", "no"], "b": ["yes", "maybe"]}
 
 
 class _Engine:
-    version = 0
-
     def sample(self, prompts, num_samples, options, *, seed):
         self.asked = (num_samples, options, seed)
         ends = {"yes": "stop", "no": "stop", "maybe": "length"}
         return [[Completion(p.id, (1,) * len(t), t, ends[t]) for t in ANSWERS[p.id]] for p in prompts]
 
-    def update_weights(self, model, *, version):
+    def load(self, weights, version):
+        pass
+
+    def close(self):
         pass
 
 
@@ -31,7 +33,7 @@ def _evaluate(rewards, **changes):
     engine = _Engine()
     sampling = SamplingOptions(max_new_tokens=9, temperature=0.0)
     options = {"num_samples": 2, "sampling": sampling, "unscored": "leave_out", "success_at": 1.0, "seed": 4}
-    found = evaluate(engine, PROMPTS, rewards, **{**options, **changes})
+    found = Evaluation(engine, SingleTurn(), PROMPTS, rewards, **{**options, **changes})()
     assert engine.asked == (2, sampling, 4)
     return found
 

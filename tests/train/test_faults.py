@@ -140,21 +140,21 @@ def test_blocks_without_a_signal_are_written_and_end_the_run_after_the_configure
 
 
 def test_a_run_resumed_after_blocks_without_a_signal_writes_their_lines_once(tmp_path, monkeypatch):
-    from logitless.train.loop import Trainer
+    from logitless.train.loop import Loop
 
     def recipe():
         return tiny_recipe(
             tmp_path, **{**SHORT, "train__blocks": 3}, rewards=[{"name": "exact"}], rollout__zero_signal="drop"
         )
 
-    plain = Trainer._pass_over
+    plain = Loop._pass_over
 
-    def interrupted(self, block):
-        plain(self, block)
-        self.interrupt.requested = self.progress.block == 1
+    def interrupted(self):
+        plain(self)
+        self.interrupt.requested = self.learner.progress.block == 1
 
     with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "_pass_over", interrupted)
+        patched.setattr(Loop, "_pass_over", interrupted)
         folder, complete = start(recipe())
     assert not complete
     start(recipe(), resume=True)
@@ -264,7 +264,7 @@ def test_a_step_without_a_finite_gradient_changes_nothing_and_is_counted(tmp_pat
     assert ends[0].tensors.keys() == ends[1].tensors.keys()
     for name, tensor in ends[0].tensors.items():
         assert torch.equal(tensor, ends[1].tensors[name]), name
-    assert ends[0].state["controller"] == ends[1].state["controller"]
+    assert ends[0].state["controllers"] == ends[1].state["controllers"]
 
 
 def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path, monkeypatch):

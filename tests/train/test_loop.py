@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import dataclass
 from statistics import fmean
 
 import pytest
@@ -13,22 +12,30 @@ from logitless.objective.presets import PRESETS
 from logitless.rollout.recorded import write_completions
 from logitless.rollout.transformers import TransformersSampler
 from logitless.train import checkpoint as checkpoints
-from logitless.train.loop import Trainer
+from logitless.train.engines import open_engines
+from logitless.train.learner import Learner
 from logitless.train.policy import AdaptersOff, Policy
 from logitless.train.report import write_report
 from logitless.train.run import start
 from logitless.train.run_folder import RunFolder
 from logitless.types import Completion
-from tests.train.tiny import ALPHABET, tiny_recipe
+from tests.train.engines import Scripted, trained_with
+from tests.train.tiny import tiny_recipe
 
 SHORT = {"train__blocks": 1, "train__epochs_per_block": 1, "kl": None, "data__held_out": None}
 FIXED = {"name": "fixed", "beta": 0.1}
 
 
-def _run(folder, **changes) -> RunFolder:
-    run, complete = start(tiny_recipe(folder, **changes))
+def _run(folder, engine=None, **changes) -> RunFolder:
+    run, complete = start(
+        tiny_recipe(folder, **changes), open_engines=open_engines if engine is None else trained_with(engine)
+    )
     assert complete
     return run
+
+
+def _scripted(folder, answers, **changes) -> RunFolder:
+    return _run(folder, Scripted(answers), **changes)
 
 
 def _steps(run: RunFolder) -> list[dict]:
@@ -41,47 +48,6 @@ def _blocks(run: RunFolder) -> list[dict]:
 
 def _rows(run: RunFolder) -> list[dict]:
     return [row for _, rows in run.read_rollouts() for row in rows]
-
-
-@dataclass
-class Scripted:
-    """An engine that says what ``answers`` gives for a prompt's text, and notes what it was asked for."""
-
-    answers: object
-    version = 0
-
-    def __post_init__(self):
-        self.asked = []
-
-    def sample(self, prompts, num_samples, options, *, seed):
-        self.asked.append(([p.text for p in prompts], num_samples, options, seed))
-        out = []
-        for p in prompts:
-            texts = [self.answers(p.text, i) for i in range(num_samples)]
-            ids = [tuple(3 + ALPHABET.index(c) for c in t) for t in texts]
-            ends = ["length" if len(t) == 6 else "stop" for t in texts]
-            out.append([Completion(p.id, i, t, e) for i, t, e in zip(ids, texts, ends, strict=True)])
-        return out
-
-    def update_weights(self, model, *, version):
-        self.version = version
-
-
-@pytest.fixture
-def scripted(monkeypatch):
-    """Put a scripted engine where the sampler of training would be."""
-
-    def install(answers) -> Scripted:
-        engine, plain = Scripted(answers), Trainer.__init__
-
-        def init(self, *arguments, **options):
-            plain(self, *arguments, **options)
-            self.engine = engine
-
-        monkeypatch.setattr(Trainer, "__init__", init)
-        return engine
-
-    return install
 
 
 # --- ratio and scoring ----------------------------------------------------------------------------------------------
@@ -130,9 +96,9 @@ def _half_without_signal(text: str, i: int) -> str:
 
 
 @pytest.mark.parametrize("zero_signal", ["keep", "drop"])
-def test_groups_without_a_signal_are_counted_and_kept_or_left_out(tmp_path, scripted, zero_signal):
-    scripted(_half_without_signal)
-    run = _run(tmp_path, **SHORT, rollout__zero_signal=zero_signal, rollout__prompts_per_block=8)
+def test_groups_without_a_signal_are_counted_and_kept_or_left_out(tmp_path, zero_signal):
+    answers = _half_without_signal
+    run = _scripted(tmp_path, answers, **SHORT, rollout__zero_signal=zero_signal, rollout__prompts_per_block=8)
     (block,) = _blocks(run)
     assert block["group/zero_signal_fraction"] == 0.5
     trained = 8 if zero_signal == "keep" else 4
@@ -142,9 +108,11 @@ def test_groups_without_a_signal_are_counted_and_kept_or_left_out(tmp_path, scri
     assert without == [0.0 if zero_signal == "keep" else None] * 16
 
 
-def test_refills_draw_other_prompts_until_the_block_is_full(tmp_path, scripted):
-    engine = scripted(_half_without_signal)
-    run = _run(tmp_path, **SHORT, rollout__zero_signal="refill", rollout__prompts_per_block=4, rollout__max_refills=9)
+def test_refills_draw_other_prompts_until_the_block_is_full(tmp_path):
+    engine = Scripted(_half_without_signal)
+    run = _run(
+        tmp_path, engine, **SHORT, rollout__zero_signal="refill", rollout__prompts_per_block=4, rollout__max_refills=9
+    )
     (block,) = _blocks(run)
     assert block["group/trained"] == 4
     drawn = [text for texts, *_ in engine.asked for text in texts]
@@ -158,28 +126,34 @@ def test_refills_draw_other_prompts_until_the_block_is_full(tmp_path, scripted):
     assert len(_rows(run)) == 4 * len(drawn)
 
 
-def test_refills_end_at_their_limit_and_train_on_what_there_is(tmp_path, scripted):
-    engine = scripted(lambda text, i: "a" * (1 + i) if text[0] == "a" else "aa")
-    run = _run(tmp_path, **SHORT, rollout__zero_signal="refill", rollout__prompts_per_block=4, rollout__max_refills=1)
+def test_refills_end_at_their_limit_and_train_on_what_there_is(tmp_path):
+    engine = Scripted(lambda text, i: "a" * (1 + i) if text[0] == "a" else "aa")
+    run = _run(
+        tmp_path, engine, **SHORT, rollout__zero_signal="refill", rollout__prompts_per_block=4, rollout__max_refills=1
+    )
     (block,) = _blocks(run)
     assert len(engine.asked) == 2
     assert (block["group/trained"], block["group/refill_rounds"]) == (1, 1)
 
 
-def test_truncated_completions_can_be_dropped_from_the_loss(tmp_path, scripted):
-    scripted(lambda text, i: "a" * (1 + i % 2) if i else "h" * 6)  # the first of each group is cut
+def test_truncated_completions_can_be_dropped_from_the_loss(tmp_path):
+    def answers(text, i):
+        return "a" * (1 + i % 2) if i else "h" * 6  # the first of each group is cut
+
     options = {**SHORT, "algorithm": {"preset": "dapo"}, "train__tokens_per_step": 1000}
-    kept = _run(tmp_path / "kept", **options)
-    dropped = _run(tmp_path / "dropped", **options, train__drop_truncated=True)
+    kept = _scripted(tmp_path / "kept", answers, **options)
+    dropped = _scripted(tmp_path / "dropped", answers, **options, train__drop_truncated=True)
     assert _steps(kept)[0]["optimizer/tokens"] == 4 * (6 + 2 + 1 + 2)
     assert _steps(dropped)[0]["optimizer/tokens"] == 4 * (2 + 1 + 2)
     assert _blocks(dropped)[0]["length/truncated_fraction"] == 0.25
     assert _rows(dropped)[0]["advantage"] == _rows(kept)[0]["advantage"] > 0  # it still counts in its group
 
 
-def test_a_completion_that_is_empty_is_counted_and_harmless(tmp_path, scripted):
-    scripted(lambda text, i: "a" * i)
-    run = _run(tmp_path, **SHORT)
+def test_a_completion_that_is_empty_is_counted_and_harmless(tmp_path):
+    def answers(text, i):
+        return "a" * i
+
+    run = _scripted(tmp_path, answers, **SHORT)
     (block,) = _blocks(run)
     assert (block["length/empty"], block["length/min"]) == (4, 0)
     assert [row["advantage"] is None for row in _rows(run)] == [True, False, False, False] * 4
@@ -189,10 +163,12 @@ def test_a_completion_that_is_empty_is_counted_and_harmless(tmp_path, scripted):
 # --- rewards --------------------------------------------------------------------------------------------------------
 
 
-def test_several_rewards_are_summed_with_their_weights(tmp_path, scripted):
-    scripted(lambda text, i: text[::-1] if i == 0 else "aaa")
+def test_several_rewards_are_summed_with_their_weights(tmp_path):
+    def answers(text, i):
+        return text[::-1] if i == 0 else "aaa"
+
     rewards = [{"name": "exact", "weight": 2.0}, {"name": "length", "cap": 6, "weight": -0.5}]
-    run = _run(tmp_path, **SHORT, rewards=rewards)
+    run = _scripted(tmp_path, answers, **SHORT, rewards=rewards)
     (block,) = _blocks(run)
     assert block["reward/exact/mean"] == 0.25
     assert block["reward/length/mean"] == (2 + 3 * 3) / 4
@@ -200,10 +176,12 @@ def test_several_rewards_are_summed_with_their_weights(tmp_path, scripted):
     assert [row["reward"] for row in _rows(run)[:4]] == [1.0, -1.5, -1.5, -1.5]
 
 
-def test_clipped_advantages_are_counted(tmp_path, scripted):
-    scripted(lambda text, i: "a" * (1 + i))
+def test_clipped_advantages_are_counted(tmp_path):
+    def answers(text, i):
+        return "a" * (1 + i)
+
     advantage = {"name": "group_centered", "clip": 1.0}
-    run = _run(tmp_path, **SHORT, algorithm={"preset": "grpo", "advantage": advantage})
+    run = _scripted(tmp_path, answers, **SHORT, algorithm={"preset": "grpo", "advantage": advantage})
     assert _blocks(run)[0]["advantage/clipped"] == 4 * 2  # -1.5 and 1.5 of -1.5, -0.5, 0.5, 1.5
     assert {row["advantage"] for row in _rows(run)} == {-1.0, -0.5, 0.5, 1.0}
 
@@ -211,11 +189,15 @@ def test_clipped_advantages_are_counted(tmp_path, scripted):
 # --- KL and entropy -------------------------------------------------------------------------------------------------
 
 
-def test_kl_in_the_reward_changes_advantages_and_no_loss_term(tmp_path, scripted):
-    scripted(lambda text, i: "ab"[i % 2] * (1 + i))
+def test_kl_in_the_reward_changes_advantages_and_no_loss_term(tmp_path):
+    def answers(text, i):
+        return "ab"[i % 2] * (1 + i)
+
     kl = {"placement": "reward", "control": {"name": "fixed", "beta": 5.0}}
-    run = _run(tmp_path, data__held_out=None, kl=kl, train__blocks=2, train__epochs_per_block=1)
-    plain = _run(tmp_path / "plain", data__held_out=None, kl=None, train__blocks=2, train__epochs_per_block=1)
+    run = _scripted(tmp_path, answers, data__held_out=None, kl=kl, train__blocks=2, train__epochs_per_block=1)
+    plain = _scripted(
+        tmp_path / "plain", answers, data__held_out=None, kl=None, train__blocks=2, train__epochs_per_block=1
+    )
     first, second = ([row["advantage"] for _, rows in r.read_rollouts() for row in rows] for r in (run, plain))
     assert first[:16] == second[:16]  # the policy is still its reference
     assert first[16:] != second[16:]
@@ -347,13 +329,13 @@ def test_recorded_completions_are_trained_on_while_the_policy_is_evaluated(tmp_p
 
 
 def test_lora_trains_the_adapter_against_its_own_base_model(tmp_path, monkeypatch):
-    references, plain = [], Trainer.__init__
+    references, plain = [], Learner.__init__
 
-    def init(self, recipe, algorithm, policy, reference, *rest):
-        plain(self, recipe, algorithm, policy, reference, *rest)
+    def init(self, recipe, algorithm, policy, reference, **rest):
+        plain(self, recipe, algorithm, policy, reference, **rest)
         references.append(reference)
 
-    monkeypatch.setattr(Trainer, "__init__", init)
+    monkeypatch.setattr(Learner, "__init__", init)
     run = _run(
         tmp_path,
         data__held_out=None,
@@ -407,9 +389,11 @@ def test_several_functions_can_be_compared_one_by_one(tmp_path):
     assert block["advantage/std"] > 0.5
 
 
-def test_a_step_whose_completions_are_all_dropped_has_no_gradient_and_no_token(tmp_path, scripted):
-    scripted(lambda text, i: "ab"[i % 2] * 6)  # every completion is cut
-    run = _run(tmp_path, **SHORT, train__drop_truncated=True)
+def test_a_step_whose_completions_are_all_dropped_has_no_gradient_and_no_token(tmp_path):
+    def answers(text, i):
+        return "ab"[i % 2] * 6  # every completion is cut
+
+    run = _scripted(tmp_path, answers, **SHORT, train__drop_truncated=True)
     for record in _steps(run):
         assert (record["optimizer/tokens"], record["optimizer/grad_norm"], record["loss/total"]) == (0, 0, 0)
     first, last = (load_file(folder / "model" / "model.safetensors") for folder in _checkpoints(run))

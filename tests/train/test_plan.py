@@ -61,6 +61,18 @@ def test_checkpointing_saves_activations(tmp_path):
     assert activations(model__gradient_checkpointing=True) < activations() / 4
 
 
+def test_sampling_holds_the_cache_and_one_layer_of_the_prompts_read_together(tmp_path):
+    def sampling(**changes):
+        recipe = tiny_recipe(tmp_path, data__max_prompt_tokens=100, train__tokens_per_micro_batch=110, **changes)
+        return plan_of(recipe).memory_bytes["activations or cache (estimate)"]
+
+    layers, kv_width, width, longest = 1, 16, 16, 100
+    cache = 4 * 16 * (longest + 6) * layers * 2 * kv_width  # 4 bytes, 16 completions of 4 prompts
+    assert sampling() == cache + 4 * 17 * width * 4 * longest
+    assert sampling(rollout__prefill_tokens=250) == cache + 4 * 17 * width * 250
+    assert sampling(rollout__prefill_tokens=50) == cache + 4 * 17 * width * longest  # a long prompt is read alone
+
+
 def test_eight_billion_weights_are_planned_without_being_made(tmp_path):
     source = {
         "hidden_size": 4096,

@@ -1,7 +1,5 @@
 """Scoring through the policy equals full logits; the reference under LoRA is the base model itself, not a copy."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,7 +12,7 @@ from logitless.models.value_head import value_head_for
 from logitless.objective.divergence import KLPenalty
 from logitless.objective.objective import Objective
 from logitless.train.policy import AdaptersOff, Policy, Scorer
-from logitless.types import Completion, Prompt
+from logitless.types import Completion, Prompt, TokenBatch
 
 LLAMA = {
     "model_type": "llama",
@@ -37,8 +35,7 @@ def _model():
 def _batch():
     prompts = [Prompt("a", "", (1, 2, 3)), Prompt("b", "", (4,))]
     answers = [(5, 6), (7, 8, 9)]
-    batch = pack([(p, Completion(p.id, ids, "", "stop")) for p, ids in zip(prompts, answers, strict=True)])
-    return replace(batch, advantage=torch.ones(5), token_weight=torch.full((5,), 0.2))
+    return pack([(p, Completion(p.id, ids, "", "stop")) for p, ids in zip(prompts, answers, strict=True)])
 
 
 def _adapted() -> Policy:
@@ -88,9 +85,15 @@ def test_a_fresh_adapter_starts_at_a_kl_of_exactly_0():
     with torch.no_grad():
         ref = AdaptersOff(policy).scores(batch, **OPTIONS).logp
     scores = policy.scores(batch, **OPTIONS)
-    output = Objective(kl=KLPenalty("k3"))(
-        scores.logp, None, replace(batch, logp_ref=ref, logp_old=scores.logp.detach()), beta=1.0
+    tokens = TokenBatch(
+        batch.sequence,
+        batch.num_sequences,
+        advantage=torch.ones(5),
+        token_weight=torch.full((5,), 0.2),
+        logp_ref=ref,
+        logp_old=scores.logp.detach(),
     )
+    output = Objective(kl=KLPenalty("k3"))(scores.logp, None, tokens, beta=1.0)
     assert (output.kl == 0).all()
 
 

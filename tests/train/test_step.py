@@ -17,9 +17,10 @@ from logitless.objective.presets import algorithm
 from logitless.objective.surrogate import KlCov
 from logitless.objective.value import ValueLoss
 from logitless.objective.weighting import MicroBatchTokenMean, SequenceMean, TokenMean
-from logitless.train.block import micro_batches_of, score
+from logitless.train.block import micro_batches_of
 from logitless.train.policy import Policy
-from logitless.train.step import backward, step_batch, step_metrics
+from logitless.train.score import scores_of
+from logitless.train.step import MicroBatch, backward, step_batch, step_metrics
 from logitless.types import Completion, Prompt, TokenBatch
 
 # LayerNorm and learned positions: unlike RMSNorm and rotary embeddings they stay in float64 when the weights are.
@@ -53,7 +54,7 @@ def _policy(config=GPT2, dtype=torch.float64, **options) -> Policy:
     return Policy(model.train(), **options)
 
 
-def _block(policy: Policy, dtype: torch.dtype = torch.float64) -> TokenBatch:
+def _block(policy: Policy, dtype: torch.dtype = torch.float64) -> MicroBatch:
     """Two groups of four completions, scored by policies near the one that is trained."""
     generator = torch.Generator().manual_seed(5)
 
@@ -66,13 +67,28 @@ def _block(policy: Policy, dtype: torch.dtype = torch.float64) -> TokenBatch:
         prompt = prompts[prompt_length]
         pairs.append((prompt, Completion(prompt.id, ids(length), "", "stop")))
     batch = pack(pairs)
-    scored = score(policy, batch, [(s,) for s in range(8) if s != 5], temperature=TEMPERATURE, backend="chunked")
+    scored = scores_of(policy, batch, [(s,) for s in range(8) if s != 5], temperature=TEMPERATURE, backend="chunked")
 
     def near(scale: float) -> torch.Tensor:
         return scored.logp.to(dtype) + scale * torch.randn(batch.num_tokens, generator=generator, dtype=dtype)
 
     advantage = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, 0.0, -1.5, 0.75], dtype=dtype)[batch.sequence]
-    return replace(batch, advantage=advantage, logp_old=near(0.2), logp_ref=near(0.5), entropy_old=scored.entropy)
+    tokens = TokenBatch(
+        batch.sequence,
+        batch.num_sequences,
+        advantage=advantage,
+        token_weight=torch.ones_like(advantage),
+        logp_old=near(0.2),
+        logp_ref=near(0.5),
+        entropy_old=scored.entropy,
+        logp_sampler=batch.logp_sampler,
+    )
+    return MicroBatch(batch, tokens)
+
+
+def _with(block: MicroBatch, **changes) -> MicroBatch:
+    """The block with other numbers for its tokens."""
+    return MicroBatch(block.packed, replace(block.tokens, **changes))
 
 
 def _gradient(
@@ -82,11 +98,12 @@ def _gradient(
     for parameter in parameters:
         parameter.grad = None
     micro_batches = step_batch(
-        block,
+        block.packed,
+        block.tokens,
         plan,
         objective,
         weighting,
-        dropped=dropped or [False] * block.num_sequences,
+        dropped=dropped or [False] * block.packed.num_sequences,
         num_steps=num_steps,
         statistics=statistics,
     )
@@ -163,13 +180,13 @@ def test_choices_made_once_a_block_survive_the_cut():
     policy = _policy()
     block = _block(policy)
     objective = Objective(surrogate=KlCov(fraction=0.2), filters=(TopEntropy(0.4),), entropy_bonus=EntropyBonus(BONUS))
-    statistics = objective.block_statistics(replace(block, token_weight=torch.ones(block.num_tokens)))
-    block = statistics.attach(block)
+    statistics = objective.block_statistics(block.tokens)
+    block = MicroBatch(block.packed, statistics.attach(block.tokens))
     whole, *cuts = (
         _gradient(policy, block, plan, objective, TokenMean(), beta=0.0, statistics=statistics)
         for plan in (WHOLE, *CUTS.values())
     )
-    assert 0 < statistics.selected.sum() < block.num_tokens
+    assert 0 < statistics.selected.sum() < block.packed.num_tokens
     for cut in cuts:
         _assert_same(cut, whole, 1e-12)
 
@@ -183,13 +200,14 @@ def test_the_steps_of_an_epoch_add_up_to_the_whole_block_under_block_totals():
     torch.testing.assert_close(sum(parts) / 2, whole, rtol=1e-12, atol=1e-14)
 
 
-def _by_formula(policy: Policy, block: TokenBatch, rows) -> torch.Tensor:
+def _by_formula(policy: Policy, block: MicroBatch, rows) -> torch.Tensor:
     """The gradient of GRPO with k3 and entropy bonus, written out over full logits.
 
     ``rows``: what makes the logits of one sequence, so that its prompt may be padded or not.
     """
     policy.model.zero_grad()
-    inputs, num_tokens = block.inputs, block.num_tokens
+    inputs, num_tokens, target = block.packed.inputs, block.packed.num_tokens, block.packed.target
+    block = block.tokens
     loss, first, start = torch.zeros((), dtype=torch.float64), 0, 0
     for s in range(block.num_sequences):
         length, count = inputs.lengths[s], inputs.source_counts[s]
@@ -197,7 +215,7 @@ def _by_formula(policy: Policy, block: TokenBatch, rows) -> torch.Tensor:
             tokens = inputs.input_ids[first : first + length]
             at = slice(start, start + count)
             log_probabilities = (rows(tokens)[-count:] / TEMPERATURE).log_softmax(-1)
-            logp = log_probabilities.gather(1, block.target[at, None])[:, 0]
+            logp = log_probabilities.gather(1, target[at, None])[:, 0]
             ratio = (logp - block.logp_old[at]).exp()
             advantage = block.advantage[at]
             policy_loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
@@ -234,7 +252,7 @@ def step_gradient_differs(policy, block):
     """The case tests something: some ratios are clipped and some are not."""
     outputs = _gradient(policy, block, WHOLE, *_composition("grpo"))[2]
     clipped = outputs[0].policy.clipped_low | outputs[0].policy.clipped_high
-    return 0 < clipped.sum() < block.num_tokens
+    return 0 < clipped.sum() < block.packed.num_tokens
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -247,13 +265,13 @@ def test_the_first_step_after_scoring_has_ratio_exactly_1(checkpointing, autocas
     block = _block(policy, torch.float32)
     plan = plan_epoch(
         [range(4), range(4, 8)],
-        block.inputs,
+        block.packed.inputs,
         tokens_per_step=20,
         tokens_per_micro_batch=tokens_per_micro_batch,
         seed=1,
     )
-    logp = score(policy, block, micro_batches_of(plan), temperature=TEMPERATURE, backend="auto").logp
-    block = replace(block, logp_old=logp, logp_ref=logp)
+    logp = scores_of(policy, block.packed, micro_batches_of(plan), temperature=TEMPERATURE, backend="auto").logp
+    block = _with(block, logp_old=logp, logp_ref=logp)
     outputs = _gradient(policy, block, plan[0], *_composition("grpo"))[2]
     assert len(outputs) > 1 or tokens_per_micro_batch == 1000
     for output in outputs:
@@ -277,8 +295,8 @@ def test_tokens_of_dropped_completions_weigh_nothing_and_their_garbage_reaches_n
     block = _block(policy)
     dropped = [s == 2 for s in range(8)]
     plain = _gradient(policy, block, WHOLE, *_composition("dapo"), dropped=dropped)
-    garbage = torch.where(block.sequence == 2, torch.nan, 0.0)
-    spoilt = replace(block, logp_old=block.logp_old + garbage, logp_ref=block.logp_ref - garbage)
+    garbage = torch.where(block.tokens.sequence == 2, torch.nan, 0.0)
+    spoilt = _with(block, logp_old=block.tokens.logp_old + garbage, logp_ref=block.tokens.logp_ref - garbage)
     _assert_same(_gradient(policy, spoilt, WHOLE, *_composition("dapo"), dropped=dropped), plain, 1e-12)
     without = StepPlan((0, 1, 3, 4, 5, 6, 7), ((0, 1, 3, 4, 6, 7),))  # the token mean does not know it was there
     _assert_same(_gradient(policy, block, without, *_composition("dapo")), plain, 1e-12)
@@ -288,17 +306,21 @@ def test_weights_belong_to_the_step():
     policy = _policy()
     block = _block(policy)
     plan = StepPlan((4, 5, 6, 7), ((4,), (6, 7)))
-    parts = step_batch(block, plan, Objective(), SequenceMean(), dropped=[False] * 8, num_steps=3, statistics=None)
+    parts = step_batch(
+        block.packed, block.tokens, plan, Objective(), SequenceMean(), dropped=[False] * 8, num_steps=3, statistics=None
+    )
     # four sequences (one empty) of 2, 11 and 6 tokens
-    assert [p.token_weight.unique().tolist() for p in parts] == [[1 / 8], [1 / 44, 1 / 24]]
+    assert [p.tokens.token_weight.unique().tolist() for p in parts] == [[1 / 8], [1 / 44, 1 / 24]]
 
 
 @pytest.mark.parametrize("scope", ["step", "micro_batch"])
 def test_the_weights_of_the_entropy_bonus_sum_to_1(scope):
     policy = _policy()
     objective = Objective(entropy_bonus=EntropyBonus(BONUS, scope=scope))
+    block = _block(policy)
     parts = step_batch(
-        _block(policy),
+        block.packed,
+        block.tokens,
         CUTS["uneven rows"],
         objective,
         MicroBatchTokenMean(),
@@ -306,7 +328,7 @@ def test_the_weights_of_the_entropy_bonus_sum_to_1(scope):
         num_steps=1,
         statistics=None,
     )
-    sums = [float(p.entropy_weight.sum()) for p in parts]
+    sums = [float(p.tokens.entropy_weight.sum()) for p in parts]
     expected = {"step": [14 / 27, 5 / 27, 8 / 27], "micro_batch": [1 / 3, 1 / 3, 1 / 3]}[scope]
     assert sums == pytest.approx(expected, abs=1e-12)
 
@@ -334,17 +356,19 @@ def _ppo_policy() -> Policy:
     return policy
 
 
-def _ppo_block(policy: Policy) -> TokenBatch:
+def _ppo_block(policy: Policy) -> MicroBatch:
     """The block with values near those of the policy, returns, and an advantage a token."""
     block = _block(policy)
     generator = torch.Generator().manual_seed(7)
-    values = score(policy, block, [tuple(s for s in range(8) if s != 5)], temperature=1.0, backend="chunked").value
+    values = scores_of(
+        policy, block.packed, [tuple(s for s in range(8) if s != 5)], temperature=1.0, backend="chunked"
+    ).value
 
     def normal(scale: float) -> torch.Tensor:
-        return scale * torch.randn(block.num_tokens, generator=generator, dtype=torch.float64)
+        return scale * torch.randn(block.packed.num_tokens, generator=generator, dtype=torch.float64)
 
-    returns = (values + normal(1.0)).masked_fill(block.sequence == UNSCORED, torch.nan)
-    return replace(block, advantage=normal(1.0), value_old=values + normal(0.5), value_target=returns)
+    returns = (values + normal(1.0)).masked_fill(block.tokens.sequence == UNSCORED, torch.nan)
+    return _with(block, advantage=normal(1.0), value_old=values + normal(0.5), value_target=returns)
 
 
 def _ppo():
@@ -352,18 +376,19 @@ def _ppo():
     return found.objective, found.weighting, ValueLoss(coefficient=0.7, clip=CLIP)
 
 
-def _ppo_by_formula(model, head, block: TokenBatch) -> torch.Tensor:
+def _ppo_by_formula(model, head, block: MicroBatch) -> torch.Tensor:
     """The gradient of PPO over full logits and transformers' own hidden states, one sequence at a time."""
-    counts, lengths = block.inputs.source_counts, block.inputs.lengths
+    inputs, target, block = block.packed.inputs, block.packed.target, block.tokens
+    counts, lengths = inputs.source_counts, inputs.lengths
     first, start, loss = 0, 0, torch.zeros((), dtype=torch.float64)
     num_trained = sum(n for s, n in enumerate(counts) if s != DROPPED)
     num_fitted = num_trained - counts[UNSCORED]
     for s, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         at = slice(start, start + count)
         if count and s != DROPPED:
-            output = model(block.inputs.input_ids[first : first + length][None], output_hidden_states=True)
+            output = model(inputs.input_ids[first : first + length][None], output_hidden_states=True)
             logits = output.logits[0, -count:] / TEMPERATURE
-            logp = logits.log_softmax(-1)[torch.arange(count), block.target[at]]
+            logp = logits.log_softmax(-1)[torch.arange(count), target[at]]
             ratio, advantage = (logp - block.logp_old[at]).exp(), block.advantage[at]
             policy_loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
             loss = loss + policy_loss.sum() / num_trained
@@ -419,16 +444,17 @@ def test_the_value_loss_is_a_mean_over_the_steps_tokens_with_a_return_whatever_t
     block, plan = _ppo_block(policy), StepPlan((0, 1, 2, 3, 5, 6), ((0, 3), (1, 6), (2,)))
     dropped = [s == DROPPED for s in range(8)]
     for weighting in (TokenMean(), SequenceMean(), MicroBatchTokenMean()):
-        parts = step_batch(block, plan, Objective(), weighting, dropped=dropped, num_steps=1, statistics=None)
-        weights = [p.value_weight.tolist() for p in parts]
+        parts = step_batch(
+            block.packed, block.tokens, plan, Objective(), weighting, dropped=dropped, num_steps=1, statistics=None
+        )
+        weights = [p.tokens.value_weight.tolist() for p in parts]
         # 4, 1 and 9 tokens of sequences 0, 1 and 2; 5 of the unscored, 11 of the dropped one
         assert weights == [[1 / 14] * 4 + [0] * 5, [1 / 14] + [0] * 11, [1 / 14] * 9]
-    assert (
-        step_batch(_block(policy), plan, Objective(), TokenMean(), dropped=dropped, num_steps=1, statistics=None)[
-            0
-        ].value_weight
-        is None
+    plain = _block(policy)
+    first, *_ = step_batch(
+        plain.packed, plain.tokens, plan, Objective(), TokenMean(), dropped=dropped, num_steps=1, statistics=None
     )
+    assert first.tokens.value_weight is None
 
 
 def test_what_stands_where_there_is_no_return_reaches_no_gradient():
@@ -436,8 +462,8 @@ def test_what_stands_where_there_is_no_return_reaches_no_gradient():
     block = _ppo_block(policy)
     dropped = [s == DROPPED for s in range(8)]
     plain = _gradient(policy, block, WHOLE, *_ppo(), beta=0.0, dropped=dropped)
-    hidden = (block.sequence == UNSCORED) | (block.sequence == DROPPED)
-    spoilt = replace(block, value_old=block.value_old.masked_fill(hidden, torch.nan))
+    hidden = (block.tokens.sequence == UNSCORED) | (block.tokens.sequence == DROPPED)
+    spoilt = _with(block, value_old=block.tokens.value_old.masked_fill(hidden, torch.nan))
     _assert_same(_gradient(policy, spoilt, WHOLE, *_ppo(), beta=0.0, dropped=dropped), plain, 0.0)
 
 

@@ -4,7 +4,6 @@
 Words (papers, other libraries' names, differences) stand here, by preset; a preset without words is an error.
 """
 
-import argparse
 import dataclasses
 import hashlib
 import inspect
@@ -13,6 +12,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import matplotlib
 import torch
 from matplotlib.figure import Figure
 
+from logitless import pages
 from logitless.errors import ConfigurationError
 from logitless.objective.algorithm import Algorithm
 from logitless.objective.presets import PRESETS
@@ -27,7 +28,7 @@ from logitless.types import TokenBatch
 
 DOCS = Path(__file__).parents[3] / "docs"
 COST = DOCS.parent / "benchmarks" / "results" / "objective.json"
-COMMAND = "python -m logitless.bench.objectives_document"
+MODULE = "logitless.bench.objectives_document"
 TOLERANCE = 1e-6
 NUM_POINTS = 120
 POSITIVE, NEGATIVE = "A = +1", "A = -1"
@@ -229,6 +230,9 @@ WORDS: Mapping[str, Words] = {
             "Bounds are of the log ratio: exp(-0.4) to exp(0.4) is 0.67 to 1.49. So are TRL's `epsilon` and verl's "
             "`clip_ratio` here, though of the ratio elsewhere; verl's default of 0.2 is not the paper's.",
             "verl averages over the sequences of a micro-batch, whatever `loss_agg_mode` says.",
+            "With a token-level sampler correction each token's loss is multiplied by its own weight, a sequence's so "
+            "by their arithmetic mean; verl takes their geometric mean. `level: geometric` is the geometric mean of "
+            "the sequence's ratio, bounded afterwards.",
             "The picture is of a sequence of one token.",
         ),
         ratio=(0.0, 2.4),
@@ -301,7 +305,8 @@ WORDS: Mapping[str, Words] = {
         {"verl": "`adv_estimator: reinforce_plus_plus`"},
         (
             "With several completions a prompt the baseline variant is the advantage `reinforce_pp_baseline` "
-            "(verl: `reinforce_plus_plus_baseline`).",
+            "(verl: `reinforce_plus_plus_baseline`; OpenRLHF: `reinforce_baseline`). Like theirs and the paper's it is "
+            "whitened over tokens, so that a long completion counts more; `whiten_over: completions` counts each once.",
             _VERL_CLIP,
         ),
     ),
@@ -360,7 +365,7 @@ _WEIGHTINGS: Mapping[str, str] = {
 
 _OPENING = f"""# Objectives
 
-<!-- Made by `{COMMAND}`: change the words there, the numbers in the presets. -->
+<!-- Made by `python -m {MODULE}`: change the words there, the numbers in the presets. -->
 
 Every objective is one composition, `logitless.objective.objective.Objective`, over packed vectors of N tokens:
 
@@ -373,6 +378,8 @@ Its keys in a recipe are in [configuration](configuration.md).
 - `lr_t = logp_t - logp_old_t`, the trained policy against the one that drew the batch. `p = exp(logp)`.
 - `S(t)` is the sequence of token t and `|S(t)|` its trained tokens; `sg` stops the gradient.
 - `N_all`, `B_all` count trained tokens and completions of the optimizer step, over every rank and micro-batch.
+- Ratios follow the formula: verl holds `lr` within ±20 before `exp` in `vanilla`, `sapo` and `cispo`, beyond which its ratio is
+  constant and has no gradient. Here nothing is held unless a bound says so.
 - Bounds are absolute: where a paper says epsilon = 0.2, the bounds are 0.8 and 1.2.
 - Names of other libraries are those of TRL 1.16, Liger 0.8, and verl and Fast-LLM at the time of writing. One that is not listed has
   no such loss, or none that we know of. `logitless parity --against trl --against liger` runs their code against this one.
@@ -414,6 +421,8 @@ is the expected *gradient*, and that is another matter:
   group statistics otherwise.
 - `mse` is k2 and `low_var_kl` is k3 (verl's names). verl also clamps k3's value to ±10, beyond which it has no gradient. Here `d` is clamped to ±20
   and the clamped tokens are counted; TRL does not clamp (`clamp: null`).
+- `kl.control: ziegler` is verl's `AdaptiveKLController` with `guardrail: null` only. By default beta becomes `1.5 * beta` where the KL
+  exceeds twice its target, which verl's never does.
 
 ## Sampler correction
 
@@ -457,15 +466,23 @@ on the size of one.
 
 `presets.trl(config)`, or `presets.trl(loss_type=..., ...)`, builds what a `GRPOConfig` means. It raises on
 
-- `cispo` with an `epsilon_high` below 1 (the default is 0.2): TRL takes it for the ceiling and scales every gradient down;
 - an unknown field or string, which TRL finds at the first loss;
-- `delta` with `cispo`, `sapo` or `vespo`, which ignore it;
-- `vespo` with a sampler correction that is not per token;
-- `router_aux_loss_coef` and `sync_ref_model`: a router's loss and a moving reference cannot be expressed.
+- `vespo` with a sampler correction that is not per token, as TRL does;
+- a `delta` of at most `1 - epsilon`, below which no ratio is left, and sizes that no run has (a SAPO or VESPO parameter
+  that is not positive, an entropy coefficient whose bounds are out of order);
+- `router_aux_loss_coef` and `sync_ref_model`: a router's loss and a moving reference are no part of an objective.
+  `logitless.integrations.trl.GRPOTrainer` takes both: TRL moves the reference, and the router loss of a mixture of
+  experts is added as TRL adds it.
+
+It warns about `cispo` with an `epsilon_high` below 1 (the default is 0.2): TRL takes it for the ceiling and scales every
+gradient down. `GRPOTrainer` refuses what TRL's trains in three cases: DeepSpeed ZeRO-3, prompt learning, and an LM head
+that is not `softcap(scale * (hidden @ weight.T + bias))`.
 
 It leaves a note (`Algorithm.notes`) on
 
-- `scale_rewards` under `normalize_then_sum`, and `epsilon` under `sapo` and `vespo`: no effect;
+- `scale_rewards` under `normalize_then_sum`, `epsilon` under `sapo` and `vespo`, `delta` under `cispo`, `sapo` and
+  `vespo`: no effect;
+- a `delta` below `1 + epsilon_high`, which bounds the ratio of positive advantages;
 - `bnpo`, `top_entropy_quantile` and the entropy bonus: the result depends on the size of a micro-batch;
 - `luspo` at the token level, and `dapo`, `bnpo`, `dr_grpo`, `cispo` at the sequence level: not the papers' losses;
 - top-p, top-k, min-p or a repetition penalty with a sampler correction: two different distributions.
@@ -713,15 +730,7 @@ def _number(value: Any) -> str:
 
 def main() -> int:
     """Write the page and its pictures, or with ``--check`` say whether they are current."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where something is not current")
-    if not parser.parse_args().check:
-        write(DOCS)
-        return 0
-    found = outdated(DOCS)
-    if found:
-        print(f"not current: {', '.join(found)}; run {COMMAND}", file=sys.stderr)
-    return 1 if found else 0
+    return pages.main(MODULE, pages.Written(partial(write, DOCS), partial(outdated, DOCS)))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from logitless.head.api import token_scores
-from logitless.head.contract import why_not
+from logitless.head.api import token_scores, why_not
 from logitless.objective.correction import SamplerCorrection
 from logitless.objective.divergence import KLPenalty
 from logitless.objective.entropy import EntropyBonus

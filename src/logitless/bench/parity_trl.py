@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from logitless.bench.parity import FLOAT64, Measured, Row, row
 from logitless.errors import UnavailableError
-from logitless.objective.advantage import Gdpo, combine_rewards
+from logitless.integrations.padded import Places, from_padded
+from logitless.objective.advantage import AdvantageInputs, combine_rewards
 from logitless.objective.algorithm import Algorithm
 from logitless.objective.entropy import EntropyController
 from logitless.objective.objective import ObjectiveOutput
@@ -337,10 +338,10 @@ def ours(case: Case, rollouts: Rollouts) -> Measured:
     losses, scales = [], []
     for step in _steps(case, rollouts, algorithm):
         outputs, scale = [], 0.0
-        for rows, batch in step:
+        for rows, batch, places in step:
             output = algorithm.objective(
-                logp[rows][batch.sequence, batch.column],
-                entropy[rows][batch.sequence, batch.column],
+                places.taken_from(logp[rows]),
+                places.taken_from(entropy[rows]),
                 batch,
                 beta=0.0 if algorithm.kl_control is None else algorithm.kl_control.beta,
                 entropy_coefficient=None if controller is None else controller.applied,
@@ -355,8 +356,8 @@ def ours(case: Case, rollouts: Rollouts) -> Measured:
     return Measured(tuple(losses), _gradients(logp, entropy), tuple(scales))
 
 
-def _steps(case: Case, rollouts: Rollouts, algorithm: Algorithm) -> Iterator[list[tuple[slice, TokenBatch]]]:
-    """Micro-batches of each optimizer step, with the rows that they come from."""
+def _steps(case: Case, rollouts: Rollouts, algorithm: Algorithm) -> Iterator[list[tuple[slice, TokenBatch, Places]]]:
+    """Micro-batches of each optimizer step, with the rows that they come from and their places there."""
     weighting, advantage = algorithm.weighting, _advantage(algorithm, rollouts)
     tools = rollouts.tool_mask()
     trained = rollouts.completion_mask.clone()
@@ -365,7 +366,7 @@ def _steps(case: Case, rollouts: Rollouts, algorithm: Algorithm) -> Iterator[lis
             trained[i, : len(flags)] &= torch.tensor(flags, dtype=torch.bool)
     counts = tuple(trained.sum(1).tolist())
     truncated = [algorithm.drop_truncated and ids[-1] != EOS for ids in rollouts.completion_ids()]
-    over_block = getattr(weighting, "scope", "step") == "block"
+    over_block = weighting.spans_block
     for first in range(0, NUM_SEQUENCES, MICRO_BATCH * case.accumulation):
         step = slice(first, first + MICRO_BATCH * case.accumulation)
         over = slice(None) if over_block else step
@@ -379,7 +380,7 @@ def _steps(case: Case, rollouts: Rollouts, algorithm: Algorithm) -> Iterator[lis
             rows = slice(start, start + MICRO_BATCH)
             dropped = truncated[rows]
             weight = weighting(counts[rows], totals, dropped, dtype=torch.float64)
-            batch = TokenBatch.from_padded(
+            batch, places = from_padded(
                 trained[rows],
                 advantage[rows],
                 lambda _, weight=weight: weight,  # type: ignore[misc]
@@ -391,17 +392,22 @@ def _steps(case: Case, rollouts: Rollouts, algorithm: Algorithm) -> Iterator[lis
                 of_step = replace(totals, num_steps=1.0)
                 bonus_weight = MicroBatchTokenMean()(counts[rows], of_step, dropped, dtype=torch.float64)
                 batch = replace(batch, entropy_weight=bonus_weight)
-            micro_batches.append((rows, batch))
+            micro_batches.append((rows, batch, places))
         yield micro_batches
 
 
 def _advantage(algorithm: Algorithm, rollouts: Rollouts) -> Tensor:
     group = torch.arange(NUM_PROMPTS).repeat_interleave(NUM_GENERATIONS)
     weights = torch.tensor(REWARD_WEIGHTS, dtype=torch.float64)
-    estimator: Any = algorithm.advantage
-    if isinstance(estimator, Gdpo):
-        return estimator(rollouts.rewards, group, weights)
-    return estimator(combine_rewards(rollouts.rewards, weights), group)
+    assert algorithm.advantage is not None
+    inputs = AdvantageInputs(
+        rewards=combine_rewards(rollouts.rewards, weights),
+        group=group,
+        sequence=torch.arange(len(group)),  # one number a completion is wanted, so each is a single token here
+        scores=rollouts.rewards,
+        weights=weights,
+    )
+    return algorithm.advantage(inputs).advantage
 
 
 def _mean_entropy(outputs: list[ObjectiveOutput]) -> float:

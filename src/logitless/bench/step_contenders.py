@@ -23,11 +23,14 @@ from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.lm_head import backbone_hidden
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.packed import PACKED
+from logitless.objective.advantage import AdvantageInputs
+from logitless.objective.inputs import required
 from logitless.objective.presets import trl as trl_preset
 from logitless.train.config import Backend
 from logitless.train.policy import Policy
-from logitless.train.step import backward, step_batch, step_metrics
-from logitless.types import Completion, Prompt, TokenBatch, TokenScores
+from logitless.train.score import scores_of
+from logitless.train.step import MicroBatch, backward, step_batch, step_metrics
+from logitless.types import Completion, PackedBatch, Prompt, TokenBatch, TokenScores
 
 ALGORITHM = trl_preset()
 STALENESS = 0.05
@@ -176,21 +179,25 @@ class Rollouts:
     """Recorded sequences with their advantages, in the trainer's form.
 
     Args:
-        batch: packed, with advantages and, once ``recorded``, the sampler's log-probabilities as ``logp_old``.
+        packed: their tokens.
+        advantages: one a sequence.
+        logp_old: of the sampler, once ``recorded``.
         groups: the sequences of each prompt.
         workload: that they were drawn for.
     """
 
-    batch: TokenBatch
+    packed: PackedBatch
+    advantages: Tensor
     groups: tuple[tuple[int, ...], ...]
     workload: Workload
+    logp_old: Tensor | None = None
 
     @classmethod
     def draw(cls, workload: Workload, vocabulary: int) -> "Rollouts":
         """Random tokens; each completion is right or wrong, every group has both, and advantages are TRL's.
 
         Example:
-            >>> Rollouts.draw(Workload(prompts=1, prompt_tokens=4, completion_tokens=16), 41).batch.num_sequences
+            >>> Rollouts.draw(Workload(prompts=1, prompt_tokens=4, completion_tokens=16), 41).packed.num_sequences
             8
         """
         chance = random.Random(0)
@@ -209,68 +216,58 @@ class Rollouts:
                 pairs.append((prompt, _completion(prompt, chance.randint(longest // 8, longest), vocabulary, chance)))
                 rewards.append(float(c < right))
         group = torch.arange(workload.prompts).repeat_interleave(size)
-        estimator: Any = ALGORITHM.advantage
+        assert ALGORITHM.advantage is not None
+        inputs = AdvantageInputs(torch.tensor(rewards), group, sequence=torch.arange(len(group)))
         groups = tuple(tuple(range(p * size, (p + 1) * size)) for p in range(workload.prompts))
-        return cls(_with_advantages(pairs, estimator(torch.tensor(rewards), group)), groups, workload)
+        return cls(pack(pairs), ALGORITHM.advantage(inputs).advantage, groups, workload)
 
     @classmethod
     def single(cls, completion_tokens: int, workload: Workload, vocabulary: int) -> "Rollouts":
         """One sequence of this many completion tokens in a micro-batch of its own, with advantage 1.
 
         Example:
-            >>> Rollouts.single(100, Workload(prompt_tokens=4), 41).batch.num_tokens
+            >>> Rollouts.single(100, Workload(prompt_tokens=4), 41).packed.num_tokens
             100
         """
         chance = random.Random(0)
         prompt = Prompt("0", "", tuple(chance.randrange(vocabulary) for _ in range(workload.prompt_tokens)))
         pairs = [(prompt, _completion(prompt, completion_tokens, vocabulary, chance))]
         workload = replace(workload, tokens_per_micro_batch=workload.prompt_tokens + completion_tokens)
-        return cls(_with_advantages(pairs, torch.ones(1)), ((0,),), workload)
+        return cls(pack(pairs), torch.ones(1), ((0,),), workload)
 
     @property
     def plan(self) -> StepPlan:
         """One step over everything."""
-        assert self.batch.inputs is not None
-        size = self.workload.tokens_per_micro_batch
-        total = self.batch.num_tokens
-        steps = plan_epoch(self.groups, self.batch.inputs, tokens_per_step=total, tokens_per_micro_batch=size, seed=0)
+        size, total = self.workload.tokens_per_micro_batch, self.packed.num_tokens
+        steps = plan_epoch(self.groups, self.packed.inputs, tokens_per_step=total, tokens_per_micro_batch=size, seed=0)
         return steps[0]
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the backbone reads, prompts included and padding not."""
-        assert self.batch.inputs is not None
-        return len(self.batch.inputs.input_ids)
+        return len(self.packed.inputs.input_ids)
+
+    @property
+    def tokens(self) -> TokenBatch:
+        """What the objective reads; the step sets the weights."""
+        sequence = self.packed.sequence
+        return TokenBatch(
+            sequence,
+            self.packed.num_sequences,
+            advantage=self.advantages[sequence],
+            token_weight=torch.ones(len(sequence)),
+            logp_old=self.logp_old,
+        )
 
     def recorded(self, policy: Policy) -> "Rollouts":
         """With log-probabilities of a sampler that lagged a little: the policy's own and seeded noise."""
-        generator = torch.Generator().manual_seed(1)
-        logp = torch.empty(self.batch.num_tokens)
-        for row in self.plan.micro_batches:
-            with torch.no_grad():
-                scores = policy.scores(self.batch.take(row), temperature=1.0, backend="auto")
-            member = torch.isin(self.batch.sequence, torch.tensor(row))
-            logp[member] = scores.logp[_in_block_order(self.batch, row)].float().cpu()
-        noise = STALENESS * torch.randn(len(logp), generator=generator)
-        return replace(self, batch=replace(self.batch, logp_old=logp + noise))
-
-
-def _in_block_order(batch: TokenBatch, row: Sequence[int]) -> Tensor:
-    """Index that puts the tokens of ``batch.take(row)`` into the order that they have in the batch."""
-    assert batch.inputs is not None
-    parts, start = {}, 0
-    for s in row:
-        parts[s] = torch.arange(start, start := start + batch.inputs.source_counts[s])
-    return torch.cat([parts[s] for s in sorted(row)])
+        logp = scores_of(policy, self.packed, self.plan.micro_batches, temperature=1.0, backend="auto").logp
+        noise = STALENESS * torch.randn(len(logp), generator=torch.Generator().manual_seed(1))
+        return replace(self, logp_old=logp + noise)
 
 
 def _completion(prompt: Prompt, length: int, vocabulary: int, chance: random.Random) -> Completion:
     return Completion(prompt.id, tuple(chance.randrange(vocabulary) for _ in range(length)), "", "stop")
-
-
-def _with_advantages(pairs: Sequence[tuple[Prompt, Completion]], advantages: Tensor) -> TokenBatch:
-    batch = pack(pairs)
-    return replace(batch, advantage=advantages.float()[batch.sequence])
 
 
 class Trainer(Protocol):
@@ -291,11 +288,9 @@ class FullLogits(Policy):
     No entropy is taken, which such a trainer needs another [N, V] for: the figure here is in its favour.
     """
 
-    def scores(self, batch: TokenBatch, *, temperature: float, backend: Backend) -> TokenScores:  # noqa: ARG002
+    def scores(self, batch: PackedBatch, *, temperature: float, backend: Backend) -> TokenScores:  # noqa: ARG002
         """logp [N]; the entropy is 0."""
         batch = batch.to(self.device)
-        assert batch.inputs is not None
-        assert batch.target is not None
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
             hidden = backbone_hidden(self.model, batch.inputs)
             rows = hidden.index_select(0, batch.inputs.source) / temperature
@@ -313,16 +308,17 @@ class Packed:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self._micro_batches: list[TokenBatch] = []
+        self._micro_batches: list[MicroBatch] = []
 
     def load(self, rollouts: Rollouts) -> None:
         """Plan the step and weigh its tokens."""
         self._micro_batches = step_batch(
-            rollouts.batch,
+            rollouts.packed,
+            rollouts.tokens,
             rollouts.plan,
             ALGORITHM.objective,
             ALGORITHM.weighting,
-            dropped=[False] * rollouts.batch.num_sequences,
+            dropped=[False] * rollouts.packed.num_sequences,
             num_steps=1,
             statistics=None,
         )
@@ -409,7 +405,7 @@ class InstalledTRL:
 
         device = self._trainer.accelerator.device
         generation_batch = {name: values.to(device) for name, values in _padded(rollouts).items()}
-        parts = max(1, rollouts.batch.num_sequences // self._size)
+        parts = max(1, rollouts.packed.num_sequences // self._size)
         self._micro_batches = split_tensor_dict(generation_batch, parts)
         for batch in self._micro_batches:
             batch["num_items_in_batch"] = generation_batch["completion_mask"].sum()
@@ -422,14 +418,11 @@ class InstalledTRL:
 
 def _padded(rollouts: Rollouts) -> dict[str, Tensor]:
     """What ``GRPOTrainer._generate_and_score_completions`` makes of these sequences."""
-    batch = rollouts.batch
-    assert batch.inputs is not None
-    assert batch.target is not None
-    assert batch.logp_old is not None
-    lengths, counts = list(batch.inputs.lengths), list(batch.inputs.source_counts)
-    read = torch.split(batch.inputs.input_ids, lengths)
+    inputs = rollouts.packed.inputs
+    lengths, counts = list(inputs.lengths), list(inputs.source_counts)
+    read = torch.split(inputs.input_ids, lengths)
     prompts = [ids[: n - count + 1] for ids, n, count in zip(read, lengths, counts, strict=True)]
-    completions = torch.split(batch.target, counts)
+    completions = torch.split(rollouts.packed.target, counts)
 
     def left(rows: Sequence[Tensor]) -> Tensor:
         return pad_sequence([row.flip(0) for row in rows], batch_first=True).flip(1)
@@ -442,8 +435,8 @@ def _padded(rollouts: Rollouts) -> dict[str, Tensor]:
         "prompt_mask": left([torch.ones_like(row) for row in prompts]),
         "completion_ids": right(completions),
         "completion_mask": right([torch.ones_like(row) for row in completions]),
-        "advantages": torch.stack([row[0] for row in torch.split(batch.advantage, counts)]),
-        "old_per_token_logps": right(torch.split(batch.logp_old, counts)),
+        "advantages": rollouts.advantages,
+        "old_per_token_logps": right(torch.split(required(rollouts.logp_old, "logp_old"), counts)),
     }
 
 

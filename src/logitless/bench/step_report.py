@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from logitless.bench import pages
+from logitless import pages
 
 Row = dict[str, Any]
 MARKS = pages.Marks("step")

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from logitless.head.contract import why_not
+from logitless.head.api import why_not
+from logitless.rewards.sandbox import walls_of
 from logitless.types import LMHead
 
 OPTIONAL = {
@@ -39,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     for section, entries in found.items():
         print(section)
         for name, value in entries.items():
-            print(f"  {name:22s} {value}")
+            print(f"  {name:30s} {value}")
     return 0
 
 
@@ -58,6 +59,10 @@ def findings() -> dict[str, dict[str, Any]]:
         "optional": {
             module: "installed" if importlib.util.find_spec(module) else f"absent: pip install 'logitless[{extra}]'"
             for module, extra in OPTIONAL.items()
+        },
+        "walls around a model's text": {
+            "programs (code)": str(walls_of("program")),
+            "graders (math, reasoning_gym)": str(walls_of("grader")),
         },
         "head backends": {name: why_not(name, hidden, head) or "runs" for name in ("reference", "chunked", "fused")},
     }

@@ -5,10 +5,12 @@ import json
 import logging
 from pathlib import Path
 
+from logitless.distributed.ranks import ranks_of_environment
 from logitless.train.plan import dry_run
 from logitless.train.recipe import load_recipe
 from logitless.train.run import start
 from logitless.train.run_folder import RunFolder
+from logitless.train.setup import device_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +31,11 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(dry_run(recipe))
         return 0
-    logging.getLogger("logitless").setLevel(logging.INFO)
-    folder, complete = start(recipe, numbered=options.numbered, resume=options.resume)
-    print(_ending(folder, complete, options.recipe))
+    with ranks_of_environment(device_of(recipe.model).type) as ranks:
+        logging.getLogger("logitless").setLevel(logging.INFO if ranks.is_first else logging.WARNING)
+        folder, complete = start(recipe, numbered=options.numbered, resume=options.resume, ranks=ranks)
+        if ranks.is_first:
+            print(_ending(folder, complete, options.recipe))
     return 0
 
 

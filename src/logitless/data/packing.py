@@ -11,19 +11,17 @@ from dataclasses import dataclass
 import torch
 
 from logitless.errors import InputError
-from logitless.types import Completion, PackedInputs, Prompt, TokenBatch
+from logitless.types import Completion, PackedBatch, PackedInputs, Prompt
 
 
-def pack(pairs: Sequence[tuple[Prompt, Completion]]) -> TokenBatch:
+def pack(pairs: Sequence[tuple[Prompt, Completion]]) -> PackedBatch:
     """Lay prompt-completion pairs end to end, one sequence each, in the order given.
 
     Args:
         pairs: B prompts with a completion each; tokens with ``trained=False`` are read but get no row.
 
     Returns:
-        A CPU ``TokenBatch`` with ``target``, ``sequence``, ``inputs``, ``turn`` and ``logp_sampler`` (float32, NaN for
-        tokens of an engine that gave none) filled in. ``advantage`` and ``token_weight`` are NaN until the caller
-        sets them.
+        The batch, on the CPU.
 
     Raises:
         InputError: a prompt without tokens (nothing would predict the first token).
@@ -38,12 +36,11 @@ def pack(pairs: Sequence[tuple[Prompt, Completion]]) -> TokenBatch:
     position_ids: list[int] = []
     source: list[int] = []
     target: list[int] = []
-    sequence: list[int] = []
     turn: list[int] = []
     logp_sampler: list[float] = []
     lengths: list[int] = []
     counts: list[int] = []
-    for index, (prompt, completion) in enumerate(pairs):
+    for prompt, completion in pairs:
         if not prompt.token_ids:
             raise InputError(
                 needed="prompts of at least one token",
@@ -57,21 +54,12 @@ def pack(pairs: Sequence[tuple[Prompt, Completion]]) -> TokenBatch:
         input_ids += read
         position_ids += range(len(read))
         target += [completion.token_ids[j] for j in trained]
-        sequence += [index] * len(trained)
         turn += [0 if completion.turn is None else completion.turn[j] for j in trained]
         given = completion.logp_sampler
         logp_sampler += [float("nan") if given is None else given[j] for j in trained]
         lengths.append(len(read))
         counts.append(len(trained))
-    nothing = torch.full((len(target),), float("nan"))
-    return TokenBatch(
-        sequence=torch.tensor(sequence, dtype=torch.long),
-        num_sequences=len(pairs),
-        advantage=nothing,
-        token_weight=nothing,
-        target=torch.tensor(target, dtype=torch.long),
-        logp_sampler=torch.tensor(logp_sampler, dtype=torch.float32),
-        turn=torch.tensor(turn, dtype=torch.long),
+    return PackedBatch(
         inputs=PackedInputs(
             input_ids=torch.tensor(input_ids, dtype=torch.long),
             position_ids=torch.tensor(position_ids, dtype=torch.long),
@@ -79,6 +67,9 @@ def pack(pairs: Sequence[tuple[Prompt, Completion]]) -> TokenBatch:
             source=torch.tensor(source, dtype=torch.long),
             source_counts=tuple(counts),
         ),
+        target=torch.tensor(target, dtype=torch.long),
+        turn=torch.tensor(turn, dtype=torch.long),
+        logp_sampler=torch.tensor(logp_sampler, dtype=torch.float32),
     )
 
 
@@ -142,13 +133,13 @@ def plan_epoch(
         before += size
     filled = [step for step in steps if any(inputs.source_counts[s] for s in step)] or [[]]
     filled[0] += [s for step in steps if step not in filled for s in step]  # empty completions still count in B
-    return [StepPlan(tuple(step), _micro_batches(step, inputs, tokens_per_micro_batch)) for step in filled]
+    return [StepPlan(tuple(step), cut_into_rows(step, inputs, tokens_per_micro_batch)) for step in filled]
 
 
-def _micro_batches(
+def cut_into_rows(
     sequences: Sequence[int], inputs: PackedInputs, tokens_per_micro_batch: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Rows filled in order, each up to the limit."""
+    """The sequences with scored tokens in packed rows, filled in order, each up to the limit."""
     rows: list[list[int]] = []
     used = tokens_per_micro_batch
     for s in sequences:

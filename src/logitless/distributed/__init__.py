@@ -1,6 +1,7 @@
-"""Collectives: sums over ranks and the rows of all ranks."""
+"""Collectives: the ranks of a run, sums over ranks and the rows of all ranks."""
 
 from logitless.distributed.gather import gather_over_group
+from logitless.distributed.ranks import Ranks, ranks_of_environment
 from logitless.distributed.sums import sum_over_group
 
-__all__ = ["gather_over_group", "sum_over_group"]
+__all__ = ["Ranks", "gather_over_group", "ranks_of_environment", "sum_over_group"]

@@ -1,4 +1,4 @@
-"""The head's one public function: which backend runs, and that it gets checked arguments."""
+"""The head's one public function: which backend runs, why another cannot, and that it gets checked arguments."""
 
 import functools
 import logging
@@ -10,7 +10,8 @@ from torch.distributed import ProcessGroup
 
 from logitless.errors import InputError, UnavailableError
 from logitless.head import chunked, reference
-from logitless.head.contract import Backend, checked, why_not, without_autocast
+from logitless.head.contract import Backend, checked, without_autocast
+from logitless.head.sharded import is_sharded
 from logitless.types import LMHead, TokenScores
 
 logger = logging.getLogger("logitless")
@@ -98,6 +99,27 @@ def token_scores(
             live=live,
             group=group,
         )
+
+
+def why_not(backend: Backend, hidden: Tensor, head: LMHead | Tensor, group: ProcessGroup | None = None) -> str | None:
+    """Why this backend cannot score these tensors on this machine, or None when it can.
+
+    Example:
+        >>> why_not("chunked", torch.zeros(2, 4), torch.zeros(11, 4)) is None
+        True
+    """
+    if backend == "chunked":
+        return None
+    head = LMHead(weight=head) if isinstance(head, Tensor) else head
+    if backend == "reference":
+        if group is not None:
+            return "the vocabulary is sharded over a process group"
+        return "the weight is sharded (DTensor)" if is_sharded(head.weight) else None
+    try:
+        from logitless.head import fused
+    except ImportError as error:
+        return f"its kernels cannot be imported ({error})"
+    return fused.why_not(hidden)
 
 
 def _named(backend: Backend, hidden: Tensor, head: LMHead, group: ProcessGroup | None) -> Backend:

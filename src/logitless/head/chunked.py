@@ -104,7 +104,7 @@ def token_scores(
         group=group,
     )
     logp, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, *map(sharded.whole, (head.bias, head.lora_a, head.lora_b)), target, outside, call
+        hidden, head.weight, head.bias, head.lora_a, head.lora_b, target, outside, call
     )
     return TokenScores(logp=logp, entropy=entropy)
 
@@ -247,7 +247,7 @@ class _TokenScores(torch.autograd.Function):
         outside: Tensor | None,
         call: _Call,
     ) -> tuple[Tensor, Tensor]:
-        head = _Head(weight, bias, lora_a, lora_b)
+        head = _Head(weight, *map(sharded.whole, (bias, lora_a, lora_b)))
         with without_autocast(hidden.device):
             if call.group is not None:
                 target = vocab_parallel.within_shard(target, len(weight), call.group)
@@ -263,17 +263,19 @@ class _TokenScores(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         scored = _Scored(partial.top, partial.others, normaliser, logp, entropy)
-        ctx.save_for_backward(hidden, *head, target, outside, *scored)
+        ctx.save_for_backward(hidden, bias, lora_a, lora_b, *head, target, outside, *scored)
         return logp, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("chunked")
+        hidden, bias, lora_a, lora_b, weight, *whole, target, outside = ctx.saved_tensors[:10]
+        head, scored = _Head(weight, *whole), ctx.saved_tensors[10:]
+        if grad_logp is None and grad_entropy is None:
+            if not sharded.is_sharded(weight):
+                return (None,) * 8
+            grad_logp = torch.zeros_like(scored[-2])  # the other ranks wait for this one's collectives
         arriving = [gradient for gradient in (grad_logp, grad_entropy) if gradient is not None]
-        if not arriving:
-            return (None,) * 8
-        hidden, weight, bias, lora_a, lora_b, target, outside, *scored = ctx.saved_tensors
-        head = _Head(weight, bias, lora_a, lora_b)
         live = torch.stack([gradient != 0 for gradient in arriving]).any(0).nonzero().squeeze(1)
         with without_autocast(hidden.device):
             all_live = len(live) == len(hidden)
@@ -285,8 +287,9 @@ class _TokenScores(torch.autograd.Function):
             of_hidden = None if of_live is None else of_live.to(hidden.dtype)
             if of_hidden is not None and not all_live:
                 of_hidden = torch.zeros_like(hidden).index_copy_(0, live, of_hidden)
-        rounded = (None if g is None or x is None else g.to(x.dtype) for g, x in zip(of_head, head, strict=True))
-        return (of_hidden, *rounded, None, None, None)
+        of_weight, *small = of_head
+        summed = [sharded.summed_like(g, x) for g, x in zip(small, (bias, lora_a, lora_b), strict=True)]
+        return (of_hidden, None if of_weight is None else of_weight.to(weight.dtype), *summed, None, None, None)
 
 
 def _at(index: slice | Tensor, *columns: Any) -> list[Any]:

@@ -1,8 +1,9 @@
 """Who holds the columns of the logits: all that the fused head knows of other ranks.
 
-One of three. The weight is whole here. A process group shares the vocabulary (``group``): every rank meets the same
-rows with its own columns, and what is summed over columns is summed over ranks too. The weight is sharded over ranks
-that have rows of their own (a DTensor): its shards visit every rank in turn, and each rank sees all columns.
+There are three cases. This rank has the whole weight. Or a process group shares the vocabulary (``group``): every rank
+multiplies the same rows with its own columns, and what is summed over columns is summed over ranks too. Or the weight
+is sharded over ranks that have rows of their own (a DTensor): each shard is broadcast in turn, so that every rank
+multiplies its rows with all columns.
 
 No number that a collective depends on comes from a device: all ranks issue the same ones in the same order, and none
 waits for its device.
@@ -20,12 +21,12 @@ from logitless.head import sharded, vocab_parallel
 from logitless.head.sharded import Shard
 
 UNSEEN = -3e38
-"""Stands for the logit of a target whose shard has not come by: its exponential is 0 under every anchor."""
+"""Stands for the logit of a target whose shard has not arrived yet: its exponential is 0 under every anchor."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that this rank's rows meet.
+    """The columns that this rank's rows are multiplied with.
 
     Args:
         weight: [V, D] whole, this rank's rows of it (with ``group``), or a DTensor sharded by rows.
@@ -33,7 +34,7 @@ class Columns:
 
     Example:
         >>> columns = Columns(torch.zeros(11, 4), None)
-        >>> [(shard.first, columns.kept_block(shard)) for shard in columns.visiting(torch.bfloat16)]
+        >>> [(shard.first, columns.kept_block(shard)) for shard in columns.shards_in_turn(torch.bfloat16)]
         [(0, slice(0, 11, None))]
         >>> columns.kept_width
         16
@@ -53,14 +54,14 @@ class Columns:
         return sharded.most_rows(self.weight)
 
     @property
-    def visits(self) -> int:
-        """How many shards come by."""
+    def num_shards(self) -> int:
+        """How many shards there are to multiply with, one after the other."""
         return -(-len(self.weight) // self.most)
 
     @property
     def kept_width(self) -> int:
         """Columns of a matrix that holds every shard's block, each starting at a multiple of 16 bytes."""
-        return self.visits * self._room
+        return self.num_shards * self._room
 
     def kept_block(self, shard: Shard) -> slice:
         """Where a shard's columns are kept."""
@@ -69,14 +70,14 @@ class Columns:
 
     def kept_place(self, target: Tensor) -> Tensor:
         """Where each target's column is kept."""
-        return target if self.visits == 1 else target + target // self.most * (self._room - self.most)
+        return target if self.num_shards == 1 else target + target // self.most * (self._room - self.most)
 
     @property
     def _room(self) -> int:
         return -(-self.most // 8) * 8
 
-    def visiting(self, dtype: torch.dtype) -> Iterator[Shard]:
-        """Every shard in order; one that travels comes in ``dtype``."""
+    def shards_in_turn(self, dtype: torch.dtype) -> Iterator[Shard]:
+        """Every shard in order; one that is broadcast arrives in ``dtype``."""
         return sharded.shards(self.weight, dtype)
 
     def from_first(self, target: Tensor) -> Tensor:
@@ -85,7 +86,7 @@ class Columns:
 
     def target_logits(self, like: Tensor) -> Tensor:
         """What stands for the logits of targets before their owner fills them in."""
-        return torch.full_like(like, UNSEEN if self.visits > 1 else 0.0)
+        return torch.full_like(like, UNSEEN if self.num_shards > 1 else 0.0)
 
     def summed(self, partial: Tensor) -> Tensor:
         """The sum over all columns of what is a sum over this rank's; in place."""
@@ -123,9 +124,9 @@ class Columns:
         return sharded.like(self.weight, gradient) if sharded.is_sharded(self.weight) else gradient
 
     def without_rows(self, dtype: torch.dtype, *, trained: bool) -> Tensor | None:
-        """A rank without rows: it lets the shards pass and adds nothing to the weight's gradient."""
+        """A rank without rows takes part in every broadcast and adds nothing to the weight's gradient."""
         mine = None
-        for shard in self.visiting(dtype):
+        for shard in self.shards_in_turn(dtype):
             if trained:
                 kept = self.kept_gradient(shard, self.room_for_gradient(shard).zero_())
                 mine = mine if kept is None else kept

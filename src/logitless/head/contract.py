@@ -1,4 +1,4 @@
-"""What every backend of the head relies on: checked arguments, one rule for dtypes, and why a backend cannot run here.
+"""What every backend of the head relies on: checked arguments and one rule for dtypes.
 
 The dtype rule: matrix products are between operands rounded to ``hidden.dtype``; logits, and everything made of them,
 are float32 (float64 for float64). A float32 master weight under bfloat16 hidden states is thus rounded to bfloat16
@@ -166,27 +166,6 @@ def refuse_second_derivative(backend: Backend) -> None:
         )
 
 
-def why_not(backend: Backend, hidden: Tensor, head: LMHead | Tensor, group: ProcessGroup | None = None) -> str | None:
-    """Why this backend cannot score these tensors on this machine, or None when it can.
-
-    Example:
-        >>> why_not("chunked", torch.zeros(2, 4), torch.zeros(11, 4)) is None
-        True
-    """
-    if backend == "chunked":
-        return None
-    head = LMHead(weight=head) if isinstance(head, Tensor) else head
-    if backend == "reference":
-        if group is not None:
-            return "the vocabulary is sharded over a process group"
-        return "the weight is sharded (DTensor)" if is_sharded(head.weight) else None
-    try:
-        from logitless.head import fused
-    except ImportError as error:
-        return f"its kernels cannot be imported ({error})"
-    return fused.why_not(hidden)
-
-
 def logits_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of logits, log-probs and entropies for hidden states of this dtype.
 
@@ -202,6 +181,11 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     if not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """A region whose current CUDA device is this one: Triton launches its kernels on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _check(name: str, value: Tensor | None, shape: tuple[int, ...], hidden: Tensor) -> None:

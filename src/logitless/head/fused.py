@@ -7,6 +7,7 @@ What it gives up: memory for E, bounded by ``memory_budget``; rows beyond it are
 product more for them, vocabulary blocks outermost. docs/head.md has the construction, the memory and the times.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,8 @@ from torch.distributed import ProcessGroup
 
 from logitless.errors import UnavailableError
 from logitless.head.columns import Columns
-from logitless.head.contract import refuse_second_derivative, without_autocast
-from logitless.head.sharded import whole
+from logitless.head.contract import on_device, refuse_second_derivative, without_autocast
+from logitless.head.sharded import is_sharded, summed_like, whole
 from logitless.types import LMHead, TokenScores
 
 SHARE = 2
@@ -106,7 +107,7 @@ def peak_bytes(
         num_rows, width, vocabulary: N, D and V; V is the rank's own part where the vocabulary is ``shared``.
         memory_budget: bytes for kept exponentials.
         shared: whether a process group shares the vocabulary.
-        shards: how many shards of the weight come by (FSDP2); 1 for a weight that is here.
+        shards: how many shards the weight is broadcast in (FSDP2); 1 for a weight that this rank has whole.
 
     Example:
         >>> peak_bytes(16384, 4096, 128256, memory_budget=2**40) // 2**20
@@ -116,7 +117,8 @@ def peak_bytes(
         >>> peak_bytes(16384, 4096, 128256, memory_budget=0, shards=8) // 2**20
         956
     """
-    from logitless.head.kernels import launch, passes, variants
+    from logitless.head import passes
+    from logitless.head.kernels import launch, variants
 
     gpu = variants.hopper(width, 132)
 
@@ -180,17 +182,19 @@ def token_scores(
             ``create_graph=True``.
 
     Equals: ``reference.token_scores``.
-    Ranks: with ``group`` a step sends six numbers a row (target logits; S and T; maxima and S and T again, for rows
-        that are anchored anew), in five small collectives, and sums the gradients of hidden and lora_a over the ranks
-        in float32. A weight that is an FSDP2 shard comes by once in the forward and once in the backward, a shard at
-        a time; rows are anchored at the largest of the first logits that come by, and moved where a later shard
-        stands far above them. What visits is not overlapped with what is multiplied.
+    Ranks: with ``group`` a step sends six numbers a row in five small collectives: the target logits; S and T; and, for
+        rows whose anchor did not fit, the maxima and S and T once more. The gradients of hidden and lora_a are summed
+        over the ranks in float32. The shards of an FSDP2 weight are broadcast one after the other, once in the forward
+        and once in the backward. A row is then anchored at its largest logit in the first tile of the first shard, and
+        anchored again when a later shard has a logit far above that. The next broadcast starts only when the products
+        with the shard before it have been launched; the two do not overlap.
     Memory: docs/head.md, "Memory"; beyond kept exponentials, about ``8 N V / 256`` bytes of partial sums in the forward
         and ``2 N D`` in the backward (``6 N D`` and a block of logit gradients when rows are made anew).
     Accumulation: float32; every gradient is rounded once.
     Determinism: bitwise repeatable.
-    Supports: CUDA devices from compute capability 8.0; measured on Hopper. bias, scale, softcap, LoRA, float32 master
-        weights (rounded to hidden's dtype for the products), a vocabulary that a process group shares, FSDP2 shards.
+    Supports: CUDA devices from compute capability 8.0, the current one or another; measured on Hopper. bias, scale,
+        softcap, LoRA, float32 master weights (rounded to hidden's dtype for the products), a vocabulary that a process
+        group shares, FSDP2 shards.
     """
     reason = _unsupported(hidden)
     if reason is not None:
@@ -209,7 +213,7 @@ def token_scores(
     )
     per_row = temperature if isinstance(temperature, Tensor) else None
     logp, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, *map(whole, (head.bias, head.lora_a, head.lora_b)), target, per_row, anchor, live, call
+        hidden, head.weight, head.bias, head.lora_a, head.lora_b, target, per_row, anchor, live, call
     )
     return TokenScores(logp=logp, entropy=entropy)
 
@@ -254,18 +258,21 @@ class _TokenScores(torch.autograd.Function):
         live: Tensor | None,
         call: _Call,
     ) -> tuple[Tensor, Tensor]:
-        from logitless.head.kernels import passes, variants
+        from logitless.head import passes
+        from logitless.head.kernels import variants
 
         ctx.set_materialize_grads(False)
         ctx.call, ctx.kept = call, None
         columns = call.columns(weight)
+        small = [whole(x) for x in (bias, lora_a, lora_b)]
+        given = (hidden, weight, bias, lora_a, lora_b, *small)
         if not len(hidden):
             columns.without_rows(hidden.dtype, trained=False)
-            ctx.save_for_backward(hidden, weight, bias, lora_a, lora_b)
+            ctx.save_for_backward(*given)
             return hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros(0, dtype=torch.float32)
-        head = call.head(weight, bias, lora_a, lora_b)
+        head = call.head(weight, *small)
         order = None
-        with without_autocast(hidden.device):
+        with on_device(hidden.device), without_autocast(hidden.device):
             rows = hidden.detach().contiguous()
             target = columns.from_first(target).contiguous()
             budget = 0
@@ -294,39 +301,44 @@ class _TokenScores(torch.autograd.Function):
                 logp, entropy = logp[place], entropy[place]
         if call.trained:
             ctx.kept = kept
-            ctx.save_for_backward(hidden, weight, bias, lora_a, lora_b, order, rows, *state)
+            ctx.save_for_backward(*given, order, rows, *state)
         return logp, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        from logitless.head.kernels import passes
+        from logitless.head import passes
 
         refuse_second_derivative("fused")
 
         hidden, weight, bias, lora_a, lora_b, *saved = ctx.saved_tensors
+        small, saved = saved[:3], saved[3:]
         needed = passes.Needed(*ctx.needs_input_grad[:5])
         not_differentiated = (None,) * 5
         if grad_logp is None and grad_entropy is None:
-            return (None,) * 5 + not_differentiated
+            if not is_sharded(weight):
+                return (None,) * 5 + not_differentiated
+            grad_logp = hidden.new_zeros(len(hidden), dtype=torch.float32)  # the other ranks wait for this one
         columns = ctx.call.columns(weight)
+        of_small: Sequence[Tensor | None]
         if not len(hidden):
+            of_hidden = torch.zeros_like(hidden) if needed.hidden else None
             of_weight = columns.without_rows(hidden.dtype, trained=needed.weight)
-            inputs = (bias, lora_a, lora_b)
-            zeros = (torch.zeros_like(x) if wanted else None for x, wanted in zip(inputs, needed[2:], strict=True))
-            return (torch.zeros_like(hidden) if needed.hidden else None, of_weight, *zeros, *not_differentiated)
-        order, rows, *fields = saved
-        kept, ctx.kept = ctx.kept, None
-        if grad_entropy is not None and ctx.call.softcap is not None:
-            kept = None  # it holds E times the softcap's slope, of which log p cannot be read
-        with without_autocast(hidden.device):
-            gradients = passes.gradients(
-                passes.State(*fields),
-                columns,
-                ctx.call.head(weight, bias, lora_a, lora_b),
-                rows,
-                kept,
-                order,
-                *(g if g is None or order is None else g[order] for g in (grad_logp, grad_entropy)),
-                needed=needed,
-            )
-        return (*gradients, *not_differentiated)
+            of_small = [torch.zeros_like(x) if wanted else None for x, wanted in zip(small, needed[2:], strict=True)]
+        else:
+            order, rows, *fields = saved
+            kept, ctx.kept = ctx.kept, None
+            if grad_entropy is not None and ctx.call.softcap is not None:
+                kept = None  # it holds E times the softcap's slope, of which log p cannot be read
+            with on_device(hidden.device), without_autocast(hidden.device):
+                of_hidden, of_weight, *of_small = passes.gradients(
+                    passes.State(*fields),
+                    columns,
+                    ctx.call.head(weight, *small),
+                    rows,
+                    kept,
+                    order,
+                    *(g if g is None or order is None else g[order] for g in (grad_logp, grad_entropy)),
+                    needed=needed,
+                )
+        summed = [summed_like(g, x) for g, x in zip(of_small, (bias, lora_a, lora_b), strict=True)]
+        return (of_hidden, of_weight, *summed, *not_differentiated)

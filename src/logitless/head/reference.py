@@ -50,7 +50,7 @@ def token_scores(
     memory_budget: int | None = None,
     anchor: Float[Tensor, "N"] | None = None,  # noqa: ARG001 - hints change nothing
     live: Bool[Tensor, "N"] | None = None,  # noqa: ARG001
-    group: ProcessGroup | None = None,  # noqa: ARG001 - refused by ``contract.why_not``
+    group: ProcessGroup | None = None,  # noqa: ARG001 - refused by ``api.why_not``
 ) -> TokenScores:
     """Log-probability of each target and entropy of each distribution, from full logits.
 

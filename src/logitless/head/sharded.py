@@ -1,7 +1,10 @@
-"""A weight sharded by rows over ranks that hold different tokens (FSDP2): its shards visit all ranks in turn.
+"""A weight sharded by rows over ranks that hold different tokens (FSDP2): its shards are broadcast in turn.
 
-Each rank scores its own tokens against every shard as it comes by, so the whole weight is nowhere; the shard's gradient
-is summed over the ranks and stays with its owner. All ranks must call the head together, also those without tokens.
+Each rank scores its own tokens against one shard after the other, so no rank ever holds the whole weight. The gradient
+of a shard is summed over the ranks and stays with the rank that owns it. All ranks must call the head together, also
+those without tokens, and run backward together. Every collective of a backward belongs to one autograd function, which
+issues them in this order on every rank: each shard of the weight and the sum of its gradient, then the sums of bias,
+lora_a and lora_b.
 
 torch's DTensor takes seconds to import, so only what meets one does.
 """
@@ -84,13 +87,48 @@ def like(weight: Tensor, local: Tensor | None) -> Tensor:
 
 
 def whole(tensor: Tensor | None) -> Tensor | None:
-    """A small tensor (bias, LoRA factor) made whole where it is sharded; the ranks' gradients of it are summed."""
+    """A small tensor (bias, LoRA factor) made whole where it is sharded, in float32 or wider; any other as it is.
+
+    For use inside an autograd function, which sums its gradient by ``summed_like``: were these collectives nodes of
+    the graph, autograd would choose their order, and it may choose another on another rank.
+
+    Example:
+        >>> whole(torch.ones(2, dtype=torch.bfloat16)).dtype
+        torch.bfloat16
+    """
     if tensor is None or not is_sharded(tensor):
         return tensor
-    from torch.distributed.tensor import DTensor, Partial
+    from torch.distributed.tensor import DTensor
 
     assert isinstance(tensor, DTensor)
-    return tensor.full_tensor(grad_placements=[Partial()] * tensor.device_mesh.ndim)
+    return tensor.full_tensor().detach().to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def summed_like(gradient: Tensor | None, tensor: Tensor | None) -> Tensor | None:
+    """The gradient of a small tensor in its dtype; where that is sharded, summed over ranks and sharded like it.
+
+    Accumulation: in the dtype of ``gradient``, rounded after the sum.
+
+    Args:
+        gradient: of the whole tensor, this rank's part of the sum.
+        tensor: as the caller gave it.
+
+    Example:
+        >>> summed_like(torch.ones(2), torch.ones(2, dtype=torch.bfloat16)).dtype
+        torch.bfloat16
+    """
+    if gradient is None or tensor is None:
+        return None
+    if not is_sharded(tensor):
+        return gradient.to(tensor.dtype)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    assert isinstance(tensor, DTensor)
+    mesh, total = tensor.device_mesh, gradient.contiguous()
+    for dimension in range(mesh.ndim):
+        dist.all_reduce(total, group=mesh.get_group(dimension))
+    everywhere = DTensor.from_local(total.to(tensor.dtype), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return everywhere.redistribute(placements=tensor.placements)  # each rank keeps its part; nothing travels
 
 
 def _local(weight: Any) -> Tensor:

@@ -4,9 +4,9 @@
     from logitless.integrations.liger import LigerFusedLinearGRPOLoss     # after
 
 Liger is not imported. The loss is the one ``presets.trl`` describes and the head is ``token_scores``. Where Liger
-answers in silence with something else than was asked for, this raises: a KL without a reference (Liger: 0), ``cispo``
-with a ceiling below 1, a sequence's sampler ratio under VESPO. Padded positions have no row: under ``luspo`` at the
-token level Liger averages over padded columns, here a sequence's trained tokens are summed.
+answers in silence with something else than was asked for, this raises: a KL without a reference (Liger: 0), a
+sequence's sampler ratio under VESPO; it warns about ``cispo`` with a ceiling below 1. Padded positions have no row:
+under ``luspo`` at the token level Liger averages over padded columns, here a sequence's trained tokens are summed.
 """
 
 from dataclasses import replace
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from logitless.errors import InputError
 from logitless.head.api import token_scores
+from logitless.integrations.padded import Places, from_padded
 from logitless.objective.algorithm import Algorithm
 from logitless.objective.correction import SamplerCorrection
 from logitless.objective.objective import ObjectiveOutput
 from logitless.objective.presets import trl
-from logitless.objective.surrogate import Vespo
 from logitless.objective.weighting import Totals
 from logitless.types import LMHead, TokenBatch
 
@@ -187,15 +187,15 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     ) -> tuple[TokenBatch, ObjectiveOutput]:
         """What ``forward`` sums up: the packed batch with its weights, and every token's part in the loss."""
         mask = attention_mask.bool()
-        batch = TokenBatch.from_padded(
+        batch, places = from_padded(
             mask,
             advantages,
             lambda counts: self._weight(counts, num_items_in_batch, mask.device),
             logp_old=old_per_token_logps,
             logp_ref=ref_per_token_logps if self.algorithm.objective.kl is not None else None,
         )
-        rows, tokens = (batch.sequence, batch.column), selected_token_ids[batch.sequence, batch.column]
-        logp = self._logp(_input[rows], LMHead(lin_weight, bias), tokens)
+        tokens = places.taken_from(selected_token_ids)
+        logp = self._logp(places.taken_from(_input), LMHead(lin_weight, bias), tokens)
         if batch.logp_old is None:
             batch = replace(batch, logp_old=logp.detach())
         if self.algorithm.objective.kl is not None and batch.logp_ref is None:
@@ -206,12 +206,12 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                     remedy="Give ref_per_token_logps, or ref_input and ref_weight, or set beta=0.0.",
                 )
             with torch.no_grad():
-                logp_ref = self._logp(ref_input[rows], LMHead(ref_weight, ref_bias), tokens)
+                logp_ref = self._logp(places.taken_from(ref_input), LMHead(ref_weight, ref_bias), tokens)
             batch = replace(batch, logp_ref=logp_ref)
         objective = self.algorithm.objective
         if vllm_is_ratio is not None:
             objective = replace(objective, correction=SamplerCorrection(mode="mask"))
-            batch = replace(batch, logp_sampler=self._sampler(batch, vllm_is_ratio)[rows])
+            batch = replace(batch, logp_sampler=places.taken_from(self._sampler(batch, places, vllm_is_ratio)))
         control = self.algorithm.kl_control
         output = objective(logp, None, batch, beta=0.0 if control is None else control.beta)
         return batch, output
@@ -224,7 +224,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     ) -> Float[Tensor, "N"]:
         """Of this call alone, but for the token mean: over every rank, times their number, for they are averaged."""
         totals = Totals.of(counts)
-        if getattr(self.algorithm.weighting, "scope", "step") == "block":
+        if self.algorithm.weighting.spans_block:
             ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
             num_ranks = torch.distributed.get_world_size() if ranks else 1
             if num_items is None:
@@ -234,11 +234,11 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             totals = replace(totals, num_tokens=int(num_items), num_steps=float(num_ranks))
         return self.algorithm.weighting(counts, totals)
 
-    def _sampler(self, batch: TokenBatch, ratio: Tensor) -> Float[Tensor, "B T"]:
+    def _sampler(self, batch: TokenBatch, places: Places, ratio: Tensor) -> Float[Tensor, "B T"]:
         """The sampler's log-probabilities that a given importance weight stands for."""
         assert batch.logp_old is not None
-        logp_old = batch.scatter_back(batch.logp_old)
-        if isinstance(self.algorithm.objective.surrogate, Vespo) and ratio.shape != logp_old.shape:
+        logp_old = places.scatter_back(batch.logp_old)
+        if self.algorithm.objective.surrogate.uses_correction and ratio.shape != logp_old.shape:
             raise InputError(
                 needed="a sampler ratio per token with loss_type='vespo', whose weight is a sequence's already",
                 given=f"vllm_is_ratio of shape {tuple(ratio.shape)}",

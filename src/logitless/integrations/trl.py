@@ -6,8 +6,9 @@
 Only two things are swapped: hidden states become log-probabilities in ``token_scores``, and ``_compute_loss`` is the
 objective that ``presets.trl`` reads from the configuration. Data, generation, vLLM, rewards, advantages, PEFT, FSDP and
 checkpoints are TRL's. Loss and gradient are TRL's too, as far as TRL's configuration goes; ``GRPOConfig`` here adds
-what it lacks. What ``presets.trl`` refuses (a ``cispo`` ceiling of 0.2, router losses) is refused here.
-Gives up: DeepSpeed ZeRO-3, which takes the head's weight away before the backward pass needs it.
+what it lacks. The router loss of a mixture of experts is TRL's, from the same pass of the backbone.
+Gives up: DeepSpeed ZeRO-3, which takes the head's weight away before the backward pass needs it; prompt learning; LM
+heads that ``verify_lm_head`` does not recognise.
 """
 
 import functools
@@ -27,6 +28,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from logitless.errors import ConfigurationError, UnavailableError
 from logitless.head.api import token_scores
+from logitless.integrations.padded import Places, from_padded
 from logitless.models.lm_head import backbone, lm_head, verify_lm_head
 from logitless.objective.algorithm import Algorithm
 from logitless.objective.entropy import EntropyController
@@ -86,7 +88,8 @@ def algorithm_of(args: trl.GRPOConfig) -> Algorithm:
         'proportional'
     """
     token_level = args.importance_sampling_level == "sequence_token"
-    fields: dict[str, Any] = {"sync_ref_model": False}  # which is TRL's own callback's business
+    # TRL's own callback moves the reference; the router loss stands beside the objective.
+    fields: dict[str, Any] = {"sync_ref_model": False, "router_aux_loss_coef": None}
     if token_level:
         fields["importance_sampling_level"] = "sequence"
     found = trl_preset(args, **fields)
@@ -123,7 +126,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     """``trl.GRPOTrainer`` that computes its loss through logitless. Same arguments.
 
     Raises:
-        ConfigurationError: see ``algorithm_of``; a mixture of experts whose router loss is on.
+        ConfigurationError: see ``algorithm_of``.
         UnavailableError: DeepSpeed ZeRO-3, or a model whose LM head ``verify_lm_head`` does not recognise.
     """
 
@@ -133,12 +136,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.algorithm = algorithm_of(self.args)
         for note in self.algorithm.notes:
             logger.info("%s", note)
-        if self.aux_loss_enabled:
-            raise ConfigurationError(
-                needed="a loss of log-probabilities",
-                given=f"a router loss with coefficient {self.router_aux_loss_coef}",
-                remedy="Set router_aux_loss_coef=0.0, or stay with TRL's trainer for this model.",
-            )
         plugin = self.accelerator.state.deepspeed_plugin
         if plugin is not None and plugin.zero_stage == 3:
             raise UnavailableError(
@@ -166,35 +163,42 @@ class GRPOTrainer(trl.GRPOTrainer):
         if getattr(self.args, "skip_rows", False):
             advantages = inputs["advantages"]
             self._head.live = (advantages != 0) if advantages.dim() == 1 else (advantages != 0).any(1)
-        logp, entropy, _ = self._get_per_token_logps_and_entropies(
+        logp, entropy, router_loss = self._get_per_token_logps_and_entropies(
             model,
             torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
             torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
             inputs["completion_ids"].size(1),
             compute_entropy=True,
+            compute_aux_loss=self.aux_loss_enabled,
             **{name: inputs.get(name) for name in _MULTIMODAL},
         )
         self._head.live = None
-        batch = self._token_batch(inputs, logp.detach(), mode)
-        rows = (batch.sequence, batch.column)
+        batch, places = self._token_batch(inputs, logp.detach(), mode)
+        entropy = entropy if objective.entropy_bonus is not None else entropy.detach()
         controller = self._entropy_controller()
         output = objective(
-            logp[rows],
-            entropy[rows] if objective.entropy_bonus is not None else entropy.detach()[rows],
+            places.taken_from(logp),
+            places.taken_from(entropy),
             batch,
             beta=0.0 if self._kl_controller is None else self._kl_controller.beta,
             entropy_coefficient=None if controller is None else controller.applied,
             gather=lambda part: self.accelerator.gather(self.accelerator.pad_across_processes(part)),
         )
-        self._log_metrics(output, batch, mode)
+        self._log_metrics(output, batch, places, mode)
         if mode == "train":
             self._steer(output, controller, batch.num_sequences)
-        return output.loss
+        return output.loss if router_loss is None else output.loss + self._router_term(router_loss, mode)
 
-    def _token_batch(self, inputs: Mapping[str, Any], logp: Tensor, mode: str) -> TokenBatch:
+    def _router_term(self, router_loss: Tensor, mode: str) -> Tensor:
+        """TRL's share of one micro-batch: ``router_aux_loss_coef * router_loss``, averaged over those of a step."""
+        self._metrics[mode]["aux_loss"].append(self.accelerator.gather_for_metrics(router_loss).mean().item())
+        accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1.0
+        return self.router_aux_loss_coef * router_loss / accumulation
+
+    def _token_batch(self, inputs: Mapping[str, Any], logp: Tensor, mode: str) -> tuple[TokenBatch, Places]:
         """The packed micro-batch; in training its weights are those of one micro-batch of many."""
         weighting = self.algorithm.weighting
-        batch = TokenBatch.from_padded(
+        batch, places = from_padded(
             inputs["completion_mask"],
             inputs["advantages"],
             lambda counts: weighting(counts, self._totals(counts, inputs, mode)),
@@ -207,12 +211,12 @@ class GRPOTrainer(trl.GRPOTrainer):
             counts = tuple(torch.bincount(batch.sequence, minlength=batch.num_sequences).tolist())
             totals = replace(self._totals(counts, inputs, mode), num_steps=1.0)
             batch = replace(batch, entropy_weight=MicroBatchTokenMean()(counts, totals).to(logp.device))
-        return batch
+        return batch, places
 
     def _totals(self, counts: tuple[int, ...], inputs: Mapping[str, Any], mode: str) -> Totals:
         """What TRL divides by: as many of this micro-batch as a step has, or the tokens of the generation batch."""
         accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1
-        if getattr(self.algorithm.weighting, "scope", "step") == "step":
+        if not self.algorithm.weighting.spans_block:
             return Totals(sum(counts) * accumulation, len(counts) * accumulation, num_micro_batches=accumulation)
         num_steps = self.args.steps_per_generation / accumulation if mode == "train" else 1.0
         return Totals(
@@ -255,16 +259,16 @@ class GRPOTrainer(trl.GRPOTrainer):
                 self._metrics["train"]["beta"].append(beta.beta)
                 self._kl_window = None
 
-    def _log_metrics(self, output: ObjectiveOutput, batch: TokenBatch, mode: str) -> None:
+    def _log_metrics(self, output: ObjectiveOutput, batch: TokenBatch, places: Places, mode: str) -> None:
         """TRL's own metrics but ``vespo/phi_seq_mean``, from the objective's tensors."""
         metrics = self._metrics[mode]
-        counts = batch.scatter_back(output.trained.float()).sum(1)
+        counts = places.scatter_back(output.trained.float()).sum(1)
 
         def token_mean(values: Tensor) -> float:
             return self._mean(values.sum(), output.trained.sum().float())
 
         def of_sequences(flags: Tensor) -> Tensor:
-            return batch.scatter_back(flags.float()).sum(1) / counts
+            return places.scatter_back(flags.float()).sum(1) / counts
 
         def mean(flags: Tensor) -> float:
             if self.algorithm.objective.ratio.name == "token":
@@ -278,8 +282,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             metrics["entropy"].append(token_mean(output.entropy))
         if self.algorithm.objective.entropy_bonus is not None:
             policy_loss = (batch.token_weight * output.token_loss).sum()
-            scope = getattr(self.algorithm.weighting, "scope", "step")
-            per_step = self.current_gradient_accumulation_steps if mode == "train" and scope == "step" else 1
+            of_step = mode == "train" and not self.algorithm.weighting.spans_block
+            per_step = self.current_gradient_accumulation_steps if of_step else 1
             metrics["policy_loss"].append(self.accelerator.gather(policy_loss * per_step).nanmean().item())
         if output.clipped_low is None or output.clipped_high is None:
             return
@@ -340,8 +344,8 @@ class _Head:
 
     def scored(self, model: PreTrainedModel, *args: Any, labels: Tensor, **kwargs: Any) -> FusedCausalLMOutput:
         """Log-probabilities and entropies [B, T - 1] of the labels that are not -100, 0 elsewhere."""
-        hidden = backbone(model)(*args, use_cache=False, **kwargs).last_hidden_state[:, :-1]
-        lm = lm_head(model)
+        output = backbone(model)(*args, use_cache=False, **kwargs)
+        hidden, lm = output.last_hidden_state[:, :-1], lm_head(model)
         hidden, labels = hidden.to(lm.weight.device), labels[:, 1:].to(lm.weight.device)
         scored = labels != -100
         rows, device = hidden[scored], hidden.device.type
@@ -352,7 +356,21 @@ class _Head:
         live = None if self.live is None else self.live[:, None].expand_as(scored)[scored]
         scores = token_scores(rows, lm, labels[scored], temperature=self.temperature, backend=self.backend, live=live)
         padded = [each.new_zeros(scored.shape).masked_scatter(scored, each) for each in (scores.logp, scores.entropy)]
-        return FusedCausalLMOutput(log_probs=padded[0], entropy=padded[1], label_mask=scored)
+        router_loss = None
+        if kwargs.get("output_router_logits"):
+            router_loss = _router_loss(model, output.router_logits, kwargs.get("attention_mask"))
+        return FusedCausalLMOutput(log_probs=padded[0], entropy=padded[1], label_mask=scored, aux_loss=router_loss)
+
+
+def _router_loss(model: PreTrainedModel, router_logits: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
+    """The load-balancing loss of transformers, over prompt and completion, padding left out.
+
+    Source: Fedus et al. 2021 (Switch Transformer), equations 4 to 6; transformers has one copy for every family.
+    """
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    config: Any = model.config.get_text_config()
+    return load_balancing_loss_func(router_logits, config.num_experts, config.num_experts_per_tok, mask)
 
 
 def _added(window: Tensor | None, seen: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from logitless.errors import InputError, UnavailableError
 from logitless.models.packed import PACKED, PackedLayout
+from logitless.models.rotary import check_rotary_lengths, scaling_begins
 from logitless.types import LMHead, PackedInputs
 
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
@@ -92,7 +93,8 @@ def backbone_hidden(model: nn.Module, inputs: PackedInputs) -> Float[Tensor, "T 
         [T, D] in the decoder's dtype; take the rows ``inputs.source`` for the head.
 
     Raises:
-        UnavailableError: the model's attention cannot be packed this way.
+        UnavailableError: the model's attention cannot be packed this way, or a sequence is so long that dynamic rotary
+            scaling would turn it by other frequencies.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -110,6 +112,7 @@ def backbone_hidden(model: nn.Module, inputs: PackedInputs) -> Float[Tensor, "T 
             given=type(decoder).__name__,
             remedy="Use a model whose positions can restart inside a packed row.",
         )
+    check_rotary_lengths(decoder, max(inputs.lengths))
     output = decoder(
         input_ids=inputs.input_ids[None],
         position_ids=inputs.position_ids[None],
@@ -280,12 +283,14 @@ def verify_lm_head(model: nn.Module, head: LMHead | None = None) -> None:
 def verify_packing(model: nn.Module) -> None:
     """Check that packed sequences do not see each other and equal the same sequences run alone.
 
+    One of them lies across the length where rotary frequencies may change, the others below it.
+
     Args:
         model: a causal LM on its device; meta models have no numbers and are not checked.
 
     Raises:
         UnavailableError: they see each other (recurrent layers, a mask built from something else than positions), or
-            the result differs from running alone.
+            the result differs from running alone (rotary frequencies that follow the longest sequence).
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -295,8 +300,8 @@ def verify_packing(model: nn.Module) -> None:
     if _is_meta(inner):
         return
     dtype = next(inner.parameters()).dtype
-    inputs = _probe(inner, (7, 3, 6))
-    first = inputs.lengths[0]
+    inputs = _probe(inner, (7, 3, 6), first_position=max(0, scaling_begins(inner) - 3))
+    lengths, first = list(inputs.lengths), inputs.lengths[0]
     ids = inputs.input_ids.clone()
     ids[:first] = ids[:first].flip(0)
     changed = PackedInputs(ids, inputs.position_ids, inputs.lengths, inputs.source, inputs.source_counts)
@@ -305,8 +310,10 @@ def verify_packing(model: nn.Module) -> None:
         beside_another = backbone_hidden(model, changed)
         alone = torch.cat(
             [
-                backbone(model)(input_ids=part[None], use_cache=False).last_hidden_state[0]
-                for part in torch.split(inputs.input_ids, list(inputs.lengths))
+                backbone(model)(input_ids=part[None], position_ids=at[None], use_cache=False).last_hidden_state[0]
+                for part, at in zip(
+                    *(torch.split(each, lengths) for each in (inputs.input_ids, inputs.position_ids)), strict=True
+                )
             ]
         )
     leak = not _close(beside_another[first:], together[first:], dtype, ulps=2.0)
@@ -315,8 +322,9 @@ def verify_packing(model: nn.Module) -> None:
             needed="packed sequences that equal the same sequences run alone",
             given=f"{type(inner).__name__} with attention {inner.config._attn_implementation!r}, "
             + ("whose sequences see each other" if leak else "which gives other hidden states"),
-            remedy='Load it with another attention ("packed", "eager", "sdpa", "flex_attention"), or use a model'
-            " without recurrent layers.",
+            remedy='Load it with another attention ("packed", "eager", "sdpa", "flex_attention"), call'
+            " logitless.models.rotary.separate_long_sequences where its rotary scaling is longrope, or use another"
+            " model.",
         )
 
 
@@ -337,12 +345,12 @@ def _close(a: Tensor, b: Tensor, dtype: torch.dtype, ulps: float = 1000.0) -> bo
     return bool((a.double() - b.double()).abs().max() <= tolerance * b.double().abs().max())
 
 
-def _probe(inner: PreTrainedModel, lengths: Sequence[int]) -> PackedInputs:
-    """A few tokens spread over the vocabulary."""
+def _probe(inner: PreTrainedModel, lengths: Sequence[int], first_position: int = 0) -> PackedInputs:
+    """A few tokens spread over the vocabulary; the first sequence begins at ``first_position``."""
     total = sum(lengths)
     vocabulary = inner.config.get_text_config().vocab_size
     ids = (torch.arange(total) * max(1, vocabulary // (total + 1)) + 1) % vocabulary
-    positions = torch.cat([torch.arange(n) for n in lengths])
+    positions = torch.cat([torch.arange(n) + (0 if i else first_position) for i, n in enumerate(lengths)])
     device = next(inner.parameters()).device
     rows = torch.arange(total)
     return PackedInputs(ids, positions, tuple(lengths), rows, tuple(lengths)).to(device)

@@ -17,9 +17,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from logitless.errors import ConfigurationError, UnavailableError
 from logitless.models.lm_head import backbone, causal_lm, verify_lm_head, verify_packing
 from logitless.models.packed import PACKED
+from logitless.models.rotary import separate_long_sequences
 
 Attention = Literal["packed", "sdpa", "eager", "flex_attention"]
 ModelSource = str | Path | Mapping[str, Any]
+_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # what transformers calls kinds of layers
 
 
 def load_model(
@@ -48,7 +50,8 @@ def load_model(
     Raises:
         ConfigurationError: the source does not exist, has no safetensors, lacks weights, or is a mixture of experts
             whose router loss would be dropped.
-        UnavailableError: this architecture cannot run with this attention, or its LM head is not an LMHead.
+        UnavailableError: this architecture cannot run with this attention, has layers that carry a state from token
+            to token (Mamba, linear attention), or its LM head is not an LMHead.
 
     Example:
         >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
@@ -57,6 +60,7 @@ def load_model(
         840
     """
     config = _load_config(source, trust_remote_code)
+    _check_recurrence(config)
     _check_router_loss(config, drop_router_loss)
     _check_attention_softcap(config, attention)
     options: dict[str, Any] = {
@@ -80,6 +84,7 @@ def load_model(
     else:
         model = _read_weights(source, config, options)
     model.to(device)
+    separate_long_sequences(model)
     verify_lm_head(model)
     verify_packing(model)
     return model
@@ -246,6 +251,20 @@ def _check_router_loss(config: Any, drop_router_loss: bool) -> None:
             given=f"a mixture of experts ({config.model_type}) whose router loss (coefficient {coefficient}) would be"
             " dropped",
             remedy='Set "router_aux_loss_coef" to 0 in the model\'s config, or allow it with drop_router_loss.',
+        )
+
+
+def _check_recurrence(config: Any) -> None:
+    """A state that runs along the row would pass from one packed sequence into the next."""
+    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    layers = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    recurrent = sorted(layers & _RECURRENT)
+    if recurrent or getattr(kind, "_is_stateful", False):
+        raise UnavailableError(
+            needed="a model of attention layers, whose packed sequences can be kept apart",
+            given=f"{config.model_type}, with {', '.join(recurrent) or 'state-space'} layers that carry a state from"
+            " token to token",
+            remedy="Use a model without state-space, recurrent or linear-attention layers.",
         )
 
 

@@ -2,25 +2,40 @@
 
 from dataclasses import dataclass
 
+from logitless.errors import ConfigurationError
 from logitless.objective.advantage import Advantage
 from logitless.objective.kl_control import KLControl
 from logitless.objective.objective import Objective
+from logitless.objective.ranges import Grain
 from logitless.objective.value import ValueLoss
 from logitless.objective.weighting import Weighting
+
+_FINENESS: tuple[Grain, ...] = ("token", "turn", "sequence")
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What a trainer needs to know of a paper.
+    """What a trainer needs to know of a paper; its parts are asked whether they go together.
 
     Args:
         objective: the loss.
         advantage: how rewards become advantages; None where the loss reads none.
         weighting: how token losses are averaged.
         value_loss: of the value head, or None.
-        kl_control: the coefficient of the KL in the loss, or None where that is the caller's to choose.
+        kl_control: the coefficient of the KL, or None where that is the caller's to choose.
+        kl_in_reward: whether a KL is taken off the rewards, instead of being a term of the loss.
         drop_truncated: whether completions cut at their limit are left out of the loss.
-        notes: what the reader of a translated configuration should know.
+        notes: what the reader of a translated configuration should know; whoever trains logs them.
+
+    Raises:
+        ConfigurationError: a loss without the advantage that it reads; values without a loss to learn them by, or the
+            reverse; advantages that differ between tokens which share a ratio; a KL in two places, or in rewards that
+            the advantage does not read.
+
+    Example:
+        >>> from logitless.objective.presets import ppo
+        >>> ppo().advantage.needs_values, ppo().value_loss is not None
+        (True, True)
     """
 
     objective: Objective
@@ -28,5 +43,98 @@ class Algorithm:
     weighting: Weighting
     value_loss: ValueLoss | None = None
     kl_control: KLControl | None = None
+    kl_in_reward: bool = False
     drop_truncated: bool = False
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.advantage is None and self.objective.surrogate.reads_advantage:
+            raise ConfigurationError(
+                needed=f"an advantage for {self.objective.surrogate.name!r} to read",
+                given="none",
+                remedy="Set algorithm.advantage: {name: group_standardized}.",
+            )
+        self._check_values()
+        self._check_kl()
+        self._check_shared()
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether the KL is a term of the loss.
+
+        Example:
+            >>> from logitless.objective.presets import grpo
+            >>> grpo().kl_in_loss
+            False
+        """
+        return self.objective.kl is not None
+
+    def check_completions(self, completions_per_prompt: int) -> None:
+        """Refuse a single completion a prompt where the advantage compares completions.
+
+        Raises:
+            ConfigurationError: there is nothing to compare with, so that every advantage would be 0.
+
+        Example:
+            >>> from logitless.objective.presets import grpo
+            >>> grpo().check_completions(2)
+        """
+        if self.advantage is not None and self.advantage.compares_group and completions_per_prompt < 2:
+            raise ConfigurationError(
+                needed="at least two completions a prompt for a group-relative advantage",
+                given=f"rollout.completions_per_prompt={completions_per_prompt}",
+                remedy="Raise it, or set algorithm.advantage to raw or reinforce_pp.",
+            )
+
+    def _check_values(self) -> None:
+        needs_values = self.advantage is not None and self.advantage.needs_values
+        if needs_values and self.value_loss is None:
+            raise ConfigurationError(
+                needed=f"a value loss beside {_name(self.advantage)}, for the value head to learn from",
+                given="none",
+                remedy="Set algorithm.value_loss: {coefficient: 0.5, clip: 0.2}, or algorithm.preset: ppo.",
+            )
+        if self.value_loss is not None and not needs_values:
+            raise ConfigurationError(
+                needed="an advantage that reads values beside a value loss",
+                given=_name(self.advantage),
+                remedy="Set algorithm.advantage: {name: gae}, or choose a preset without a value loss.",
+            )
+
+    def _check_kl(self) -> None:
+        if self.kl_in_loss and self.kl_in_reward:
+            raise ConfigurationError(
+                needed="the KL in one place", given="one in the loss and one in the reward", remedy="Leave one out."
+            )
+        if self.kl_control is not None and not (self.kl_in_loss or self.kl_in_reward):
+            raise ConfigurationError(
+                needed="a KL for kl_control to steer",
+                given="none in the loss and none in the reward",
+                remedy="Set kl=KLPenalty(...) on the objective, or leave kl_control out.",
+            )
+        if self.kl_in_reward and (self.advantage is None or self.advantage.reads_functions):
+            raise ConfigurationError(
+                needed="an advantage that reads one reward a completion, for the KL to be taken off",
+                given=_name(self.advantage),
+                remedy="Set kl.placement: loss.",
+            )
+
+    def _check_shared(self) -> None:
+        """Refuse advantages that differ between tokens to which the loss gives one ratio or one share."""
+        if self.advantage is None:
+            return
+        ratio, surrogate = self.objective.ratio, self.objective.surrogate
+        shared = [surrogate.grain]
+        if surrogate.reads == "any" and ratio.advantages is None:
+            shared.append(ratio.grain)
+        fine = _FINENESS.index(self.advantage.grain(kl_in_reward=self.kl_in_reward))
+        if fine < max(_FINENESS.index(grain) for grain in shared):
+            raise ConfigurationError(
+                needed=f"tokens that share an advantage under {surrogate.name!r} with ratio {ratio.name!r}",
+                given=f"{self.advantage.name}, an advantage a {_FINENESS[fine]}",
+                remedy="Use a surrogate of the ratio with algorithm.ratio: {name: token}, or another advantage.",
+            )
+
+
+def _name(advantage: Advantage | None) -> str:
+    return "none" if advantage is None else advantage.name

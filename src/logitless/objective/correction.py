@@ -13,13 +13,14 @@ from pydantic import ConfigDict
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.inputs import check_choices
+from logitless.objective.inputs import check_choices, shaped
 from logitless.objective.ranges import Ranges
 
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "mask"]
 
 
+@shaped
 def sampler_log_ratio(logp_old: Float[Tensor, "N"], logp_sampler: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
     """``D_t = logp_old_t - logp_sampler_t``; 0 where ``logp_sampler`` is NaN, the mark of an engine that gave no value.
 
@@ -30,6 +31,7 @@ def sampler_log_ratio(logp_old: Float[Tensor, "N"], logp_sampler: Float[Tensor, 
     return torch.where(logp_sampler.isnan(), 0.0, logp_old - logp_sampler).detach()
 
 
+@shaped
 def correction_log_weight(log_ratio: Float[Tensor, "N"], ranges: Ranges, level: Level) -> Float[Tensor, "N"]:
     """``log c``: D of the token, its sum over the sequence, or its mean over the sequence (geometric).
 
@@ -48,6 +50,7 @@ def correction_log_weight(log_ratio: Float[Tensor, "N"], ranges: Ranges, level: 
     return ranges.spread(ranges.sum(log_ratio) if level == "sequence" else ranges.mean(log_ratio))
 
 
+@shaped
 def bounded_weight(
     weight: Float[Tensor, "N"], mode: Mode, weight_min: float | None, weight_max: float | None
 ) -> Float[Tensor, "N"]:

@@ -5,19 +5,16 @@ with it most of the fall of entropy.
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from logitless.objective.advantage import one_rank
-
-GatherOverRanks = Callable[[Tensor], Tensor]
-"""The rows of every rank end to end, in the same order on every rank; lengths may differ
-(``distributed.gather_over_group``)."""
+from logitless.objective.inputs import shaped
+from logitless.objective.over_ranks import GatherOverRanks, one_rank
 
 
+@shaped
 def token_covariance(
     advantage: Float[Tensor, "N"],
     logp: Float[Tensor, "N"],
@@ -39,6 +36,7 @@ def token_covariance(
     return (rows[:, 1:] - means.to(rows.dtype)).prod(1)
 
 
+@shaped
 def num_chosen(fraction: float, num_tokens: Int[Tensor, ""]) -> Int[Tensor, ""]:
     """``max(1, floor(fraction N))``.
 
@@ -51,6 +49,7 @@ def num_chosen(fraction: float, num_tokens: Int[Tensor, ""]) -> Int[Tensor, ""]:
     return (num_tokens.double() * fraction).floor().long().clamp(min=1)
 
 
+@shaped
 def largest(
     key: Float[Tensor, "N"], eligible: Bool[Tensor, "N"], number: Int[Tensor, ""], gather: GatherOverRanks = one_rank
 ) -> Bool[Tensor, "N"]:
@@ -68,6 +67,7 @@ def largest(
     return eligible & (key >= ordered.take((number - 1).clamp(max=len(ordered) - 1)))
 
 
+@shaped
 def random_in_band(
     covariance: Float[Tensor, "N"],
     eligible: Bool[Tensor, "N"],

@@ -10,13 +10,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from logitless.objective.advantage import one_rank
-from logitless.objective.covariance import GatherOverRanks
 from logitless.objective.divergence import k1, k2, k3
 from logitless.objective.filters import quantile
+from logitless.objective.inputs import shaped
 from logitless.objective.objective import ObjectiveOutput
+from logitless.objective.over_ranks import GatherOverRanks, one_rank
 
 
+@shaped
 def effective_fraction(weight: Float[Tensor, "N"], counted: Bool[Tensor, "N"]) -> Float[Tensor, ""]:
     """``(sum c)^2 / (n sum c^2)``: effective sample size of importance weights as a fraction of the n counted tokens.
 
@@ -65,7 +66,7 @@ def step_diagnostics(
         ...     token_weight=torch.tensor([0.5, 0.5]), logp_old=torch.tensor([-1.0, -1.0]))
         >>> output = Objective()(torch.tensor([-0.5, -1.0], requires_grad=True), None, batch)
         >>> numbers = step_diagnostics([output])
-        >>> numbers["clip_fraction_high"].item(), numbers["live_fraction"].item()
+        >>> numbers["clip/high_fraction"].item(), numbers["head/live_fraction"].item()
         (0.5, 0.5)
     """
 
@@ -81,47 +82,47 @@ def step_diagnostics(
     def largest(values: Tensor) -> Tensor:
         return torch.cat([torch.where(trained, values, -torch.inf), values.new_full((1,), -torch.inf)]).max()
 
-    numbers = {"loss": _total([each.loss for each in outputs], gather), "num_tokens": trained.sum()}
+    numbers = {"loss/total": _total([each.loss for each in outputs], gather), "optimizer/tokens": trained.sum()}
     if "clipped_low" in vectors:
         low, high = vectors["clipped_low"], vectors["clipped_high"]
-        numbers["clip_fraction_low"] = mean(low, trained)
-        numbers["clip_fraction_high"] = mean(high, trained)
-        numbers["clip_fraction_positive"] = mean(low | high, trained & (advantage > 0))
-        numbers["clip_fraction_negative"] = mean(low | high, trained & (advantage < 0))
+        numbers["clip/low_fraction"] = mean(low, trained)
+        numbers["clip/high_fraction"] = mean(high, trained)
+        numbers["clip/positive_fraction"] = mean(low | high, trained & (advantage > 0))
+        numbers["clip/negative_fraction"] = mean(low | high, trained & (advantage < 0))
     if (log_ratio := vectors.get("log_ratio")) is not None:
-        numbers["ratio_min"] = (-largest(-log_ratio)).exp()
-        numbers["ratio_mean"] = mean(log_ratio.exp(), trained)
-        numbers["ratio_std"] = mean((log_ratio.exp() - numbers["ratio_mean"]).square(), trained).sqrt()
-        numbers["ratio_max"] = largest(log_ratio).exp()
+        numbers["ratio/min"] = (-largest(-log_ratio)).exp()
+        numbers["ratio/mean"] = mean(log_ratio.exp(), trained)
+        numbers["ratio/std"] = mean((log_ratio.exp() - numbers["ratio/mean"]).square(), trained).sqrt()
+        numbers["ratio/max"] = largest(log_ratio).exp()
     differences = {"old": vectors.get("token_log_ratio"), "ref": vectors.get("log_ratio_ref")}
     for policy, difference in differences.items():
         if difference is not None:
             for name, estimator in {"k1": k1, "k2": k2, "k3": k3}.items():
                 values = estimator(-difference if policy == "old" else difference)
-                numbers[f"{policy}_{name}_mean"] = mean(values, trained)
-                numbers[f"{policy}_{name}_p95"] = p95(values)
+                numbers[f"kl_{policy}/{name}_mean"] = mean(values, trained)
+                numbers[f"kl_{policy}/{name}_p95"] = p95(values)
     if (kl := vectors.get("kl")) is not None:
-        numbers["kl_mean"], numbers["kl_p95"] = mean(kl, trained), p95(kl)
+        numbers["kl_ref/penalty_mean"], numbers["kl_ref/penalty_p95"] = mean(kl, trained), p95(kl)
     if (clamped := vectors.get("kl_clamped")) is not None:
-        numbers["num_kl_clamped"] = clamped.sum()
+        numbers["kl_ref/clamped"] = clamped.sum()
     if (entropy := vectors.get("entropy")) is not None:
-        numbers["entropy_mean"] = mean(entropy, trained)
+        numbers["entropy/mean"] = mean(entropy, trained)
     bonuses = [each.entropy_bonus for each in outputs if each.entropy_bonus is not None]
     if bonuses:
-        numbers["entropy_bonus"] = _total(bonuses, gather)
+        numbers["entropy/bonus_mean"] = _total(bonuses, gather)
     if (sampler := vectors.get("sampler_log_ratio")) is not None:
         size = sampler.abs()
-        numbers["sampler_difference_mean"], numbers["sampler_difference_p95"] = mean(size, trained), p95(size)
-        numbers["sampler_difference_max"] = largest(size)
+        numbers["sampler/logp_difference_mean"], numbers["sampler/logp_difference_p95"] = mean(size, trained), p95(size)
+        numbers["sampler/logp_difference_max"] = largest(size)
     if (missing := vectors.get("missing_sampler")) is not None:
-        numbers["num_missing_sampler"] = missing.sum()
+        numbers["sampler/missing"] = missing.sum()
     if (correction := vectors.get("correction")) is not None:
-        numbers["correction_mean"] = mean(correction, trained)
-        numbers["correction_effective_fraction"] = effective_fraction(correction, trained)
+        numbers["sampler/correction_mean"] = mean(correction, trained)
+        numbers["sampler/correction_effective_fraction"] = effective_fraction(correction, trained)
     for name in outputs[0].dropped:
-        numbers[f"dropped_{name}"] = mean(vectors[f"dropped_{name}"], trained)
+        numbers[f"filter/{name}/dropped_fraction"] = mean(vectors[f"dropped_{name}"], trained)
     if (gradient := vectors.get("grad_logp")) is not None:
-        numbers["live_fraction"] = mean(gradient != 0, trained)
+        numbers["head/live_fraction"] = mean(gradient != 0, trained)
     return {name: value.double() for name, value in numbers.items()}
 
 

@@ -19,11 +19,12 @@ from pydantic import ConfigDict
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.inputs import check_choices, required
+from logitless.objective.inputs import check_choices, required, shaped
 
 _ALIASES = {"mse": "k2", "low_var_kl": "k3"}
 
 
+@shaped
 def k1(log_ratio_ref: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
     """``k1 = d``: unbiased, of either sign.
 
@@ -38,6 +39,7 @@ def k1(log_ratio_ref: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
     return log_ratio_ref
 
 
+@shaped
 def k2(log_ratio_ref: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
     """``k2 = d^2 / 2``: biased in value, never negative.
 
@@ -52,6 +54,7 @@ def k2(log_ratio_ref: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
     return 0.5 * log_ratio_ref.square()
 
 
+@shaped
 def k3(log_ratio_ref: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
     """``k3 = exp(-d) - 1 + d``: unbiased and never negative.
 
@@ -66,6 +69,7 @@ def k3(log_ratio_ref: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
     return torch.expm1(-log_ratio_ref) + log_ratio_ref
 
 
+@shaped
 def kl_in_reward(logp_old: Float[Tensor, "N"], logp_ref: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
     """``sg(logp_old - logp_ref)``, the KL of each token that a reward pays for (k1, the only one unbiased there).
 

@@ -14,9 +14,10 @@ from pydantic import ConfigDict
 from torch import Tensor
 
 from logitless.errors import CheckpointError, ConfigurationError, InputError
-from logitless.objective.inputs import check_choices
+from logitless.objective.inputs import check_choices, shaped
 
 
+@shaped
 def entropy_mean(
     entropy: Float[Tensor, "N"],
     weight: Float[Tensor, "N"],

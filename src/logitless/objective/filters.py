@@ -1,5 +1,6 @@
 """Filters: tokens whose policy loss is dropped, without gradient, and whose weight stays in every denominator."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
@@ -8,11 +9,13 @@ from jaxtyping import Bool, Float
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
-from logitless.errors import ConfigurationError
-from logitless.objective.inputs import check_choices
+from logitless.errors import ConfigurationError, InputError
+from logitless.objective.inputs import check_choices, required, shaped
+from logitless.objective.over_ranks import GatherOverRanks
 from logitless.objective.ranges import Ranges
 
 
+@shaped
 def off_policy_keep(
     logp: Float[Tensor, "N"],
     logp_drawn: Float[Tensor, "N"],
@@ -40,6 +43,7 @@ def off_policy_keep(
     return (advantage >= 0) | (ranges.spread(drift) <= threshold)
 
 
+@shaped
 def quantile(values: Float[Tensor, "n"], q: float, counted: Bool[Tensor, "n"] | None = None) -> Float[Tensor, ""]:
     """The q-th quantile with linear interpolation, of any number of values.
 
@@ -61,20 +65,81 @@ def quantile(values: Float[Tensor, "n"], q: float, counted: Bool[Tensor, "n"] | 
 
 
 @dataclass(frozen=True)
-class OffPolicy:
+class FilterInputs:
+    """What a filter may read; vectors but ``logp_sampler`` and ``entropy_old`` hold 0 in rows of weight 0.
+
+    Args:
+        logp, advantage: [N].
+        trained: [N] tokens with a weight.
+        sequences: the sequences as ranges.
+        gather: over all ranks.
+        logp_old, logp_sampler: [N], None where the batch has none; NaN in the latter where the engine gave no value.
+        entropy: [N] of current values, or None.
+        entropy_old: [N] of the scoring pass, or None.
+        block_threshold: of ``block_threshold``, for a filter that ``settles_once_a_block``; None where nobody asked it.
+    """
+
+    logp: Float[Tensor, "N"]
+    advantage: Float[Tensor, "N"]
+    trained: Bool[Tensor, "N"]
+    sequences: Ranges
+    gather: GatherOverRanks
+    logp_old: Float[Tensor, "N"] | None = None
+    logp_sampler: Float[Tensor, "N"] | None = None
+    entropy: Float[Tensor, "N"] | None = None
+    entropy_old: Float[Tensor, "N"] | None = None
+    block_threshold: Float[Tensor, ""] | None = None
+
+
+class TokenFilter(ABC):
+    """A frozen dataclass of knobs that says of each token whether it is kept.
+
+    Attributes:
+        name: how recipes and metrics call it.
+        narrows_entropy_bonus: whether the tokens that it drops are left out of the entropy bonus, too.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    name: str
+    narrows_entropy_bonus: ClassVar[bool] = False
+
+    @property
+    def settles_once_a_block(self) -> bool:
+        """Whether it keeps tokens by a threshold of the whole block's scoring pass."""
+        return False
+
+    def block_threshold(self, entropy_old: Float[Tensor, "n"], trained: Bool[Tensor, "n"]) -> Float[Tensor, ""]:
+        """That threshold, from the tokens of the block on all ranks."""
+        raise NotImplementedError(f"{self.name!r} has no threshold of the block")
+
+    @abstractmethod
+    def kept(self, inputs: FilterInputs) -> Bool[Tensor, "N"]:
+        """True where the token stays in the policy loss."""
+
+
+@dataclass(frozen=True)
+class OffPolicy(TokenFilter):
     """Drop sequences with a negative advantage that the policy has moved away from: ``off_policy_keep``.
 
     Args:
         threshold: nats a token.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     threshold: float
     name: Literal["off_policy"] = field(default="off_policy", kw_only=True)
 
+    def kept(self, inputs: FilterInputs) -> Bool[Tensor, "N"]:
+        """``off_policy_keep`` against the sampler, or where it gave nothing, the old policy.
+
+        Raises:
+            InputError: the batch has neither.
+        """
+        drawn = inputs.logp_sampler if inputs.logp_sampler is not None else required(inputs.logp_old, "logp_old")
+        return off_policy_keep(inputs.logp, drawn, inputs.advantage, inputs.sequences, self.threshold)
+
 
 @dataclass(frozen=True)
-class TopEntropy:
+class TopEntropy(TokenFilter):
     """Keep the fraction of tokens with the highest entropy.
 
     Args:
@@ -88,7 +153,7 @@ class TopEntropy:
     Source: arXiv:2506.01939.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    narrows_entropy_bonus: ClassVar[bool] = True
     quantile: float
     scope: Literal["block", "micro_batch"] = "block"
     name: Literal["top_entropy"] = field(default="top_entropy", kw_only=True)
@@ -102,9 +167,48 @@ class TopEntropy:
                 remedy="Use 0.2 to train on the fifth of the tokens with the highest entropy.",
             )
 
+    @property
+    def settles_once_a_block(self) -> bool:
+        return self.scope == "block"
+
+    def block_threshold(self, entropy_old: Float[Tensor, "n"], trained: Bool[Tensor, "n"]) -> Float[Tensor, ""]:
+        return self.threshold(entropy_old, trained)
+
+    def kept(self, inputs: FilterInputs) -> Bool[Tensor, "N"]:
+        """True from the threshold on.
+
+        Raises:
+            InputError: the entropy, or the block's threshold, is missing.
+        """
+        if self.scope == "block":
+            return above_threshold(inputs.entropy_old, inputs.block_threshold)
+        entropy = required(inputs.entropy, "entropy")
+        return entropy >= self.threshold(inputs.gather(entropy), inputs.gather(inputs.trained))
+
     def threshold(self, entropy: Float[Tensor, "n"], counted: Bool[Tensor, "n"]) -> Float[Tensor, ""]:
         """The entropy from which tokens are kept: the ``1 - quantile`` quantile of the counted tokens."""
         return quantile(entropy, 1 - self.quantile, counted)
+
+
+@shaped
+def above_threshold(entropy_old: Float[Tensor, "N"] | None, threshold: Float[Tensor, ""] | None) -> Bool[Tensor, "N"]:
+    """True where the entropy of the scoring pass is at least the block's threshold.
+
+    Raises:
+        InputError: one of them is missing.
+
+    Example:
+        >>> above_threshold(torch.tensor([0.1, 0.5]), torch.tensor(0.5))
+        tensor([False,  True])
+    """
+    entropy_old = required(entropy_old, "entropy_old")
+    if threshold is None:
+        raise InputError(
+            needed="the block's entropy threshold",
+            given="None",
+            remedy="Pass block=objective.block_statistics(whole_block), or set TopEntropy(scope='micro_batch').",
+        )
+    return entropy_old >= threshold
 
 
 Filter = Annotated[OffPolicy | TopEntropy, Field(discriminator="name")]

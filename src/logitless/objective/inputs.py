@@ -1,10 +1,16 @@
-"""Checks of what an objective is given: choices that exist, and optional tensors that turn out to be obligatory."""
+"""Checks of what an objective is given: known choices, fitting ranks, and tensors that turn out to be obligatory."""
 
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
 from logitless.errors import ConfigurationError, InputError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _REMEDIES = {
     "logp_old": "Score the batch with the policy that it was drawn from and set TokenBatch.logp_old",
@@ -16,8 +22,10 @@ _REMEDIES = {
     "turn": "Set TokenBatch.turn",
     "value": "Score the batch with a policy that has a value head",
     "value_old": "Keep the values of the scoring pass and set TokenBatch.value_old",
-    "value_target": "Set TokenBatch.value_target to the second result of advantage.Gae",
+    "value_target": "Set TokenBatch.value_target to that of advantage.Gae",
     "value_weight": "Set TokenBatch.value_weight to the step's objective.value.value_weight(...)",
+    "scores": "Give the scores of each reward function in AdvantageInputs.scores",
+    "weights": "Give the weights of the reward functions in AdvantageInputs.weights",
     "selected": "Attach the block's selection with Objective.block_statistics(block).attach(block)",
 }
 
@@ -60,3 +68,76 @@ def check_choices(part: Any) -> None:
             raise ConfigurationError(
                 needed=f"{name} out of {', '.join(map(repr, choices))}", given=repr(value), remedy="Choose one of them."
             )
+
+
+def shaped(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, which then refuses a tensor of another rank than its annotation has, or of another length.
+
+    A letter stands for one length in all arguments. Without this a column [N, 1] beside a vector [N] would broadcast to
+    [N, N], and its sum would be a wrong loss without any error.
+
+    Example:
+        >>> import torch
+        >>> from jaxtyping import Float
+        >>> @shaped
+        ... def product(some: Float[Tensor, "N"], other: Float[Tensor, "N"]) -> Tensor:
+        ...     return some * other
+        >>> product(torch.ones(2), torch.ones(2))
+        tensor([1., 1.])
+        >>> product(torch.ones(2), torch.ones(2, 1))
+        Traceback (most recent call last):
+        logitless.errors.InputError: needed other [N] with N = 2; given a tensor [2, 1]. ...
+    """
+    names = tuple(inspect.signature(function).parameters)
+    shapes = shapes_of(function.__annotations__)
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **options: P.kwargs) -> R:
+        check_shapes(dict(zip(names, args, strict=False)) | options, shapes)
+        return function(*args, **options)
+
+    return checked
+
+
+def shapes_of(hints: Mapping[str, Any]) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """The letters of each annotated tensor, one tuple for each shape that it may have; open shapes are left out.
+
+    Example:
+        >>> from jaxtyping import Float
+        >>> shapes_of({"rewards": Float[Tensor, "B F"], "group": Float[Tensor, "B"] | None, "clip": float})
+        {'rewards': (('B', 'F'),), 'group': (('B',),)}
+    """
+    found = {}
+    for name, hint in hints.items():
+        letters = [each.dim_str for each in (get_args(hint) or (hint,)) if hasattr(each, "dim_str")]
+        if name != "return" and letters and not any("*" in each or "..." in each for each in letters):
+            found[name] = tuple(tuple(each.split()) for each in letters)
+    return found
+
+
+def check_shapes(values: Mapping[str, Any], shapes: Mapping[str, tuple[tuple[str, ...], ...]]) -> None:
+    """Refuse tensors that do not have their shape; what is no tensor is not looked at.
+
+    Raises:
+        InputError: the first tensor of another rank, or of another length than a tensor before it.
+
+    Example:
+        >>> import torch
+        >>> check_shapes({"logp": torch.ones(3)}, {"logp": (("N",),)})
+    """
+    lengths: dict[str, int] = {}
+    for name, allowed in shapes.items():
+        value = values.get(name)
+        if not isinstance(value, Tensor):
+            continue
+        fitting = [letters for letters in allowed if len(letters) == value.dim()]
+        expected = fitting[0] if fitting else allowed[0]
+        known = {letter: lengths[letter] for letter in expected if letter in lengths}
+        if not fitting or any(value.shape[i] != known.get(each, value.shape[i]) for i, each in enumerate(expected)):
+            where = " and ".join(f"{letter} = {length}" for letter, length in known.items())
+            raise InputError(
+                needed=f"{name} [{', '.join(expected)}]" + (f" with {where}" if known else ""),
+                given=f"a tensor {list(value.shape)}",
+                remedy="Give tensors of the documented ranks: [N, 1] is none of [N], squeeze(1) makes it one.",
+            )
+        lengths |= dict(zip(expected, value.shape, strict=True))

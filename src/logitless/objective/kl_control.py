@@ -142,6 +142,8 @@ class ZieglerKL(_Adaptive):
     Args:
         horizon: completions over which beta changes by up to a fifth.
 
+    Equals: verl's ``AdaptiveKLController`` with ``guardrail=None``, which it does not have.
+
     Source: arXiv:1909.08593 sec. 2.2.
 
     Example:

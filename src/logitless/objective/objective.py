@@ -10,7 +10,8 @@ Gives up: second derivatives (the gradient is taken here, once, and handed on).
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -18,35 +19,15 @@ from pydantic import ConfigDict
 from torch import Tensor
 
 from logitless.errors import ConfigurationError, InputError
-from logitless.objective.advantage import one_rank
 from logitless.objective.correction import SamplerCorrection, sampler_log_ratio
-from logitless.objective.covariance import GatherOverRanks, largest, num_chosen, random_in_band, token_covariance
 from logitless.objective.divergence import KLPenalty
 from logitless.objective.entropy import EntropyBonus, entropy_mean
-from logitless.objective.filters import Filter, OffPolicy, TopEntropy, off_policy_keep
+from logitless.objective.filters import Filter, FilterInputs, above_threshold
 from logitless.objective.inputs import required
-from logitless.objective.ranges import Ranges, SumOverRanks, turn_ranges
-from logitless.objective.ratio import (
-    Ratio,
-    SequenceRatio,
-    SequenceTokenRatio,
-    TokenRatio,
-    TurnRatio,
-    sequence_log_ratio,
-    sequence_token_log_ratio,
-    token_log_ratio,
-)
-from logitless.objective.surrogate import (
-    Clip,
-    ClipCov,
-    Gmpo,
-    KlCov,
-    Surrogate,
-    SurrogateInputs,
-    SurrogateTerms,
-    Vespo,
-    clip_sides,
-)
+from logitless.objective.over_ranks import GatherOverRanks, one_rank
+from logitless.objective.ranges import Grain, Ranges, SumOverRanks
+from logitless.objective.ratio import Ratio, TokenRatio, TurnRatio, token_log_ratio
+from logitless.objective.surrogate import Clip, SelectionInputs, Surrogate, SurrogateInputs, SurrogateTerms
 from logitless.types import TokenBatch
 
 __all__ = [
@@ -135,7 +116,8 @@ class Objective:
 
     Raises:
         ConfigurationError: parts that exclude each other: a ratio level (or its rule for advantages) that nothing
-            reads, VESPO with a correction that is not per token, a filter given twice.
+            reads, a correction that is not per token
+            under a surrogate that takes it into a weight of its own (VESPO), a filter given twice.
 
     Example:
         >>> batch = TokenBatch(
@@ -158,25 +140,21 @@ class Objective:
 
     def __post_init__(self) -> None:
         corrects_kl = self.kl is not None and self.kl.ratio_corrected == "surrogate"
-        if not isinstance(self.ratio, TokenRatio) and self.surrogate.reads != "any" and not corrects_kl:
+        if self.ratio.averages != "token" and self.surrogate.reads != "any" and not corrects_kl:
             raise ConfigurationError(
                 needed=f"the token ratio under {self.surrogate.name!r}, which reads no other",
                 given=f"ratio={self.ratio.name!r}",
                 remedy="Leave the ratio out, or choose a surrogate of the ratio such as 'clip'.",
             )
-        if (
-            isinstance(self.ratio, SequenceRatio)
-            and self.ratio.advantage_within_sequence is not None
-            and self.surrogate.reads != "any"
-        ):
+        if self.ratio.advantages is not None and self.surrogate.reads != "any":
             raise ConfigurationError(
                 needed=f"no advantage_within_sequence under {self.surrogate.name!r}, whose ratio is for the KL alone",
-                given=repr(self.ratio.advantage_within_sequence),
+                given=repr(self.ratio.advantages),
                 remedy="Leave it out.",
             )
-        if isinstance(self.surrogate, Vespo) and self.correction is not None and self.correction.level != "token":
+        if self.surrogate.uses_correction and self.correction is not None and self.correction.level != "token":
             raise ConfigurationError(
-                needed="a token-level sampler correction under 'vespo', whose weight is a sequence's already",
+                needed=f"a token-level sampler correction under {self.surrogate.name!r}, which makes a weight of it",
                 given=f"level={self.correction.level!r}",
                 remedy="Set correction.level='token'.",
             )
@@ -200,10 +178,10 @@ class Objective:
             or (self.kl is not None and self.kl.ratio_corrected is not None),
             "logp_ref": self.kl is not None,
             "logp_sampler": self.correction is not None,
-            "turn": isinstance(self.ratio, TurnRatio),
-            "entropy_old": any(isinstance(each, TopEntropy) and each.scope == "block" for each in self.filters),
+            "turn": self.ratio.averages == "turn",
+            "entropy_old": any(each.settles_once_a_block for each in self.filters),
             "entropy_weight": self.entropy_bonus is not None,
-            "selected": isinstance(self.surrogate, ClipCov | KlCov) and self.surrogate.scope == "block",
+            "selected": self.surrogate.selects == "block",
         }
         return frozenset(name for name, is_needed in conditions.items() if is_needed)
 
@@ -278,6 +256,7 @@ class Objective:
             InputError: ``entropy_old``, ``logp_old`` or the generator is missing.
 
         Example:
+            >>> from logitless.objective.filters import TopEntropy
             >>> objective = Objective(filters=(TopEntropy(0.5),))
             >>> block = TokenBatch(
             ...     sequence=torch.tensor([0, 0, 0]), num_sequences=1, advantage=torch.zeros(3),
@@ -288,11 +267,13 @@ class Objective:
         trained = block.token_weight != 0
         threshold = selected = None
         for each in self.filters:
-            if isinstance(each, TopEntropy) and each.scope == "block":
-                threshold = each.threshold(gather(required(block.entropy_old, "entropy_old")), gather(trained))
-        if isinstance(self.surrogate, ClipCov | KlCov) and self.surrogate.scope == "block":
+            if each.settles_once_a_block:
+                threshold = each.block_threshold(gather(required(block.entropy_old, "entropy_old")), gather(trained))
+        if self.surrogate.selects == "block":
             logp_old = required(block.logp_old, "logp_old")
-            selected = _selected(self.surrogate, logp_old, block.advantage, trained, trained, gather, generator)
+            selected = self.surrogate.select(
+                SelectionInputs(logp_old, block.advantage, trained, gather=gather, generator=generator)
+            )
         return None if threshold is None and selected is None else BlockStatistics(threshold, selected)
 
     def entropy_weight(
@@ -319,8 +300,8 @@ class Objective:
         """
         kept = step.token_weight != 0
         for each in self.filters:
-            if isinstance(each, TopEntropy) and each.scope == "block":
-                kept = kept & _above_threshold(step, block)
+            if each.narrows_entropy_bonus and each.settles_once_a_block:
+                kept = kept & above_threshold(step.entropy_old, None if block is None else block.entropy_threshold)
         number = sum_over_ranks(kept.double().sum()).clamp(min=1.0)
         return (kept.double() / number).to(step.token_weight.dtype)
 
@@ -332,11 +313,11 @@ class Objective:
         beta: float | Tensor,
         entropy_coefficient: float | None,
     ) -> None:
-        lengths = [len(each) for each in (logp, entropy) if each is not None]
-        if set(lengths) != {batch.num_tokens}:
+        shapes = [tuple(each.shape) for each in (logp, entropy) if each is not None]
+        if set(shapes) != {(batch.num_tokens,)}:
             raise InputError(
-                needed=f"logp and entropy of the batch's {batch.num_tokens} tokens",
-                given=" and ".join(str(length) for length in lengths),
+                needed=f"logp and entropy of the batch's {batch.num_tokens} tokens, as vectors",
+                given=" and ".join(str(list(shape)) for shape in shapes),
                 remedy="Score exactly the batch's targets.",
             )
         if self.kl is None and (isinstance(beta, Tensor) or beta != 0):
@@ -369,7 +350,7 @@ class _Step:
         generator: torch.Generator | None,
     ) -> None:
         self.objective, self.batch, self.block = objective, batch, block
-        self.gather, self.generator, self.sum_over_ranks = gather, generator, sum_over_ranks
+        self.gather, self.generator = gather, generator
         self.dtype = torch.float64 if logp.dtype == torch.float64 else torch.float32
         self.trained = batch.token_weight != 0
         self.sequences = Ranges(batch.sequence, batch.num_sequences, self.trained, sum_over_ranks)
@@ -381,14 +362,16 @@ class _Step:
         self.log_ratio: Tensor | None = None
         self.sampler_log_ratio: Tensor | None = None
         self.missing_sampler: Tensor | None = None
+        self.logp_sampler: Tensor | None = None
+        if batch.logp_sampler is not None:
+            self.logp_sampler = self.read(batch.logp_sampler, "logp_sampler")
         if batch.logp_old is not None:
             self.logp_old = self.read(batch.logp_old, "logp_old")
             self.token_log_ratio = token_log_ratio(self.logp, self.logp_old)
-            self.log_ratio = self.level(self.token_log_ratio)
-            if batch.logp_sampler is not None:
-                logp_sampler = self.read(batch.logp_sampler, "logp_sampler")
-                self.sampler_log_ratio = sampler_log_ratio(self.logp_old, logp_sampler)
-                self.missing_sampler = logp_sampler.isnan()
+            self.log_ratio = objective.ratio(self.token_log_ratio, self.ratio_ranges)
+            if self.logp_sampler is not None:
+                self.sampler_log_ratio = sampler_log_ratio(self.logp_old, self.logp_sampler)
+                self.missing_sampler = self.logp_sampler.isnan()
 
     def read(self, value: Tensor | None, name: str) -> Tensor:
         """The values of trained rows, 0 elsewhere."""
@@ -397,49 +380,34 @@ class _Step:
     def shared_advantage(self, advantage: Tensor) -> Tensor:
         """Advantages that fit what the surrogate shares between tokens: a ratio, or GMPO's geometric mean."""
         ratio, surrogate = self.objective.ratio, self.objective.surrogate
-        if isinstance(surrogate, Gmpo):
-            _check_constant(advantage, self.sequences, "sequence")
-        if surrogate.reads == "any" and isinstance(ratio, TurnRatio):
-            _check_constant(advantage, self.turns(ratio), "turn")
-        if surrogate.reads == "any" and isinstance(ratio, SequenceRatio):
-            if ratio.advantage_within_sequence is None:
-                _check_constant(advantage, self.sequences, "sequence")
-            elif ratio.advantage_within_sequence == "mean":
-                return self.sequences.spread(self.sequences.mean(advantage))
+        if surrogate.grain != "token":
+            _check_constant(advantage, self.ranges(surrogate.grain), surrogate.grain)
+        if surrogate.reads == "any" and ratio.grain != "token":
+            if ratio.advantages is None:
+                _check_constant(advantage, self.ratio_ranges, ratio.grain)
+            elif ratio.advantages == "mean":
+                return self.ratio_ranges.spread(self.ratio_ranges.mean(advantage))
         return advantage
 
-    def level(self, log_ratio: Tensor) -> Tensor:
-        """The log ratio at the configured level."""
-        ratio = self.objective.ratio
-        match ratio:
-            case TokenRatio():
-                return log_ratio
-            case SequenceTokenRatio():
-                return sequence_token_log_ratio(log_ratio, self.sequences)
-            case SequenceRatio():
-                return sequence_log_ratio(log_ratio, self.sequences)
-            case TurnRatio():
-                return sequence_log_ratio(log_ratio, self.turns(ratio))
+    def ranges(self, grain: Grain) -> Ranges:
+        """The sequences or turns of the batch."""
+        return self.sequences if grain == "sequence" else TurnRatio().ranges(self.sequences, self.batch.turn)
 
-    def turns(self, ratio: TurnRatio) -> Ranges:
-        return turn_ranges(
-            self.batch.sequence,
-            self.batch.num_sequences,
-            required(self.batch.turn, "turn"),
-            self.trained,
-            max_turns=ratio.max_turns,
-            sum_over_ranks=self.sum_over_ranks,
-        )
+    @cached_property
+    def ratio_ranges(self) -> Ranges:
+        return self.objective.ratio.ranges(self.sequences, self.batch.turn)
 
     def output(self, beta: float | Tensor, entropy_coefficient: float | None) -> ObjectiveOutput:
         """The equation at the top of this file, from left to right."""
         objective, batch = self.objective, self.batch
         correction = self.correction()
         terms = self.surrogate(correction)
-        dropped: dict[str, Tensor] = {each.name: self.trained & ~self.kept(each) for each in objective.filters}
+        dropped: dict[str, Tensor] = {
+            each.name: self.trained & ~each.kept(self.filter_inputs) for each in objective.filters
+        }
         hidden = torch.stack([~self.trained, *dropped.values()]).any(0)
         token_loss = torch.where(hidden, 0.0, terms.loss)
-        if correction is not None and not isinstance(objective.surrogate, Vespo):
+        if correction is not None and not objective.surrogate.uses_correction:
             token_loss = token_loss * torch.where(hidden, 0.0, correction)
         kl = None
         if objective.kl is not None:
@@ -452,7 +420,7 @@ class _Step:
             bonus = entropy_mean(
                 required(self.entropy, "entropy"),
                 self.read(batch.entropy_weight, "entropy_weight"),
-                self.trained & ~dropped[TopEntropy.name] if TopEntropy.name in dropped else self.trained,
+                self.in_bonus(dropped),
                 renormalized=objective.entropy_bonus.scope == "micro_batch",
             )
             static = objective.entropy_bonus.coefficient
@@ -495,28 +463,30 @@ class _Step:
             correction=correction,
             selected=self.batch.selected,
         )
-        if isinstance(surrogate, ClipCov | KlCov) and surrogate.scope == "micro_batch":
-            eligible = self.trained
-            if isinstance(surrogate, ClipCov):
-                log_ratio = required(self.log_ratio, "logp_old")
-                low, high = clip_sides(log_ratio, self.advantage, surrogate.ratio_min, surrogate.ratio_max)
-                eligible = eligible & ~low & ~high
-            selected = _selected(
-                surrogate, self.logp, self.advantage, self.trained, eligible, self.gather, self.generator
-            )
-            inputs = replace(inputs, selected=selected)
+        if surrogate.selects == "micro_batch":
+            now = SelectionInputs(self.logp, self.advantage, self.trained, self.log_ratio, self.gather, self.generator)
+            inputs = replace(inputs, selected=surrogate.select(now))
         return surrogate(inputs)
 
-    def kept(self, each: OffPolicy | TopEntropy) -> Tensor:
-        if isinstance(each, OffPolicy):
-            drawn, name = self.batch.logp_sampler, "logp_sampler"
-            if drawn is None:
-                drawn, name = self.batch.logp_old, "logp_old"
-            return off_policy_keep(self.logp, self.read(drawn, name), self.advantage, self.sequences, each.threshold)
-        if each.scope == "block":
-            return _above_threshold(self.batch, self.block)
-        entropy = required(self.entropy, "entropy")
-        return entropy >= each.threshold(self.gather(entropy), self.gather(self.trained))
+    @cached_property
+    def filter_inputs(self) -> FilterInputs:
+        return FilterInputs(
+            logp=self.logp,
+            advantage=self.advantage,
+            trained=self.trained,
+            sequences=self.sequences,
+            gather=self.gather,
+            logp_old=self.logp_old,
+            logp_sampler=self.logp_sampler,
+            entropy=self.entropy,
+            entropy_old=self.batch.entropy_old,
+            block_threshold=None if self.block is None else self.block.entropy_threshold,
+        )
+
+    def in_bonus(self, dropped: Mapping[str, Tensor]) -> Tensor:
+        """The tokens whose entropy the bonus pays for."""
+        left_out = [dropped[each.name] for each in self.objective.filters if each.narrows_entropy_bonus]
+        return self.trained & ~torch.stack(left_out).any(0) if left_out else self.trained
 
 
 class _KnownGradient(torch.autograd.Function):
@@ -537,43 +507,7 @@ def _detached(value: Tensor | None) -> Tensor | None:
     return None if value is None else value.detach()
 
 
-def _selected(
-    surrogate: ClipCov | KlCov,
-    logp: Tensor,
-    advantage: Tensor,
-    trained: Tensor,
-    eligible: Tensor,
-    gather: GatherOverRanks,
-    generator: torch.Generator | None,
-) -> Tensor:
-    """The tokens that a covariance loss picks among the eligible ones."""
-    covariance = token_covariance(advantage, logp, trained, gather)
-    number = num_chosen(surrogate.fraction, gather(trained).sum())
-    if isinstance(surrogate, KlCov):
-        return largest(covariance, eligible, number, gather)
-    if generator is None:
-        raise InputError(
-            needed="a random generator to choose tokens for 'clip_cov'",
-            given="None",
-            remedy="Pass generator=torch.Generator().manual_seed(...), seeded differently on every rank.",
-        )
-    return random_in_band(
-        covariance, eligible, number, low=surrogate.low, high=surrogate.high, generator=generator, gather=gather
-    )
-
-
-def _above_threshold(batch: TokenBatch, block: BlockStatistics | None) -> Tensor:
-    entropy_old = required(batch.entropy_old, "entropy_old")
-    if block is None or block.entropy_threshold is None:
-        raise InputError(
-            needed="the block's entropy threshold",
-            given="block=None" if block is None else "block statistics of another objective",
-            remedy="Pass block=objective.block_statistics(whole_block), or set TopEntropy(scope='micro_batch').",
-        )
-    return entropy_old >= block.entropy_threshold
-
-
-def _check_constant(advantage: Tensor, ranges: Ranges, what: Literal["sequence", "turn"]) -> None:
+def _check_constant(advantage: Tensor, ranges: Ranges, what: Grain) -> None:
     if advantage.device.type != "cpu":
         return
     values, index = advantage[ranges.counted], ranges.index[ranges.counted]

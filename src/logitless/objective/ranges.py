@@ -9,13 +9,17 @@ Gives up: ids must not decrease, and MPS, which has no float64.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from logitless.errors import InputError
+from logitless.objective.inputs import shaped
+
+Grain = Literal["token", "turn", "sequence"]
+"""How far one number reaches: a single token, an assistant turn, or a whole sequence."""
 
 SumOverRanks = Callable[[Tensor], Tensor]
 """A differentiable all-reduce (sum) over the ranks that hold parts of the same sequences."""
@@ -80,6 +84,7 @@ class Ranges:
         return local if self.sum_over_ranks is None else self.sum_over_ranks(local)
 
 
+@shaped
 def turn_ranges(
     sequence: Int[Tensor, "N"],
     num_sequences: int,

@@ -4,18 +4,20 @@
 ``divergence`` and ``correction``). At the first step after scoring it is exactly 0, at every level.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.inputs import check_choices
-from logitless.objective.ranges import Ranges
+from logitless.objective.inputs import check_choices, required, shaped
+from logitless.objective.ranges import Grain, Ranges, turn_ranges
 
 
+@shaped
 def token_log_ratio(logp: Float[Tensor, "N"], logp_old: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
     """``lr_t = logp_t - logp_old_t``.
 
@@ -31,6 +33,7 @@ def token_log_ratio(logp: Float[Tensor, "N"], logp_old: Float[Tensor, "N"]) -> F
     return logp - logp_old.detach()
 
 
+@shaped
 def sequence_log_ratio(log_ratio: Float[Tensor, "N"], ranges: Ranges) -> Float[Tensor, "N"]:
     """``s_t = mean_{u in S(t)} lr_u``, the same for every token of the range.
 
@@ -47,6 +50,7 @@ def sequence_log_ratio(log_ratio: Float[Tensor, "N"], ranges: Ranges) -> Float[T
     return ranges.spread(ranges.mean(log_ratio))
 
 
+@shaped
 def sequence_token_log_ratio(log_ratio: Float[Tensor, "N"], ranges: Ranges) -> Float[Tensor, "N"]:
     """``sg(s_t) + lr_t - sg(lr_t)``: the value of the sequence, the gradient of the token.
 
@@ -63,16 +67,54 @@ def sequence_token_log_ratio(log_ratio: Float[Tensor, "N"], ranges: Ranges) -> F
     return sequence_log_ratio(log_ratio.detach(), ranges) + (log_ratio - log_ratio.detach())
 
 
-@dataclass(frozen=True)
-class TokenRatio:
-    """``lr_t``, one ratio a token (PPO, GRPO)."""
+class RatioRule(ABC):
+    """Which log ratios are averaged, and which tokens share the result; a frozen dataclass.
+
+    Attributes:
+        name: how recipes call it.
+        averages: over which tokens log ratios are averaged.
+        grain: which tokens share one ratio, gradient included; their advantages must be equal unless ``advantages``
+            says otherwise.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-    name: Literal["token"] = field(default="token", kw_only=True)
+    name: str
+    averages: ClassVar[Grain] = "token"
+    grain: ClassVar[Grain] = "token"
+
+    @property
+    def advantages(self) -> Literal["mean", "multiply"] | None:
+        """What becomes of advantages that differ where a ratio is shared; None: they are an error."""
+        return None
+
+    def ranges(self, sequences: Ranges, turn: Int[Tensor, "N"] | None) -> Ranges:
+        """The ranges of tokens that are averaged over.
+
+        Args:
+            sequences: of the batch.
+            turn: [N] turn ids, or None where the batch has none.
+        """
+        del turn
+        return sequences
+
+    @abstractmethod
+    def __call__(self, log_ratio: Float[Tensor, "N"], ranges: Ranges) -> Float[Tensor, "N"]:
+        """The log ratio that a surrogate reads, from that of each token and ``ranges``."""
 
 
 @dataclass(frozen=True)
-class SequenceRatio:
+class TokenRatio(RatioRule):
+    """``lr_t``, one ratio a token (PPO, GRPO)."""
+
+    name: Literal["token"] = field(default="token", kw_only=True)
+
+    def __call__(self, log_ratio: Float[Tensor, "N"], ranges: Ranges) -> Float[Tensor, "N"]:
+        del ranges
+        return log_ratio
+
+
+@dataclass(frozen=True)
+class SequenceRatio(RatioRule):
     """``mean_S lr``, one ratio a sequence (GSPO); its gradient reaches every token of the sequence.
 
     Args:
@@ -80,24 +122,35 @@ class SequenceRatio:
             their mean over the sequence (Fast-LLM); ``multiply``, each token's own times the shared ratio (TRL).
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    averages: ClassVar[Grain] = "sequence"
+    grain: ClassVar[Grain] = "sequence"
     advantage_within_sequence: Literal["mean", "multiply"] | None = None
     name: Literal["sequence"] = field(default="sequence", kw_only=True)
 
     def __post_init__(self) -> None:
         check_choices(self)
 
+    @property
+    def advantages(self) -> Literal["mean", "multiply"] | None:
+        return self.advantage_within_sequence
+
+    def __call__(self, log_ratio: Float[Tensor, "N"], ranges: Ranges) -> Float[Tensor, "N"]:
+        return sequence_log_ratio(log_ratio, ranges)
+
 
 @dataclass(frozen=True)
-class SequenceTokenRatio:
+class SequenceTokenRatio(RatioRule):
     """The sequence's value with the token's gradient (GSPO-token); takes advantages per token."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    averages: ClassVar[Grain] = "sequence"
     name: Literal["sequence_token"] = field(default="sequence_token", kw_only=True)
+
+    def __call__(self, log_ratio: Float[Tensor, "N"], ranges: Ranges) -> Float[Tensor, "N"]:
+        return sequence_token_log_ratio(log_ratio, ranges)
 
 
 @dataclass(frozen=True)
-class TurnRatio:
+class TurnRatio(RatioRule):
     """As ``SequenceRatio`` over each assistant turn; ``TokenBatch.turn`` holds the ids.
 
     Args:
@@ -107,7 +160,8 @@ class TurnRatio:
         ConfigurationError: a bound below 1.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    averages: ClassVar[Grain] = "turn"
+    grain: ClassVar[Grain] = "turn"
     max_turns: int | None = None
     name: Literal["turn"] = field(default="turn", kw_only=True)
 
@@ -116,6 +170,19 @@ class TurnRatio:
             raise ConfigurationError(
                 needed="max_turns of at least 1", given=str(self.max_turns), remedy="Leave it out, or raise it."
             )
+
+    def ranges(self, sequences: Ranges, turn: Int[Tensor, "N"] | None) -> Ranges:
+        return turn_ranges(
+            sequences.index,
+            sequences.num_ranges,
+            required(turn, "turn"),
+            sequences.counted,
+            max_turns=self.max_turns,
+            sum_over_ranks=sequences.sum_over_ranks,
+        )
+
+    def __call__(self, log_ratio: Float[Tensor, "N"], ranges: Ranges) -> Float[Tensor, "N"]:
+        return sequence_log_ratio(log_ratio, ranges)
 
 
 Ratio = Annotated[TokenRatio | SequenceRatio | SequenceTokenRatio | TurnRatio, Field(discriminator="name")]

@@ -1,11 +1,14 @@
 """What a TRL ``GRPOConfig`` means, as an ``Algorithm``: so that a user can move over and check that nothing changed.
 
-Read by name only; TRL is not imported. Defaults and meaning are those of TRL 1.16. What cannot be expressed and what is
-almost surely a mistake is an error; what TRL ignores in silence, or makes depend on the micro-batch, becomes a note.
+Read by name only; TRL is not imported. Defaults and meaning are those of TRL 1.16. What TRL trains is expressed: what
+it ignores in silence, or makes depend on the micro-batch, becomes a note, and what is almost surely a mistake a
+warning. What no loss of log-probabilities can say is an error: a router loss, which ``logitless.integrations.trl``
+adds beside it, and a moving reference.
 """
 
 import difflib
 import struct
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -104,9 +107,12 @@ def trl(config: object | None = None, **fields: Any) -> Algorithm:
         ``num_steps=steps_per_generation / gradient_accumulation_steps``.
 
     Raises:
-        ConfigurationError: an unknown field or value; ``cispo`` with an ``epsilon_high`` below 1, which in TRL is a
-            ceiling that scales every gradient; ``delta`` with a loss that ignores it; a router loss; a moving
-            reference; VESPO with a correction that is not per token.
+        ConfigurationError: an unknown field or value; a router loss; a moving reference; VESPO with a correction that
+            is not per token, as in TRL; a delta below ``1 - epsilon``.
+
+    Warns:
+        UserWarning: ``cispo`` with an ``epsilon_high`` below 1 (TRL's default is 0.2), which in TRL is the ceiling
+            itself and scales every gradient.
 
     Example:
         >>> algorithm = trl(loss_type="dapo", epsilon_high=0.28, beta=0.04)
@@ -158,7 +164,7 @@ def _refuse_what_cannot_be_expressed(values: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             needed="a loss of log-probabilities",
             given=f"router_aux_loss_coef={values['router_aux_loss_coef']}",
-            remedy="Mixture-of-experts router losses are not supported: set it to 0, or stay with TRL for this model.",
+            remedy="Set it to 0, or train with logitless.integrations.trl.GRPOTrainer, which adds the router loss.",
         )
     if values["sync_ref_model"]:
         raise ConfigurationError(
@@ -166,23 +172,17 @@ def _refuse_what_cannot_be_expressed(values: Mapping[str, Any]) -> None:
             given="sync_ref_model=True",
             remedy="Moving references are not supported: set sync_ref_model=False, or stay with TRL for this run.",
         )
-    if delta is not None and loss not in _CLIPPED:
-        raise ConfigurationError(
-            needed=f"no delta with loss_type={loss!r}, which ignores it",
-            given=f"delta={delta}",
-            remedy="Leave delta out, or use a clipped loss such as 'dapo'.",
-        )
     if loss == "vespo" and _corrects(values) and not values["vllm_importance_sampling_mode"].startswith("token"):
         raise ConfigurationError(
             needed="a token-level sampler correction with loss_type='vespo', whose weight is a sequence's already",
             given=f"vllm_importance_sampling_mode={values['vllm_importance_sampling_mode']!r}",
             remedy="Set it to 'token_truncate' or 'token_mask'.",
         )
-    if loss == "cispo" and _epsilon_high(values) < 1:
+    if delta is not None and loss in _CLIPPED and delta <= 1 - values["epsilon"]:
         raise ConfigurationError(
-            needed="epsilon_high of at least 1 with loss_type='cispo', where TRL takes it for the ceiling itself",
-            given=f"{_epsilon_high(values)}, which would scale every gradient by it",
-            remedy="Set epsilon_high=5.0.",
+            needed=f"a delta above {1 - values['epsilon']}, the lower bound of the ratio",
+            given=f"delta={delta}",
+            remedy="Set delta above 1 + epsilon_high, or leave it out.",
         )
 
 
@@ -209,6 +209,10 @@ def _notes(values: Mapping[str, Any]) -> list[str]:
         notes.append("loss_type='bnpo' averages over each micro-batch: the result depends on its size")
     if values["entropy_coef"] != 0 or values["use_adaptive_entropy"]:
         notes.append("the entropy bonus averages over each micro-batch: the result depends on its size")
+    if values["delta"] is not None and loss not in _CLIPPED:
+        notes.append(f"delta={values['delta']} has no effect with loss_type={loss!r}")
+    elif values["delta"] is not None and values["delta"] < 1 + _epsilon_high(values):
+        notes.append(f"delta={values['delta']} is below 1 + epsilon_high and bounds the ratio of positive advantages")
     if loss == "luspo" and level != "sequence":
         notes.append("loss_type='luspo' is meant for importance_sampling_level='sequence'")
     if level == "sequence" and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
@@ -232,7 +236,14 @@ def _ratio(values: Mapping[str, Any], kl: KLPenalty | None, notes: list[str]) ->
 def _surrogate(values: Mapping[str, Any]) -> Surrogate:
     match values["loss_type"]:
         case "cispo":
-            return Cispo(ratio_max=_epsilon_high(values))
+            ceiling = _epsilon_high(values)
+            if ceiling < 1:
+                warnings.warn(
+                    f"with loss_type='cispo' TRL takes epsilon_high for the ceiling itself: {ceiling} scales every"
+                    " gradient by it; the paper's runs set epsilon_high=5.0",
+                    stacklevel=3,
+                )
+            return Cispo(ratio_max=ceiling, ceiling_below_one="accept" if ceiling < 1 else "refuse")
         case "sapo":
             return Sapo(*(_float32(values[f"sapo_temperature_{sign}"]) for sign in ("pos", "neg")))
         case "vespo":
@@ -240,7 +251,10 @@ def _surrogate(values: Mapping[str, Any]) -> Surrogate:
                 *(_float32(values[f"vespo_{name}"]) for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg"))
             )
         case _:
-            return Clip(1 - values["epsilon"], 1 + _epsilon_high(values), ratio_cap=values["delta"])
+            lower, upper, delta = max(0.0, 1 - values["epsilon"]), 1 + _epsilon_high(values), values["delta"]
+            if delta is None:
+                return Clip(lower, upper)
+            return Clip(lower, min(upper, delta), ratio_cap=max(upper, delta))
 
 
 def _float32(value: float) -> float:

@@ -15,9 +15,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.advantage import SumOverRanks, one_rank
-from logitless.objective.covariance import GatherOverRanks
-from logitless.objective.inputs import required
+from logitless.objective.inputs import required, shaped
+from logitless.objective.over_ranks import GatherOverRanks, SumOverRanks, one_rank
 from logitless.types import TokenBatch
 
 
@@ -101,6 +100,7 @@ class ValueLoss:
         return ValueOutput(loss=self.coefficient * mean, mean=mean.detach(), fitted=fitted, clipped=clipped)
 
 
+@shaped
 def value_loss(value: Float[Tensor, "N"], value_target: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
     """Half the squared error.
 
@@ -122,6 +122,7 @@ def value_loss(value: Float[Tensor, "N"], value_target: Float[Tensor, "N"]) -> F
     return (value - value_target.detach()).square() / 2
 
 
+@shaped
 def clipped_value_loss(
     value: Float[Tensor, "N"], value_old: Float[Tensor, "N"], value_target: Float[Tensor, "N"], clip: float
 ) -> Float[Tensor, "N"]:
@@ -151,6 +152,7 @@ def clipped_value_loss(
     return torch.maximum(value_loss(value, value_target), value_loss(held, value_target))
 
 
+@shaped
 def value_is_clipped(
     value: Float[Tensor, "N"], value_old: Float[Tensor, "N"], value_target: Float[Tensor, "N"], clip: float
 ) -> Bool[Tensor, "N"]:
@@ -184,6 +186,7 @@ def value_weight(step: TokenBatch, sum_over_ranks: SumOverRanks = one_rank) -> F
     return (fitted.double() / number).to(step.token_weight.dtype)
 
 
+@shaped
 def explained_variance(value: Float[Tensor, "N"], value_target: Float[Tensor, "N"]) -> Float[Tensor, ""]:
     """How much of the returns' spread the predictions account for: 1 is all of it, 0 no more than a constant does.
 
@@ -211,13 +214,13 @@ def value_diagnostics(
         gather: over all ranks; every rank then gets the numbers of the whole step.
 
     Returns:
-        ``value_loss``, the mean over the fitted tokens before the coefficient; ``value_clipped_fraction`` of them.
+        ``loss/value``, the mean over the fitted tokens before the coefficient; ``value/clipped_fraction`` of them.
 
     Example:
         >>> one = ValueOutput(torch.tensor(1.0), torch.tensor(2.0), torch.tensor([True]), torch.tensor([False]))
-        >>> value_diagnostics([one])["value_loss"].item()
+        >>> value_diagnostics([one])["loss/value"].item()
         2.0
     """
     sums = [torch.stack([getattr(each, name).sum() for each in outputs]) for name in ("mean", "fitted", "clipped")]
     mean, num_fitted, num_clipped = gather(torch.stack([each.double().sum() for each in sums])[None]).sum(0)
-    return {"value_loss": mean, "value_clipped_fraction": num_clipped / num_fitted.clamp(min=1)}
+    return {"loss/value": mean, "value/clipped_fraction": num_clipped / num_fitted.clamp(min=1)}

@@ -20,7 +20,7 @@ It raises ``InputError`` for more tokens or sequences than the totals hold.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -30,6 +30,7 @@ from logitless.errors import ConfigurationError, InputError
 
 TokenCounts = tuple[int, ...] | Int[Tensor, "B"]
 Scope = Literal["step", "block"]
+_Same = TypeVar("_Same", bound="_Weighting")
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,16 @@ class _Weighting(ABC):
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
+    def for_rollouts_of(self: _Same, max_new_tokens: int) -> _Same:
+        """The weighting with the limit of the rollouts filled in, where it left that open."""
+        del max_new_tokens
+        return self
+
+    @property
+    def spans_block(self) -> bool:
+        """Whether it is normalised over a whole block, so that ``Totals`` must be the block's."""
+        return False
+
     def __call__(
         self,
         token_counts: TokenCounts,
@@ -116,8 +127,18 @@ class _Weighting(ABC):
         """[B] or one number, float64."""
 
 
+class _Scoped(_Weighting):
+    """A weighting over the optimizer step or over the block, as its ``scope`` says."""
+
+    scope: Scope
+
+    @property
+    def spans_block(self) -> bool:
+        return self.scope == "block"
+
+
 @dataclass(frozen=True)
-class TokenMean(_Weighting):
+class TokenMean(_Scoped):
     """Every token counts the same.
 
     ``w_t = num_steps / N_all``
@@ -143,7 +164,7 @@ class TokenMean(_Weighting):
 
 
 @dataclass(frozen=True)
-class SequenceMean(_Weighting):
+class SequenceMean(_Scoped):
     """Every sequence counts the same, and every token of it.
 
     ``w_t = num_steps / (B_all * |S(t)|)``
@@ -166,7 +187,7 @@ class SequenceMean(_Weighting):
 
 
 @dataclass(frozen=True)
-class ConstantLength(_Weighting):
+class ConstantLength(_Scoped):
     """Every sequence is divided by the same length, so that a long wrong answer is not let off.
 
     ``w_t = num_steps / (B_all * max_new_tokens)``
@@ -198,6 +219,9 @@ class ConstantLength(_Weighting):
                 remedy="Give the largest number of tokens that a completion can have.",
             )
 
+    def for_rollouts_of(self, max_new_tokens: int) -> "ConstantLength":
+        return self if self.max_new_tokens is not None else replace(self, max_new_tokens=max_new_tokens)
+
     def _denominator(self, _counts: Tensor, _kept: Tensor, totals: Totals) -> Tensor:
         if self.max_new_tokens is None:
             raise InputError(
@@ -209,7 +233,7 @@ class ConstantLength(_Weighting):
 
 
 @dataclass(frozen=True)
-class SequenceSum(_Weighting):
+class SequenceSum(_Scoped):
     """A sequence counts in proportion to its length.
 
     ``w_t = num_steps / B_all``

@@ -1,10 +1,12 @@
-"""Programs that are run against tests.
+"""Programs that are run against tests, inside walls.
 
-Each test runs in a fresh interpreter (``python -I``) in a folder of its own, with limits on time, memory, output and
-open files, and none may start further processes (the kernel exempts root from that limit; whatever is started is
-killed with the test). Expected outputs stay in the parent. This bounds accidents. It is not a security boundary: a
-program can read your files and use your network, and a determined one can do harm. Run training that executes
-generated code in a container or a virtual machine that holds nothing you would miss.
+Each test runs in a fresh interpreter in a folder of its own, with an empty environment and limits on time, memory,
+output and open files. It reads Python and the system's libraries, writes in its folder, and reaches neither the
+network nor another process; nor can it start one. What it ought to print stays in this process: workers send back
+fingerprints of what was printed. ``PYTHONHASHSEED`` is 0: a program that does not ask for chance prints the same again.
+
+Not prevented: that it finds out which files exist, that it loads one processor and its memory until the deadline, and
+faults of the kernel. ``sandbox.walls_of("program")`` says what holds on a machine.
 """
 
 import json
@@ -14,8 +16,10 @@ from typing import Any, Literal
 
 from logitless.errors import DataError
 from logitless.rewards.contract import Batch, Columns, column
-from logitless.rewards.pool import Outcome, shared_pool
-from logitless.rewards.pooled import MEBIBYTE, PooledReward, verdict_of
+from logitless.rewards.pool import Outcome, program_pool
+from logitless.rewards.pooled import MEBIBYTE, PooledReward, Sandbox
+from logitless.rewards.programs import fingerprint
+from logitless.rewards.sandbox import require_walls
 from logitless.rewards.tasks import unfenced
 from logitless.types import Verdict
 
@@ -27,14 +31,20 @@ class Code(PooledReward):
     """1 where the program of the completion passes all tests, or the fraction that it passes.
 
     The program is the last block fenced as ``python``, or the whole completion. A program that fails, hangs or goes
-    over a limit fails the test: that is its own doing, and graded.
+    over a limit, or ends its parent, fails the test: that is its own doing, and graded.
+
+    It reads Python and the system's libraries, writes in a folder of its own, and reaches neither the network nor other
+    processes nor what it ought to print. It can find out which files exist and load one processor and its memory until
+    its deadline; faults of the kernel are not prevented. ``logitless doctor`` says what is in force.
 
     Args:
         column: column with each row's tests (a list, or JSON text): ``output`` is expected, of a run with ``input`` as
             standard input, or of the ``repr`` of the expression ``call``. White space at line ends does not count.
         partial: give the fraction of passed tests instead of all or nothing.
-        deadline_seconds: wall clock for one test.
+        deadline_seconds: for one test: of the processor's time while it computes, else of the clock.
         memory_mib: memory for one test.
+        sandbox: ``required`` refuses to start where walls cannot be had that keep a program from all that it must not
+            reach; ``none`` runs it with your rights, within its limits alone.
 
     Example:
         >>> tests = [{"call": "double(2)", "output": "4"}, {"call": "double('a')", "output": "'aa'"}]
@@ -46,9 +56,16 @@ class Code(PooledReward):
     column: str = "tests"
     partial: bool = False
     memory_mib: int = 512
+    sandbox: Sandbox = "required"
 
     def check(self, columns: Columns) -> None:
-        """Every row has tests."""
+        """Every row has tests, and there are walls, or the recipe does without.
+
+        Raises:
+            DataError: a row without tests.
+            UnavailableError: there are no walls.
+        """
+        self._check_walls()
         for row, value in enumerate(column(columns, self.column)):
             _tests(value, self.column, row)
 
@@ -56,20 +73,34 @@ class Code(PooledReward):
         """One verdict a text, with a detail for each test."""
         values = column(batch.columns, self.column)
         tests = [_tests(value, self.column, row) for row, value in enumerate(values)]
-        limits = (self.deadline_seconds, self.memory_mib * MEBIBYTE)
-        items = [(unfenced(text, "python"), own, *limits) for text, own in zip(texts, tests, strict=True)]
-        outcomes = shared_pool().run(
-            "logitless.rewards.tasks:run_program",
+        self._check_walls()
+        limits = (self.deadline_seconds, self.memory_mib * MEBIBYTE, self.sandbox == "required")
+        items = [
+            (unfenced(text, "python"), [_without_output(test) for test in own], *limits)
+            for text, own in zip(texts, tests, strict=True)
+        ]
+        outcomes = program_pool().run(
+            "logitless.rewards.programs:run_program",
             items,
             deadline_seconds=(self.deadline_seconds + _START_SECONDS) * max(map(len, tests)),
         )
-        return [self._verdict(outcome) for outcome in outcomes]
+        return [self._graded(outcome, own) for outcome, own in zip(outcomes, tests, strict=True)]
 
-    def _verdict(self, outcome: Outcome) -> Verdict:
-        verdict = verdict_of(outcome)
-        if verdict.score is None or self.partial:
-            return verdict
-        return Verdict.graded(float(verdict.score == 1.0), verdict.detail)
+    def _graded(self, outcome: Outcome, tests: Sequence[Mapping[str, str]]) -> Verdict:
+        if outcome.status != "done" or "prints" not in outcome.value:
+            return self.verdict(outcome)
+        expected = [fingerprint(test["output"]) for test in tests]
+        passed = [printed == wanted for printed, wanted in zip(outcome.value["prints"], expected, strict=True)]
+        score = sum(passed) / len(passed) if self.partial else float(all(passed))
+        return Verdict.graded(score, [("code:test", each) for each in passed])
+
+    def _check_walls(self) -> None:
+        if self.sandbox == "required":
+            require_walls("program")
+
+
+def _without_output(test: Mapping[str, str]) -> dict[str, str]:
+    return {name: text for name, text in test.items() if name != "output"}
 
 
 def _tests(value: Any, name: str, row: int) -> list[dict[str, str]]:

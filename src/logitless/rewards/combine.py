@@ -161,6 +161,30 @@ def total_reward(
     )
 
 
+def failed_shares(verdicts: Sequence[Mapping[str, Verdict]]) -> dict[str, float]:
+    """By reward name, the share of completions at which it failed by no fault of theirs: ``error`` or ``timeout``.
+
+    What is ``missing`` was left out on purpose, and what is ``spoiled`` has a score: neither counts.
+
+    Example:
+        >>> failed_shares([{"a": Verdict(None, "error")}, {"a": Verdict.graded(1.0)}])
+        {'a': 0.5}
+    """
+    found = reward_statistics(verdicts)
+    return {name: (numbers["error"] + numbers["timeout"]) / numbers["count"] for name, numbers in found.items()}
+
+
+def first_failure(verdicts: Sequence[Mapping[str, Verdict]], name: str) -> str | None:
+    """What to show of a reward that fails: the traceback of its first failure, or else its message.
+
+    Example:
+        >>> first_failure([{"a": Verdict.graded(1.0)}, {"a": Verdict(None, "error", message="no")}], "a")
+        'no'
+    """
+    failed = [row[name] for row in verdicts if name in row and row[name].status in ("error", "timeout")]
+    return next((verdict.traceback or verdict.message for verdict in failed), None)
+
+
 def reward_statistics(verdicts: Sequence[Mapping[str, Verdict]]) -> dict[str, dict[str, Any]]:
     """What to log of many completions, for each reward: how many of each status, the scores, and each constraint.
 

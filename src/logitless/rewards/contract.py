@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from logitless.errors import ConfigurationError, DataError, InputError
-from logitless.types import Verdict
+from logitless.types import Episode, Verdict
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 Text: TypeAlias = str | Messages
 Columns: TypeAlias = Mapping[str, Sequence[Any]]
 
 MAX_CHARACTERS = 1_000_000
-"""A longer completion is not graded: its verdict is an error."""
+"""A longer completion is not graded: it scores 0, and its verdict is ``spoiled``."""
 
 TRAINER_ARGUMENTS = frozenset({"trainer_state", "log_extra", "log_metric"})
 """What TRL passes to every reward function beside the columns; not one value a completion."""
@@ -57,6 +57,22 @@ class Reward(Protocol):
         completion_ids: Sequence[Sequence[int]] | None = None,
     ) -> list[Verdict]:
         """One verdict a completion, in order."""
+
+
+@runtime_checkable
+class EpisodeReward(Reward, Protocol):
+    """A reward that judges how an answer came about: every turn, what the environment said and what it paid.
+
+    Where there are episodes ``episode_verdicts`` is asked, and ``verdicts`` only where there is nothing but text.
+    """
+
+    def episode_verdicts(self, episodes: Sequence[Episode], columns: Columns) -> list[Verdict]:
+        """One verdict an episode, in order.
+
+        Args:
+            episodes: what is judged.
+            columns: data rows by column, one value an episode.
+        """
 
 
 def completion_text(completion: Text) -> str:
@@ -313,5 +329,5 @@ def _gradable_text(completion: Text) -> str | Verdict:
     except InputError as error:
         return Verdict(score=None, status="error", message=str(error))
     if len(text) > MAX_CHARACTERS:
-        return Verdict(score=None, status="error", message=f"{len(text)} characters, over {MAX_CHARACTERS}")
+        return Verdict(score=0.0, status="spoiled", message=f"{len(text)} characters, over {MAX_CHARACTERS}")
     return text

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from logitless.errors import ConfigurationError, DataError
 from logitless.rewards.contract import TextReward
 from logitless.rewards.pool import Outcome, WorkerPool
+from logitless.rewards.pooled import verdict_of
 from logitless.rewards.suites import SuiteName, read_constraints
 from logitless.rewards.user_function import Function
 from logitless.types import Verdict, VerdictStatus
@@ -66,7 +67,8 @@ class Judgement:
 
     Args:
         status: as a verdict's; ``missing`` also where there is no response.
-        strict, loose: one truth value a constraint, in the prompt's order; empty unless ``graded``.
+        strict, loose: one truth value a constraint, in the prompt's order, all False where ``spoiled``; empty where
+            there is no verdict.
         message: why it is not graded.
     """
 
@@ -74,6 +76,11 @@ class Judgement:
     strict: tuple[bool, ...] = ()
     loose: tuple[bool, ...] = ()
     message: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """Whether there is a verdict: that of the checks, or the one that a spoiled response has earned."""
+        return self.status in ("graded", "spoiled")
 
 
 @dataclass(frozen=True)
@@ -165,7 +172,7 @@ def judge_suite(
         pairing: prompts with ``instruction_id_list`` and ``kwargs``, and responses.
         suite: where the ids must be from.
         workers: number of processes.
-        deadline_seconds: limit on one response; beyond it the status is ``timeout``.
+        deadline_seconds: limit on one response; beyond it the status is ``spoiled``, and it follows nothing.
         progress: called with the number of responses that were judged since the last call.
 
     Raises:
@@ -184,7 +191,7 @@ def judge_suite(
         for start in range(0, len(items), CHUNK):
             chunk = items[start : start + CHUNK]
             outcomes = pool.run(JUDGE, chunk, deadline_seconds=deadline_seconds)
-            judged.extend(map(_judgement, outcomes))
+            judged.extend(_judgement(outcome, len(ids)) for outcome, (_, ids, *_) in zip(outcomes, chunk, strict=True))
             if progress is not None:
                 progress(len(chunk))
     answered = iter(judged)
@@ -252,8 +259,8 @@ def reward_at(path: str) -> TextReward:
 
 
 def suite_report(pairing: Pairing, judgements: Sequence[Judgement]) -> SuiteReport:
-    """The rates over all graded prompts."""
-    graded = [(ids, judged) for ids, judged in zip(_ids(pairing), judgements, strict=True) if judged.status == "graded"]
+    """The rates over all graded prompts, a spoiled response counted as one that follows nothing."""
+    graded = [(ids, judged) for ids, judged in zip(_ids(pairing), judgements, strict=True) if judged.counts]
     families = sorted({name.partition(":")[0] for ids, _ in graded for name in ids})
     strict = [list(zip(ids, judged.strict, strict=True)) for ids, judged in graded]
     loose = [list(zip(ids, judged.loose, strict=True)) for ids, judged in graded]
@@ -275,7 +282,7 @@ def official_rows(
 ) -> Iterator[dict[str, Any]]:
     """The official output rows of the graded prompts, strict or loose."""
     for row, ids, judged in zip(pairing.rows, _ids(pairing), judgements, strict=True):
-        if judged.status == "graded":
+        if judged.counts:
             followed = list(judged.loose if loose else judged.strict)
             yield {
                 "prompt": row.prompt,
@@ -362,14 +369,12 @@ def _check_row(row: PromptRow, suite: SuiteName) -> None:
     )
 
 
-def _judgement(outcome: Outcome) -> Judgement:
-    if outcome.status == "timeout":
-        return Judgement("timeout", message=outcome.message)
-    if outcome.status != "done":
-        return Judgement("error", message=f"{outcome.status}: {outcome.message}")
-    if "missing" in outcome.value:
-        return Judgement("missing", message=outcome.value["missing"])
-    return Judgement("graded", tuple(outcome.value["strict"]), tuple(outcome.value["loose"]))
+def _judgement(outcome: Outcome, num_constraints: int) -> Judgement:
+    if outcome.status == "done" and "strict" in outcome.value:
+        return Judgement("graded", tuple(outcome.value["strict"]), tuple(outcome.value["loose"]))
+    verdict = verdict_of(outcome)
+    none_followed = (False,) * num_constraints if verdict.status == "spoiled" else ()
+    return Judgement(verdict.status, none_followed, none_followed, verdict.message)
 
 
 def _ids(pairing: Pairing) -> list[Sequence[str]]:

@@ -1,24 +1,26 @@
 """The reward of a suite: how many of its prompt's constraints a completion satisfies.
 
 Checks run in this process: each takes linear time. The exception are arguments that official checks compile as regular
-expressions. A row with one that repeats something (``(a+)+b``) is judged by ``shared_pool``, within a deadline.
+expressions. A row with one that repeats something (``(a+)+b``, ``a?a?a?``) is judged by ``shared_pool``, within a
+deadline.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from logitless.errors import UnavailableError
 from logitless.rewards.contract import Batch, Columns, TextReward, column
 from logitless.rewards.instructions.text import require
 from logitless.rewards.pool import Outcome, shared_pool
+from logitless.rewards.pooled import spoiled, verdict_of
 from logitless.rewards.suites import Constraint, SuiteName, read_constraints
 from logitless.types import Verdict
 
 Reduction: TypeAlias = Literal["fraction", "all"]
 
 PATTERN_SECONDS = 2.0
-"""Wall clock for a completion that is judged by patterns from its row; then its verdict is a timeout."""
+"""Wall clock for a completion that is judged by patterns from its row; then it scores 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,7 @@ def judge(constraints: Sequence[Constraint], text: str, *, reduction: Reduction 
     except UnavailableError as error:
         return Verdict(score=None, status="missing", detail=tuple(detail), message=str(error))
     except TimeoutError as error:
-        return Verdict(score=None, status="timeout", detail=tuple(detail), message=str(error))
+        return spoiled(str(error), detail=detail)
     return _graded(detail, reduction)
 
 
@@ -108,10 +110,7 @@ def _graded(detail: Sequence[tuple[str, bool]], reduction: Reduction) -> Verdict
 
 
 def _bounded_verdict(ids: Sequence[str], outcome: Outcome, reduction: Reduction) -> Verdict:
-    if outcome.status == "timeout":
-        return Verdict(score=None, status="timeout", message=outcome.message)
-    if outcome.status != "done":
-        return Verdict(score=None, status="error", message=f"{outcome.status}: {outcome.message}")
-    if "missing" in outcome.value:
-        return Verdict(score=None, status="missing", message=outcome.value["missing"])
-    return _graded(list(zip(ids, outcome.value["strict"], strict=True)), reduction)
+    if outcome.status == "done" and "strict" in outcome.value:
+        return _graded(list(zip(ids, outcome.value["strict"], strict=True)), reduction)
+    verdict = verdict_of(outcome)
+    return replace(verdict, detail=tuple((name, False) for name in ids)) if verdict.status == "spoiled" else verdict

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from logitless.errors import ConfigurationError, DataError
 from logitless.rewards.contract import Batch, Columns, column
-from logitless.rewards.pooled import PooledReward, require, verdict_of
+from logitless.rewards.pooled import PooledReward, require
 from logitless.types import Verdict
 
 
@@ -66,7 +66,7 @@ class JsonSchema(PooledReward):
         schemas = [self.schema] * len(texts) if self.column is None else column(batch.columns, self.column)
         items = [(_as_json(schema), text) for schema, text in zip(schemas, texts, strict=True)]
         needs = ("jsonschema:Draft202012Validator", "referencing:Registry")
-        return [verdict_of(outcome) for outcome in self.run("grade_json", items, needs)]
+        return [self.verdict(outcome) for outcome in self.run("grade_json", items, needs)]
 
 
 def _as_json(schema: Any) -> str:

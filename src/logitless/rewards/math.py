@@ -1,20 +1,24 @@
-"""Mathematical equality, as math-verify decides it. It may take for ever (towers of powers), so a worker does it."""
+"""Mathematical equality, as math-verify decides it.
+
+It may take for ever (towers of powers) and hands parts of a text to sympy's parser, which evaluates them as Python:
+each text has a process of its own, inside walls, and is refused where its size alone would stall.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from logitless.errors import DataError
 from logitless.rewards.contract import Batch, Columns, check_text_column, column
 from logitless.rewards.format import tagged
-from logitless.rewards.pooled import PooledReward, require, verdict_of
+from logitless.rewards.pooled import ConfinedReward, require
 from logitless.types import Verdict
 
 _NEEDS = ("math_verify:parse",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Math(PooledReward):
+class Math(ConfinedReward):
     """1 where the last expression of the completion equals the gold answer, else 0.
 
     Args:
@@ -29,6 +33,8 @@ class Math(PooledReward):
         [1.0]
     """
 
+    warm: ClassVar[str] = "logitless.rewards.tasks:warm_math"
+
     name: Literal["math"] = "math"
     column: str = "answer"
     answer_tag: str | None = None
@@ -38,7 +44,8 @@ class Math(PooledReward):
         require("math_verify", "math-verify")
         check_text_column(columns, self.column)
         gold = columns[self.column]
-        verdicts = [verdict_of(outcome) for outcome in self.run("grade_math", [(g, "0") for g in gold], _NEEDS)]
+        outcomes = self.run_confined("grade_math", [(g, "0") for g in gold], gold, _NEEDS)
+        verdicts = [self.verdict(outcome) for outcome in outcomes]
         for row, verdict in enumerate(verdicts):
             if verdict.status != "graded":
                 raise DataError(
@@ -52,4 +59,5 @@ class Math(PooledReward):
         require("math_verify", "math-verify")
         said = texts if self.answer_tag is None else [tagged(text, self.answer_tag) or "" for text in texts]
         items = list(zip(column(batch.columns, self.column), said, strict=True))
-        return [verdict_of(outcome) for outcome in self.run("grade_math", items, _NEEDS)]
+        read = [f"{gold} {text}" for gold, text in items]
+        return [self.verdict(outcome) for outcome in self.run_confined("grade_math", items, read, _NEEDS)]

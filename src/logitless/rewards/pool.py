@@ -4,10 +4,12 @@ Each item has a deadline and a memory limit of its own. A worker that misses the
 started, and replaced; the item gets a status and the others never notice. No signal handler, no thread: the thread
 that calls ``run`` watches the clock.
 
+Who may run what with whom is said by ``Way``, in one place. Processes start with an empty environment: nothing that the
+caller was trusted with is in it.
+
     caller --socket--> worker ... worker        items, and a line of JSON back for each
        `----socket--> supervisor, their parent  import a module, fork a worker, kill one with its descendants
 
-Workers see the files and the network of the caller: this bounds accidents, it is not a security boundary.
 Gives up: anything but Linux (``/proc``, ``prctl``, pidfd).
 """
 
@@ -24,19 +26,36 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
 from logitless.errors import ConfigurationError, InputError, UnavailableError
 from logitless.rewards import worker as worker_script
 
-OutcomeStatus: TypeAlias = Literal["done", "raised", "timeout", "crashed", "memory", "orphans"]
+OutcomeStatus: TypeAlias = Literal["done", "raised", "timeout", "idle", "crashed", "memory", "orphans"]
+
+Way: TypeAlias = Literal["kept", "fresh", "confined"]
+"""How a process that judges a text relates to the next text.
+
+``kept``: the same process judges both. For code of ours and of the standard library that reads a text and runs
+nothing of it. ``fresh``: each text has a process of its own, a fork of a clean one, with the caller's files and
+network. For functions of users, which may do anything with a text. ``confined``: a fork of its own inside the walls of
+``confinement``. For libraries that hand a text to ``eval`` or to a parser built on it.
+"""
+
+INHERITED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "NLTK_DATA", "PATH", "TMPDIR", "TZ")
+"""The variables of the caller's environment that processes get: places and languages, never keys."""
 
 QUEUED_PER_WORKER = 8
 QUICK_SECONDS = 0.01
 PATIENCE_SECONDS = 0.1
 STOP_SECONDS = 2.0
+BUSY_SHARE = 0.5
+"""An item that had the processor for this share of its deadline is itself to blame for missing it."""
+MAX_DEADLINES = 10
+"""How many times its deadline an item may take that wants to compute and gets less than that share."""
+FIND_WALLS = "logitless.rewards.confinement:layers"
 MAX_LINE_BYTES = 2 * worker_script.MAX_RESULT_CHARACTERS
 
 
@@ -45,10 +64,13 @@ class Outcome:
     """What became of one item.
 
     Args:
-        status: ``done``; ``raised`` (an exception, or a value that is not JSON); ``timeout``; ``crashed`` (its process
-            ended); ``memory`` (over the limit); ``orphans`` (it returned and left processes running).
+        status: ``done``; ``raised`` (an exception, or a value that is not JSON); ``timeout`` (over its deadline by its
+            own work, or asleep inside walls); ``idle`` (over its deadline without having had the processor: it waited
+            for something outside, or the machine for it); ``crashed`` (its process ended); ``memory`` (over the limit);
+            ``orphans`` (it returned and left processes running).
         value: what the task returned, through JSON; None unless ``done``.
         message: why there is no value.
+        traceback: of the exception, where one was raised.
 
     Example:
         >>> Outcome("timeout", message="over 2 s").value is None
@@ -58,6 +80,7 @@ class Outcome:
     status: OutcomeStatus
     value: Any = None
     message: str = ""
+    traceback: str = ""
 
 
 class WorkerPool:
@@ -69,6 +92,7 @@ class WorkerPool:
     Args:
         workers: number of processes; None for one per usable CPU.
         start_seconds: limit on importing a module, and on forking a worker.
+        name: what its processes are called in ``ps``.
 
     Raises:
         UnavailableError: not on Linux.
@@ -80,7 +104,9 @@ class WorkerPool:
         [2.0, 3.0]
     """
 
-    def __init__(self, workers: int | None = None, start_seconds: float = 60.0) -> None:
+    def __init__(
+        self, workers: int | None = None, start_seconds: float = 60.0, name: str = "logitless-rewards"
+    ) -> None:
         if sys.platform != "linux":
             raise UnavailableError(
                 needed="Linux, for worker processes that die on time",
@@ -92,8 +118,9 @@ class WorkerPool:
         self.num_workers = workers or len(os.sched_getaffinity(0))
         self.counts: Counter[OutcomeStatus] = Counter(dict.fromkeys(get_args(OutcomeStatus), 0))
         self._start_seconds = start_seconds
+        self._name = name
         self._lock = threading.Lock()
-        self._loaded: list[str] = []
+        self._loaded: list[tuple[str, bool]] = []
         self._processes = _Processes()
         self._workers = self._processes.workers
         weakref.finalize(self, self._processes.end)
@@ -109,18 +136,19 @@ class WorkerPool:
         with self._lock:
             self._processes.end()
 
-    def load(self, *paths: str) -> None:
+    def load(self, *paths: str, call: bool = False) -> None:
         """Import what the paths name, once and for all workers to come.
 
         Args:
             paths: ``package.module:name``.
+            call: call each once, too, so that workers find its caches filled.
 
         Raises:
             ConfigurationError: a path cannot be imported or called, or its import does not end.
             InputError: the pool was made in another process.
         """
         with self._lock:
-            self._load(paths)
+            self._load(paths, call)
 
     def run(
         self,
@@ -130,6 +158,8 @@ class WorkerPool:
         deadline_seconds: float = 10.0,
         memory_bytes: int = 1 << 30,
         needs: Sequence[str] = (),
+        ways: Way | Sequence[Way] = "kept",
+        environment: Mapping[str, str] | None = None,
     ) -> list[Outcome]:
         """Call the task on every item and say what became of each, in order.
 
@@ -139,6 +169,8 @@ class WorkerPool:
             deadline_seconds: wall clock for one item, from the moment its worker turns to it.
             memory_bytes: what one item may map beyond what its worker has mapped already, in each of its processes.
             needs: further paths to import before the first deadline starts.
+            ways: of all items, or one an item.
+            environment: further variables of an item that is not ``kept``.
 
         Raises:
             ConfigurationError: the task or one of ``needs`` cannot be imported.
@@ -151,9 +183,14 @@ class WorkerPool:
                 given=f"deadline_seconds={deadline_seconds}, memory_bytes={memory_bytes}",
                 remedy="Raise them.",
             )
-        batch = _Batch([_frame(task, memory_bytes, item) for item in items])
+        of_items = [ways] * len(items) if isinstance(ways, str) else ways
+        added = dict(environment or {})
+        frames = [_frame(task, way, memory_bytes, added, item) for way, item in zip(of_items, items, strict=True)]
+        batch = _Batch(frames, of_items)
         with self._lock:
-            self._load((task, *needs))
+            self._load((*needs, task))
+            if "confined" in of_items:
+                self._load((FIND_WALLS,), call=True)
             try:
                 while len(batch.outcomes) < len(batch.frames):
                     self._advance(batch, deadline_seconds)
@@ -170,27 +207,33 @@ class WorkerPool:
             while len(self._workers) < min(self.num_workers, len(batch.frames)):
                 self._workers.append(self._started().spawn())
             share = max(1, min(QUEUED_PER_WORKER, len(batch.waiting) // (4 * self.num_workers)))
-            for worker in self._workers:
-                worker.feed(batch, share)
+            batch.suspects -= batch.outcomes.keys()
+            if not batch.suspects:
+                for worker in self._workers:
+                    worker.feed(batch, share)
+            elif not any(worker.queued for worker in self._workers):
+                batch.put_first(min(batch.suspects))
+                self._workers[0].feed(batch, 1)
             patience = self._patience(batch)
             for worker in self._awake(deadline_seconds, patience):
                 state = worker.receive(batch)
                 if state == "ended":
                     self._fail(worker, batch, "crashed", "its process ended")
                 elif state == "spent":
-                    self._dismiss(worker, batch)
+                    self._started().end(worker.pid)
+                    self._let_go(worker, batch)
             now = time.monotonic()
             for worker in list(self._workers):
                 limit = self._limit(worker, deadline_seconds)
                 if worker.queued and now >= worker.since + limit:
-                    self._fail(worker, batch, "timeout", f"over {limit:g} s")
+                    self._overdue(worker, batch, deadline_seconds)
                 elif len(worker.queued) > 1 and now >= worker.since + patience:
                     worker.give_back(batch)
         except _SupervisorLostError:
             self._recover(batch)
 
     def _limit(self, worker: "_Worker", deadline_seconds: float) -> float:
-        return deadline_seconds if worker.ready else self._start_seconds
+        return deadline_seconds * worker.deadlines if worker.ready else self._start_seconds
 
     def _patience(self, batch: "_Batch") -> float:
         """How long items may wait behind a slow one: for ever, unless a worker without any could take them.
@@ -218,38 +261,57 @@ class WorkerPool:
 
     def _fail(self, worker: "_Worker", batch: "_Batch", status: OutcomeStatus, why: str) -> None:
         """End a worker; the item it was at gets the status, those behind it go back."""
-        failed = None
+        ended = self._started().end(worker.pid)  # first: where the supervisor is gone, the item is not to blame
         if worker.queued:
-            failed = worker.queued.pop(0)
-            batch.outcomes[failed] = Outcome(status, message=why)
-        ended = self._dismiss(worker, batch)
-        if failed is not None:
-            batch.outcomes[failed] = Outcome(status, message=f"{why} ({ended})")
+            batch.outcomes[worker.queued.pop(0)] = Outcome(status, message=f"{why} ({ended})")
+        self._let_go(worker, batch)
 
-    def _dismiss(self, worker: "_Worker", batch: "_Batch") -> str:
-        """End a worker and give back the items it did not begin; say how its process ended."""
+    def _overdue(self, worker: "_Worker", batch: "_Batch", deadline_seconds: float) -> None:
+        """End a worker whose item is over its deadline, and say whether that was the item's own doing.
+
+        One that wants to compute and was not let has more time, so that a busy machine makes no difference.
+        """
+        limit = self._limit(worker, deadline_seconds)
+        seen = self._started().usage(worker.pid)
+        used = seen.seconds - worker.seconds
+        enough = used >= BUSY_SHARE * deadline_seconds
+        if worker.ready and seen.running and not enough and worker.deadlines < MAX_DEADLINES:
+            worker.deadlines += 1
+            return
+        own = enough or (seen.asleep and batch.ways[worker.queued[0]] == "confined")
+        why = f"over {deadline_seconds:g} s" if worker.ready else f"its worker did not start in {limit:g} s"
+        self._fail(worker, batch, "timeout" if own and worker.ready else "idle", why)
+
+    def _let_go(self, worker: "_Worker", batch: "_Batch") -> None:
+        """Forget a worker that has ended, and give back the items it did not begin."""
         self._workers.remove(worker)
         batch.waiting.extendleft(reversed(worker.queued))
         worker.close()
-        return self._started().end(worker.pid)
 
     def _recover(self, batch: "_Batch") -> None:
-        """The supervisor was killed, by an item or from outside: what its workers were at has crashed."""
+        """The supervisor was killed, by an item or from outside: what its workers were at is tried again, one by one.
+
+        An item that is alone with a supervisor that ends has crashed.
+        """
+        begun = []
         for worker in self._workers:
             worker.receive(batch)
-            if worker.queued:
-                batch.outcomes[worker.queued.pop(0)] = Outcome("crashed", message="its supervisor ended")
-            batch.waiting.extendleft(reversed(worker.queued))
+            batch.waiting.extendleft(reversed(worker.queued[1:]))
+            begun += worker.queued[:1]
+        if len(begun) == 1 and begun[0] in batch.suspects:
+            batch.outcomes[begun.pop()] = Outcome("crashed", message="its supervisor ended")
+        batch.waiting.extendleft(begun)
+        batch.suspects |= set(begun)
         self._processes.end()
-        if batch.recovered_at == len(batch.outcomes):
+        if batch.recovered_at == (len(batch.outcomes), len(batch.suspects)):
             raise UnavailableError(
                 needed="a supervisor of worker processes that stays alive",
                 given="one that ended twice without any work done",
                 remedy="Look for a memory limit or a process limit of this machine.",
             )
-        batch.recovered_at = len(batch.outcomes)
+        batch.recovered_at = len(batch.outcomes), len(batch.suspects)
 
-    def _load(self, paths: Sequence[str]) -> None:
+    def _load(self, paths: Sequence[str], call: bool = False) -> None:
         if os.getpid() != self._processes.owner:
             raise InputError(
                 needed="a pool made in this process",
@@ -257,74 +319,100 @@ class WorkerPool:
                 remedy="Make pools after forking.",
             )
         for path in paths:
-            if path in self._loaded:
+            if (path, call) in self._loaded:
                 continue
-            error = self._import(path)
+            error = self._import(path, call)
             if error:
                 raise ConfigurationError(
                     needed="a function that workers can import, as 'package.module:name'",
                     given=f"{path!r} ({error})",
                     remedy="Correct the path; start Python where the module can be found, or set PYTHONPATH.",
                 )
-            self._loaded.append(path)
+            self._loaded.append((path, call))
             while self._workers:
                 worker = self._workers.pop()
                 worker.close()
                 self._started().end(worker.pid)
 
-    def _import(self, path: str) -> str:
+    def _import(self, path: str, call: bool) -> str:
         """Have the supervisor import a path; why it cannot, or nothing."""
         started_before = self._processes.supervisor is not None
         try:
-            return self._started().load(path)
+            return self._started().load(path, call)
         except _SupervisorLostError:
             self._processes.end()
             if started_before:  # it may have been killed from outside since the last request
-                return self._import(path)
+                return self._import(path, call)
             return f"importing it ends the process or takes over {self._start_seconds:g} s"
 
     def _started(self) -> "_Supervisor":
         if self._processes.supervisor is None:
-            self._processes.supervisor = _Supervisor(self._start_seconds)
-            for path in self._loaded:
-                self._processes.supervisor.load(path)
+            self._processes.supervisor = _Supervisor(self._start_seconds, self._name)
+            for path, call in self._loaded:
+                self._processes.supervisor.load(path, call)
         return self._processes.supervisor
 
 
-def shared_pool() -> WorkerPool:
-    """The pool that all rewards of this process use, one worker per usable CPU.
+def program_pool() -> WorkerPool:
+    """The pool of ``shared_pool`` whose workers know the walls for programs.
 
     Example:
-        >>> shared_pool() is shared_pool()
+        >>> program_pool() is shared_pool("programs")
         True
     """
-    return _pool_of_process(os.getpid())
+    pool = shared_pool("programs")
+    pool.load(FIND_WALLS, call=True)
+    return pool
+
+
+def shared_pool(purpose: str = "texts") -> WorkerPool:
+    """The pool that rewards of this process use for one purpose, one worker per usable CPU.
+
+    What a pool has imported costs each of its forks, so purposes that import much have pools of their own.
+
+    Example:
+        >>> shared_pool() is shared_pool("texts"), shared_pool() is shared_pool("programs")
+        (True, False)
+    """
+    return _pool_of_process(os.getpid(), purpose)
 
 
 @functools.cache
-def _pool_of_process(_pid: int) -> WorkerPool:
-    return WorkerPool()
+def _pool_of_process(_pid: int, purpose: str) -> WorkerPool:
+    return WorkerPool(name=f"logitless-{purpose}")
 
 
 @dataclass
 class _Batch:
-    """Items on their way: which wait to be handed out, and what became of the others."""
+    """Items on their way: which wait to be handed out, and what became of the others.
+
+    ``suspects`` were begun when a supervisor ended: each is tried again with nothing beside it.
+    """
 
     frames: list[bytes]
+    ways: Sequence[Way]
     waiting: deque[int] = field(init=False)
     outcomes: dict[int, Outcome] = field(default_factory=dict)
-    recovered_at: int | None = None
+    recovered_at: tuple[int, int] | None = None
+    suspects: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.waiting = deque(range(len(self.frames)))
+
+    def put_first(self, index: int) -> None:
+        """Have an item that waits handed out next."""
+        self.waiting.remove(index)
+        self.waiting.appendleft(index)
 
 
 @dataclass(eq=False)
 class _Worker:
     """A worker process, seen from the caller: bytes to and from it, and the items it holds, in order.
 
-    ``since`` is when it turned to the first of them. Only a worker whose last item was quick holds more than one, so
-    that quick items need not wait for the caller; where another worker has none left, those behind a slow one go there.
+    ``since`` is when it turned to the first of them, ``seconds`` the processor time it had used by then, and
+    ``deadlines`` how many times its deadline that item has. Only a worker whose last item was quick holds more than
+    one, so that quick items need not wait for the caller; where another worker has none left, those behind a slow one
+    go there.
     """
 
     pid: int
@@ -334,6 +422,8 @@ class _Worker:
     ready: bool = False
     quick: bool = False
     spent: bool = False
+    seconds: float = 0.0
+    deadlines: int = 1
     queued: list[int] = field(default_factory=list)
     outgoing: bytearray = field(default_factory=bytearray)
     incoming: bytearray = field(default_factory=bytearray)
@@ -343,7 +433,7 @@ class _Worker:
         if self.spent:
             return
         if not self.queued and self.ready:
-            self.since = time.monotonic()
+            self.since, self.deadlines = time.monotonic(), 1
         while batch.waiting and len(self.queued) < (share if self.quick else 1):
             index = batch.waiting.popleft()
             self.queued.append(index)
@@ -380,13 +470,14 @@ class _Worker:
         for line in lines:
             now = time.monotonic()
             self.quick = self.ready and now < self.since + QUICK_SECONDS
-            self.since = now
+            self.since, self.deadlines = now, 1
             if not line and not self.ready:
                 self.ready = True
                 continue
             try:
-                status, value, reusable = json.loads(line)
-                outcome = Outcome("done", value) if status == "done" else Outcome(status, message=value)
+                status, value, trace, reusable, self.seconds = json.loads(line)
+                done = status == "done"
+                outcome = Outcome("done", value) if done else Outcome(status, message=value, traceback=trace)
                 batch.outcomes[self.queued.pop(0)] = outcome
             except (ValueError, TypeError, IndexError):
                 return "ended"
@@ -425,24 +516,25 @@ class _SupervisorLostError(Exception):
 class _Supervisor:
     """The process that imports, forks workers and kills them; each call is one request and one reply."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, name: str) -> None:
         self._seconds = seconds
         self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", worker_script.__file__, str(other.fileno())],
+                [sys.executable, "-s", "-P", worker_script.__file__, str(other.fileno()), name],
                 pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
-                env={"PYTHONHASHSEED": "0", **os.environ},
+                env=_environment(),
             )
         self._control.settimeout(2 * seconds)
 
-    def load(self, path: str) -> str:
-        """Import a path in the supervisor; why that failed, or nothing."""
-        request = {"kind": "load", "path": path, "seconds": self._seconds, "sys_path": [str(p) for p in sys.path]}
+    def load(self, path: str, call: bool) -> str:
+        """Import a path in the supervisor, and call it if asked to; why that failed, or nothing."""
+        limits = {"seconds": self._seconds, "sys_path": [str(p) for p in sys.path]}
+        request = {"kind": "load", "path": path, "call": call, **limits}
         return self._reply(request)["error"]
 
     def spawn(self) -> _Worker:
@@ -456,6 +548,10 @@ class _Supervisor:
     def end(self, pid: int) -> str:
         """Kill a worker with all it started, and say how its process ended."""
         return self._reply({"kind": "end", "pid": pid})["ended"]
+
+    def usage(self, pid: int) -> worker_script.Usage:
+        """What a worker and all it started have had of the processor, and what they are at."""
+        return worker_script.Usage(*self._reply({"kind": "usage", "pid": pid})["usage"])
 
     def stop(self, ours: bool) -> None:
         """Close the control socket, at which the process kills its workers and ends; wait for it if it is ours."""
@@ -480,8 +576,14 @@ class _Supervisor:
         return json.loads(reply)
 
 
-def _frame(task: str, memory_bytes: int, item: tuple[Any, ...]) -> bytes:
-    """An item as it goes to a worker: length, then task, limit and pickled arguments."""
+def _environment() -> dict[str, str]:
+    """All that processes find in their environment."""
+    inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    return inherited | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+
+
+def _frame(task: str, way: Way, memory_bytes: int, environment: dict[str, str], item: tuple[Any, ...]) -> bytes:
+    """An item as it goes to a worker: its length, then what ``worker.Item`` holds."""
     try:
         arguments = pickle.dumps(item)
     except Exception as error:
@@ -490,5 +592,5 @@ def _frame(task: str, memory_bytes: int, item: tuple[Any, ...]) -> bytes:
             given=f"{type(error).__name__}: {error}",
             remedy="Give columns of plain values (text, numbers, lists, mappings).",
         ) from error
-    payload = pickle.dumps((task, memory_bytes, arguments))
+    payload = pickle.dumps((task, way, memory_bytes, environment, arguments))
     return worker_script.FRAME_HEADER.pack(len(payload)) + payload

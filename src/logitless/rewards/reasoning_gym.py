@@ -1,14 +1,18 @@
-"""The verifier of a reasoning-gym task. Some call ``eval`` on the model's text, so workers run all of them."""
+"""The verifier of a reasoning-gym task.
+
+Some hand the model's text to ``eval``, or to sympy's parser, which does: literals and formulas are all that either
+takes here, and each text that is more than words and numbers has a process of its own, inside walls.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from logitless.errors import ConfigurationError, DataError
 from logitless.rewards.contract import Batch, Columns, column
 from logitless.rewards.format import tagged
-from logitless.rewards.pooled import PooledReward, require, verdict_of
+from logitless.rewards.pooled import ConfinedReward, require
 from logitless.types import Verdict
 
 REFUSED = {"game_of_life_halting": "its verifier gives 1 to any text where the answer is true"}
@@ -19,7 +23,7 @@ _ROWS_TRIED = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReasoningGym(PooledReward):
+class ReasoningGym(ConfinedReward):
     """The task's own score of the completion against the entry it was asked about, in [0, 1].
 
     Many tasks give a little to a wrong answer of the right form. An answer at which the verifier raises is wrong: 0.
@@ -42,6 +46,8 @@ class ReasoningGym(PooledReward):
         >>> ReasoningGym(task="palindrome_generation")(["Use a, b, a, b."] * 2, ["baab", "ab"], entry=[entry] * 2)
         [1.0, 0.02]
     """
+
+    warm: ClassVar[str] = "logitless.rewards.tasks:warm_reasoning_gym"
 
     name: Literal["reasoning_gym"] = "reasoning_gym"
     task: str
@@ -68,6 +74,7 @@ class ReasoningGym(PooledReward):
             raise ConfigurationError(
                 needed="the name of a reasoning-gym task", given=repr(self.task), remedy="Correct `task`."
             )
+        self.check_walls()
         entries = [_entry(value, self.column, row) for row, value in enumerate(column(columns, self.column))]
         gold = [row for row, entry in enumerate(entries) if entry["answer"] is not None][:_ROWS_TRIED]
         verdicts = self._verdicts([entries[row] for row in gold], [entries[row]["answer"] for row in gold])
@@ -91,11 +98,13 @@ class ReasoningGym(PooledReward):
     def _verdicts(self, entries: Sequence[Mapping[str, Any]], answers: Sequence[str | None]) -> list[Verdict]:
         options = json.dumps(dict(self.options), sort_keys=True)
         items = [(self.task, options, entry, answer) for entry, answer in zip(entries, answers, strict=True)]
-        return [verdict_of(outcome) for outcome in self.run("grade_reasoning_gym", items, _NEEDS)]
+        read = [f"{entry['answer']} {answer}" for entry, answer in zip(entries, answers, strict=True)]
+        outcomes = self.run_confined("grade_reasoning_gym", items, read, _NEEDS)
+        return [self.verdict(outcome) for outcome in outcomes]
 
 
 def _all_or_nothing(verdict: Verdict) -> Verdict:
-    return verdict if verdict.score is None else Verdict.graded(float(verdict.score == 1.0))
+    return verdict if verdict.status != "graded" else Verdict.graded(float(verdict.score == 1.0))
 
 
 def _entry(value: Any, name: str, row: int) -> Mapping[str, Any]:

@@ -7,13 +7,13 @@ from typing import Literal
 
 from logitless.errors import ConfigurationError
 from logitless.rewards.contract import Batch, Columns, check_text_column, column
-from logitless.rewards.pooled import PooledReward, verdict_of
+from logitless.rewards.pooled import PooledReward
 from logitless.types import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
 class Regex(PooledReward):
-    """1 where the pattern is found in the completion, else 0; a timeout where that is not known in time.
+    """1 where the pattern is found in the completion, else 0; spoiled where that is not known in time.
 
     Args:
         pattern: Python's syntax; or None, with ``column``.
@@ -61,7 +61,7 @@ class Regex(PooledReward):
         patterns = [self.pattern] * len(texts) if self.column is None else column(batch.columns, self.column)
         flags = (re.IGNORECASE if self.ignore_case else 0) | (re.DOTALL if self.dot_all else 0)
         items = [(pattern, int(flags), self.whole, text) for pattern, text in zip(patterns, texts, strict=True)]
-        return [verdict_of(outcome) for outcome in self.run("match_pattern", items)]
+        return [self.verdict(outcome) for outcome in self.run("match_pattern", items)]
 
 
 def _check_pattern(pattern: str, place: str) -> None:

@@ -76,7 +76,7 @@ class Constraint:
         """
         given = [value for name, value in self.arguments.items() if name in PATTERN_ARGUMENTS]
         patterns = [pattern for value in given for pattern in ([value] if isinstance(value, str) else value)]
-        return any(re.search(r"[*+{]", pattern) for pattern in patterns)
+        return any(re.search(r"[*+{?]", pattern) for pattern in patterns)
 
     def is_satisfied(self, text: str, *, loose: bool = False) -> bool:
         """The strict verdict, or the loose one: whether any of ``loose_variants`` passes.

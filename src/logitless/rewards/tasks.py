@@ -1,7 +1,8 @@
 """What rewards run inside worker processes: plain functions of plain data, and no import that costs time or memory.
 
 Each returns what ``pooled.verdict_of`` reads: ``{"score": ..., "detail": [[id, satisfied], ...]}`` for a graded answer,
-``{"missing": why}`` or ``{"error": why}`` otherwise. An exception is the grader's own failure, never a wrong answer.
+``{"spoiled": why}`` for a text that cannot be graded by its own doing, ``{"missing": why}`` or ``{"error": why}``
+otherwise. An exception is the grader's own failure, never a wrong answer.
 """
 
 import asyncio
@@ -10,24 +11,17 @@ import inspect
 import json
 import logging
 import math
-import os
 import re
-import resource
-import select
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
-from logitless.rewards.worker import end_children, resolve
+from logitless.rewards.plain_eval import guard_verifiers
+from logitless.rewards.size import too_large
+from logitless.rewards.worker import resolve
 
 Answer: TypeAlias = dict[str, Any]
 
 MAX_SCORE = 1e9
-MAX_OUTPUT_BYTES = 1 << 20
-MAX_OPEN_FILES = 64
 
 
 def score_of(value: Any) -> Answer:
@@ -82,6 +76,8 @@ def match_pattern(pattern: str, flags: int, whole: bool, text: str) -> Answer:
 
 def grade_reasoning_gym(task: str, options: str, entry: Mapping[str, Any], text: str | None) -> Answer:
     """The score of a reasoning-gym task. Its verifiers raise on answers that they cannot read: those are wrong."""
+    if text is not None and (why := too_large(text)) and not too_large(str(entry["answer"])):
+        return {"spoiled": why}
     verifier = _reasoning_gym_task(task, options)
     try:
         return {"score": float(verifier.score_answer(text, dict(entry)))}
@@ -95,21 +91,28 @@ def grade_reasoning_gym(task: str, options: str, entry: Mapping[str, Any], text:
 def _reasoning_gym_task(task: str, options: str) -> Any:
     import reasoning_gym
 
+    guard_verifiers()
     return reasoning_gym.create_dataset(task, size=1, seed=0, **json.loads(options))
 
 
 def grade_math(gold: str, text: str) -> Answer:
     """Whether the last expression of a text equals the gold answer."""
+    if (why := too_large(text)) and not too_large(gold):
+        return {"spoiled": why}
     expected = _parsed_gold(gold)
     if not expected:
         return {"missing": f"no mathematical expression in the gold answer {gold!r:.80}"}
-    try:
-        from math_verify import parse, verify
+    from math_verify import parse, verify
 
+    try:
         given = parse(text, parsing_timeout=None)
         return {"score": float(verify(expected, given, timeout_seconds=None))}
+    except MemoryError:
+        raise
     except RecursionError:
         return {"score": 0.0}
+    except Exception as error:
+        return {"spoiled": f"it makes math-verify raise {type(error).__name__}"}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -117,9 +120,29 @@ def _parsed_gold(gold: str) -> list[Any]:
     """The gold answer as math-verify reads it, as it stands or as LaTeX; empty where only its text is left."""
     from math_verify import parse
 
+    guard_verifiers()
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     found = parse(gold, parsing_timeout=None) or parse(f"${gold}$", parsing_timeout=None)
     return found if any(not isinstance(each, str) for each in found) else []
+
+
+def warm_math() -> None:
+    """Fill the parser's tables with formulas of every kind: a fork starts with them, and would make them anew."""
+    for formula in (
+        "\\frac{1}{2}", "x^2-1", "(x-1)(x+1)", "\\sqrt{3}", "\\pi r^2", "\\{1, 2\\}", "(0, 1]", "x = 3", "a_1 + b",
+        "\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}", "\\sin(x)", "\\log_2 8", "\\text{no}", "50\\%", "3!", "|x|",
+        "\\infty", "x \\le 2", "1{,}000", "2\\cdot 10^{3}", "-1.5", "\\binom{5}{2}", "\\angle A", "90^\\circ",
+    ):  # fmt: skip
+        for text in (formula, f"${formula}$", f"So \\boxed{{{formula}}}."):
+            grade_math("$x^2+1$", text)
+            grade_math("3", text)
+
+
+def warm_reasoning_gym() -> None:
+    """Import the tasks, and guard them."""
+    import reasoning_gym  # noqa: F401
+
+    guard_verifiers()
 
 
 def grade_json(schema: str, text: str) -> Answer:
@@ -161,71 +184,3 @@ def unfenced(text: str, language: str) -> str:
         elif fence in ("```", f"```{language}"):
             block = []
     return text if found is None else found
-
-
-def run_program(program: str, tests: Sequence[Mapping[str, str]], test_seconds: float, memory_bytes: int) -> Answer:
-    """Run a program once a test in a fresh interpreter, and compare its output here, where it cannot see it.
-
-    A test has ``output`` and either ``input`` (standard input) or ``call`` (an expression whose ``repr`` is printed).
-    """
-    outputs = [_output(program, test, test_seconds, memory_bytes) for test in tests]
-    passed = [
-        output is not None and _lines(output) == _lines(test["output"])
-        for output, test in zip(outputs, tests, strict=True)
-    ]
-    return {"score": sum(passed) / len(passed), "detail": [["code:test", each] for each in passed]}
-
-
-def _output(program: str, test: Mapping[str, str], test_seconds: float, memory_bytes: int) -> str | None:
-    """What a program prints, or None where it fails, or goes over time, memory or output size."""
-    source = program if "call" not in test else f"{program}\n\nprint(repr({test['call']}))\n"
-    with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        tempfile.TemporaryFile() as given,
-        tempfile.TemporaryFile() as printed,
-    ):
-        (Path(folder) / "program.py").write_text(source, encoding="utf-8", errors="replace")
-        given.write(test.get("input", "").encode(errors="replace"))
-        given.seek(0)
-        process = subprocess.Popen(
-            [sys.executable, "-I", "program.py"],
-            cwd=folder,
-            stdin=given,
-            stdout=printed,
-            stderr=subprocess.DEVNULL,
-            env={"PATH": os.defpath, "HOME": folder, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-            preexec_fn=functools.partial(_limit_program, test_seconds, memory_bytes),
-        )
-        succeeded = _ends_within(process.pid, test_seconds) and process.wait() == 0
-        end_children()
-        process.wait()
-        printed.seek(0)
-        return printed.read(MAX_OUTPUT_BYTES).decode(errors="replace") if succeeded else None
-
-
-def _ends_within(pid: int, seconds: float) -> bool:
-    """Whether a process ends in time; unlike ``Popen.wait`` without polling, which would cost 50 ms a program."""
-    descriptor = os.pidfd_open(pid)
-    try:
-        return bool(select.select([descriptor], [], [], seconds)[0])
-    finally:
-        os.close(descriptor)
-
-
-def _limit_program(test_seconds: float, memory_bytes: int) -> None:
-    limits = {
-        resource.RLIMIT_AS: memory_bytes,
-        resource.RLIMIT_CPU: math.ceil(test_seconds) + 1,
-        resource.RLIMIT_FSIZE: MAX_OUTPUT_BYTES,
-        resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
-        resource.RLIMIT_NPROC: 1,
-        resource.RLIMIT_CORE: 0,
-    }
-    for limit, value in limits.items():
-        resource.setrlimit(limit, (value, value))
-
-
-def _lines(output: str) -> list[str]:
-    """Lines without trailing white space, and without blank ones at the end."""
-    return [line.rstrip() for line in output.rstrip().splitlines()]

@@ -2,6 +2,8 @@
 
 import asyncio
 import inspect
+import os
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -9,8 +11,9 @@ from typing import Any, Literal
 
 from logitless.errors import ConfigurationError
 from logitless.rewards.contract import Batch, Columns, Text, TextReward, TrlFunction, check_reserved
-from logitless.rewards.pool import Outcome, shared_pool
-from logitless.rewards.pooled import PooledReward, verdict_of
+from logitless.rewards.pool import Outcome, Way, shared_pool
+from logitless.rewards.pooled import MEBIBYTE, PooledReward, verdict_of
+from logitless.rewards.sandbox import require_walls
 from logitless.rewards.tasks import accepted_columns, score_of
 from logitless.types import Verdict
 
@@ -23,12 +26,20 @@ class Function(PooledReward):
     async; every list it is given holds one value. It is given the columns that it names, or all where it has
     ``**kwargs``. None means that the completion cannot be scored (status ``missing``). Raising, a value that is no
     finite number, another number of values than one, ending its process, going over its memory, or leaving processes
-    behind is an ``error``; going over its deadline a ``timeout``. What it prints is lost.
+    behind is an ``error``; waiting for something beyond its deadline a ``timeout``; computing beyond it is ``spoiled``,
+    for a completion can bring that about. What it prints is lost.
+
+    The module is imported once, in a process with an empty environment; each completion has a fork of it, so load what
+    is large at import and not on first use.
 
     Args:
         path: ``package.module:function``.
         messages: hand over prompt and completion as lists of messages, as TRL does for conversations.
-        deadline_seconds: wall clock for one completion.
+        process: ``fresh``: each completion has a process of its own; ``confined``: one inside walls, without network,
+            files to write or further processes, for a function that evaluates what it is given; ``kept``: many
+            completions share one, for a function that runs nothing of them.
+        environment: names of variables that the function finds in ``os.environ`` when it is called, of this process's.
+        deadline_seconds: for one completion: of the processor's time while it computes, else of the clock.
 
     Example:
         >>> Function(path="math:fsum").metric_name
@@ -38,6 +49,8 @@ class Function(PooledReward):
     name: Literal["function"] = "function"
     path: str
     messages: bool = False
+    process: Way = "fresh"
+    environment: tuple[str, ...] = ()
     deadline_seconds: float = 2.0
 
     def __post_init__(self) -> None:
@@ -49,6 +62,12 @@ class Function(PooledReward):
                 given=repr(self.path),
                 remedy="Put a colon between the module and the function.",
             )
+        if self.process == "kept" and self.environment:
+            raise ConfigurationError(
+                needed="a process of its own for each completion, where it is to find variables",
+                given="`process: kept` and `environment`",
+                remedy="Leave one of them out.",
+            )
 
     @property
     def metric_name(self) -> str:
@@ -58,7 +77,10 @@ class Function(PooledReward):
     def check(self, columns: Columns) -> None:
         """Workers can import the function, and no column has the name of another argument."""
         check_reserved(columns)
-        shared_pool().load(self.path)
+        if self.process == "confined":
+            require_walls("grader")
+        self._variables()
+        shared_pool("functions").load(self.path)
 
     def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
         """One verdict a text."""
@@ -71,7 +93,28 @@ class Function(PooledReward):
             if batch.completion_ids is not None:
                 arguments["completion_ids"] = list(batch.completion_ids[row])
             items.append((self.path, arguments))
-        return [verdict_of(outcome) for outcome in self.run("call_function", items, (self.path,))]
+        if self.process == "confined":
+            require_walls("grader")
+        outcomes = shared_pool("functions").run(
+            "logitless.rewards.tasks:call_function",
+            items,
+            deadline_seconds=self.deadline_seconds,
+            memory_bytes=self.memory_mib * MEBIBYTE,
+            needs=(self.path,),
+            ways=self.process,
+            environment=self._variables(),
+        )
+        return [verdict_of(outcome, self.spoiled_score, blameless=True) for outcome in outcomes]
+
+    def _variables(self) -> dict[str, str]:
+        absent = [name for name in self.environment if name not in os.environ]
+        if absent:
+            raise ConfigurationError(
+                needed="every variable of `environment` in this process's environment",
+                given=f"none called {' or '.join(absent)}",
+                remedy="Set it, or leave the name out.",
+            )
+        return {name: os.environ[name] for name in self.environment}
 
     def _shaped(self, text: Text, role: str) -> Text:
         return [{"role": role, "content": text}] if self.messages and isinstance(text, str) else text
@@ -116,7 +159,8 @@ class TrustedFunction(TextReward):
         try:
             values = list(_result(self.function, {name: arguments[name] for name in taken}))
         except Exception as error:
-            failure = Verdict(score=None, status="error", message=f"raised: {type(error).__name__}: {error}")
+            message = f"raised: {type(error).__name__}: {error}"
+            failure = Verdict(score=None, status="error", message=message, traceback=traceback.format_exc())
             return [failure] * len(texts)
         if len(values) != len(texts):
             reason = f"{len(texts)} values expected, {len(values)} returned"

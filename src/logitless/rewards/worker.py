@@ -4,38 +4,50 @@ This file is started as a script and imports the standard library only, so that 
 import. The supervisor imports what the tasks need once; workers are its copies. Every process that a task starts, also
 one that leaves its session or outlives its parent, stays below the supervisor in the process tree (``PR_SET_CHILD_
 SUBREAPER``), which is how it is found and killed. Linux only.
+
+An item runs in one of three ways. ``kept``: in the worker, which goes on to the next item. ``fresh``: in a fork of the
+worker, which has run no such item itself and only hands the result on, so that nothing an item does to its process
+reaches another item. ``confined``: the same inside the walls of ``confinement.confine_grader``.
 """
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
 import pickle
 import resource
+import select
 import signal
 import socket
 import struct
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 FRAME_HEADER = struct.Struct("!I")
 MAX_RESULT_CHARACTERS = 1 << 20
 MAX_MESSAGE_CHARACTERS = 500
+MAX_TRACEBACK_CHARACTERS = 4000
+CONFINE = "logitless.rewards.confinement:confine_grader"
 CHILD_GRACE_SECONDS = 0.1
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def supervise(control: socket.socket) -> None:
     """Answer one request after the other (load, spawn, kill) until the pool closes its end; then kill all workers."""
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _LIBC.prctl(_PR_SET_DUMPABLE, 0)  # nobody but root reads or debugs this process and its forks
     workers: set[int] = set()
     try:
         while True:
@@ -50,6 +62,8 @@ def supervise(control: socket.socket) -> None:
                 reply: dict[str, Any] = {"pid": pid}
             elif request["kind"] == "load":
                 reply = {"error": _load(request)}
+            elif request["kind"] == "usage":
+                reply = {"usage": usage(request["pid"])}
             else:
                 workers.discard(request["pid"])
                 reply = {"ended": _end(request["pid"], workers)}
@@ -78,7 +92,10 @@ def _load(request: dict[str, Any]) -> str:
     importlib.invalidate_caches()
     signal.setitimer(signal.ITIMER_REAL, request["seconds"])
     try:
-        resolve(request["path"])
+        found = resolve(request["path"])
+        if request["call"]:
+            found()
+        gc.freeze()  # or a collection in a fork would copy every page
         return ""
     except BaseException as error:
         return _described(error)
@@ -112,23 +129,43 @@ def _work(channel: socket.socket) -> None:
     with channel.makefile("rb") as incoming:
         channel.sendall(b"\n")
         while frame := _frame(incoming):
-            path, memory_bytes, arguments = pickle.loads(frame)
-            status, text = _run(functions, path, mapped + memory_bytes, arguments)
-            if os.getpid() != worker:
-                return  # a child that the item forked came back from it
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            item = Item(*pickle.loads(frame))
+            limit = mapped + item.memory_bytes
+            if item.way == "kept":
+                line = _run(functions, item, limit)
+                if os.getpid() != worker:
+                    return  # a child that the item forked came back from it
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            else:
+                line = _run_in_a_fork(functions, item, limit, channel)
+            status = line[0]
             if _has_live_children():
-                status, text = "orphans", json.dumps("it left processes running")
-            mapped = _mapped_bytes()
-            reusable = (
+                end_children()
+                status, line = "orphans", ("orphans", json.dumps("it left processes running"), "")
+            if item.way == "kept":
+                mapped = _mapped_bytes()
+            reusable = item.way != "kept" or (
                 status not in ("memory", "orphans")
                 and threading.active_count() <= threads
-                and mapped <= mapped_at_first + memory_bytes
+                and mapped <= mapped_at_first + item.memory_bytes
                 and resource.getrlimit(resource.RLIMIT_AS) == unlimited
             )
-            channel.sendall(f'["{status}",{text},{"true" if reusable else "false"}]\n'.encode())
+            times = os.times()
+            seconds = times.user + times.system + times.children_user + times.children_system
+            rest = f"{json.dumps(line[2])},{'true' if reusable else 'false'},{seconds:.3f}"
+            channel.sendall(f'["{status}",{line[1]},{rest}]\n'.encode())
             if not reusable:
                 return
+
+
+class Item(NamedTuple):
+    """What the pool sends: whose function, how it runs, its limit beyond what is mapped, and its arguments."""
+
+    path: str
+    way: str
+    memory_bytes: int
+    environment: dict[str, str]
+    arguments: bytes
 
 
 def _frame(incoming: BinaryIO) -> bytes:
@@ -136,25 +173,95 @@ def _frame(incoming: BinaryIO) -> bytes:
     return incoming.read(FRAME_HEADER.unpack(header)[0]) if header else b""
 
 
-def _run(functions: dict[str, Callable[..., Any]], path: str, mapped_limit: int, arguments: bytes) -> tuple[str, str]:
-    """Status and, as JSON, the value or the reason of one item."""
+def _run(functions: dict[str, Callable[..., Any]], item: Item, mapped_limit: int) -> tuple[str, str, str]:
+    """Status, the value or the reason as JSON, and the traceback of one item."""
     unlimited = resource.getrlimit(resource.RLIMIT_AS)
     try:
         try:
-            if path not in functions:
-                functions[path] = resolve(path)
+            if item.path not in functions:
+                functions[item.path] = resolve(item.path)
             resource.setrlimit(resource.RLIMIT_AS, (mapped_limit, unlimited[1]))
-            text = json.dumps(functions[path](*pickle.loads(arguments)), allow_nan=False)
+            text = json.dumps(functions[item.path](*pickle.loads(item.arguments)), allow_nan=False)
         finally:
             with contextlib.suppress(ValueError):
                 resource.setrlimit(resource.RLIMIT_AS, unlimited)
     except MemoryError:
-        return "memory", json.dumps("it went over its memory limit")
+        return "memory", json.dumps("it went over its memory limit"), ""
     except BaseException as error:
-        return "raised", json.dumps(_described(error))
+        return "raised", json.dumps(_described(error)), _traceback(error)
     if len(text) > MAX_RESULT_CHARACTERS:
-        return "raised", json.dumps(f"it returned {len(text)} characters, over {MAX_RESULT_CHARACTERS}")
-    return "done", text
+        return "raised", json.dumps(f"it returned {len(text)} characters, over {MAX_RESULT_CHARACTERS}"), ""
+    return "done", text, ""
+
+
+def _run_in_a_fork(
+    functions: dict[str, Callable[..., Any]], item: Item, mapped_limit: int, channel: socket.socket
+) -> tuple[str, str, str]:
+    """The same of an item that may do anything to its process: what comes back from that is not trusted."""
+    if item.path not in functions:
+        functions[item.path] = resolve(item.path)
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _become_an_item(item, channel)
+            message = json.dumps(_run(functions, item, mapped_limit)).encode() + b"\n"
+            if os.getpid() == _Forked.pid:
+                while message:
+                    message = message[os.write(writing, message) :]
+        finally:
+            os._exit(0)
+    os.close(writing)
+    said = _said(reading, pid)
+    os.close(reading)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)  # it has said what it had to say, or too much
+    _, status = os.waitpid(pid, 0)
+    try:
+        first, second, third = json.loads(said)
+        if first in ("done", "raised", "memory"):
+            json.loads(second)
+            return first, second.replace("\n", " "), str(third)[:MAX_TRACEBACK_CHARACTERS]
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        pass
+    return "crashed", json.dumps(f"its process ended ({_ending(status)})"), ""
+
+
+class _Forked:
+    """Which process an item was given, so that a fork that the item makes says nothing in its place."""
+
+    pid = 0
+
+
+def _become_an_item(item: Item, channel: socket.socket) -> None:
+    """In the fork: let go of everything but the pipe, and enter the walls."""
+    _Forked.pid = os.getpid()
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.close(channel.detach())
+    os.environ.update(item.environment)
+    if item.way == "confined":
+        resolve(CONFINE)()
+
+
+def _said(reading: int, pid: int) -> bytes:
+    """A line from the item, or what there is of it when its process ends or it goes over the bounds."""
+    said = b""
+    descriptor = os.pidfd_open(pid)
+    poll = select.poll()
+    poll.register(reading, select.POLLIN)
+    poll.register(descriptor, select.POLLIN)
+    try:
+        while not said.endswith(b"\n") and len(said) < 4 * MAX_RESULT_CHARACTERS:
+            ready = [fd for fd, _ in poll.poll()]
+            data = os.read(reading, 1 << 16) if reading in ready else b""
+            if not data:
+                if descriptor in ready:
+                    break
+                poll.unregister(reading)
+            said += data
+    finally:
+        os.close(descriptor)
+    return said
 
 
 def _described(error: BaseException) -> str:
@@ -162,6 +269,13 @@ def _described(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARACTERS]
     except BaseException:
         return f"{type(error).__name__}, which cannot be printed"
+
+
+def _traceback(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARACTERS:]
+    except BaseException:
+        return ""
 
 
 def _mapped_bytes() -> int:
@@ -187,9 +301,30 @@ def _end(pid: int, workers: set[int]) -> str:
     _kill_tree(pid)
     _, status = os.waitpid(pid, 0)
     end_children(spared=frozenset(workers))
+    return _ending(status)
+
+
+def _ending(status: int) -> str:
     if os.WIFSIGNALED(status):
         return f"signal {signal.Signals(os.WTERMSIG(status)).name}"
     return f"exit code {os.WEXITSTATUS(status)}"
+
+
+class Usage(NamedTuple):
+    """What a process and its descendants have had of the processor; whether one wants it now, or all of them sleep."""
+
+    seconds: float
+    running: bool
+    asleep: bool
+
+
+def usage(root: int) -> Usage:
+    """Read it from ``/proc``; nothing used where the process is gone."""
+    found = _processes()
+    tree = _tree(root, {pid: entry.parent for pid, entry in found.items()})
+    present = [found[pid] for pid in tree if pid in found]
+    states = {entry.state for entry in present}
+    return Usage(sum(entry.seconds for entry in present), bool(states & {"R", "D"}), states == {"S"})
 
 
 def end_children(spared: frozenset[int] = frozenset()) -> None:
@@ -203,17 +338,7 @@ def end_children(spared: frozenset[int] = frozenset()) -> None:
 def _kill_tree(root: int) -> None:
     """Kill a process and its descendants: stop all first, until a look finds no new one, so that none escapes."""
     stopped: set[int] = set()
-    while True:
-        parents = _parents()
-        tree = {root}
-        grown = True
-        while grown:
-            below = {pid for pid, parent in parents.items() if parent in tree} - tree
-            tree |= below
-            grown = bool(below)
-        new = tree - stopped
-        if not new:
-            break
+    while new := _tree(root, _parents()) - stopped:
         for pid in new:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
@@ -223,13 +348,32 @@ def _kill_tree(root: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def _tree(root: int, parents: dict[int, int]) -> set[int]:
+    tree = {root}
+    while below := {pid for pid, parent in parents.items() if parent in tree} - tree:
+        tree |= below
+    return tree
+
+
 def _parents() -> dict[int, int]:
     """Parent of every process of this machine."""
+    return {pid: entry.parent for pid, entry in _processes().items()}
+
+
+class _Process(NamedTuple):
+    parent: int
+    state: str
+    seconds: float
+
+
+def _processes() -> dict[int, _Process]:
+    """Every process of this machine, with the processor time of it and of the children that it has collected."""
     found = {}
     for entry in os.listdir("/proc"):  # noqa: PTH208
         if entry.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:  # noqa: PTH123
-                found[int(entry)] = int(file.read().rpartition(b")")[2].split()[1])
+                state, parent, *rest = file.read().decode(errors="replace").rpartition(")")[2].split()
+                found[int(entry)] = _Process(int(parent), state, sum(map(int, rest[9:13])) / _TICKS)
     return found
 
 

@@ -1,29 +1,72 @@
-"""What a training loop needs of anything that samples."""
+"""What a training loop needs of anything that samples, and what it hands over after training."""
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeAlias, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 
+from logitless.models.export import adapter_tensors, merged_tensors
 from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
+
+NamedTensors: TypeAlias = Callable[[], Iterator[tuple[str, Tensor]]]
+"""Tensors with their names, made one after the other while they are asked for, so that no second model is held."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a policy, in each of the forms that an engine may want; nothing is computed before it is read.
+
+    An engine in this process may keep ``module``, which goes on being trained. Any other must be through with the
+    tensors when its ``load`` returns: the next optimizer step changes them in place.
+
+    Args:
+        module: the model itself, PEFT-wrapped or not.
+        tensors: every weight under its Hugging Face name, adapters merged, tied weights once.
+        adapter: the adapter's weights alone, under the names of PEFT's files; None where there is no adapter.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> weights = Weights.of(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=11)))
+        >>> next(name for name, _ in weights.tensors()), weights.adapter
+        ('transformer.wte.weight', None)
+    """
+
+    module: nn.Module
+    tensors: NamedTensors
+    adapter: NamedTensors | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "Weights":
+        """Of a model that this process holds as a whole."""
+        has_adapter = hasattr(module, "peft_config")
+        return cls(module, partial(merged_tensors, module), partial(adapter_tensors, module) if has_adapter else None)
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """Samples completions with some version of the policy's weights."""
-
-    @property
-    def version(self) -> int:
-        """Of the weights that the next completions come from."""
-        ...
+    """Samples completions with the weights that it was last given."""
 
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
     ) -> list[list[Completion]]:
-        """Exactly ``num_samples`` completions of each prompt, in the prompts' order."""
+        """Exactly ``num_samples`` completions of each prompt, in the prompts' order.
+
+        Each carries the version of the weights that it was drawn with.
+        """
         ...
 
-    def update_weights(self, model: nn.Module, *, version: int) -> None:
-        """From now on sample with the weights of ``model``."""
+    def load(self, weights: Weights, version: int) -> None:
+        """From now on sample with these weights.
+
+        Args:
+            weights: of the policy.
+            version: optimizer steps that they have seen.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back what the engine holds (processes, memory); it is not used afterwards."""
         ...

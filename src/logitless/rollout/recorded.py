@@ -1,7 +1,8 @@
 """Completions in a file: written once, replayed as an engine.
 
 One JSON object a line (``.jsonl``) or one Parquet row (``.parquet``) a completion, with the fields of ``Completion``:
-``prompt_id``, ``token_ids``, ``text``, ``finish_reason`` and, where known, ``logp_sampler``, ``trained`` and ``turn``.
+``prompt_id``, ``token_ids``, ``text``, ``finish_reason`` and, where known, ``logp_sampler``, ``trained``, ``turn`` and
+``weights_version``.
 Other columns may stand beside them (verdicts, prompts); they are not read.
 """
 
@@ -12,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 from logitless.errors import DataError, InputError
+from logitless.rollout.engine import Weights
 from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
 
 _Kinds = dict[str, tuple[type, ...]]
 _REQUIRED: _Kinds = {"prompt_id": (str,), "token_ids": (int,), "text": (str,), "finish_reason": (str,)}
-_OPTIONAL: _Kinds = {"logp_sampler": (float, int), "trained": (bool,), "turn": (int,)}
-_SEQUENCES = {"token_ids", *_OPTIONAL}
+_OPTIONAL: _Kinds = {"logp_sampler": (float, int), "trained": (bool,), "turn": (int,), "weights_version": (int,)}
+_SEQUENCES = {"token_ids", "logp_sampler", "trained", "turn"}
 
 
 class RecordedEngine:
-    """An ``Engine`` that gives back recorded completions; its weights never change.
+    """An ``Engine`` that gives back recorded completions; no weights change what it gives.
 
     Where a prompt has more recorded completions than are asked for, the seed chooses which.
 
@@ -50,13 +51,11 @@ class RecordedEngine:
         for completion in read_completions(path):
             self._recorded.setdefault(completion.prompt_id, []).append(completion)
 
-    @property
-    def version(self) -> int:
-        """Always 0: the weights that the file came from."""
-        return 0
+    def load(self, weights: Weights, version: int) -> None:
+        """Nothing to do: what was recorded stays, and so does the version that the file gives."""
 
-    def update_weights(self, model: nn.Module, *, version: int) -> None:
-        """Nothing to do: what was recorded stays."""
+    def close(self) -> None:
+        """Nothing to give back: the file was closed when it had been read."""
 
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
@@ -130,7 +129,8 @@ def write_completions(path: str | Path, completions: Sequence[Completion]) -> No
         from pyarrow import parquet
 
         lists = {"token_ids": pa.int64(), "logp_sampler": pa.float64(), "trained": pa.bool_(), "turn": pa.int64()}
-        schema = pa.schema([(name, pa.list_(lists[name]) if name in lists else pa.string()) for name in _fields()])
+        types = {name: pa.list_(of) for name, of in lists.items()} | {"weights_version": pa.int64()}
+        schema = pa.schema([(name, types.get(name, pa.string())) for name in _fields()])
         parquet.write_table(pa.Table.from_pylist(rows, schema=schema), path)
     else:
         raise InputError(needed="a .jsonl or .parquet file", given=repr(str(path)), remedy="Choose one of the two.")

@@ -144,7 +144,8 @@ def penalized(
 def draw(logp: Float[Tensor, "R V"], uniform: Float[Tensor, "R"]) -> Int[Tensor, "R"]:
     """One token a row by inversion of the cumulative distribution: ``min {v : sum_{w <= v} p[w] > u}``.
 
-    Accumulation: float64. A token of probability 0 is never drawn.
+    Accumulation: float64. A token of probability 0 is never drawn. A row of NaN gives the last token, which is a valid
+    index; its log-probability tells.
 
     Args:
         logp: normalised, ``-inf`` allowed.
@@ -157,4 +158,4 @@ def draw(logp: Float[Tensor, "R V"], uniform: Float[Tensor, "R"]) -> Int[Tensor,
     """
     cumulative = logp.double().exp().cumsum(-1)
     threshold = (uniform * cumulative[:, -1])[:, None]
-    return torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+    return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=logp.shape[-1] - 1)

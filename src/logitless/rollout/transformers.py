@@ -1,6 +1,7 @@
 """Sampling with the trained model itself, in this process: batched decoding with a key-value cache.
 
-A prompt is read once and its cache repeated for its samples. Rows that have ended leave the batch. Each completion
+A prompt is read once, at most ``prefill_tokens`` tokens at a time, and its cache repeated for its samples; keys and
+values are kept in the dtype of the products. Rows that have ended leave the batch. Each completion
 draws its randomness from (seed, prompt id, sample index) alone, so that it does not depend on what else is in the
 batch, as far as the model's rounding does not. It gives up continuous batching: a row that ends makes room for nothing
 until its batch is through.
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicLayer
 
-from logitless.errors import InputError, UnavailableError
+from logitless.errors import InputError, TrainingError, UnavailableError
+from logitless.rollout.engine import Weights
 from logitless.rollout.sampling import SamplingOptions, draw, penalized, sampling_logp
 from logitless.types import Completion, Prompt
 
@@ -40,10 +43,13 @@ class TransformersSampler:
         model: on its device, PEFT-wrapped or not. It is put into evaluation mode while sampling and back afterwards.
         tokenizer: decodes completions; its EOS token ends them and stands in for padding, masked.
         max_rows: completions decoded at once; bounds the cache.
+        prefill_tokens: tokens of prompts, padding included, read by one forward pass; bounds its activations. A longer
+            prompt is read alone.
         autocast: dtype of the products, or None for that of the weights. Log-probabilities are float32 either way.
 
     Raises:
         UnavailableError: the model has layers whose cache cannot be repeated and compacted (recurrent ones).
+        InputError: ``max_rows`` or ``prefill_tokens`` below 1.
 
     Example:
         >>> from tokenizers import Tokenizer, models
@@ -63,34 +69,43 @@ class TransformersSampler:
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_rows: int = 512,
+        prefill_tokens: int = 16384,
         autocast: torch.dtype | None = None,
     ) -> None:
         if max_rows < 1:
             raise InputError(needed="max_rows of at least 1", given=str(max_rows), remedy="Use for example 512.")
-        self.tokenizer, self.max_rows, self.autocast = tokenizer, max_rows, autocast
-        self.update_weights(model, version=0)
+        if prefill_tokens < 1:
+            raise InputError(
+                needed="prefill_tokens of at least 1", given=str(prefill_tokens), remedy="Use for example 16384."
+            )
+        self.tokenizer, self.max_rows, self.prefill_tokens = tokenizer, max_rows, prefill_tokens
+        self.autocast = autocast
+        self._sample_with(model, version=0)
 
-    @property
-    def version(self) -> int:
-        """Of the weights."""
-        return self._version
+    def load(self, weights: Weights, version: int) -> None:
+        """Sample with ``weights.module``, which is not copied: training it changes what is sampled."""
+        self._sample_with(weights.module, version)
 
-    def update_weights(self, model: nn.Module, *, version: int) -> None:
-        """Sample with ``model``, which is not copied: training it changes what is sampled."""
+    def close(self) -> None:
+        """Nothing to give back: the model is the caller's."""
+
+    def _sample_with(self, model: nn.Module, version: int) -> None:
         inner: Any = model
         if hasattr(inner, "peft_config"):
             inner = inner.get_base_model()
         config = inner.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ())
         recurrent = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
-        if recurrent:
+        if recurrent or getattr(inner, "_is_stateful", False):
             raise UnavailableError(
                 needed="attention layers only",
-                given=f"{', '.join(sorted(recurrent))} in {config.model_type}",
+                given=f"{', '.join(sorted(recurrent)) or 'state-space layers'} in {config.model_type}",
                 remedy="Sample with another engine.",
             )
         self._model, self._config, self._version = inner, config, version
         self._arguments = frozenset(inspect.signature(type(inner).forward).parameters)
+        self._switch = _rotary_switch(config)
+        self._turns_each_sequence = any(getattr(module, "turns_each_sequence", False) for module in inner.modules())
 
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
@@ -107,7 +122,9 @@ class TransformersSampler:
             seed: with the same weights, the same completions.
 
         Raises:
-            InputError: an empty prompt, one whose completion would not fit into the model, or two with one id.
+            InputError: an empty prompt, one whose completion would not fit into the model or would cross the length
+                where longrope changes all its angles, or two with one id.
+            TrainingError: the model's logits for some prompt are not finite, so that no token can be drawn.
         """
         self._check(prompts, num_samples, options)
         by_length = sorted(range(len(prompts)), key=lambda p: len(prompts[p].token_ids))
@@ -150,6 +167,27 @@ class TransformersSampler:
                     given=f"prompt {prompt.id!r} of {len(prompt.token_ids)} tokens and {options.max_new_tokens} new",
                     remedy="Lower max_new_tokens or drop long prompts.",
                 )
+            self._check_rotary(prompt, options)
+
+    def _check_rotary(self, prompt: Prompt, options: SamplingOptions) -> None:
+        """Keys in the cache are turned already: a sequence must not change its rotary factors while it grows."""
+        length = len(prompt.token_ids)
+        if self._switch is None or length + options.max_new_tokens <= self._switch:
+            return
+        if length <= self._switch:
+            raise InputError(
+                needed=f"prompt and completion within {self._switch} tokens, or a prompt beyond them: there longrope"
+                " turns from short to long factors, and what training computes for the whole sequence is not what was"
+                " sampled",
+                given=f"prompt {prompt.id!r} of {length} tokens and {options.max_new_tokens} new",
+                remedy="Lower max_new_tokens or drop such prompts.",
+            )
+        if not self._turns_each_sequence:
+            raise InputError(
+                needed=f"a model that turns each sequence by its own length, for prompts beyond {self._switch} tokens",
+                given=f"prompt {prompt.id!r} of {length} tokens and transformers' longrope, which goes by the longest",
+                remedy="Load the model with logitless.models.loading.load_model.",
+            )
 
     def _decode(
         self, prompts: Sequence[Prompt], rows: Sequence[tuple[int, int]], options: SamplingOptions, seed: int
@@ -163,13 +201,16 @@ class TransformersSampler:
         tokens = torch.zeros(num_rows, max_new, dtype=torch.long, device=device)
         logps = torch.zeros(num_rows, max_new, device=device)
         lengths = torch.full((num_rows,), max_new, device=device)
+        failed = torch.full((num_rows,), -1, device=device)  # the step at which a row's logits were not finite
 
         batch, logits = self._read_prompts(prompts, rows, options)
         for step in range(max_new):
             token, logp = _next_token(logits, noise[batch.row, step], options, batch.seen)
             tokens[batch.row, step] = token
             logps[batch.row, step] = logp
-            ended = torch.isin(token, ends)
+            without_token = ~logp.isfinite()
+            failed[batch.row] = torch.where(without_token & ~batch.ended, step, failed[batch.row])
+            ended = torch.isin(token, ends) | without_token
             if options.stop:
                 ended |= self._stop_string_came(tokens, step, batch, options.stop)
             newly_ended = ended & ~batch.ended
@@ -181,20 +222,51 @@ class TransformersSampler:
             if num_live < _COMPACT_BELOW * len(batch.ended):
                 token = token[batch.keep_live()]
             logits = self._advance(batch, token)
+        self._check_drawn(prompts, rows, failed.tolist())
         return self._completions(prompts, rows, options, tokens.tolist(), logps.tolist(), lengths.tolist())
+
+    def _check_drawn(self, prompts: Sequence[Prompt], rows: Sequence[tuple[int, int]], failed: Sequence[int]) -> None:
+        """Looked at once a batch, so that no step waits for the device; a row without a token has ended there."""
+        bad = [i for i, step in enumerate(failed) if step >= 0]
+        if not bad:
+            return
+        first = min(bad, key=lambda i: (failed[i], i))
+        p, g = rows[first]
+        raise TrainingError(
+            needed="finite logits to draw tokens from",
+            given=f"NaN or infinite ones for {len(bad)} of {len(rows)} completions, first for token"
+            f" {failed[first] + 1} of prompt {prompts[p].id!r} (sample {g}), with weights of version {self._version}",
+            remedy="Look for weights that are not finite; lower the learning rate, clip gradients, or use bfloat16 or"
+            " float32 in place of float16.",
+        )
 
     def _read_prompts(
         self, prompts: Sequence[Prompt], rows: Sequence[tuple[int, int]], options: SamplingOptions
     ) -> tuple["_Batch", Float[Tensor, "R V"]]:
         """The batch after its prompts, each read once, and the logits of the first new tokens."""
         device = next(self._model.parameters()).device
-        num_rows = Counter(p for p, _ in rows)
-        chosen = list(num_rows)
-        repeats = torch.tensor(list(num_rows.values()), device=device)
-        ids, attended = _left_padded([prompts[p].token_ids for p in chosen], self.tokenizer.eos_token_id, device)
+        num_samples = Counter(p for p, _ in rows)
+        longest = max(len(prompts[p].token_ids) for p in num_samples)
+        parts = _parts_within([len(prompts[p].token_ids) for p in num_samples], self.prefill_tokens)
+        chosen = list(num_samples)
+        read = [
+            self._read([prompts[p].token_ids for p in chosen[part]], [num_samples[p] for p in chosen[part]], options)
+            for part in parts
+        ]
+        batches, logits = [batch for batch, _ in read], [each for _, each in read]
+        batch = batches[0] if len(batches) == 1 else _side_by_side(batches, longest, options.max_new_tokens)
+        batch.row = torch.arange(len(rows), device=device)
+        return batch, logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _read(
+        self, sequences: Sequence[Sequence[int]], num_samples: Sequence[int], options: SamplingOptions
+    ) -> tuple["_Batch", Float[Tensor, "R V"]]:
+        """One forward pass over some prompts, repeated for their samples."""
+        device = next(self._model.parameters()).device
+        ids, attended = _left_padded(sequences, self.tokenizer.eos_token_id, device)
         num_tokens = attended.sum(1)
-        cache = Cache(layer_class_to_replicate=_GrowingLayer)
-        padded = bool((attended == 0).any())
+        cache = Cache(layer_class_to_replicate=partial(_GrowingLayer, self.autocast))
+        padded = len({len(ids) for ids in sequences}) > 1
         mask = F.pad(attended, (0, options.max_new_tokens), value=1) if padded else None
         positions = (attended.cumsum(1) - 1).clamp(min=0)
         logits = self._forward(ids, None if mask is None else attended, positions, cache)
@@ -202,17 +274,18 @@ class TransformersSampler:
         if options.repetition_penalty != 1:
             seen = torch.zeros(logits.shape, device=device).scatter_add_(1, ids, attended.float()) > 0
         batch = _Batch(
-            row=torch.arange(len(chosen), device=device),
-            ended=torch.zeros(len(chosen), dtype=torch.bool, device=device),
+            row=torch.arange(len(sequences), device=device),
+            ended=torch.zeros(len(sequences), dtype=torch.bool, device=device),
             position=num_tokens,
             cache=cache,
             width=ids.shape[1],
             mask=mask,
             seen=seen,
         )
-        index = torch.repeat_interleave(torch.arange(len(chosen), device=device), repeats)
+        index = torch.repeat_interleave(
+            torch.arange(len(sequences), device=device), torch.tensor(num_samples, device=device)
+        )
         batch.select(index)
-        batch.row = torch.arange(len(rows), device=device)
         return batch, logits[index]
 
     def _advance(self, batch: "_Batch", token: Int[Tensor, "R"]) -> Float[Tensor, "R V"]:
@@ -293,6 +366,7 @@ class TransformersSampler:
                     text=text[:cut],
                     finish_reason="stop" if cut is not None or ids[-1] in ends else "length",
                     logp_sampler=tuple(logp[: len(ids)]),
+                    weights_version=self._version,
                 )
             )
         return completions
@@ -334,15 +408,56 @@ class _Batch:
         self.seen = None if self.seen is None else self.seen[index]
 
 
+def _side_by_side(batches: Sequence[_Batch], width: int, max_new_tokens: int) -> _Batch:
+    """Batches of prompts as one, each moved to the right end of the longest; they are emptied on the way.
+
+    Args:
+        batches: with their prompts read and nothing sampled.
+        width: tokens of the longest prompt.
+        max_new_tokens: columns of the mask to come.
+    """
+    rows = [len(batch.row) for batch in batches]
+    masks = None
+    if any(batch.mask is not None or batch.width < width for batch in batches):
+        masks = []
+        for batch in batches:
+            ones = batch.row.new_ones(len(batch.row), batch.width + max_new_tokens)
+            masks.append(F.pad(ones if batch.mask is None else batch.mask, (width - batch.width, 0)))
+    cache = batches[0].cache
+    for index, layer in enumerate(cache.layers):
+        layer.replace([each.cache.layers[index].take() for each in batches], rows, width)  # type: ignore[attr-defined]
+    seen = [batch.seen for batch in batches if batch.seen is not None]
+    return _Batch(
+        row=torch.cat([batch.row for batch in batches]),
+        ended=torch.cat([batch.ended for batch in batches]),
+        position=torch.cat([batch.position for batch in batches]),
+        cache=cache,
+        width=width,
+        mask=None if masks is None else torch.cat(masks),
+        seen=torch.cat(seen) if seen else None,
+    )
+
+
 class _GrowingLayer(DynamicLayer):
-    """Keys and values of one layer in a buffer with room for more tokens, so that a step copies one column only."""
+    """Keys and values of one layer in a buffer with room for more tokens, so that a step copies one column only.
+
+    Args:
+        autocast: dtype to keep them in; None for that they come in. Rotary embeddings give float32 keys under autocast,
+            which attention would round to this dtype at every step.
+    """
 
     room = 64
+
+    def __init__(self, autocast: torch.dtype | None = None) -> None:
+        super().__init__()
+        self._autocast = autocast
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self._buffers = [x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (key_states, value_states)]
+            self._buffers = [
+                x.new_empty(*x.shape[:2], 0, x.shape[3], dtype=self._autocast) for x in (key_states, value_states)
+            ]
             self._length = 0
         start, stop = self._length, self._length + key_states.shape[2]
         if stop > self._buffers[0].shape[2]:
@@ -352,6 +467,23 @@ class _GrowingLayer(DynamicLayer):
             buffer[:, :, start:stop] = states
         self._length = stop
         return self._view()
+
+    def take(self) -> tuple[Tensor, ...]:
+        """Keys and values, which leave the layer."""
+        taken = tuple(buffer[:, :, : self._length] for buffer in self._buffers)
+        self._buffers, self.keys, self.values = [], *(buffer.new_empty(0) for buffer in taken)
+        return taken
+
+    def replace(self, parts: Sequence[tuple[Tensor, ...]], rows: Sequence[int], width: int) -> None:
+        """Hold these rows, each part at the right end of ``width`` columns; what is left of it is masked."""
+        self._buffers = []
+        for states in zip(*parts, strict=True):
+            buffer = states[0].new_zeros(sum(rows), states[0].shape[1], width, states[0].shape[3])
+            for at, part in zip(buffer.split(list(rows)), states, strict=True):
+                at[:, :, width - part.shape[2] :] = part
+            self._buffers.append(buffer)
+        self._length = width
+        self._view()
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self._buffers = [buffer.index_select(0, indices) for buffer in self._buffers]
@@ -373,12 +505,30 @@ def _next_token(
     options: SamplingOptions,
     seen: Bool[Tensor, "R V"] | None,
 ) -> tuple[Int[Tensor, "R"], Float[Tensor, "R"]]:
-    """A token a row and its log-probability under the distribution it was drawn from."""
+    """A token a row and its log-probability under the distribution it was drawn from; NaN where there is none."""
     if options.temperature == 0:
-        return penalized(logits, options, seen).argmax(-1), torch.zeros(len(logits), device=logits.device)
+        logits = penalized(logits, options, seen)
+        token = logits.argmax(-1)  # that of a NaN, where there is one
+        return token, torch.where(logits.gather(1, token[:, None])[:, 0].isfinite(), 0.0, torch.nan)
     logp = sampling_logp(logits, options, seen)
     token = draw(logp, uniform)
     return token, logp.gather(1, token[:, None])[:, 0]
+
+
+def _rotary_switch(config: Any) -> int | None:
+    """Tokens of a sequence beyond which all its rotary angles change (longrope), or None."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    return parameters.get("original_max_position_embeddings") if parameters.get("rope_type") == "longrope" else None
+
+
+def _parts_within(lengths: Sequence[int], budget: int) -> list[slice]:
+    """Ascending lengths cut into runs that have at most ``budget`` tokens when padded to their longest."""
+    parts, start = [], 0
+    for i, length in enumerate(lengths):
+        if i > start and (i + 1 - start) * length > budget:
+            parts.append(slice(start, i))
+            start = i
+    return [*parts, slice(start, len(lengths))]
 
 
 def _uniforms(seed: int, prompt_id: str, sample: int, count: int) -> np.ndarray:

@@ -14,8 +14,8 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from logitless.errors import CheckpointError
-from logitless.types import PackedInputs, TokenBatch
 
 VALUE_HEAD = "value_head.safetensors"
 _PREFIX = "step-"
@@ -182,22 +181,6 @@ def restore_random(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> N
     scalars = state["numpy"]
     keys = tensors["random/numpy"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", keys, scalars["pos"], scalars["has_gauss"], scalars["gauss"]))
-
-
-def batch_tensors(batch: TokenBatch) -> dict[str, Tensor]:
-    """The tensors of a block in flight: ``block/<field>`` and ``block/inputs/<field>``."""
-    assert batch.inputs is not None
-    named = {f"block/{f.name}": getattr(batch, f.name) for f in fields(batch)}
-    named |= {f"block/inputs/{f.name}": getattr(batch.inputs, f.name) for f in fields(batch.inputs)}
-    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
-
-
-def restore_batch(tensors: Mapping[str, Tensor], lengths: Sequence[int], source_counts: Sequence[int]) -> TokenBatch:
-    """The block of ``batch_tensors``; its host-side counts come from the JSON state."""
-    of_batch: dict[str, Any] = {n.removeprefix("block/"): t for n, t in tensors.items() if n.startswith("block/")}
-    of_inputs = {n.removeprefix("inputs/"): of_batch.pop(n) for n in list(of_batch) if n.startswith("inputs/")}
-    inputs = PackedInputs(**of_inputs, lengths=tuple(lengths), source_counts=tuple(source_counts))
-    return TokenBatch(**of_batch, num_sequences=len(lengths), inputs=inputs)
 
 
 def _flush(folder: Path) -> None:

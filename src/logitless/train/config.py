@@ -111,6 +111,7 @@ class RolloutSection(Section):
     prompts_per_block: PositiveInt = Field(32, description="P, prompts a block")
     completions_per_prompt: PositiveInt = Field(8, description="G, completions a prompt")
     max_rows: PositiveInt = Field(512, description="completions decoded at once, here and in evaluation")
+    prefill_tokens: PositiveInt = Field(16384, description="tokens of prompts that the sampler reads at once")
     sampling: SamplingOptions = Field(description="temperature, filters, limits, stops")
     zero_signal: Literal["keep", "drop", "refill"] = Field(
         "keep", description="groups whose rewards are all equal: train on them, leave them out, or draw others"

@@ -4,7 +4,6 @@ Keys, types and defaults are read from the types themselves, descriptions from p
 of dataclass docstrings, so that the page cannot say what the program does not do.
 """
 
-import argparse
 import dataclasses
 import inspect
 import re
@@ -17,10 +16,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import yaml
 from pydantic import BaseModel
 
+from logitless import pages
 from logitless.objective.presets import PRESETS
 from logitless.train.config import Recipe
+from logitless.train.metrics import metrics_page
 
 PAGE = Path("docs/configuration.md")
+METRICS_PAGE = Path("docs/metrics.md")
 
 INTRODUCTION = """# Configuration
 
@@ -31,6 +33,8 @@ lists, of numbers from 0 (`--set rewards.0.weight=2`); the value is YAML, so tha
 (`--set 'data.train={name: file, path: train.jsonl}'`). `1e-5` is a number. An unknown key, a key given twice, a value
 of another type and parts that contradict each other are errors, and nothing starts. `logitless train RECIPE --dry-run`
 checks all of it with data, tokenizer and the model's shape, and prints steps and memory by part.
+
+A recipe says nothing of processes: `torchrun --nproc-per-node N -m logitless train RECIPE` trains it on N of them.
 
 Where a part has variants, its `name` says which one, and only that variant's keys are allowed.
 """
@@ -275,17 +279,9 @@ def _presets() -> str:
 
 
 def main() -> int:
-    """Write the page, or with ``--check`` say whether it is current."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where the page is not current")
-    if not parser.parse_args().check:
-        PAGE.parent.mkdir(exist_ok=True)
-        PAGE.write_text(page(), encoding="utf-8")
-        return 0
-    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page():
-        return 0
-    print(f"{PAGE} is not current: run python -m logitless.train.document", file=sys.stderr)
-    return 1
+    """Write the pages on recipes and metrics, or with ``--check`` say whether they are current."""
+    written = pages.text_page(PAGE, page), pages.text_page(METRICS_PAGE, metrics_page)
+    return pages.main("logitless.train.document", *written)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,7 @@ class LiveView:
     Args:
         total_blocks: blocks of the whole run.
         first_block: blocks that were done before a resume.
+        silent: show nothing: another rank does.
         title: for example the run's name.
         console: where to draw; a terminal gets the live view, anything else one plain line an update.
         clock: seconds that only grow.
@@ -95,12 +96,13 @@ class LiveView:
         total_blocks: int,
         *,
         first_block: int = 0,
+        silent: bool = False,
         title: str = "run",
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total_blocks, self.title = total_blocks, title
-        self.console = Console() if console is None else console
+        self.console = Console(quiet=True, force_terminal=False) if silent else console or Console()
         self._clock = clock
         self._block_ends: dict[int, float] = {}
         self._block = first_block

@@ -5,7 +5,7 @@ A part in braces (``reward/{function}/mean``) is free: it stands for anything wi
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -18,6 +18,9 @@ Over = Literal["token", "completion", "group", "constraint", "step", "block", "r
 
 Record: TypeAlias = Mapping[str, float | int | None]
 """The numbers of a step by name; None for one that is not finite."""
+
+Line: TypeAlias = Mapping[str, float | int | Sequence[int] | None]
+"""The same with metrics that are a list, one number a rank."""
 
 Numbers: TypeAlias = dict[str, float | int]
 """The same while they are gathered."""
@@ -69,9 +72,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/unscored", "completion", "sum", "completion", "completions that no function could score"),
     Metric("reward/{function}/mean", "reward", "mean", "completion", "score of one function before its weight"),
     Metric("reward/{function}/std", "reward", "std", "completion", "spread of that score"),
-    Metric("verdict/{function}/graded", "completion", "sum", "completion", "verdicts with a score"),
+    Metric("verdict/{function}/graded", "completion", "sum", "completion", "verdicts that the function reached"),
+    Metric("verdict/{function}/spoiled", "completion", "sum", "completion", "its own text broke a limit; scored 0"),
     Metric("verdict/{function}/error", "completion", "sum", "completion", "the function raised or gave nonsense"),
-    Metric("verdict/{function}/timeout", "completion", "sum", "completion", "the function passed its deadline"),
+    Metric("verdict/{function}/timeout", "completion", "sum", "completion", "the function waited past its deadline"),
     Metric("verdict/{function}/missing", "completion", "sum", "completion", "it could not be graded here"),
     Metric("constraint/{constraint}/pass_rate", "1", "mean", "constraint", "checks of one constraint that passed"),
     Metric("constraint/{constraint}/count", "1", "sum", "constraint", "checks of one constraint"),
@@ -159,6 +163,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("optimizer/tokens", "token", "sum", "step", "tokens trained on"),
     Metric("optimizer/sequences", "completion", "sum", "step", "completions trained on"),
     Metric("optimizer/micro_batches", "1", "sum", "step", "forward and backward passes"),
+    Metric(
+        "parallel/tokens_per_rank",
+        "token",
+        "sum",
+        "step",
+        "tokens that each rank trained on, a list by rank; only where there are several",
+    ),
     # Speed and memory
     Metric("throughput/rollout_tokens_per_second", "token/s", "mean", "block", "sampled tokens"),
     Metric("throughput/scoring_tokens_per_second", "token/s", "mean", "block", "tokens scored, once per policy"),

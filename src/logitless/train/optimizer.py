@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from logitless.distributed.ranks import Ranks
 from logitless.train.config import OptimizerSection
 
 
@@ -86,7 +87,7 @@ def learning_rate(step: int, progress: float, options: OptimizerSection) -> floa
 
 
 def take_step(
-    optimizer: torch.optim.Optimizer, *, rate: float, max_grad_norm: float | None
+    optimizer: torch.optim.Optimizer, *, rate: float, max_grad_norm: float | None, ranks: Ranks = Ranks.alone()
 ) -> tuple[Float[Tensor, ""], bool]:
     """Clip the summed gradients by their global norm and step, unless a gradient is not finite.
 
@@ -97,6 +98,7 @@ def take_step(
         optimizer: holds parameters with ``.grad``.
         rate: learning rate of this step; a parameter group with a ``rate_factor`` takes that multiple of it.
         max_grad_norm: norm to clip at; None leaves gradients as they are.
+        ranks: that hold the same sums of gradients, and step or pass over together.
 
     Returns:
         The norm of the model's gradient before clipping, and whether the step was taken. Gradients are freed either
@@ -108,7 +110,7 @@ def take_step(
         part += [p for p in group["params"] if p.grad is not None]
     parts = [model, value_head] if value_head else [model]
     norms = [torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in parts]
-    finite = bool(torch.isfinite(torch.stack(norms)).all())
+    finite = not ranks.any(not bool(torch.isfinite(torch.stack(norms)).all()))
     if finite:
         if max_grad_norm is not None:
             for part, norm in zip(parts, norms, strict=True):

@@ -15,12 +15,12 @@ from logitless.head.chunked import default_budget
 from logitless.models.lm_head import causal_lm
 from logitless.models.value_head import ValueHead
 from logitless.train.config import Recipe
+from logitless.train.engines import open_engines
 from logitless.train.setup import (
     algorithm_of,
     data_of,
     device_of,
     policy_model,
-    recorded_of,
     rewards_of,
     tokenizer_of,
     value_head_of,
@@ -68,8 +68,8 @@ def plan_of(recipe: Recipe) -> Plan:
     data = data_of(recipe, tokenizer)
     rewards_of(recipe, [*data.train, *data.held_out])
     algorithm = algorithm_of(recipe)
-    recorded_of(recipe)
     model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=torch.device("meta"))
+    open_engines(recipe, model, tokenizer).close()
     rollout, train = recipe.rollout, recipe.train
     completions = rollout.prompts_per_block * rollout.completions_per_prompt
     tokens = completions * rollout.sampling.max_new_tokens
@@ -93,7 +93,7 @@ def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None
     one layer worked on at a time. Scoring, sampling and training do not overlap, so the larger of activations and
     cache counts.
     """
-    section, train, rollout = recipe.model, recipe.train, recipe.rollout
+    section, train = recipe.model, recipe.train
     trained = [p for p in model.parameters() if p.requires_grad]
     frozen = [p for p in model.parameters() if not p.requires_grad]
     config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr]
@@ -102,11 +102,7 @@ def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None
     number = 2 if half else 4
     kept, worked_on = (1, 1) if section.gradient_checkpointing else (17, 0)
     activations = train.tokens_per_micro_batch * width * number * (layers * kept + 17 * worked_on)
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or width // config.num_attention_heads
-    rows = min(rollout.max_rows, rollout.prompts_per_block * rollout.completions_per_prompt)
-    length = recipe.data.max_prompt_tokens + rollout.sampling.max_new_tokens
-    cache = rows * length * layers * 2 * kv_heads * head_dim * number
+    sampling = sampling_bytes(recipe, config, number)
     parts = {
         "trained weights": sum(p.numel() * p.element_size() for p in trained),
         "gradients": sum(p.numel() * p.element_size() for p in trained),
@@ -120,9 +116,29 @@ def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None
         parts["reference"] = size * sum(p.numel() for p in trained)
     if section.autocast is not None:  # autocast keeps a copy of each trained matrix in its dtype during a pass
         parts["autocast copies"] = 2 * sum(p.numel() for p in trained if p.ndim >= 2)
-    parts["activations or cache (estimate)"] = max(activations, cache)
+    parts["activations or cache (estimate)"] = max(activations, sampling)
     parts["head"] = train.head_memory_budget or default_budget(device_of(section))
     return parts
+
+
+def sampling_bytes(recipe: Recipe, config: Any, number: int) -> int:
+    """Estimate of what sampling holds beside the weights: keys and values of all rows, and one layer's numbers of the
+    prompts that are read together.
+
+    Args:
+        recipe: its ``rollout`` and its longest prompt.
+        config: the text model's, of transformers.
+        number: bytes of a number in the cache and in activations.
+    """
+    rollout, longest = recipe.rollout, recipe.data.max_prompt_tokens
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rows = min(rollout.max_rows, rollout.prompts_per_block * rollout.completions_per_prompt)
+    length = longest + rollout.sampling.max_new_tokens
+    cache = rows * length * config.num_hidden_layers * 2 * kv_heads * head_dim * number
+    prompts = -(-rows // rollout.completions_per_prompt)
+    read_at_once = max(longest, min(rollout.prefill_tokens, prompts * longest))
+    return cache + read_at_once * 17 * config.hidden_size * number
 
 
 def dry_run(recipe: Recipe) -> str:

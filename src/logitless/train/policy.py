@@ -15,18 +15,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from logitless.head import token_scores
+from logitless.head.contract import logits_dtype
 from logitless.models.lm_head import backbone_hidden, lm_head
 from logitless.models.lora import adapters_off, save_adapters
 from logitless.models.value_head import ValueHead
+from logitless.rollout.engine import Weights
 from logitless.train.config import Backend
-from logitless.types import LMHead, TokenBatch, TokenScores
+from logitless.types import LMHead, PackedBatch, TokenScores
 
 
 @runtime_checkable
 class Scorer(Protocol):
     """Anything that gives the log-probability of a batch's targets."""
 
-    def scores(self, batch: TokenBatch, *, temperature: float, backend: Backend) -> TokenScores:
+    def scores(self, batch: PackedBatch, *, temperature: float, backend: Backend) -> TokenScores:
         """logp and entropy [N], float32."""
         ...
 
@@ -54,19 +56,19 @@ class Policy:
         self.device = next(model.parameters()).device
         self.is_adapter = hasattr(model, "peft_config")
 
-    def scores(self, batch: TokenBatch, *, temperature: float, backend: Backend) -> TokenScores:
+    def scores(self, batch: PackedBatch, *, temperature: float, backend: Backend) -> TokenScores:
         """logp, entropy and, with a value head, value [N] of the batch's targets, from one pass of the backbone.
 
         Differentiable unless called under ``torch.no_grad``.
 
         Args:
-            batch: with ``inputs`` and ``target``; moved to the model's device.
+            batch: moved to the model's device.
             temperature: divides the logits, as in sampling.
             backend: of the head.
         """
+        if not batch.num_tokens:
+            return self._no_scores()
         batch = batch.to(self.device)
-        assert batch.inputs is not None
-        assert batch.target is not None
         with self._autocast():
             hidden = backbone_hidden(self.model, batch.inputs)
         rows = hidden.index_select(0, batch.inputs.source)
@@ -90,6 +92,10 @@ class Policy:
         if self.value_head is not None:
             named |= {f"value_head.{name}": p for name, p in self.value_head.named_parameters()}
         return named
+
+    def weights(self) -> Weights:
+        """What an engine samples with; the value head is no part of it."""
+        return Weights.of(self.model)
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write the weights (under LoRA the adapter) and the tokenizer in Hugging Face format, as safetensors.
@@ -115,6 +121,12 @@ class Policy:
                 if self.is_adapter and parameter.requires_grad:
                     parameter.copy_(tensors[f"adapter/{name}"])
 
+    def _no_scores(self) -> TokenScores:
+        """Of no tokens, without a pass: a rank has micro-batches like that where others have more sequences."""
+        dtype = logits_dtype(self.head().weight.dtype)
+        none = torch.zeros(0, dtype=dtype, device=self.device, requires_grad=torch.is_grad_enabled())
+        return TokenScores(none, none, None if self.value_head is None else none)
+
     def _autocast(self) -> AbstractContextManager[object]:
         if self.autocast is None:
             return nullcontext()
@@ -127,7 +139,7 @@ class AdaptersOff:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
 
-    def scores(self, batch: TokenBatch, *, temperature: float, backend: Backend) -> TokenScores:
+    def scores(self, batch: PackedBatch, *, temperature: float, backend: Backend) -> TokenScores:
         """logp and entropy [N] under the base model, which has no value head."""
         with adapters_off(self.policy.model):
             return replace(self.policy.scores(batch, temperature=temperature, backend=backend), value=None)

@@ -356,7 +356,7 @@ def _graders(records: Sequence[Mapping[str, Any]]) -> str:
                 totals[function][status] += round(value or 0)
     if not any(count for of_function in totals.values() for status, count in of_function.items() if status != "graded"):
         return ""
-    statuses = ("graded", "error", "timeout", "missing")
+    statuses = ("graded", "spoiled", "error", "timeout", "missing")
     rows = [[function, *(str(totals[function][status]) for status in statuses)] for function in totals]
     return f"<section><h2>Verdicts</h2>{_table(['function', *statuses], rows)}</section>"
 

@@ -1,24 +1,31 @@
 """A run from its recipe: made anew, or continued from its latest checkpoint."""
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from logitless.distributed.ranks import Ranks
 from logitless.errors import ConfigurationError
 from logitless.models.lora import frozen_copy
 from logitless.models.value_head import ValueHead
 from logitless.objective.algorithm import Algorithm
-from logitless.rollout.transformers import TransformersSampler
-from logitless.train.block import derived_seed
+from logitless.rollout.environment import Environment, SingleTurn
+from logitless.seeds import derived_seed
 from logitless.train.checkpoint import load_checkpoint
+from logitless.train.collector import Collector
 from logitless.train.config import Recipe
+from logitless.train.engines import Engines, open_engines
+from logitless.train.evaluate import evaluation_of
+from logitless.train.journal import Journal
+from logitless.train.learner import Learner
 from logitless.train.live_view import LiveView
-from logitless.train.loop import Trainer
+from logitless.train.loop import Loop
 from logitless.train.optimizer import implementation
 from logitless.train.policy import AdaptersOff, Policy, Scorer
 from logitless.train.recipe import dump_recipe, load_recipe
@@ -31,7 +38,6 @@ from logitless.train.setup import (
     device_of,
     effects,
     policy_model,
-    recorded_of,
     rewards_of,
     set_process,
     tokenizer_of,
@@ -41,8 +47,18 @@ from logitless.train.setup import (
 from logitless.train.warm_start import warm_start
 from logitless.train.writers import open_writers
 
+OpenEngines: TypeAlias = Callable[[Recipe, nn.Module, PreTrainedTokenizerBase], Engines]
 
-def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tuple[RunFolder, bool]:
+
+def start(
+    recipe: Recipe,
+    *,
+    numbered: bool = False,
+    resume: bool = False,
+    open_engines: OpenEngines = open_engines,
+    environment: Environment | None = None,
+    ranks: Ranks = Ranks.alone(),
+) -> tuple[RunFolder, bool]:
     """Run a recipe, or continue it.
 
     Args:
@@ -50,6 +66,10 @@ def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tu
         numbered: where the name is taken, take ``name-2``, ``name-3``, ...
         resume: continue the run of this name from its latest checkpoint; the recipe must be the one it was started
             with, but for its number of blocks, its output folder, checkpoints and writers.
+        open_engines: what opens the engines, from the recipe, the model and its tokenizer; for engines that no recipe
+            names.
+        environment: what answers the policy; None for single turns.
+        ranks: that train together; each calls this with the same recipe, and the first one writes.
 
     Returns:
         The run folder, and whether the run is complete (False after Ctrl-C).
@@ -63,7 +83,6 @@ def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tu
     data = data_of(recipe, tokenizer)
     rewards = rewards_of(recipe, [*data.train, *data.held_out])
     algorithm = algorithm_of(recipe)
-    recorded = recorded_of(recipe)
     root = Path(recipe.output)
     if resume:
         folder = open_run_folder(root / recipe.name)
@@ -71,16 +90,22 @@ def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tu
         saved = load_checkpoint(folder.checkpoints)
         began = time.perf_counter()
         model = _model(recipe, tokenizer, _warm_start(folder) if _warm_start(folder).exists() else None)
+        engines = open_engines(recipe, model, tokenizer)
     else:
         saved, began = None, time.perf_counter()
         model = _model(recipe, tokenizer)
-        folder = create_run_folder(root, recipe.name, unique=numbered)  # so late that a wrong recipe leaves none behind
-    folder.write_config(dump_recipe(recipe))
+        engines = open_engines(recipe, model, tokenizer)
+        folder = _new_folder(root, recipe.name, numbered, ranks)  # so late that a wrong recipe leaves none behind
+    if ranks.is_first:
+        folder.write_config(dump_recipe(recipe))
     done = saved.state["progress"] if saved is not None else {"block": 0, "step": 0}
     with ExitStack() as stack:
-        view = stack.enter_context(LiveView(recipe.train.blocks, first_block=done["block"], title=folder.path.name))
+        stack.callback(engines.close)
+        view = stack.enter_context(
+            LiveView(recipe.train.blocks, first_block=done["block"], title=folder.path.name, silent=not ranks.is_first)
+        )
         writers = open_writers(
-            recipe.writers,
+            recipe.writers if ranks.is_first else (),
             folder=folder.path,
             run_name=folder.path.name,
             config=recipe.model_dump(mode="json"),
@@ -89,34 +114,36 @@ def start(recipe: Recipe, *, numbered: bool = False, resume: bool = False) -> tu
         for writer in writers:
             stack.callback(writer.close)
         policy, reference = _policies(
-            recipe, algorithm, tokenizer, data, folder, view, model, saved.folder if saved else None
+            recipe, algorithm, tokenizer, data, folder, view, model, saved.folder if saved else None, ranks
         )
-        sampler = TransformersSampler(
-            policy.model, tokenizer, max_rows=recipe.rollout.max_rows, autocast=policy.autocast
+        ranks.copy_of_first(policy.named_parameters().values())
+        journal = Journal(folder, view, writers, policy.device, ranks)
+        weights = {r.name: r.weight for r in rewards}
+        learner = Learner(recipe, algorithm, policy, reference, reward_weights=weights, ranks=ranks)
+        environment = environment or SingleTurn()
+        collector = Collector(
+            data.train, engines.training, environment, rewards, recipe.rollout, seed=recipe.seed, ranks=ranks
         )
-        trainer = Trainer(
-            recipe,
-            algorithm,
-            policy,
-            reference,
-            tokenizer,
-            recorded or sampler,
-            sampler,
-            rewards,
-            data,
-            folder,
-            view,
-            writers,
-        )
-        view.message(f"optimizer AdamW ({implementation(trainer.optimizer)})")
+        evaluation = evaluation_of(recipe, engines.evaluation, environment, data.held_out, rewards, ranks)
+        loop = Loop(recipe, collector, learner, evaluation, journal, tokenizer)
+        view.message(f"optimizer AdamW ({implementation(learner.optimizer)})")
         if saved is None:
-            trainer.progress.seconds["start"] = time.perf_counter() - began
+            journal.seconds["start"] = time.perf_counter() - began
         else:
-            trainer.restore(saved)
-        complete = trainer.run()
-    folder.write_summary(trainer.summary())
-    write_report(folder.path)
+            loop.restore(saved)
+        complete = loop.run()
+    progress = learner.progress
+    counts = {"blocks": progress.block, "steps": progress.step, "skipped_steps": progress.skipped}
+    journal.write_summary({"name": recipe.name, **counts})
+    if ranks.is_first:
+        write_report(folder.path)
     return folder, complete
+
+
+def _new_folder(root: Path, name: str, numbered: bool, ranks: Ranks) -> RunFolder:
+    """The folder that the first rank makes."""
+    made = create_run_folder(root, name, unique=numbered) if ranks.is_first else None
+    return RunFolder(Path(ranks.of_first(None if made is None else str(made.path))))
 
 
 def _warm_start(folder: RunFolder) -> Path:
@@ -137,6 +164,7 @@ def _policies(
     view: LiveView,
     model: nn.Module,
     checkpoint: Path | None,
+    ranks: Ranks,
 ) -> tuple[Policy, Scorer | None]:
     """The policy at its starting point or checkpoint, and the reference: the policy as reinforcement learning began."""
     section, warm = recipe.model, _warm_start(folder)
@@ -147,12 +175,14 @@ def _policies(
 
     for line in effects(section, device_of(section), model):
         view.message(line)
-    if recipe.warm_start is not None and not warm.exists():
+    if recipe.warm_start is not None and ranks.of_first(not warm.exists()):
         view.phase("warm start")
         warm_start(
             policy_of(model), data.warm_start, tokenizer, recipe.warm_start, recipe.train, seed=recipe.seed, view=view
         )
-        policy_of(model).save(warm, tokenizer)
+        if ranks.is_first:
+            policy_of(model).save(warm, tokenizer)
+        ranks.barrier()  # the others may read it now
         if section.lora is not None:  # merge what was learnt, start from a fresh adapter
             model = _model(recipe, tokenizer, warm)
     reference: Scorer | None = None

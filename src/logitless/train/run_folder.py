@@ -26,7 +26,7 @@ import pyarrow
 import pyarrow.parquet
 
 from logitless.errors import ConfigurationError, DataError, InputError, TrainingError
-from logitless.train.metrics import Record, check_names
+from logitless.train.metrics import Line, check_names
 from logitless.types import Group
 
 
@@ -84,7 +84,7 @@ class RunFolder:
         """Write the summary; numbers that are not finite become null."""
         write_atomically(self.summary, (json.dumps(_plain(summary), indent=2) + "\n").encode())
 
-    def append_metrics(self, record: Record) -> None:
+    def append_metrics(self, record: Line) -> None:
         """Add one line; numbers that are not finite become null.
 
         Raises:

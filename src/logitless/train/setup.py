@@ -24,20 +24,14 @@ from logitless.models.lm_head import causal_lm
 from logitless.models.loading import check_vocabulary, compile_layers, disable_dropout, load_model, load_tokenizer
 from logitless.models.lora import LoraOptions, add_lora, load_adapters
 from logitless.models.value_head import ValueHead, value_head_for
-from logitless.objective.advantage import Advantage, Gae, Gdpo, GroupAdvantage, Raw, ReinforcePP
 from logitless.objective.algorithm import Algorithm
-from logitless.objective.objective import Objective
 from logitless.objective.presets import algorithm
-from logitless.objective.ratio import SequenceRatio, TurnRatio
-from logitless.objective.surrogate import Gmpo
-from logitless.objective.weighting import ConstantLength
 from logitless.rewards.combine import weighted
 from logitless.rewards.contract import WeightedReward
 from logitless.rewards.instruction_reward import InstructionReward
 from logitless.rewards.suites import warn_of_overlap
-from logitless.rollout.recorded import RecordedEngine
 from logitless.train.checkpoint import VALUE_HEAD
-from logitless.train.config import KLInLoss, KLInReward, ModelSection, Recipe, RecordedEngineSection, ValueHeadSection
+from logitless.train.config import ModelSection, Recipe, ValueHeadSection
 from logitless.types import Prompt
 
 logger = logging.getLogger("logitless")
@@ -244,12 +238,6 @@ def rewards_of(recipe: Recipe, prompts: Sequence[Prompt]) -> tuple[WeightedRewar
     return rewards
 
 
-def recorded_of(recipe: Recipe) -> RecordedEngine | None:
-    """The file that completions come from, read; None where the policy samples them."""
-    engine = recipe.rollout.engine
-    return RecordedEngine(Path(engine.path)) if isinstance(engine, RecordedEngineSection) else None
-
-
 def algorithm_of(recipe: Recipe) -> Algorithm:
     """The preset with the recipe's replacements, its KL and its lengths filled in.
 
@@ -264,71 +252,33 @@ def algorithm_of(recipe: Recipe) -> Algorithm:
         if (value := getattr(section, name)) is not None
     }
     kl = recipe.kl
-    objective = replace(preset.objective, **parts, kl=kl.penalty if isinstance(kl, KLInLoss) else None)
+    penalty = kl.penalty if kl is not None and kl.placement == "loss" else None
     weighting = section.weighting or preset.weighting
-    if isinstance(weighting, ConstantLength) and weighting.max_new_tokens is None:
-        weighting = replace(weighting, max_new_tokens=recipe.rollout.sampling.max_new_tokens)
-    advantage = section.advantage or preset.advantage
-    value_loss = section.value_loss or preset.value_loss
-    if isinstance(advantage, Gae) and value_loss is None:
-        raise ConfigurationError(
-            needed="a value loss beside gae, for the value head to learn from",
-            given=f"preset {section.preset!r} without one",
-            remedy="Set algorithm.value_loss: {coefficient: 0.5, clip: 0.2}, or algorithm.preset: ppo.",
-        )
-    if value_loss is not None and not isinstance(advantage, Gae):
-        raise ConfigurationError(
-            needed="an advantage that reads values beside a value loss",
-            given="none" if advantage is None else advantage.name,
-            remedy="Set algorithm.advantage: {name: gae}, or choose a preset without a value loss.",
-        )
-    if value_loss is None and recipe.value_head is not None:
+    found = replace(
+        preset,
+        objective=replace(preset.objective, **parts, kl=penalty),
+        advantage=section.advantage or preset.advantage,
+        weighting=weighting.for_rollouts_of(recipe.rollout.sampling.max_new_tokens),
+        value_loss=section.value_loss or preset.value_loss,
+        kl_control=None if kl is None else kl.control,
+        kl_in_reward=kl is not None and kl.placement == "reward",
+        drop_truncated=recipe.train.drop_truncated or preset.drop_truncated,
+    )
+    found.check_completions(recipe.rollout.completions_per_prompt)
+    if found.value_loss is None and recipe.value_head is not None:
         raise ConfigurationError(
             needed="an algorithm with a value loss for value_head to apply to",
             given=f"preset {section.preset!r} without one",
             remedy="Remove value_head, or set algorithm.preset: ppo.",
         )
-    _check_shared(objective, advantage, kl_in_reward=isinstance(kl, KLInReward))
-    if isinstance(advantage, Gdpo) and kl is not None and kl.placement == "reward":
-        raise ConfigurationError(
-            needed="one reward a completion for a KL in the reward",
-            given="gdpo, which takes the reward functions apart",
-            remedy="Set kl.placement: loss.",
-        )
-    grouped = isinstance(advantage, GroupAdvantage | Gdpo) and not isinstance(advantage, Raw)
-    if grouped and recipe.rollout.completions_per_prompt < 2:
-        raise ConfigurationError(
-            needed="at least two completions a prompt for a group-relative advantage",
-            given=f"rollout.completions_per_prompt={recipe.rollout.completions_per_prompt}",
-            remedy="Raise it, or set algorithm.advantage to raw or reinforce_pp.",
-        )
-    if recipe.rollout.sampling.filters_distribution and objective.correction is None:
+    for note in found.notes:
+        logger.info("algorithm: %s", note)
+    if recipe.rollout.sampling.filters_distribution and found.objective.correction is None:
         logger.warning(
             "rollout.sampling: tokens are drawn from something else than the policy at its temperature (top_p, top_k, "
             "min_p, a repetition penalty or temperature 0), which the loss does not see; leave them out to be on policy"
         )
-    return replace(preset, objective=objective, advantage=advantage, weighting=weighting, value_loss=value_loss)
-
-
-def _check_shared(objective: Objective, advantage: Advantage | None, *, kl_in_reward: bool) -> None:
-    """Refuse advantages that differ from token to token where the tokens of a sequence share one ratio."""
-    match advantage:
-        case Gae(action="token"):
-            differ = True
-        case ReinforcePP(gamma=gamma):
-            differ = gamma != 1 or kl_in_reward
-        case _:
-            return
-    ratio, surrogate = objective.ratio, objective.surrogate
-    shares_ratio = isinstance(ratio, TurnRatio) or (
-        isinstance(ratio, SequenceRatio) and ratio.advantage_within_sequence is None
-    )
-    if differ and (isinstance(surrogate, Gmpo) or (surrogate.reads == "any" and shares_ratio)):
-        raise ConfigurationError(
-            needed=f"tokens that share an advantage under {surrogate.name!r} with ratio {ratio.name!r}",
-            given=f"{advantage.name}, an advantage a token",
-            remedy="Use a surrogate of the ratio with algorithm.ratio: {name: token}, or another advantage.",
-        )
+    return found
 
 
 def value_head_section(recipe: Recipe) -> ValueHeadSection:

@@ -16,16 +16,35 @@ from jaxtyping import Float
 from torch import Tensor
 
 from logitless.data.packing import StepPlan
+from logitless.distributed.ranks import Ranks
 from logitless.errors import InputError
 from logitless.objective.diagnostics import step_diagnostics
 from logitless.objective.inputs import required
 from logitless.objective.objective import BlockStatistics, Objective, ObjectiveOutput
+from logitless.objective.over_ranks import GatherOverRanks, one_rank
 from logitless.objective.value import ValueLoss, ValueOutput, value_diagnostics, value_weight
 from logitless.objective.weighting import MicroBatchTokenMean, Totals, Weighting
 from logitless.train.config import Backend
 from logitless.train.metrics import Numbers
 from logitless.train.policy import Policy
-from logitless.types import TokenBatch
+from logitless.types import PackedBatch, TokenBatch
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Sequences that go through the backbone together.
+
+    Args:
+        packed: what the policy scores.
+        tokens: the same tokens as the objective reads them, weights included.
+    """
+
+    packed: PackedBatch
+    tokens: TokenBatch
+
+    def to(self, device: torch.device | str) -> "MicroBatch":
+        """The same on another device."""
+        return MicroBatch(self.packed.to(device), self.tokens.to(device))
 
 
 @dataclass(frozen=True)
@@ -47,7 +66,8 @@ class MicroBatchOutput:
 
 
 def step_batch(
-    block: TokenBatch,
+    packed: PackedBatch,
+    tokens: TokenBatch,
     plan: StepPlan,
     objective: Objective,
     weighting: Weighting,
@@ -55,12 +75,13 @@ def step_batch(
     dropped: Sequence[bool],
     num_steps: int,
     statistics: BlockStatistics | None,
-) -> list[TokenBatch]:
+) -> list[MicroBatch]:
     """The micro-batches of a step with their weights, which sum as the weighting says over the whole step.
 
     Args:
-        block: scored, with advantages; with ``value_target`` the value loss gets weights of its own too.
-        plan: the step's sequences and how they are cut.
+        packed: every sequence of the block.
+        tokens: the same with scores and advantages; with ``value_target`` the value loss gets weights of its own too.
+        plan: the step's sequences and how they are cut, over all ranks; a row may be empty.
         objective: its entropy bonus brings weights of its own.
         weighting: of the algorithm.
         dropped: one flag a sequence of the block: truncated completions whose tokens weigh 0.
@@ -68,40 +89,40 @@ def step_batch(
         statistics: of the block.
 
     Returns:
-        One batch a micro-batch, on the CPU.
+        One a row of the plan, on the CPU.
     """
-    assert block.inputs is not None
-    counts = block.inputs.source_counts
-    over = range(block.num_sequences) if _of_block(weighting) else plan.sequences
+    counts = packed.inputs.source_counts
+    over = range(packed.num_sequences) if weighting.spans_block else plan.sequences
     totals = replace(
         Totals.of(tuple(counts[s] for s in over), [dropped[s] for s in over]),
-        num_steps=float(num_steps) if _of_block(weighting) else 1.0,
-        num_micro_batches=max(1, len(plan.micro_batches)),
+        num_steps=float(num_steps) if weighting.spans_block else 1.0,
+        num_micro_batches=max(1, sum(bool(row) for row in plan.micro_batches)),
     )
 
     def weights(each: Weighting, row: Sequence[int]) -> Tensor:
-        return each(tuple(counts[s] for s in row), totals, [dropped[s] for s in row], block.advantage.dtype)
+        return each(tuple(counts[s] for s in row), totals, [dropped[s] for s in row], tokens.advantage.dtype)
 
-    parts = [replace(block.take(row), token_weight=weights(weighting, row)) for row in plan.micro_batches]
+    rows = plan.micro_batches
+    parts = [replace(tokens.take(row), token_weight=weights(weighting, row)) for row in rows]
     bonus, sizes = objective.entropy_bonus, [p.num_tokens for p in parts]
-    if not parts or (bonus is None and block.value_target is None):
-        return parts
-    whole = block.take([s for row in plan.micro_batches for s in row])
-    whole = replace(whole, token_weight=torch.cat([p.token_weight for p in parts]))
     further: dict[str, Any] = {}
-    if bonus is not None and bonus.scope == "micro_batch":
-        further["entropy_weight"] = [weights(MicroBatchTokenMean(), row) for row in plan.micro_batches]
-    elif bonus is not None:
-        further["entropy_weight"] = torch.split(objective.entropy_weight(whole, block=statistics), sizes)
-    if block.value_target is not None:
-        further["value_weight"] = torch.split(value_weight(whole), sizes)
-    return [replace(part, **{name: of[i] for name, of in further.items()}) for i, part in enumerate(parts)]
+    if parts and (bonus is not None or tokens.value_target is not None):
+        whole = tokens.take([s for row in rows for s in row])
+        whole = replace(whole, token_weight=torch.cat([p.token_weight for p in parts]))
+        if bonus is not None and bonus.scope == "micro_batch":
+            further["entropy_weight"] = [weights(MicroBatchTokenMean(), row) for row in rows]
+        elif bonus is not None:
+            further["entropy_weight"] = torch.split(objective.entropy_weight(whole, block=statistics), sizes)
+        if tokens.value_target is not None:
+            further["value_weight"] = torch.split(value_weight(whole), sizes)
+    weighted = [replace(part, **{name: of[i] for name, of in further.items()}) for i, part in enumerate(parts)]
+    return [MicroBatch(packed.take(row), part) for row, part in zip(rows, weighted, strict=True)]
 
 
 def backward(
     policy: Policy,
     objective: Objective,
-    micro_batches: Sequence[TokenBatch],
+    micro_batches: Sequence[MicroBatch],
     *,
     temperature: float,
     backend: Backend,
@@ -110,6 +131,7 @@ def backward(
     statistics: BlockStatistics | None,
     seed: int,
     value_loss: ValueLoss | None = None,
+    gather: GatherOverRanks = one_rank,
 ) -> list[MicroBatchOutput]:
     """Add the gradient of the step's loss to the parameters' ``.grad``; what the diagnostics need comes back.
 
@@ -124,6 +146,7 @@ def backward(
         statistics: of the block.
         seed: for objectives that choose tokens at random in each micro-batch.
         value_loss: of the algorithm, for a policy with a value head.
+        gather: over ranks, for parts that choose tokens in each micro-batch.
 
     Raises:
         InputError: no micro-batch: a step of sequences without scored tokens has no gradient to take.
@@ -136,70 +159,35 @@ def backward(
     generator = torch.Generator().manual_seed(seed)
     for batch in micro_batches:
         on_device = batch.to(policy.device)
-        scores = policy.scores(on_device, temperature=temperature, backend=backend)
+        scores = policy.scores(on_device.packed, temperature=temperature, backend=backend)
         policy_output = objective(
             scores.logp,
             scores.entropy,
-            on_device,
+            on_device.tokens,
             beta=beta,
             entropy_coefficient=entropy_coefficient,
             block=statistics,
+            gather=gather,
             generator=generator,
         )
-        value_output = None if value_loss is None else value_loss(required(scores.value, "value"), on_device)
+        value_output = None if value_loss is None else value_loss(required(scores.value, "value"), on_device.tokens)
         outputs.append(MicroBatchOutput(policy_output, value_output))
         outputs[-1].loss.backward()  # type: ignore[no-untyped-call]
     return outputs
 
 
-def step_metrics(outputs: Sequence[MicroBatchOutput]) -> Numbers:
-    """The step's diagnostics under the names of ``metrics.py``, brought to the host in one transfer."""
-    numbers = step_diagnostics([each.policy for each in outputs])
+def step_metrics(outputs: Sequence[MicroBatchOutput], ranks: Ranks = Ranks.alone()) -> Numbers:
+    """The step's diagnostics, which have the names of ``metrics.py``, brought to the host in one transfer.
+
+    Args:
+        outputs: of this rank.
+        ranks: that trained together; every rank gets the numbers of the whole step.
+    """
+    numbers = step_diagnostics([each.policy for each in outputs], gather=ranks.gather)
     values = [each.value for each in outputs if each.value is not None]
     if values:
-        numbers |= value_diagnostics(values)
-        numbers["loss"] = numbers["loss"] + torch.stack([each.loss.detach() for each in values]).double().sum()
+        numbers |= value_diagnostics(values, gather=ranks.gather)
+        of_values = torch.stack([each.loss.detach() for each in values]).double().sum()
+        numbers["loss/total"] = numbers["loss/total"] + ranks.sum(of_values)
     on_host = torch.stack(list(numbers.values())).tolist()
-    return {metric_name(name): value for name, value in zip(numbers, on_host, strict=True)}
-
-
-_NAMES = {
-    "loss": "loss/total",
-    "value_loss": "loss/value",
-    "num_tokens": "optimizer/tokens",
-    "clip_fraction_low": "clip/low_fraction",
-    "clip_fraction_high": "clip/high_fraction",
-    "clip_fraction_positive": "clip/positive_fraction",
-    "clip_fraction_negative": "clip/negative_fraction",
-    "kl_mean": "kl_ref/penalty_mean",
-    "kl_p95": "kl_ref/penalty_p95",
-    "num_kl_clamped": "kl_ref/clamped",
-    "entropy_mean": "entropy/mean",
-    "entropy_bonus": "entropy/bonus_mean",
-    "sampler_difference_mean": "sampler/logp_difference_mean",
-    "sampler_difference_p95": "sampler/logp_difference_p95",
-    "sampler_difference_max": "sampler/logp_difference_max",
-    "num_missing_sampler": "sampler/missing",
-    "correction_mean": "sampler/correction_mean",
-    "correction_effective_fraction": "sampler/correction_effective_fraction",
-    "live_fraction": "head/live_fraction",
-}
-
-
-def metric_name(diagnostic: str) -> str:
-    """The metric that a diagnostic of the objective becomes.
-
-    Example:
-        >>> metric_name("ref_k3_p95"), metric_name("ratio_max"), metric_name("dropped_off_policy")
-        ('kl_ref/k3_p95', 'ratio/max', 'filter/off_policy/dropped_fraction')
-    """
-    if diagnostic in _NAMES:
-        return _NAMES[diagnostic]
-    kind, _, rest = diagnostic.partition("_")
-    if kind in ("ref", "old"):
-        return f"kl_{kind}/{rest}"
-    return f"filter/{rest}/dropped_fraction" if kind == "dropped" else f"{kind}/{rest}"
-
-
-def _of_block(weighting: Weighting) -> bool:
-    return not isinstance(weighting, MicroBatchTokenMean) and weighting.scope == "block"
+    return dict(zip(numbers, on_host, strict=True))

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from logitless.data.packing import pack, plan_epoch
 from logitless.data.prompts import PromptOrder
 from logitless.errors import DataError, TrainingError
-from logitless.train.block import derived_seed
+from logitless.seeds import derived_seed
 from logitless.train.config import OptimizerSection, TrainSection, WarmStartSection
 from logitless.train.live_view import LiveView
 from logitless.train.optimizer import adamw, learning_rate, take_step
@@ -44,13 +44,11 @@ def warm_start(
     """
     pairs = [(prompt, _answer(prompt, tokenizer, options.answer_column)) for prompt in prompts]
     data = pack(pairs)
-    assert data.inputs is not None
     schedule = OptimizerSection(learning_rate=options.learning_rate, schedule=options.schedule)
     optimizer = adamw(policy.model.parameters(), schedule, policy.device)
     order = PromptOrder(len(pairs), derived_seed(seed, "warm_start"))
     for step in range(options.steps):
         batch = data.take(order.next(options.sequences_per_step))
-        assert batch.inputs is not None
         [plan] = plan_epoch(
             [range(batch.num_sequences)],
             batch.inputs,
@@ -60,9 +58,7 @@ def warm_start(
         )
         loss = 0.0
         for sequences in plan.micro_batches:
-            scores = policy.scores(
-                batch.take(sequences).to(policy.device), temperature=1.0, backend=train.training_backend
-            )
+            scores = policy.scores(batch.take(sequences), temperature=1.0, backend=train.training_backend)
             part = -scores.logp.sum() / batch.num_tokens
             part.backward()  # type: ignore[no-untyped-call]
             loss += float(part.detach())

@@ -1,8 +1,9 @@
 """Kernels of the gradient pass: two products on the live rows, and what prepares their operands.
 
-Rows without gradient leave by compaction: ``source[j]`` is the row that slot j takes, for j below the device-side
-``count``. Holes below ``count`` are filled from live rows above it, so rows move in place without ever being read and
-written at once, and nothing on the host needs to know how many are live.
+Only rows with a gradient (live rows) enter the products. They are brought to the front: slot j holds row ``source[j]``,
+for the ``count`` slots that there are live rows. A live row below ``count`` stays where it is, and a dead one is
+overwritten by a live row from ``count`` or beyond, so no row is read and written in the same launch. ``count`` stays on
+the device; nothing on the host needs to know how many rows are live.
 """
 
 import triton
@@ -12,7 +13,12 @@ from logitless.head.kernels.forward import LN2, halves, row_by_column, tanh, til
 
 
 @triton.jit
-def move_rows(kept, source, count, V, stride, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
+def move_rows(
+    kept,  # in and out [N, V] of row stride ``stride``
+    source,  # [N] int32
+    count,  # [1] int32
+    V, stride, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
     """Row ``source[j]`` of ``kept`` to row j for all j < count."""
     for slot in range(tl.program_id(0), tl.load(count).to(tl.int32), PROGRAMS):
         origin = tl.load(source + slot)
@@ -25,7 +31,11 @@ def move_rows(kept, source, count, V, stride, BLOCK: tl.constexpr, PROGRAMS: tl.
 
 
 @triton.jit(do_not_specialize=["N"])
-def clear_rows(kept, count, V, stride, N, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
+def clear_rows(
+    kept,  # out [N, V] of row stride ``stride``
+    count,  # [1] int32
+    V, stride, N, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Zeros in the rows from ``count`` up to the next multiple of ALIGN (a whole ALIGN when count is 0).
 
     A launch of its own: these rows may be where ``move_rows`` reads.
@@ -40,7 +50,14 @@ def clear_rows(kept, count, V, stride, N, ALIGN: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def gather_rows(x, row_of_slot, factor, count, out, D, BLOCK: tl.constexpr):
+def gather_rows(
+    x,  # [N, D]
+    row_of_slot,  # [slots] int32
+    factor,  # [slots] float32, or None for 1
+    count,  # [1] int32
+    out,  # out [slots, D]
+    D, BLOCK: tl.constexpr,
+):  # fmt: skip
     """out[j] = factor[j] * x[row_of_slot[j]] for j < count, 0 after it."""
     slot = tl.program_id(0).to(tl.int64)
     live = slot < tl.load(count)
@@ -57,7 +74,14 @@ def gather_rows(x, row_of_slot, factor, count, out, D, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N"])
 def add_entropy_gradient(
-    kept, live, target, entry, shift, grad_logp, grad_entropy, entropy, V, stride, N,
+    kept,  # in and out [N, V] of row stride ``stride``
+    live,  # [N] bool
+    target,  # [N] int64 column in ``kept``
+    entry,  # [N] float32
+    shift,  # [N] float32, bits
+    grad_logp, grad_entropy,  # [N] float32: g and h
+    entropy,  # [N] float32, nats: H
+    V, stride, N,
     BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """E_v becomes E_v (g + h (log p_v + H)), the target's entry ``entry``; log p_v is read off E_v itself."""
@@ -79,8 +103,20 @@ def add_entropy_gradient(
 
 @triton.jit(do_not_specialize=["N", "first"])
 def logit_gradient_product(
-    x, w, bias, out, count, multiplier, inner, gain, log_normaliser, target, grad_logp, grad_target,
-    grad_entropy, entropy, first, V, D, N, out_stride,
+    x,  # [slots, D], or its TMA descriptor
+    w,  # [V, D], or its TMA descriptor
+    bias,  # [V] float32, or None
+    out,  # out [N, out_stride], or its TMA descriptor; N slots
+    count,  # [1] int32
+    multiplier,  # [N] float32
+    inner, gain,  # numbers
+    log_normaliser,  # [N] float32, bits
+    target,  # [N] int64, counted from the first column of w
+    grad_logp,  # [N] float32: g
+    grad_target,  # [N] float32
+    grad_entropy,  # [N] float32: h, or None
+    entropy,  # [N] float32, nats: H
+    first, V, D, N, out_stride,
     SOFTCAP: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
@@ -130,7 +166,17 @@ def logit_gradient_product(
 
 
 @triton.jit
-def store_rows(acc, slot, slot_ok, cols, base, out, row_of_slot, factor, D, stride):
+def store_rows(
+    acc,  # [BM, columns] float32
+    slot,  # [BM]
+    slot_ok,  # [BM] whether the slot is taken
+    cols,  # [columns]
+    base,  # [slots, D] of row stride ``stride``, or None
+    out,  # out [rows, D] of row stride ``stride``
+    row_of_slot,  # [slots], or None for the slot itself
+    factor,  # [slots] float32, or None for 1
+    D, stride,
+):  # fmt: skip
     """The epilogue of ``row_product``."""
     inside = slot_ok[:, None] & (cols < D)[None, :]
     if base is not None:
@@ -144,14 +190,21 @@ def store_rows(acc, slot, slot_ok, cols, base, out, row_of_slot, factor, D, stri
 
 @triton.jit
 def row_product(
-    k, w, base, out, row_of_slot, factor, count, V, D, k_stride, w_stride, stride, parts, part_stride,
+    k,  # [slots, V] of row stride k_stride, or its TMA descriptor
+    w,  # [V, D] of row stride w_stride, or its TMA descriptor
+    base,  # [slots, D] of row stride ``stride``, or None
+    out,  # out [rows, D] of row stride ``stride``, one after the other for several parts
+    row_of_slot,  # [slots], or None for the slot itself
+    factor,  # [slots] float32, or None for 1
+    count,  # [1] int32
+    V, D, k_stride, w_stride, stride, parts, part_stride,
     TMA: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """out[row_of_slot[j]] = factor[j] * (base[j] + sum_v k[j, v] w[v]), for j < count.
 
-    k [slots, V], w [V, D]; summed over v in float32, rounded once. ``stride`` is that of rows of ``base`` and ``out``.
-    With several ``parts`` each sums its own share of the columns v and writes it ``part_stride`` after the one before.
+    Summed over v in float32, rounded once. With several ``parts`` each sums its own share of the columns v and writes
+    it ``part_stride`` elements after the part before it.
     """
     num_rows = tl.load(count).to(tl.int32)
     num_m = tl.cdiv(num_rows, BM)
@@ -193,7 +246,14 @@ def row_product(
 
 @triton.jit
 def sum_parts(
-    shares, parts, part_stride, base, out, row_of_slot, factor, count, D, stride, BLOCK: tl.constexpr
+    shares,  # [parts, slots, D] float32
+    parts, part_stride,
+    base,  # [slots, D] of row stride ``stride``, or None
+    out,  # out [rows, D] of row stride ``stride``
+    row_of_slot,  # [slots], or None for the slot itself
+    factor,  # [slots] float32, or None for 1
+    count,  # [1] int32
+    D, stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out[row_of_slot[j]] = factor[j] * (base[j] + the sum of shares[part, j] over the parts), for j < count."""
     slot = tl.program_id(0).to(tl.int64)
@@ -213,7 +273,14 @@ def sum_parts(
 
 
 @triton.jit
-def store_columns(acc, v, cols, base, out, V, D, stride):
+def store_columns(
+    acc,  # [BM, columns] float32
+    v,  # [BM] rows of ``out``
+    cols,  # [columns]
+    base,  # [V, D] of row stride ``stride``, or None
+    out,  # out [V, D] of row stride ``stride``
+    V, D, stride,
+):  # fmt: skip
     """The epilogue of ``column_product``."""
     place = v.to(tl.int64)[:, None] * stride + cols[None, :]
     inside = (v < V)[:, None] & (cols < D)[None, :]
@@ -224,11 +291,16 @@ def store_columns(acc, v, cols, base, out, V, D, stride):
 
 @triton.jit
 def column_product(
-    k, h, base, out, count, V, D, k_stride, h_stride, stride,
+    k,  # [slots, V] of row stride k_stride, or its TMA descriptor
+    h,  # [slots, D] of row stride h_stride, or its TMA descriptor; both 0 from ``count`` to the next multiple of BK
+    base,  # [V, D] of row stride ``stride``, or None
+    out,  # out [V, D] of row stride ``stride``
+    count,  # [1] int32
+    V, D, k_stride, h_stride, stride,
     TMA: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """out[v] = base[v] + sum_{j < count} k[j, v] h[j]; k [slots, V], h [slots, D], 0 from ``count`` to the next BK."""
+    """out[v] = base[v] + sum_{j < count} k[j, v] h[j]."""
     num_rows = tl.load(count)
     num_steps = tl.cdiv(tl.maximum(num_rows.to(tl.int32), 1), BK)
     num_m = tl.cdiv(V, BM)

@@ -54,7 +54,12 @@ def halves(tile, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def row_by_column(
-    x, w, bias, row, row_ok, m, n, V, D,
+    x,  # [N, D], or its TMA descriptor
+    w,  # [V, D], or its TMA descriptor
+    bias,  # [V] float32, or None
+    row,  # [BM] rows of x, for loads without TMA
+    row_ok,  # [BM] whether there is such a row
+    m, n, V, D,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """x @ w.T + bias of one tile, in float32; ``m`` and ``n`` are its first row and column."""
@@ -79,8 +84,16 @@ def row_by_column(
 
 @triton.jit
 def target_logits(
-    x, w, bias, target, multiplier, inner, target_logit, target_slope, V, D, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr
-):
+    x,  # [N, D]
+    w,  # [V, D]
+    bias,  # [V] float32, or None
+    target,  # [N] int64, counted from the first of these columns
+    multiplier,  # [N] float32
+    inner,  # number
+    target_logit,  # out [N] float32, bits
+    target_slope,  # out [N] float32, with a softcap
+    V, D, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """z_y in bits and, with a softcap, its slope 1 - tanh^2; nothing where the target is not in range(V)."""
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(target + row)
@@ -102,7 +115,18 @@ def target_logits(
 
 @triton.jit(do_not_specialize=["N", "kept_rows"])
 def anchored_exp_product(
-    x, w, bias, kept, row_list, count, multiplier, inner, gain, anchor, target, part_s, part_t,
+    x,  # [N, D], or its TMA descriptor
+    w,  # [V, D], or its TMA descriptor
+    bias,  # [V] float32, or None
+    kept,  # out [kept_rows, V] of row stride kept_stride, or its TMA descriptor, or None
+    row_list,  # [N] int32, of which the first ``count`` are rows to compute; None for all rows in order
+    count,  # [1] int32 on the device; None for N
+    multiplier,  # [N] float32
+    inner, gain,  # numbers
+    anchor,  # [N] float32, bits
+    target,  # [N] int64, counted from the first of these columns
+    part_s,  # out [tiles of columns, N] float32
+    part_t,  # out, as part_s
     N, V, D, kept_rows, kept_stride,
     SOFTCAP: tl.constexpr, MAXIMUM: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -164,7 +188,15 @@ def anchored_exp_product(
 
 @triton.jit(do_not_specialize=["N"])
 def partial_sums(
-    part_s, part_t, row_list, count, target_logit, anchor, base_anchor, base_s, base_t, out_s, out_t, flagged, N, parts,
+    part_s, part_t,  # [parts, N] float32
+    row_list,  # [N] int32, or None for all rows in order
+    count,  # [1] int32 on the device, or None for N
+    target_logit,  # [N] float32, bits; read where ``flagged`` is given
+    anchor,  # [N] float32, bits
+    base_anchor, base_s, base_t,  # [N] float32, or None
+    out_s, out_t,  # out [N] float32
+    flagged,  # out [N] bool, or None
+    N, parts,
     MAXIMUM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Adds up (or takes the largest of) the tiles' sums of each row, in tile order; flags rows to be anchored again.
@@ -204,7 +236,11 @@ def partial_sums(
 
 
 @triton.jit(do_not_specialize=["N"])
-def rescale_rows(kept, old, new, V, stride, N, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
+def rescale_rows(
+    kept,  # in and out [N, V] of row stride ``stride``
+    old, new,  # [N] float32, bits
+    V, stride, N, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
     """Kept exponentials anchored at ``old`` become those anchored at ``new``, in rows where the two differ."""
     for row in range(tl.program_id(0), N, PROGRAMS):
         before = tl.load(old + row)
@@ -220,8 +256,15 @@ def rescale_rows(kept, old, new, V, stride, N, BLOCK: tl.constexpr, PROGRAMS: tl
 
 @triton.jit(do_not_specialize=["N", "kept_rows"])
 def row_scores(
-    s, t, anchor, target_logit, target_slope, target, kept, logp, entropy, normaliser, rounding, N, V, kept_rows,
-    kept_stride, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    s, t,  # [N] float32, over all columns but the target's
+    anchor, target_logit,  # [N] float32, bits
+    target_slope,  # [N] float32, read with a softcap
+    target,  # [N] int64 column in ``kept``
+    kept,  # in and out [kept_rows, V] of row stride kept_stride, or None
+    logp, entropy,  # out [N] float32, nats
+    normaliser,  # out [N] float32
+    rounding,  # out [N] float32, where ``kept`` is given
+    N, V, kept_rows, kept_stride, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """logp, entropy and Z = S + E_y of each row from its sums, and the target's entry -S of the kept exponentials.
 

@@ -9,7 +9,6 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from logitless.head.columns import Columns
 from logitless.head.kernels import backward, forward
 from logitless.head.kernels.variants import Tile, Variant
 
@@ -74,11 +73,22 @@ class Compaction(NamedTuple):
 
 
 def compaction(live: Tensor) -> Compaction:
-    """Live rows first, moving as few as possible: slot j keeps row j if it is live, else takes one from the end."""
-    passed = live.cumsum(0, dtype=torch.int32)
+    """Live rows first, moving as few as possible: slot j keeps row j if it is live, else takes one from the end.
+
+    Let ``count`` be the number of live rows. Slots ``0 .. count - 1`` are to be taken. Those whose own row is dead are
+    free, and exactly as many live rows stand at ``count`` or beyond. The first free slot takes the first of these, the
+    second free slot the second, and so on.
+
+    Example:
+        >>> found = compaction(torch.tensor([True, False, False, True, True]))
+        >>> found.taken, found.source[:3]  # slots 1 and 2 are free and take rows 3 and 4
+        (tensor([3], dtype=torch.int32), tensor([0, 3, 4], dtype=torch.int32))
+    """
+    passed = live.cumsum(0, dtype=torch.int32)  # [j]: live rows up to and with row j
     count = passed[-1:]
     position = torch.arange(1, len(live) + 1, dtype=torch.int32, device=live.device)
-    # Slot j is the (j + 1 - passed[j])-th hole, and takes as many live rows after those before ``count``.
+    # ``position - passed`` counts the dead rows up to and with row j: 1 at the first free slot, 2 at the second, ...
+    # ``inside`` live rows stand below ``count``, so the n-th beyond it is the (inside + n)-th of all.
     inside = passed[(count - 1).clamp(min=0)]
     beyond = torch.searchsorted(passed, inside + position - passed, out_int32=True)
     return Compaction(source=torch.where(live, position - 1, beyond.clamp(max=len(live) - 1)), taken=count)
@@ -106,16 +116,6 @@ def target_logits(operands: Operands, rows: Rows, target_logit: Tensor, slope: T
     )  # fmt: skip
 
 
-def leading_maximum(operands: Operands, rows: Rows) -> Tensor:
-    """The largest logit of each row among the first columns, in bits: one tile of the product."""
-    some = slice(operands.variant.score.columns)
-    bias = None if operands.bias is None else operands.bias[some]
-    leading = replace(operands, weight=operands.weight[some], bias=bias)
-    parts = _Parts.of(leading, rows)
-    _product(leading, rows, rows.multiplier, None, 0, parts, None, maximum=True)
-    return parts.s[0].clamp(min=LOWEST)
-
-
 class Sums(NamedTuple):
     """Of each row, relative to its anchor a: S and T over columns v != y."""
 
@@ -124,42 +124,81 @@ class Sums(NamedTuple):
     weighted: Tensor
 
 
-def anchored_sums(
-    operands: Operands, rows: Rows, target_logit: Tensor, anchor: Tensor, before: Sums | None, kept: Tensor | None,
-    num_kept: int, columns: Columns,
-) -> Sums:  # fmt: skip
-    """S and T of every row, those of ``before`` included; E of these columns into ``num_kept`` rows of ``kept``.
+class TileSums(NamedTuple):
+    """S and T of each row over each tile of columns, before they are added up.
 
-    Rows whose sums leave the range are anchored at their maximum and made again. They are found from the sums of all
-    ranks that share the vocabulary, which have the same bits everywhere.
+    Args:
+        s, t: [tiles, N] float32.
     """
-    parts = _Parts.of(operands, rows)
-    anchor = anchor.clone()
-    s, t = torch.empty_like(anchor), torch.empty_like(anchor)
-    flagged = torch.empty(len(anchor), dtype=torch.bool, device=anchor.device)
-    _product(operands, rows, anchor, kept, num_kept, parts, None, maximum=False)
-    parts.sum(s, t, None, anchor, before, target_logit, flagged)
-    _of_all_ranks(s, t, columns, anchor, target_logit, flagged)
-    again = listed(flagged)
-    _product(operands, rows, anchor, None, 0, parts, again, maximum=True)
-    parts.sum(anchor, t, again, maximum=True)
-    columns.largest(anchor)
-    _product(operands, rows, anchor, kept, num_kept, parts, again, maximum=False)
-    parts.sum(s, t, again, anchor, before)
-    return Sums(anchor, *_of_all_ranks(s, t, columns))
+
+    s: Tensor
+    t: Tensor
+
+    @classmethod
+    def of(cls, operands: Operands, rows: Rows) -> "TileSums":
+        """Room for those of these columns."""
+        tiles = triton.cdiv(len(operands.weight), operands.variant.score.columns)
+        s = torch.empty(2, tiles, len(rows.multiplier), dtype=torch.float32, device=rows.hidden.device)
+        return cls(s[0], s[1])
+
+    def sum(
+        self, s: Tensor, t: Tensor, chosen: Compaction | None, anchor: Tensor | None = None, before: Sums | None = None,
+        target_logit: Tensor | None = None, flagged: Tensor | None = None, *, maximum: bool = False,
+    ) -> None:  # fmt: skip
+        """Adds up the tiles into ``s`` and ``t`` [N], or with ``maximum`` takes their largest into ``s``.
+
+        Args:
+            s, t: [N] results.
+            chosen: the rows that the tiles are of, where they are not all.
+            anchor: [N] bits that the tiles are relative to.
+            before: sums over columns seen before, to be added.
+            target_logit, flagged: [N]; ``flagged`` becomes True where the normaliser leaves the range.
+            maximum: whether the tiles hold maxima.
+        """
+        row_list, count = (None, None) if chosen is None else chosen
+        base = (None, None, None) if before is None else before
+        n = len(s)
+        forward.partial_sums[(triton.cdiv(n, 64),)](
+            self.s, self.t, row_list, count, target_logit, anchor, *base, s, t, flagged, n, len(self.s),
+            MAXIMUM=maximum, BLOCK=64, PARTS=64, num_warps=4,
+        )  # fmt: skip
 
 
-def _of_all_ranks(
-    s: Tensor, t: Tensor, columns: Columns, anchor: Tensor | None = None, target_logit: Tensor | None = None,
-    flagged: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The sums over the ranks that share the vocabulary, in rank order."""
-    if not columns.shared:
-        return s, t
-    total_s, total_t = torch.empty_like(s), torch.empty_like(t)
-    by_rank = columns.by_rank(torch.stack([s, t]))
-    _Parts(by_rank[0], by_rank[1]).sum(total_s, total_t, None, anchor, None, target_logit, flagged)
-    return total_s, total_t
+def exp_product(
+    operands: Operands, rows: Rows, anchor: Tensor, kept: Tensor | None, num_kept: int, parts: TileSums,
+    chosen: Compaction | None, maximum: bool,
+) -> None:  # fmt: skip
+    """Fills ``parts`` and, where ``kept`` is given, its first ``num_kept`` rows with the exponentials.
+
+    Args:
+        anchor: [N] bits.
+        kept: [rows, V or more].
+        parts: with ``maximum``, its ``s`` gets the largest logit of each tile and nothing else is written.
+        chosen: the rows to compute; None for all.
+    """
+    variant, tile = operands.variant, operands.variant.score
+    tma = variant.tma and chosen is None
+    v, d = operands.weight.shape
+    n = len(anchor)
+    row_list, count = (None, None) if chosen is None else chosen
+    place = None if kept is None else _tiles(kept[:, :v], _store_block(tile), tma)
+    forward.anchored_exp_product[_grid(variant, n, v, tile)](
+        *_row_operands(operands, rows, tile, tma), place, row_list, count, rows.multiplier, operands.inner,
+        operands.gain, anchor, rows.target, parts.s, parts.t, n, v, d, num_kept, 0 if kept is None else kept.stride(0),
+        SOFTCAP=operands.softcap, MAXIMUM=maximum, EVEN=v % tile.columns == 0, TMA=tma, SPLIT=tile.halves,
+        PRECISION=variant.precision,
+        **_blocks(variant, tile),
+    )  # fmt: skip
+
+
+def leading_maximum(operands: Operands, rows: Rows) -> Tensor:
+    """The largest logit of each row among the first columns, in bits: one tile of the product."""
+    some = slice(operands.variant.score.columns)
+    bias = None if operands.bias is None else operands.bias[some]
+    leading = replace(operands, weight=operands.weight[some], bias=bias)
+    parts = TileSums.of(leading, rows)
+    exp_product(leading, rows, rows.multiplier, None, 0, parts, None, maximum=True)
+    return parts.s[0].clamp(min=LOWEST)
 
 
 def rescale_rows(kept: Tensor, old: Tensor, new: Tensor, variant: Variant) -> None:
@@ -301,50 +340,6 @@ def column_product(
             _strip(base, strip), out[:, strip], count, v, width, k.stride(0), h.stride(0), stride, TMA=tma,
             SPLIT=_wide(out, tile), UPCAST=not variant.narrow, PRECISION=variant.precision, **_blocks(variant, tile),
         )  # fmt: skip
-
-
-class _Parts(NamedTuple):
-    """Room for the sums of each tile of columns."""
-
-    s: Tensor
-    t: Tensor
-
-    @classmethod
-    def of(cls, operands: Operands, rows: Rows) -> "_Parts":
-        tiles = triton.cdiv(len(operands.weight), operands.variant.score.columns)
-        s = torch.empty(2, tiles, len(rows.multiplier), dtype=torch.float32, device=rows.hidden.device)
-        return cls(s[0], s[1])
-
-    def sum(
-        self, s: Tensor, t: Tensor, chosen: Compaction | None, anchor: Tensor | None = None, before: Sums | None = None,
-        target_logit: Tensor | None = None, flagged: Tensor | None = None, *, maximum: bool = False,
-    ) -> None:  # fmt: skip
-        row_list, count = (None, None) if chosen is None else chosen
-        base = (None, None, None) if before is None else before
-        n = len(s)
-        forward.partial_sums[(triton.cdiv(n, 64),)](
-            self.s, self.t, row_list, count, target_logit, anchor, *base, s, t, flagged, n, len(self.s),
-            MAXIMUM=maximum, BLOCK=64, PARTS=64, num_warps=4,
-        )  # fmt: skip
-
-
-def _product(
-    operands: Operands, rows: Rows, anchor: Tensor, kept: Tensor | None, num_kept: int, parts: _Parts,
-    chosen: Compaction | None, maximum: bool,
-) -> None:  # fmt: skip
-    variant, tile = operands.variant, operands.variant.score
-    tma = variant.tma and chosen is None
-    v, d = operands.weight.shape
-    n = len(anchor)
-    row_list, count = (None, None) if chosen is None else chosen
-    place = None if kept is None else _tiles(kept[:, :v], _store_block(tile), tma)
-    forward.anchored_exp_product[_grid(variant, n, v, tile)](
-        *_row_operands(operands, rows, tile, tma), place, row_list, count, rows.multiplier, operands.inner,
-        operands.gain, anchor, rows.target, parts.s, parts.t, n, v, d, num_kept, 0 if kept is None else kept.stride(0),
-        SOFTCAP=operands.softcap, MAXIMUM=maximum, EVEN=v % tile.columns == 0, TMA=tma, SPLIT=tile.halves,
-        PRECISION=variant.precision,
-        **_blocks(variant, tile),
-    )  # fmt: skip
 
 
 def _row_operands(operands: Operands, rows: Rows, tile: Tile, tma: bool) -> tuple[Any, ...]:

@@ -1,11 +1,11 @@
 """``docs/rewards.md``, written from the registry: ``python -m logitless.rewards.instructions.document [--check]``."""
 
-import argparse
 import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from logitless import pages
 from logitless.rewards.instructions import IFBENCH, IFEVAL, IFTRAIN, Argument, Instruction
 
 PAGE = Path("docs/rewards.md")
@@ -49,8 +49,8 @@ syllables: `syllapy`; all of them in the extra `logitless[rewards]`. tagger: nlt
 which cannot be shipped; where it is absent the verdict is `missing`, never wrong. Nothing is downloaded.
 
 **Time.** Checks are linear in the text. A keyword that holds regular-expression syntax is matched as one, as the
-official checks do. Where it repeats something (`*`, `+`, `{`), the completion is judged in a worker process within two
-seconds, after which its verdict is `timeout`, never wrong; `logitless score` judges everything in workers.
+official checks do. Where it repeats something (`*`, `+`, `{`, `?`), the completion is judged in a worker process within
+two seconds, after which it is `spoiled` and follows nothing; `logitless score` judges everything in workers.
 
 **One token** shows an answer of one word, number or sign that follows the instruction. Such instructions reward
 saying nothing: put a gate beside them. A shut gate makes the whole reward 0; its own score is logged as
@@ -109,16 +109,7 @@ def _plain(text: str) -> str:
 
 def main() -> int:
     """Write the page, or with ``--check`` say whether it is current."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where the page is not current")
-    if not parser.parse_args().check:
-        PAGE.parent.mkdir(exist_ok=True)
-        PAGE.write_text(page(), encoding="utf-8")
-        return 0
-    if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page():
-        return 0
-    print(f"{PAGE} is not current: run python -m logitless.rewards.instructions.document", file=sys.stderr)
-    return 1
+    return pages.main("logitless.rewards.instructions.document", pages.text_page(PAGE, page))
 
 
 if __name__ == "__main__":

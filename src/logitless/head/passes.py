@@ -13,7 +13,7 @@ from torch import Tensor
 
 from logitless.head.columns import Columns
 from logitless.head.kernels import launch
-from logitless.head.kernels.launch import Compaction, Form, Operands, Rows
+from logitless.head.kernels.launch import Compaction, Form, Operands, Rows, Sums, TileSums
 from logitless.head.kernels.variants import Variant, variant
 from logitless.head.sharded import Shard
 from logitless.types import LMHead
@@ -114,8 +114,9 @@ def scored(
 ) -> tuple[State, Tensor | None]:
     """The scores of every row, and the exponentials of the first ``kept_rows`` rows.
 
-    Where all columns come at once, rows without a given anchor are anchored at their target's logit. Where shards
-    come by, the target's may be the last, and they are anchored at the largest of the first columns.
+    A row without a given anchor is anchored at its target's logit where this rank has the whole weight. Where the
+    weight arrives shard by shard (FSDP2), the target's shard may arrive last, so the row is anchored at its largest
+    logit among the first tile of columns of the first shard.
     """
     how = form(hidden, head)
     multiplier = _by_row((head.scale if head.softcap is None else head.softcap) * LOG2E, temperature, hidden)
@@ -123,7 +124,7 @@ def scored(
     target_logit, slope = columns.target_logits(multiplier), torch.ones_like(multiplier)
     kept = launch.kept_rows(kept_rows, columns.kept_width, how.variant, hidden.device) if kept_rows else None
     sums = None
-    for shard in columns.visiting(hidden.dtype):
+    for shard in columns.shards_in_turn(hidden.dtype):
         multiplied = operands(how, head, shard)
         rows = Rows(wide, multiplier, _counted_from(shard.first, target))
         launch.target_logits(multiplied, rows, target_logit, slope)
@@ -132,19 +133,57 @@ def scored(
             start = sums.anchor
         elif anchor is not None:
             start = anchor.float().nan_to_num() * LOG2E
-        elif columns.visits == 1:
+        elif columns.num_shards == 1:
             start = target_logit.clamp(min=launch.LOWEST)
         else:
             start = launch.leading_maximum(multiplied, rows)
         before, place = sums, columns.kept_block(shard)
         block = None if kept is None else kept[:, place]
-        sums = launch.anchored_sums(multiplied, rows, target_logit, start, before, block, kept_rows, columns)
+        sums = _anchored_sums(multiplied, rows, target_logit, start, before, block, kept_rows, columns)
         if kept is not None and before is not None:
             launch.rescale_rows(kept[:, : place.start], before.anchor, sums.anchor, how.variant)
     assert sums is not None
     own = columns.kept_place(target)
     scores = launch.row_scores(how, sums, target_logit, slope, own, columns.kept_width, kept)
     return State(target, multiplier, sums.anchor, sums.others, target_logit, slope, *scores), kept
+
+
+def _anchored_sums(
+    multiplied: Operands, rows: Rows, target_logit: Tensor, anchor: Tensor, before: Sums | None, kept: Tensor | None,
+    num_kept: int, columns: Columns,
+) -> Sums:  # fmt: skip
+    """S and T of every row, those of ``before`` included; E of these columns into ``num_kept`` rows of ``kept``.
+
+    Rows whose sums leave the range are anchored at their maximum and made again. They are found from the sums of all
+    ranks that share the vocabulary, which have the same bits everywhere.
+    """
+    parts = TileSums.of(multiplied, rows)
+    anchor = anchor.clone()
+    s, t = torch.empty_like(anchor), torch.empty_like(anchor)
+    flagged = torch.empty(len(anchor), dtype=torch.bool, device=anchor.device)
+    launch.exp_product(multiplied, rows, anchor, kept, num_kept, parts, None, maximum=False)
+    parts.sum(s, t, None, anchor, before, target_logit, flagged)
+    _of_all_ranks(s, t, columns, anchor, target_logit, flagged)
+    again = launch.listed(flagged)
+    launch.exp_product(multiplied, rows, anchor, None, 0, parts, again, maximum=True)
+    parts.sum(anchor, t, again, maximum=True)
+    columns.largest(anchor)
+    launch.exp_product(multiplied, rows, anchor, kept, num_kept, parts, again, maximum=False)
+    parts.sum(s, t, again, anchor, before)
+    return Sums(anchor, *_of_all_ranks(s, t, columns))
+
+
+def _of_all_ranks(
+    s: Tensor, t: Tensor, columns: Columns, anchor: Tensor | None = None, target_logit: Tensor | None = None,
+    flagged: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The sums over the ranks that share the vocabulary, in rank order."""
+    if not columns.shared:
+        return s, t
+    total_s, total_t = torch.empty_like(s), torch.empty_like(t)
+    by_rank = columns.by_rank(torch.stack([s, t]))
+    TileSums(by_rank[0], by_rank[1]).sum(total_s, total_t, None, anchor, None, target_logit, flagged)
+    return total_s, total_t
 
 
 def gradients(
@@ -183,7 +222,7 @@ def gradients(
         anew = _anew(state.part(rows), logit.part(rows), hidden[rows], place[rows], how, head, needed)
         width = block_width(len(anew.part.hidden), hidden.shape[1], columns.most, variant=how.variant)
         block = torch.empty(len(anew.part.hidden), width, dtype=how.variant.kept, device=hidden.device)
-    for shard in columns.visiting(hidden.dtype):
+    for shard in columns.shards_in_turn(hidden.dtype):
         sink.open(shard)
         here = None if kept is None else kept[:, columns.kept_block(shard)]
         if before is not None and here is not None:

@@ -1,0 +1,299 @@
+"""The processes that train one policy together, as one object: who they are, and everything they tell each other.
+
+Every rank runs the same code in the same order; a rank alone runs it too, and then each method is the identity. What
+differs from rank to rank is the tokens it computes on. The loss is the sum of the ranks' parts, and gradients are
+summed, never averaged. Objects travel between ranks as JSON, so that no rank can make another run code.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Shaped
+from torch import Tensor, nn
+
+from logitless.distributed.gather import gather_over_group
+from logitless.distributed.shares import every_nth, in_order
+from logitless.distributed.sums import sum_over_group
+from logitless.errors import ConfigurationError, LogitlessError, TrainingError, UnavailableError
+
+_Item = TypeVar("_Item")
+BUCKET_BYTES = 64 * 2**20  # of gradients that are summed in one collective; bounds the copy
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a run. Every method that sends something is a collective: all ranks call it, in the same order.
+
+    Args:
+        data: ranks that hold different sequences; None for one rank alone.
+        sequence: ranks that hold parts of the same sequences; None where every sequence lies on one rank.
+
+    Example:
+        >>> ranks = Ranks.alone()
+        >>> ranks.rank, ranks.world, ranks.is_first, ranks.any(True), ranks.everyones("a")
+        (0, 1, True, True, ['a'])
+    """
+
+    data: dist.ProcessGroup | None = None
+    sequence: dist.ProcessGroup | None = None
+
+    @classmethod
+    def alone(cls) -> "Ranks":
+        """One process; no process group need exist."""
+        return cls()
+
+    @property
+    def rank(self) -> int:
+        """Of this process among those that hold different sequences, from 0."""
+        return 0 if self.data is None else dist.get_rank(self.data)
+
+    @property
+    def world(self) -> int:
+        """How many ranks hold different sequences."""
+        return 1 if self.data is None else dist.get_world_size(self.data)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the one process that writes files, metrics and the live view."""
+        return self.rank == 0 and (self.sequence is None or dist.get_rank(self.sequence) == 0)
+
+    def sum(self, part: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+        """``sum_r part_r`` on every rank, differentiable; see ``sum_over_group``."""
+        with _all_present():
+            return sum_over_group(self.data)(part)
+
+    def sum_over_sequence(self, part: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+        """The same over the ranks that share a sequence."""
+        with _all_present():
+            return sum_over_group(self.sequence)(part)
+
+    def gather(self, rows: Shaped[Tensor, "n *rest"]) -> Shaped[Tensor, "m *rest"]:
+        """Everyone's rows on every rank, end to end in the order of ranks; see ``gather_over_group``."""
+        with _all_present():
+            return gather_over_group(self.data)(rows)
+
+    def max(self, number: float | int) -> float | int:
+        """The largest of everyone's numbers."""
+        return max(self.everyones(number))
+
+    def any(self, condition: bool) -> bool:
+        """Whether it holds on any rank; for decisions that all ranks must take alike.
+
+        Example:
+            >>> Ranks.alone().any(False)
+            False
+        """
+        return any(self.everyones(bool(condition)))
+
+    def everyones(self, value: Any) -> list[Any]:
+        """What each rank gave, by rank; values are what JSON can hold, so tuples come back as lists.
+
+        Every rank's own value makes the trip as well, so that all of them go on with the same object.
+
+        Raises:
+            TypeError: a value that is not JSON.
+        """
+        if self.data is None:
+            return [value]
+        encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = self.gather(torch.tensor([len(encoded)])).tolist()
+        return [json.loads(part.numpy().tobytes()) for part in torch.split(self.gather(encoded), lengths)]
+
+    def of_first(self, value: Any) -> Any:
+        """The value that rank 0 gave, on every rank; the others' is not read and may be None."""
+        return self.everyones(value if self.rank == 0 else None)[0]
+
+    def shared(self, count: int) -> range:
+        """The places of this rank's share of things whose cost is not known yet, such as prompts to sample for.
+
+        Not a collective.
+
+        Example:
+            >>> Ranks.alone().shared(3)
+            range(0, 3)
+        """
+        return every_nth(count, self.rank, self.world)
+
+    def rows_of(self, rows: Sequence[_Item]) -> Sequence[_Item]:
+        """This rank's of the rows of all ranks, which come in turn: the first of every rank, then the second.
+
+        Not a collective.
+
+        Example:
+            >>> Ranks.alone().rows_of((7, 8))
+            (7, 8)
+        """
+        return rows[self.rank :: self.world]
+
+    def together(self, mine: list[Any]) -> list[Any]:
+        """What the ranks made of their ``shared`` places, in the order of the whole; JSON.
+
+        Example:
+            >>> Ranks.alone().together(["a", "b"])
+            ['a', 'b']
+        """
+        return in_order(self.everyones(mine))
+
+    def copy_of_first(self, tensors: Iterable[Tensor]) -> None:
+        """Give every rank the bits of the first, in place.
+
+        Args:
+            tensors: of the same shapes on every rank, in the same order.
+        """
+        if self.data is not None:
+            with _all_present(), torch.no_grad():
+                for tensor in tensors:
+                    dist.broadcast(tensor, group=self.data, group_src=0)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.everyones(None)
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Replace every ``.grad`` by its sum over ranks: ``grad = sum_r grad_r``, in place, the only such place.
+
+        A parameter without a gradient here counts as 0; one without a gradient on any rank keeps None, so the
+        optimizer passes it over as it would on one rank.
+
+        Accumulation: float32, float64 for float64 parameters.
+        Determinism: buckets are filled in the order of the parameters, so the same ranks add in the same order.
+
+        Args:
+            parameters: the same on every rank, in the same order; frozen ones are left out.
+        """
+        if self.data is None:
+            return
+        trained = [p for p in parameters if p.requires_grad]
+        if not trained:
+            return
+        with _all_present():
+            has = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8, device=trained[0].device)
+            dist.all_reduce(has, op=dist.ReduceOp.MAX, group=self.data)
+            for bucket in _buckets([p for p, there in zip(trained, has.tolist(), strict=True) if there]):
+                self._sum_bucket(bucket)
+
+    def _sum_bucket(self, bucket: list[nn.Parameter]) -> None:
+        dtype = _sum_dtype(bucket[0])
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).to(dtype) for p in bucket])
+        dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=self.data)
+        for p, total in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            p.grad.copy_(total.view_as(p))
+
+
+@contextmanager
+def ranks_of_environment(
+    device: str, environment: Mapping[str, str] = os.environ, *, timeout_seconds: float = 1800.0
+) -> Iterator[Ranks]:
+    """The ranks that ``torchrun`` started, connected until the end of the block; one alone where it started none.
+
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Tensors on the CPU travel by gloo, those on CUDA by
+    NCCL. A rank that fails leaves the block, which ends its connections: the others' next collective raises, and so all
+    of them end.
+
+    Args:
+        device: ``"cuda"`` or ``"cpu"``. On CUDA the GPU of this rank's number on its machine becomes the current one.
+        environment: variables.
+        timeout_seconds: how long a rank waits for the others in one collective; longer than the longest rollout or
+            checkpoint of one rank.
+
+    Raises:
+        ConfigurationError: some of the variables are missing or are not numbers that fit together.
+        UnavailableError: fewer GPUs than ranks on this machine.
+
+    Example:
+        >>> with ranks_of_environment("cpu", {}) as ranks:
+        ...     ranks.world
+        1
+    """
+    if "WORLD_SIZE" not in environment and "RANK" not in environment:
+        yield Ranks.alone()
+        return
+    rank, world, local = _numbers(environment)
+    if world == 1:
+        yield Ranks.alone()
+        return
+    backend = "gloo"
+    if device == "cuda":
+        if local >= torch.cuda.device_count():
+            raise UnavailableError(
+                needed=f"a GPU for local rank {local}",
+                given=f"{torch.cuda.device_count()} on this machine",
+                remedy="Start as many processes as there are GPUs (torchrun --nproc-per-node).",
+            )
+        torch.cuda.set_device(local)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend,
+        init_method=f"tcp://{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
+    ranks = Ranks(data=dist.group.WORLD)
+    try:
+        yield ranks
+    finally:
+        # A group that is still referred to would end its threads with the interpreter, which can abort the process.
+        object.__setattr__(ranks, "data", None)
+        dist.destroy_process_group()
+
+
+def _numbers(environment: Mapping[str, str]) -> tuple[int, int, int]:
+    """RANK, WORLD_SIZE and LOCAL_RANK, checked."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    values = {name: environment.get(name, "") for name in names}
+    numbers = [int(values[name]) if values[name].isdecimal() else -1 for name in names[:3]]
+    rank, world, local = numbers
+    if min(numbers) < 0 or not rank < world or not (values["MASTER_ADDR"] and values["MASTER_PORT"].isdecimal()):
+        raise ConfigurationError(
+            needed=f"{', '.join(names)} as torchrun sets them, or none of them",
+            given=", ".join(f"{name}={value or '(unset)'}" for name, value in values.items()),
+            remedy="Start with torchrun --nproc-per-node N -m logitless train RECIPE, or unset them to train alone.",
+        )
+    return rank, world, local
+
+
+def _sum_dtype(parameter: Tensor) -> torch.dtype:
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
+def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """The parameters in order, cut where a bucket is full or the dtype or device of the sum changes."""
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for p in parameters:
+        num_bytes = p.numel() * _sum_dtype(p).itemsize
+        differs = bucket and (_sum_dtype(p), p.device) != (_sum_dtype(bucket[0]), bucket[0].device)
+        if bucket and (differs or size + num_bytes > BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(p)
+        size += num_bytes
+    if bucket:
+        yield bucket
+
+
+@contextmanager
+def _all_present() -> Iterator[None]:
+    """A collective that fails says that a rank is gone; which one, its own message says."""
+    try:
+        yield
+    except LogitlessError:
+        raise
+    except RuntimeError as error:
+        if not dist.is_initialized():
+            raise
+        raise TrainingError(
+            needed=f"all {dist.get_world_size()} ranks",
+            given=f"an end of the connection to one of them on rank {dist.get_rank()} ({error})",
+            remedy="Look for the message of the rank that failed first.",
+        ) from error

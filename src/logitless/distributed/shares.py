@@ -1,0 +1,68 @@
+"""Which rank does what, as pure functions: every rank works them out for itself and gets the same answer."""
+
+from collections.abc import Sequence
+
+
+def shares_by_cost(costs: Sequence[float], num_ranks: int) -> list[tuple[int, ...]]:
+    """Give each piece to a rank so that their loads are close: the costliest first, each to the least loaded rank.
+
+    The largest load is at most 4/3 of the smallest possible one.
+
+    Args:
+        costs: of each piece, in any unit.
+        num_ranks: R.
+
+    Returns:
+        The indices of each rank's pieces, in their order; every piece is in exactly one share. Ties go to the lower
+        index and the lower rank.
+
+    Source: Graham 1969, longest processing time first.
+
+    Example:
+        >>> shares_by_cost([1.0, 5.0, 2.0, 2.0], 2)
+        [(1,), (0, 2, 3)]
+    """
+    loads = [0.0] * num_ranks
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    for piece in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        rank = min(range(num_ranks), key=lambda r: (loads[r], r))
+        loads[rank] += costs[piece]
+        shares[rank].append(piece)
+    return [tuple(sorted(share)) for share in shares]
+
+
+def sequence_cost(length: int, hidden_size: int) -> float:
+    """Work of a transformer on a sequence, in tokens of a short one: ``length + length^2 / (12 D)``.
+
+    A layer's products take about ``24 D^2`` operations a token, causal attention ``2 D length``.
+
+    Args:
+        length: tokens read, L.
+        hidden_size: D.
+
+    Example:
+        >>> sequence_cost(1200, hidden_size=100)
+        2400.0
+    """
+    return length + length * length / (12 * hidden_size)
+
+
+def every_nth(count: int, rank: int, num_ranks: int) -> range:
+    """The indices that a rank takes of things whose cost is not known yet (prompts to sample for).
+
+    Example:
+        >>> [list(every_nth(5, rank, 2)) for rank in range(2)]
+        [[0, 2, 4], [1, 3]]
+    """
+    return range(rank, count, num_ranks)
+
+
+def in_order(shares: Sequence[Sequence[object]]) -> list[object]:
+    """What ranks made of ``every_nth``, in the order of the whole.
+
+    Example:
+        >>> in_order([["a", "c", "e"], ["b", "d"]])
+        ['a', 'b', 'c', 'd', 'e']
+    """
+    longest = max((len(share) for share in shares), default=0)
+    return [share[i] for i in range(longest) for share in shares if i < len(share)]

@@ -1,0 +1,95 @@
+"""Advantages: from rewards to the number that says how much each token is to be made likelier; a file a family.
+
+``group_relative`` and ``batch_relative`` compare the completions of one prompt, ``token_returns`` and ``value_based``
+look along a sequence. All are called alike, see ``contract``.
+
+Groups are found by id, never by position. NaN stands for an unscorable completion: its advantage is 0 and it enters no
+statistic. Standard deviations are Bessel-corrected and ``EPSILON`` is added to them. Nothing here is differentiated.
+"""
+
+from logitless.objective.advantage.batch_relative import (
+    BatchStandardized,
+    Gdpo,
+    ReinforcePPBaseline,
+    batch_standardized,
+    gdpo,
+    reinforce_pp_baseline,
+)
+from logitless.objective.advantage.contract import AdvantageInputs, AdvantageOutput, Estimator, OnePerCompletion
+from logitless.objective.advantage.group_relative import (
+    GroupCentered,
+    GroupStandardized,
+    LeaveOneOut,
+    MaxRl,
+    Percentile,
+    Raw,
+    Robust,
+    group_centered,
+    group_standardized,
+    leave_one_out,
+    max_rl,
+    percentile,
+    raw,
+    robust,
+)
+from logitless.objective.advantage.rewards import combine_rewards, has_signal
+from logitless.objective.advantage.runs import discounted_returns, pay_at_last_token, turn_index
+from logitless.objective.advantage.token_returns import ReinforcePP, reinforce_pp
+from logitless.objective.advantage.value_based import Gae, gae
+from logitless.objective.advantage.whitening import EPSILON, clip, num_clipped, whiten
+
+Advantage = (
+    Raw
+    | GroupCentered
+    | GroupStandardized
+    | BatchStandardized
+    | LeaveOneOut
+    | Percentile
+    | Robust
+    | MaxRl
+    | ReinforcePPBaseline
+    | Gdpo
+    | ReinforcePP
+    | Gae
+)
+
+__all__ = [
+    "EPSILON",
+    "Advantage",
+    "AdvantageInputs",
+    "AdvantageOutput",
+    "BatchStandardized",
+    "Estimator",
+    "Gae",
+    "Gdpo",
+    "GroupCentered",
+    "GroupStandardized",
+    "LeaveOneOut",
+    "MaxRl",
+    "OnePerCompletion",
+    "Percentile",
+    "Raw",
+    "ReinforcePP",
+    "ReinforcePPBaseline",
+    "Robust",
+    "batch_standardized",
+    "clip",
+    "combine_rewards",
+    "discounted_returns",
+    "gae",
+    "gdpo",
+    "group_centered",
+    "group_standardized",
+    "has_signal",
+    "leave_one_out",
+    "max_rl",
+    "num_clipped",
+    "pay_at_last_token",
+    "percentile",
+    "raw",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "robust",
+    "turn_index",
+    "whiten",
+]

@@ -1,0 +1,183 @@
+"""Advantages that the spread of the whole batch enters, over every rank: one standard deviation for all groups."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from logitless.errors import ConfigurationError
+from logitless.objective.advantage.contract import AdvantageInputs, OnePerCompletion
+from logitless.objective.advantage.group_relative import group_centered, group_standardized
+from logitless.objective.advantage.groups import as_rows, assign, mean_of
+from logitless.objective.advantage.whitening import EPSILON, batch_statistics, whiten
+from logitless.objective.inputs import check_choices, required, shaped
+from logitless.objective.over_ranks import SumOverRanks, one_rank
+
+
+@shaped
+def batch_standardized(
+    rewards: Float[Tensor, "B"], group: Int[Tensor, "B"], sum_over_ranks: SumOverRanks = one_rank
+) -> Float[Tensor, "B"]:
+    """Reward minus the mean of its group, over the standard deviation of the raw rewards of the whole batch.
+
+    ``A_i = (r_i - mean(r of the group)) / (std(all scored r) + EPSILON)``
+
+    Args:
+        rewards, group: as ``group_centered``; a group lies whole on one rank.
+        sum_over_ranks: makes the standard deviation that of every rank's rewards.
+
+    Returns: as ``group_centered``.
+
+    Source: arXiv:2508.08221 ("Lite PPO"); TRL's ``scale_rewards="batch"``.
+
+    Example:
+        >>> batch_standardized(torch.tensor([0.0, 2.0, 0.0, 2.0]), torch.tensor([0, 0, 1, 1]))  # 1 / sqrt(4 / 3)
+        tensor([-0.8660,  0.8660, -0.8660,  0.8660])
+    """
+    grid, row = as_rows(rewards, group)
+    _, std = batch_statistics(rewards, ~rewards.isnan(), sum_over_ranks)
+    return assign((rewards - mean_of(grid)[row]) / (std + EPSILON), grid, row)
+
+
+@dataclass(frozen=True)
+class BatchStandardized(OnePerCompletion):
+    """See ``batch_standardized``.
+
+    Example:
+        >>> inputs = AdvantageInputs(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]), torch.arange(2))
+        >>> BatchStandardized()(inputs).advantage
+        tensor([-0.7071,  0.7071])
+    """
+
+    name: Literal["batch_standardized"] = "batch_standardized"
+
+    def per_completion(self, inputs: AdvantageInputs, sum_over_ranks: SumOverRanks) -> Tensor:
+        return batch_standardized(inputs.completion_rewards(), inputs.group, sum_over_ranks)
+
+
+@shaped
+def reinforce_pp_baseline(
+    rewards: Float[Tensor, "B"],
+    group: Int[Tensor, "B"],
+    sequence: Int[Tensor, "N"],
+    sum_over_ranks: SumOverRanks = one_rank,
+) -> Float[Tensor, "B"]:
+    """Reward minus the mean of its group, then whitened over ``sequence``: a completion counts once for each entry.
+
+    ``A = (a - mean(a[sequence])) / (std(a[sequence]) + EPSILON)`` with ``a = r - mean(r of the group)``
+
+    Args:
+        rewards, group: as ``group_centered``; a group lies whole on one rank.
+        sequence: [N] completion of each trained token, to whiten over tokens; ``arange(B)`` whitens over completions.
+        sum_over_ranks: makes the whitening that of every rank.
+
+    Returns: as ``group_centered``.
+
+    Source: REINFORCE++-baseline, arXiv:2501.03262, whose batch is of tokens, as are OpenRLHF's and verl's.
+
+    Example:
+        >>> rewards, group = torch.tensor([0.0, 2.0, 0.0, 4.0]), torch.tensor([0, 0, 1, 1])
+        >>> reinforce_pp_baseline(rewards, group, torch.arange(4))  # std sqrt(10 / 3)
+        tensor([-0.5477,  0.5477, -1.0954,  1.0954])
+        >>> reinforce_pp_baseline(rewards, group, torch.tensor([0, 1, 2, 3, 3]))  # -1 1 -2 2 2: mean 0.4, std sqrt(3.3)
+        tensor([-0.7706,  0.3303, -1.3211,  0.8807])
+    """
+    grid, row = as_rows(rewards, group)
+    centered, scored = group_centered(rewards, group), ~rewards.isnan()
+    mean, std = batch_statistics(centered[sequence], scored[sequence], sum_over_ranks)
+    return assign(torch.where(scored, (centered - mean) / (std + EPSILON), 0), grid, row)
+
+
+@dataclass(frozen=True)
+class ReinforcePPBaseline(OnePerCompletion):
+    """See ``reinforce_pp_baseline``.
+
+    Args:
+        whiten_over: ``tokens`` (the paper's, OpenRLHF's, verl's), where a long completion counts more, or
+            ``completions``.
+
+    Example:
+        >>> inputs = AdvantageInputs(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]), torch.tensor([0, 1, 1]))
+        >>> ReinforcePPBaseline()(inputs).advantage  # -1 1 1: mean 1 / 3, std sqrt(4 / 3)
+        tensor([-1.1546,  0.5773,  0.5773])
+        >>> ReinforcePPBaseline(whiten_over="completions")(inputs).advantage
+        tensor([-0.7071,  0.7071,  0.7071])
+    """
+
+    whiten_over: Literal["tokens", "completions"] = "tokens"
+    name: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choices(self)
+
+    def per_completion(self, inputs: AdvantageInputs, sum_over_ranks: SumOverRanks) -> Tensor:
+        rewards = inputs.completion_rewards()
+        counted = inputs.sequence if self.whiten_over == "tokens" else torch.arange(len(rewards), device=rewards.device)
+        return reinforce_pp_baseline(rewards, inputs.group, counted, sum_over_ranks)
+
+
+@shaped
+def gdpo(
+    rewards: Float[Tensor, "B F"],
+    group: Int[Tensor, "B"],
+    weights: Float[Tensor, "F"],
+    sum_over_ranks: SumOverRanks = one_rank,
+) -> Float[Tensor, "B"]:
+    """Standardise each reward function in its group, sum with weights, whiten over the whole batch.
+
+    ``A = whiten(sum_f weights_f * group_standardized(r_f))``
+
+    Args:
+        rewards: [B, F], NaN where function f could not score completion i: that term is then 0.
+        group: [B] ids; a group lies whole on one rank.
+        weights: [F].
+        sum_over_ranks: makes the whitening that of every rank's completions.
+
+    Returns:
+        [B]; 0 where every function is missing and in groups with fewer than two scored completions.
+
+    Source: GDPO, arXiv:2601.05242; TRL's ``multi_objective_aggregation="normalize_then_sum"``.
+
+    Example:
+        >>> rewards = torch.tensor([[0.0, 5.0], [2.0, 5.0]])
+        >>> gdpo(rewards, torch.tensor([0, 0]), torch.tensor([1.0, 1.0])).round(decimals=2)
+        tensor([-0.7100,  0.7100])
+    """
+    standardized = torch.stack([group_standardized(column, group) for column in rewards.unbind(1)], dim=1)
+    combined = (standardized * weights).sum(1)
+    combined = torch.where(rewards.isnan().all(1), torch.nan, combined)
+    grid, row = as_rows(combined, group)
+    return assign(whiten(combined, ~combined.isnan(), sum_over_ranks), grid, row)
+
+
+@dataclass(frozen=True)
+class Gdpo(OnePerCompletion):
+    """See ``gdpo``; it alone takes the reward functions apart, so it reads ``scores`` and ``weights``.
+
+    Raises:
+        ConfigurationError: called with a KL in the reward or rewards of turns, which belong to no function.
+        InputError: called without scores or weights.
+
+    Example:
+        >>> scores, group = torch.tensor([[1.0], [3.0]]), torch.tensor([5, 5])
+        >>> inputs = AdvantageInputs(
+        ...     scores.sum(1), group, torch.arange(2), scores=scores, weights=torch.tensor([2.0]))
+        >>> Gdpo()(inputs).advantage.round(decimals=2)
+        tensor([-0.7100,  0.7100])
+    """
+
+    name: Literal["gdpo"] = "gdpo"
+    reads_functions: ClassVar[bool] = True
+
+    def per_completion(self, inputs: AdvantageInputs, sum_over_ranks: SumOverRanks) -> Tensor:
+        if inputs.kl is not None or inputs.turn_rewards is not None:
+            raise ConfigurationError(
+                needed="one reward a completion for a KL in the reward, or rewards of turns, to be part of",
+                given="gdpo, which takes the reward functions apart",
+                remedy="Put the KL in the loss (kl.placement: loss), or choose another advantage.",
+            )
+        scores, weights = required(inputs.scores, "scores"), required(inputs.weights, "weights")
+        return gdpo(scores, inputs.group, weights, sum_over_ranks)

@@ -1,0 +1,179 @@
+"""What an estimator of advantages is given, what it gives back, and what it states about itself.
+
+Every estimator is a frozen dataclass with its own knobs that is called the same way:
+
+    estimator(inputs, sum_over_ranks) -> AdvantageOutput
+
+It takes what it reads from ``AdvantageInputs`` and leaves the rest. What else a trainer must know (does it need values,
+does it compare the completions of a prompt) it states, so that nobody asks for its name.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from logitless.errors import ConfigurationError
+from logitless.objective.advantage.runs import pay_at_last_token, turn_index
+from logitless.objective.advantage.whitening import clip
+from logitless.objective.inputs import check_shapes, required, shapes_of
+from logitless.objective.over_ranks import SumOverRanks, one_rank
+from logitless.objective.ranges import Grain, Ranges
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """The rewards of a block and what estimators set them against.
+
+    Args:
+        rewards: [B] one a completion, paid at its last token; NaN = unscorable.
+        group: [B] id of each completion's prompt, in any order.
+        sequence: [N] completion of each trained token, non-decreasing, in ``range(B)``.
+        kl: [N] nats, times its coefficient, taken off each token's reward; None for no KL in the reward.
+        turn_rewards: [K] paid at the last token of each turn, beside ``rewards``, in the order of
+            ``turn_index(sequence, turn)``; None where only the end is paid.
+        turn: [N] turn ids, non-decreasing inside a sequence, or None.
+        scores: [B, F] of each reward function; NaN where it could not score.
+        weights: [F] of the functions.
+        values: [N] of the scoring pass, or None without a value head.
+
+    Raises:
+        InputError: tensors of other ranks, or lengths that do not fit together.
+
+    Example:
+        >>> inputs = AdvantageInputs(
+        ...     rewards=torch.tensor([5.0]), group=torch.tensor([0]), sequence=torch.tensor([0, 0]),
+        ...     kl=torch.tensor([1.0, 0.5]))
+        >>> inputs.completion_rewards(), inputs.token_rewards()
+        (tensor([3.5000]), tensor([-1.0000,  4.5000]))
+    """
+
+    rewards: Float[Tensor, "B"]
+    group: Int[Tensor, "B"]
+    sequence: Int[Tensor, "N"]
+    kl: Float[Tensor, "N"] | None = None
+    turn_rewards: Float[Tensor, "K"] | None = None
+    turn: Int[Tensor, "N"] | None = None
+    scores: Float[Tensor, "B F"] | None = None
+    weights: Float[Tensor, "F"] | None = None
+    values: Float[Tensor, "N"] | None = None
+
+    def __post_init__(self) -> None:
+        check_shapes(vars(self), shapes_of(type(self).__annotations__))
+
+    def completion_rewards(self) -> Float[Tensor, "B"]:
+        """What each completion earned as a whole: its reward and those of its turns, less its KL."""
+        total = self.rewards
+        tokens = Ranges(self.sequence, len(total), torch.ones_like(self.sequence, dtype=torch.bool))
+        if self.turn_rewards is not None:
+            total = total + tokens.sum(self._paid_at_turns(self.turn_rewards))
+        return total if self.kl is None else total - tokens.sum(self.kl)
+
+    def token_rewards(self) -> Float[Tensor, "N"]:
+        """What each token earned: 0 but at the ends that are paid, less its KL."""
+        paid = pay_at_last_token(self.rewards, self.sequence)
+        if self.turn_rewards is not None:
+            paid = paid + self._paid_at_turns(self.turn_rewards)
+        return paid if self.kl is None else paid - self.kl
+
+    def _paid_at_turns(self, turn_rewards: Tensor) -> Tensor:
+        return pay_at_last_token(turn_rewards, turn_index(self.sequence, required(self.turn, "turn")))
+
+
+@dataclass(frozen=True)
+class AdvantageOutput:
+    """Advantages, and what a value head is to learn.
+
+    Args:
+        advantage: [N] 0 for tokens of a completion without a reward.
+        value_target: [N] returns, NaN where there is none; None for an estimator without values.
+    """
+
+    advantage: Float[Tensor, "N"]
+    value_target: Float[Tensor, "N"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimator(ABC):
+    """What every estimator has, and what it states.
+
+    Args:
+        clip: limit of the advantage's absolute value, applied last; None for no limit.
+
+    Attributes:
+        name: how recipes call it.
+        needs_values: whether it reads values, so that a value head must be trained beside the policy.
+        compares_group: whether it compares completions of one prompt, so that it needs two of them.
+        reads_functions: whether it reads ``scores`` instead of ``rewards``.
+
+    Raises:
+        ConfigurationError: a limit that is not positive.
+    """
+
+    clip: float | None = None
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+    needs_values: ClassVar[bool] = False
+    compares_group: ClassVar[bool] = False
+    reads_functions: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not self.clip > 0:
+            raise ConfigurationError(
+                needed="a positive advantage clip", given=str(self.clip), remedy="Leave clip out to switch it off."
+            )
+
+    @abstractmethod
+    def grain(self, *, kl_in_reward: bool) -> Grain:
+        """The tokens that are sure to have one advantage.
+
+        Args:
+            kl_in_reward: whether rewards differ from token to token by a KL.
+        """
+
+    @abstractmethod
+    def __call__(self, inputs: AdvantageInputs, sum_over_ranks: SumOverRanks = one_rank) -> AdvantageOutput:
+        """The advantages of a block.
+
+        Args:
+            inputs: of this rank; a group lies whole on one rank.
+            sum_over_ranks: for statistics of the whole batch, those of every rank.
+
+        Raises:
+            InputError: what it reads is missing.
+        """
+
+    def _clipped(self, advantage: Tensor) -> Tensor:
+        return advantage if self.clip is None else clip(advantage, self.clip)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnePerCompletion(Estimator):
+    """An estimator that gives every token of a completion the same advantage."""
+
+    compares_group: ClassVar[bool] = True
+
+    def grain(self, *, kl_in_reward: bool) -> Grain:
+        del kl_in_reward  # its sum over the completion is taken off
+        return "sequence"
+
+    def __call__(self, inputs: AdvantageInputs, sum_over_ranks: SumOverRanks = one_rank) -> AdvantageOutput:
+        return AdvantageOutput(self._clipped(self.per_completion(inputs, sum_over_ranks))[inputs.sequence])
+
+    @abstractmethod
+    def per_completion(self, inputs: AdvantageInputs, sum_over_ranks: SumOverRanks) -> Float[Tensor, "B"]:
+        """One advantage a completion, before the clip."""
+
+
+def check_discount(name: str, value: float) -> None:
+    """Refuse a discount that is not in [0, 1].
+
+    Raises:
+        ConfigurationError: such a discount.
+    """
+    if not 0 <= value <= 1:
+        raise ConfigurationError(
+            needed=f"{name} from 0 to 1", given=str(value), remedy=f"Set {name} to 1 for no discount."
+        )

@@ -1,0 +1,279 @@
+"""Advantages of a completion against the others of its group; and ``raw``, which compares with nothing."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from logitless.errors import ConfigurationError
+from logitless.objective.advantage.contract import AdvantageInputs, OnePerCompletion
+from logitless.objective.advantage.groups import as_rows, assign, mean_of, num_scored, quantile_of, std_of
+from logitless.objective.advantage.whitening import EPSILON
+from logitless.objective.inputs import shaped
+from logitless.objective.over_ranks import SumOverRanks
+
+
+@shaped
+def raw(rewards: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
+    """The reward itself, no baseline.
+
+    ``A_i = r_i``
+
+    Source: REINFORCE, Williams 1992.
+
+    Example:
+        >>> raw(torch.tensor([2.0, float("nan")]))
+        tensor([2., 0.])
+    """
+    return rewards.nan_to_num(nan=0.0)
+
+
+@dataclass(frozen=True)
+class Raw(OnePerCompletion):
+    """See ``raw``.
+
+    Example:
+        >>> inputs = AdvantageInputs(torch.tensor([3.0]), torch.tensor([0]), torch.arange(1))
+        >>> Raw(clip=1.0)(inputs).advantage
+        tensor([1.])
+    """
+
+    name: Literal["raw"] = "raw"
+    compares_group: ClassVar[bool] = False
+
+    def per_completion(self, inputs: AdvantageInputs, _sum_over_ranks: SumOverRanks) -> Tensor:
+        return raw(inputs.completion_rewards())
+
+
+@shaped
+def group_centered(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
+    """Reward minus the mean of its group.
+
+    ``A_i = r_i - mean(r of the group)``
+
+    Args:
+        rewards: [B], NaN = unscorable.
+        group: [B] ids, in any order, not necessarily compact.
+
+    Returns:
+        [B]; 0 for unscorable completions and in groups with fewer than two scored ones.
+
+    Source: Dr. GRPO, arXiv:2503.20783.
+
+    Example:
+        >>> group_centered(torch.tensor([1.0, 0.0, 3.0, 2.0]), torch.tensor([7, 2, 7, 2]))
+        tensor([-1., -1.,  1.,  1.])
+    """
+    grid, row = as_rows(rewards, group)
+    return assign(rewards - mean_of(grid)[row], grid, row)
+
+
+@dataclass(frozen=True)
+class GroupCentered(OnePerCompletion):
+    """See ``group_centered``.
+
+    Example:
+        >>> inputs = AdvantageInputs(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]), torch.arange(2))
+        >>> GroupCentered()(inputs).advantage
+        tensor([-1.,  1.])
+    """
+
+    name: Literal["group_centered"] = "group_centered"
+
+    def per_completion(self, inputs: AdvantageInputs, _sum_over_ranks: SumOverRanks) -> Tensor:
+        return group_centered(inputs.completion_rewards(), inputs.group)
+
+
+@shaped
+def group_standardized(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
+    """Reward minus the mean of its group, over the group's standard deviation.
+
+    ``A_i = (r_i - mean(r of the group)) / (std(r of the group) + EPSILON)``
+
+    Args, Returns: as ``group_centered``.
+
+    Source: GRPO, arXiv:2402.03300.
+
+    Example:
+        >>> group_standardized(torch.tensor([0.0, 2.0]), torch.tensor([0, 0]))  # 1 / (sqrt(2) + 1e-4)
+        tensor([-0.7071,  0.7071])
+    """
+    grid, row = as_rows(rewards, group)
+    return assign((rewards - mean_of(grid)[row]) / (std_of(grid)[row] + EPSILON), grid, row)
+
+
+@dataclass(frozen=True)
+class GroupStandardized(OnePerCompletion):
+    """See ``group_standardized``.
+
+    Example:
+        >>> inputs = AdvantageInputs(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]), torch.arange(2))
+        >>> GroupStandardized(clip=0.5)(inputs).advantage
+        tensor([-0.5000,  0.5000])
+    """
+
+    name: Literal["group_standardized"] = "group_standardized"
+
+    def per_completion(self, inputs: AdvantageInputs, _sum_over_ranks: SumOverRanks) -> Tensor:
+        return group_standardized(inputs.completion_rewards(), inputs.group)
+
+
+@shaped
+def leave_one_out(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
+    """Reward minus the mean of the others of its group.
+
+    ``A_i = r_i - mean(r_j of the group, j != i) = G / (G - 1) * (r_i - mean(r of the group))``
+
+    Args, Returns: as ``group_centered``.
+
+    Source: RLOO, arXiv:2402.14740.
+
+    Example:
+        >>> leave_one_out(torch.tensor([1.0, 2.0, 6.0]), torch.tensor([0, 0, 0]))
+        tensor([-3.0000, -1.5000,  4.5000])
+    """
+    grid, row = as_rows(rewards, group)
+    count = num_scored(grid)[row]
+    return assign((rewards - mean_of(grid)[row]) * count / (count - 1), grid, row)
+
+
+@dataclass(frozen=True)
+class LeaveOneOut(OnePerCompletion):
+    """See ``leave_one_out``.
+
+    Example:
+        >>> inputs = AdvantageInputs(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]), torch.arange(2))
+        >>> LeaveOneOut()(inputs).advantage
+        tensor([-2.,  2.])
+    """
+
+    name: Literal["leave_one_out"] = "leave_one_out"
+
+    def per_completion(self, inputs: AdvantageInputs, _sum_over_ranks: SumOverRanks) -> Tensor:
+        return leave_one_out(inputs.completion_rewards(), inputs.group)
+
+
+@shaped
+def percentile(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"], q: float) -> Float[Tensor, "B"]:
+    """Reward minus a percentile of its group, interpolated linearly between neighbours.
+
+    ``A_i = r_i - percentile_q(r of the group)``
+
+    Args:
+        rewards, group: as ``group_centered``.
+        q: in percent; 50 is the median.
+
+    Returns: as ``group_centered``.
+
+    Source: quantile advantage estimation, arXiv:2509.22611.
+
+    Example:
+        >>> percentile(torch.tensor([0.0, 4.0, 1.0, 3.0]), torch.tensor([0, 0, 0, 0]), 50.0)
+        tensor([-2.,  2., -1.,  1.])
+    """
+    grid, row = as_rows(rewards, group)
+    return assign(rewards - quantile_of(grid, q / 100)[row], grid, row)
+
+
+@dataclass(frozen=True)
+class Percentile(OnePerCompletion):
+    """See ``percentile``.
+
+    Args:
+        q: in percent, 0 to 100.
+
+    Example:
+        >>> inputs = AdvantageInputs(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]), torch.arange(2))
+        >>> Percentile(100.0)(inputs).advantage
+        tensor([-2.,  0.])
+    """
+
+    q: float
+    name: Literal["percentile"] = "percentile"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.q <= 100:
+            raise ConfigurationError(
+                needed="a percentile q from 0 to 100", given=str(self.q), remedy="Write the median as q=50."
+            )
+
+    def per_completion(self, inputs: AdvantageInputs, _sum_over_ranks: SumOverRanks) -> Tensor:
+        return percentile(inputs.completion_rewards(), inputs.group, self.q)
+
+
+@shaped
+def robust(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
+    """Reward minus the median of its group, over the median absolute deviation.
+
+    ``A_i = (r_i - median) / (MAD + EPSILON)``, ``MAD = median(|r_j - median|)``; where the MAD is 0 (at least half of
+    the group agrees) the standard deviation takes its place, so that one outlier in ``[0, 0, 0, 1]`` is not 1e4.
+
+    Args, Returns: as ``group_centered``. The median averages the two middle values of an even group.
+
+    Source: MC-GRPO, arXiv:2601.22582; the standard deviation where the MAD is 0 is this library's.
+
+    Example:
+        >>> robust(torch.tensor([0.0, 1.0, 2.0, 7.0]), torch.tensor([0, 0, 0, 0])).round(decimals=2)  # 1.5, MAD 1
+        tensor([-1.5000, -0.5000,  0.5000,  5.5000])
+        >>> robust(torch.tensor([0.0, 0.0, 0.0, 1.0]), torch.tensor([0, 0, 0, 0])).round(decimals=2)  # std 0.5
+        tensor([0., 0., 0., 2.])
+    """
+    grid, row = as_rows(rewards, group)
+    median = quantile_of(grid, 0.5)
+    mad = quantile_of((grid - median[:, None]).abs(), 0.5)
+    scale = torch.where(mad > 0, mad, std_of(grid))
+    return assign((rewards - median[row]) / (scale[row] + EPSILON), grid, row)
+
+
+@dataclass(frozen=True)
+class Robust(OnePerCompletion):
+    """See ``robust``.
+
+    Example:
+        >>> inputs = AdvantageInputs(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]), torch.arange(2))
+        >>> Robust()(inputs).advantage.round(decimals=2)
+        tensor([-1.,  1.])
+    """
+
+    name: Literal["robust"] = "robust"
+
+    def per_completion(self, inputs: AdvantageInputs, _sum_over_ranks: SumOverRanks) -> Tensor:
+        return robust(inputs.completion_rewards(), inputs.group)
+
+
+@shaped
+def max_rl(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
+    """Reward minus the mean of its group, over that mean: rare successes weigh more.
+
+    ``A_i = (r_i - mean) / mean``, 0 where the mean is not positive
+
+    Args, Returns: as ``group_centered``; meant for rewards that are never negative.
+
+    Source: arXiv:2602.02710.
+
+    Example:
+        >>> max_rl(torch.tensor([0.0, 0.0, 0.0, 1.0]), torch.tensor([0, 0, 0, 0]))
+        tensor([-1., -1., -1.,  3.])
+    """
+    grid, row = as_rows(rewards, group)
+    mean = mean_of(grid)[row]
+    return assign(torch.where(mean > 0, (rewards - mean) / mean, 0), grid, row)
+
+
+@dataclass(frozen=True)
+class MaxRl(OnePerCompletion):
+    """See ``max_rl``.
+
+    Example:
+        >>> inputs = AdvantageInputs(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]), torch.arange(2))
+        >>> MaxRl()(inputs).advantage
+        tensor([-0.5000,  0.5000])
+    """
+
+    name: Literal["max_rl"] = "max_rl"
+
+    def per_completion(self, inputs: AdvantageInputs, _sum_over_ranks: SumOverRanks) -> Tensor:
+        return max_rl(inputs.completion_rewards(), inputs.group)

@@ -1,0 +1,68 @@
+"""The policy-gradient losses, one pure function per equation, and the configuration of each; a file a family.
+
+Every function takes vectors of length N and gives the loss per token, to be minimised: no mean is taken here (that is
+``weighting``), no filter, no sampler correction and no KL (those are around it, in ``objective``). ``log_ratio`` is the
+one of ``ratio``, and r its exponential. Bounds are absolute, not distances from 1. A loss has its own knobs only.
+"""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from logitless.objective.surrogate.cispo import Cispo, cispo_loss
+from logitless.objective.surrogate.clip import Clip, clip_loss, clip_sides
+from logitless.objective.surrogate.contract import PolicyLoss, SelectionInputs, SurrogateInputs, SurrogateTerms
+from logitless.objective.surrogate.covariance_selected import ClipCov, KlCov, kl_cov_loss
+from logitless.objective.surrogate.dppo import Dppo, bernoulli_kl, dppo_loss, dppo_mask
+from logitless.objective.surrogate.gmpo import Gmpo, gmpo_loss
+from logitless.objective.surrogate.sapo import Sapo, sapo_loss
+from logitless.objective.surrogate.unclipped import (
+    Dro,
+    Importance,
+    Nll,
+    Reinforce,
+    dro_loss,
+    importance_loss,
+    nll_loss,
+    reinforce_loss,
+)
+from logitless.objective.surrogate.vespo import Vespo, vespo_weight
+
+Surrogate = Annotated[
+    Clip | Cispo | Sapo | Vespo | Gmpo | Dppo | ClipCov | KlCov | Dro | Reinforce | Importance | Nll,
+    Field(discriminator="name"),
+]
+
+__all__ = [
+    "Cispo",
+    "Clip",
+    "ClipCov",
+    "Dppo",
+    "Dro",
+    "Gmpo",
+    "Importance",
+    "KlCov",
+    "Nll",
+    "PolicyLoss",
+    "Reinforce",
+    "Sapo",
+    "SelectionInputs",
+    "Surrogate",
+    "SurrogateInputs",
+    "SurrogateTerms",
+    "Vespo",
+    "bernoulli_kl",
+    "cispo_loss",
+    "clip_loss",
+    "clip_sides",
+    "dppo_loss",
+    "dppo_mask",
+    "dro_loss",
+    "gmpo_loss",
+    "importance_loss",
+    "kl_cov_loss",
+    "nll_loss",
+    "reinforce_loss",
+    "sapo_loss",
+    "vespo_weight",
+]

@@ -1,0 +1,127 @@
+"""Runs programs that a model wrote, in worker processes; the worker reads what they print and runs nothing of it.
+
+What a program ought to print is not here, nor in any process that a program descends from but the one that asked: what
+goes back is a fingerprint of what it printed.
+"""
+
+import hashlib
+import json
+import math
+import os
+import resource
+import select
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from logitless.rewards import confinement
+from logitless.rewards.worker import end_children, usage
+
+MAX_OUTPUT_BYTES = 1 << 20
+MAX_OPEN_FILES = 64
+BUSY_SHARE = 0.5
+MAX_DEADLINES = 10
+
+
+def run_program(
+    program: str, tests: Sequence[Mapping[str, str]], test_seconds: float, memory_bytes: int, walled: bool
+) -> dict[str, Any]:
+    """Fingerprints of what a program prints, one a test, each of a fresh interpreter; None where it fails.
+
+    A test has ``input`` (standard input) or ``call`` (an expression whose ``repr`` is printed). A run that the machine
+    did not let have the processor is ``idle``.
+    """
+    prints: list[str | None] = []
+    for test in tests:
+        source = program if "call" not in test else f"{program}\n\nprint(repr({test['call']}))\n"
+        try:
+            printed = output_of(source, test.get("input", ""), test_seconds, memory_bytes, walled)
+        except TimeoutError as error:
+            return {"idle": str(error)}
+        prints.append(None if printed is None else fingerprint(printed))
+    return {"prints": prints}
+
+
+def fingerprint(output: str) -> str:
+    """Of the lines without trailing white space, and without blank ones at the end.
+
+    Example:
+        >>> fingerprint("a \\n\\n") == fingerprint("a"), fingerprint(" a") == fingerprint("a")
+        (True, False)
+    """
+    lines = [line.rstrip() for line in output.rstrip().splitlines()]
+    return hashlib.sha256("\n".join(lines).encode(errors="surrogatepass")).hexdigest()
+
+
+def output_of(source: str, given: str, test_seconds: float, memory_bytes: int, walled: bool) -> str | None:
+    """What a program prints, or None where it fails, or goes over time, memory or output size.
+
+    Raises:
+        TimeoutError: it wanted to compute, and other processes had the processor.
+    """
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryFile() as standard_input,
+        tempfile.TemporaryFile() as printed,
+        open(os.devnull, "wb") as nowhere,  # noqa: PTH123
+    ):
+        (Path(folder) / "program.py").write_text(source, encoding="utf-8", errors="replace")
+        standard_input.write(given.encode(errors="replace"))
+        standard_input.seek(0)
+        environment = {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "PYTHONHASHSEED": "0"}
+        process = confinement.launch_program(
+            [sys.executable, *confinement.INTERPRETER_OPTIONS, "program.py"],
+            environment | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            folder,
+            (standard_input.fileno(), printed.fileno(), nowhere.fileno()),
+            _limits(test_seconds, memory_bytes, walled),
+            walled,
+        )
+        try:
+            succeeded = _ends_within(process, test_seconds)
+        finally:
+            os.kill(process, signal.SIGKILL)
+            _, status = os.waitpid(process, 0)
+            end_children()
+        printed.seek(0)
+        return printed.read(MAX_OUTPUT_BYTES).decode(errors="replace") if succeeded and status == 0 else None
+
+
+def spy(*arguments: Any) -> list[str]:
+    """What a program can reach, as ``spy.reached`` says from inside one; of this process and its parent, too."""
+    pids, *others = arguments
+    source = (Path(__file__).parent / "spy.py").read_text(encoding="utf-8")
+    given = json.dumps([[*pids, os.getpid(), os.getppid()], *others])
+    printed = output_of(source, given, 10.0, 1 << 30, walled=True)
+    if printed is None:
+        raise RuntimeError("a program cannot run inside the walls of this machine")
+    return json.loads(printed)
+
+
+def _ends_within(pid: int, seconds: float) -> bool:
+    """Whether a process ends in time: of the processor's while it computes, else of the clock."""
+    descriptor = os.pidfd_open(pid)
+    try:
+        for _ in range(MAX_DEADLINES):
+            if select.select([descriptor], [], [], seconds)[0]:
+                return True
+            seen = usage(pid)
+            if seen.seconds >= BUSY_SHARE * seconds or not seen.running:
+                return False
+    finally:
+        os.close(descriptor)
+    raise TimeoutError(f"over {MAX_DEADLINES * seconds:g} s without {BUSY_SHARE * seconds:g} s of the processor")
+
+
+def _limits(test_seconds: float, memory_bytes: int, walled: bool) -> dict[int, int]:
+    limits = {
+        resource.RLIMIT_AS: memory_bytes,
+        resource.RLIMIT_CPU: math.ceil(test_seconds) + 1,
+        resource.RLIMIT_FSIZE: MAX_OUTPUT_BYTES,
+        resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
+        resource.RLIMIT_CORE: 0,
+    }
+    return limits if walled else limits | {resource.RLIMIT_NPROC: 1}

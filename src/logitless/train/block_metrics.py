@@ -1,0 +1,121 @@
+"""The numbers of a block as a whole: rewards, verdicts, groups, lengths, advantages and values."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import get_args
+
+import torch
+
+from logitless.objective.advantage import Advantage, num_clipped
+from logitless.objective.value import explained_variance
+from logitless.rewards.combine import reward_statistics
+from logitless.train.block import AdvantagedBlock, JudgedBlock, ScoredBlock
+from logitless.train.judge import number, signal
+from logitless.train.metrics import Numbers
+from logitless.types import Group, VerdictStatus
+
+
+def block_metrics(block: JudgedBlock, *, seconds: float) -> Numbers:
+    """Rewards, verdicts, groups and lengths of everything that was drawn, before any group is left out.
+
+    Args:
+        block: all groups, those of refills included.
+        seconds: that sampling and judging took.
+    """
+    drawn, num_trained = block.drawn, sum(block.kept)
+    rewards = torch.tensor([number(r) for g in drawn for r in g.rewards], dtype=torch.float64)
+    scored = rewards[~rewards.isnan()]
+    completions = [c for g in drawn for c in g.completions]
+    lengths = [c.length for c in completions]
+    spreads = [_spread(g) for g in drawn]
+    metrics: Numbers = {
+        "reward/mean": float(scored.mean()),
+        "reward/std": float(scored.std()) if len(scored) > 1 else 0.0,
+        "reward/std_in_group": sum(spreads) / len(spreads),
+        "reward/unscored": len(rewards) - len(scored),
+        "group/zero_signal_fraction": 1 - sum(signal(drawn)) / len(drawn),
+        "group/trained": num_trained,
+        "group/dropped": len(drawn) - num_trained,
+        "group/refill_rounds": block.rounds - 1,
+        "length/mean": sum(lengths) / len(lengths),
+        "length/min": min(lengths),
+        "length/max": max(lengths),
+        "length/truncated_fraction": sum(c.finish_reason == "length" for c in completions) / len(completions),
+        "length/empty": sum(not c.text for c in completions),
+        "length/prompt_mean": sum(len(g.prompt.token_ids) for g in drawn) / len(drawn),
+    }
+    speed = {"time/rollout_seconds": seconds, "throughput/rollout_tokens_per_second": sum(lengths) / seconds}
+    return metrics | verdict_metrics(drawn) | speed
+
+
+def scoring_metrics(block: ScoredBlock, *, seconds: float) -> Numbers:
+    """How fast the tokens were scored, once a policy."""
+    num_scored = block.packed.num_tokens * (1 if block.logp_ref is None else 2)
+    return {"time/scoring_seconds": seconds, "throughput/scoring_tokens_per_second": num_scored / seconds}
+
+
+def verdict_metrics(groups: Sequence[Group]) -> Numbers:
+    """Scores and statuses by reward function; pass rates by constraint and family, over all functions that check it."""
+    metrics: Numbers = {}
+    checks: dict[str, Counter[str]] = {"passed": Counter(), "count": Counter()}
+    for name, found in reward_statistics([v for g in groups for v in g.verdicts]).items():
+        if found["mean"] is not None:
+            metrics[f"reward/{name}/mean"], metrics[f"reward/{name}/std"] = found["mean"], found["std"]
+        for status in get_args(VerdictStatus):
+            metrics[f"verdict/{name}/{status}"] = found[status]
+        for kind, by_id in (("constraint", found["constraints"]), ("constraint_family", found["families"])):
+            for identifier, numbers in by_id.items():
+                for what, counter in checks.items():
+                    counter[f"{kind}/{identifier}"] += numbers[what]
+    for identifier, count in checks["count"].items():
+        metrics[f"{identifier}/pass_rate"] = checks["passed"][identifier] / count
+        metrics[f"{identifier}/count"] = count
+    return metrics
+
+
+def advantages_of(block: AdvantagedBlock, judged: JudgedBlock) -> list[list[float | None]]:
+    """The advantage of each drawn completion, its first token's; None where it has no token that is trained on.
+
+    Args:
+        block: the kept groups, packed in order.
+        judged: all groups.
+    """
+    counts = torch.tensor(block.packed.inputs.source_counts)
+    first = (torch.cumsum(counts, 0) - counts).tolist()
+    values = iter([float(block.advantage[f]) if n else None for f, n in zip(first, counts.tolist(), strict=True)])
+    return [
+        [next(values) if k else None for _ in g.completions] for g, k in zip(judged.drawn, judged.kept, strict=True)
+    ]
+
+
+def advantage_metrics(advantages: Sequence[Sequence[float | None]], estimator: Advantage | None) -> Numbers:
+    """Mean and spread of the advantages that there are, and how many were held at the estimator's clip.
+
+    Example:
+        >>> from logitless.objective.advantage import GroupCentered
+        >>> advantage_metrics([[0.5, -0.5, None]], GroupCentered(clip=0.5))
+        {'advantage/mean': 0.0, 'advantage/std': 0.7071067690849304, 'advantage/clipped': 2}
+    """
+    limit = None if estimator is None else estimator.clip
+    known = torch.tensor([a for group in advantages for a in group if a is not None])
+    spread = float(known.std()) if len(known) > 1 else 0.0
+    metrics: Numbers = {"advantage/mean": float(known.mean()), "advantage/std": spread}
+    if limit is not None:
+        metrics["advantage/clipped"] = int(num_clipped(known, limit))
+    return metrics
+
+
+def value_metrics(block: AdvantagedBlock) -> Numbers:
+    """What the value head said in the scoring pass, against the returns; nothing where there is no value head."""
+    if block.value_old is None or block.value_target is None:
+        return {}
+    return {
+        "value/mean": float(block.value_old.mean()),
+        "value/return_mean": float(block.value_target.nanmean()),
+        "value/explained_variance": float(explained_variance(block.value_old, block.value_target)),
+    }
+
+
+def _spread(group: Group) -> float:
+    known = torch.tensor([r for r in group.rewards if r is not None], dtype=torch.float64)
+    return float(known.std()) if len(known) > 1 else 0.0

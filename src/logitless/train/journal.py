@@ -1,0 +1,120 @@
+"""The journal: everything a run says about itself, to its folder, to the person who watches and to other writers.
+
+With several ranks all of them keep one, and the first alone writes.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from logitless.distributed.ranks import Ranks
+from logitless.train.block import JudgedBlock
+from logitless.train.live_view import LiveView
+from logitless.train.memory import peak_memory
+from logitless.train.metrics import Numbers
+from logitless.train.run_folder import RunFolder
+from logitless.train.writers import Writer
+
+
+class Journal:
+    """Metrics, rollouts, the seconds of each phase, the summary, the live view.
+
+    Args:
+        folder: of the run.
+        view: what the user sees.
+        writers: other places that metrics go to.
+        device: whose peak memory is written.
+        ranks: of the run; the peak is that of the rank with the most.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        view: LiveView,
+        writers: Sequence[Writer],
+        device: torch.device,
+        ranks: Ranks = Ranks.alone(),
+    ) -> None:
+        self._ranks = ranks
+        self.folder, self._view, self._writers, self._device = folder, view, writers, device
+        self.seconds: dict[str, float] = {}
+        self.summary: dict[str, float] = {}
+        self._lines = 0
+        self._sample: tuple[str, str, float] | None = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[list[float]]:
+        """Show what is being done and time it; the seconds are in the list afterwards."""
+        self._view.phase(name)
+        seconds = [0.0]
+        start = time.perf_counter()
+        try:
+            yield seconds
+        finally:
+            seconds[0] = time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds[0]
+
+    def write(self, record: Numbers, by_rank: Mapping[str, Sequence[int]] = MappingProxyType({})) -> None:
+        """One line of metrics, and the same to the view and the writers.
+
+        Args:
+            record: of a step.
+            by_rank: metrics that are a list, one number a rank; for the line alone.
+        """
+        record = {
+            **record,
+            "memory/peak_bytes": self._ranks.max(peak_memory(self._device)),
+            "time/elapsed_seconds": sum(self.seconds.values()),
+        }
+        self._lines += 1
+        if not self._ranks.is_first:
+            return
+        self.folder.append_metrics({**record, **by_rank})
+        for writer in self._writers:
+            writer.write(record)
+        self._view.update(record, self._sample)
+
+    def write_rollouts(
+        self, number: int, block: JudgedBlock, advantages: Sequence[Sequence[float | None]] | None = None
+    ) -> None:
+        """Every completion of a block with what was said of it; one that is trained on becomes the view's sample.
+
+        Args:
+            number: of the block, from 1.
+            block: everything that was drawn.
+            advantages: one a completion, by group; None where the block is not trained on.
+        """
+        if not self._ranks.is_first:
+            return
+        self.folder.write_rollouts(number, block.drawn, advantages)
+        if advantages is not None:
+            first = block.drawn[0]
+            self._sample = (first.prompt.text, first.completions[0].text, first.rewards[0] or 0.0)
+
+    def message(self, text: str) -> None:
+        """A line for the person who watches."""
+        self._view.message(text)
+
+    def write_summary(self, run: Mapping[str, Any]) -> None:
+        """Leave ``summary.json``.
+
+        Args:
+            run: what is known of the run besides the summary so far.
+        """
+        peak = {"peak_memory_bytes": self._ranks.max(peak_memory(self._device))}
+        if self._ranks.is_first:
+            self.folder.write_summary({**run, **self.summary, "seconds": self.seconds, **peak})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Lines, seconds and summary so far, as JSON."""
+        return {"lines": self._lines, "seconds": self.seconds, "summary": self.summary}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict``; later lines of metrics are removed."""
+        self._lines, self.seconds, self.summary = state["lines"], dict(state["seconds"]), dict(state["summary"])
+        if self._ranks.is_first:
+            self.folder.truncate_metrics(self._lines)

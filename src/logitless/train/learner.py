@@ -1,0 +1,309 @@
+"""The learner: the policy with everything that trains it. Blocks of judged groups in, weights out.
+
+    score, with_advantages    once a block, before any step
+    begin      what is settled for the block before its first step
+    step       one optimizer step: weights a token, micro-batches, gradients summed, clipped and applied, controllers
+    weights    what engines sample with, and ``version``, by which they tell one from another
+
+All randomness comes from the run's seed and the numbers in ``Progress``, so that a block goes on bitwise wherever it
+was stopped.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.data.packing import StepPlan, plan_epoch
+from logitless.data.shares import rows_by_rank
+from logitless.distributed.ranks import Ranks
+from logitless.errors import TrainingError
+from logitless.objective.algorithm import Algorithm
+from logitless.objective.objective import BlockStatistics
+from logitless.rollout.engine import Weights
+from logitless.seeds import derived_seed
+from logitless.train import checkpoint as checkpoints
+from logitless.train.advantages import with_advantages
+from logitless.train.block import AdvantagedBlock, PackedBlock, ScoredBlock, micro_batches_of
+from logitless.train.config import Recipe
+from logitless.train.control import Controllers
+from logitless.train.metrics import Numbers
+from logitless.train.optimizer import adamw, learning_rate, take_step
+from logitless.train.policy import Policy, Scorer
+from logitless.train.score import score
+from logitless.train.setup import value_head_section
+from logitless.train.step import MicroBatch, backward, step_batch, step_metrics
+from logitless.train.stored import load_block, stored_block
+from logitless.types import Group, TokenBatch
+
+
+@dataclass
+class Progress:
+    """Where training stands.
+
+    Args:
+        block: blocks finished.
+        epoch: epochs finished of the block in training.
+        step_in_epoch: steps finished of that epoch.
+        step: optimizer steps done, skipped ones included.
+        skipped, skipped_in_a_row: steps without a finite gradient.
+    """
+
+    block: int = 0
+    epoch: int = 0
+    step_in_epoch: int = 0
+    step: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+
+
+@dataclass(frozen=True)
+class _InTraining:
+    """A block with what is settled before its first step.
+
+    Args:
+        block: as it was prepared.
+        tokens: what the objective reads of it, the block's selection of tokens included.
+        statistics: of the block, or None.
+        dropped: one flag a sequence: completions whose tokens weigh 0.
+        plans: the steps of each epoch.
+    """
+
+    block: AdvantagedBlock
+    tokens: TokenBatch
+    statistics: BlockStatistics | None
+    dropped: tuple[bool, ...]
+    plans: tuple[tuple[StepPlan, ...], ...]
+
+
+class Learner:
+    """Trains a policy on blocks.
+
+    Args:
+        recipe: checked.
+        algorithm: objective, advantage, weighting and value loss of the recipe.
+        policy: trained in place.
+        reference: scores under the frozen policy, or None without a KL.
+        reward_weights: by name, for advantages that take the rewards apart.
+        ranks: that train the policy together; everything that one rank has to know of the others goes through it.
+
+    Attributes:
+        tokens_per_rank: that each rank trained on in the last step.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        algorithm: Algorithm,
+        policy: Policy,
+        reference: Scorer | None,
+        *,
+        reward_weights: Mapping[str, float],
+        ranks: Ranks = Ranks.alone(),
+    ) -> None:
+        self.ranks = ranks
+        self.tokens_per_rank: tuple[int, ...] = ()
+        self.recipe, self.algorithm, self.policy, self.reference = recipe, algorithm, policy, reference
+        self.reward_weights = reward_weights
+        self.optimizer = adamw(
+            policy.model.parameters(),
+            recipe.train.optimizer,
+            policy.device,
+            value_head=() if policy.value_head is None else policy.value_head.parameters(),
+            value_head_factor=value_head_section(recipe).learning_rate_factor,
+        )
+        self.controllers = Controllers(recipe.kl, algorithm)
+        self.progress = Progress()
+        self._current: _InTraining | None = None
+
+    # --- before training on a block
+
+    def score(self, packed: PackedBlock) -> ScoredBlock:
+        """The block under policy and reference, in the packing of the first epoch, so that its first ratio is 1.
+
+        Args:
+            packed: has a token.
+        """
+        return score(
+            packed,
+            self.policy,
+            self.reference,
+            [row for row in micro_batches_of(self._plan(packed, 0), self.ranks) if row],
+            temperature=self.recipe.rollout.sampling.temperature,
+            backend=self.recipe.train.scoring_backend,
+            ranks=self.ranks,
+        )
+
+    def with_advantages(self, scored: ScoredBlock, groups: Sequence[Group]) -> AdvantagedBlock:
+        """The block with what each token is worth.
+
+        Args:
+            scored: under this learner's policy.
+            groups: that were packed.
+        """
+        return with_advantages(
+            scored,
+            groups,
+            self.algorithm.advantage,
+            weights=self.reward_weights,
+            kl_beta=self.controllers.beta_in_reward,
+        )
+
+    def begin(self, block: AdvantagedBlock) -> None:
+        """Settle what no step may change: the plan of each epoch, dropped completions, statistics of the block."""
+        train, objective = self.recipe.train, self.algorithm.objective
+        dropped = tuple(truncated and self.algorithm.drop_truncated for truncated in block.truncated)
+        tokens = block.tokens(trained=~torch.tensor(dropped))
+        statistics = objective.block_statistics(tokens, generator=self._generator("selection", self.progress.block))
+        self._current = _InTraining(
+            block,
+            tokens if statistics is None else statistics.attach(tokens),
+            statistics,
+            dropped,
+            tuple(tuple(self._plan(block, epoch)) for epoch in range(train.epochs_per_block)),
+        )
+
+    @property
+    def in_training(self) -> bool:
+        """Whether a block has begun and has steps left."""
+        return self._current is not None
+
+    # --- training on it
+
+    def step(self) -> Numbers:
+        """The next optimizer step of the block in training, and its numbers."""
+        if self._current is None:
+            raise ValueError("no block in training: call begin first")
+        now, progress = self._current, self.progress
+        plan = now.plans[progress.epoch]
+        place: Numbers = {"block": progress.block + 1, "epoch": progress.epoch + 1}
+        micro_batches = step_batch(
+            now.block.packed,
+            now.tokens,
+            plan[progress.step_in_epoch],
+            self.algorithm.objective,
+            self.algorithm.weighting,
+            dropped=now.dropped,
+            num_steps=len(plan),
+            statistics=now.statistics,
+        )
+        record = self._optimize(micro_batches, now.statistics)
+        progress.step_in_epoch += 1
+        if progress.step_in_epoch == len(plan):
+            self.controllers.end_epoch(now.block.packed.num_sequences)
+            progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
+        if progress.epoch == len(now.plans):
+            self.end_block()
+        return {"step": progress.step, **place, **record}
+
+    def end_block(self) -> None:
+        """Go on to the next block; for one without a signal, this is all there is to do."""
+        self.progress.block, self.progress.epoch, self._current = self.progress.block + 1, 0, None
+
+    def _optimize(self, micro_batches: list[MicroBatch], statistics: BlockStatistics | None) -> Numbers:
+        recipe, progress, ranks = self.recipe, self.progress, self.ranks
+        mine = ranks.rows_of(micro_batches)
+        outputs = backward(
+            self.policy,
+            self.algorithm.objective,
+            mine,
+            temperature=recipe.rollout.sampling.temperature,
+            backend=recipe.train.training_backend,
+            beta=self.controllers.beta_in_loss,
+            entropy_coefficient=self.controllers.entropy_coefficient,
+            statistics=statistics,
+            seed=derived_seed(recipe.seed, "step", progress.step, *([ranks.rank] if ranks.rank else [])),
+            value_loss=self.algorithm.value_loss,
+            gather=ranks.gather,
+        )
+        ranks.sum_gradients(self.policy.named_parameters().values())
+        rate = learning_rate(progress.step, progress.block / recipe.train.blocks, recipe.train.optimizer)
+        norm, taken = take_step(self.optimizer, rate=rate, max_grad_norm=recipe.train.max_grad_norm, ranks=ranks)
+        progress.step += 1
+        progress.skipped += not taken
+        progress.skipped_in_a_row = 0 if taken else progress.skipped_in_a_row + 1
+        self.tokens_per_rank = tuple(ranks.everyones(sum(each.tokens.num_tokens for each in mine)))
+        record = step_metrics(outputs, ranks) | {
+            "optimizer/grad_norm": float(norm),
+            "optimizer/learning_rate": rate,
+            "optimizer/sequences": sum(each.tokens.num_sequences for each in micro_batches),
+            "optimizer/micro_batches": sum(each.tokens.num_tokens > 0 for each in micro_batches),
+            "optimizer/skipped_steps": progress.skipped,
+        }
+        self.controllers.after_step(record, micro_batches, taken=taken)
+        return record
+
+    def check_skipped(self) -> str | None:
+        """A message where the last step was skipped.
+
+        Raises:
+            TrainingError: too many were skipped in a row.
+        """
+        progress = self.progress
+        if progress.skipped_in_a_row >= self.recipe.train.max_skipped_in_a_row:
+            raise TrainingError(
+                needed="finite gradients",
+                given=f"{progress.skipped_in_a_row} steps in a row without (train.max_skipped_in_a_row)",
+                remedy="Lower the learning rate, or go on from the last checkpoint with --resume.",
+            )
+        return f"step {progress.step} skipped: its gradient is not finite" if progress.skipped_in_a_row else None
+
+    # --- what it hands out and goes on from
+
+    @property
+    def version(self) -> int:
+        """Of the weights: optimizer steps that they have seen."""
+        return self.progress.step
+
+    def weights(self) -> Weights:
+        """The weights as they are now."""
+        return self.policy.weights()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Optimizer moments, adapters and the tokens of a block in training, by name."""
+        tensors = checkpoints.optimizer_tensors(self.policy.named_parameters(), self.optimizer)
+        tensors |= self.policy.adapter_tensors()
+        return tensors if self._current is None else tensors | stored_block(self._current.block)[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rest of the state, as JSON."""
+        block = None if self._current is None else stored_block(self._current.block)[1]
+        return {"progress": asdict(self.progress), "controllers": self.controllers.state_dict(), "block": block}
+
+    def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Go on from ``tensors`` and ``state_dict``; the policy's own weights are there already, adapters aside."""
+        self.progress = Progress(**state["progress"])
+        self.controllers.load_state_dict(state["controllers"])
+        checkpoints.restore_optimizer(self.policy.named_parameters(), self.optimizer, tensors)
+        self.policy.load_adapter_tensors(tensors)
+        if state["block"] is not None:
+            self.begin(load_block(tensors, state["block"]))
+
+    def _plan(self, block: PackedBlock, epoch: int) -> list[StepPlan]:
+        """The optimizer steps of an epoch; completions that are all empty make none."""
+        train = self.recipe.train
+        steps = plan_epoch(
+            block.groups,
+            block.packed.inputs,
+            tokens_per_step=train.tokens_per_step,
+            tokens_per_micro_batch=train.tokens_per_micro_batch,
+            seed=derived_seed(self.recipe.seed, "epoch", self.progress.block, epoch),
+        )
+        return [self._over_ranks(step, block) for step in steps if step.micro_batches]
+
+    def _over_ranks(self, step: StepPlan, block: PackedBlock) -> StepPlan:
+        """The step with the rows of all ranks, as ``Ranks.rows_of`` takes them apart; on one rank the step itself."""
+        rows = rows_by_rank(
+            step,
+            block.groups,
+            block.packed.inputs,
+            num_ranks=self.ranks.world,
+            hidden_size=self.policy.head().weight.shape[1],
+            tokens_per_micro_batch=self.recipe.train.tokens_per_micro_batch,
+        )
+        return replace(step, micro_batches=tuple(row for of_ranks in zip(*rows, strict=True) for row in of_ranks))
+
+    def _generator(self, *labels: str | int) -> torch.Generator:
+        return torch.Generator().manual_seed(derived_seed(self.recipe.seed, *labels))

@@ -1,0 +1,92 @@
+"""Sampling and judging with several ranks: each takes its share of the prompts, and all of them get all groups.
+
+A completion is drawn from the seed, the prompt's id and its place among the prompt's samples, and a verdict is of one
+completion, so that who draws and who judges makes no difference. What does differ is rounding: the logits of a row
+depend in their last bits on which rows are in the batch. Where a number that decides a token lies within that of a
+boundary, the token is another one; of tokens drawn from float32 logits that is less than one in a million.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from logitless.distributed.ranks import Ranks
+from logitless.rewards.combine import Unscored
+from logitless.rewards.contract import WeightedReward
+from logitless.rollout.engine import Engine
+from logitless.rollout.environment import Environment, play
+from logitless.rollout.sampling import SamplingOptions
+from logitless.train.judge import judge
+from logitless.types import Completion, Group, Prompt, Verdict
+
+
+def sampled_and_judged(
+    ranks: Ranks,
+    engine: Engine,
+    environment: Environment,
+    prompts: Sequence[Prompt],
+    rewards: Sequence[WeightedReward],
+    *,
+    num_samples: int,
+    options: SamplingOptions,
+    unscored: Unscored,
+    seed: int,
+) -> list[Group]:
+    """The judged groups of all prompts, in order, on every rank.
+
+    Args:
+        ranks: that share the work; all of them call.
+        engine: samples, with the same weights on every rank.
+        environment: answers.
+        prompts: the same on every rank, with distinct ids.
+        rewards: judge.
+        num_samples: of each prompt.
+        options: of sampling.
+        unscored: what a completion is worth that some of the functions could not judge.
+        seed: of this round.
+    """
+    mine = [prompts[i] for i in ranks.shared(len(prompts))]
+    groups: list[Group] = []
+    if mine:
+        episodes = play(engine, mine, environment, num_samples=num_samples, options=options, seed=seed)
+        groups = judge(mine, episodes, rewards, unscored=unscored)
+    if ranks.world == 1:
+        return groups
+    found = ranks.together([group_as_json(group) for group in groups])
+    return [group_of_json(prompt, group) for prompt, group in zip(prompts, found, strict=True)]
+
+
+def group_as_json(group: Group) -> dict[str, Any]:
+    """What was sampled and said, without the prompt, which every rank has.
+
+    Example:
+        >>> prompt = Prompt("7", "2+2=", (4,))
+        >>> group = Group(prompt, (Completion("7", (4,), "4", "stop"),), ({"exact": Verdict.graded(1.0)},), (1.0,))
+        >>> group_of_json(prompt, group_as_json(group)) == group
+        True
+    """
+    return {
+        "completions": [asdict(completion) for completion in group.completions],
+        "verdicts": [{name: asdict(verdict) for name, verdict in of.items()} for of in group.verdicts],
+        "rewards": group.rewards,
+        "turn_rewards": group.turn_rewards,
+    }
+
+
+def group_of_json(prompt: Prompt, group: Mapping[str, Any]) -> Group:
+    """The group that ``group_as_json`` wrote; JSON has lists where it had tuples."""
+    return Group(
+        prompt,
+        tuple(Completion(**_tuples(each)) for each in group["completions"]),
+        tuple({name: Verdict(**_tuples(verdict)) for name, verdict in of.items()} for of in group["verdicts"]),
+        tuple(group["rewards"]),
+        tuple(tuple(of) for of in group["turn_rewards"]),
+    )
+
+
+def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _tuple(value) for name, value in fields.items()}
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(_tuple(inner) for inner in value) if isinstance(value, list | tuple) else value

@@ -1,0 +1,56 @@
+"""A block in training as a checkpoint holds it: its tensors by name, and the rest as JSON.
+
+Both directions follow the fields of the stages, so that a further field needs no line here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar, get_type_hints
+
+from torch import Tensor
+
+from logitless.train.block import AdvantagedBlock
+
+_PREFIX = "block"
+_Stage = TypeVar("_Stage")
+
+
+def stored_block(block: AdvantagedBlock) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a block, each under ``block/<field>/...``, and what is no tensor by the same names."""
+    values = _flat(block, _PREFIX)
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    return tensors, {name: value for name, value in values.items() if name not in tensors}
+
+
+def load_block(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> AdvantagedBlock:
+    """The block of ``stored_block``.
+
+    Args:
+        tensors: others among them are left alone.
+        state: lists stand for tuples, as JSON leaves them.
+    """
+    return _built(AdvantagedBlock, _PREFIX, {**tensors, **{name: _tuples(value) for name, value in state.items()}})
+
+
+def _flat(stage: Any, prefix: str) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for f in fields(stage):
+        value = getattr(stage, f.name)
+        flat |= _flat(value, f"{prefix}/{f.name}") if is_dataclass(value) else {f"{prefix}/{f.name}": value}
+    return flat
+
+
+def _built(kind: type[_Stage], prefix: str, values: Mapping[str, Any]) -> _Stage:
+    hints = get_type_hints(kind)
+    return kind(
+        **{
+            f.name: _built(hints[f.name], f"{prefix}/{f.name}", values)
+            if is_dataclass(hints[f.name])
+            else values[f"{prefix}/{f.name}"]
+            for f in fields(kind)  # type: ignore[arg-type]
+        }
+    )
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(inner) for inner in value) if isinstance(value, list) else value

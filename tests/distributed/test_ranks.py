@@ -1,0 +1,195 @@
+"""What ranks tell each other: sums, decisions, objects and gradients, and that all of them end when one fails."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from logitless.distributed import Ranks, ranks, ranks_of_environment
+from logitless.errors import ConfigurationError, TrainingError
+from tests.ranks import run_on_ranks
+
+
+def all_of_them():
+    return Ranks(data=dist.group.WORLD)
+
+
+def test_one_rank_alone_needs_no_process_group_and_changes_nothing():
+    alone, tensor = Ranks.alone(), torch.tensor([1.0])
+    assert not dist.is_initialized()
+    assert (alone.rank, alone.world, alone.is_first) == (0, 1, True)
+    assert alone.sum(tensor) is alone.gather(tensor) is alone.sum_over_sequence(tensor) is tensor
+    assert alone.max(2) == 2
+    assert alone.everyones({"a": (1,)}) == [{"a": (1,)}]
+    assert alone.of_first("x") == "x"
+    alone.barrier()
+    weight = nn.Parameter(tensor)
+    weight.grad = given = torch.tensor([3.0])
+    alone.sum_gradients([weight])
+    assert weight.grad is given
+
+
+def what_a_rank_sees(rank):
+    us = all_of_them()
+    us.barrier()
+    return {
+        "who": (us.rank, us.world, us.is_first),
+        "sum": us.sum(torch.tensor([float(rank), 1.0])).tolist(),
+        "rows": us.gather(torch.full((rank + 1,), rank)).tolist(),
+        "max": us.max(-rank),
+        "any": (us.any(rank == 1), us.any(False)),
+        "objects": us.everyones({"rank": rank, "π": [None, float("nan"), 0.1]}),
+        "first": us.of_first(f"of {rank}"),
+    }
+
+
+def test_every_rank_sees_the_same_sums_rows_decisions_and_objects():
+    found = run_on_ranks(2, what_a_rank_sees)
+    assert [each.pop("who") for each in found] == [(0, 2, True), (1, 2, False)]
+    assert repr(found[0]) == repr(found[1])
+    nan = float("nan")
+    assert repr(found[0]) == repr(
+        {
+            "sum": [1.0, 2.0],
+            "rows": [0, 1, 1],
+            "max": 0.0,
+            "any": (True, False),
+            "objects": [{"rank": r, "π": [None, nan, 0.1]} for r in range(2)],
+            "first": "of 0",
+        }
+    )
+
+
+def an_object_that_is_not_json(rank):
+    with pytest.raises(TypeError):
+        all_of_them().everyones(object())
+
+
+def test_what_json_cannot_hold_is_refused_rather_than_pickled():
+    run_on_ranks(2, an_object_that_is_not_json)
+
+
+def parts_of_gradients(rank, dtype):
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for size in (7, 3, 1)]
+
+
+def sum_of_gradients(rank, dtype, bucket_bytes):
+    ranks.BUCKET_BYTES = bucket_bytes
+    weights = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in (7, 3, 1)]
+    unused, frozen = nn.Parameter(torch.zeros(2, dtype=dtype)), nn.Parameter(torch.zeros(2), requires_grad=False)
+    for weight, part in zip(weights, parts_of_gradients(rank, dtype), strict=True):
+        weight.grad = part
+    if rank == 1:
+        weights[1].grad = None  # a rank whose tokens do not reach it
+    all_of_them().sum_gradients([weights[0], frozen, unused, *weights[1:]])
+    assert unused.grad is None
+    assert frozen.grad is None
+    return [weight.grad for weight in weights]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 40, 2**20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_gradients_are_summed_and_never_averaged_whatever_the_buckets(dtype, bucket_bytes):
+    first, second = (parts_of_gradients(rank, dtype) for rank in range(2))
+    high = torch.float64 if dtype == torch.float64 else torch.float32
+    want = [(a.to(high) + b.to(high)).to(dtype) for a, b in zip(first, second, strict=True)]
+    want[1] = first[1]
+    for found in run_on_ranks(2, sum_of_gradients, dtype, bucket_bytes):
+        for gradient, total in zip(found, want, strict=True):
+            assert torch.equal(gradient, total)
+
+
+def test_without_torchrun_a_process_is_alone():
+    with ranks_of_environment("cpu", {}) as found:
+        assert found == Ranks.alone()
+    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with ranks_of_environment("cpu", one) as found:
+        assert found == Ranks.alone()
+
+
+COMPLETE = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"RANK": "2"},
+        {"RANK": ""},
+        {"WORLD_SIZE": "two"},
+        {"LOCAL_RANK": "-1"},
+        {"MASTER_ADDR": ""},
+        {"MASTER_PORT": ""},
+    ],
+    ids=str,
+)
+def test_an_environment_that_torchrun_did_not_make_is_refused(wrong):
+    with (
+        pytest.raises(ConfigurationError, match="torchrun --nproc-per-node"),
+        ranks_of_environment("cpu", COMPLETE | wrong),
+    ):
+        raise AssertionError("connected")
+
+
+TWO_RANKS = """
+import sys
+from logitless.distributed import ranks_of_environment
+from logitless.errors import TrainingError
+try:
+    with ranks_of_environment("cpu", timeout_seconds=60) as ranks:
+        assert ranks.any(ranks.rank == 1)
+        if ranks.rank == 1 and sys.argv[1] == "fail":
+            raise ValueError("rank 1 cannot go on")
+        ranks.barrier()
+        print("rank", ranks.rank, "done")
+except TrainingError as error:
+    print(error)
+    sys.exit(1)
+"""
+
+
+def two_processes(tmp_path, *, end):
+    script = tmp_path / "script.py"
+    script.write_text(TWO_RANKS)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    started = time.monotonic()
+    done = subprocess.run(
+        [*launcher, str(script), end], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    return done, time.monotonic() - started
+
+
+def test_ranks_that_torchrun_started_find_each_other(tmp_path):
+    done, _ = two_processes(tmp_path, end="well")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 done", "rank 1 done"]
+
+
+def test_what_one_rank_raises_ends_all_of_them_with_exit_status_1(tmp_path):
+    done, seconds = two_processes(tmp_path, end="fail")
+    assert done.returncode == 1
+    assert "rank 1 cannot go on" in done.stderr
+    assert "done" not in done.stdout
+    assert seconds < 60  # not the time-out of the collective
+
+
+def wait_for_a_rank_that_left(rank):
+    us = all_of_them()
+    if rank == 1:
+        return None
+    try:
+        us.barrier()
+    except TrainingError as error:
+        return str(error)
+
+
+def test_a_rank_that_waits_for_one_that_is_gone_says_so():
+    message = run_on_ranks(2, wait_for_a_rank_that_left)[0]
+    assert "needed all 2 ranks" in message
+    assert "on rank 0" in message

@@ -1,0 +1,51 @@
+"""The worked example of a new objective, as the page has it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.extending.diffs import ROOT, extended
+
+CHECKS = """
+from pathlib import Path
+import logitless
+from logitless.bench.objectives_document import curves, page
+from logitless.train.recipe import load_recipe
+from logitless.train.setup import algorithm_of
+
+assert Path(logitless.__file__).is_relative_to(Path.cwd()), logitless.__file__
+quickstart = Path({quickstart!r})
+of_preset = algorithm_of(load_recipe(quickstart, ["algorithm.preset=topr"]))
+by_name = algorithm_of(load_recipe(quickstart, ["algorithm.surrogate={{name: topr, ratio_max: 2.0}}"]))
+assert (of_preset.objective.surrogate.ratio_max, by_name.objective.surrogate.ratio_max) == (1.0, 2.0)
+assert "### topr" in page() and curves("topr")
+"""
+
+
+def _run(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=copy, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("objective")
+    extended("A new objective", folder)
+    return folder
+
+
+def test_the_test_of_the_new_objective_and_its_doctests_pass(copy):
+    new = ["tests/objective/test_topr.py", "src/logitless/objective/surrogate/topr.py"]
+    done = _run(copy, "-m", "pytest", "-q", "--doctest-modules", "-p", "no:cacheprovider", f"--rootdir={copy}", *new)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout
+
+
+def test_recipes_can_name_it_and_the_page_of_objectives_shows_it(copy):
+    done = _run(copy, "-c", CHECKS.format(quickstart=str(ROOT / "recipes" / "quickstart.yaml")))
+    assert done.returncode == 0, done.stderr

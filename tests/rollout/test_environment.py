@@ -1,0 +1,108 @@
+"""Episodes: a single turn is the plain sample; with answers, every token knows who wrote it and what it was paid."""
+
+import pytest
+
+from logitless.data.packing import pack
+from logitless.errors import InputError
+from logitless.rollout.environment import Environment, Reply, SingleTurn, play
+from logitless.rollout.sampling import SamplingOptions
+from logitless.rollout.transformers import TransformersSampler
+from logitless.types import Completion, Prompt
+from tests.models.tiny import tiny
+from tests.rollout.test_transformers import prompts, tokenizer
+
+OPTIONS = SamplingOptions(max_new_tokens=4)
+
+
+class AskAgain:
+    """Says "again" once to every other episode and pays for each turn by its length."""
+
+    def start(self, prompt, *, seed):
+        return {"turns": 0, "seed": seed}
+
+    def reply(self, state, turn):
+        state["turns"] += 1
+        paid = turn.length / 10
+        if state["turns"] == 2 or turn.text == "enough":
+            return Reply(paid)
+        return Reply(paid, ({"role": "user", "content": "again"},), (8, 9))
+
+
+class Echo:
+    """Answers with the number of tokens it read; notes what it was asked for."""
+
+    def __init__(self, text="go on", finish_reason="stop"):
+        self.asked, self.text, self.finish_reason = [], text, finish_reason
+
+    def sample(self, prompts, num_samples, options, *, seed):
+        self.asked.append(([(p.id, p.token_ids) for p in prompts], num_samples, seed))
+        logp, version = (-0.5, -1.0), len(self.asked)
+        return [
+            [Completion(p.id, (len(p.token_ids), 1), self.text, self.finish_reason, logp, None, None, version)]
+            * num_samples
+            for p in prompts
+        ]
+
+    def load(self, weights, version):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_a_single_turn_is_what_the_engine_samples():
+    engine, asked = TransformersSampler(tiny("llama"), tokenizer()), prompts(3, 5)
+    episodes = play(engine, asked, SingleTurn(), num_samples=3, options=OPTIONS, seed=4)
+    assert [[e.completion for e in group] for group in episodes] == engine.sample(asked, 3, OPTIONS, seed=4)
+    assert all(e.turn_rewards == () and e.num_turns == 1 for group in episodes for e in group)
+
+
+def test_a_second_turn_reads_everything_before_it_and_every_token_knows_who_wrote_it():
+    engine = Echo()
+    [[episode]] = play(engine, [Prompt("7", "2+2=", (4, 5, 6))], AskAgain(), num_samples=1, options=OPTIONS, seed=0)
+    assert [ids for asked, *_ in engine.asked for _, ids in asked] == [(4, 5, 6), (4, 5, 6, 3, 1, 8, 9)]
+    completion = episode.completion
+    assert completion.prompt_id == "7"
+    assert completion.token_ids == (3, 1, 8, 9, 7, 1)
+    assert completion.trained == (True, True, False, False, True, True)
+    assert completion.turn == (0, 0, 0, 0, 1, 1)
+    assert completion.logp_sampler == (-0.5, -1.0, 0.0, 0.0, -0.5, -1.0)
+    assert completion.weights_version == 1  # the oldest of its turns
+    assert episode.turn_rewards == (0.2, 0.2)
+    assert [m["role"] for m in episode.messages] == ["user", "assistant", "user", "assistant"]
+    packed = pack([(Prompt("7", "2+2=", (4, 5, 6)), completion)])
+    assert packed.target.tolist() == [3, 1, 7, 1]
+    assert packed.turn.tolist() == [0, 0, 1, 1]
+
+
+def test_episodes_of_one_prompt_go_on_side_by_side_under_ids_of_their_own():
+    engine = Echo()
+    play(engine, [Prompt("7", "", (4,)), Prompt("8", "", (5,))], AskAgain(), num_samples=2, options=OPTIONS, seed=0)
+    (_, first_samples, first), (asked, num_samples, second) = engine.asked
+    assert (first_samples, num_samples) == (2, 1)
+    assert first != second
+    assert len({prompt_id for prompt_id, _ in asked}) == len(asked) == 4
+
+
+@pytest.mark.parametrize("engine", [Echo(text="enough"), Echo(finish_reason="length")])
+def test_an_episode_ends_where_the_environment_is_done_or_a_turn_is_cut(engine):
+    [[episode]] = play(engine, [Prompt("7", "", (4,))], AskAgain(), num_samples=1, options=OPTIONS, seed=0)
+    assert len(engine.asked) == episode.num_turns == 1
+    assert episode.completion.finish_reason == engine.finish_reason
+    assert episode.completion.trained is None  # the engine's own completion, as it is
+
+
+def test_no_episode_has_more_turns_than_are_allowed():
+    engine = Echo()
+    play(engine, [Prompt("7", "", (4,))], AskAgain(), num_samples=1, options=OPTIONS, seed=0, max_turns=1)
+    assert len(engine.asked) == 1
+
+
+def test_an_answer_without_tokens_is_refused():
+    with pytest.raises(InputError, match="chat template"):
+        Reply(messages=({"role": "tool", "content": "4"},))
+
+
+def test_both_are_environments():
+    assert isinstance(SingleTurn(), Environment)
+    assert isinstance(AskAgain(), Environment)

@@ -1,0 +1,17 @@
+"""Ctrl-C at a chosen moment of a run."""
+
+import signal
+
+from logitless.train.live_view import LiveView
+
+
+def stop_at(step: int, monkeypatch) -> None:
+    """Press Ctrl-C once when the metrics of that step are shown."""
+    plain = LiveView.update
+
+    def update(self, record, sample):
+        plain(self, record, sample)
+        if record["step"] == step:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(LiveView, "update", update)
