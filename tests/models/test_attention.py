@@ -54,9 +54,12 @@ def shared_and_unshared(layout, x, **options):
     return sum(unlike(a[rows], b) for a, b in zip(together, apart, strict=True))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_shared_prompt_gives_the_bits_of_its_copies(options, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    list(zip([torch.bfloat16, torch.float16, torch.float32], OPTIONS, strict=True)),
+    ids=str,
+)
+def test_a_shared_prompt_gives_the_bits_of_its_copies(dtype, options):
     layout = AttentionLayout(GROUPS)
     assert shared_and_unshared(layout, draw(layout.num_tokens, 4, 2, 16, dtype)[:3], **options) == 0
 
@@ -82,11 +85,15 @@ def test_no_packing_changes_a_bit_of_a_sequence(data):
 
 
 @pytest.mark.parametrize(
-    "tile",
-    [QueryTile(16, 1, 1), QueryTile(64, 1, 1), QueryTile(32, 1, 1, tma=True)],
+    ("tile", "options"),
+    [
+        (QueryTile(16, 1, 1), {}),
+        (QueryTile(64, 1, 1), {"window": 70}),
+        (QueryTile(32, 1, 1, tma=True), {}),
+        (QueryTile(32, 1, 1, tma=True), {"softcap": 3.0}),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_no_tile_of_the_forward_pass_changes_a_bit(tiles, tile, options):
     layout = AttentionLayout(GROUPS)
     x = draw(layout.num_tokens, 3, 1, 16, torch.bfloat16)[:3]
