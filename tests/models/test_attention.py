@@ -212,6 +212,14 @@ def test_tiles_cover_every_query_and_every_pair_once():
             assert (pairs[row : row + length, prefix_row : prefix_row + prefix] == 1).all()
 
 
+def test_long_sequences_follow_each_other_and_short_ones_are_mixed_by_their_work():
+    """A long one fills the GPU alone, and its keys fit the GPU's cache."""
+    rows = AttentionLayout.of_sequences((700, 900)).query_tiles(1, 1, None)[:, 2].tolist()
+    assert rows == [700] * 900 + [0] * 700
+    tiles = AttentionLayout.of_sequences((3, 4, 2)).query_tiles(1, 1, None)
+    assert tiles[:, 4].tolist() == [3, 2, 2, 1, 1, 1, 0, 0, 0]
+
+
 def test_the_backward_pass_repeats_its_bits():
     layout = AttentionLayout((PromptGroup(70, (30, 40)),))
     *x, grad = draw(layout.num_tokens, 2, 1, 16, torch.bfloat16)
