@@ -54,9 +54,12 @@ def shared_and_unshared(layout, x, **options):
     return sum(unlike(a[rows], b) for a, b in zip(together, apart, strict=True))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_shared_prompt_gives_the_bits_of_its_copies(options, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    list(zip([torch.bfloat16, torch.float16, torch.float32], OPTIONS, strict=True)),
+    ids=str,
+)
+def test_a_shared_prompt_gives_the_bits_of_its_copies(dtype, options):
     layout = AttentionLayout(GROUPS)
     assert shared_and_unshared(layout, draw(layout.num_tokens, 4, 2, 16, dtype)[:3], **options) == 0
 
@@ -82,11 +85,15 @@ def test_no_packing_changes_a_bit_of_a_sequence(data):
 
 
 @pytest.mark.parametrize(
-    "tile",
-    [QueryTile(16, 1, 1), QueryTile(64, 1, 1), QueryTile(32, 1, 1, tma=True)],
+    ("tile", "options"),
+    [
+        (QueryTile(16, 1, 1), {}),
+        (QueryTile(64, 1, 1), {"window": 70}),
+        (QueryTile(32, 1, 1, tma=True), {}),
+        (QueryTile(32, 1, 1, tma=True), {"softcap": 3.0}),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_no_tile_of_the_forward_pass_changes_a_bit(tiles, tile, options):
     layout = AttentionLayout(GROUPS)
     x = draw(layout.num_tokens, 3, 1, 16, torch.bfloat16)[:3]
@@ -203,6 +210,14 @@ def test_tiles_cover_every_query_and_every_pair_once():
             wanted = (near >= 0) & (near < (window or length))
             assert (pairs[row : row + length, row : row + length][wanted] == 1).all()
             assert (pairs[row : row + length, prefix_row : prefix_row + prefix] == 1).all()
+
+
+def test_long_sequences_follow_each_other_and_short_ones_are_mixed_by_their_work():
+    """A long one fills the GPU alone, and its keys fit the GPU's cache."""
+    rows = AttentionLayout.of_sequences((700, 900)).query_tiles(1, 1, None)[:, 2].tolist()
+    assert rows == [700] * 900 + [0] * 700
+    tiles = AttentionLayout.of_sequences((3, 4, 2)).query_tiles(1, 1, None)
+    assert tiles[:, 4].tolist() == [3, 2, 2, 1, 1, 1, 0, 0, 0]
 
 
 def test_the_backward_pass_repeats_its_bits():

@@ -8,7 +8,9 @@ import torch
 
 from logitless.bench.bits import LAWS
 from logitless.bench.bits_laws import Laws, Sizes
+from logitless.models import linear
 from logitless.models import self_check as check
+from logitless.models.kernels.linear import REFERENCE, fixed_order_product
 from logitless.models.linear import Shape, plan_for
 from logitless.models.lm_head import backbone_hidden
 from logitless.models.loading import load_model
@@ -126,6 +128,15 @@ def test_a_library_that_fails_the_check_does_not_serve(monkeypatch):
     assert plan.library(1024) != "cublas"
     assert plan.library(2048) == "cublas"
     assert plan.ways[64] != "cublas"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tiles_of_every_gpu_have_the_bits_of_the_reference_tile(dtype):
+    rows, weight = (torch.randn(n, 1000, device="cuda").to(dtype) for n in (300, 500))
+    expected = fixed_order_product(rows, weight, REFERENCE, dtype=torch.float32)
+    for tile in (*linear._PLAIN.values(), linear._LOW_RANK, *linear._HOPPER.values()):
+        for count in (1, 17, 300):
+            assert torch.equal(fixed_order_product(rows[:count], weight, tile, dtype=torch.float32), expected[:count])
 
 
 @pytest.mark.multi_gpu

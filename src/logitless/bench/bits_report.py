@@ -117,14 +117,9 @@ def kernels_table(document: Mapping[str, Any]) -> str:
         for rows, way in found["ways"].items():
             ways.setdefault(way, []).append(rows)
         chosen = "; ".join(f"{way} at {', '.join(rows)}" for way, rows in ways.items())
-        failed = "; ".join(f"{way}: {_some(rows)}" for way, rows in found["failed"].items())
+        failed = "; ".join(f"{way}: {', '.join(map(str, rows))}" for way, rows in found["failed"].items())
         lines.append(f"| {shape} | {chosen} | {failed} |")
     return "\n".join(lines)
-
-
-def _some(rows: Sequence[int]) -> str:
-    shown = ", ".join(map(str, rows[:6]))
-    return shown if len(rows) <= 6 else f"{shown} and {len(rows) - 6} more"
 
 
 def plot(document: Mapping[str, Any], path: Path) -> None:

@@ -97,7 +97,6 @@ class AttentionLayout:
                 given=f"{used} tokens",
                 remedy="Leave num_tokens out, or raise it.",
             )
-        object.__setattr__(self, "_used", used)
 
     @classmethod
     def of_sequences(
@@ -114,7 +113,7 @@ class AttentionLayout:
     @property
     def every_row(self) -> bool:
         """Whether every row belongs to a sequence."""
-        return bool(self._used == self.num_tokens)  # type: ignore[attr-defined]
+        return self.num_tokens == sum(prompt + sum(completions) for prompt, completions in self.groups)
 
     @cached_property
     def segments(self) -> Segments:

@@ -13,7 +13,7 @@ from tests.models.kernels.ahead import Kernel, compiled
 
 def compile_all(
     capability: int, width: int, choice: AttentionTiles, *, dtype=torch.bfloat16, group=2, window=None, softcap=None,
-    only=("forward", "backward", "decode"), resources=True,
+    only=("forward", "backward", "decode"), resources=False,
 ) -> list[Kernel]:  # fmt: skip
     """Every launch of a forward pass, a backward pass, prefilling and decoding."""
     layout = AttentionLayout([PromptGroup(1100, (600,) * 8), PromptGroup(70, (40, 50))])
@@ -49,13 +49,14 @@ def compile_all(
 
 
 def main() -> None:
-    """Widths after the capability; prints what became of each."""
-    capability, *widths = (int(x) for x in sys.argv[1:])
+    """Widths after the capability; prints what became of each; with --resources registers and spills, too."""
+    resources = "--resources" in sys.argv
+    capability, *widths = (int(x) for x in sys.argv[1:] if x != "--resources")
     report = []
     for width in widths:
         padded = max(16, 1 << (width - 1).bit_length())
         choice = hopper_tiles(padded) if capability == 90 else plain_tiles(padded)
-        found = compile_all(capability, width, choice)
+        found = compile_all(capability, width, choice, resources=resources)
         report += [[width, *kernel] for kernel in found]
     print(json.dumps(report))
 
