@@ -41,6 +41,9 @@ _HOPPER = {
 _LOW_RANK = Tile(64, 64, 32, 4, 2)
 """For products over few numbers: plain loads, which may end anywhere."""
 
+_FLOAT32 = Tile(32, 32, 32, 4, 2)
+"""For tests: no tensor core multiplies float32."""
+
 
 class Shape(NamedTuple):
     """What a plan is for: a product of rows [M, K] with a weight [N, K] on a device."""
@@ -90,6 +93,7 @@ class Plan:
 
 
 _plans: dict[Shape, Plan] = {}
+_forced: Way | None = None
 
 
 def default_tiles(shape: Shape) -> dict[int, Tile]:
@@ -97,11 +101,9 @@ def default_tiles(shape: Shape) -> dict[int, Tile]:
     if shape.device.type != "cuda":
         return {MOST_ROWS: INTERPRETED}
     hopper = torch.cuda.get_device_capability(shape.device) == (9, 0)
-    if hopper and shape.aligned and shape.dtype.itemsize == 2:
-        return _HOPPER
-    if shape.dtype.itemsize == 4:
-        return {MOST_ROWS: Tile(32, 32, 32, 4, 2)}
-    return _PLAIN
+    if shape.dtype == torch.float32:
+        return {MOST_ROWS: _FLOAT32}
+    return _HOPPER if hopper and shape.aligned else _PLAIN
 
 
 def plan_for(shape: Shape) -> Plan:
@@ -118,17 +120,14 @@ def set_plan(shape: Shape, plan: Plan) -> None:
 
 
 @contextmanager
-def everywhere(way: Way | None) -> Iterator[None]:
-    """All products one way inside, whatever their bits; None ends nothing. For measurements and mutations."""
+def everywhere(way: Way) -> Iterator[None]:
+    """All products one way inside, whatever their bits: what ``logitless bench bits`` compares with."""
     global _forced
     before, _forced = _forced, way
     try:
         yield
     finally:
         _forced = before
-
-
-_forced: Way | None = None
 
 
 @contextmanager
