@@ -12,6 +12,7 @@ from logitless.cli.output import patient_output
 from logitless.errors import LogitlessError
 
 COMMANDS = {
+    "recipes": "list, print and copy the recipes that come with logitless",
     "train": "run a recipe",
     "report": "write report.html for a run folder",
     "score": "judge a file of responses with a suite or a reward function",

@@ -164,7 +164,7 @@ def _file_rows(path: Path) -> list[Row]:
         raise DataError(
             needed="a data file",
             given=f"{path}, which does not exist" if not path.exists() else f"{path}, which is not a file",
-            remedy="Check path (relative paths start at the current folder).",
+            remedy="Check path; a relative one starts at the recipe's folder, in --set at the current one.",
         )
     if path.suffix == ".jsonl":
         return _jsonl_rows(path)
