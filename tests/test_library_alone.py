@@ -3,29 +3,13 @@
 import os
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from tests.absent import keep_out, modules_of
+
 NEEDED = ("torch", "jaxtyping", "numpy")
-
-KEEP_OUT = """
-import sys
-present = {{*{allowed!r}, *sys.stdlib_module_names, "logitless"}}
-
-class Filtered:
-    def __init__(self, finder):
-        self.finder = finder
-
-    def find_spec(self, name, path=None, target=None):
-        return self.finder.find_spec(name, path, target) if name.partition(".")[0] in present else None
-
-    def __getattr__(self, name):
-        return getattr(self.finder, name)
-
-sys.meta_path[:] = [Filtered(finder) for finder in sys.meta_path]
-"""
 
 CORE = """
 import torch
@@ -57,29 +41,9 @@ import logitless.train.run
 """
 
 
-def modules_of(*packages):
-    """Names that these packages and what they require install, extras and other machines' requirements left out."""
-    found, waiting = set(), [*packages]
-    while waiting:
-        package = waiting.pop().lower().replace("_", "-")
-        if package in found:
-            continue
-        found.add(package)
-        try:
-            requirements = metadata.requires(package) or []
-        except metadata.PackageNotFoundError:  # for another platform or Python
-            continue
-        named = [each for each in requirements if "extra ==" not in each]
-        waiting += ["".join(c if c.isalnum() or c in "-_." else " " for c in each).split()[0] for each in named]
-    distributions = metadata.packages_distributions()
-    return sorted(
-        module for module, owners in distributions.items() if {o.lower().replace("_", "-") for o in owners} & found
-    )
-
-
 def run_with(allowed, program):
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    source = KEEP_OUT.format(allowed=allowed) + program
+    source = keep_out(allowed) + program
     return subprocess.run([sys.executable, "-c", source], env=kept, capture_output=True, text=True)
 
 

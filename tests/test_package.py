@@ -4,18 +4,23 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from tests.absent import keep_out, modules_of
+
 ROOT = Path(__file__).parents[1]
 
 RUN = """
+import importlib.util
 from pathlib import Path
 import logitless
 from logitless.cli.main import main
 assert Path(logitless.__file__).is_relative_to({installed!r}), logitless.__file__
+assert importlib.util.find_spec("hypothesis") is None  # an environment without what tests need
 assert main(["recipes", "copy", "quickstart"]) == 0
 few = [f"--set={{key}}.size=40" for key in ("data.train", "data.held_out", "warm_start.data")]
 small = ["warm_start.steps=1", "train.blocks=1", "rollout.prompts_per_block=2", "rollout.completions_per_prompt=2"]
@@ -54,12 +59,15 @@ def test_the_wheel_holds_every_module_and_every_file_that_a_recipe_reads(wheel):
     }
 
 
-def test_an_installed_copy_runs_the_quickstart_outside_the_repository(wheel, tmp_path):
+def test_an_installed_copy_with_what_it_requires_alone_runs_the_quickstart_outside_the_repository(wheel, tmp_path):
     installed = tmp_path / "installed"
     _pip("install", "--no-deps", "--target", str(installed), str(wheel))
     (tmp_path / "work").mkdir()
     environment = os.environ | {"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", RUN.format(installed=str(installed))]
+    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = [*requirements["dependencies"], *requirements["optional-dependencies"]["rewards"]]
+    program = keep_out(modules_of(*needed)) + RUN.format(installed=str(installed))
+    command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=tmp_path / "work", env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "work" / "runs" / "quickstart" / "model" / "config.json").is_file()
