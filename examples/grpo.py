@@ -1,4 +1,4 @@
-"""GRPO in one file: a small language model learns to build palindromes, in about two minutes on two CPU cores.
+"""GRPO in one file: a small language model learns to build palindromes, in about three minutes on a CPU.
 
     python examples/grpo.py
 

@@ -37,6 +37,8 @@ def test_one_rank_alone_needs_no_process_group_and_changes_nothing():
 def what_a_rank_sees(rank):
     us = all_of_them()
     us.barrier()
+    weight = torch.tensor([rank + 0.5])
+    us.copy_of_first([weight])
     return {
         "who": (us.rank, us.world, us.is_first),
         "sum": us.sum(torch.tensor([float(rank), 1.0])).tolist(),
@@ -45,6 +47,8 @@ def what_a_rank_sees(rank):
         "any": (us.any(rank == 1), us.any(False)),
         "objects": us.everyones({"rank": rank, "π": [None, float("nan"), 0.1]}),
         "first": us.of_first(f"of {rank}"),
+        "copied": weight.tolist(),
+        "shared": us.together([f"{place} by {rank}" for place in us.shared(3)]),
     }
 
 
@@ -57,10 +61,12 @@ def test_every_rank_sees_the_same_sums_rows_decisions_and_objects():
         {
             "sum": [1.0, 2.0],
             "rows": [0, 1, 1],
-            "max": 0.0,
+            "max": 0,
             "any": (True, False),
             "objects": [{"rank": r, "π": [None, nan, 0.1]} for r in range(2)],
             "first": "of 0",
+            "copied": [0.5],
+            "shared": ["0 by 0", "1 by 1", "2 by 0"],
         }
     )
 

@@ -16,6 +16,14 @@ class Clock:
         return self.now
 
 
+def test_a_silent_view_shows_nothing(capsys):
+    with LiveView(10, title="toy", silent=True) as view:
+        view.phase("rollout")
+        view.update({"step": 1, "block": 1, "reward/mean": 0.25}, sample=None)
+        view.message("saved")
+    assert capsys.readouterr() == ("", "")
+
+
 def terminal() -> Console:
     return Console(file=io.StringIO(), force_terminal=True, width=90, height=30, color_system=None)
 
