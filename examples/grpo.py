@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from logitless import Completion, Prompt, TokenBatch, TokenScores, presets, token_scores
+from logitless import Completion, PackedBatch, Prompt, TokenBatch, TokenScores, presets, token_scores
 from logitless.data.packing import pack
 from logitless.data.prompts import load_prompts, without_overlap
 from logitless.data.sources import ReasoningGymData
@@ -23,8 +23,7 @@ from logitless.objective.advantage import AdvantageInputs
 from logitless.objective.weighting import Totals
 from logitless.rewards.reasoning_gym import ReasoningGym
 from logitless.rollout.sampling import SamplingOptions
-from logitless.rollout.transformers import TransformersSampler
-from logitless.types import PackedBatch
+from logitless.rollout.transformers import TransformersEngine
 
 TASK = "palindrome_generation"
 MODEL = {
@@ -51,7 +50,7 @@ def main(warm_steps: int = 265, blocks: int = 200, num_held_out: int = 200) -> l
     torch.manual_seed(0)
     tokenizer = load_tokenizer(Path(__file__).parents[1] / "recipes/quickstart/tokenizer")
     model = load_model(MODEL, random_weights=True, seed=0)
-    engine = TransformersSampler(model, tokenizer)
+    engine = TransformersEngine(model, tokenizer)
     reward = ReasoningGym(task=TASK, partial_credit=False)  # 1 for a palindrome of the given letters, else 0
 
     def questions(size: int, seed: int) -> tuple[Prompt, ...]:
@@ -137,12 +136,13 @@ def take_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rate: fl
 
 
 def judge(reward: ReasoningGym, pairs: Sequence[tuple[Prompt, Completion]]) -> list[float]:
-    """The reward of each completion of a prompt."""
+    """The reward of each completion of a prompt; NaN, which advantages leave out, where it could not be judged."""
     texts = [completion.text for _, completion in pairs]
-    return reward([prompt.text for prompt, _ in pairs], texts, entry=[prompt.columns["entry"] for prompt, _ in pairs])
+    given = reward([prompt.text for prompt, _ in pairs], texts, entry=[prompt.columns["entry"] for prompt, _ in pairs])
+    return [float("nan") if score is None else score for score in given]
 
 
-def evaluate(engine: TransformersSampler, reward: ReasoningGym, prompts: Sequence[Prompt]) -> float:
+def evaluate(engine: TransformersEngine, reward: ReasoningGym, prompts: Sequence[Prompt]) -> float:
     """The share of held-out prompts that one sampled answer gets right."""
     groups = engine.sample(prompts, 1, SAMPLING, seed=0)
     rewards = judge(reward, [(p, completion) for p, [completion] in zip(prompts, groups, strict=True)])

@@ -16,15 +16,14 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def block(language):
-    """The one fenced block of a language."""
-    (found,) = re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
-    return found
+def fenced(language, number=0):
+    """The fenced text of a language, the first one unless another number is given."""
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)[number]
 
 
 def test_the_library_example_runs_and_its_log_probabilities_are_those_of_plain_logits():
     names = {}
-    exec(block("python"), names)
+    exec(fenced("python"), names)
     logits = names["hidden"].detach() @ lm_head(names["model"]).weight.detach().T
     expected = logits.log_softmax(-1).gather(1, names["packed"].target[:, None])[:, 0]
     torch.testing.assert_close(names["scores"].logp, expected)
@@ -35,12 +34,21 @@ def test_the_library_example_runs_and_its_log_probabilities_are_those_of_plain_l
 
 
 def test_the_library_example_has_about_twenty_lines_of_code():
-    assert len([line for line in block("python").splitlines() if line.strip()]) <= 25
+    assert len([line for line in fenced("python").splitlines() if line.strip()]) <= 25
+
+
+def test_the_middle_of_the_example_is_that_of_the_file():
+    example = (ROOT / "examples" / "grpo.py").read_text(encoding="utf-8")
+    middle = fenced("python", 1)
+    assert middle in "\n".join(line.removeprefix(" " * 8) for line in example.splitlines())
+    assert [middle.splitlines()[0].split(":")[0], *re.findall(r"\n\n(# \w+)", middle)] == [
+        f"# {stage}" for stage in ("Sample", "Judge", "Pack", "Score", "Weigh", "Step")
+    ]
 
 
 def test_the_recipe_is_valid_and_has_ten_lines():
-    assert len(block("yaml").splitlines()) == 10
-    assert parse_recipe(yaml.safe_load(block("yaml"))).algorithm.preset == "dr_grpo"
+    assert len(fenced("yaml").splitlines()) == 10
+    assert parse_recipe(yaml.safe_load(fenced("yaml"))).algorithm.preset == "dr_grpo"
 
 
 def test_the_public_names_are_all_listed():

@@ -17,13 +17,24 @@ if TYPE_CHECKING:
     from logitless.head import token_scores
     from logitless.objective import presets
     from logitless.objective.objective import Objective
-    from logitless.types import Completion, Group, LMHead, PackedInputs, Prompt, TokenBatch, TokenScores, Verdict
+    from logitless.types import (
+        Completion,
+        Group,
+        LMHead,
+        PackedBatch,
+        PackedInputs,
+        Prompt,
+        TokenBatch,
+        TokenScores,
+        Verdict,
+    )
 
 __all__ = [
     "Completion",
     "Group",
     "LMHead",
     "Objective",
+    "PackedBatch",
     "PackedInputs",
     "Prompt",
     "TokenBatch",

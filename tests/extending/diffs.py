@@ -1,7 +1,11 @@
 """The diffs of docs/extending.md, applied to a copy of the library as they stand there."""
 
+import os
 import re
 import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -34,3 +38,31 @@ def _changed(text: str, hunk: list[str], name: str) -> str:
     places = text.count(old) if old else int(not text)
     assert places == 1, f"{name} has {places} places for this change, so docs/extending.md is out of date:\n{old}"
     return text.replace(old, new) if old else new
+
+
+def run_in(copy: Path, *arguments: str, also: Sequence[Path] = ()) -> str:
+    """What Python prints in a process that imports the library from the copy; it must succeed.
+
+    Args:
+        copy: of ``extended``; the process runs there.
+        arguments: of ``python``.
+        also: further folders to import from.
+    """
+    paths = os.pathsep.join(map(str, (copy / "src", *also)))
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=copy,
+        env=os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run_tests(copy: Path, *paths: str) -> str:
+    """What pytest prints of these files of the copy, doctests included; they must pass."""
+    return run_in(
+        copy, "-m", "pytest", "-q", "--doctest-modules", "-p", "no:cacheprovider", f"--rootdir={copy}", *paths
+    )

@@ -1,13 +1,8 @@
 """The worked example of a new objective, as the page has it."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from tests.extending.diffs import ROOT, extended
+from tests.extending.diffs import ROOT, extended, run_in, run_tests
 
 CHECKS = """
 from pathlib import Path
@@ -25,13 +20,6 @@ assert "### topr" in page() and curves("topr")
 """
 
 
-def _run(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=copy, env=environment, capture_output=True, text=True, timeout=240
-    )
-
-
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("objective")
@@ -40,12 +28,8 @@ def copy(tmp_path_factory):
 
 
 def test_the_test_of_the_new_objective_and_its_doctests_pass(copy):
-    new = ["tests/objective/test_topr.py", "src/logitless/objective/surrogate/topr.py"]
-    done = _run(copy, "-m", "pytest", "-q", "--doctest-modules", "-p", "no:cacheprovider", f"--rootdir={copy}", *new)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 passed" in done.stdout
+    assert "2 passed" in run_tests(copy, "tests/objective/test_topr.py", "src/logitless/objective/surrogate/topr.py")
 
 
 def test_recipes_can_name_it_and_the_page_of_objectives_shows_it(copy):
-    done = _run(copy, "-c", CHECKS.format(quickstart=str(ROOT / "recipes" / "quickstart.yaml")))
-    assert done.returncode == 0, done.stderr
+    run_in(copy, "-c", CHECKS.format(quickstart=str(ROOT / "recipes" / "quickstart.yaml")))

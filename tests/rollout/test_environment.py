@@ -6,7 +6,7 @@ from logitless.data.packing import pack
 from logitless.errors import InputError
 from logitless.rollout.environment import Environment, Reply, SingleTurn, play
 from logitless.rollout.sampling import SamplingOptions
-from logitless.rollout.transformers import TransformersSampler
+from logitless.rollout.transformers import TransformersEngine
 from logitless.types import Completion, Prompt
 from tests.models.tiny import tiny
 from tests.rollout.test_transformers import prompts, tokenizer
@@ -51,7 +51,7 @@ class Echo:
 
 
 def test_a_single_turn_is_what_the_engine_samples():
-    engine, asked = TransformersSampler(tiny("llama"), tokenizer()), prompts(3, 5)
+    engine, asked = TransformersEngine(tiny("llama"), tokenizer()), prompts(3, 5)
     episodes = play(engine, asked, SingleTurn(), num_samples=3, options=OPTIONS, seed=4)
     assert [[e.completion for e in group] for group in episodes] == engine.sample(asked, 3, OPTIONS, seed=4)
     assert all(e.turn_rewards == () and e.num_turns == 1 for group in episodes for e in group)

@@ -14,7 +14,7 @@ from logitless.models.loading import compile_layers
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.rollout.engine import Weights
 from logitless.rollout.sampling import SamplingOptions, draw, sampling_logp
-from logitless.rollout.transformers import TransformersSampler, _GrowingLayer
+from logitless.rollout.transformers import TransformersEngine, _GrowingLayer
 from logitless.types import Completion, Prompt
 from tests.models.tiny import CONFIGS, tiny
 
@@ -34,8 +34,8 @@ def prompts(*lengths: int) -> list[Prompt]:
     return [Prompt(id=f"p{i}", text="", token_ids=tuple(row)) for i, row in enumerate(ids)]
 
 
-def sampler(name: str = "llama", **options: Any) -> TransformersSampler:
-    return TransformersSampler(tiny(name), tokenizer(), **options)
+def engine_of(name: str = "llama", **options: Any) -> TransformersEngine:
+    return TransformersEngine(tiny(name), tokenizer(), **options)
 
 
 def speaking(end_bias: float) -> nn.Module:
@@ -66,7 +66,7 @@ def logp_alone(model: nn.Module, prompt: Prompt, completion: Completion, options
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "phi3-longrope"])
 def test_logp_sampler_is_that_of_a_plain_forward_over_each_completion(name):
-    engine, asked = sampler(name), prompts(3, 9, 1, 9)
+    engine, asked = engine_of(name), prompts(3, 9, 1, 9)
     options = SamplingOptions(max_new_tokens=12, temperature=0.8)
     for prompt, group in zip(asked, engine.sample(asked, 3, options, seed=1), strict=True):
         assert len(group) == 3
@@ -78,7 +78,7 @@ def test_logp_sampler_is_that_of_a_plain_forward_over_each_completion(name):
 @pytest.mark.parametrize(("lengths", "max_new"), [((3, 1, 5), 7), ((13, 20), 10), ((3, 20, 13, 9), 3)])
 def test_longrope_turns_prompts_of_one_batch_each_by_its_own_length(lengths, max_new):
     """12 tokens are the bound of the tiny Phi-3."""
-    engine, asked = sampler("phi3-longrope"), prompts(*lengths)
+    engine, asked = engine_of("phi3-longrope"), prompts(*lengths)
     options = SamplingOptions(max_new_tokens=max_new)
     for prompt, group in zip(asked, engine.sample(asked, 2, options, seed=1), strict=True):
         for completion in group:
@@ -88,13 +88,13 @@ def test_longrope_turns_prompts_of_one_batch_each_by_its_own_length(lengths, max
 
 def test_a_completion_in_which_longrope_would_turn_the_cached_keys_anew_is_refused():
     with pytest.raises(InputError, match=r"within 12 tokens, or a prompt beyond them.*'p1' of 12 tokens and 1 new"):
-        sampler("phi3-longrope").sample(prompts(11, 12), 1, SamplingOptions(max_new_tokens=1), seed=1)
+        engine_of("phi3-longrope").sample(prompts(11, 12), 1, SamplingOptions(max_new_tokens=1), seed=1)
 
 
 def test_longrope_as_transformers_has_it_is_refused_where_it_matters():
     model = tiny("phi3-longrope")
     model.model.rotary_emb = model.model.rotary_emb.rotary
-    engine, options = TransformersSampler(model, tokenizer()), SamplingOptions(max_new_tokens=5)
+    engine, options = TransformersEngine(model, tokenizer()), SamplingOptions(max_new_tokens=5)
     engine.sample(prompts(7), 1, options, seed=1)
     with pytest.raises(InputError, match=r"goes by the longest. Load the model with logitless.models.loading"):
         engine.sample(prompts(13), 1, options, seed=1)
@@ -105,7 +105,7 @@ def test_longrope_as_transformers_has_it_is_refused_where_it_matters():
 def test_logits_that_are_not_finite_are_an_error_that_names_token_prompt_and_version(temperature, value):
     """From the third token of the prompt of 5 tokens on."""
     model, asked = speaking(-1e4), prompts(3, 5)
-    engine = TransformersSampler(model, tokenizer())
+    engine = TransformersEngine(model, tokenizer())
     engine.load(Weights.of(model), version=7)
 
     def break_positions(module, args, kwargs, output):
@@ -127,7 +127,7 @@ def test_a_row_of_nan_ends_its_batch_and_its_token_is_a_valid_index():
         model.model.norm.weight.fill_(float("nan"))
     model.model.register_forward_hook(lambda *_: calls.append(1))
     with pytest.raises(TrainingError, match="first for token 1"):
-        TransformersSampler(model, tokenizer()).sample(prompts(3), 4, SamplingOptions(max_new_tokens=50), seed=1)
+        TransformersEngine(model, tokenizer()).sample(prompts(3), 4, SamplingOptions(max_new_tokens=50), seed=1)
     assert len(calls) == 1
     assert draw(torch.full((2, 5), float("nan")), torch.tensor([0.0, 0.9], dtype=torch.float64)).tolist() == [4, 4]
 
@@ -138,8 +138,8 @@ def test_a_prefill_in_parts_samples_what_one_in_whole_does(name, budget):
     asked = prompts(3, 9, 1, 14, 9, 9)
     options = SamplingOptions(max_new_tokens=10, repetition_penalty=1.2)
     widths = []
-    whole = sampler(name).sample(asked, 3, options, seed=1)
-    engine = sampler(name, prefill_tokens=budget)
+    whole = engine_of(name).sample(asked, 3, options, seed=1)
+    engine = engine_of(name, prefill_tokens=budget)
     engine._model.base_model.register_forward_hook(
         lambda module, args, output: widths.append(output.last_hidden_state.shape[:2].numel())
     )
@@ -151,7 +151,7 @@ def test_a_prefill_in_parts_samples_what_one_in_whole_does(name, budget):
 
 
 def test_prompts_of_one_length_need_no_mask_in_parts_either():
-    engine, masks = sampler(prefill_tokens=8), []
+    engine, masks = engine_of(prefill_tokens=8), []
     engine._model.model.register_forward_hook(
         lambda module, args, kwargs, output: masks.append(kwargs["attention_mask"]), with_kwargs=True
     )
@@ -172,10 +172,10 @@ def test_the_cache_is_kept_in_the_dtype_of_autocast_and_changes_no_bit(budget, m
         return keys, values
 
     monkeypatch.setattr(_GrowingLayer, "_view", watched)
-    kept = sampler(autocast=torch.bfloat16, prefill_tokens=budget).sample(asked, 2, options, seed=0)
+    kept = engine_of(autocast=torch.bfloat16, prefill_tokens=budget).sample(asked, 2, options, seed=0)
     assert dtypes == {torch.bfloat16}
     monkeypatch.setattr(_GrowingLayer, "__init__", lambda self, autocast=None: _init(self, None))
-    wide = sampler(autocast=torch.bfloat16, prefill_tokens=budget).sample(asked, 2, options, seed=0)
+    wide = engine_of(autocast=torch.bfloat16, prefill_tokens=budget).sample(asked, 2, options, seed=0)
     assert torch.float32 in dtypes
     assert kept == wide
 
@@ -192,7 +192,7 @@ def test_the_cache_is_kept_in_the_dtype_of_autocast_and_changes_no_bit(budget, m
     ids=str,
 )
 def test_logp_sampler_includes_the_filters(filters):
-    engine, asked = sampler(), prompts(3, 5)
+    engine, asked = engine_of(), prompts(3, 5)
     options = SamplingOptions(max_new_tokens=10, **filters)
     for prompt, group in zip(asked, engine.sample(asked, 4, options, seed=1), strict=True):
         for completion in group:
@@ -204,7 +204,7 @@ def test_logp_sampler_includes_the_filters(filters):
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "gemma3", "gpt2", "opt", "falcon"])
 def test_temperature_zero_is_the_greedy_search_of_transformers(name):
     model, asked = tiny(name), prompts(3, 9, 1)
-    completions = TransformersSampler(model, tokenizer()).sample(
+    completions = TransformersEngine(model, tokenizer()).sample(
         asked, 1, SamplingOptions(max_new_tokens=12, temperature=0.0, repetition_penalty=1.2), seed=0
     )
     config = GenerationConfig(
@@ -219,7 +219,7 @@ def test_temperature_zero_is_the_greedy_search_of_transformers(name):
 
 def test_first_tokens_are_sampled_as_often_as_they_are_likely():
     """4000 draws; each of 61 frequencies within 5 standard deviations of its probability."""
-    engine, (prompt,) = sampler(max_rows=1000), prompts(4)
+    engine, (prompt,) = engine_of(max_rows=1000), prompts(4)
     options = SamplingOptions(max_new_tokens=1, temperature=0.7)
     (group,) = engine.sample([prompt], 4000, options, seed=3)
     counts = Counter(completion.token_ids[0] for completion in group)
@@ -230,7 +230,7 @@ def test_first_tokens_are_sampled_as_often_as_they_are_likely():
 
 
 def test_the_same_seed_gives_the_same_completions_and_another_others():
-    engine, asked = sampler(), prompts(3, 5)
+    engine, asked = engine_of(), prompts(3, 5)
     options = SamplingOptions(max_new_tokens=8)
     first = engine.sample(asked, 3, options, seed=1)
     torch.manual_seed(99)
@@ -243,8 +243,8 @@ def test_the_same_seed_gives_the_same_completions_and_another_others():
 def test_a_completion_does_not_depend_on_the_batch_it_is_sampled_in(max_rows):
     model, asked = with_frequent_end(), prompts(3, 9, 1, 5)
     options = SamplingOptions(max_new_tokens=20)
-    whole = TransformersSampler(model, tokenizer()).sample(asked, 4, options, seed=1)
-    other = TransformersSampler(model, tokenizer(), max_rows=max_rows)
+    whole = TransformersEngine(model, tokenizer()).sample(asked, 4, options, seed=1)
+    other = TransformersEngine(model, tokenizer(), max_rows=max_rows)
     assert [[c.token_ids for c in g] for g in other.sample(asked, 4, options, seed=1)] == [
         [c.token_ids for c in g] for g in whole
     ]
@@ -255,7 +255,7 @@ def test_a_completion_does_not_depend_on_the_batch_it_is_sampled_in(max_rows):
 def test_removing_ended_rows_changes_no_completion(monkeypatch):
     model, asked = with_frequent_end(), prompts(3, 9, 1, 5)
     options = SamplingOptions(max_new_tokens=30, repetition_penalty=1.1)
-    engine = TransformersSampler(model, tokenizer())
+    engine = TransformersEngine(model, tokenizer())
     removed = engine.sample(asked, 8, options, seed=1)
     monkeypatch.setattr("logitless.rollout.transformers._COMPACT_BELOW", 0.0)
     kept = engine.sample(asked, 8, options, seed=1)
@@ -268,14 +268,14 @@ def test_ended_rows_leave_the_batch():
     model.register_forward_pre_hook(
         lambda module, arguments, named: rows.append(named["input_ids"].shape), with_kwargs=True
     )
-    TransformersSampler(model, tokenizer()).sample(prompts(3, 3), 50, SamplingOptions(max_new_tokens=30), seed=1)
+    TransformersEngine(model, tokenizer()).sample(prompts(3, 3), 50, SamplingOptions(max_new_tokens=30), seed=1)
     assert rows[0] == (2, 3), "prompts are read once, not once a sample"
     assert rows[1][0] > 40
     assert rows[-1][0] < 10
 
 
 def test_the_cache_grows_beyond_its_first_room():
-    engine = TransformersSampler(speaking(-1e4), tokenizer())
+    engine = TransformersEngine(speaking(-1e4), tokenizer())
     engine._config.max_position_embeddings = 400
     (prompt,) = prompts(4)
     options = SamplingOptions(max_new_tokens=150)
@@ -286,7 +286,7 @@ def test_the_cache_grows_beyond_its_first_room():
 
 
 def test_a_stop_token_ends_a_completion_and_stays_in_its_ids():
-    engine = TransformersSampler(with_frequent_end(), tokenizer())
+    engine = TransformersEngine(with_frequent_end(), tokenizer())
     (group,) = engine.sample(prompts(3), 40, SamplingOptions(max_new_tokens=10), seed=1)
     assert {c.finish_reason for c in group} == {"stop", "length"}
     for completion in group:
@@ -304,7 +304,7 @@ def test_stop_token_ids_of_the_caller_and_of_the_model_end_it_too():
     words.add_tokens([AddedToken(words.convert_ids_to_tokens(i), special=True) for i in (30, 31)])
     model.generation_config.eos_token_id = [2, 30, 31]
     options = SamplingOptions(max_new_tokens=40, stop_token_ids=(32, 33, 34, 35))
-    (group,) = TransformersSampler(model, words).sample(prompts(3), 20, options, seed=1)
+    (group,) = TransformersEngine(model, words).sample(prompts(3), 20, options, seed=1)
     ends = {2, 30, 31, 32, 33, 34, 35}
     last = {c.token_ids[-1] for c in group if c.finish_reason == "stop"}
     assert last & {30, 31}
@@ -316,24 +316,22 @@ def test_stop_token_ids_of_the_caller_and_of_the_model_end_it_too():
 def test_an_end_that_the_config_names_by_default_is_an_ordinary_character_of_another_tokenizer():
     model = speaking(0.0)
     model.generation_config.eos_token_id = 30
-    (group,) = TransformersSampler(model, tokenizer()).sample(
-        prompts(3), 20, SamplingOptions(max_new_tokens=40), seed=1
-    )
+    (group,) = TransformersEngine(model, tokenizer()).sample(prompts(3), 20, SamplingOptions(max_new_tokens=40), seed=1)
     assert any(30 in completion.token_ids[:-1] for completion in group)
 
 
 def test_compiled_layers_are_sampled_without_compiling():
     model, asked, options = tiny("llama"), prompts(3), SamplingOptions(max_new_tokens=6)
-    plain = TransformersSampler(model, tokenizer()).sample(asked, 3, options, seed=1)
+    plain = TransformersEngine(model, tokenizer()).sample(asked, 3, options, seed=1)
     compile_layers(model, backend="eager")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    assert TransformersSampler(model, tokenizer()).sample(asked, 3, options, seed=1) == plain
+    assert TransformersEngine(model, tokenizer()).sample(asked, 3, options, seed=1) == plain
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
 
 
 def test_a_stop_string_cuts_the_text_before_it_and_the_ids_after_it():
-    engine, asked = TransformersSampler(speaking(0.0), tokenizer()), prompts(3, 5)
+    engine, asked = TransformersEngine(speaking(0.0), tokenizer()), prompts(3, 5)
     free = engine.sample(asked, 30, SamplingOptions(max_new_tokens=20), seed=1)
     texts = [c.text for group in free for c in group]
     stop = (texts[0][4:6], texts[40][7], texts[59][2:5])
@@ -353,14 +351,14 @@ def test_a_stop_string_cuts_the_text_before_it_and_the_ids_after_it():
 
 
 def test_a_row_of_one_token_and_a_prompt_of_one_token_work():
-    ((completion,),) = sampler().sample(prompts(1), 1, SamplingOptions(max_new_tokens=1), seed=0)
+    ((completion,),) = engine_of().sample(prompts(1), 1, SamplingOptions(max_new_tokens=1), seed=0)
     assert completion.length == 1
 
 
 def test_sampling_leaves_modes_gradients_and_generators_alone():
     model = tiny("llama").train()
     before = torch.get_rng_state()
-    TransformersSampler(model, tokenizer()).sample(prompts(3), 2, SamplingOptions(max_new_tokens=3), seed=0)
+    TransformersEngine(model, tokenizer()).sample(prompts(3), 2, SamplingOptions(max_new_tokens=3), seed=0)
     assert model.training
     assert torch.equal(torch.get_rng_state(), before)
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
@@ -368,7 +366,7 @@ def test_sampling_leaves_modes_gradients_and_generators_alone():
 
 def test_a_trained_model_is_sampled_with_its_new_weights():
     model, asked = tiny("llama"), prompts(3)
-    engine = TransformersSampler(model, tokenizer())
+    engine = TransformersEngine(model, tokenizer())
     options = SamplingOptions(max_new_tokens=6)
     before = engine.sample(asked, 2, options, seed=0)
     with torch.no_grad():
@@ -387,7 +385,7 @@ def test_an_adapter_is_sampled_with():
             if "lora_B" in name:
                 parameter.fill_(0.5)
     options = SamplingOptions(max_new_tokens=6)
-    (group,) = TransformersSampler(model, tokenizer()).sample(asked, 3, options, seed=0)
+    (group,) = TransformersEngine(model, tokenizer()).sample(asked, 3, options, seed=0)
     for completion in group:
         expected = logp_alone(model.eval(), asked[0], completion, options)
         torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected, rtol=1e-3, atol=1e-3)
@@ -395,38 +393,38 @@ def test_an_adapter_is_sampled_with():
 
 def test_autocast_gives_float32_log_probabilities_of_bfloat16_products():
     asked, options = prompts(3), SamplingOptions(max_new_tokens=6)
-    (group,) = sampler(autocast=torch.bfloat16).sample(asked, 2, options, seed=0)
+    (group,) = engine_of(autocast=torch.bfloat16).sample(asked, 2, options, seed=0)
     expected = logp_alone(tiny("llama"), asked[0], group[0], options)
     torch.testing.assert_close(torch.tensor(group[0].logp_sampler), expected, rtol=0.1, atol=0.2)
 
 
 def test_an_empty_prompt_is_refused():
     with pytest.raises(InputError, match="prompt 'x' with none"):
-        sampler().sample([Prompt("x", "", ())], 1, SamplingOptions(max_new_tokens=3), seed=0)
+        engine_of().sample([Prompt("x", "", ())], 1, SamplingOptions(max_new_tokens=3), seed=0)
 
 
 def test_a_prompt_asked_twice_is_refused():
     (prompt,) = prompts(3)
     with pytest.raises(InputError, match="'p0' more than once"):
-        sampler().sample([prompt, prompt], 1, SamplingOptions(max_new_tokens=3), seed=0)
+        engine_of().sample([prompt, prompt], 1, SamplingOptions(max_new_tokens=3), seed=0)
 
 
 def test_a_completion_beyond_the_models_positions_is_refused():
     with pytest.raises(InputError, match="within the model's 64 positions"):
-        sampler("gpt2").sample(prompts(10), 1, SamplingOptions(max_new_tokens=55), seed=0)
+        engine_of("gpt2").sample(prompts(10), 1, SamplingOptions(max_new_tokens=55), seed=0)
 
 
 def test_no_samples_and_no_rows_are_refused():
     with pytest.raises(InputError, match="at least 1 sample"):
-        sampler().sample(prompts(3), 0, SamplingOptions(max_new_tokens=3), seed=0)
+        engine_of().sample(prompts(3), 0, SamplingOptions(max_new_tokens=3), seed=0)
     with pytest.raises(InputError, match="max_rows"):
-        sampler(max_rows=0)
+        engine_of(max_rows=0)
     with pytest.raises(InputError, match="prefill_tokens"):
-        sampler(prefill_tokens=0)
+        engine_of(prefill_tokens=0)
 
 
 def test_a_recurrent_model_is_refused():
     model = tiny("llama")
     model.config.layer_types = ["linear_attention", "full_attention"]
     with pytest.raises(UnavailableError, match="linear_attention"):
-        TransformersSampler(model, tokenizer())
+        TransformersEngine(model, tokenizer())

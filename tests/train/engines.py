@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from logitless.rollout.engine import Weights
-from logitless.rollout.transformers import TransformersSampler
+from logitless.rollout.transformers import TransformersEngine
 from logitless.train.engines import Engines, open_engines
 from logitless.types import Completion
 from tests.train.tiny import ALPHABET
@@ -59,7 +59,7 @@ class Copying:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.fill_(torch.nan)
-        self.sampler = TransformersSampler(self.model, tokenizer, max_rows=recipe.rollout.max_rows)
+        self.inner = TransformersEngine(self.model, tokenizer, max_rows=recipe.rollout.max_rows)
         self.loaded, self.closed = [], False
 
     def load(self, weights: Weights, version: int) -> None:
@@ -69,12 +69,12 @@ class Copying:
         with torch.no_grad():
             for name, tensor in named.items():
                 parameters[name].copy_(tensor)
-        self.sampler.load(Weights.of(self.model), version)
+        self.inner.load(Weights.of(self.model), version)
         self.loaded.append(version)
 
     def sample(self, prompts, num_samples, options, *, seed):
         assert self.loaded, "sampled before there were weights"
-        return self.sampler.sample(prompts, num_samples, options, seed=seed)
+        return self.inner.sample(prompts, num_samples, options, seed=seed)
 
     def close(self) -> None:
         self.closed = True

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from logitless.distributed import Ranks
 from logitless.rollout.environment import SingleTurn, play
-from logitless.rollout.transformers import TransformersSampler
+from logitless.rollout.transformers import TransformersEngine
 from logitless.train import checkpoint as checkpoints
 from logitless.train import learner as learner_module
 from logitless.train.block import pack_groups
@@ -187,7 +187,7 @@ def _advantaged(folder, changes):
     """A block as one rank prepares it."""
     learner, tokenizer = _learner(folder, changes, Ranks.alone())
     recipe = learner.recipe
-    data, engine = data_of(recipe, tokenizer), TransformersSampler(learner.policy.model, tokenizer)
+    data, engine = data_of(recipe, tokenizer), TransformersEngine(learner.policy.model, tokenizer)
     prompts = list(data.train[:5])
     episodes = play(engine, prompts, SingleTurn(), num_samples=4, options=recipe.rollout.sampling, seed=7)
     groups = judge(prompts, episodes, rewards_of(recipe, prompts), unscored=recipe.rollout.unscored)

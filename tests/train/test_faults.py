@@ -105,13 +105,13 @@ def test_a_prompt_over_the_limit_is_dropped_and_counted_or_an_error_as_the_recip
 
 
 def test_completions_that_are_all_empty_take_no_step_and_lose_no_block(tmp_path, monkeypatch):
-    from logitless.rollout.transformers import TransformersSampler
+    from logitless.rollout.transformers import TransformersEngine
     from logitless.types import Completion
 
     def sample(self, prompts, num_samples, options, *, seed):
         return [[Completion(p.id, (), "", "stop")] * num_samples for p in prompts]
 
-    monkeypatch.setattr(TransformersSampler, "sample", sample)
+    monkeypatch.setattr(TransformersEngine, "sample", sample)
     run = _run(tiny_recipe(tmp_path, **{**SHORT, "train__blocks": 2}))
     assert [(r["step"], r["length/empty"]) for r in _blocks(run)] == [(0, 16), (0, 16)]
     assert json.loads(run.summary.read_text())["steps"] == 0

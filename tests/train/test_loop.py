@@ -9,7 +9,7 @@ import torch
 
 from logitless.objective.presets import PRESETS
 from logitless.rollout.recorded import write_completions
-from logitless.rollout.transformers import TransformersSampler
+from logitless.rollout.transformers import TransformersEngine
 from logitless.train.engines import open_engines
 from logitless.train.learner import Learner
 from logitless.train.policy import AdaptersOff, Policy
@@ -239,13 +239,13 @@ def test_the_controlled_kl_is_that_of_the_chosen_estimator(tmp_path):
 
 
 def test_the_guardrail_shortens_the_next_rollout_and_is_counted(tmp_path, monkeypatch):
-    plain, asked = TransformersSampler.sample, []
+    plain, asked = TransformersEngine.sample, []
 
     def sample(self, prompts, num_samples, options, *, seed):
         asked.append(options.max_new_tokens)
         return plain(self, prompts, num_samples, options, seed=seed)
 
-    monkeypatch.setattr(TransformersSampler, "sample", sample)
+    monkeypatch.setattr(TransformersEngine, "sample", sample)
     control = {"name": "proportional", "beta": 0.1, "target": 1e-6, "guardrail": "shorten_rollout"}
     run = _run(
         tmp_path,
@@ -278,13 +278,13 @@ def test_the_coefficient_of_the_entropy_bonus_is_written_and_adapts(tmp_path):
 
 
 def test_held_out_prompts_are_sampled_with_settings_of_their_own(tmp_path, monkeypatch):
-    plain, asked = TransformersSampler.sample, []
+    plain, asked = TransformersEngine.sample, []
 
     def sample(self, prompts, num_samples, options, *, seed):
         asked.append((len(prompts), num_samples, options.temperature, options.max_new_tokens))
         return plain(self, prompts, num_samples, options, seed=seed)
 
-    monkeypatch.setattr(TransformersSampler, "sample", sample)
+    monkeypatch.setattr(TransformersEngine, "sample", sample)
     evaluation = {
         "every_blocks": 2,
         "samples_per_prompt": 3,
@@ -301,13 +301,13 @@ def test_held_out_prompts_are_sampled_with_settings_of_their_own(tmp_path, monke
 
 
 def test_evaluation_is_greedy_by_default(tmp_path, monkeypatch):
-    plain, asked = TransformersSampler.sample, []
+    plain, asked = TransformersEngine.sample, []
 
     def sample(self, prompts, num_samples, options, *, seed):
         asked.append(options.temperature)
         return plain(self, prompts, num_samples, options, seed=seed)
 
-    monkeypatch.setattr(TransformersSampler, "sample", sample)
+    monkeypatch.setattr(TransformersEngine, "sample", sample)
     _run(tmp_path, kl=None, train__blocks=1, train__epochs_per_block=1)
     assert asked == [0.0, 1.0, 0.0]
 

@@ -69,9 +69,9 @@ def test_ctrl_c_saves_and_resume_continues_bitwise(uninterrupted, tmp_path, monk
 
 
 def test_ctrl_c_while_rolling_out_leaves_no_trace(uninterrupted, tmp_path, monkeypatch):
-    from logitless.rollout.transformers import TransformersSampler
+    from logitless.rollout.transformers import TransformersEngine
 
-    recipe, plain, calls = tiny_recipe(tmp_path), TransformersSampler.sample, []
+    recipe, plain, calls = tiny_recipe(tmp_path), TransformersEngine.sample, []
 
     def sample(self, *arguments, **options):
         calls.append(1)
@@ -80,7 +80,7 @@ def test_ctrl_c_while_rolling_out_leaves_no_trace(uninterrupted, tmp_path, monke
         return plain(self, *arguments, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(TransformersSampler, "sample", sample)
+        patched.setattr(TransformersEngine, "sample", sample)
         folder, complete = start(recipe)
     assert not complete
     start(recipe, resume=True)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from logitless.errors import CheckpointError, ConfigurationError, TrainingError, UnavailableError
-from logitless.rollout.transformers import TransformersSampler
+from logitless.rollout.transformers import TransformersEngine
 from logitless.train import checkpoint as checkpoints
 from logitless.train import run as runs
 from logitless.train.learner import Learner
@@ -210,7 +210,7 @@ def _slow_saves(monkeypatch, seconds) -> None:
 
 def test_a_block_is_rolled_out_while_its_predecessor_is_saved_and_no_step_is_taken(tmp_path, monkeypatch):
     events, rolled_out = [], threading.Event()
-    write, sample, step = checkpoints.write_tensors, TransformersSampler.sample, Learner.step
+    write, sample, step = checkpoints.write_tensors, TransformersEngine.sample, Learner.step
 
     def writing(path, tensors):
         if "block-000001" in str(path):
@@ -231,7 +231,7 @@ def test_a_block_is_rolled_out_while_its_predecessor_is_saved_and_no_step_is_tak
         return step(self)
 
     monkeypatch.setattr(checkpoints, "write_tensors", writing)
-    monkeypatch.setattr(TransformersSampler, "sample", sampling)
+    monkeypatch.setattr(TransformersEngine, "sample", sampling)
     monkeypatch.setattr(Learner, "step", stepping)
     one_step = {"train__tokens_per_step": 1000, "train__tokens_per_micro_batch": 1000}
     start(tiny_recipe(tmp_path, **{**SHORT, **one_step, "train__blocks": 2}))

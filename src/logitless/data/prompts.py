@@ -1,4 +1,4 @@
-"""Rows to prompts: chat template, token ids as the sampler will read them, counted drops, splits and a resumable order.
+"""Rows to prompts: chat template, token ids as an engine will read them, counted drops, splits and a resumable order.
 
 Nothing is truncated: a prompt that is too long is dropped and counted, or an error.
 """
@@ -59,7 +59,7 @@ def load_prompts(
     max_prompt_tokens: int,
     too_long: Literal["drop", "error"] = "drop",
 ) -> PromptSet:
-    """The prompts of a data set, tokenized exactly as the sampler reads them.
+    """The prompts of a data set, tokenized exactly as an engine reads them.
 
     With a chat template the text holds its own special tokens and none are added; plain text gets the tokenizer's
     start token, if it adds one, and never an end token.

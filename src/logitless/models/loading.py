@@ -95,7 +95,7 @@ def load_model(
 def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; it must know how a text ends.
 
-    A pad token is not needed: nothing is padded but the sampler's prompts, and there the EOS token stands in, masked.
+    A pad token is not needed: nothing is padded but an engine's prompts, and there the EOS token stands in, masked.
 
     Args:
         source: hub name or local folder.

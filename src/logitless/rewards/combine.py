@@ -56,7 +56,7 @@ def check_names(rewards: Sequence[WeightedReward]) -> None:
         )
 
 
-def score_batch(
+def judge_batch(
     rewards: Sequence[WeightedReward],
     prompts: Sequence[Text],
     completions: Sequence[Text],
@@ -81,7 +81,7 @@ def score_batch(
 
     Example:
         >>> from logitless.rewards.length import Length
-        >>> score_batch([WeightedReward(Length(unit="words"))], ["Say hi."], ["hi there"], {})[0]["length"].score
+        >>> judge_batch([WeightedReward(Length(unit="words"))], ["Say hi."], ["hi there"], {})[0]["length"].score
         2.0
     """
     check_names(rewards)
@@ -150,7 +150,7 @@ def total_reward(
     Example:
         >>> from logitless.rewards.length import Length
         >>> rewards = weighted([Length(unit="words", weight=0.5)])
-        >>> total_reward(score_batch(rewards, ["Say hi."], ["hi there"], {})[0], rewards)
+        >>> total_reward(judge_batch(rewards, ["Say hi."], ["hi there"], {})[0], rewards)
         1.0
     """
     return weighted_sum(

@@ -17,7 +17,7 @@ class Overlong(TextReward):
     0 up to ``max_length - buffer``, then falling linearly to -1 at ``max_length`` and beyond.
 
     Args:
-        max_length: tokens at which the penalty is full; at most the sampler's ``max_new_tokens``.
+        max_length: tokens at which the penalty is full; at most the rollout's ``max_new_tokens``.
         buffer: tokens over which it grows.
 
     Raises:

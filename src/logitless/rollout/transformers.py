@@ -36,7 +36,7 @@ _DECODING_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
 _COMPACT_BELOW = 0.75  # share of live rows under which ended ones are removed from the batch
 
 
-class TransformersSampler:
+class TransformersEngine:
     """An ``Engine`` around a transformers causal LM.
 
     Args:
@@ -56,9 +56,9 @@ class TransformersSampler:
         >>> from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
         >>> words = Tokenizer(models.WordLevel({"<eos>": 0, "a": 1, "b": 2}, unk_token="<eos>"))
         >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
-        >>> sampler = TransformersSampler(
+        >>> engine = TransformersEngine(
         ...     GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=3)), tokenizer)
-        >>> completions = sampler.sample([Prompt("7", "a b", (1, 2))], 4, SamplingOptions(max_new_tokens=5), seed=0)
+        >>> completions = engine.sample([Prompt("7", "a b", (1, 2))], 4, SamplingOptions(max_new_tokens=5), seed=0)
         >>> len(completions[0])
         4
     """

@@ -24,15 +24,15 @@ def block_metrics(block: JudgedBlock, *, seconds: float) -> Numbers:
     """
     drawn, num_trained = block.drawn, sum(block.kept)
     rewards = torch.tensor([number(r) for g in drawn for r in g.rewards], dtype=torch.float64)
-    scored = rewards[~rewards.isnan()]
+    rewarded = rewards[~rewards.isnan()]
     completions = [c for g in drawn for c in g.completions]
     lengths = [c.length for c in completions]
     spreads = [_spread(g) for g in drawn]
     metrics: Numbers = {
-        "reward/mean": float(scored.mean()),
-        "reward/std": float(scored.std()) if len(scored) > 1 else 0.0,
+        "reward/mean": float(rewarded.mean()),
+        "reward/std": float(rewarded.std()) if len(rewarded) > 1 else 0.0,
         "reward/std_in_group": sum(spreads) / len(spreads),
-        "reward/unscored": len(rewards) - len(scored),
+        "reward/unscored": len(rewards) - len(rewarded),
         "group/zero_signal_fraction": 1 - sum(signal(drawn)) / len(drawn),
         "group/trained": num_trained,
         "group/dropped": len(drawn) - num_trained,
@@ -52,6 +52,19 @@ def scoring_metrics(block: ScoredBlock, *, seconds: float) -> Numbers:
     """How fast the tokens were scored, once a policy."""
     num_scored = block.packed.num_tokens * (1 if block.logp_ref is None else 2)
     return {"time/scoring_seconds": seconds, "throughput/scoring_tokens_per_second": num_scored / seconds}
+
+
+def training_metrics(record: Numbers, *, seconds: float) -> Numbers:
+    """How long a step took and how fast it was.
+
+    Example:
+        >>> training_metrics({"optimizer/tokens": 6.0}, seconds=0.5)
+        {'time/training_seconds': 0.5, 'throughput/training_tokens_per_second': 12.0}
+    """
+    return {
+        "time/training_seconds": seconds,
+        "throughput/training_tokens_per_second": record["optimizer/tokens"] / seconds,
+    }
 
 
 def verdict_metrics(groups: Sequence[Group]) -> Numbers:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from logitless.rollout.engine import Engine, Weights
 from logitless.rollout.recorded import RecordedEngine
-from logitless.rollout.transformers import TransformersSampler
+from logitless.rollout.transformers import TransformersEngine
 from logitless.train.config import Recipe, RecordedEngineSection, TransformersEngineSection
 
 
@@ -54,7 +54,7 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
         UnavailableError: a model that the engine cannot run.
     """
     autocast = None if recipe.model.autocast is None else getattr(torch, recipe.model.autocast)
-    here = TransformersSampler(
+    here = TransformersEngine(
         model,
         tokenizer,
         max_rows=recipe.rollout.max_rows,

@@ -64,10 +64,10 @@ class Evaluation:
             seed=self.seed,
         )
         completions = [c for g in groups for c in g.completions]
-        scored = [r for g in groups for r in g.rewards if r is not None]
+        rewards = [r for g in groups for r in g.rewards if r is not None]
         found: Numbers = {
-            "evaluation/accuracy": sum(r >= self.success_at for r in scored) / len(completions),
-            "evaluation/reward_mean": math.fsum(scored) / len(scored) if scored else math.nan,
+            "evaluation/accuracy": sum(r >= self.success_at for r in rewards) / len(completions),
+            "evaluation/reward_mean": math.fsum(rewards) / len(rewards) if rewards else math.nan,
             "evaluation/length_mean": sum(c.length for c in completions) / len(completions),
             "evaluation/truncated_fraction": sum(c.finish_reason == "length" for c in completions) / len(completions),
             "evaluation/prompts": len(self.prompts),

@@ -70,6 +70,7 @@ class Journal:
             "memory/peak_bytes": self._ranks.max(peak_memory(self._device)),
             "time/elapsed_seconds": sum(self.seconds.values()),
         }
+        self._summarize(record)
         self._lines += 1
         if not self._ranks.is_first:
             return
@@ -77,6 +78,14 @@ class Journal:
         for writer in self._writers:
             writer.write(record)
         self._view.update(record, self._sample)
+
+    def _summarize(self, record: Numbers) -> None:
+        """Keep the first and the last accuracy and reward; the first line of a run is from before it trains."""
+        if "evaluation/accuracy" in record:
+            self.summary["accuracy_after" if self._lines else "accuracy_before"] = record["evaluation/accuracy"]
+        if "reward/mean" in record:
+            self.summary.setdefault("reward_first_block", record["reward/mean"])
+            self.summary["reward_last_block"] = record["reward/mean"]
 
     def write_rollouts(
         self, number: int, block: JudgedBlock, advantages: Sequence[Sequence[float | None]] | None = None

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from logitless.objective.advantage import has_signal
-from logitless.rewards.combine import Unscored, score_batch, total_reward
+from logitless.rewards.combine import Unscored, judge_batch, total_reward
 from logitless.rewards.contract import EpisodeReward, WeightedReward
 from logitless.types import Episode, Group, Prompt, Verdict
 
@@ -65,7 +65,7 @@ def _verdicts(pairs: Sequence[tuple[Prompt, Episode]], rewards: Sequence[Weighte
     reading = [entry for entry in rewards if not isinstance(entry.reward, EpisodeReward)]
     names = {name for prompt, _ in pairs for name in prompt.columns}
     columns = {name: [p.columns.get(name) for p, _ in pairs] for name in names}
-    said = score_batch(
+    said = judge_batch(
         reading,
         [p.messages if p.messages is not None else p.text for p, _ in pairs],
         [episode.completion.text for _, episode in pairs],
@@ -113,11 +113,11 @@ def rewards_of_groups(groups: Sequence[Group]) -> tuple[Float[Tensor, "B"], Int[
     return rewards, torch.tensor([i for i, g in enumerate(groups) for _ in g.completions], dtype=torch.long)
 
 
-def number(score: float | None) -> float:
-    """The score, or NaN where there is none.
+def number(reward: float | None) -> float:
+    """The reward, or NaN where there is none.
 
     Example:
         >>> number(None)
         nan
     """
-    return math.nan if score is None else score
+    return math.nan if reward is None else reward

@@ -16,15 +16,7 @@ rank has whole, and so every rank plans, weighs and decides alike. The first one
 
 from contextlib import nullcontext
 
-from logitless.errors import TrainingError
-from logitless.train.block import AdvantagedBlock, JudgedBlock, pack_groups
-from logitless.train.block_metrics import (
-    advantage_metrics,
-    advantages_of,
-    block_metrics,
-    scoring_metrics,
-    value_metrics,
-)
+from logitless.train.block_metrics import training_metrics
 from logitless.train.checkpoint import BackgroundSaver, Checkpoint, checkpoints, damaged
 from logitless.train.collector import Collector
 from logitless.train.config import Recipe
@@ -33,9 +25,10 @@ from logitless.train.evaluate import Evaluation
 from logitless.train.interrupt import Interrupt
 from logitless.train.journal import Journal
 from logitless.train.learner import Learner
+from logitless.train.limits import SignalLimit, UnscoredLimit
 from logitless.train.metrics import Numbers
+from logitless.train.prepare import prepare
 from logitless.train.saving import restore_run, save_run
-from logitless.train.unscored import UnscoredLimit
 
 
 class Loop:
@@ -50,22 +43,14 @@ class Loop:
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        collector: Collector,
-        learner: Learner,
-        evaluation: Evaluation,
-        journal: Journal,
+        self, recipe: Recipe, collector: Collector, learner: Learner, evaluation: Evaluation, journal: Journal
     ) -> None:
-        self.recipe = recipe
+        self.recipe, self.ranks, train = recipe, learner.ranks, recipe.train
         self.collector, self.learner, self.evaluation, self.journal = collector, learner, evaluation, journal
         self.engines = Engines(collector.engine, evaluation.engine)
         self.block_metrics: Numbers = {}
-        self.without_signal_in_a_row = 0
-        self.unscored = UnscoredLimit(
-            max_fraction=recipe.train.max_unscored_fraction, max_blocks=recipe.train.max_blocks_unscored
-        )
-        self.ranks = learner.ranks
+        self.without_signal = SignalLimit(max_blocks=train.max_blocks_without_signal)
+        self.unscored = UnscoredLimit(max_fraction=train.max_unscored_fraction, max_blocks=train.max_blocks_unscored)
         self.saver = BackgroundSaver(journal.folder.checkpoints, keep=recipe.checkpoint.keep)
         self.interrupt = Interrupt(journal.message)
 
@@ -74,7 +59,7 @@ class Loop:
         with self.interrupt.heard():
             self._hand_over()
             if self.ranks.of_first(not checkpoints(self.journal.folder.checkpoints)):
-                self.journal.write({"step": 0, "block": 1, "epoch": 1, **self._evaluated("accuracy_before")})
+                self.journal.write({"step": 0, "block": 1, "epoch": 1, **self._evaluated()})
                 self.save()
                 self.saver.wait()  # from here on there is something to go on from
             while self._done < self.recipe.train.blocks and not self._stopping():
@@ -102,15 +87,12 @@ class Loop:
             self.saver.wait()  # a step changes what is being written
             with self.journal.phase("training") as seconds:
                 record = self.learner.step()
-            record["time/training_seconds"] = seconds[0]
-            record["throughput/training_tokens_per_second"] = record["optimizer/tokens"] / seconds[0]
-            record |= self.block_metrics
+            record |= training_metrics(record, seconds=seconds[0]) | self.block_metrics
             self.block_metrics = {}
             if not self.learner.in_training:
                 self._hand_over()
                 record |= self._evaluated_if_due()
-            several = self.ranks.world > 1
-            self.journal.write(record, {"parallel/tokens_per_rank": self.learner.tokens_per_rank} if several else {})
+            self.journal.write(record, self.learner.by_rank)
             if message := self.learner.check_skipped():
                 self.journal.message(message)
 
@@ -122,54 +104,26 @@ class Loop:
         before = self.collector.state_dict()
         try:
             with self.interrupt.at_once() if self.ranks.world == 1 else nullcontext():
-                judged, block = self._prepared()
+                prepared = prepare(self.collector, self.learner, self.journal)
         except KeyboardInterrupt:
             self.collector.load_state_dict(before)
             return False
-        self.unscored.see(judged.drawn)
-        if block is None:
+        self.block_metrics = prepared.metrics
+        self.unscored.see(prepared.judged.drawn)
+        if prepared.block is None:
             self._pass_over()
-            return False
-        self.without_signal_in_a_row = 0
-        self.learner.begin(block)
-        return True
-
-    def _prepared(self) -> tuple[JudgedBlock, AdvantagedBlock | None]:
-        """The next block as drawn and judged, and packed, scored and with advantages; None without a token."""
-        number, journal = self._done + 1, self.journal
-        with journal.phase("rollout") as seconds:
-            judged = self.collector.next(self._done, length_factor=self.learner.controllers.length_factor)
-        self.block_metrics = block_metrics(judged, seconds=seconds[0])
-        journal.summary.setdefault("reward_first_block", self.block_metrics["reward/mean"])
-        journal.summary["reward_last_block"] = self.block_metrics["reward/mean"]
-        packed = pack_groups(judged.trained)
-        if not packed.packed.num_tokens:
-            journal.write_rollouts(number, judged)
-            return judged, None
-        with journal.phase("scoring") as seconds:
-            scored = self.learner.score(packed)
-        self.block_metrics |= scoring_metrics(scored, seconds=seconds[0])
-        block = self.learner.with_advantages(scored, judged.trained)
-        advantages = advantages_of(block, judged)
-        self.block_metrics |= advantage_metrics(advantages, self.learner.algorithm.advantage) | value_metrics(block)
-        journal.write_rollouts(number, judged, advantages)
-        return judged, block
+        else:
+            self.learner.begin(prepared.block)
+        self.without_signal.see(has_signal=self.learner.in_training)
+        return self.learner.in_training
 
     def _pass_over(self) -> None:
-        """Write the metrics of a block with nothing to train on; too many in a row end the run."""
-        limit = self.recipe.train.max_blocks_without_signal
+        """Write the metrics of a block with nothing to train on."""
         place: Numbers = {"step": self.learner.progress.step, "block": self._done + 1, "epoch": 1}
         self.learner.end_block()
         self.journal.write({**place, **self.block_metrics, **self._evaluated_if_due()})
         self.journal.message(f"block {self._done}: no group with a signal, no step taken")
         self.block_metrics = {}
-        self.without_signal_in_a_row += 1
-        if self.without_signal_in_a_row >= limit:
-            raise TrainingError(
-                needed="completions of a prompt that differ in reward",
-                given=f"none in {limit} blocks (train.max_blocks_without_signal)",
-                remedy="Choose an easier task, warm-start the policy, raise the temperature or the group size.",
-            )
 
     def _hand_over(self) -> None:
         """Every engine gets the weights as they are now."""
@@ -179,15 +133,14 @@ class Loop:
     def _evaluated_if_due(self) -> Numbers:
         """Held-out metrics at the end of the block just finished, where they are asked for."""
         due = self._done % self.recipe.evaluation.every_blocks == 0 or self._done == self.recipe.train.blocks
-        return self._evaluated("accuracy_after") if due else {}
+        return self._evaluated() if due else {}
 
-    def _evaluated(self, called: str) -> Numbers:
-        """Held-out metrics, which also enter the summary as ``called``; none without held-out prompts."""
+    def _evaluated(self) -> Numbers:
+        """Held-out metrics; none without held-out prompts."""
         if not self.evaluation.prompts:
             return {}
         with self.journal.phase("evaluation") as seconds:
             found = self.evaluation()
-        self.journal.summary[called] = found["evaluation/accuracy"]
         return found | {"time/evaluation_seconds": seconds[0]}
 
     def save(self) -> None:
@@ -196,7 +149,7 @@ class Loop:
             return
         remembered = {
             "block_metrics": self.block_metrics,
-            "without_signal_in_a_row": self.without_signal_in_a_row,
+            "without_signal_in_a_row": self.without_signal.in_a_row,
             "unscored_in_a_row": self.unscored.in_a_row,
         }
         with self.journal.phase("checkpoint"):
@@ -207,7 +160,7 @@ class Loop:
         remembered = restore_run(self.collector, self.learner, self.journal, saved)
         try:
             self.block_metrics = dict(remembered["block_metrics"])
-            self.without_signal_in_a_row = remembered["without_signal_in_a_row"]
+            self.without_signal.in_a_row = remembered["without_signal_in_a_row"]
             self.unscored.in_a_row = remembered["unscored_in_a_row"]
         except KeyError as error:
             raise damaged(saved.folder, error) from error

@@ -1,4 +1,4 @@
-"""A run whose rewards fail stops, instead of training to its end on nothing."""
+"""When a run stops instead of training to its end on nothing: its rewards fail, or say the same of every completion."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -50,6 +50,44 @@ class UnscoredLimit:
             given=f"{share:.0%} by {name}, and as bad for {self.in_a_row} blocks in a row. The first: "
             f"{_first_failure(drawn, name)}",
             remedy="Repair the reward; reward/unscored and verdict/... in metrics.jsonl say since when.",
+        )
+
+
+class SignalLimit:
+    """Counts blocks in a row that left nothing to train on.
+
+    Args:
+        max_blocks: in a row, which stop the run.
+
+    Attributes:
+        in_a_row: such blocks, up to now.
+
+    Example:
+        >>> limit = SignalLimit(max_blocks=2)
+        >>> limit.see(has_signal=False)
+        >>> limit.in_a_row
+        1
+    """
+
+    def __init__(self, *, max_blocks: int) -> None:
+        self.max_blocks, self.in_a_row = max_blocks, 0
+
+    def see(self, *, has_signal: bool) -> None:
+        """Count a block.
+
+        Args:
+            has_signal: whether there was a token to train on.
+
+        Raises:
+            TrainingError: one too many in a row.
+        """
+        self.in_a_row = 0 if has_signal else self.in_a_row + 1
+        if self.in_a_row < self.max_blocks:
+            return
+        raise TrainingError(
+            needed="completions of a prompt that differ in reward",
+            given=f"none in {self.max_blocks} blocks (train.max_blocks_without_signal)",
+            remedy="Choose an easier task, warm-start the policy, raise the temperature or the group size.",
         )
 
 
