@@ -68,7 +68,7 @@ def training_metrics(record: Numbers, *, seconds: float) -> Numbers:
 
 
 def verdict_metrics(groups: Sequence[Group]) -> Numbers:
-    """Scores and statuses by reward function; pass rates by constraint and family, over all functions that check it."""
+    """Rewards and statuses by reward function; pass rates by constraint and family, over all functions."""
     metrics: Numbers = {}
     checks: dict[str, Counter[str]] = {"passed": Counter(), "count": Counter()}
     for name, found in reward_statistics([v for g in groups for v in g.verdicts]).items():
