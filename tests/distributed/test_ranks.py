@@ -143,6 +143,7 @@ def test_an_environment_that_torchrun_did_not_make_is_refused(wrong):
 
 
 TWO_RANKS = """
+import os
 import sys
 from logitless.distributed import ranks_of_environment
 from logitless.errors import TrainingError
@@ -152,7 +153,7 @@ try:
         if ranks.rank == 1 and sys.argv[1] == "fail":
             raise ValueError("rank 1 cannot go on")
         ranks.barrier()
-        print("rank", ranks.rank, "done")
+        os.write(1, f"rank {ranks.rank} done\\n".encode())  # in one piece
 except TrainingError as error:
     print(error)
     sys.exit(1)

@@ -175,4 +175,13 @@ def test_a_frozen_copy_stays_while_the_model_is_trained():
     assert not reference.training
     assert all(p.grad is None and not p.requires_grad for p in reference.parameters())
     assert reference.lm_head.weight is reference.get_input_embeddings().weight
-    assert frozen_copy(model, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_a_frozen_copy_in_another_dtype_turns_positions_by_the_same_angles():
+    model = tiny("llama-tied")
+    copied = frozen_copy(model, dtype=torch.bfloat16)
+    assert copied.dtype == torch.bfloat16
+    before = {name: buffer for name, buffer in model.named_buffers() if "inv_freq" in name}
+    after = dict(copied.named_buffers())
+    assert before
+    assert all(torch.equal(after[name], buffer) for name, buffer in before.items())

@@ -6,6 +6,7 @@ import torch
 
 from logitless.errors import ConfigurationError, DataError
 from logitless.objective import presets
+from logitless.objective.advantage import AdvantageInputs
 from logitless.rewards.math import Math
 
 
@@ -60,7 +61,8 @@ def test_stalling_is_worth_what_a_wrong_answer_is():
     verdicts = Math(deadline_seconds=0.2).verdicts(["p"] * 4, texts, {"answer": ["3", "3", "3", "$(x+1)^{9000}$"]})
     assert [verdict.status for verdict in verdicts] == ["graded", "graded", "graded", "spoiled"]
     rewards = torch.tensor([float(verdict.score) for verdict in verdicts])
-    right, wrong, again, stalled = presets.grpo().advantage(rewards, torch.zeros(4, dtype=torch.long)).tolist()
+    asked = AdvantageInputs(rewards=rewards, group=torch.zeros(4, dtype=torch.long), sequence=torch.arange(4))
+    right, wrong, again, stalled = presets.grpo().advantage(asked).advantage.tolist()
     assert right > 0 > wrong == again == stalled
 
 

@@ -2,9 +2,10 @@
 
 import argparse
 
-from logitless.bench import head, step
+from logitless.bench import bits, head, step
 
 _BENCHMARKS = {
+    "bits": (bits, "the laws and the price of one set of bits"),
     "head": (head, "the LM head against bare products and other libraries"),
     "step": (step, "a whole training step against full logits and TRL's trainer"),
 }

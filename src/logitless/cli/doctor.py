@@ -64,5 +64,23 @@ def findings() -> dict[str, dict[str, Any]]:
             "programs (code)": str(walls_of("program")),
             "graders (math, reasoning_gym)": str(walls_of("grader")),
         },
+        "one set of bits": bits(),
         "head backends": {name: why_not(name, hidden, head) or "runs" for name in ("reference", "chunked", "fused")},
     }
+
+
+def bits() -> dict[str, str]:
+    """Which kernels may serve here for a layer of an 8B model, or why none; docs/bits.md says what for."""
+    if not torch.cuda.is_available():
+        return {"row-invariant layers": "no: they need a CUDA device"}
+    if importlib.util.find_spec("triton") is None:
+        return {"row-invariant layers": "no: pip install 'logitless[triton]'"}
+    from logitless.models.self_check import check_layer, rows_in_words
+
+    report = check_layer(torch.device("cuda", torch.cuda.current_device()))
+    same = "the bits of the packed row" if report.exact else f"OTHER BITS than the packed row: {report.attention}"
+    found = {"attention, decoded": same}
+    for shape, finding in report.linear.items():
+        refused = {way: rows_in_words(rows) for way, rows in finding.failed.items()}
+        found[f"product {shape}"] = "; ".join(f"{way} not at rows {rows}" for way, rows in refused.items()) or "all"
+    return found

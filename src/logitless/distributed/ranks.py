@@ -185,7 +185,7 @@ class Ranks:
         dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=self.data)
         for p, total in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
             if p.grad is None:
-                p.grad = torch.zeros_like(p)
+                p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
             p.grad.copy_(total.view_as(p))
 
 

@@ -105,6 +105,7 @@ def why_not(backend: Backend, hidden: Tensor, head: LMHead | Tensor, group: Proc
     """Why this backend cannot score these tensors on this machine, or None when it can.
 
     Example:
+        >>> import torch
         >>> why_not("chunked", torch.zeros(2, 4), torch.zeros(11, 4)) is None
         True
     """

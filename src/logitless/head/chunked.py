@@ -269,8 +269,9 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("chunked")
-        hidden, bias, lora_a, lora_b, weight, *whole, target, outside = ctx.saved_tensors[:10]
-        head, scored = _Head(weight, *whole), ctx.saved_tensors[10:]
+        saved = ctx.saved_tensors  # read once: activation checkpointing recomputes them for one reading
+        hidden, bias, lora_a, lora_b, weight, *whole, target, outside = saved[:10]
+        head, scored = _Head(weight, *whole), saved[10:]
         if grad_logp is None and grad_entropy is None:
             if not sharded.is_sharded(weight):
                 return (None,) * 8

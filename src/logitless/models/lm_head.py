@@ -126,6 +126,8 @@ def _packing_arguments(decoder: PreTrainedModel, inputs: PackedInputs) -> dict[s
     """What keeps sequences apart, besides positions that restart. A mask of four dimensions is used as it is."""
     config, device = decoder.config.get_text_config(), inputs.input_ids.device
     attention = config._attn_implementation
+    if hasattr(decoder, "row_invariant"):
+        return {"packed_layout": PackedLayout(inputs.lengths, device)}
     if attention == PACKED:
         # The layout does the work; NaN so that a layer which adds the mask anyway is noticed.
         mask = torch.full((1, 1, 1, 1), float("nan"), device=device)

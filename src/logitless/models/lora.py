@@ -207,7 +207,8 @@ def frozen_copy(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Mod
 
     Args:
         model: left as it is.
-        dtype: of the copy's floating-point weights; default as they are.
+        dtype: of the copy's weights; default as they are. Buffers stay as they are: rounded rotary frequencies would
+            turn late positions by other angles than the policy's.
 
     Example:
         >>> copied = frozen_copy(nn.Linear(2, 2), dtype=torch.bfloat16)
@@ -216,7 +217,10 @@ def frozen_copy(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Mod
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     copied.zero_grad(set_to_none=True)
-    return copied if dtype is None else copied.to(dtype)
+    if dtype is not None:
+        for parameter in copied.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return copied
 
 
 def _check_tied_head(model: nn.Module, options: LoraOptions) -> None:

@@ -27,6 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from logitless.errors import InputError, UnavailableError
+from logitless.models.attention import AttentionLayout
 
 PACKED = "logitless_packed"
 _OTHER_ATTENTION = 'Load the model with attention="eager", "sdpa" or "flex_attention".'
@@ -104,6 +105,11 @@ class PackedLayout:
     def offsets(self) -> Int[Tensor, "O"]:
         """[B + 1] int32: where each sequence starts and the last one ends."""
         return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def attention(self) -> AttentionLayout:
+        """The same sequences for ``prefix_attention``."""
+        return AttentionLayout.of_sequences(self.lengths, self.device)
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:

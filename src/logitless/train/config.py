@@ -49,7 +49,12 @@ class ModelSection(Section):
     random_weights: bool = Field(False, description="build the model from its config with seeded random weights")
     tokenizer: str | None = Field(None, description="hub name or folder; default: `source`")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="of frozen weights (LoRA's base, the reference); trained ones are always float32"
+        "float32", description="of frozen weights (LoRA's base, the reference)"
+    )
+    trained_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="of trained weights in forward, backward and sampling; under bfloat16 the optimizer and "
+        "checkpoints hold float32 masters, and gradients are summed in float32",
     )
     autocast: Literal["bfloat16"] | None = Field(None, description="dtype of the products in forward and backward")
     attention: Literal["packed", "sdpa", "eager", "flex_attention"] = Field(
@@ -291,6 +296,12 @@ class Recipe(Section):
                 repr(reward.metric_name),
                 "Write for example a dash.",
             )
+        _require(
+            self.model.trained_dtype == "float32" or self.model.autocast is None,
+            "one dtype of the products",
+            f"model.autocast={self.model.autocast} beside model.trained_dtype={self.model.trained_dtype}",
+            "Remove model.autocast: products of bfloat16 weights are in bfloat16 as they are.",
+        )
         if self.algorithm.correction is not None:
             sampling = self.rollout.sampling
             self.algorithm.correction.check_sampling(

@@ -268,7 +268,7 @@ class Learner:
 
     def tensors(self) -> dict[str, Tensor]:
         """What is trained, its optimizer state and the tokens of a block in training, by name; not copied."""
-        parameters = self.policy.named_parameters()
+        parameters = self.policy.held()
         tensors = checkpoints.parameter_tensors(parameters) | checkpoints.optimizer_tensors(parameters, self.optimizer)
         return tensors if self._current is None else tensors | stored_block(self._current.block)[0]
 
@@ -281,8 +281,9 @@ class Learner:
         """Go on from ``tensors`` and ``state_dict``; each tensor is read to where it belongs before the next."""
         self.progress = Progress(**state["progress"])
         self.controllers.load_state_dict(state["controllers"])
-        parameters = self.policy.named_parameters()
+        parameters = self.policy.held()
         checkpoints.restore_parameters(parameters, tensors)
+        self.policy.round_masters()
         checkpoints.restore_optimizer(parameters, self.optimizer, tensors)
         if state["block"] is not None:
             self.begin(load_block(tensors, state["block"]))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from logitless.distributed.ranks import Ranks
 from logitless.train.config import OptimizerSection
+from logitless.train.masters import MasterAdamW, master_of
 
 
 def adamw(
@@ -19,7 +20,7 @@ def adamw(
     value_head: Iterable[nn.Parameter] = (),
     value_head_factor: float = 1.0,
 ) -> torch.optim.AdamW:
-    """AdamW over the trained parameters; vectors (norms, biases) and the value head are not decayed.
+    """AdamW over the trained parameters or their masters; vectors (norms, biases) and the value head are not decayed.
 
     ``implementation="auto"`` is ``fused`` on CUDA and ``foreach`` elsewhere.
 
@@ -42,7 +43,8 @@ def adamw(
     matrices = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": options.weight_decay}
     vectors = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
     readout = {"params": list(value_head), "weight_decay": 0.0, "rate_factor": value_head_factor}
-    return torch.optim.AdamW(
+    lowered = any(master_of(p) is not p for p in trained)
+    return (MasterAdamW if lowered else torch.optim.AdamW)(
         [group for group in (matrices, vectors, readout) if group["params"]],
         lr=options.learning_rate,
         betas=options.betas,
@@ -104,6 +106,8 @@ def take_step(
         The norm of the model's gradient before clipping, and whether the step was taken. Gradients are freed either
         way.
     """
+    if isinstance(optimizer, MasterAdamW):
+        optimizer.take_gradients()
     model, value_head = list[nn.Parameter](), list[nn.Parameter]()
     for group in optimizer.param_groups:
         part = value_head if "rate_factor" in group else model

@@ -20,6 +20,7 @@ from logitless.models.value_head import ValueHead
 from logitless.train.checks import check_before_start
 from logitless.train.config import Recipe
 from logitless.train.engines import open_engines
+from logitless.train.masters import master_of
 from logitless.train.setup import (
     algorithm_of,
     data_of,
@@ -109,17 +110,21 @@ def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None
     frozen = [p for p in model.parameters() if not p.requires_grad]
     config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr]
     layers, width = config.num_hidden_layers, config.hidden_size
-    half = section.autocast is not None or (section.lora is not None and section.dtype != "float32")
+    lowered = section.trained_dtype != "float32"
+    half = section.autocast is not None or lowered or (section.lora is not None and section.dtype != "float32")
+    held = sum(master_of(p).numel() * master_of(p).element_size() for p in trained)  # by the optimizer
     number = 2 if half else 4
     kept, worked_on = (1, 1) if section.gradient_checkpointing else (17, 0)
     activations = train.tokens_per_micro_batch * width * number * (layers * kept + 17 * worked_on)
     sampling = sampling_bytes(recipe, config, number)
     parts = {
         "trained weights": sum(p.numel() * p.element_size() for p in trained),
-        "gradients": sum(p.numel() * p.element_size() for p in trained),
-        "AdamW moments": 2 * sum(p.numel() * p.element_size() for p in trained),
+        "gradients": held,
+        "AdamW moments": 2 * held,
         "frozen weights": sum(p.numel() * p.element_size() for p in frozen),
     }
+    if lowered:
+        parts["float32 masters"] = held
     if value_head is not None:  # weights, gradients and two moments
         parts["value head"] = 4 * sum(p.numel() * p.element_size() for p in value_head.parameters())
     if recipe.kl is not None and section.lora is None:
@@ -160,7 +165,7 @@ def disk(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None) 
     trained = [p for p in model.parameters() if p.requires_grad]
     if value_head is not None:
         trained += list(value_head.parameters())
-    size = sum(p.numel() * p.element_size() for p in trained)
+    size = sum(master_of(p).numel() * master_of(p).element_size() for p in trained)
     rollout = recipe.rollout
     tokens = rollout.prompts_per_block * rollout.completions_per_prompt * rollout.sampling.max_new_tokens
     parts = {"checkpoints": (recipe.checkpoint.keep + 1) * 3 * size, "model": size}

@@ -20,6 +20,7 @@ from logitless.models.lora import adapters_off, save_adapters
 from logitless.models.value_head import ValueHead
 from logitless.rollout.engine import Weights
 from logitless.train.config import Backend
+from logitless.train.masters import master_of, round_masters
 from logitless.types import LMHead, PackedBatch, TokenScores
 
 
@@ -91,6 +92,14 @@ class Policy:
         if self.value_head is not None:
             named |= {f"value_head.{name}": p for name, p in self.value_head.named_parameters()}
         return named
+
+    def held(self) -> dict[str, nn.Parameter]:
+        """What the optimizer updates and checkpoints hold, by the same names: masters where there are some."""
+        return {name: master_of(p) for name, p in self.named_parameters().items()}
+
+    def round_masters(self) -> None:
+        """Write masters that were set from outside, rounded, into the model."""
+        round_masters(self.named_parameters().values())
 
     def weights(self) -> Weights:
         """What an engine samples with; the value head is no part of it."""

@@ -139,7 +139,8 @@ def start(
             stack.callback(writer.close)
         policy, reference = _policies(recipe, algorithm, tokenizer, data, folder, view, model, ranks)
         del model
-        ranks.copy_of_first(policy.named_parameters().values())
+        ranks.copy_of_first(policy.held().values())
+        policy.round_masters()
         journal = Journal(folder, view, writers, policy.device, ranks)
         weights = {r.name: r.weight for r in rewards}
         learner = Learner(recipe, algorithm, policy, reference, reward_weights=weights, ranks=ranks)

@@ -32,6 +32,7 @@ from logitless.rewards.contract import WeightedReward
 from logitless.rewards.instruction_reward import InstructionReward
 from logitless.rewards.suites import warn_of_overlap
 from logitless.train.config import ModelSection, Recipe, ValueHeadSection
+from logitless.train.masters import lower_to
 from logitless.types import Prompt
 
 logger = logging.getLogger("logitless")
@@ -129,7 +130,7 @@ def policy_model(
     device: torch.device,
     weights: Path | None = None,
 ) -> nn.Module:
-    """The model to train: every weight float32 under full fine-tuning, float32 adapters on a frozen base under LoRA.
+    """The model to train: every weight in ``trained_dtype``, under LoRA adapters in it on a frozen base.
 
     Args:
         section: of the recipe.
@@ -162,6 +163,7 @@ def policy_model(
             model = load_adapters(model, weights)
         lora = section.lora
         model = add_lora(model, LoraOptions(rank=lora.rank, alpha=lora.alpha, targets=lora.targets), seed=seed)
+    _lower(section, model)
     if section.compile:
         compile_layers(model)
     return model.train()
@@ -173,7 +175,15 @@ def after_warm_start(section: ModelSection, model: nn.Module, *, seed: int) -> n
     if section.lora is None:
         return model
     lora = section.lora
-    return add_lora(model, LoraOptions(rank=lora.rank, alpha=lora.alpha, targets=lora.targets), seed=seed).train()
+    model = add_lora(model, LoraOptions(rank=lora.rank, alpha=lora.alpha, targets=lora.targets), seed=seed).train()
+    _lower(section, model)
+    return model
+
+
+def _lower(section: ModelSection, model: nn.Module) -> None:
+    """Round what is trained to its dtype; masters keep what was there."""
+    if section.trained_dtype != "float32":
+        lower_to(getattr(torch, section.trained_dtype), model.parameters())
 
 
 def effects(section: ModelSection, device: torch.device, model: nn.Module) -> list[str]:

@@ -1,0 +1,387 @@
+"""Causal attention over packed rows in which the completions of a prompt share its tokens, with one set of bits.
+
+Equal to running every sequence alone, prompt and completion together. A prompt lies once in the row, its completions
+end to end behind it:
+
+    row:       [prompt A][completion A1][completion A2] [prompt B][completion B1] ...
+    position:   0 .. P-1   P .. P+n1-1    P .. P+n2-1     0 .. Q-1   Q ..
+
+A row's output and log-sum-exp have the same bits whether its prompt is shared or repeated, in any packing and any
+order, as they have in ``paged_attention`` chunk by chunk and token by token: blocks and splits of keys are counted in
+positions of the sequence (``kernels/attention_forward.py`` says why that is enough). The backward pass is
+deterministic, without atomics; gradients of a prompt's keys are summed over its completions in float32.
+
+Gives up: anything but causal attention with an optional window and softcap, and more than 64 query heads a key head.
+Rows of no sequence (padding at the end) must hold finite numbers, and give zeros.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from logitless.errors import InputError, UnavailableError
+from logitless.models.kernels.attention_tiles import PROCESSORS, attention_tiles
+
+MAX_WIDTH = 256
+MAX_GROUP = 64
+
+
+class PromptGroup(NamedTuple):
+    """Lengths of a prompt and of its completions; no completions, or no prompt, are plain sequences."""
+
+    prompt: int
+    completions: tuple[int, ...] = ()
+
+
+class Segments(NamedTuple):
+    """[S] int64 each: where the tokens of each piece of a row lie, and what they see before themselves."""
+
+    prefix_row: Tensor
+    prefix_length: Tensor
+    row: Tensor
+    length: Tensor
+    last_seen_by: Tensor
+    """Row after the last one that sees these tokens."""
+    is_prompt: Tensor
+    """Whether other pieces see them."""
+    rank: Tensor
+    """Place of their group when groups are sorted by size, the largest first."""
+
+
+@dataclass(frozen=True)
+class AttentionLayout:
+    """Where prompts and completions lie in a packed row, and the work on it as tables on the device.
+
+    Tables are made when they are first asked for, once for all layers and passes.
+
+    Args:
+        groups: in the order in which they lie, end to end.
+        device: of the model.
+        num_tokens: T, rows behind the last group are padding; default: no padding.
+
+    Raises:
+        InputError: a group without tokens, a negative length, or more tokens than ``num_tokens``.
+
+    Example:
+        >>> layout = AttentionLayout([PromptGroup(3, (2, 1)), PromptGroup(0, (2, 2))])
+        >>> layout.num_tokens, layout.positions.tolist()
+        (10, [0, 1, 2, 3, 4, 3, 0, 1, 0, 1])
+    """
+
+    groups: Sequence[PromptGroup]
+    device: torch.device | str = "cpu"
+    num_tokens: int = -1
+    _tables: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        groups = tuple(PromptGroup(prompt, tuple(completions)) for prompt, completions in self.groups)
+        object.__setattr__(self, "groups", groups)
+        sizes = [prompt + sum(completions) for prompt, completions in groups]
+        used = sum(sizes)
+        if not groups or min(sizes) < 1 or any(min(p, *c, 0) < 0 for p, c in groups):
+            raise InputError(
+                needed="groups with at least one token and no negative length",
+                given=f"{groups[:4]}",
+                remedy="Drop sequences without tokens before packing.",
+            )
+        if self.num_tokens == -1:
+            object.__setattr__(self, "num_tokens", used)
+        if used > self.num_tokens:
+            raise InputError(
+                needed=f"groups of at most {self.num_tokens} tokens",
+                given=f"{used} tokens",
+                remedy="Leave num_tokens out, or raise it.",
+            )
+
+    @classmethod
+    def of_sequences(
+        cls, lengths: Sequence[int], device: torch.device | str = "cpu", num_tokens: int = -1
+    ) -> "AttentionLayout":
+        """Sequences that share nothing.
+
+        Example:
+            >>> AttentionLayout.of_sequences((2, 3)).positions.tolist()
+            [0, 1, 0, 1, 2]
+        """
+        return cls([PromptGroup(length) for length in lengths], device, num_tokens)
+
+    @property
+    def every_row(self) -> bool:
+        """Whether every row belongs to a sequence."""
+        return self.num_tokens == sum(prompt + sum(completions) for prompt, completions in self.groups)
+
+    @cached_property
+    def segments(self) -> Segments:
+        """Pieces in the order in which they lie; a prompt of a single completion is one with it."""
+        found: list[tuple[int, int, int, int, int, bool, int]] = []
+        at = 0
+        for group, (prompt, completions) in enumerate(self.groups):
+            lengths = [length for length in completions if length]
+            first, end = at, at + prompt + sum(lengths)
+            if len(lengths) <= 1 or prompt == 0:
+                for length in [prompt + sum(lengths)] if prompt else lengths:
+                    found.append((0, 0, at, length, at + length, False, group))
+                    at += length
+                continue
+            found.append((0, 0, first, prompt, end, True, group))
+            at += prompt
+            for length in lengths:
+                found.append((first, prompt, at, length, at + length, False, group))
+                at += length
+        prefix_row, prefix_length, row, length, last_seen_by, is_prompt, group = torch.tensor(found).T
+        sizes = torch.tensor([prompt + sum(completions) for prompt, completions in self.groups])
+        rank = torch.argsort(torch.argsort(-sizes, stable=True))[group]
+        return Segments(prefix_row, prefix_length, row, length, last_seen_by, is_prompt.bool(), rank)
+
+    @cached_property
+    def positions(self) -> Int[Tensor, "T"]:
+        """[T] int32: of each token in its sequence; 0 in padding."""
+        prefix_length, length = self.segments.prefix_length, self.segments.length
+        starts = length.cumsum(0) - length
+        within = torch.arange(int(length.sum())) - torch.repeat_interleave(starts - prefix_length, length)
+        padded = torch.zeros(self.num_tokens, dtype=torch.int32)
+        padded[: len(within)] = within.int()
+        return padded.to(self.device)
+
+    def unshared(self) -> "tuple[AttentionLayout, Int[Tensor, 'U']]":
+        """The same sequences each in full, and for every token of theirs its row here.
+
+        Example:
+            >>> AttentionLayout([PromptGroup(2, (1, 1))]).unshared()[1].tolist()
+            [0, 1, 2, 0, 1, 3]
+        """
+        prefix_row, prefix_length, row, length, *_ = (x[~self.segments.is_prompt] for x in self.segments)
+        rows = []
+        for first, before, own, count in zip(
+            *(x.tolist() for x in (prefix_row, prefix_length, row, length)), strict=True
+        ):
+            rows += [torch.arange(first, first + before), torch.arange(own, own + count)]
+        lengths = (prefix_length + length).tolist()
+        return AttentionLayout.of_sequences(lengths, self.device), torch.cat(rows).to(self.device)
+
+    def query_tiles(self, tokens: int, num_key_heads: int, window: int | None) -> Int[Tensor, "n 8"]:
+        """[n, 8] int32: prefix row, prefix length, own row, own length, first token of a tile."""
+
+        def make() -> Tensor:
+            prefix_row, prefix_length, row, length, _, _, rank = self.segments
+            segment, first = cut(length, tokens)
+            end = prefix_length[segment] + torch.minimum(first + tokens, length[segment])
+            lowest = torch.zeros_like(end)
+            if window is not None:
+                lowest = (prefix_length[segment] + first - window + 1).clamp(min=0)
+            order = in_order(rank[segment], end - lowest, num_key_heads)
+            columns = (prefix_row[segment], prefix_length[segment], row[segment], length[segment], first)
+            return table(columns, order, self.device)
+
+        return self._kept(("query", tokens, num_key_heads, window), make)
+
+    def key_tiles(self, keys: int, num_key_heads: int, window: int | None) -> tuple[Tensor, Tensor, int]:
+        """Tiles of keys with their rows of queries, those that are cut into parts, and the number of parts.
+
+        Keys with more queries than a fair share of the work are cut into equal parts: [tiles, 8] first and last row of
+        keys, first and last row of queries, part or -1; [cut, 8] first and last row of keys, first part, parts.
+        """
+
+        def make() -> tuple[Tensor, Tensor, int]:
+            _, _, row, length, last_seen_by, is_prompt, rank = self.segments
+            segment, offset = cut(length, keys)
+            first = row[segment] + offset
+            last = torch.minimum(first + keys, (row + length)[segment])
+            end = last_seen_by[segment]
+            if window is not None:
+                end = torch.where(is_prompt[segment], end, torch.minimum(end, last + window - 1))
+            work = end - first
+            share = max(512, _divided_up(int(work.sum()) * num_key_heads, 4 * PROCESSORS))
+            size = _divided_up(_divided_up(work, _divided_up(work, share)), 16) * 16  # rows of queries a part
+            parts = _divided_up(work, size)
+            tile, part = cut(work, size)
+            begin = first[tile] + part
+            stop = torch.minimum(begin + size[tile], end[tile])
+            is_cut = parts > 1
+            before = torch.where(is_cut, parts, 0).cumsum(0) - torch.where(is_cut, parts, 0)
+            number = torch.where(is_cut[tile], before[tile] + part // size[tile], -1)
+            order = in_order(rank[segment[tile]], stop - begin, num_key_heads)
+            tiles = table((first[tile], last[tile], begin, stop, number), order, self.device)
+            several = torch.nonzero(is_cut)[:, 0]
+            return tiles, table((first, last, before, parts), several, self.device), int(parts[is_cut].sum())
+
+        return self._kept(("key", keys, num_key_heads, window), make)
+
+    def _kept(self, name: Any, make: Any) -> Any:
+        if name not in self._tables:
+            self._tables[name] = make()
+        return self._tables[name]
+
+
+def cut(lengths: Tensor, size: "int | Tensor") -> tuple[Tensor, Tensor]:
+    """Pieces of at most ``size`` of each length: whose they are, and where they start in it."""
+    counts = _divided_up(lengths, size)
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), counts)
+    number = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+    return owner, number * (size[owner] if isinstance(size, Tensor) else size)
+
+
+def in_order(rank: Tensor, work: Tensor, num_key_heads: int) -> Tensor:
+    """Some groups after the other, so that their keys stay in the GPU's cache, each time the most work first.
+
+    As many groups at once as keep all processors busy. On an H200 this takes 10 to 20% off the time of long rows.
+    """
+    programs = torch.bincount(rank) * num_key_heads
+    together = (programs.cumsum(0) - programs) // (4 * PROCESSORS)
+    by_work = torch.argsort(-work, stable=True)
+    return by_work[torch.argsort(together[rank[by_work]], stable=True)]
+
+
+def _divided_up(number: Any, by: Any) -> Any:
+    """The quotient rounded up, of numbers or tensors."""
+    return (number + by - 1) // by
+
+
+def table(columns: tuple[Tensor, ...], order: Tensor, device: torch.device | str) -> Tensor:
+    """Rows of 8 int32 on the device, in this order."""
+    rows = torch.zeros(len(order), 8, dtype=torch.int32)
+    for i, column in enumerate(columns):
+        rows[:, i] = column[order].int()
+    return rows.to(device)
+
+
+def prefix_attention(
+    query: Float[Tensor, "T H E"],
+    key: Float[Tensor, "T K E"],
+    value: Float[Tensor, "T K E"],
+    layout: AttentionLayout,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Float[Tensor, "T H E"], Float[Tensor, "T H"]]:
+    """Causal attention of packed rows whose completions may share a prompt.
+
+    ``out[t] = sum_s softmax_s(z[t, s]) v[s]``, ``z[t, s] = scale * q[t] @ k[s]`` (with a softcap
+    ``softcap * tanh(z / softcap)``), over tokens s of t's own sequence, its prompt included, with
+    ``position[t] - window < position[s] <= position[t]``.
+
+    Gradient: through both outputs, to query, key and value; deterministic.
+
+    Args:
+        query, key, value: H query heads, K key heads with K dividing H, E up to 256; bfloat16, float16 or float32, on
+            CUDA (on the CPU under Triton's interpreter alone). Views with heads side by side are read as they are.
+        layout: of the row.
+        scale: default ``E ** -0.5``.
+        window: positions a token sees, itself included; None for all.
+        softcap: of the products (Gemma 2: 50); None for none.
+
+    Returns:
+        The output, in the query's dtype, and the float32 log-sum-exp of z in nats. Zeros in padding.
+
+    Raises:
+        InputError: shapes, dtypes or the layout do not fit each other.
+
+    Memory: backward 2 H T float32, and K * 2 * E float32 for every key whose queries are cut into parts.
+
+    Example:
+        >>> from logitless.models.attention import AttentionLayout, PromptGroup, prefix_attention
+        >>> layout = AttentionLayout([PromptGroup(prompt=5, completions=(3, 4))])
+        >>> query = torch.randn(12, 4, 16)
+        >>> prefix_attention(query[:3], query[:3], query[:3], layout)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        logitless.errors.InputError: needed query, key and value of 12 tokens, those of the layout; given 3 queries ...
+    """
+    check_heads(query, key, value)
+    if not len(query) == len(key) == layout.num_tokens:
+        raise InputError(
+            needed=f"query, key and value of {layout.num_tokens} tokens, those of the layout",
+            given=f"{len(query)} queries and {len(key)} keys",
+            remedy="Make the layout from the groups of this row.",
+        )
+    scale = query.shape[2] ** -0.5 if scale is None else scale
+    output, log_sum_exp = _PrefixAttention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, layout, scale, window, softcap
+    )
+    return output, log_sum_exp
+
+
+def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Refuse what the kernels cannot take."""
+    heads, width = query.shape[1:]
+    if key.shape[-2:] != value.shape[-2:] or key.shape[-1] != width or heads % key.shape[-2]:
+        raise InputError(
+            needed="one width, and a number of query heads that the number of key heads divides",
+            given=f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}",
+            remedy="Pass heads as [T, heads, width].",
+        )
+    if width > MAX_WIDTH or heads // key.shape[-2] > MAX_GROUP:
+        raise InputError(
+            needed=f"heads up to {MAX_WIDTH} wide and up to {MAX_GROUP} query heads a key head",
+            given=f"width {width}, {heads // key.shape[-2]} query heads a key head",
+            remedy="Use another attention for this model.",
+        )
+    if not query.dtype == key.dtype == value.dtype or query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise InputError(
+            needed="query, key and value in one of bfloat16, float16 and float32",
+            given=f"{query.dtype}, {key.dtype}, {value.dtype}",
+            remedy="Cast them to one dtype.",
+        )
+
+
+def launches() -> Any:
+    """The module of launches; it needs Triton.
+
+    Raises:
+        UnavailableError: there is none.
+    """
+    try:
+        from logitless.models.kernels import attention_launch
+    except ImportError as error:
+        raise UnavailableError(
+            needed="Triton, for attention in one set of bits",
+            given=str(error),
+            remedy="Install logitless[triton], or choose another attention.",
+        ) from error
+    return attention_launch
+
+
+class _PrefixAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: AttentionLayout, scale: float,
+        window: int | None, softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        launch = launches()
+        form = launch.Form(scale, window, softcap)
+        query, (key, value) = launch.as_rows(query), launch.key_value_rows(key, value)
+        heads = launch.Heads.of(query, key)
+        choice = attention_tiles(heads.padded, query.dtype, query.device)
+        tiles = layout.query_tiles(choice.forward.rows // heads.group, heads.num_key, window)
+        output, log_sum_exp = launch.attention_forward_rows(
+            query, key, value, tiles, form, choice, every_row=layout.every_row
+        )
+        ctx.save_for_backward(query, key, value, output, log_sum_exp)
+        ctx.layout, ctx.form, ctx.choice = layout, form, choice
+        ctx.set_materialize_grads(False)
+        return output, log_sum_exp
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None, grad_log_sum_exp: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, key, value, output, log_sum_exp = ctx.saved_tensors
+        layout, form, choice = ctx.layout, ctx.form, ctx.choice
+        launch = launches()
+        heads = launch.Heads.of(query, key)
+        grad_output = torch.zeros_like(output) if grad_output is None else grad_output.contiguous()
+        grad_log_sum_exp = None if grad_log_sum_exp is None else grad_log_sum_exp.contiguous()
+        tiles = layout.query_tiles(choice.query_gradient.rows // heads.group, heads.num_key, form.window)
+        grad_query, terms = launch.query_gradient(
+            query, key, value, output, log_sum_exp, grad_output, grad_log_sum_exp, tiles, form, choice,
+            every_row=layout.every_row,
+        )  # fmt: skip
+        position = None if form.window is None else layout.positions
+        tables = launch.KeyTables(*layout.key_tiles(choice.key_gradient.keys, heads.num_key, form.window), position)
+        grad_key, grad_value = launch.key_gradient(
+            query, key, value, grad_output, terms, tables, form, choice, every_row=layout.every_row
+        )
+        return grad_query, grad_key, grad_value, None, None, None, None

@@ -1,0 +1,224 @@
+"""Launches of attention's kernels; arguments are checked by the callers."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from logitless.models.kernels import attention_backward, attention_decode, attention_forward, attention_tiles
+from logitless.models.kernels.attention_tiles import AttentionTiles
+from logitless.models.kernels.rows import empty_rows
+
+
+class Form(NamedTuple):
+    """What is computed: ``scale``, ``window`` and ``softcap`` as ``prefix_attention`` takes them."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of every kernel that makes products."""
+        return {
+            "window": self.window or 0,
+            "inner": self.scale / (self.softcap or 1.0),
+            "gain": (self.softcap or self.scale) * math.log2(math.e),
+            "WINDOWED": self.window is not None,
+            "SOFTCAP": self.softcap is not None,
+        }
+
+
+class Heads(NamedTuple):
+    """Key heads, query heads a key head, width and width padded to a power of two."""
+
+    num_key: int
+    group: int
+    width: int
+    padded: int
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor) -> "Heads":
+        """Of query [T, H, E] and key [T, K, E]."""
+        width = query.shape[2]
+        padded = max(16, triton.next_power_of_2(width))
+        return cls(key.shape[1], query.shape[1] // key.shape[1], width, padded)
+
+    @property
+    def arguments(self) -> dict[str, int]:
+        """Of most kernels."""
+        return {"K": self.num_key, "R": self.group, "E": self.width, "WIDTH": self.padded}
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x [T, H, E] with heads side by side; a view where it can be one."""
+    side_by_side = x.stride(2) == 1 and x.stride(1) == x.shape[2]
+    return x if side_by_side else x.contiguous()
+
+
+def key_value_rows(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values with heads side by side and rows equally far apart."""
+    key, value = as_rows(key), as_rows(value)
+    return (key, value) if key.stride(0) == value.stride(0) else (key.contiguous(), value.contiguous())
+
+
+def attention_forward_rows(
+    query: Tensor, key: Tensor, value: Tensor, tiles: Tensor, form: Form, choice: AttentionTiles, *,
+    every_row: bool, page_table: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output [T, H, E] and log-sum-exp [T, H]; rows of no tile are 0 unless ``every_row`` is in one."""
+    heads, tile = Heads.of(query, key), choice.forward
+    rows, num_heads, width = query.shape
+    output = empty_rows(rows, num_heads, width, like=query)
+    log_sum_exp = torch.empty(rows, num_heads, dtype=torch.float32, device=query.device)
+    if not every_row:
+        output.zero_()
+        log_sum_exp.zero_()
+    blocks = _key_blocks(key, value, heads, tile.tma)
+    attention_forward.attention_forward[(len(tiles) * heads.num_key,)](
+        query, key, value, *blocks, output, log_sum_exp, tiles, page_table,
+        0 if page_table is None else page_table.shape[1], query.stride(0), key.stride(0),
+        **form.arguments, **heads.arguments, BM=tile.rows, BLOCK=attention_tiles.BLOCK, SPLIT=attention_tiles.SPLIT,
+        PAGED=page_table is not None, TMA=blocks[0] is not None, PRECISION=choice.precision,
+        **_resources(tile),
+    )  # fmt: skip
+    return output, log_sum_exp
+
+
+class RowTerms(NamedTuple):
+    """[K, T, R] float32 each: log-sum-exp in bits, and d."""
+
+    normaliser: Tensor
+    d: Tensor
+
+
+def query_gradient(
+    query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum_exp: Tensor, grad_output: Tensor,
+    grad_log_sum_exp: Tensor | None, tiles: Tensor, form: Form, choice: AttentionTiles, *, every_row: bool,
+) -> tuple[Tensor, RowTerms]:  # fmt: skip
+    """Gradient of queries, and what that of keys needs."""
+    heads, tile = Heads.of(query, key), choice.query_gradient
+    rows = len(query)
+    gradient = (torch.empty_like if every_row else torch.zeros_like)(output)
+    terms = torch.empty(2, heads.num_key, rows, heads.group, dtype=torch.float32, device=query.device)
+    blocks = _key_blocks(key, value, heads, tile.tma)
+    attention_backward.query_gradient[(len(tiles) * heads.num_key,)](
+        query, key, value, *blocks, output, grad_output, log_sum_exp, grad_log_sum_exp, terms[0], terms[1], gradient,
+        tiles, rows, query.stride(0), key.stride(0), scale=form.scale, **form.arguments, **heads.arguments,
+        BM=tile.rows, BLOCK=attention_tiles.BLOCK, TMA=blocks[0] is not None, PRECISION=choice.precision,
+        **_resources(tile),
+    )  # fmt: skip
+    return gradient, RowTerms(terms[0], terms[1])
+
+
+class KeyTables(NamedTuple):
+    """Tiles of keys [tiles, 8], those that are cut [cut, 8], number of parts, and positions [T] (with a window)."""
+
+    tiles: Tensor
+    cut: Tensor
+    num_parts: int
+    position: Tensor | None
+
+
+def key_gradient(
+    query: Tensor, key: Tensor, value: Tensor, grad_output: Tensor, terms: RowTerms, tables: KeyTables, form: Form,
+    choice: AttentionTiles, *, every_row: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of keys and values."""
+    heads, tile = Heads.of(query, key), choice.key_gradient
+    rows = len(query)
+    new = torch.empty if every_row else torch.zeros
+    shape = (rows, heads.num_key, heads.width)
+    grad_key, grad_value = (new(shape, dtype=key.dtype, device=key.device) for _ in range(2))
+    part_shape = (tables.num_parts, heads.num_key, 2, tile.keys, heads.padded)
+    parts = torch.empty(part_shape, dtype=torch.float32, device=key.device)
+    row_blocks: tuple[Any, Any] = (None, None)
+    if tile.tma_rows and tile.rows % heads.group == 0 and _aligned(query, grad_output):
+        block = [tile.rows // heads.group, heads.group, heads.padded]
+        row_blocks = (TensorDescriptor.from_tensor(query, block), TensorDescriptor.from_tensor(grad_output, block))
+    term_blocks: tuple[Any, Any] = (None, None)
+    if tile.tma_terms and _aligned(terms.d):
+        term_blocks = tuple(TensorDescriptor.from_tensor(x.view(-1), [tile.rows]) for x in terms)
+    attention_backward.key_gradient[(len(tables.tiles) * heads.num_key,)](
+        query, key, value, grad_output, *row_blocks, terms.normaliser, terms.d, *term_blocks, grad_key, grad_value,
+        parts, tables.tiles, tables.position, rows, query.stride(0), key.stride(0), scale=form.scale,
+        **form.arguments, **heads.arguments, BK=tile.keys, BM=tile.rows, TMA_ROWS=row_blocks[0] is not None,
+        TMA_TERMS=term_blocks[0] is not None, PRECISION=choice.precision, **_resources(tile),
+    )  # fmt: skip
+    if tables.num_parts:
+        attention_backward.sum_key_parts[(len(tables.cut) * heads.num_key, tile.keys // 16)](
+            parts, grad_key, grad_value, tables.cut, form.scale, K=heads.num_key, E=heads.width, WIDTH=heads.padded,
+            BK=tile.keys, ROWS=16, num_warps=4,
+        )  # fmt: skip
+    return grad_key, grad_value
+
+
+def decode(
+    query: Tensor, key: Tensor, value: Tensor, page_table: Tensor, position: Tensor,
+    shared: tuple[Tensor, Tensor, Tensor] | None, form: Form, choice: AttentionTiles,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output [rows, H, E] and log-sum-exp [rows, H] of one query a row.
+
+    Args:
+        key, value: [pages * BLOCK, K, E].
+        shared: members [groups, size], shared pages by group and by row; None when no row shares.
+    """
+    heads = Heads.of(query, key)
+    rows, num_heads, width = query.shape
+    device = query.device
+    max_pages = page_table.shape[1]
+    splits = triton.cdiv(max_pages * attention_tiles.BLOCK, attention_tiles.SPLIT)
+    direct = splits == 1
+    tile = choice.decode_few if rows * heads.num_key * splits <= 4 * attention_tiles.PROCESSORS else choice.decode
+    output = empty_rows(rows, num_heads, width, like=query)
+    log_sum_exp = torch.empty(rows, num_heads, dtype=torch.float32, device=device)
+    state_rows = 0 if direct and shared is None else rows
+    m, s = torch.empty(2, state_rows, splits, num_heads, dtype=torch.float32, device=device)
+    o = torch.empty(state_rows, splits, num_heads, heads.padded, dtype=torch.float32, device=device)
+    form_and_heads = form.arguments | heads.arguments
+    blocks = {"BLOCK": attention_tiles.BLOCK, "SPLIT": attention_tiles.SPLIT, "PRECISION": choice.precision}
+    if shared is not None:
+        members, group_pages, _ = shared
+        groups, size = members.shape
+        wide = choice.decode_shared
+        grid = (groups * triton.cdiv(size * heads.group, wide.rows), heads.num_key, splits)
+        attention_decode.decode_shared[grid](
+            query, key, value, page_table, position, members, group_pages, m, s, o, splits, max_pages, size,
+            query.stride(0), key.stride(0), BM=wide.rows, **blocks, **form_and_heads, **_resources(wide),
+        )  # fmt: skip
+    attention_decode.decode_own[(rows, heads.num_key, splits)](
+        query, key, value, page_table, position, None if shared is None else shared[2], m, s, o, output, log_sum_exp,
+        splits, max_pages, query.stride(0), key.stride(0), BM=tile.rows, DIRECT=direct, **blocks, **form_and_heads,
+        **_resources(tile),
+    )  # fmt: skip
+    if not direct:
+        attention_decode.merge_splits[(rows, heads.num_key)](
+            m, s, o, position, output, log_sum_exp, splits, form.window or 0, H=num_heads, R=heads.group, E=width,
+            WIDTH=heads.padded, HEADS=triton.next_power_of_2(heads.group), SPLIT=attention_tiles.SPLIT,
+            WINDOWED=form.window is not None, num_warps=4,
+        )  # fmt: skip
+    return output, log_sum_exp
+
+
+def _key_blocks(key: Tensor, value: Tensor, heads: Heads, tma: bool) -> tuple[Any, Any]:
+    """TMA descriptors of blocks of keys and of values; None where they are loaded through pointers."""
+    if not tma or not _aligned(key, value):
+        return None, None
+    block = [attention_tiles.BLOCK, 1, heads.padded]
+    return TensorDescriptor.from_tensor(key, block), TensorDescriptor.from_tensor(value, block)
+
+
+def _aligned(*operands: Tensor) -> bool:
+    """Whether TMA can read them: all strides but the last, and the start, are multiples of 16 bytes."""
+    return all(
+        x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
+        for x in operands
+    )
+
+
+def _resources(tile: Any) -> dict[str, int]:
+    cap = {"maxnreg": tile.registers} if tile.registers else {}
+    return {"num_warps": tile.warps, "num_stages": tile.stages} | cap

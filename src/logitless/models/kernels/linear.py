@@ -1,0 +1,172 @@
+"""Matrix products whose sums run in one order, whatever the tile and the number of rows.
+
+    out[m, n] = sum_k rows[m, k] * weight[n, k]  (+ bias[n])  (then addend[m, n] + scale * that)
+
+One program walks K from its start to its end and adds into one float32 accumulator an output; K is never split. On
+NVIDIA's tensor cores such a sum has the same bits for every tile, for ``mma`` and ``wgmma`` alike and with operands
+swapped, so the tile is a matter of speed alone: a step of depth 16 is the unit of the hardware, and every tile is made
+of the same steps in the same order. That is an observation, not a guarantee of the vendor, so a tile serves only where
+``self_check`` has compared it.
+
+Two ways to load: TMA descriptors (Hopper and later), or plain masked tiles of less than 99 KiB of shared memory (any
+GPU from capability 8.0).
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from logitless.models.kernels.rows import empty_rows
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one program of the product works; the result does not depend on it.
+
+    Args:
+        rows, columns: block of the output.
+        depth: part of K that is loaded at a time.
+        warps, stages: of the program and of its pipeline of loads.
+        swapped: multiply ``weight @ rows.T``, so that the weight's rows fill the 64 of a ``wgmma`` when the batch's
+            do not.
+        tma: load through TMA descriptors.
+
+    Example:
+        >>> Tile(rows=16, columns=64, depth=128, warps=4, stages=6, swapped=True, tma=True).shared_bytes(2)
+        122880
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    swapped: bool = False
+    tma: bool = False
+
+    def shared_bytes(self, item: int) -> int:
+        """Shared memory of the pipeline for operands of ``item`` bytes."""
+        return (self.rows + self.columns) * self.depth * item * self.stages
+
+
+INTERPRETED = Tile(rows=32, columns=64, depth=64, warps=1, stages=1)
+REFERENCE = Tile(rows=128, columns=128, depth=64, warps=8, stages=3)
+"""The tile that defines the bits on GPUs; plain loads, 96 KiB."""
+_GROUP = 8  # row tiles walked together, so that they meet the weight's tiles in L2
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def product_kernel(
+    rows,  # [M, K] a row ``row_stride`` after the other, or its TMA descriptor
+    weight,  # [N, K] contiguous, or its TMA descriptor
+    bias,  # [N] or None
+    addend,  # [M, N] a row ``out_stride`` after the other, or None
+    out,  # [M, N] likewise; may be ``addend`` itself
+    scale,  # of the product where there is an addend
+    num_rows,  # M
+    num_columns,  # N
+    length,  # K
+    row_stride,
+    out_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    TMA: tl.constexpr,
+    EVEN: tl.constexpr,  # whether DEPTH divides K
+):
+    """One tile of the output."""
+    tile = tl.program_id(0)
+    num_m = tl.cdiv(num_rows, ROWS)
+    num_n = tl.cdiv(num_columns, COLUMNS)
+    first = (tile // (GROUP * num_n)) * GROUP
+    size = tl.minimum(num_m - first, GROUP)
+    inside = tile % (GROUP * num_n)
+    row_start = (first + inside % size) * ROWS
+    column_start = (inside // size) * COLUMNS
+    row = row_start + tl.arange(0, ROWS)
+    column = column_start + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    if not TMA:  # rows beyond the last read another's numbers, which are not stored
+        row_at = rows + (row % num_rows)[:, None].to(tl.int64) * row_stride + depth[None, :]
+        weight_at = weight + (column % num_columns)[:, None].to(tl.int64) * length + depth[None, :]
+    acc = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
+    for step in range(tl.cdiv(length, DEPTH)):
+        if TMA:
+            x = rows.load([row_start, step * DEPTH])
+            w = weight.load([column_start, step * DEPTH])
+        elif EVEN:
+            x = tl.load(row_at)
+            w = tl.load(weight_at)
+            row_at += DEPTH
+            weight_at += DEPTH
+        else:
+            inside_row = depth[None, :] < length - step * DEPTH
+            x = tl.load(row_at, mask=inside_row, other=0.0)
+            w = tl.load(weight_at, mask=inside_row, other=0.0)
+            row_at += DEPTH
+            weight_at += DEPTH
+        acc = tl.dot(w, x.T, acc, input_precision="ieee") if SWAPPED else tl.dot(x, w.T, acc, input_precision="ieee")
+    if SWAPPED:
+        row_of = row[None, :]
+        column_of = column[:, None]
+    else:
+        row_of = row[:, None]
+        column_of = column[None, :]
+    stored = (row_of < num_rows) & (column_of < num_columns)
+    if bias is not None:
+        acc += tl.load(bias + column_of, mask=column_of < num_columns, other=0.0).to(tl.float32)
+    if addend is not None:
+        before = tl.load(addend + row_of.to(tl.int64) * out_stride + column_of, mask=stored, other=0.0)
+        acc = tl.fma(acc, scale, before.to(tl.float32))
+    tl.store(out + row_of.to(tl.int64) * out_stride + column_of, acc.to(out.dtype.element_ty), mask=stored)
+
+
+def fixed_order_product(
+    rows: Tensor,
+    weight: Tensor,
+    tile: Tile,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    add_to_out: float | None = None,
+    dtype: torch.dtype | None = None,
+    compile_only: bool = False,
+) -> Tensor:
+    """``rows @ weight.T + bias``, or ``out += add_to_out * (rows @ weight.T)`` in float32 before one rounding.
+
+    Args:
+        rows: [M, K], the last dimension contiguous.
+        weight: [N, K] contiguous, in the dtype of ``rows``.
+        tile: how; for TMA, K of both and the row stride must be multiples of 16 bytes.
+        bias: [N].
+        out: [M, N] with contiguous rows; made where it is not given.
+        add_to_out: factor of the product, which is then added to what ``out`` holds.
+        dtype: of ``out`` where it is made; default that of ``rows``.
+        compile_only: compile the kernel for such arguments and launch nothing.
+
+    Returns:
+        ``out``.
+    """
+    (num_rows, length), num_columns = rows.shape, weight.shape[0]
+    if out is None:
+        out = empty_rows(num_rows, num_columns, like=rows, dtype=dtype)
+    x, w = rows, weight
+    if tile.tma:
+        x = TensorDescriptor.from_tensor(rows, [tile.rows, tile.depth])
+        w = TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth])
+    grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns),)
+    launch = functools.partial(product_kernel.warmup, grid=grid) if compile_only else product_kernel[grid]
+    launch(
+        x, w, bias, None if add_to_out is None else out, out, 1.0 if add_to_out is None else add_to_out,
+        num_rows, num_columns, length, rows.stride(0), out.stride(0),
+        ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=_GROUP, SWAPPED=tile.swapped, TMA=tile.tma,
+        EVEN=length % tile.depth == 0, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out

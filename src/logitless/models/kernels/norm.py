@@ -1,0 +1,189 @@
+"""RMSNorm with the residual stream in one pass, a program a row: torch's own reductions choose their order by shape.
+
+    plain       out = norm(x)
+    add before  sum = x + delta;  out = norm(sum)           (Llama, Qwen, Mistral, Phi)
+    add after   sum = x + norm(delta)                       (Gemma's norms behind attention and MLP)
+
+    norm(v) = round(v * rsqrt(mean(v^2) + eps)) * weight                  as transformers' LlamaRMSNorm
+    norm(v) = round(v * rsqrt(mean(v^2) + eps) * (1 + weight))            with ``gemma``, as its GemmaRMSNorm
+
+in float32 and rounded where transformers rounds. The sum over a row runs in the order of one layout, which depends on
+the row's length alone. The backward is one kernel a row block; the weight's gradient is summed over blocks of rows in
+order, without atomics.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from logitless.models.kernels.rows import empty_rows
+
+
+@triton.jit
+def normalised(v, weight, eps, length, GEMMA: tl.constexpr, dtype: tl.constexpr):
+    """norm(v) of one row in float32, with transformers' roundings; v and weight are 0 beyond ``length``."""
+    unit = v * tl.rsqrt(tl.sum(v * v, 0) / length + eps)
+    if GEMMA:
+        return (unit * (1.0 + weight)).to(dtype).to(tl.float32)
+    return (unit.to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def norm_kernel(
+    x,  # [T, D] what is normed, or the residual stream
+    delta,  # [T, D] or None
+    weight,  # [D]
+    total,  # [T, D] the new residual stream, or None
+    out,  # [T, D] normed, or None
+    eps,
+    length,  # D
+    GEMMA: tl.constexpr,
+    AFTER: tl.constexpr,  # norm delta and add it, instead of adding it and norming the sum
+    BLOCK: tl.constexpr,
+):
+    """One row."""
+    row = tl.program_id(0).to(tl.int64) * length
+    column = tl.arange(0, BLOCK)
+    inside = column < length
+    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    stored = tl.load(x + row + column, mask=inside, other=0.0)
+    v = stored.to(tl.float32)
+    if AFTER:
+        d = tl.load(delta + row + column, mask=inside, other=0.0).to(tl.float32)
+        v = v + normalised(d, w, eps, length, GEMMA, stored.dtype)
+        tl.store(total + row + column, v.to(stored.dtype), mask=inside)
+    else:
+        if delta is not None:
+            v = (v + tl.load(delta + row + column, mask=inside, other=0.0).to(tl.float32)).to(stored.dtype)
+            tl.store(total + row + column, v, mask=inside)
+            v = v.to(tl.float32)
+        tl.store(out + row + column, normalised(v, w, eps, length, GEMMA, stored.dtype).to(stored.dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def norm_backward_kernel(
+    v,  # [T, D] what was normed
+    weight,  # [D]
+    grad_out,  # [T, D] of norm(v)
+    grad_total,  # [T, D] that reached v by the residual stream, or None
+    grad_v,  # [T, D]
+    parts,  # [P, D] float32, the weight's gradient over each program's rows, or None
+    eps,
+    num_rows,  # T
+    length,  # D
+    rows_per_program,
+    GEMMA: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program takes consecutive rows, one after the other."""
+    column = tl.arange(0, BLOCK)
+    inside = column < length
+    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if GEMMA:
+        w = tl.where(inside, 1.0 + w, 0.0)
+    first = tl.program_id(0) * rows_per_program
+    summed = tl.zeros((BLOCK,), tl.float32)
+    for i in range(tl.minimum(rows_per_program, num_rows - first)):
+        at = (first.to(tl.int64) + i) * length + column
+        x = tl.load(v + at, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(grad_out + at, mask=inside, other=0.0).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(x * x, 0) / length + eps)
+        unit = x * inverse
+        scaled = g * w
+        summed += g * unit
+        grad = inverse * (scaled - unit * (tl.sum(scaled * unit, 0) / length))
+        if grad_total is not None:
+            grad += tl.load(grad_total + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_v + at, grad.to(grad_v.dtype.element_ty), mask=inside)
+    if parts is not None:
+        tl.store(parts + tl.program_id(0) * length + column, summed, mask=inside)
+
+
+@triton.jit
+def sum_parts_kernel(
+    parts,  # [P, D] float32
+    out,  # [D]
+    num_parts,  # P
+    length,  # D
+    PARTS: tl.constexpr,  # at a time
+    BLOCK: tl.constexpr,
+):
+    """Columns' sums over the parts, in one order."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    part = tl.arange(0, PARTS)
+    inside = (column < length)[None, :]
+    total = tl.zeros((PARTS, BLOCK), tl.float32)
+    for p in range(0, num_parts, PARTS):
+        at = (p + part)[:, None]
+        total += tl.load(parts + at * length + column[None, :], mask=inside & (at < num_parts), other=0.0)
+    tl.store(out + column, tl.sum(total, 0).to(out.dtype.element_ty), mask=column < length)
+
+
+def row_warps(block: int) -> int:
+    """Warps of a program that reduces a row: a function of the row's length alone, for the order of a sum is theirs."""
+    return min(8, max(1, block // 512))
+
+
+def norm(
+    x: Tensor, weight: Tensor, eps: float, *, delta: Tensor | None = None, gemma: bool = False, after: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """(residual stream, normed row) of the forms above.
+
+    Args:
+        x: [T, D] contiguous: what is normed, or the residual stream.
+        weight: [D].
+        eps: inside the root.
+        delta: [T, D] contiguous: what is added to the residual stream.
+        gemma: norm as Gemma does.
+        after: norm ``delta`` and add that; there is no normed row then.
+
+    Returns:
+        ``(x, norm(x))`` without ``delta``; ``(x + delta, norm(x + delta))``; or ``(x + norm(delta), None)``.
+    """
+    length = x.shape[-1]
+    block = triton.next_power_of_2(length)
+    total = x if delta is None else torch.empty_like(x)
+    out = None if after else empty_rows(*x.shape, like=x)
+    norm_kernel[(x.numel() // length,)](
+        x, delta, weight, None if delta is None else total, out, eps, length,
+        GEMMA=gemma, AFTER=after, BLOCK=block, num_warps=row_warps(block),
+    )  # fmt: skip
+    return total, out
+
+
+def norm_backward(
+    v: Tensor, weight: Tensor, eps: float, grad_out: Tensor, grad_total: Tensor | None, *, gemma: bool,
+    weight_needed: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Gradients of what was normed and of the weight.
+
+    Args:
+        v: [T, D] what was normed.
+        grad_out: [T, D] gradient of ``norm(v)``.
+        grad_total: [T, D] gradient that reached v by the residual stream; added.
+        weight_needed: whether the weight's gradient is wanted.
+    """
+    length = v.shape[-1]
+    rows = v.numel() // length
+    block = triton.next_power_of_2(length)
+    grad_v = torch.empty_like(v)
+    per_program = max(1, triton.cdiv(rows, 1056)) if v.is_cuda else triton.cdiv(rows, 2)
+    programs = triton.cdiv(rows, per_program)
+    parts = torch.empty(programs, length, dtype=torch.float32, device=v.device) if weight_needed else None
+    norm_backward_kernel[(programs,)](
+        v, weight, grad_out, grad_total, grad_v, parts, eps, rows, length, per_program,
+        GEMMA=gemma, BLOCK=block, num_warps=row_warps(block),
+    )  # fmt: skip
+    return grad_v, None if parts is None else sum_parts(parts, weight.dtype)
+
+
+def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """[D] sums over the first dimension of [P, D], in order."""
+    num_parts, length = parts.shape
+    out = torch.empty(length, dtype=dtype, device=parts.device)
+    block = 16 if parts.is_cuda else triton.next_power_of_2(length)
+    sum_parts_kernel[(triton.cdiv(length, block),)](
+        parts, out, num_parts, length, PARTS=128 if parts.is_cuda else 2, BLOCK=block, num_warps=4
+    )
+    return out

@@ -1,0 +1,336 @@
+"""Norms of query and key heads, rotary positions, and keys and values to where attention reads them, in one pass.
+
+    out[t, h] = x cos(p_t) + half_turned(x) sin(p_t),   x = norm(heads[t, h]) or heads[t, h]
+    half_turned(x) = (-x[R/2:], x[:R/2])                of the first R of E numbers; the others pass
+
+with a rounding wherever transformers' separate operations round. The tables of cosines and sines carry any scaling of
+the positions. A program takes some heads of one token; the sum of a norm runs over one head in the order of a layout
+that the model's shape fixes, so training and decoding, which run this same kernel, get the same bits.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from logitless.models.kernels.norm import sum_parts
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """Norms of query and key heads: weights [E] each, eps, and whether they are Gemma's."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+    gemma: bool = False
+
+
+@triton.jit
+def partner(d, ROTARY: tl.constexpr):
+    """The place that turns with d, and the sign it comes in with; places beyond ROTARY have none."""
+    half: tl.constexpr = ROTARY // 2
+    place = tl.where(d < half, d + half, tl.where(d < ROTARY, d - half, d))
+    return place, tl.where(d < half, -1.0, 1.0)
+
+
+@triton.jit
+def turned_heads(
+    source,  # of the first head
+    target,
+    norm_weight,  # [E] or None
+    cos,  # [R] of this token's position
+    sin,
+    eps,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,  # E
+    ROTARY: tl.constexpr,  # R
+    BLOCK: tl.constexpr,
+    GEMMA: tl.constexpr,
+):
+    """HEADS heads of one token, side by side."""
+    head = tl.arange(0, HEADS)[:, None] * WIDTH
+    d = tl.arange(0, BLOCK)[None, :]
+    inside = d < WIDTH
+    turns = d < ROTARY
+    other, sign = partner(d, ROTARY)
+    stored = tl.load(source + head + d, mask=inside, other=0.0)
+    x = stored.to(tl.float32)
+    y = tl.load(source + head + other, mask=inside, other=0.0).to(tl.float32)
+    if norm_weight is not None:
+        inverse = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)[:, None]
+        w_x = tl.load(norm_weight + d, mask=inside, other=0.0).to(tl.float32)
+        w_y = tl.load(norm_weight + other, mask=inside, other=0.0).to(tl.float32)
+        if GEMMA:
+            x = (x * inverse) * (1.0 + w_x)
+            y = (y * inverse) * (1.0 + w_y)
+        else:
+            x = (x * inverse).to(stored.dtype).to(tl.float32) * w_x
+            y = (y * inverse).to(stored.dtype).to(tl.float32) * w_y
+        x = x.to(stored.dtype).to(tl.float32)
+        y = y.to(stored.dtype).to(tl.float32)
+    straight = (x * tl.load(cos + d, mask=turns, other=0.0).to(tl.float32)).to(stored.dtype).to(tl.float32)
+    crossed = (sign * y * tl.load(sin + d, mask=turns, other=0.0).to(tl.float32)).to(stored.dtype).to(tl.float32)
+    out = tl.where(turns, straight + crossed, x)
+    tl.store(target + head + d, out.to(stored.dtype), mask=inside)
+
+
+@triton.jit
+def rotary_kernel(
+    query,  # [T, H * E] a row ``query_stride`` after the other
+    key,  # [T, K * E] a row ``key_stride`` after the other
+    value,  # [T, K * E] a row ``value_stride`` after the other
+    query_out,  # [T, H, E] contiguous
+    key_out,  # [S, K, E] contiguous
+    value_out,  # [S, K, E] contiguous, or None: values stay where they are
+    position,  # [T]
+    slot,  # [T] row of key_out and value_out for each token, -1: nowhere; None: its own number
+    cos,  # [P, R] by position
+    sin,  # [P, R]
+    query_norm,  # [E] or None
+    key_norm,  # [E] or None
+    eps,
+    query_stride,
+    key_stride,
+    value_stride,
+    QUERY_HEADS: tl.constexpr,  # H
+    KEY_HEADS: tl.constexpr,  # K
+    HEADS: tl.constexpr,  # heads a program takes; divides both
+    WIDTH: tl.constexpr,  # E
+    ROTARY: tl.constexpr,  # R
+    BLOCK: tl.constexpr,  # power of two, at least E
+    GEMMA: tl.constexpr,
+):
+    """Some heads of one token: of the query, the key or the value."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    p = tl.load(position + row).to(tl.int64) * ROTARY
+    place = row if slot is None else tl.load(slot + row).to(tl.int64)
+    num_query: tl.constexpr = QUERY_HEADS // HEADS
+    num_key: tl.constexpr = KEY_HEADS // HEADS
+    if block < num_query:
+        at = block * HEADS * WIDTH
+        turned_heads(
+            query + row * query_stride + at, query_out + row * QUERY_HEADS * WIDTH + at, query_norm,
+            cos + p, sin + p, eps, HEADS, WIDTH, ROTARY, BLOCK, GEMMA,
+        )  # fmt: skip
+    elif place < 0:
+        pass
+    elif block < num_query + num_key:
+        at = (block - num_query) * HEADS * WIDTH
+        turned_heads(
+            key + row * key_stride + at, key_out + place * KEY_HEADS * WIDTH + at, key_norm,
+            cos + p, sin + p, eps, HEADS, WIDTH, ROTARY, BLOCK, GEMMA,
+        )  # fmt: skip
+    elif value_out is not None:
+        at = (block - num_query - num_key) * HEADS * WIDTH
+        head = tl.arange(0, HEADS)[:, None] * WIDTH
+        d = tl.arange(0, BLOCK)[None, :]
+        v = tl.load(value + row * value_stride + at + head + d, mask=d < WIDTH, other=0.0)
+        tl.store(value_out + place * KEY_HEADS * WIDTH + at + head + d, v, mask=d < WIDTH)
+
+
+@triton.jit
+def turned_back(
+    heads,  # of the first head, as it was
+    grad,  # of the first head, turned
+    grad_heads,
+    norm_weight,  # [E] or None
+    cos,  # [R] of this token's position
+    sin,
+    eps,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROTARY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GEMMA: tl.constexpr,
+):
+    """Gradient of HEADS heads of one token; returns the norm weight's gradient [BLOCK]."""
+    head = tl.arange(0, HEADS)[:, None] * WIDTH
+    d = tl.arange(0, BLOCK)[None, :]
+    inside = d < WIDTH
+    turns = d < ROTARY
+    other, sign = partner(d, ROTARY)
+    g = tl.load(grad + head + d, mask=inside, other=0.0).to(tl.float32)
+    across = tl.load(grad + head + other, mask=inside, other=0.0).to(tl.float32)
+    straight = g * tl.load(cos + d, mask=turns, other=0.0).to(tl.float32)
+    crossed = across * tl.load(sin + other, mask=turns, other=0.0).to(tl.float32)
+    g = tl.where(turns, straight - sign * crossed, g)
+    summed = tl.zeros((BLOCK,), tl.float32)
+    if norm_weight is not None:
+        x = tl.load(heads + head + d, mask=inside, other=0.0).to(tl.float32)
+        w = tl.load(norm_weight + d, mask=inside, other=0.0).to(tl.float32)
+        if GEMMA:
+            w = 1.0 + w
+        inverse = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)[:, None]
+        unit = x * inverse
+        summed = tl.sum(g * unit, 0)
+        g = g * w
+        g = inverse * (g - unit * (tl.sum(g * unit, 1) / WIDTH)[:, None])
+    tl.store(grad_heads + head + d, g.to(grad_heads.dtype.element_ty), mask=inside)
+    return summed
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def rotary_backward_kernel(
+    query,  # [T, H * E] as the forward read it, a row ``query_stride`` after the other; only norms read it
+    key,  # [T, K * E] likewise
+    grad_query_out,  # [T, H, E] contiguous
+    grad_key_out,  # [T, K, E] contiguous
+    grad_value_out,  # [T, K, E] contiguous
+    grad,  # [T, (H + 2 K) * E] of query, key and value, side by side
+    position,  # [T]
+    cos,  # [P, R] by position
+    sin,  # [P, R]
+    query_norm,  # [E] or None
+    key_norm,  # [E] or None
+    query_parts,  # [programs, H / HEADS, E] float32, or None
+    key_parts,  # [programs, K / HEADS, E] float32, or None
+    eps,
+    query_stride,
+    key_stride,
+    num_rows,  # T
+    rows_per_program,
+    QUERY_HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROTARY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GEMMA: tl.constexpr,
+):
+    """Some heads of consecutive tokens."""
+    block = tl.program_id(1)
+    num_query: tl.constexpr = QUERY_HEADS // HEADS
+    num_key: tl.constexpr = KEY_HEADS // HEADS
+    total: tl.constexpr = (QUERY_HEADS + 2 * KEY_HEADS) * WIDTH
+    first = tl.program_id(0).to(tl.int64) * rows_per_program
+    count = tl.minimum(rows_per_program, num_rows - first)
+    at = block * HEADS * WIDTH
+    inside = tl.arange(0, BLOCK) < WIDTH
+    if block < num_query:
+        summed = tl.zeros((BLOCK,), tl.float32)
+        for i in range(count):
+            row = first + i
+            p = tl.load(position + row).to(tl.int64) * ROTARY
+            summed += turned_back(
+                query + row * query_stride + at, grad_query_out + row * QUERY_HEADS * WIDTH + at,
+                grad + row * total + at, query_norm, cos + p, sin + p, eps, HEADS, WIDTH, ROTARY, BLOCK, GEMMA,
+            )  # fmt: skip
+        if query_parts is not None:
+            part = (tl.program_id(0) * num_query + block) * WIDTH + tl.arange(0, BLOCK)
+            tl.store(query_parts + part, summed, mask=inside)
+    elif block < num_query + num_key:
+        of_key = at - QUERY_HEADS * WIDTH
+        summed = tl.zeros((BLOCK,), tl.float32)
+        for i in range(count):
+            row = first + i
+            p = tl.load(position + row).to(tl.int64) * ROTARY
+            summed += turned_back(
+                key + row * key_stride + of_key, grad_key_out + row * KEY_HEADS * WIDTH + of_key,
+                grad + row * total + at, key_norm, cos + p, sin + p, eps, HEADS, WIDTH, ROTARY, BLOCK, GEMMA,
+            )  # fmt: skip
+        if key_parts is not None:
+            part = (tl.program_id(0) * num_key + block - num_query) * WIDTH + tl.arange(0, BLOCK)
+            tl.store(key_parts + part, summed, mask=inside)
+    else:
+        of_value = at - (QUERY_HEADS + KEY_HEADS) * WIDTH
+        head = tl.arange(0, HEADS)[:, None] * WIDTH
+        d = tl.arange(0, BLOCK)[None, :]
+        for i in range(count):
+            row = first + i
+            v = tl.load(grad_value_out + row * KEY_HEADS * WIDTH + of_value + head + d, mask=d < WIDTH, other=0.0)
+            tl.store(grad + row * total + at + head + d, v, mask=d < WIDTH)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Counts and widths: H query heads, K key heads, E numbers each, of which the first R turn."""
+
+    query: int
+    key: int
+    width: int
+    rotary: int
+
+    @property
+    def together(self) -> int:
+        """Heads a program takes: a power of two that divides both counts, 8 at most."""
+        return math.gcd(8, math.gcd(self.query, self.key))
+
+    @property
+    def block(self) -> int:
+        """Numbers a program holds of a head."""
+        return triton.next_power_of_2(self.width)
+
+    @property
+    def warps(self) -> int:
+        """Of a program; fixed by the shape, for the order of a norm's sum is theirs."""
+        return 4 if self.together * self.block >= 512 else 1
+
+
+def rotate(
+    query: Tensor, key: Tensor, value: Tensor, heads: Heads, position: Tensor, cos: Tensor, sin: Tensor,
+    norms: HeadNorms | None, *, key_out: Tensor | None = None, value_out: Tensor | None = None,
+    slot: Tensor | None = None, query_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Queries, keys and values as attention reads them.
+
+    Args:
+        query, key, value: [T, H * E] and [T, K * E] with contiguous rows; may be columns of one tensor.
+        heads: counts and widths.
+        position: [T] in the sequence.
+        cos, sin: [P, R] contiguous, in the dtype of the query.
+        norms: of query and key heads.
+        key_out, value_out: [S, K, E] to write into, such as a cache; made where they are not given.
+        slot: [T] the row of ``key_out`` and ``value_out`` that a token's key and value go to; -1: they are dropped.
+
+    Returns:
+        [T, H, E] and two of [T, K, E] (or those given).
+    """
+    rows = query.shape[0]
+    query_out = query.new_empty(rows, heads.query, heads.width) if query_out is None else query_out
+    key_out = key.new_empty(rows, heads.key, heads.width) if key_out is None else key_out
+    value_out = value.new_empty(rows, heads.key, heads.width) if value_out is None else value_out
+    blocks = (heads.query + 2 * heads.key) // heads.together
+    rotary_kernel[(rows, blocks)](
+        query, key, value, query_out, key_out, value_out, position, slot, cos, sin,
+        None if norms is None else norms.query, None if norms is None else norms.key,
+        0.0 if norms is None else norms.eps, query.stride(0), key.stride(0), value.stride(0),
+        QUERY_HEADS=heads.query, KEY_HEADS=heads.key, HEADS=heads.together, WIDTH=heads.width, ROTARY=heads.rotary,
+        BLOCK=heads.block, GEMMA=norms is not None and norms.gemma, num_warps=heads.warps,
+    )  # fmt: skip
+    return query_out, key_out, value_out
+
+
+def rotate_backward(
+    query: Tensor, key: Tensor, heads: Heads, position: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None,
+    grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, *, norms_needed: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradient of query, key and value side by side, [T, (H + 2 K) * E], and of the two norms' weights."""
+    rows = query.shape[0]
+    grad = query.new_empty(rows, (heads.query + 2 * heads.key) * heads.width)
+    blocks = (heads.query + 2 * heads.key) // heads.together
+    sums = norms is not None and norms_needed
+    per_program = triton.cdiv(rows, 2048 if query.is_cuda else 2)
+    programs = triton.cdiv(rows, per_program)
+    query_parts = key_parts = None
+    if sums:
+        query_parts = grad.new_empty(programs, heads.query // heads.together, heads.width, dtype=torch.float32)
+        key_parts = grad.new_empty(programs, heads.key // heads.together, heads.width, dtype=torch.float32)
+    rotary_backward_kernel[(programs, blocks)](
+        query, key, grad_query, grad_key, grad_value, grad, position, cos, sin,
+        None if norms is None else norms.query, None if norms is None else norms.key, query_parts, key_parts,
+        0.0 if norms is None else norms.eps, query.stride(0), key.stride(0), rows, per_program,
+        QUERY_HEADS=heads.query, KEY_HEADS=heads.key, HEADS=heads.together, WIDTH=heads.width, ROTARY=heads.rotary,
+        BLOCK=heads.block, GEMMA=norms is not None and norms.gemma, num_warps=heads.warps,
+    )  # fmt: skip
+    if norms is None or query_parts is None or key_parts is None:
+        return grad, None, None
+    return (
+        grad,
+        sum_parts(query_parts.flatten(0, 1), norms.query.dtype),
+        sum_parts(key_parts.flatten(0, 1), norms.key.dtype),
+    )

@@ -1,0 +1,66 @@
+"""Row counts at which products are checked, and tensors with room up to the next one.
+
+A library may choose another order of a sum at any number of rows, so it serves only at counts that the self-check has
+compared. Rows do not depend on each other, so a product of T rows is one of the next checked count whose last rows
+hold whatever lies there; what makes rows for a product leaves that room.
+"""
+
+import bisect
+
+import torch
+from torch import Tensor
+
+FEW_ROWS = (1, 16, 32, 64, 128, 256, 512)
+CHECKED_ROWS = (*FEW_ROWS, *range(768, 16384 + 1, 256))
+MOST_ROWS = CHECKED_ROWS[-1]
+
+
+def checked_count(num_rows: int) -> int:
+    """The least checked count that holds so many rows; ``num_rows`` is at most MOST_ROWS.
+
+    Example:
+        >>> checked_count(1), checked_count(17), checked_count(600)
+        (1, 32, 768)
+    """
+    return CHECKED_ROWS[bisect.bisect_left(CHECKED_ROWS, num_rows)]
+
+
+def checked_count_below(num_rows: int) -> int:
+    """The largest checked count of at most so many rows.
+
+    Example:
+        >>> checked_count_below(600), checked_count_below(40000)
+        (512, 16384)
+    """
+    return CHECKED_ROWS[bisect.bisect_right(CHECKED_ROWS, num_rows) - 1]
+
+
+def with_room(num_rows: int) -> int:
+    """Rows to allocate for so many.
+
+    Example:
+        >>> with_room(600), with_room(16384 + 20)
+        (768, 16416)
+    """
+    whole, rest = divmod(num_rows, MOST_ROWS)
+    return whole * MOST_ROWS + (checked_count(rest) if rest else 0)
+
+
+def empty_rows(num_rows: int, *shape: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """[num_rows, *shape] uninitialised, the first rows of a tensor with room; on a CPU no library needs any."""
+    room = with_room(num_rows) if like.is_cuda else num_rows
+    return torch.empty(room, *shape, dtype=dtype or like.dtype, device=like.device)[:num_rows]
+
+
+def widened(rows: Tensor, num_rows: int) -> Tensor | None:
+    """[num_rows, K], the first of which are ``rows``; None where the storage ends before.
+
+    Example:
+        >>> x = torch.zeros(8, 2)
+        >>> widened(x[:5], 8).shape, widened(x[:5], 9)
+        (torch.Size([8, 2]), None)
+    """
+    last = rows.storage_offset() + (num_rows - 1) * rows.stride(0) + rows.shape[1]
+    if last * rows.element_size() > rows.untyped_storage().nbytes():
+        return None
+    return rows.as_strided((num_rows, rows.shape[1]), rows.stride())

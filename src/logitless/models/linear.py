@@ -1,0 +1,348 @@
+"""Linear maps whose rows keep their bits, by the fastest kernel that gives those bits here.
+
+``project`` takes several maps of one input (query, key and value; gate and up), each with its bias and its unmerged
+LoRA factors. Where their weights lie end to end in memory, as ``lay_end_to_end`` puts them, they are one product, and
+so are their gradients.
+
+Which kernel multiplies is a ``Plan`` for a shape and a device: at a checked number of rows cuBLAS, cuBLASLt without a
+split of K, or a tile of the fixed-order kernel, whichever was the fastest of those that gave the bits of the
+fixed-order kernel (``self_check``). A plan that nobody made holds tiles alone. Gradients need no such rule.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.models.kernels.linear import INTERPRETED, Tile, fixed_order_product
+from logitless.models.kernels.rows import FEW_ROWS, MOST_ROWS, checked_count, checked_count_below, empty_rows, widened
+
+Library = Literal["cublas", "cublaslt"]
+Way = Tile | Library
+LIBRARIES: tuple[Library, ...] = ("cublas", "cublaslt")
+
+_PLAIN = {  # less than 99 KiB of shared memory each, for any GPU
+    16: Tile(16, 32, 128, 4, 4),
+    64: Tile(32, 32, 128, 4, 4),
+    256: Tile(64, 64, 64, 4, 4),
+    MOST_ROWS: Tile(128, 128, 32, 8, 4),
+}
+_HOPPER = {
+    16: Tile(16, 64, 128, 4, 6, swapped=True, tma=True),
+    64: Tile(64, 32, 128, 4, 6, tma=True),
+    128: Tile(64, 64, 128, 4, 5, tma=True),
+    256: Tile(64, 128, 64, 4, 6, tma=True),
+    MOST_ROWS: Tile(128, 128, 64, 8, 4, tma=True),
+}
+
+_LOW_RANK = Tile(64, 64, 32, 4, 2)
+"""For products over few numbers: plain loads, which may end anywhere."""
+
+_FLOAT32 = Tile(32, 32, 32, 4, 2)
+"""For tests: no tensor core multiplies float32."""
+
+
+class Shape(NamedTuple):
+    """What a plan is for: a product of rows [M, K] with a weight [N, K] on a device."""
+
+    columns: int
+    length: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    bias: bool
+    device: torch.device
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> "Shape":
+        """That of this weight."""
+        columns, length = weight.shape
+        return cls(columns, length, weight.dtype, out_dtype or weight.dtype, bias is not None, weight.device)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether rows are multiples of 16 bytes, as TMA needs."""
+        return self.length * self.dtype.itemsize % 16 == 0
+
+
+@dataclass
+class Plan:
+    """How products of one shape run.
+
+    Args:
+        ways: by checked number of rows; one that is missing runs by a tile.
+        tiles: by the largest number of rows they are for.
+    """
+
+    tiles: dict[int, Tile]
+    ways: dict[int, Way] = field(default_factory=dict)
+
+    def tile(self, num_rows: int) -> Tile:
+        """The fixed-order kernel's tile for so many rows."""
+        way = self.ways.get(num_rows)
+        if isinstance(way, Tile):
+            return way
+        return next(tile for most, tile in self.tiles.items() if num_rows <= most)
+
+    def library(self, num_rows: int) -> Library | None:
+        """The library that serves at this checked count, if one does."""
+        way = self.ways.get(num_rows)
+        return None if isinstance(way, Tile) else way
+
+
+_plans: dict[Shape, Plan] = {}
+_forced: Way | None = None
+
+
+def default_tiles(shape: Shape) -> dict[int, Tile]:
+    """Tiles that need no measuring."""
+    if shape.device.type != "cuda":
+        return {MOST_ROWS: INTERPRETED}
+    hopper = torch.cuda.get_device_capability(shape.device) == (9, 0)
+    if shape.dtype == torch.float32:
+        return {MOST_ROWS: _FLOAT32}
+    return _HOPPER if hopper and shape.aligned else _PLAIN
+
+
+def plan_for(shape: Shape) -> Plan:
+    """The plan of this shape, made of tiles until a self-check has said more."""
+    plan = _plans.get(shape)
+    if plan is None:
+        plan = _plans[shape] = Plan(default_tiles(shape))
+    return plan
+
+
+def set_plan(shape: Shape, plan: Plan) -> None:
+    """What a self-check found."""
+    _plans[shape] = plan
+
+
+@contextmanager
+def everywhere(way: Way) -> Iterator[None]:
+    """All products one way inside, whatever their bits: what ``logitless bench bits`` compares with."""
+    global _forced
+    before, _forced = _forced, way
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+@contextmanager
+def _without_split_k() -> Iterator[None]:
+    """cuBLASLt, forbidden to split K, by torch's own switches."""
+    matmul, library = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library()
+    before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k
+    half = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction_split_k
+    try:
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        matmul.allow_bf16_reduced_precision_reduction = (False, False)
+        matmul.allow_fp16_reduced_precision_reduction = (False, False)
+        yield
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = before
+        matmul.allow_fp16_reduced_precision_reduction = half
+        torch.backends.cuda.preferred_blas_library(library)
+
+
+def library_product(way: str, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """``out = rows @ weight.T + bias`` by cuBLAS or by cuBLASLt without a split of K."""
+    if way == "cublaslt":
+        with _without_split_k():
+            library_product("cublas", rows, weight, bias, out)
+    elif out.dtype != rows.dtype:
+        torch.mm(rows, weight.t(), out_dtype=out.dtype, out=out)
+        if bias is not None:
+            out += bias
+    elif bias is None:
+        torch.mm(rows, weight.t(), out=out)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=out)
+
+
+def product(
+    rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """``rows @ weight.T + bias`` [M, N], each row with the bits it has in any other product.
+
+    Args:
+        rows: [M, K] with contiguous rows.
+        weight: [N, K] contiguous.
+        bias: [N].
+        out_dtype: such as float32 for logits; default that of ``rows``.
+    """
+    num_rows = rows.shape[0]
+    out = empty_rows(num_rows, weight.shape[0], like=rows, dtype=out_dtype)
+    plan = plan_for(Shape.of(weight, bias, out_dtype))
+    start = 0
+    while start < num_rows:
+        rest = num_rows - start
+        x, y = (rows[start:], out[start:]) if start else (rows, out)
+        count = checked_count(min(rest, MOST_ROWS))
+        wide = widened(x, count)
+        if wide is None and rest > FEW_ROWS[-1]:  # no room: the largest checked part, and what is left by a tile
+            count = checked_count_below(rest)
+            wide = x[:count]
+        way: Way | None = _forced or plan.library(count)
+        if isinstance(way, str) and wide is not None:
+            wide_out = widened(y, count)
+            assert wide_out is not None, "made with room above"
+            library_product(way, wide, weight, bias, wide_out)
+        else:
+            count = min(rest, MOST_ROWS)
+            tile = way if isinstance(way, Tile) else plan.tile(checked_count(count))
+            fixed_order_product(x[:count], weight, tile, bias=bias, out=y[:count])
+        start += count
+    return out
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One linear map: ``x @ weight.T + bias + lora_scale * (x @ lora_a.T) @ lora_b.T``.
+
+    Args:
+        weight: [N, K].
+        bias: [N].
+        lora_a, lora_b: [R, K] and [N, R]; rounded to the dtype of x, as autocast does.
+        lora_scale: a number.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    lora_a: Tensor | None = None
+    lora_b: Tensor | None = None
+    lora_scale: float = 1.0
+
+
+def project(x: Tensor, projections: Sequence[Projection], columns: Sequence[int] | None = None) -> tuple[Tensor, ...]:
+    """Every projection of the same rows.
+
+    Gradient: to x, weights, biases and LoRA factors, by torch's own products.
+
+    Args:
+        x: [T, K].
+        projections: in the dtype of x.
+        columns: widths in which the output of a single projection is handed out; default whole.
+
+    Returns:
+        [T, N] each; columns of one tensor where the weights lie end to end.
+    """
+    tensors = [t for p in projections for t in (p.weight, p.bias, p.lora_a, p.lora_b)]
+    return _Project.apply(x, tuple(p.lora_scale for p in projections), tuple(columns or ()), *tensors)  # type: ignore[no-untyped-call]
+
+
+def lay_end_to_end(tensors: Sequence[Tensor]) -> None:
+    """Moves parameters so that they are consecutive rows of one tensor; each stays the parameter that it was."""
+    if len(tensors) < 2 or end_to_end(tensors) is not None:
+        return
+    whole = torch.cat([t.detach() for t in tensors])
+    for tensor, part in zip(tensors, whole.split([len(t) for t in tensors]), strict=True):  # type: ignore[no-untyped-call]
+        tensor.data = part
+
+
+def end_to_end(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """The tensor whose consecutive rows these are; None where they are not, or one of them is None.
+
+    Example:
+        >>> whole = torch.arange(12.0).reshape(6, 2)
+        >>> end_to_end([whole[:2], whole[2:5]]).shape, end_to_end([whole[:2], whole[3:]])
+        (torch.Size([5, 2]), None)
+    """
+    first = tensors[0]
+    if first is None or not first.is_contiguous():
+        return None
+    place, rows = first.storage_offset(), 0
+    storage = first.untyped_storage().data_ptr()
+    for tensor in tensors:
+        if tensor is None or not tensor.is_contiguous() or tensor.shape[1:] != first.shape[1:]:
+            return None
+        if tensor.untyped_storage().data_ptr() != storage or tensor.storage_offset() != place:
+            return None
+        place += tensor.numel()
+        rows += len(tensor)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def side_by_side(columns: Sequence[Tensor]) -> Tensor | None:
+    """The [T, N] tensor whose consecutive columns these are, or None."""
+    first = columns[0]
+    place = first.storage_offset()
+    storage = first.untyped_storage().data_ptr()
+    for part in columns:
+        if part.untyped_storage().data_ptr() != storage or part.storage_offset() != place:
+            return None
+        if part.stride() != first.stride() or part.stride(1) != 1:
+            return None
+        place += part.shape[1]
+    width = place - first.storage_offset()
+    if width != first.stride(0):
+        return None
+    return first.as_strided((len(first), width), (width, 1))
+
+
+class _Project(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scales: tuple[float, ...], columns: tuple[int, ...], *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases, lora_as, lora_bs = (tensors[i::4] for i in range(4))
+        weight, bias = end_to_end(weights), end_to_end(biases)
+        outs: tuple[Tensor, ...]
+        if weight is not None and (bias is not None or not any(b is not None for b in biases)):
+            outs = product(x, weight, bias).split([len(w) for w in weights if w is not None], 1)  # type: ignore[no-untyped-call]
+        else:
+            outs = tuple(product(x, w, b) for w, b in zip(weights, biases, strict=True) if w is not None)
+        low_ranks = [
+            None if a is None or b is None else _add_low_rank(out, x, a.to(x.dtype), b.to(x.dtype), scale)
+            for out, a, b, scale in zip(outs, lora_as, lora_bs, scales, strict=True)
+        ]
+        ctx.save_for_backward(x, *tensors, *low_ranks)
+        ctx.scales = scales
+        return outs[0].split(columns, 1) if columns else outs  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, *saved = ctx.saved_tensors
+        count = len(ctx.scales)
+        weights, lora_as, lora_bs = (saved[i : 4 * count : 4] for i in (0, 2, 3))
+        low_ranks = saved[4 * count :]
+        needed = ctx.needs_input_grad[3:]
+        weight, grad = end_to_end(weights), side_by_side(grads)
+        if len(grads) > count:  # columns of a single projection
+            grad = torch.cat(grads, 1) if grad is None else grad
+            grads = (grad,)
+        grad_x = None
+        if ctx.needs_input_grad[0] and weight is not None and grad is not None:
+            grad_x = grad @ weight
+        elif ctx.needs_input_grad[0]:
+            grad_x = grads[0] @ weights[0]
+            for g, w in zip(grads[1:], weights[1:], strict=True):
+                grad_x.addmm_(g, w)
+        out: list[Tensor | None] = [None] * (4 * count)
+        if weight is not None and grad is not None and all(needed[0::4]):
+            out[0::4] = (grad.t() @ x).split([len(w) for w in weights])
+        for i, (g, a, b, scale) in enumerate(zip(grads, lora_as, lora_bs, ctx.scales, strict=True)):
+            if needed[4 * i] and out[4 * i] is None:
+                out[4 * i] = g.t() @ x
+            if needed[4 * i + 1]:
+                out[4 * i + 1] = g.sum(0)
+            if a is None:
+                continue
+            back = (g @ b.to(x.dtype)) * scale  # [T, R]
+            if grad_x is not None:
+                grad_x.addmm_(back, a.to(x.dtype))
+            if needed[4 * i + 2]:
+                out[4 * i + 2] = (back.t() @ x).to(a.dtype)
+            if needed[4 * i + 3]:
+                out[4 * i + 3] = (g.t() @ low_ranks[i]).to(b.dtype) * scale
+        return grad_x, None, None, *out
+
+
+def _add_low_rank(out: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
+    """``out += scale * (x @ lora_a.T) @ lora_b.T``, rounded once; returns ``x @ lora_a.T``."""
+    low_rank = product(x, lora_a)
+    tile = INTERPRETED if not x.is_cuda else _LOW_RANK
+    fixed_order_product(low_rank, lora_b, tile, out=out, add_to_out=scale)
+    return low_rank

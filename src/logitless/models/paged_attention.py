@@ -1,0 +1,282 @@
+"""Attention over a cache of keys in pages: a prompt chunk by chunk, then a token at a time, with the packed row's bits.
+
+A page holds 64 positions of a sequence, the blocks that ``prefix_attention`` counts in. Sequences that share a prompt
+point at the same pages as far as the prompt fills them; the page in which it ends is each one's own. While decoding,
+pages that a group shares are read once for all of its rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from logitless.errors import InputError
+from logitless.models.attention import check_heads, cut, in_order, launches, table
+from logitless.models.kernels.attention_tiles import BLOCK, attention_tiles
+
+PAGE = BLOCK
+
+
+class PagedCache(NamedTuple):
+    """Keys and values of one layer, in pages.
+
+    Args:
+        key, value: row ``page * 64 + position % 64`` holds a position of a sequence.
+
+    Example:
+        >>> PagedCache.empty(num_pages=3, num_key_heads=2, width=16, dtype=torch.bfloat16, device="cpu").key.shape
+        torch.Size([192, 2, 16])
+    """
+
+    key: Float[Tensor, "P*64 K E"]
+    value: Float[Tensor, "P*64 K E"]
+
+    @classmethod
+    def empty(
+        cls, num_pages: int, num_key_heads: int, width: int, dtype: torch.dtype, device: torch.device | str
+    ) -> "PagedCache":
+        """Room for so many pages, uninitialised."""
+        shape = (num_pages * PAGE, num_key_heads, width)
+        return cls(*(torch.empty(shape, dtype=dtype, device=device) for _ in range(2)))
+
+    def write(self, key: Float[Tensor, "n K E"], value: Float[Tensor, "n K E"], slots: Int[Tensor, "n"]) -> None:
+        """Keys and values of some tokens into their rows, in place."""
+        self.key.index_copy_(0, slots, key)
+        self.value.index_copy_(0, slots, value)
+
+
+class Chunk(NamedTuple):
+    """Tokens of a sequence whose first has position ``start``, and the sequence's pages from position 0 on."""
+
+    start: int
+    length: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PrefillLayout:
+    """Chunks of sequences that lie end to end in a row of queries.
+
+    Args:
+        chunks: in order, of different sequences or of one.
+        device: of the model.
+
+    Raises:
+        InputError: a chunk without tokens, or more positions than its pages hold.
+
+    Example:
+        >>> PrefillLayout([Chunk(start=63, length=2, pages=(4, 1))]).slots.tolist()
+        [319, 64]
+    """
+
+    chunks: Sequence[Chunk]
+    device: torch.device | str = "cpu"
+
+    def __post_init__(self) -> None:
+        for chunk in self.chunks:
+            if chunk.length < 1 or chunk.start < 0 or chunk.start + chunk.length > len(chunk.pages) * PAGE:
+                raise InputError(
+                    needed=f"at least one token, and a page for every {PAGE} positions",
+                    given=f"positions {chunk.start} to {chunk.start + chunk.length} in {len(chunk.pages)} pages",
+                    remedy="Give the sequence more pages, and drop empty chunks.",
+                )
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """T."""
+        return sum(chunk.length for chunk in self.chunks)
+
+    @cached_property
+    def positions(self) -> Int[Tensor, "T"]:
+        """[T] int32: of each token in its sequence."""
+        ranges = [torch.arange(chunk.start, chunk.start + chunk.length) for chunk in self.chunks]
+        return torch.cat(ranges).int().to(self.device)
+
+    @cached_property
+    def page_table(self) -> Int[Tensor, "C P"]:
+        """[chunks, pages] int32."""
+        pages = torch.zeros(len(self.chunks), max(len(chunk.pages) for chunk in self.chunks), dtype=torch.int32)
+        for i, chunk in enumerate(self.chunks):
+            pages[i, : len(chunk.pages)] = torch.tensor(chunk.pages)
+        return pages.to(self.device)
+
+    @cached_property
+    def slots(self) -> Int[Tensor, "T"]:
+        """[T] int64: the cache's row of each token."""
+        chunk = torch.repeat_interleave(
+            torch.arange(len(self.chunks)), torch.tensor([chunk.length for chunk in self.chunks])
+        ).to(self.device)
+        return self.page_table[chunk, self.positions // PAGE].long() * PAGE + self.positions % PAGE
+
+    @cached_property
+    def _tables(self) -> dict[tuple[int, int, int | None], Tensor]:
+        return {}
+
+    def query_tiles(self, tokens: int, num_key_heads: int, window: int | None) -> Int[Tensor, "n 8"]:
+        """As of ``AttentionLayout``: line of the page table, positions before the chunk, row, length, token."""
+        key = (tokens, num_key_heads, window)
+        if key not in self._tables:
+            start = torch.tensor([chunk.start for chunk in self.chunks])
+            length = torch.tensor([chunk.length for chunk in self.chunks])
+            chunk, first = cut(length, tokens)
+            end = start[chunk] + torch.minimum(first + tokens, length[chunk])
+            lowest = torch.zeros_like(end)
+            if window is not None:
+                lowest = (start[chunk] + first - window + 1).clamp(min=0)
+            order = in_order(chunk, end - lowest, num_key_heads)
+            columns = (chunk, start[chunk], (length.cumsum(0) - length)[chunk], length[chunk], first)
+            self._tables[key] = table(columns, order, self.device)
+        return self._tables[key]
+
+
+def prefill_attention(
+    query: Float[Tensor, "T H E"],
+    cache: PagedCache,
+    layout: PrefillLayout,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Float[Tensor, "T H E"], Float[Tensor, "T H"]]:
+    """Attention of chunks of sequences over their pages, which hold the chunks' own keys already.
+
+    Equals: ``prefix_attention`` of the whole sequences, bit for bit, however they are cut into chunks.
+
+    Args:
+        query: of the chunks' tokens.
+        cache: of the layer; positions behind a chunk's last may hold anything.
+        layout: of the chunks.
+        scale, window, softcap: as of ``prefix_attention``.
+
+    Returns:
+        Output and float32 log-sum-exp; no gradient.
+
+    Raises:
+        InputError: shapes, dtypes or the layout do not fit each other.
+    """
+    check_heads(query, cache.key, cache.value)
+    if len(query) != layout.num_tokens:
+        raise InputError(
+            needed=f"{layout.num_tokens} queries, those of the layout",
+            given=f"{len(query)}",
+            remedy="Make the layout from the chunks of this row.",
+        )
+    launch = launches()
+    query = launch.as_rows(query)
+    heads = launch.Heads.of(query, cache.key)
+    choice = attention_tiles(heads.padded, query.dtype, query.device)
+    form = launch.Form(query.shape[2] ** -0.5 if scale is None else scale, window, softcap)
+    tiles = layout.query_tiles(choice.forward.rows // heads.group, heads.num_key, window)
+    output, log_sum_exp = launch.attention_forward_rows(
+        query, cache.key, cache.value, tiles, form, choice, every_row=True, page_table=layout.page_table
+    )
+    return output, log_sum_exp
+
+
+class SharedPages(NamedTuple):
+    """Which rows share leading pages. All on the device, so that a captured graph reads what they hold by then.
+
+    Args:
+        members: rows of each group; -1 where there is none.
+        pages: leading pages that all rows of a group share, by group.
+        row_pages: the same number by row; 0 for a row of no group.
+    """
+
+    members: Int[Tensor, "G M"]
+    pages: Int[Tensor, "G"]
+    row_pages: Int[Tensor, "R"]
+
+
+class DecodeLayout(NamedTuple):
+    """One query a row. All int32 on the device: shapes are capacities, contents may change between two replays.
+
+    Args:
+        page_table: each row's pages, from position 0 on; entries behind its position may hold anything.
+        position: of each row's query, whose key is in the cache already; -1 for a row without a query.
+        shared: None: no row shares pages, or each reads them for itself.
+
+    Example:
+        >>> layout = DecodeLayout.of([(0, 1, 2), (0, 1, 3)], positions=(130, 140), groups=[((0, 1), 2)])
+        >>> layout.slots.tolist()
+        [130, 204]
+    """
+
+    page_table: Int[Tensor, "R P"]
+    position: Int[Tensor, "R"]
+    shared: SharedPages | None = None
+
+    @classmethod
+    def of(
+        cls,
+        pages: Sequence[Sequence[int]],
+        positions: Sequence[int],
+        groups: Sequence[tuple[Sequence[int], int]] = (),
+        device: torch.device | str = "cpu",
+    ) -> "DecodeLayout":
+        """From lists on the host; a group is its rows and the number of leading pages that they share."""
+        page_table = torch.zeros(len(pages), max(len(row) for row in pages), dtype=torch.int32)
+        for i, row in enumerate(pages):
+            page_table[i, : len(row)] = torch.tensor(row, dtype=torch.int32)
+        shared = None
+        if groups:
+            members = torch.full((len(groups), max(len(rows) for rows, _ in groups)), -1, dtype=torch.int32)
+            row_pages = torch.zeros(len(pages), dtype=torch.int32)
+            for i, (rows, count) in enumerate(groups):
+                members[i, : len(rows)] = torch.tensor(rows, dtype=torch.int32)
+                row_pages[list(rows)] = count
+            counts = torch.tensor([count for _, count in groups], dtype=torch.int32)
+            shared = SharedPages(*(x.to(device) for x in (members, counts, row_pages)))
+        return cls(page_table.to(device), torch.tensor(positions, dtype=torch.int32, device=device), shared)
+
+    @property
+    def slots(self) -> Int[Tensor, "R"]:
+        """[rows] int64: the cache's row of each query's own key; page 0 for a row without a query."""
+        page = self.page_table.gather(1, (self.position.clamp(min=0) // PAGE).long()[:, None])[:, 0]
+        return page.long() * PAGE + self.position.clamp(min=0) % PAGE
+
+
+def decode_attention(
+    query: Float[Tensor, "R H E"],
+    cache: PagedCache,
+    layout: DecodeLayout,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Float[Tensor, "R H E"], Float[Tensor, "R H"]]:
+    """Attention of one query a row over its pages, whose last position is the query's own.
+
+    Equals: that row of ``prefix_attention``, bit for bit, with or without sharing and whatever the other rows are.
+    Launches depend on shapes alone, so that it can be captured in a graph.
+
+    Args:
+        query: a row may be without a query (position -1) and then holds anything.
+        cache: of the layer.
+        layout: of the rows.
+        scale, window, softcap: as of ``prefix_attention``.
+
+    Returns:
+        Output and float32 log-sum-exp, 0 and -inf in rows without a query; no gradient.
+
+    Raises:
+        InputError: shapes or dtypes do not fit each other.
+    """
+    check_heads(query, cache.key, cache.value)
+    if not len(query) == len(layout.position) == len(layout.page_table):
+        raise InputError(
+            needed=f"{len(layout.position)} queries, one a row of the layout",
+            given=f"{len(query)}",
+            remedy="Make the layout for these rows.",
+        )
+    launch = launches()
+    query = launch.as_rows(query)
+    choice = attention_tiles(launch.Heads.of(query, cache.key).padded, query.dtype, query.device)
+    form = launch.Form(query.shape[2] ** -0.5 if scale is None else scale, window, softcap)
+    output, log_sum_exp = launch.decode(
+        query, cache.key, cache.value, layout.page_table, layout.position, layout.shared, form, choice
+    )
+    return output, log_sum_exp

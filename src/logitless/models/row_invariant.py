@@ -1,0 +1,523 @@
+"""A decoder of transformers whose rows depend on nothing else: the same bits alone, in any packed row, and decoded.
+
+``install_row_invariant`` exchanges the classes of a model's decoder and of its layers (``print(model)`` shows them).
+Parameters, their names and the checkpoint stay what they are. Packed rows then run through products, norms, rotary
+positions, gate and attention whose sums have one order each (docs/bits.md), with transformers' roundings, so that the
+model keeps its meaning; anything else (``model.generate``) runs as before.
+
+Needs Triton. What it gives up: dropout, quantized weights, positions whose scaling depends on the longest sequence, and
+families that are not listed here. Such a model is left alone, and the report says why.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from logitless.errors import UnavailableError
+from logitless.models.attention import AttentionLayout, prefix_attention
+from logitless.models.kernels.gate import gated, gated_backward
+from logitless.models.kernels.norm import norm, norm_backward
+from logitless.models.kernels.rotary import HeadNorms, Heads, rotate, rotate_backward
+from logitless.models.linear import Projection, lay_end_to_end, project
+from logitless.models.lm_head import _split_lora, backbone
+from logitless.models.packed import PackedLayout
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3")
+_GEMMA = ("gemma2", "gemma3_text")
+_ACTIVATIONS = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
+_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+_QKV = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
+_GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
+
+
+@dataclass(frozen=True)
+class AttentionForm:
+    """What one layer's attention is.
+
+    Args:
+        heads: counts and widths.
+        scale: factor of the products.
+        window: tokens a token sees, itself included; None for all.
+        softcap: of the scaled products.
+        rope: the name of the table of positions that the layer uses.
+    """
+
+    heads: Heads
+    scale: float
+    window: int | None
+    softcap: float | None
+    rope: str
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """Where a layer's rows stand and what they attend to: a packed row, or a step of decoding."""
+
+    def attend(
+        self, index: int, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor, norms: HeadNorms | None
+    ) -> Tensor:
+        """[T, H * E] of the layer ``index``."""
+        ...
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Sequences end to end, as training and prefilling read them.
+
+    Args:
+        layout: of the attention.
+        position: [T] in each token's sequence.
+        tables: cosines and sines by name.
+    """
+
+    layout: AttentionLayout
+    position: Int[Tensor, "T"]
+    tables: "RopeTables"
+
+    def attend(
+        self,
+        index: int,  # noqa: ARG002 every layer reads the same layout
+        form: AttentionForm,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        norms: HeadNorms | None,
+    ) -> Tensor:
+        """Rotary positions, then attention within the layout."""
+        cos, sin = self.tables.of(form.rope)
+        weights = (None, None) if norms is None else (norms.query, norms.key)
+        options = (0.0, False) if norms is None else (norms.eps, norms.gemma)
+        turned, keys, values = _Rotary.apply(query, key, value, *weights, options, form.heads, self.position, cos, sin)  # type: ignore[no-untyped-call]
+        out, _ = prefix_attention(
+            turned, keys, values, self.layout, scale=form.scale, window=form.window, softcap=form.softcap
+        )
+        return out.flatten(1)
+
+
+class RopeTables:
+    """Cosines and sines by position, made by the model's own rotary embedding and kept."""
+
+    def __init__(self, decoder: Any, names: Sequence[str]) -> None:
+        self._decoder, self._names = decoder, tuple(dict.fromkeys(names))
+        self._tables: dict[str, tuple[Tensor, Tensor]] = {}
+        self._key: tuple[Any, ...] = ()
+
+    def reach(self, length: int) -> "RopeTables":
+        """The same with at least ``length`` positions, in the decoder's dtype and on its device."""
+        weight = self._decoder.norm.weight
+        have = self._tables[self._names[0]][0].shape[0] if self._tables else 0
+        if have < length or self._key != (weight.dtype, weight.device):
+            reach = max(256, 1 << (length - 1).bit_length())
+            self._key = (weight.dtype, weight.device)
+            position = torch.arange(reach, device=weight.device)[None]
+            like = torch.empty(1, 1, 1, dtype=weight.dtype, device=weight.device)
+            with torch.no_grad():
+                for name in self._names:
+                    kind = () if name == "" else (name,)
+                    cos, sin = self._decoder.rotary_emb(like, position, *kind)
+                    self._tables[name] = cos[0].contiguous(), sin[0].contiguous()
+        return self
+
+    def of(self, name: str) -> tuple[Float[Tensor, "P R"], Float[Tensor, "P R"]]:
+        """Cosines and sines [P, R]."""
+        return self._tables[name]
+
+
+class RowInvariantDecoder:
+    """What ``install_row_invariant`` mixes into a decoder's class."""
+
+    row_invariant: "Installation"
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        *args: Any,
+        packed_layout: PackedLayout | AttentionLayout | None = None,
+        rows: Rows | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Hidden states of packed rows or of a step of decoding; everything else as transformers does it."""
+        own = cast(Any, self)
+        if rows is None and packed_layout is None:
+            return cast(Any, super()).forward(input_ids, attention_mask, position_ids, *args, **kwargs)
+        assert input_ids is not None
+        _check_dtype(own.norm.weight)
+        if rows is None:
+            assert packed_layout is not None
+            assert position_ids is not None
+            rows = self.row_invariant.packed_rows(packed_layout, position_ids.flatten())
+        with torch.autocast(input_ids.device.type, enabled=False):
+            residual, delta = own.embed_tokens(input_ids.flatten()), None
+            for layer in own.layers[: own.config.num_hidden_layers]:
+                residual, delta = layer(residual, delta, rows=rows)
+            _, hidden = _add_and_norm(residual, delta, own.norm, self.row_invariant.gemma)
+        return BaseModelOutputWithPast(last_hidden_state=hidden.view(*input_ids.shape, -1))
+
+
+class RowInvariantLayer:
+    """What ``install_row_invariant`` mixes into a decoder layer's class.
+
+    A layer takes the residual stream and what is still to be added to it, and returns the same two: the addition
+    belongs to the next norm's kernel.
+    """
+
+    row_invariant_form: AttentionForm
+    row_invariant_gemma: bool
+    row_invariant_gelu: bool
+
+    def forward(self, hidden_states: Tensor, delta: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """(residual, delta) of the next layer."""
+        rows: Rows | None = kwargs.pop("rows", None)
+        own = cast(Any, self)
+        if rows is None:
+            if delta is not None:
+                args = (delta, *args)
+            return cast(Any, super()).forward(hidden_states, *args, **kwargs)
+        gemma = self.row_invariant_gemma
+        residual, x = _add_and_norm(hidden_states, delta, own.input_layernorm, gemma)
+        delta = self._attention(x, rows)
+        if gemma:
+            residual = _norm_and_add(residual, delta, own.post_attention_layernorm)
+            residual, x = _add_and_norm(residual, None, own.pre_feedforward_layernorm, gemma)
+            return _norm_and_add(residual, self._mlp(x), own.post_feedforward_layernorm), None
+        residual, x = _add_and_norm(residual, delta, own.post_attention_layernorm, gemma)
+        return residual, self._mlp(x)
+
+    def _attention(self, x: Tensor, rows: Rows) -> Tensor:
+        attention, form = cast(Any, self).self_attn, self.row_invariant_form
+        heads = form.heads
+        columns = (heads.query * heads.width, heads.key * heads.width, heads.key * heads.width)
+        query, key, value = _project(x, attention, _QKV, columns)
+        norms = None
+        if hasattr(attention, "q_norm"):
+            norms = HeadNorms(
+                attention.q_norm.weight, attention.k_norm.weight, _epsilon(attention.q_norm), self.row_invariant_gemma
+            )
+        attended = rows.attend(attention.layer_idx, form, query, key, value, norms)
+        return project(attended, [_projection(attention.o_proj)])[0]
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        mlp = cast(Any, self).mlp
+        width = _linear(mlp.down_proj).weight.shape[1]
+        gate, up = _project(x, mlp, _GATE_UP, (width, width))
+        return project(_Gate.apply(gate, up, self.row_invariant_gelu), [_projection(mlp.down_proj)])[0]  # type: ignore[no-untyped-call]
+
+
+@dataclass
+class Installation:
+    """What ``install_row_invariant`` did.
+
+    Args:
+        model: as it was given.
+        missing: what the model has that is not covered; the model was left alone unless this is empty.
+        gemma: whether norms are Gemma's.
+        tables: of positions.
+    """
+
+    model: nn.Module
+    missing: tuple[str, ...]
+    gemma: bool = False
+    tables: RopeTables | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether rows of this model keep their bits."""
+        return not self.missing
+
+    def packed_rows(self, layout: PackedLayout | AttentionLayout, position: Int[Tensor, "T"]) -> PackedRows:
+        """The rows of a packed forward pass."""
+        if isinstance(layout, PackedLayout):
+            longest = layout.max_length
+            layout = layout.attention
+        else:
+            longest = max(prompt + max(completions, default=0) for prompt, completions in layout.groups)
+        return PackedRows(layout, position, self.reach(longest))
+
+    def reach(self, length: int) -> RopeTables:
+        """Tables of at least so many positions."""
+        assert self.tables is not None, "installed"
+        return self.tables.reach(length)
+
+    def remove(self) -> None:
+        """Gives the model its own classes back; its parameters stay where they lie."""
+        if self.tables is None:
+            return
+        decoder = backbone(self.model)
+        for module in (decoder, *decoder.layers):
+            own = next((c for c in type(module).__mro__ if _is_ours(c)), None)
+            if own is not None:
+                module.__class__ = own.__bases__[1]
+        for module in decoder.layers:
+            for name in ("row_invariant_form", "row_invariant_gemma", "row_invariant_gelu"):
+                delattr(module, name)
+        del decoder.row_invariant
+        self.tables = None
+
+
+def install_row_invariant(model: nn.Module) -> Installation:
+    """Gives a loaded model layers whose rows keep their bits.
+
+    Weights of query, key and value, and of gate and up, are moved to lie end to end, so that they are one product;
+    every parameter stays the parameter it was, under its name. Install before the model is sharded.
+
+    Args:
+        model: a transformers causal LM, PEFT-wrapped (LoRA, applied unmerged) or not; of one floating dtype.
+
+    Returns:
+        Whether it was done, what stood in the way, and how to take it back.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=11))
+        >>> install_row_invariant(model).missing
+        ('the architecture gpt2',)
+    """
+    missing = uncovered(model)
+    if missing:
+        return Installation(model, missing)
+    decoder: Any = backbone(model)
+    config = decoder.config.get_text_config()
+    gemma = config.model_type in _GEMMA
+    forms = [_form(decoder, layer, config) for layer in decoder.layers]
+    installation = Installation(model, (), gemma, RopeTables(decoder, [form.rope for form in forms]))
+    for layer, form in zip(decoder.layers, forms, strict=True):
+        layer.row_invariant_form, layer.row_invariant_gemma = form, gemma
+        layer.row_invariant_gelu = _ACTIVATIONS[_activation(config)]
+        for owner, names in ((layer.self_attn, _QKV), (layer.mlp, _GATE_UP)):
+            linears = [_linear(module) for module in _modules(owner, names)]
+            lay_end_to_end([linear.weight for linear in linears])
+            if all(linear.bias is not None for linear in linears):
+                lay_end_to_end([linear.bias for linear in linears])
+        layer.__class__ = _mixed(RowInvariantLayer, layer.__class__)
+    decoder.row_invariant = installation
+    decoder.__class__ = _mixed(RowInvariantDecoder, decoder.__class__)
+    return installation
+
+
+def uncovered(model: nn.Module) -> tuple[str, ...]:
+    """What a model has that the row-invariant layers do not cover, in words; empty for a model they can serve.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...                      vocab_size=11, attention_dropout=0.1)
+        >>> uncovered(LlamaForCausalLM(config))
+        ('attention dropout of 0.1',)
+    """
+    decoder: Any = backbone(model)
+    config = decoder.config.get_text_config()
+    if (
+        config.model_type not in FAMILIES
+        or f".{config.model_type.removesuffix('_text')}." not in type(decoder).__module__
+    ):
+        return (f"the architecture {config.model_type}",)
+    found = []
+    if getattr(config, "attention_dropout", 0.0):
+        found.append(f"attention dropout of {config.attention_dropout}")
+    for name in ("resid_pdrop", "embd_pdrop"):
+        if getattr(config, name, 0.0) and config.model_type == "phi3":
+            found.append(f"dropout {name} of {getattr(config, name)}")
+    if _activation(config) not in _ACTIVATIONS:
+        found.append(f"the activation {_activation(config)}")
+    if getattr(config, "use_bidirectional_attention", False):
+        found.append("attention in both directions")
+    ropes = decoder.rotary_emb.rope_type
+    for rope in sorted(set(ropes.values() if isinstance(ropes, dict) else [ropes])):
+        if rope not in _FIXED_ROPE:
+            found.append(f"positions scaled by {rope}, which depends on the longest sequence")
+    kinds = {kind for kind in getattr(config, "layer_types", None) or () if kind not in _LAYER_TYPES}
+    found.extend(f"layers of the kind {kind}" for kind in sorted(kinds))
+    found.extend(_uncovered_modules(decoder))
+    return tuple(dict.fromkeys(found))
+
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def _uncovered_modules(decoder: Any) -> list[str]:
+    found = []
+    dtypes = set()
+    for layer in decoder.layers:
+        modules = [*_modules(layer.self_attn, _QKV), layer.self_attn.o_proj]
+        modules += [*_modules(layer.mlp, _GATE_UP), layer.mlp.down_proj]
+        for module in modules:
+            linear = module.get_base_layer() if hasattr(module, "base_layer") else module
+            if type(linear) is not nn.Linear:
+                found.append(f"linear layers of the class {type(linear).__name__}")
+            elif not linear.weight.is_floating_point() or linear.weight.dtype == torch.float64:
+                found.append(f"weights in {linear.weight.dtype}")
+            else:
+                dtypes.add(linear.weight.dtype)
+    for module in decoder.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            dtypes.add(module.weight.dtype)
+    if len(dtypes) > 1:
+        found.append("weights of several dtypes: " + ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes)))
+    return found
+
+
+def _form(decoder: Any, layer: Any, config: Any) -> AttentionForm:
+    attention = layer.self_attn
+    kind = (getattr(config, "layer_types", None) or ["full_attention"] * (attention.layer_idx + 1))[attention.layer_idx]
+    by_kind = isinstance(decoder.rotary_emb.rope_type, dict)
+    parameters = config.rope_parameters[kind] if by_kind else config.rope_parameters
+    whole = config.model_type in ("mistral", "phi3")
+    return AttentionForm(
+        heads=Heads(
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            attention.head_dim,
+            int(attention.head_dim * (parameters.get("partial_rotary_factor") or 1.0)),
+        ),
+        scale=attention.scaling,
+        window=getattr(config if whole else attention, "sliding_window", None),
+        softcap=config.attn_logit_softcapping if config.model_type == "gemma2" else None,
+        rope=kind if by_kind else "",
+    )
+
+
+def _activation(config: Any) -> str:
+    return getattr(config, "hidden_activation", None) or config.hidden_act
+
+
+def _modules(owner: Any, names: Sequence[tuple[str, ...]]) -> list[Any]:
+    """The submodules of the first tuple of names that the owner has."""
+    present = next(group for group in names if hasattr(owner, group[0]))
+    return [getattr(owner, name) for name in present]
+
+
+def _linear(module: Any) -> nn.Linear:
+    return module.get_base_layer() if hasattr(module, "base_layer") else module
+
+
+def _projection(module: Any) -> Projection:
+    base, lora = _split_lora(module)
+    if lora is None:
+        return Projection(base.weight, base.bias)
+    return Projection(base.weight, base.bias, *lora)
+
+
+def _project(x: Tensor, owner: Any, names: Sequence[tuple[str, ...]], columns: tuple[int, ...]) -> tuple[Tensor, ...]:
+    projections = [_projection(module) for module in _modules(owner, names)]
+    return project(x, projections, columns if len(projections) == 1 else None)
+
+
+def _epsilon(module: Any) -> float:
+    return float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps)
+
+
+def _add_and_norm(residual: Tensor, delta: Tensor | None, module: Any, gemma: bool) -> tuple[Tensor, Tensor]:
+    """(residual + delta, its norm)."""
+    return _Norm.apply(residual, delta, module.weight, _epsilon(module), gemma)  # type: ignore[no-untyped-call]
+
+
+def _norm_and_add(residual: Tensor, delta: Tensor, module: Any) -> Tensor:
+    """residual + norm(delta), as Gemma has it."""
+    return _NormAfter.apply(residual, delta, module.weight, _epsilon(module))  # type: ignore[no-untyped-call]
+
+
+@cache
+def _mixed(mixin: type, original: Any) -> type:
+    """One class for all layers: Python's caches are by class."""
+    return type(f"RowInvariant{original.__name__}", (mixin, original), {"__module__": mixin.__module__})
+
+
+def _check_dtype(weight: Tensor) -> None:
+    device = weight.device.type
+    if weight.dtype == torch.float32 and torch.is_autocast_enabled(device):
+        raise UnavailableError(
+            needed="weights in the dtype that the layers compute in",
+            given=f"float32 weights under autocast to {torch.get_autocast_dtype(device)}",
+            remedy="Load the model in bfloat16, or remove the row-invariant layers.",
+        )
+
+
+def _is_ours(kind: type) -> bool:
+    return bool(kind.__bases__) and kind.__bases__[0] in (RowInvariantDecoder, RowInvariantLayer)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, gemma: bool
+    ) -> tuple[Tensor, Tensor]:
+        total, out = norm(x, weight, eps, delta=delta, gemma=gemma)
+        assert out is not None
+        ctx.save_for_backward(total, weight)
+        ctx.eps, ctx.gemma = eps, gemma
+        ctx.set_materialize_grads(False)
+        return total, out
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor | None, grad_out: Tensor | None) -> tuple[Any, ...]:
+        total, weight = ctx.saved_tensors
+        grad, grad_weight = grad_total, None
+        if grad_out is not None:
+            grad, grad_weight = norm_backward(
+                total, weight, ctx.eps, grad_out.contiguous(), grad_total,
+                gemma=ctx.gemma, weight_needed=ctx.needs_input_grad[2],
+            )  # fmt: skip
+        return grad, grad if ctx.needs_input_grad[1] else None, grad_weight, None, None
+
+
+class _NormAfter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(delta, weight)
+        ctx.eps = eps
+        return norm(x, weight, eps, delta=delta, gemma=True, after=True)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        delta, weight = ctx.saved_tensors
+        grad_delta, grad_weight = norm_backward(
+            delta, weight, ctx.eps, grad.contiguous(), None, gemma=True, weight_needed=ctx.needs_input_grad[2]
+        )
+        return grad, grad_delta, grad_weight, None
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, query_norm: Tensor | None, key_norm: Tensor | None,
+        options: tuple[float, bool], heads: Heads, position: Tensor, cos: Tensor, sin: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        norms = None if query_norm is None or key_norm is None else HeadNorms(query_norm, key_norm, *options)
+        raw = () if norms is None else (query, key, query_norm, key_norm)
+        ctx.save_for_backward(position, cos, sin, *raw)
+        ctx.heads, ctx.options = heads, options
+        return rotate(query, key, value, heads, position, cos, sin, norms)
+
+    @staticmethod
+    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> tuple[Any, ...]:
+        position, cos, sin, *raw = ctx.saved_tensors
+        heads = ctx.heads
+        grads = [grad.contiguous() for grad in (grad_query, grad_key, grad_value)]
+        query, key = raw[:2] if raw else (grads[0].flatten(1), grads[1].flatten(1))
+        norms = HeadNorms(*raw[2:], *ctx.options) if raw else None
+        grad, grad_query_norm, grad_key_norm = rotate_backward(
+            query, key, heads, position, cos, sin, norms, *grads, norms_needed=any(ctx.needs_input_grad[3:5])
+        )
+        columns = (heads.query * heads.width, heads.key * heads.width, heads.key * heads.width)
+        return *grad.split(columns, 1), grad_query_norm, grad_key_norm, *(None,) * 5  # type: ignore[no-untyped-call]
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.gelu = gelu
+        return gated(gate, up, gelu=gelu)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        gate, up = ctx.saved_tensors
+        return *gated_backward(gate, up, grad.contiguous(), gelu=ctx.gelu), None

@@ -1,0 +1,530 @@
+"""Which kernels may serve on this machine: everything that is faster than the fixed-order kernel and has its bits.
+
+That tensor cores sum in one order whatever the tile, and that a library does not split K at some number of rows, are
+observations; a new GPU, driver or library may end them. So each is looked at before it is relied on: for the shapes of
+a model's products, cuBLAS and tiles against the fixed-order kernel at every row count that will occur, bit for bit; and
+attention decoded and prefilled against attention of the packed row, on the float32 log-sum-exp too, where a difference
+shows a thousand times as often. What fails is left out: that costs speed, never bits. Findings are kept on disk by
+device, driver and versions.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor, nn
+
+from logitless.models import attention, linear, paged_attention
+from logitless.models.kernels.linear import REFERENCE, Tile, fixed_order_product
+from logitless.models.kernels.rotary import Heads
+from logitless.models.kernels.rows import CHECKED_ROWS, FEW_ROWS
+from logitless.models.linear import (
+    LIBRARIES,
+    Library,
+    Plan,
+    Shape,
+    Way,
+    default_tiles,
+    end_to_end,
+    library_product,
+    set_plan,
+)
+from logitless.models.lm_head import backbone, causal_lm
+from logitless.models.row_invariant import AttentionForm
+
+_SEARCHED = {  # by rows: what a thorough check tries beside the default tiles
+    16: (
+        Tile(16, 32, 128, 4, 6),
+        Tile(16, 16, 256, 2, 6),
+        Tile(16, 32, 256, 4, 4),
+        Tile(16, 64, 64, 4, 8, swapped=True, tma=True),
+        Tile(16, 64, 256, 4, 4, swapped=True, tma=True),
+    ),
+    64: (
+        Tile(64, 64, 128, 4, 5, tma=True),
+        Tile(64, 16, 256, 4, 4, tma=True),
+        Tile(32, 64, 128, 4, 6, swapped=True, tma=True),
+        Tile(32, 32, 256, 4, 4),
+    ),
+    128: (
+        Tile(64, 32, 128, 4, 6, tma=True),
+        Tile(128, 32, 128, 8, 5, tma=True),
+        Tile(128, 64, 64, 4, 5, tma=True),
+    ),
+    256: (
+        Tile(128, 64, 64, 8, 7, tma=True),
+        Tile(128, 64, 128, 4, 4, tma=True),
+        Tile(128, 128, 64, 8, 4, tma=True),
+    ),
+    512: (Tile(128, 256, 64, 8, 3, tma=True), Tile(64, 128, 64, 4, 6, tma=True)),
+}
+_WORTH = 0.98  # another kernel must take less than this part of cuBLAS's time
+
+
+@dataclass
+class LinearFinding:
+    """What was found of one shape.
+
+    Args:
+        ways: name of the way by number of rows.
+        failed: row counts at which a way differs, by its name.
+        microseconds: by number of rows and name, where times were compared.
+    """
+
+    ways: dict[int, str] = field(default_factory=dict)
+    failed: dict[str, list[int]] = field(default_factory=dict)
+    microseconds: dict[int, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass
+class Report:
+    """Findings for a model on a machine.
+
+    Args:
+        machine: device, driver and versions.
+        linear: by shape, in words.
+        attention: numbers that differ from the packed row's, by form and kernel, in words; 0 everywhere, or attention
+            here has not one set of bits.
+        seconds: that it took; 0 where all was known.
+    """
+
+    machine: dict[str, str]
+    linear: dict[str, LinearFinding] = field(default_factory=dict)
+    attention: dict[str, dict[str, int]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def exact(self) -> bool:
+        """Whether attention kept its bits; products do by construction."""
+        return not any(count for counts in self.attention.values() for count in counts.values())
+
+
+def self_check(model: nn.Module, *, thorough: bool = False, folder: Path | None = None) -> Report:
+    """Checks what a model with row-invariant layers will run on its GPU, and plans its products accordingly.
+
+    Args:
+        model: on CUDA, after ``install_row_invariant``.
+        thorough: try every tile instead of the default ones, and check again what is known.
+        folder: of the findings; default ``logitless`` in the user's cache.
+
+    Returns:
+        What was found; the plans are in force from here on.
+    """
+    decoder: Any = backbone(model)
+    weight = decoder.norm.weight
+    forms = list(dict.fromkeys(layer.row_invariant_form for layer in decoder.layers))
+    return check_shapes(product_shapes(model), forms, weight.dtype, weight.device, thorough=thorough, folder=folder)
+
+
+def check_layer(device: torch.device) -> Report:
+    """``self_check`` of one layer of Llama-3.1-8B in bfloat16, for a machine that no model has been chosen for."""
+    columns_and_lengths = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+    dtype = torch.bfloat16
+    shapes = [(Shape(n, k, dtype, dtype, False, device), False) for n, k in columns_and_lengths]
+    form = AttentionForm(Heads(32, 8, 128, 128), 128**-0.5, None, None, "")
+    return check_shapes(shapes, [form], dtype, device)
+
+
+def rows_in_words(counts: Sequence[int]) -> str:
+    """The first few of some row counts.
+
+    Example:
+        >>> rows_in_words([1, 16]), rows_in_words(range(8))
+        ('1, 16', '0, 1, 2, 3, 4, 5 and 2 more')
+    """
+    shown = ", ".join(map(str, counts[:6]))
+    return shown if len(counts) <= 6 else f"{shown} and {len(counts) - 6} more"
+
+
+def check_shapes(
+    shapes: Sequence[tuple[Shape, bool]], forms: Sequence[AttentionForm], dtype: torch.dtype, device: torch.device, *,
+    thorough: bool = False, folder: Path | None = None,
+) -> Report:  # fmt: skip
+    """``self_check`` of shapes of products, each with whether it only has few rows, and of forms of attention."""
+    path = _known_path(folder, device)
+    known = {} if thorough else _read(path)
+    report = Report(machine(device))
+    start = time.perf_counter()
+    entries: dict[str, Any] = known.setdefault("linear", {})
+    compile_ahead([shape for shape, _ in shapes if shape_name(shape) not in entries], thorough=thorough)
+    for shape, few_only in shapes:
+        name = shape_name(shape)
+        entry = entries.get(name)
+        if entry is None:
+            plan, finding = check_linear(shape, thorough=thorough, few_only=few_only)
+            entries[name] = {"plan": _encoded(plan), "finding": asdict(finding)}
+        else:
+            plan, finding = _plan(entry["plan"]), _finding(entry["finding"])
+        set_plan(shape, plan)
+        report.linear[name] = finding
+    known_forms = known.setdefault("attention", {})
+    for form in forms:
+        name = form_name(form, dtype)
+        if name not in known_forms:
+            known_forms[name] = check_attention(form, dtype, device)
+        report.attention[name] = known_forms[name]
+    torch.cuda.synchronize()
+    report.seconds = time.perf_counter() - start
+    _write(path, known)
+    return report
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """What findings depend on."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
+    except OSError:
+        driver = "unknown"
+    sources = b"".join(Path(m.__file__ or "").read_bytes() for m in (linear, attention, paged_attention))
+    kernels = Path(__file__).parent / "kernels"
+    sources += b"".join(path.read_bytes() for path in sorted(kernels.glob("*.py"))) + Path(__file__).read_bytes()
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "driver": driver,
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "triton": triton.__version__,
+        "workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
+        "source": hashlib.sha256(sources).hexdigest()[:12],
+    }
+
+
+def product_shapes(model: nn.Module) -> list[tuple[Shape, bool]]:
+    """Shapes of a model's products, each once, and whether it only ever has few rows (logits of decoding)."""
+    decoder: Any = backbone(model)
+    found: dict[Shape, bool] = {}
+    for layer in decoder.layers:
+        _add_shapes(found, layer.self_attn, (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("o_proj",)))
+        _add_shapes(found, layer.mlp, (("gate_proj", "up_proj"), ("gate_up_proj",), ("down_proj",)))
+    head = causal_lm(model).get_output_embeddings()
+    weight = getattr(getattr(head, "base_layer", head), "weight", None)
+    if weight is not None:
+        found[Shape.of(weight, None, torch.float32)] = True
+    return list(found.items())
+
+
+def _add_shapes(found: dict[Shape, bool], owner: Any, groups: Sequence[Sequence[str]]) -> None:
+    for names in groups:
+        if not hasattr(owner, names[0]):
+            continue
+        modules = [getattr(owner, name) for name in names]
+        linears = [m.get_base_layer() if hasattr(m, "base_layer") else m for m in modules]
+        weight, bias = end_to_end([m.weight for m in linears]), end_to_end([m.bias for m in linears])
+        whole = weight is not None and (bias is not None) == any(m.bias is not None for m in linears)
+        for w, b in [(weight, bias)] if whole and weight is not None else [(m.weight, m.bias) for m in linears]:
+            found.setdefault(Shape.of(w, b), False)
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+def check_linear(shape: Shape, *, thorough: bool = False, few_only: bool = False) -> tuple[Plan, LinearFinding]:
+    """The fastest ways with the reference's bits, by checked number of rows.
+
+    Args:
+        shape: of the product.
+        thorough: try every tile.
+        few_only: leave counts above 512 to tiles.
+    """
+    finding = LinearFinding()
+    plan = Plan(default_tiles(shape))
+    if shape.device.type != "cuda" or shape.dtype == torch.float32:
+        return plan, finding  # one tile, whatever the number of rows
+    generator = torch.Generator(shape.device).manual_seed(shape.columns + shape.length)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, device=shape.device, dtype=shape.dtype, generator=generator)
+
+    weight = normal(shape.columns, shape.length) * shape.length**-0.5
+    bias = normal(shape.columns) if shape.bias else None
+    counts = FEW_ROWS if few_only else CHECKED_ROWS
+    rows = normal(counts[-1], shape.length)
+    reference = fixed_order_product(rows, weight, REFERENCE, bias=bias, dtype=shape.out_dtype)
+    plan.tiles = _checked_tiles(plan.tiles, rows, weight, bias, reference, finding)
+    same: dict[Library, Tensor] = {}
+    out = torch.empty_like(reference)
+    libraries = LIBRARIES if shape.out_dtype == shape.dtype else LIBRARIES[:1]
+    for library in libraries:
+        flags = []
+        for count in counts:
+            library_product(library, rows[:count], weight, bias, out[:count])
+            flags.append(_differs(out[:count], reference[:count]))
+        same[library] = ~torch.stack(flags)
+    for library, flag in same.items():
+        bad = [count for count, good in zip(counts, flag.tolist(), strict=True) if not good]
+        if bad:
+            finding.failed[library] = bad
+        for count in counts:
+            if count not in bad:
+                plan.ways.setdefault(count, library)
+    weights = _copies(weight)
+    for count in FEW_ROWS:
+        candidates: list[Way] = [library for library in libraries if count not in finding.failed.get(library, ())]
+        for tile in _candidates(shape, plan.tiles, count, thorough):
+            if _tile_serves(tile, rows, weight, bias, reference, count, finding):
+                candidates.append(tile)
+        times = {
+            way: _microseconds(_call(way, rows[:count], bias, out[:count]), weights, 4 if few_only else 12)
+            for way in candidates
+        }
+        finding.microseconds[count] = {way_name(way): round(us, 2) for way, us in times.items()}
+        usual, best = next(iter(times)), min(times, key=lambda way: times[way])
+        plan.ways[count] = best if times[best] < _WORTH * times[usual] else usual
+    finding.ways = {count: way_name(plan.ways.get(count) or plan.tile(count)) for count in counts}
+    return plan, finding
+
+
+def _checked_tiles(
+    tiles: Mapping[int, Tile], rows: Tensor, weight: Tensor, bias: Tensor | None, reference: Tensor,
+    finding: LinearFinding,
+) -> dict[int, Tile]:  # fmt: skip
+    """The default tiles, the reference's in place of those that differ from it."""
+    checked = {}
+    for most, tile in tiles.items():
+        count = min(most, 512)
+        serves = _tile_serves(tile, rows, weight, bias, reference, count, finding)
+        checked[most] = tile if serves else REFERENCE
+    return checked
+
+
+def _tile_serves(
+    tile: Tile, rows: Tensor, weight: Tensor, bias: Tensor | None, reference: Tensor, count: int,
+    finding: LinearFinding,
+) -> bool:  # fmt: skip
+    """Whether a tile runs here and has the reference's bits in the first rows."""
+    try:
+        out = fixed_order_product(rows[:count], weight, tile, bias=bias, dtype=reference.dtype)
+    except Exception as error:
+        if "out of resource" not in str(error).lower() and "OutOfResources" not in type(error).__name__:
+            raise
+        finding.failed.setdefault(f"{way_name(tile)} (does not fit)", []).append(count)
+        return False
+    if bool(_differs(out, reference[:count])):
+        finding.failed.setdefault(way_name(tile), []).append(count)
+        return False
+    return True
+
+
+def _candidates(shape: Shape, tiles: Mapping[int, Tile], count: int, thorough: bool) -> list[Tile]:
+    """The tile that would serve anyway, and with ``thorough`` others that might be faster."""
+    found = [next(tile for most, tile in tiles.items() if count <= most)]
+    if thorough:
+        tma = torch.cuda.get_device_capability(shape.device)[0] >= 9 and shape.aligned
+        searched = next((tiles for most, tiles in _SEARCHED.items() if count <= most), ())
+        found += [tile for tile in searched if tile not in found and (tma or not tile.tma)]
+    return found
+
+
+def compile_ahead(shapes: Sequence[Shape], *, thorough: bool = False) -> None:
+    """Compiles every tile that a check of these shapes will run, side by side: each takes about a second."""
+    asynchronous = getattr(triton, "AsyncCompileMode", None)
+    if asynchronous is None:
+        return
+    with ThreadPoolExecutor() as executor, asynchronous(executor, ignore_errors=True):
+        for shape in shapes:
+            weight = torch.empty(shape.columns, shape.length, dtype=shape.dtype, device=shape.device)
+            bias = weight.new_empty(shape.columns) if shape.bias else None
+            defaults = default_tiles(shape)
+            tiles = {tile for count in FEW_ROWS for tile in _candidates(shape, defaults, count, thorough)}
+            for tile in tiles | {REFERENCE, *defaults.values()}:
+                fixed_order_product(
+                    weight.new_empty(16, shape.length), weight, tile, bias=bias, dtype=shape.out_dtype,
+                    compile_only=True,
+                )  # fmt: skip
+
+
+def _call(way: Way, rows: Tensor, bias: Tensor | None, out: Tensor) -> Callable[[Tensor], object]:
+    if isinstance(way, Tile):
+        return lambda weight: fixed_order_product(rows, weight, way, bias=bias, out=out)
+    return lambda weight: library_product(way, rows, weight, bias, out)
+
+
+def _copies(weight: Tensor) -> list[Tensor]:
+    """So many of it that they do not stay in L2, as a model's do not."""
+    return [weight, *(weight.clone() for _ in range(min(40, int(120e6 // weight.nbytes))))]
+
+
+def _microseconds(call: Callable[[Tensor], object], weights: Sequence[Tensor], calls: int) -> float:
+    """Of one call, in a CUDA graph of some; the least of three replays."""
+    turn: Iterator[Tensor] = cycle(weights)
+    stream, graph = _side_stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        call(next(turn))
+        torch.cuda.synchronize()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for _ in range(calls):
+                call(next(turn))
+        finally:
+            graph.capture_end()
+    best = float("inf")
+    for _ in range(3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end) / calls * 1e3)
+    return best
+
+
+@cache
+def _side_stream() -> torch.cuda.Stream:
+    """One for all captures: a library keeps a workspace for every stream that it has met."""
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+def _differs(a: Tensor, b: Tensor) -> Tensor:
+    """Whether any bit does, on the device."""
+    kind = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return (a.view(kind) != b.view(kind)).any()
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def check_attention(form: AttentionForm, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+    """Numbers of the output and of the log-sum-exp that decoding and prefilling have otherwise than the packed row.
+
+    One sequence of three splits: every position of it decoded, and prefilled in chunks of odd sizes.
+    """
+    heads = form.heads
+    length = 1100 if device.type == "cuda" else 70
+    generator = torch.Generator(device).manual_seed(heads.query)
+
+    def normal(count: int) -> Tensor:
+        return torch.randn(length, count, heads.width, device=device, generator=generator).to(dtype)
+
+    query, key, value = normal(heads.query), normal(heads.key), normal(heads.key)
+    options: dict[str, Any] = {"scale": form.scale, "window": form.window, "softcap": form.softcap}
+    layout = attention.AttentionLayout.of_sequences([length], device)
+    expected = attention.prefix_attention(query, key, value, layout, **options)
+    page = paged_attention.PAGE
+    count = -(-length // page)
+    pages = torch.randperm(count, generator=torch.Generator().manual_seed(1)).tolist()
+    cache = paged_attention.PagedCache.empty(count, heads.key, heads.width, dtype, device)
+    chunks, start = [], 0
+    for size in cycle((1, 37, 64, 200, 129)):
+        size = min(size, length - start)
+        chunks.append(paged_attention.Chunk(start, size, tuple(pages)))
+        start += size
+        if start == length:
+            break
+    prefill = paged_attention.PrefillLayout(chunks, device)
+    cache.write(key, value, prefill.slots)
+    table = torch.tensor(pages, dtype=torch.int32, device=device).expand(length, -1).contiguous()
+    position = torch.arange(length, dtype=torch.int32, device=device)
+
+    def decoded(rows: slice) -> tuple[Tensor, Tensor]:
+        step = paged_attention.DecodeLayout(table[rows].contiguous(), position[rows].contiguous())
+        return paged_attention.decode_attention(query[rows].contiguous(), cache, step, **options)
+
+    few = [decoded(slice(start, start + 5)) for start in range(length % 5, length, 25)]
+    places = torch.cat([torch.arange(start, start + 5) for start in range(length % 5, length, 25)]).to(device)
+    found = {
+        "decoded": (decoded(slice(0, length)), expected),
+        "few rows decoded": (tuple(map(torch.cat, zip(*few, strict=True))), [x[places] for x in expected]),
+        "prefilled in chunks": (paged_attention.prefill_attention(query, cache, prefill, **options), expected),
+    }
+    return {
+        f"{how}, {what}": int((got.contiguous() != want.contiguous()).sum())
+        for how, (results, wanted) in found.items()
+        for what, got, want in zip(("output", "log-sum-exp"), results, wanted, strict=True)
+    }
+
+
+# --- names and the file of findings -----------------------------------------------------------------------------------
+
+
+def way_name(way: Way) -> str:
+    """In words.
+
+    Example:
+        >>> way_name(Tile(16, 64, 128, 4, 6, swapped=True, tma=True)), way_name("cublas")
+        ('16x64x128 w4 s6 swapped tma', 'cublas')
+    """
+    if isinstance(way, str):
+        return way
+    words = [f"{way.rows}x{way.columns}x{way.depth} w{way.warps} s{way.stages}"]
+    return " ".join(words + ["swapped"] * way.swapped + ["tma"] * way.tma)
+
+
+def shape_name(shape: Shape) -> str:
+    """In words.
+
+    Example:
+        >>> shape_name(Shape(1152, 896, torch.bfloat16, torch.bfloat16, True, torch.device("cpu")))
+        '896 -> 1152 bfloat16, bias'
+    """
+    name = f"{shape.length} -> {shape.columns} {str(shape.dtype).removeprefix('torch.')}"
+    if shape.out_dtype != shape.dtype:
+        name += f" to {str(shape.out_dtype).removeprefix('torch.')}"
+    return name + (", bias" if shape.bias else "")
+
+
+def form_name(form: AttentionForm, dtype: torch.dtype) -> str:
+    """In words."""
+    heads = form.heads
+    name = f"{heads.query} heads, {heads.key} of keys, {heads.width} wide, {str(dtype).removeprefix('torch.')}"
+    if form.window is not None:
+        name += f", window {form.window}"
+    return name if form.softcap is None else f"{name}, softcap {form.softcap:g}"
+
+
+def _known_path(folder: Path | None, device: torch.device) -> Path:
+    if folder is None:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "logitless"
+    facts = machine(device)
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return folder / f"self-check-{digest}.json"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _write(path: Path, known: Mapping[str, Any]) -> None:
+    """Whole or not at all; a cache that cannot be written is no failure."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.tmp")
+        part.write_text(json.dumps(known, indent=1))
+        part.replace(path)
+    except OSError:
+        return
+
+
+def _encoded(plan: Plan) -> dict[str, dict[int, Any]]:
+    ways = {count: way if isinstance(way, str) else asdict(way) for count, way in plan.ways.items()}
+    return {"ways": ways, "tiles": {most: asdict(tile) for most, tile in plan.tiles.items()}}
+
+
+def _plan(entry: Mapping[str, Mapping[str, Any]]) -> Plan:
+    ways = {int(count): Tile(**way) if isinstance(way, dict) else way for count, way in entry["ways"].items()}
+    return Plan({int(most): Tile(**tile) for most, tile in entry["tiles"].items()}, ways)
+
+
+def _finding(entry: Mapping[str, Any]) -> LinearFinding:
+    return LinearFinding(
+        {int(n): way for n, way in entry["ways"].items()},
+        {name: list(rows) for name, rows in entry["failed"].items()},
+        {int(n): dict(times) for n, times in entry["microseconds"].items()},
+    )

@@ -1,0 +1,218 @@
+"""Float32 masters of weights that the model holds in bfloat16, and the AdamW that updates both.
+
+Forward, backward and sampling read the model's bfloat16 parameters; the optimizer adds its small steps to float32
+masters and rounds them to the parameters. Gradients arrive in float32: ``Tensor.grad_dtype`` makes autograd add up
+micro-batches in it, and a product that has a float32 gradient hands it on unrounded.
+Equal to training in float32 with weights that are rounded before every use. Gives up: 4 bytes a weight for the master
+where float32 training under autocast has 2 for the copy.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+CHUNK = 2**16
+"""Elements of a tensor that one program of the fused update works on."""
+
+
+def lower_to(dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> None:
+    """Round trained float32 parameters to ``dtype`` in place; each keeps the value it had as ``parameter.master``.
+
+    Afterwards ``parameter.grad`` is float32. Frozen parameters and those of another dtype than float32 are left alone.
+
+    Args:
+        dtype: bfloat16 (or float16).
+        parameters: of a model.
+
+    Example:
+        >>> layer = nn.Linear(2, 2, bias=False)
+        >>> lower_to(torch.bfloat16, layer.parameters())
+        >>> layer.weight.dtype, master_of(layer.weight).dtype
+        (torch.bfloat16, torch.float32)
+        >>> bool((master_of(layer.weight).bfloat16() == layer.weight).all())
+        True
+    """
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.dtype == torch.float32:
+            parameter.master = nn.Parameter(parameter.detach())  # type: ignore[attr-defined]
+            parameter.data = parameter.detach().to(dtype)
+            parameter.grad_dtype = torch.float32
+
+
+def master_of(parameter: nn.Parameter) -> nn.Parameter:
+    """What the optimizer updates: the float32 master of a lowered parameter, else the parameter itself.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(2))
+        >>> master_of(weight) is weight
+        True
+    """
+    return getattr(parameter, "master", parameter)
+
+
+def round_masters(parameters: Iterable[nn.Parameter]) -> None:
+    """Write every master, rounded, into its parameter: for masters that were set from outside.
+
+    Example:
+        >>> layer = nn.Linear(1, 1, bias=False)
+        >>> lower_to(torch.bfloat16, layer.parameters())
+        >>> _ = nn.init.ones_(master_of(layer.weight))
+        >>> round_masters(layer.parameters())
+        >>> layer.weight.item()
+        1.0
+    """
+    lowered = [p for p in parameters if master_of(p) is not p]
+    if lowered:
+        torch._foreach_copy_([p.detach() for p in lowered], [master_of(p).detach() for p in lowered])
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """``torch.optim.AdamW`` over masters: each step also writes the rounded parameters that the model computes with.
+
+    On CUDA one kernel updates master, moments and parameter; elsewhere a rounding pass follows torch's own update.
+
+    Args:
+        groups: as for ``torch.optim.AdamW``, with the model's parameters; those that were lowered give place to their
+            masters.
+        options: of ``torch.optim.AdamW``.
+
+    Example:
+        >>> layer = nn.Linear(2, 2, bias=False)
+        >>> lower_to(torch.bfloat16, layer.parameters())
+        >>> optimizer = MasterAdamW([{"params": list(layer.parameters())}], lr=1e-4)
+        >>> layer(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.take_gradients()
+        >>> optimizer.step()
+        >>> bool((master_of(layer.weight).bfloat16() == layer.weight).all())
+        True
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
+        given = [{**group, "params": list(group["params"])} for group in groups]
+        self.lowered = {master_of(p): p for group in given for p in group["params"] if master_of(p) is not p}
+        self._chunks: dict[tuple[int, ...], Tensor] = {}
+        super().__init__([{**group, "params": [master_of(p) for p in group["params"]]} for group in given], **options)
+
+    def take_gradients(self) -> None:
+        """Move the gradients of lowered parameters to their masters."""
+        for master, parameter in self.lowered.items():
+            master.grad, parameter.grad = parameter.grad, None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One update of every master and parameter that has a gradient."""
+        assert closure is None
+        gradients = {master: master.grad for master in self.lowered if master.grad is not None}
+        if not gradients or next(iter(gradients)).device.type != "cuda":
+            super().step()
+            round_masters(self.lowered.values())
+            return
+        for master in gradients:  # torch updates what has no master
+            master.grad = None
+        super().step()
+        for master, gradient in gradients.items():
+            master.grad = gradient
+        self._fused(gradients.keys())
+
+    def _fused(self, updated: Collection[nn.Parameter]) -> None:
+        """The kernel, once a parameter group and step counter (counters differ only where gradients were missing)."""
+        for group in self.param_groups:
+            by_step: dict[int, list[nn.Parameter]] = {}
+            for master in group["params"]:
+                if master in updated:
+                    state = self.state[master]
+                    if not state:
+                        state["step"] = torch.tensor(0.0)
+                        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+                    state["step"] = state["step"].cpu() + 1  # on the device only after it was restored to there
+                    by_step.setdefault(int(state["step"]), []).append(master)
+            for step, masters in by_step.items():
+                fused_update(
+                    self._chunks_of(masters),
+                    masters,
+                    [m.grad for m in masters if m.grad is not None],
+                    [self.state[m]["exp_avg"] for m in masters],
+                    [self.state[m]["exp_avg_sq"] for m in masters],
+                    [self.lowered[m].detach() for m in masters],
+                    rate=group["lr"],
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    step=step,
+                )
+
+    def _chunks_of(self, masters: list[nn.Parameter]) -> Tensor:
+        """``chunks_of``, made once for the same tensors."""
+        key = tuple(map(id, masters))
+        if key not in self._chunks:
+            self._chunks[key] = chunks_of(masters)
+        return self._chunks[key]
+
+
+def chunks_of(tensors: list[nn.Parameter]) -> Int[Tensor, "C 3"]:
+    """Tensors cut into parts for the fused update: number of the tensor, first element and length of each part.
+
+    Example:
+        >>> chunks_of([nn.Parameter(torch.zeros(CHUNK + 1)), nn.Parameter(torch.zeros(2))]).tolist()
+        [[0, 0, 65536], [0, 65536, 1], [1, 0, 2]]
+    """
+    parts = []
+    for number, tensor in enumerate(tensors):
+        first = torch.arange(0, tensor.numel(), CHUNK)
+        length = (tensor.numel() - first).clamp(max=CHUNK)
+        parts.append(torch.stack([torch.full_like(first, number), first, length], 1))
+    return torch.cat(parts).to(tensors[0].device)
+
+
+def fused_update(
+    chunks: Int[Tensor, "C 3"],
+    masters: list[nn.Parameter],
+    gradients: list[Tensor],
+    moments1: list[Tensor],
+    moments2: list[Tensor],
+    copies: list[Tensor],
+    *,
+    rate: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+) -> None:
+    """One AdamW update of many tensors in one launch; see ``kernels.adamw``.
+
+    Args:
+        chunks: of the masters.
+        masters, gradients, moments1, moments2: contiguous float32 tensors, P of each, on one device.
+        copies: contiguous, of one dtype.
+        rate, betas, eps, weight_decay: of AdamW.
+        step: counted from 1.
+    """
+    import triton.language as tl
+
+    from logitless.train.kernels.adamw import adamw_kernel
+
+    device = masters[0].device
+    columns = [[t.detach().data_ptr() for t in part] for part in (masters, gradients, moments1, moments2, copies)]
+    addresses = torch.tensor(columns)
+    if device.type == "cuda":
+        addresses = addresses.pin_memory().to(device, non_blocking=True)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        adamw_kernel[(len(chunks),)](
+            addresses,
+            chunks,
+            len(masters),
+            1 - rate * weight_decay,
+            rate / (1 - betas[0] ** step),
+            (1 - betas[1] ** step) ** 0.5,
+            1 - betas[0],
+            betas[1],
+            1 - betas[1],
+            eps,
+            COPY=getattr(tl, str(copies[0].dtype).removeprefix("torch.")),
+            ALIGNED=all(address % 16 == 0 for column in columns for address in column),
+            BLOCK=1024,
+        )

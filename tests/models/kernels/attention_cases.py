@@ -1,0 +1,73 @@
+"""A packed row's sequences in a cache of pages, as decoding would have left them."""
+
+import torch
+
+from logitless.models.paged_attention import PAGE, PagedCache
+
+
+def draw(tokens, heads, key_heads, width, dtype=torch.float32, device="cpu", seed=0):
+    """Query, key, value and a gradient of the output."""
+    g = torch.Generator(device).manual_seed(seed)
+    shapes = [(tokens, h, width) for h in (heads, key_heads, key_heads, heads)]
+    return [torch.randn(s, device=device, generator=g).to(dtype) for s in shapes]
+
+
+def paged(layout, key, value, seed=0):
+    """The row's keys and values in pages at random places, the pages of every sequence of ``layout.unshared()``, and
+    its groups: (sequences, pages that they share).
+
+    Positions that no token has hold NaN.
+    """
+    segments = layout.segments
+    pages, places, sources, groups, used = [], [], [], [], 0
+    shared: dict[int, list[int]] = {}
+    for prefix_row, prefix, row, length, _, is_prompt, _ in zip(*(x.tolist() for x in segments), strict=True):
+        if is_prompt:
+            continue
+        total = prefix + length
+        rows = list(range(prefix_row, prefix_row + prefix)) + list(range(row, row + length))
+        whole = prefix // PAGE
+        if prefix:
+            if prefix_row not in shared:
+                shared[prefix_row] = list(range(used, used + whole))
+                used += whole
+                groups.append(([], whole))
+            groups[-1][0].append(len(pages))
+        first = shared[prefix_row][:] if prefix else []
+        need = -(-total // PAGE) - len(first)
+        pages.append(first + list(range(used, used + need)))
+        used += need
+        position = torch.arange(total)
+        places.append(torch.tensor(pages[-1])[position // PAGE] * PAGE + position % PAGE)
+        sources.append(torch.tensor(rows))
+    order = torch.randperm(used, generator=torch.Generator().manual_seed(seed))
+    cache = PagedCache(
+        *(torch.full((used * PAGE, *x.shape[1:]), float("nan"), dtype=x.dtype, device=x.device) for x in (key, value))
+    )
+    place = torch.cat(places)
+    slots = (order[place // PAGE] * PAGE + place % PAGE).to(key.device)
+    source = torch.cat(sources).to(key.device)
+    cache.write(key[source], value[source], slots)
+    pages = [tuple(order[torch.tensor(each)].tolist()) for each in pages]
+    return cache, pages, [(rows, count) for rows, count in groups if count]
+
+
+def dense(query, key, value, layout, *, window=None, softcap=None):
+    """Output and log-sum-exp of every row of ``layout`` in the inputs' dtype, one piece at a time, nothing shared."""
+    repeats = query.shape[1] // key.shape[1]
+    output = torch.zeros_like(query)
+    log_sum_exp = torch.zeros(query.shape[:2], dtype=query.dtype, device=query.device)
+    for prefix_row, prefix, row, length, *_ in zip(*(x.tolist() for x in layout.segments), strict=True):
+        rows = torch.cat([torch.arange(prefix_row, prefix_row + prefix), torch.arange(row, row + length)])
+        rows = rows.to(query.device)
+        k, v = (x[rows].repeat_interleave(repeats, 1) for x in (key, value))
+        z = torch.einsum("qhe,khe->hqk", query[row : row + length], k) * query.shape[2] ** -0.5
+        if softcap is not None:
+            z = softcap * torch.tanh(z / softcap)
+        position = torch.arange(prefix + length, device=query.device)
+        distance = position[prefix:, None] - position
+        z = z.masked_fill((distance < 0) | (distance >= (window or len(rows) + 1)), -float("inf"))
+        own = rows[prefix:]
+        output = output.index_copy(0, own, torch.einsum("hqk,khe->qhe", z.softmax(-1).to(v.dtype), v))
+        log_sum_exp = log_sum_exp.index_copy(0, own, z.logsumexp(-1).T)
+    return output, log_sum_exp

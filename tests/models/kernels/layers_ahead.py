@@ -1,0 +1,52 @@
+"""Compiles the kernels of a layer for one compute capability: python -m tests.models.kernels.layers_ahead 80."""
+
+import json
+import sys
+
+import torch
+
+from logitless.models.kernels.gate import gated, gated_backward
+from logitless.models.kernels.linear import REFERENCE, Tile, fixed_order_product
+from logitless.models.kernels.norm import norm, norm_backward
+from logitless.models.kernels.rotary import HeadNorms, Heads, rotate, rotate_backward
+from logitless.models.linear import _HOPPER, _LOW_RANK, _PLAIN
+from tests.models.kernels.ahead import compiled
+
+
+def tiles(capability: int) -> list[Tile]:
+    """Those that this capability would be given."""
+    return [*_PLAIN.values(), REFERENCE, _LOW_RANK, *(_HOPPER.values() if capability == 90 else ())]
+
+
+def main() -> None:
+    """Prints what became of each launch."""
+    capability = int(sys.argv[1])
+    dtype = torch.bfloat16
+    x, weight = torch.zeros(64, 256, dtype=dtype), torch.zeros(128, 256, dtype=dtype)
+    with compiled(capability) as found:
+        for tile in tiles(capability):
+            fixed_order_product(x, weight, tile)
+        for bias in (None, weight[:, 0].contiguous()):
+            fixed_order_product(x, weight, REFERENCE, bias=bias, dtype=torch.float32)
+        fixed_order_product(x[:, :24], weight[:, :24].contiguous(), _LOW_RANK, out=x[:, :128], add_to_out=2.0)
+        for gemma in (False, True):
+            for delta in (None, x):
+                norm(x, weight[0], 1e-6, delta=delta, gemma=gemma)
+                norm_backward(x, weight[0], 1e-6, x, delta, gemma=gemma, weight_needed=delta is None)
+        norm(x, weight[0], 1e-6, delta=x, gemma=True, after=True)
+        for gelu in (False, True):
+            gated(x[:, :128], x[:, 128:], gelu=gelu)
+            gated_backward(x[:, :128], x[:, 128:], x[:, :128].contiguous(), gelu=gelu)
+        for width, rotary in ((64, 64), (96, 72), (128, 128), (256, 256)):
+            heads = Heads(4, 2, width, rotary)
+            query, key = torch.zeros(8, 4 * width, dtype=dtype), torch.zeros(8, 2 * width, dtype=dtype)
+            table, position = torch.zeros(8, rotary, dtype=dtype), torch.zeros(8, dtype=torch.int32)
+            grads = [torch.zeros(8, n, width, dtype=dtype) for n in (4, 2, 2)]
+            for norms in (None, HeadNorms(query[0, :width], key[0, :width], 1e-6)):
+                rotate(query, key, key, heads, position, table, table, norms, slot=position.long())
+                rotate_backward(query, key, heads, position, table, table, norms, *grads, norms_needed=True)
+    print(json.dumps([list(kernel) for kernel in found]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Products, norms, gate and rotary positions: transformers' numbers and roundings, bits of a row, gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from logitless.models.kernels.gate import gated, gated_backward
+from logitless.models.kernels.linear import INTERPRETED, Tile, fixed_order_product
+from logitless.models.kernels.norm import norm, norm_backward
+from logitless.models.kernels.rotary import HeadNorms, Heads, rotate, rotate_backward
+from logitless.models.kernels.rows import CHECKED_ROWS, checked_count, with_room
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def relative(found, wanted):
+    return ((found.double() - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize("tile", [INTERPRETED, Tile(16, 16, 32, 1, 1), Tile(16, 32, 16, 1, 1, swapped=True)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_is_within_one_rounding_of_float64_for_every_tile(tile, bias):
+    x, weight = draw(17, 40, dtype=torch.bfloat16), draw(23, 40, dtype=torch.bfloat16, seed=1)
+    b = draw(23, dtype=torch.bfloat16, seed=2) if bias else None
+    exact = x.double() @ weight.double().T + (0 if b is None else b.double())
+    got = fixed_order_product(x, weight, tile, bias=b)
+    assert ((got.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-4).all()
+
+
+def test_a_product_is_added_to_what_is_there_with_one_rounding():
+    x, weight, before = draw(5, 8, dtype=torch.bfloat16), draw(7, 8, dtype=torch.bfloat16, seed=1), draw(5, 7)
+    out = before.bfloat16()
+    exact = out.double() + 0.5 * (x.double() @ weight.double().T)
+    fixed_order_product(x, weight, INTERPRETED, out=out, add_to_out=0.5)
+    assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-4).all()
+
+
+def test_room_reaches_the_next_checked_count():
+    assert all(checked_count(count) == count for count in CHECKED_ROWS)
+    assert [with_room(n) for n in (1, 2, 513, 16384, 16385, 40000)] == [1, 16, 768, 16384, 16385, 2 * 16384 + 7424]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gemma", [False, True])
+def test_norms_have_the_numbers_and_roundings_of_transformers(gemma, dtype):
+    kind = Gemma3RMSNorm if gemma else LlamaRMSNorm
+    theirs = kind(24, eps=1e-5).to(dtype)
+    theirs.weight.data = draw(24, dtype=dtype, seed=3)
+    x, delta = draw(6, 24, dtype=dtype), draw(6, 24, dtype=dtype, seed=1)
+    total, out = norm(x, theirs.weight, 1e-5, delta=delta, gemma=gemma)
+    after, _ = norm(x, theirs.weight, 1e-5, delta=delta, gemma=gemma, after=True)
+    assert torch.equal(total, x + delta)
+    ulp = torch.finfo(dtype).eps
+    torch.testing.assert_close(out, theirs(x + delta).detach(), rtol=2 * ulp, atol=0)
+    torch.testing.assert_close(after, (x + theirs(delta)).detach(), rtol=2 * ulp, atol=8 * ulp)
+
+
+@pytest.mark.parametrize("gemma", [False, True])
+def test_gradients_of_a_norm_are_those_of_float64(gemma):
+    x, weight, grad, beside = draw(7, 20), draw(20, seed=1), draw(7, 20, seed=2), draw(7, 20, seed=3)
+    v, w = x.double().requires_grad_(), weight.double().requires_grad_()
+    out = v * (v.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * (1 + w if gemma else w)
+    (out * grad + v * beside).sum().backward()
+    grad_x, grad_weight = norm_backward(x, weight, 1e-5, grad, beside, gemma=gemma, weight_needed=True)
+    assert relative(grad_x, v.grad) < 1e-6
+    assert relative(grad_weight, w.grad) < 1e-6
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+def test_the_gate_and_its_gradients_are_those_of_float64(gelu):
+    both, grad = draw(5, 26), draw(5, 13, seed=1)
+    gate, up = both[:, :13], both[:, 13:]
+    g, u = gate.double().requires_grad_(), up.double().requires_grad_()
+    exact = (F.gelu(g, approximate="tanh") if gelu else F.silu(g)) * u
+    exact.backward(grad.double())
+    assert relative(gated(gate, up, gelu=gelu), exact.detach()) < 1e-6
+    grad_gate, grad_up = gated_backward(gate, up, grad, gelu=gelu)
+    assert relative(grad_gate, g.grad) < 1e-6
+    assert relative(grad_up, u.grad) < 1e-6
+
+
+def rotated(x, weight, cos, sin, rotary, gemma, eps=1e-5):
+    """[T, h, E] in the dtype of x, by transformers' function."""
+    if weight is not None:
+        unit = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+        x = unit * (1 + weight if gemma else weight)
+    turned = x[..., :rotary].transpose(0, 1)[None]
+    out = apply_rotary_pos_emb(turned, turned, cos[None], sin[None])[0][0].transpose(0, 1)
+    return torch.cat([out, x[..., rotary:]], -1)
+
+
+@pytest.mark.parametrize(("rotary", "gemma", "normed"), [(12, False, False), (8, False, True), (12, True, True)])
+def test_rotary_positions_and_their_gradients_are_those_of_float64(rotary, gemma, normed):
+    heads, rows = Heads(4, 2, 12, rotary), 5
+    qkv = draw(rows, 8 * 12)
+    columns = (48, 24, 24)
+    angle = draw(9, rotary // 2, seed=1)
+    cos, sin = (f(torch.cat([angle, angle], 1)) for f in (torch.cos, torch.sin))
+    position = torch.tensor([0, 3, 8, 2, 2], dtype=torch.int32)
+    norms = HeadNorms(draw(12, seed=2), draw(12, seed=3), 1e-5, gemma) if normed else None
+    query, key, value = qkv.split(columns, 1)
+    found = rotate(query, key, value, heads, position, cos, sin, norms)
+    leaf = qkv.double().requires_grad_()
+    weights = [w.double().requires_grad_() for w in (norms.query, norms.key)] if norms else [None, None]
+    wanted = []
+    for part, weight, count in zip(leaf.split(columns, 1), [*weights, None], (4, 2, 2), strict=True):
+        part = part.unflatten(1, (count, 12))
+        turned = rotated(part, weight, cos[position].double(), sin[position].double(), rotary, gemma)
+        wanted.append(turned if len(wanted) < 2 else part)
+    grads = [draw(rows, count, 12, seed=4 + count) for count in (4, 2, 2)]
+    sum((w * g).sum() for w, g in zip(wanted, grads, strict=True)).backward()
+    for got, want in zip(found, wanted, strict=True):
+        assert relative(got, want.detach()) < 1e-6
+    grad, *grad_norms = rotate_backward(
+        query, key, heads, position, cos, sin, norms, *grads, norms_needed=norms is not None
+    )
+    assert relative(grad, leaf.grad) < 1e-6
+    for got, weight in zip(grad_norms, weights, strict=True):
+        assert (got is None) if weight is None else relative(got, weight.grad) < 1e-6
+
+
+def test_keys_and_values_go_to_their_slots_and_nowhere_without_one():
+    heads = Heads(2, 2, 8, 8)
+    query, key, value = (draw(3, 16, seed=s) for s in range(3))
+    cos, sin = torch.ones(4, 8), torch.zeros(4, 8)
+    cache = [torch.full((5, 2, 8), float("nan")) for _ in range(2)]
+    position = torch.zeros(3, dtype=torch.int32)
+    rotate(
+        query, key, value, heads, position, cos, sin, None,
+        key_out=cache[0], value_out=cache[1], slot=torch.tensor([4, -1, 1]),
+    )  # fmt: skip
+    for kept, given in zip(cache, (key, value), strict=True):
+        assert torch.equal(kept[[4, 1]].flatten(1), given[[0, 2]])
+        assert kept[[0, 2, 3]].isnan().all()

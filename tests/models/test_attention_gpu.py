@@ -1,0 +1,213 @@
+"""The laws of attention on a GPU, at real sizes: bits equal, gradients near float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from logitless.models import attention, paged_attention
+from logitless.models.attention import AttentionLayout, PromptGroup, prefix_attention
+from logitless.models.kernels import attention_launch, attention_tiles
+from logitless.models.kernels.attention_tiles import QueryTile, hopper_tiles, plain_tiles
+from logitless.models.paged_attention import (
+    Chunk,
+    DecodeLayout,
+    PrefillLayout,
+    SharedPages,
+    decode_attention,
+    prefill_attention,
+)
+from tests.models.kernels.attention_cases import dense, draw, paged
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+GROUPS = (
+    PromptGroup(512, (64, 130, 257, 34)),
+    PromptGroup(300, (2, 62)),
+    PromptGroup(0, (200, 90)),
+    PromptGroup(700, (900,)),
+    PromptGroup(66, (40,) * 4),
+    PromptGroup(1100, (30, 600)),
+)
+SHAPES = [(14, 2, 64), (16, 8, 128), (32, 8, 128), (32, 32, 96), (8, 4, 256)]
+OPTIONS = [{}, {"window": 400}, {"softcap": 50.0}]
+
+
+@pytest.fixture(autouse=True)
+def quick_memory():
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    yield
+    torch.cuda.empty_cache()
+
+
+def unlike(found, expected):
+    return [int((a != b).sum()) for a, b in zip(found, expected, strict=True)]
+
+
+class Case:
+    """A packed row, its copies unshared, and its cache."""
+
+    def __init__(self, shape, dtype=torch.bfloat16, groups=GROUPS, **options):
+        self.layout = AttentionLayout(groups, "cuda")
+        self.options = options
+        self.query, self.key, self.value, self.grad = draw(self.layout.num_tokens, *shape, dtype, "cuda")
+        self.expected = self.packed()
+        self.copies, self.rows = self.layout.unshared()
+
+    def packed(self):
+        return prefix_attention(self.query, self.key, self.value, self.layout, **self.options)
+
+    def unlike_unshared(self):
+        found = prefix_attention(
+            *(x[self.rows] for x in (self.query, self.key, self.value)), self.copies, **self.options
+        )
+        return unlike(found, [x[self.rows] for x in self.expected])
+
+    def unlike_prefilled(self, size):
+        cache, pages, _ = paged(self.layout, self.key, self.value)
+        chunks, rows = [], []
+        lengths = self.copies.segments.length.tolist()
+        for length, own, row in zip(lengths, pages, self.rows.split(lengths), strict=True):
+            for start in range(0, length, size):
+                chunks.append(Chunk(start, min(size, length - start), own))
+                rows.append(row[start : start + size])
+        row = torch.cat(rows)
+        found = prefill_attention(self.query[row], cache, PrefillLayout(chunks, "cuda"), **self.options)
+        return unlike(found, [x[row] for x in self.expected])
+
+    def unlike_decoded(self, steps, shared):
+        """The last ``steps`` tokens of every sequence, all sequences at once, behind their groups' shared pages."""
+        cache, pages, groups = paged(self.layout, self.key, self.value)
+        lengths = self.copies.segments.length.tolist()
+        own = self.rows.split(lengths)
+        wrong = [0, 0]
+        for back in range(steps):
+            ends = [max(1, length - back) for length in lengths]
+            fits = all(ends[row] > 64 * count for rows, count in groups for row in rows)
+            layout = DecodeLayout.of(pages, [e - 1 for e in ends], groups if shared and fits else (), "cuda")
+            row = torch.stack([rows[end - 1] for rows, end in zip(own, ends, strict=True)])
+            found = decode_attention(self.query[row], cache, layout, **self.options)
+            wrong = [a + b for a, b in zip(wrong, unlike(found, [x[row] for x in self.expected]), strict=True)]
+        return wrong
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_shared_unshared_prefilled_and_decoded_have_the_same_bits(shape, dtype, options):
+    case = Case(shape, dtype, **options)
+    assert case.unlike_unshared() == [0, 0]
+    assert case.unlike_prefilled(100) == [0, 0]
+    assert case.unlike_prefilled(1 << 20) == [0, 0]
+    assert case.unlike_decoded(8, shared=True) == [0, 0]
+    assert case.unlike_decoded(8, shared=False) == [0, 0]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tiles_for_other_gpus_have_the_same_bits(shape, monkeypatch):
+    case = Case(shape)
+    for module in (attention, paged_attention):
+        monkeypatch.setattr(module, "attention_tiles", lambda width, *_: plain_tiles(width))
+    assert unlike(case.packed(), case.expected) == [0, 0]
+    assert case.unlike_prefilled(100) == [0, 0]
+    assert case.unlike_decoded(2, shared=True) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "tile", [QueryTile(16, 2, 2), QueryTile(16, 4, 2), QueryTile(32, 2, 2)], ids=lambda t: f"{t.rows}x{t.warps}"
+)
+def test_a_tile_that_spreads_a_row_over_warps_is_noticed(tile, monkeypatch):
+    """The laws above can fail, in the log-sum-exp first."""
+    case = Case((16, 8, 128))
+    wrong = replace(hopper_tiles(128), decode=tile, decode_few=tile)
+    monkeypatch.setattr(paged_attention, "attention_tiles", lambda *_: wrong)
+    assert case.unlike_decoded(4, shared=False)[1] > 0
+
+
+def test_another_block_of_keys_is_noticed(monkeypatch):
+    case = Case((16, 8, 128))
+    monkeypatch.setattr(attention_tiles, "BLOCK", 32)
+    assert min(unlike(case.packed(), case.expected)) > 0
+
+
+def test_a_million_packed_rows_have_the_bits_of_their_decoded_tokens():
+    """Rows times heads; every position of long sequences, over splits that merge."""
+    case = Case((16, 8, 128), groups=(PromptGroup(900, (1100,) * 8), PromptGroup(40, (700,) * 8)))
+    assert case.unlike_unshared() == [0, 0]
+    assert case.unlike_decoded(600, shared=True) == [0, 0]
+
+
+def test_decoding_replays_in_a_graph_after_its_tables_changed():
+    case = Case((16, 8, 128))
+    cache, pages, groups = paged(case.layout, case.key, case.value)
+    lengths = case.copies.segments.length.tolist()
+    own = case.rows.split(lengths)
+    layout = DecodeLayout.of(pages, [0] * len(lengths), groups, "cuda")
+    query = torch.zeros(len(lengths), 16, 128, dtype=torch.bfloat16, device="cuda")
+    unshared = layout._replace(shared=SharedPages(layout.shared.members, *(x * 0 for x in layout.shared[1:])))
+    decode_attention(query, cache, unshared)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = decode_attention(query, cache, layout)
+    for back in range(3):
+        ends = torch.tensor(lengths, device="cuda") - back
+        row = torch.stack([rows[end - 1] for rows, end in zip(own, ends.tolist(), strict=True)])
+        layout.position.copy_(ends - 1)
+        query.copy_(case.query[row])
+        if not all(ends[i] > 64 * count for rows, count in groups for i in rows):
+            break
+        graph.replay()
+        assert unlike(found, [x[row] for x in case.expected]) == [0, 0]
+
+
+def relative(a, b):
+    return float((a.detach().double() - b.detach()).norm() / b.detach().norm())
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("tiles", [None, plain_tiles])
+def test_gradients_are_as_near_to_float64_as_those_of_dense_attention(shape, options, tiles, monkeypatch):
+    if tiles is not None:
+        monkeypatch.setattr(attention, "attention_tiles", lambda width, *_: tiles(width))
+    layout = AttentionLayout(GROUPS, "cuda")
+    *x, grad = draw(layout.num_tokens, *shape, torch.bfloat16, "cuda")
+
+    def gradients(attend, x):
+        leaves = [t.detach().requires_grad_() for t in x]
+        output = attend(*leaves, layout, **options)[0]
+        return [output.detach(), *torch.autograd.grad(output, leaves, grad.to(output.dtype))]
+
+    truth = gradients(dense, [t.double() for t in x])
+    plain = gradients(dense, x)
+    first, second = gradients(prefix_attention, x), gradients(prefix_attention, x)
+    assert unlike(first, second) == [0, 0, 0, 0]
+    for name, a, b, c in zip(("output", "query", "key", "value"), first, plain, truth, strict=True):
+        assert relative(a, c) <= 1.5 * relative(b, c), name
+
+
+def test_float32_is_near_float64():
+    layout = AttentionLayout(GROUPS, "cuda")
+    *x, _ = draw(layout.num_tokens, 4, 2, 64, torch.float32, "cuda")
+    truth = dense(*(t.double() for t in x), layout)
+    found = prefix_attention(*x, layout)
+    assert all(relative(a, b) < 3e-6 for a, b in zip(found, truth, strict=True))
+
+
+def test_rows_beyond_two_gigabytes_are_reached():
+    """64-bit offsets of rows: 140,000 tokens of 64 heads of 256 numbers."""
+    lengths = (130000, 10000)
+    layout = AttentionLayout.of_sequences(lengths, "cuda")
+    x = draw(sum(lengths), 64, 1, 256, torch.bfloat16, "cuda")[:3]
+    window = 100
+    output = attention_launch.attention_forward_rows(
+        *x, layout.query_tiles(2, 1, window), attention_launch.Form(1 / 16, window, None), hopper_tiles(256),
+        every_row=True,
+    )[0]  # fmt: skip
+    last = [t[130000:] for t in x]
+    alone = prefix_attention(*last, AttentionLayout.of_sequences((10000,), "cuda"), window=window, scale=1 / 16)[0]
+    assert torch.equal(output[130000:], alone)

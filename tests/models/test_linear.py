@@ -1,0 +1,137 @@
+"""Linear maps: one product where weights lie end to end, LoRA unmerged, gradients, and which kernel serves."""
+
+import pytest
+import torch
+from torch import nn
+
+from logitless.models import linear
+from logitless.models.kernels.rows import with_room
+from logitless.models.linear import Plan, Projection, Shape, end_to_end, lay_end_to_end, product, project
+
+SIZES = (6, 4, 4)
+
+
+def projections(dtype=torch.float32, *, bias=False, rank=0, end_to_end=True):
+    g = torch.Generator().manual_seed(1)
+
+    def parameter(*shape):
+        return nn.Parameter(torch.randn(*shape, generator=g).to(dtype))
+
+    weights, biases = [parameter(n, 8) for n in SIZES], [parameter(n) for n in SIZES]
+    if end_to_end:
+        lay_end_to_end(weights)
+        lay_end_to_end(biases)
+    return [
+        Projection(
+            w, b if bias else None, parameter(rank, 8) if rank else None, parameter(len(w), rank) if rank else None, 0.5
+        )
+        for w, b in zip(weights, biases, strict=True)
+    ]
+
+
+def plain(x, parts):
+    out = []
+    for p in parts:
+        y = x @ p.weight.double().T
+        if p.bias is not None:
+            y = y + p.bias.double()
+        if p.lora_a is not None:
+            y = y + p.lora_scale * (x @ p.lora_a.double().T) @ p.lora_b.double().T
+        out.append(y)
+    return out
+
+
+def tensors(parts):
+    return [t for p in parts for t in (p.weight, p.bias, p.lora_a, p.lora_b) if t is not None]
+
+
+@pytest.mark.parametrize(("bias", "rank", "together"), [(False, 0, True), (True, 0, False), (True, 3, True)])
+def test_projections_and_their_gradients_are_those_of_float64(bias, rank, together):
+    parts = projections(bias=bias, rank=rank, end_to_end=together)
+    x = torch.randn(5, 8, requires_grad=True)
+    grads = [torch.randn(5, n) for n in SIZES]
+    exact = x.detach().double().requires_grad_()
+    wanted = plain(exact, parts)
+    want = torch.autograd.grad(wanted, [exact, *tensors(parts)], [g.double() for g in grads])
+    found = project(x, parts)
+    got = torch.autograd.grad(found, [x, *tensors(parts)], grads)
+    for a, b in zip((*found, *got), (*wanted, *want), strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_parameters_laid_end_to_end_stay_the_parameters_they_were():
+    layer = nn.ModuleList([nn.Linear(8, n) for n in SIZES])
+    before = [(p, p.detach().clone()) for p in layer.parameters()]
+    weights = [module.weight for module in layer]
+    assert end_to_end(weights) is None
+    lay_end_to_end(weights)
+    assert torch.equal(end_to_end(weights), torch.cat([w.detach() for w in weights]))
+    for parameter, (old, value) in zip(layer.parameters(), before, strict=True):
+        assert parameter is old
+        assert torch.equal(parameter, value)
+
+
+def test_a_step_of_the_optimizer_reaches_the_product_of_all():
+    parts = projections()
+    x = torch.randn(3, 8)
+    before = project(x, parts)
+    with torch.no_grad():
+        parts[1].weight.mul_(2)
+    after = project(x, parts)
+    assert torch.equal(after[0], before[0])
+    torch.testing.assert_close(after[1], 2 * before[1])
+
+
+def test_columns_of_one_projection_are_handed_out_and_their_gradients_taken_together():
+    g = torch.Generator().manual_seed(2)
+    weight = nn.Parameter(torch.randn(14, 8, generator=g))
+    x = torch.randn(5, 8)
+    parts = project(x, [Projection(weight)], SIZES)
+    assert [p.shape[1] for p in parts] == list(SIZES)
+    grads = [torch.randn(5, n) for n in SIZES]
+    (found,) = torch.autograd.grad(parts, [weight], grads)
+    torch.testing.assert_close(found, torch.cat(grads, 1).T @ x)
+
+
+def test_a_row_has_the_same_bits_in_any_product(monkeypatch):
+    x, weight = torch.randn(40, 24).bfloat16(), torch.randn(10, 24).bfloat16()
+    whole = product(x, weight)
+    for rows in (slice(0, 1), slice(3, 20), slice(39, 40)):
+        assert torch.equal(product(x[rows], weight), whole[rows])
+
+
+def test_a_product_split_in_k_has_other_bits():
+    x, weight = torch.randn(40, 24).bfloat16(), torch.randn(10, 24).bfloat16()
+    halves = product(x[:, :12].contiguous(), weight[:, :12].contiguous())
+    halves = halves + product(x[:, 12:].contiguous(), weight[:, 12:].contiguous())
+    assert not torch.equal(halves, product(x, weight))
+
+
+def test_a_library_serves_at_checked_counts_alone_and_a_tile_everywhere_else(monkeypatch):
+    used = []
+
+    def library(way, rows, weight, bias, out):
+        used.append((way, len(rows)))
+        out.copy_(rows @ weight.t())
+
+    def tile(rows, weight, tile, *, bias=None, out=None):
+        used.append(("tile", len(rows)))
+        return out.copy_(rows @ weight.t())
+
+    monkeypatch.setattr(linear, "library_product", library)
+    monkeypatch.setattr(linear, "fixed_order_product", tile)
+    monkeypatch.setattr(linear, "empty_rows", lambda n, *s, like, dtype: torch.zeros(with_room(n), *s)[:n])
+    weight = torch.randn(3, 4)
+    plan = Plan(linear.default_tiles(Shape.of(weight, None)), {1024: "cublas", 768: "cublas", 16384: "cublaslt"})
+    monkeypatch.setitem(linear._plans, Shape.of(weight, None), plan)
+    for count, room, expected in (
+        (1000, 1024, [("cublas", 1024)]),
+        (1000, 1000, [("cublas", 768), ("tile", 232)]),
+        (600, 600, [("tile", 600)]),
+        (20, 1024, [("tile", 20)]),
+        (17000, 17152, [("cublaslt", 16384), ("cublas", 768)]),
+    ):
+        used.clear()
+        x = torch.randn(room, 4)[:count]
+        torch.testing.assert_close(product(x, weight), x @ weight.t())
+        assert used == expected

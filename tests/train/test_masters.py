@@ -1,0 +1,161 @@
+"""Float32 masters of bfloat16 weights: what the optimizer holds, what the model reads, what autograd adds up."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from logitless.errors import ConfigurationError
+from logitless.train.checkpoint import load_checkpoint
+from logitless.train.config import Recipe
+from logitless.train.masters import MasterAdamW, chunks_of, fused_update, lower_to, master_of
+from logitless.train.run import start
+from tests.head.interpreter import complete_interpreter, interpreted
+from tests.train.tiny import tiny_recipe
+
+BETAS, EPS, RATE, DECAY = (0.9, 0.999), 1e-8, 1e-3, 0.1
+
+
+def a_layer(seed: int = 0) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(7, 5)
+
+
+def trained(layer: nn.Linear, steps: int, *, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """Masters (or weights) after some steps on gradients that do not depend on the weights' dtype."""
+    if dtype is not None:
+        lower_to(dtype, layer.parameters())
+    optimizer = MasterAdamW([{"params": list(layer.parameters())}], lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for parameter in layer.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.take_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [master_of(parameter).detach() for parameter in layer.parameters()]
+
+
+def test_masters_follow_float32_training_bit_for_bit():
+    for master, plain in zip(
+        trained(a_layer(), 5, dtype=torch.bfloat16), trained(a_layer(), 5, dtype=None), strict=True
+    ):
+        assert torch.equal(master, plain)
+
+
+def test_the_model_holds_its_masters_rounded_after_every_step():
+    layer = a_layer()
+    masters = trained(layer, 3, dtype=torch.bfloat16)
+    for parameter, master in zip(layer.parameters(), masters, strict=True):
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter.detach(), master.bfloat16())
+
+
+def test_steps_too_small_for_bfloat16_add_up():
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    lower_to(torch.bfloat16, layer.parameters())
+    optimizer = MasterAdamW([{"params": [layer.weight]}], lr=1e-4, weight_decay=0.0)
+    for _ in range(100):
+        layer.weight.grad = torch.ones(1, 1)
+        optimizer.take_gradients()
+        optimizer.step()
+    assert layer.weight.item() == pytest.approx(0.99, abs=2**-8)
+    assert layer.weight.item() < 1
+
+
+def test_gradients_of_micro_batches_add_up_in_float32():
+    layer = nn.Linear(1, 1, bias=False)
+    lower_to(torch.bfloat16, layer.parameters())
+    for _ in range(1000):  # in bfloat16 the sum would stop at 256
+        layer(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.item() == 1000.0
+
+
+def test_frozen_and_float64_weights_are_left_alone():
+    layer = a_layer().double()
+    layer.bias.requires_grad_(False)
+    lower_to(torch.bfloat16, layer.parameters())
+    assert layer.weight.dtype == layer.bias.dtype == torch.float64
+    assert master_of(layer.weight) is layer.weight
+
+
+@pytest.mark.parametrize("sizes", [(1, 3), (1025, 70000, 64)])
+def test_the_fused_update_equals_torch(sizes: tuple[int, ...]):
+    if interpreted():
+        complete_interpreter()
+    elif not torch.cuda.is_available():
+        pytest.skip("needs Triton's interpreter or a GPU")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ours = [nn.Parameter(torch.randn(n, device=device)) for n in sizes]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    moments = [[torch.zeros_like(p) for p in ours] for _ in range(2)]
+    copies = [torch.zeros_like(p, dtype=torch.bfloat16).detach() for p in ours]
+    reference = torch.optim.AdamW(theirs, lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY, foreach=False)
+    for step in range(1, 4):
+        gradients = [torch.randn_like(p) for p in ours]
+        fused_update(
+            chunks_of(ours),
+            ours,
+            gradients,
+            *moments,
+            copies,
+            rate=RATE,
+            betas=BETAS,
+            eps=EPS,
+            weight_decay=DECAY,
+            step=step,
+        )
+        for p, g in zip(theirs, gradients, strict=True):
+            p.grad = g
+        reference.step()
+    for our, their, copy in zip(ours, theirs, copies, strict=True):
+        # Each step moves a weight by at most about 2 RATE, computed in a dozen float32 operations.
+        bound = 3 * 12 * torch.finfo(torch.float32).eps * (2 * RATE + their.detach().abs())
+        assert bool(((our - their).abs() <= bound).all())
+        assert torch.equal(copy, our.detach().bfloat16())
+
+
+def bfloat16_recipe(folder: Path, **changes: Any) -> Recipe:
+    return tiny_recipe(folder, model__trained_dtype="bfloat16", model__dtype="bfloat16", **changes)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}], ids=["full", "lora"])
+def test_a_run_in_bfloat16_resumes_bitwise_from_its_masters(tmp_path, lora):
+    whole, _ = start(bfloat16_recipe(tmp_path / "whole", model__lora=lora))
+    begun, _ = start(bfloat16_recipe(tmp_path / "begun", model__lora=lora, train__blocks=1))
+    resumed, _ = start(bfloat16_recipe(tmp_path / "begun", model__lora=lora), resume=True)
+    assert begun.path == resumed.path
+    ends = [load_checkpoint(folder.checkpoints) for folder in (whole, resumed)]
+    assert ends[0].tensors.keys() == ends[1].tensors.keys()
+    for name, tensor in ends[0].tensors.items():
+        assert torch.equal(tensor, ends[1].tensors[name]), name
+        if name.startswith("parameter/"):
+            assert tensor.dtype == torch.float32
+    losses = [[r.get("loss/total") for r in folder.read_metrics()] for folder in (whole, resumed)]
+    assert losses[0] == losses[1]
+
+
+def test_the_first_step_of_a_run_in_bfloat16_has_a_ratio_of_one_and_no_distance_to_the_reference(tmp_path):
+    folder, _ = start(bfloat16_recipe(tmp_path, train__blocks=1))
+    first = next(record for record in folder.read_metrics() if record["step"] == 1)
+    assert first["ratio/max"] == 1.0
+    assert first["kl_ref/k3_mean"] == 0.0
+
+
+def test_a_run_in_bfloat16_leaves_its_rounded_masters_as_a_model(tmp_path):
+    folder, _ = start(bfloat16_recipe(tmp_path, train__blocks=1))
+    held = load_checkpoint(folder.checkpoints).tensors
+    exported = load_file(folder.model / "model.safetensors")
+    for name, tensor in exported.items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, held[f"parameter/{name}"].bfloat16()), name
+
+
+def test_autocast_beside_bfloat16_weights_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="one dtype of the products"):
+        bfloat16_recipe(tmp_path, model__autocast="bfloat16")
