@@ -15,7 +15,7 @@ from logitless.objective.entropy import EntropyBonus
 from logitless.objective.filters import OffPolicy, TopEntropy
 from logitless.objective.inputs import required, shaped, shapes_of
 from logitless.objective.ratio import SequenceRatio
-from logitless.objective.surrogate import ClipCov, Dppo, KlCov
+from logitless.objective.surrogate import Cispo, ClipCov, Dppo, KlCov
 from tests.objective.compositions import CORRECTIONS, PENALTIES, RATIOS, SURROGATES
 
 
@@ -30,6 +30,7 @@ from tests.objective.compositions import CORRECTIONS, PENALTIES, RATIOS, SURROGA
         (TopEntropy, {"quantile": 0.2, "scope": "step"}, "'block', 'micro_batch'"),
         (EntropyBonus, {"coefficient": 0.1, "scope": "block"}, "'step', 'micro_batch'"),
         (Dppo, {"divergence": "js"}, "'tv', 'kl'"),
+        (Cispo, {"ceiling_below_one": "warn"}, "'refuse', 'accept'"),
         (ClipCov, {"scope": "step"}, "'block', 'micro_batch'"),
         (KlCov, {"scope": "step"}, "'block', 'micro_batch'"),
         (ReinforcePPBaseline, {"whiten_over": "sequences"}, "'tokens', 'completions'"),
