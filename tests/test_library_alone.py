@@ -62,6 +62,11 @@ def test_head_objectives_and_packing_run_with_torch_jaxtyping_and_numpy_alone(al
     assert done.stdout == "ran\n", done.stderr
 
 
+def test_the_package_is_imported_where_nothing_else_is_installed():
+    done = run_with([], "import logitless, logitless.rewards.worker; print('ran')")
+    assert done.stdout == "ran\n", done.stderr
+
+
 def test_what_is_kept_out_is_really_absent(allowed):
     done = run_with(allowed, TRAINER)
     assert "ModuleNotFoundError" in done.stderr

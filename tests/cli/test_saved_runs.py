@@ -171,9 +171,9 @@ def sampled(capsys, run, *arguments):
 
 
 def test_a_prompt_is_completed_the_same_way_again_and_another_way_with_another_seed(run, capsys):
-    first = sampled(capsys, run, "ah", "--samples", "8")
-    assert first == sampled(capsys, run, "ah", "--samples", "8")
-    assert first != sampled(capsys, run, "ah", "--samples", "8", "--seed", "1")
+    first = sampled(capsys, run, "--prompt", "ah", "--samples", "8")
+    assert first == sampled(capsys, run, "--prompt", "ah", "--samples", "8")
+    assert first != sampled(capsys, run, "--prompt", "ah", "--samples", "8", "--seed", "1")
     assert len(first.splitlines()) == 16
 
 
@@ -201,19 +201,19 @@ def test_a_file_of_prompts_becomes_completions_that_an_engine_can_replay(run, tm
 
 def test_a_policy_with_a_value_head_can_be_sampled_from(tmp_path, capsys):
     run = finished(tmp_path, algorithm={"preset": "ppo"})
-    assert sampled(capsys, run, "ah", "--temperature", "0")
+    assert sampled(capsys, run, "--prompt", "ah", "--temperature", "0")
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["ah", "--samples", "0"], "--samples"),
-        (["ah", "--seed", "-1"], "--seed"),
-        (["ah", "--out", "completions.txt"], ".jsonl"),
-        (["ah", "--checkpoint", "latset"], "block-000002-"),
-        (["ah", "--temperature", "-1"], "temperature"),
-        (["z"], "'z'"),
-        (["a" * 30], "at most 8 tokens"),
+        (["--prompt", "ah", "--samples", "0"], "--samples"),
+        (["--prompt", "ah", "--seed", "-1"], "--seed"),
+        (["--prompt", "ah", "--out", "completions.txt"], ".jsonl"),
+        (["--prompt", "ah", "--checkpoint", "latset"], "block-000002-"),
+        (["--prompt", "ah", "--temperature", "-1"], "temperature"),
+        (["--prompt", "z"], "'z'"),
+        (["--prompt", "a" * 30], "at most 8 tokens"),
         (["--file", "no/such.jsonl"], "no/such.jsonl"),
     ],
 )
@@ -264,7 +264,7 @@ def test_a_group_that_is_not_there_exits_2_with_those_that_are(run, capsys, argu
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["export"], ["sample", "x"], ["show"]])
+@pytest.mark.parametrize("command", [["export"], ["sample", "--prompt", "x"], ["show"]])
 def test_a_folder_that_is_no_run_exits_2(tmp_path, capsys, command):
     assert main([command[0], str(tmp_path), *command[1:]]) == 2
     assert "config.yaml" in capsys.readouterr().err

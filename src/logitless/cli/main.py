@@ -22,6 +22,7 @@ COMMANDS = {
     "parity": "compare losses and gradients between backends and against other libraries",
     "bench": "measure speed, memory and error on this machine",
     "doctor": "say what this machine can run",
+    "completion": "print a script with which bash or zsh completes commands and options",
 }
 
 SHORT_WAITS = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}

@@ -1,4 +1,4 @@
-"""``logitless sample RUN PROMPT``: completions of a prompt or a file of prompts, from any checkpoint of a run."""
+"""``logitless sample RUN``: completions of a prompt or a file of prompts, from any checkpoint of a run."""
 
 import argparse
 import sys
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The run, the prompts, how to sample, and where to."""
     parser.add_argument("run", type=Path, help="run folder, for example runs/quickstart")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("prompt", nargs="?", help="text; system prompt and template are those of the recipe's data")
+    what.add_argument("--prompt", metavar="TEXT", help="system prompt and template are those of the recipe's data")
     what.add_argument("--file", type=Path, help="JSON Lines or Parquet with a column of prompts")
     parser.add_argument("--column", default="prompt", help="of the file (default: prompt)")
     parser.add_argument(
