@@ -24,7 +24,8 @@ class Rendered:
     """How a row becomes the text that the model reads: what every source has in common.
 
     Args:
-        system, template: as for ``FileData``.
+        system: the conversation's first message, or the template's ``{system}``.
+        template: plain text around ``{prompt}``, used instead of the tokenizer's chat template.
 
     Example:
         >>> Rendered(template="Question: {prompt}").template
