@@ -93,6 +93,17 @@ def test_an_earlier_checkpoint_can_be_exported(run, tmp_path):
     assert any(not loaded[name].equal(tensor) for name, tensor in parameters(run).items())
 
 
+def test_a_run_with_row_invariant_layers_is_exported_and_sampled_from_without_a_gpu(tmp_path, monkeypatch, capsys):
+    run = finished(tmp_path)
+    config = yaml.safe_load(run.config.read_text())
+    config["model"]["layers"] = "row_invariant"
+    run.config.write_text(yaml.safe_dump(config))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    model = AutoModelForCausalLM.from_pretrained(exported(run, tmp_path, "--dtype", "float32"))
+    assert all(p.equal(parameters(run)[name]) for name, p in model.named_parameters())
+    assert sampled(capsys, run, "--prompt", "ah", "--temperature", "0", "--device", "cpu")
+
+
 def test_merged_and_adapter_alone_are_the_same_policy(lora_run, tmp_path):
     from peft import PeftModel
 

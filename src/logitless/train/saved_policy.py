@@ -52,6 +52,9 @@ def load_policy(
 ) -> SavedPolicy:
     """Read a policy back; the process is set as for the run (``set_process``).
 
+    Layers are those of the recipe on a GPU, where row-invariant ones run, and transformers' own elsewhere: the same
+    function but for its rounding.
+
     Args:
         folder: of the run.
         which: ``latest`` (checkpoint, or ``model/`` where no checkpoint is left), ``model``, a checkpoint's block
@@ -70,6 +73,8 @@ def load_policy(
         changes["device"] = device
     if exact:
         changes["trained_dtype"] = "float32"
+    if exact or device_of(recipe.model.model_copy(update=changes)).type != "cuda":
+        changes["layers"] = "transformers"
     section = recipe.model.model_copy(update=changes)
     recipe = recipe.model_copy(update={"model": section})
     source = chosen_source(folder, which)
