@@ -199,6 +199,19 @@ def test_the_policy_that_is_sampled_from_is_that_of_the_end_of_the_run(which, re
     assert not logits(first.policy.model).equal(logits(latest.policy.model))
 
 
+@pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
+def test_what_a_warm_start_taught_is_in_the_policy_and_its_adapter_is_not_exported_alone(tmp_path, capsys, changes):
+    warm_start = {"data": {"name": "file", "path": str(tmp_path / "train.jsonl")}, "steps": 3, "learning_rate": 0.1}
+    run = finished(tmp_path, warm_start=warm_start, **changes)
+    latest, model = load_policy(run), load_policy(run, "model")
+    assert logits(latest.policy.model).equal(logits(model.policy.model))
+    merged = AutoModelForCausalLM.from_pretrained(exported(run, tmp_path, "--dtype", "float32"))
+    torch.testing.assert_close(logits(merged), logits(latest.policy.model))
+    if changes:
+        assert main(["export", str(run.path), "--form", "adapter"]) == 2
+        assert "warm start" in capsys.readouterr().err
+
+
 def test_a_file_of_prompts_becomes_completions_that_an_engine_can_replay(run, tmp_path, capsys):
     (tmp_path / "prompts.jsonl").write_text('{"id": "x", "question": "ab"}\n{"id": "y", "question": "ba"}\n')
     out = tmp_path / "out.jsonl"
