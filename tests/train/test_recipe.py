@@ -6,12 +6,13 @@ from typing import get_args
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from logitless.errors import ConfigurationError
 from logitless.objective.kl_control import ProportionalKL
 from logitless.objective.surrogate import Cispo
 from logitless.rewards.math import Math
-from logitless.train.config import Recipe
+from logitless.train.config import AlgorithmSection, Recipe
 from logitless.train.recipe import PATHS, _alternatives, _fields, dump_recipe, load_recipe, parse_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -348,3 +349,18 @@ def path_keys(kind, above=()):
             if Path in (inner, *get_args(inner)) or name in ("path", "file", "folder"):
                 yield (*above, name)
             yield from path_keys(inner, (*above, name))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "named"),
+    [
+        ({"surrogate": {"name": "cispo", "ratio_cap": 3}}, "surrogate.cispo.ratio_cap"),
+        ({"surrogate": {"name": "sapo", "ratio_min": 0.8}}, "surrogate.sapo.ratio_min"),
+        ({"surrogate": {"ratio_min": 0.8}}, "discriminator"),
+        ({"surrogate": {"name": "clip", "reads": "none"}}, "surrogate.clip.reads"),
+        ({"filters": [{"name": "off_policy", "threshold": 0.5, "quantile": 1}]}, "filters.0.off_policy.quantile"),
+    ],
+)
+def test_knobs_of_another_variant_are_refused_at_their_place(algorithm, named):
+    with pytest.raises(ValidationError, match=named):
+        AlgorithmSection.model_validate(algorithm)
