@@ -48,9 +48,9 @@ def block_metrics(block: JudgedBlock, *, seconds: float) -> Numbers:
     return metrics | verdict_metrics(drawn) | speed
 
 
-def scoring_metrics(block: ScoredBlock, *, seconds: float) -> Numbers:
-    """How fast the tokens were scored, once a policy."""
-    num_scored = block.packed.num_tokens * (1 if block.logp_ref is None else 2)
+def scoring_metrics(block: ScoredBlock, *, passes: int, seconds: float) -> Numbers:
+    """How fast the tokens were scored, in so many passes over them: the policy's and the reference's."""
+    num_scored = block.packed.num_tokens * passes
     return {"time/scoring_seconds": seconds, "throughput/scoring_tokens_per_second": num_scored / seconds}
 
 

@@ -8,9 +8,10 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from logitless.rollout.engine import Engine, Weights
+from logitless.rollout.gpu import GpuEngine
 from logitless.rollout.recorded import RecordedEngine
 from logitless.rollout.transformers import TransformersEngine
-from logitless.train.config import Recipe, RecordedEngineSection, TransformersEngineSection
+from logitless.train.config import GpuEngineSection, Recipe, RecordedEngineSection, TransformersEngineSection
 
 
 @dataclass(frozen=True)
@@ -66,3 +67,12 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
             return Engines(here, here)
         case RecordedEngineSection(path=path):
             return Engines(RecordedEngine(Path(path)), here)
+        case GpuEngineSection(memory=memory):
+            gpu = GpuEngine(
+                model,
+                tokenizer,
+                max_rows=recipe.rollout.max_rows,
+                prefill_tokens=recipe.rollout.prefill_tokens,
+                memory=memory,
+            )
+            return Engines(gpu, gpu)
