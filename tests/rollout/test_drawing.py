@@ -5,6 +5,7 @@ import torch
 
 from logitless.rollout.drawing import draw_tokens, key_of
 from logitless.rollout.sampling import SamplingOptions, sampling_logp
+from tests.models.kernels import ahead
 
 pytest.importorskip("triton")
 
@@ -102,3 +103,10 @@ def test_what_is_impossible_is_no_fault_unless_nothing_is_possible():
     drawn = draw_tokens(logits, keys(2), positions(2), SamplingOptions(max_new_tokens=1))
     assert drawn.finite.tolist() == [True, False]
     assert drawn.token[0] == 10
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_kernels_compile_without_spilling_for(capability):
+    found = [ahead.Kernel(*kernel) for kernel in ahead.run("tests.rollout.draw_ahead", str(capability))]
+    assert [kernel.name for kernel in found] == ["draw_kernel"] * 2 + ["filter_kernel"] * 2
+    assert max(kernel.spilled for kernel in found) <= 0

@@ -22,6 +22,7 @@ from tests.models.tiny import CONFIGS
 pytest.importorskip("triton")
 
 ALPHABET = "abcdefgh"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ONE_LAYER = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 11}
 ONE_LAYER |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
 PROMPTS = [Prompt("a", "", (3, 4, 5)), Prompt("b", "", (6,)), Prompt("c", "", tuple(3 + i % 8 for i in range(70)))]
@@ -36,9 +37,9 @@ def interpreted_head(monkeypatch):
 
 
 def model_of(name="qwen3", end_bias=None, **options):
-    model = load_model({**CONFIGS[name], **ONE_LAYER}, random_weights=True, seed=1, **options).eval()
+    model = load_model({**CONFIGS[name], **ONE_LAYER}, random_weights=True, seed=1, device=DEVICE, **options).eval()
     if end_bias is not None:
-        model.lm_head.bias = torch.nn.Parameter(torch.tensor([-1e4, -1e4, end_bias] + [0.0] * 8))
+        model.lm_head.bias = torch.nn.Parameter(torch.tensor([-1e4, -1e4, end_bias] + [0.0] * 8, device=DEVICE))
     return model
 
 
@@ -106,13 +107,15 @@ def test_with_filters_logp_is_that_of_the_filtered_distribution_of_a_plain_forwa
     options = SamplingOptions(max_new_tokens=4, temperature=0.9, top_k=6, top_p=0.8, repetition_penalty=1.5)
     for prompt, group in zip(PROMPTS[:2], engine.sample(PROMPTS[:2], 2, options, seed=1), strict=True):
         for completion in group:
-            ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]])
+            ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]], device=DEVICE)
             first = len(prompt.token_ids)
             with torch.no_grad():
                 logits = engine._model(input_ids=ids, use_cache=False).logits[0, first - 1 : -1]
-            seen = torch.stack([torch.bincount(ids[0, : first + t], minlength=11) > 0 for t in range(4)])
+            seen = torch.stack([torch.bincount(ids[0, : first + t].cpu(), minlength=11) > 0 for t in range(4)]).to(
+                DEVICE
+            )
             expected = sampling_logp(logits, options, seen).gather(1, ids[0, first:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected.cpu(), rtol=1e-3, atol=1e-3)
             assert completion.entropy_sampler is None
 
 
@@ -184,7 +187,7 @@ def test_a_budget_without_room_names_what_fits_and_little_room_gives_the_same_to
 
 
 def test_what_cannot_be_sampled_is_refused():
-    with pytest.raises(UnavailableError, match="the architecture gpt2.*name: transformers"):
+    with pytest.raises(UnavailableError, match=r"the architecture gpt2.*name: transformers"):
         GpuEngine(load_model(CONFIGS["gpt2"], random_weights=True), character_tokenizer(ALPHABET))
     with pytest.raises(InputError, match="max_rows from 1 to 2048"):
         engine_of(max_rows=4096)

@@ -121,5 +121,5 @@ def test_a_sampler_with_other_bits_ends_the_run(tmp_path, monkeypatch, interpret
     [{"model__autocast": "bfloat16"}, {"model__compile": True}, {"train__scoring_backend": "chunked"}],
 )
 def test_settings_that_would_change_the_bits_are_refused(tmp_path, changes):
-    with pytest.raises(ConfigurationError, match="rollout.engine gpu"):
+    with pytest.raises(ConfigurationError, match=r"rollout\.engine gpu"):
         tiny_recipe(tmp_path, rollout__engine={"name": "gpu"}, **changes)

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -146,7 +147,7 @@ class GpuEngine:
         self._check_model()
         wanted = _Wanted(prompts, num_samples, options, seed, tuple(stop_ids(self.tokenizer, inner, options)))
         rows, tokens = min(self.max_rows, len(prompts) * num_samples), self.prefill_tokens
-        with torch.no_grad(), _on(self._weight.device):
+        with torch.no_grad(), _evaluating(self._model), _on(self._weight.device):
             while wanted.unfinished:
                 try:
                     _Session(self, wanted, max_rows=rows, read_at_once=tokens).run()
@@ -195,8 +196,15 @@ class GpuEngine:
 
 @dataclass
 class _Sample:
-    """What was drawn of one completion; its scores come a look later."""
+    """What was drawn of one completion; its scores come when all is drawn.
 
+    Args:
+        key: of its randomness.
+        tokens: drawn.
+        logp, entropy: of each token, where they have been taken to the host.
+    """
+
+    key: int
     tokens: list[int] = field(default_factory=list)
     logp: list[float] = field(default_factory=list)
     entropy: list[float] = field(default_factory=list)
@@ -308,8 +316,10 @@ class _Session:
         self.state = _State(rows, pages, groups, len(like), columns, like)
         self.ends = torch.tensor(wanted.ends, device=self.device)
         self.graphs: dict[int, Callable[[], None]] = {}
+        self.graph_memory: Any = None  # one for all: they run in turn, and leave nothing in it
         self.samples: dict[Row, _Sample] = {}
-        self.scores: list[tuple[list[_Sample], Tensor]] = []
+        self.pages = torch.zeros(max_rows, pages, dtype=torch.int32)  # of the rows, by slot
+        self.scores: list[tuple[list[_Sample], list[int], Tensor]] = []
 
     def run(self) -> None:
         """Rounds until nothing is missing; what is finished by then is kept where it stops early."""
@@ -323,8 +333,9 @@ class _Session:
                 if not rows:
                     continue
                 rows.sort(key=lambda row: (row.prompt, row.sample))
-                self._place(rows)
-                step = self._step_for(_bucket(len(rows)) if self.graphed else len(rows))
+                count = _bucket(len(rows)) if self.graphed else len(rows)
+                self._place(rows, count)
+                step = self._step_for(count)
                 for _ in range(STEPS):
                     step()
                 for row in self._look(list(rows)):
@@ -346,72 +357,78 @@ class _Session:
 
     def _begin(self, row: Row) -> None:
         """The page in which the prompt ends into the row's own; what it has seen."""
-        self.samples[row] = _Sample()
+        self.samples[row] = _Sample(key_of(self.wanted.seed, self.wanted.prompts[row.prompt].id, row.sample))
+        self.pages[row.slot, : len(row.pages)] = torch.tensor(row.pages, dtype=torch.int32)
         if row.copy is not None:
             source, target = row.copy
-            pages = self.cache.unflatten(2, (-1, PAGE))
+            pages = self.cache.view(*self.cache.shape[:2], -1, PAGE, *self.cache.shape[3:])
             pages[:, :, target] = pages[:, :, source]
         if self.state.seen is not None:
             ids = torch.tensor(self.wanted.prompts[row.prompt].token_ids, device=self.device)
             self.state.seen[row.slot] = False
             self.state.seen[row.slot, ids] = True
 
-    def _place(self, rows: Sequence[Row]) -> None:
-        """Rows into the state, those of a prompt next to each other, and the rest empty."""
-        state = self.state
-        count = len(state.token)
-        token, key, position, last = [0] * count, [0] * count, [-1] * count, [0] * count
-        slot, shared = [count] * count, [0] * count
-        table = torch.zeros(state.page_table.shape, dtype=torch.int32)
+    def _place(self, rows: Sequence[Row], count: int) -> None:
+        """Rows into the first ``count`` of the state, those of a prompt next to each other, and the rest empty."""
+        state, empty = self.state, count - len(rows)
+        samples = [self.samples[row] for row in rows]
+        lengths = [self.lengths[row.prompt] for row in rows]
+        prompts = [self.wanted.prompts[row.prompt] for row in rows]
+        shared = [0] * count
+        if state.members is not None and state.group_pages is not None:
+            shared = self._share(rows, count)
+        for tensor, values, rest in (
+            (state.token, [(s.tokens or p.token_ids)[-1] for s, p in zip(samples, prompts, strict=True)], 0),
+            (state.key, [s.key for s in samples], 0),
+            (state.position, [n - 1 + len(s.tokens) for s, n in zip(samples, lengths, strict=True)], -1),
+            (state.last, [n + self.options.max_new_tokens - 2 for n in lengths], 0),
+            (state.slot, [row.slot for row in rows], len(state.slot)),
+            (state.row_pages, shared[: len(rows)], 0),
+        ):
+            tensor[:count].copy_(torch.tensor([*values, *[rest] * empty], dtype=tensor.dtype))
+        state.page_table[: len(rows)].copy_(self.pages[[row.slot for row in rows]])
+        state.page_table[len(rows) : count].zero_()
+        state.step.zero_()
+
+    def _share(self, rows: Sequence[Row], count: int) -> list[int]:
+        """Says which rows read pages together; returns how many pages each does."""
         members: dict[int, list[int]] = {}
         for i, row in enumerate(rows):
-            prompt, drawn = self.wanted.prompts[row.prompt], self.samples[row].tokens
-            token[i] = drawn[-1] if drawn else prompt.token_ids[-1]
-            key[i] = key_of(self.wanted.seed, prompt.id, row.sample)
-            position[i] = self.lengths[row.prompt] - 1 + len(drawn)
-            last[i] = self.lengths[row.prompt] + self.options.max_new_tokens - 2
-            slot[i] = row.slot
-            table[i, : len(row.pages)] = torch.tensor(row.pages, dtype=torch.int32)
             members.setdefault(row.prompt, []).append(i)
-        if state.members is not None and state.group_pages is not None:
-            group_rows = torch.full(state.members.shape, -1, dtype=torch.int32)
-            group_pages = [0] * len(group_rows)
-            several = [of for of in members.values() if len(of) > 1 and rows[of[0]].shared]
-            for g, of in enumerate(several):
-                group_rows[g, : len(of)] = torch.tensor(of, dtype=torch.int32)
-                group_pages[g] = rows[of[0]].shared
-                for i in of:
-                    shared[i] = group_pages[g]
-            state.members.copy_(group_rows)
-            state.group_pages.copy_(torch.tensor(group_pages, dtype=torch.int32))
-        for tensor, values in (
-            (state.token, token), (state.key, key), (state.position, position), (state.last, last),
-            (state.slot, slot), (state.row_pages, shared),
-        ):  # fmt: skip
-            tensor.copy_(torch.tensor(values, dtype=tensor.dtype))
-        state.page_table.copy_(table)
-        state.step.zero_()
+        assert self.state.members is not None, "there is sharing"
+        assert self.state.group_pages is not None, "there is sharing"
+        group_rows = torch.full(self.state.members.shape, -1, dtype=torch.int32)
+        group_pages, shared = [0] * len(group_rows), [0] * count
+        for g, of in enumerate(of for of in members.values() if len(of) > 1 and rows[of[0]].shared):
+            group_rows[g, : len(of)] = torch.tensor(of, dtype=torch.int32)
+            group_pages[g] = rows[of[0]].shared
+            for i in of:
+                shared[i] = group_pages[g]
+        self.state.members.copy_(group_rows)
+        self.state.group_pages.copy_(torch.tensor(group_pages, dtype=torch.int32))
+        return shared
 
     def _step_for(self, rows: int) -> Callable[[], None]:
         """A step of so many rows: a graph, captured at its first use while all rows are empty; without CUDA a call."""
         if not self.graphed:
             return lambda: self._step(rows)
         if rows not in self.graphs:
-            position = self.state.position.clone()
+            position, token = self.state.position.clone(), self.state.token.clone()
             self.state.position.fill_(-1)
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                token = self.state.token.clone()
-                self._step(rows)  # compiles what is not compiled yet; empty rows write nothing
-                self.state.token.copy_(token)
-            torch.cuda.current_stream().wait_stream(stream)
+            stream, graph = _side_stream(self.device), torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream):
-                self._step(rows)
+            with torch.cuda.stream(stream):
+                self._step(rows)  # compiles what is not compiled yet; empty rows write nothing
+                torch.cuda.synchronize()
+                graph.capture_begin(self.graph_memory, capture_error_mode="thread_local")
+                try:
+                    self._step(rows)
+                finally:
+                    graph.capture_end()
+            self.graph_memory = graph.pool()
             self.state.step.zero_()
             self.state.position.copy_(position)
+            self.state.token.copy_(token)
             self.graphs[rows] = graph.replay
         return self.graphs[rows]
 
@@ -439,67 +456,58 @@ class _Session:
 
     def _look(self, rows: Sequence[Row]) -> list[Row]:
         """What the last steps drew; returns the rows that have ended."""
-        tokens, positions, finite = self.state.log[:, :, : len(rows)].cpu().unbind(1)
-        places: list[tuple[int, int]] = []
-        owners: list[_Sample] = []
+        tokens, positions, finite = self.state.log[:, :, : len(rows)].cpu().permute(1, 2, 0)  # [rows, steps] each
+        alive = positions >= 0
+        samples = [self.samples[row] for row in rows]
+        if bool((alive & (finite == 0)).any()):
+            faults = (alive & (finite == 0)).nonzero().tolist()
+            raise self._fault([(rows[i], len(samples[i].tokens) + step) for i, step in faults], len(rows))
+        counts, drawn = alive.sum(1).tolist(), tokens.tolist()
         ended: list[Row] = []
-        faults: list[tuple[Row, int]] = []
-        for i, row in enumerate(rows):
-            sample = self.samples[row]
-            alive = int((positions[:, i] >= 0).sum())
-            new = tokens[:alive, i].tolist()
-            bad = next((t for t in range(alive) if not finite[t, i]), None)
-            if bad is not None:
-                faults.append((row, len(sample.tokens) + bad))
-                continue
-            cut = self._cut(sample.tokens, new)
-            sample.tokens += new[:cut]
-            places += [(t, i) for t in range(cut)]
-            owners += [sample] * cut
-            over = (
-                cut < alive
+        for i, (row, sample) in enumerate(zip(rows, samples, strict=True)):
+            cut = self._cut(sample.tokens, drawn[i][: counts[i]])
+            sample.tokens += drawn[i][: counts[i]][: len(drawn[i]) if cut is None else cut]
+            counts[i] = counts[i] if cut is None else cut
+            if (
+                cut is not None
                 or len(sample.tokens) == self.options.max_new_tokens
                 or sample.tokens[-1] in self.wanted.ends
-            )
-            if over or (self.options.stop and self._stopped(sample.tokens)):
+            ):
                 ended.append(row)
-        if faults:
-            raise self._fault(faults, len(rows))
-        self._score(places, owners, tokens)
+        self._score(samples, counts, tokens)
         return ended
 
-    def _cut(self, before: Sequence[int], new: Sequence[int]) -> int:
-        """New tokens up to the one with which a stop string came, that one included."""
+    def _cut(self, before: Sequence[int], new: Sequence[int]) -> int | None:
+        """New tokens up to the one with which a stop string came, that one included; None where none came."""
         if not self.options.stop:
-            return len(new)
+            return None
         all_of_it, window = [*before, *new], stop_window(self.options.stop)
         stops = range(len(before) + 1, len(all_of_it) + 1)
         came = with_stop_string(
             self.engine.tokenizer, [all_of_it[max(0, stop - window) : stop] for stop in stops], self.options.stop
         )
-        return came.index(True) + 1 if True in came else len(new)
+        return came.index(True) + 1 if True in came else None
 
-    def _stopped(self, tokens: Sequence[int]) -> bool:
-        return with_stop_string(self.engine.tokenizer, [tokens[-stop_window(self.options.stop) :]], self.options.stop)[
-            0
-        ]
-
-    def _score(self, places: Sequence[tuple[int, int]], owners: list[_Sample], tokens: Tensor) -> None:
-        """Log-prob and entropy of what was drawn; launched now, taken to the host later."""
-        step, row = torch.tensor(places).T.to(self.device)
+    def _score(self, samples: list[_Sample], counts: list[int], tokens: Int[Tensor, "R S"]) -> None:
+        """Log-prob and entropy of the first tokens of each row; launched now, taken to the host later."""
+        kept = torch.arange(STEPS)[None] < torch.tensor(counts)[:, None]
+        row, step = kept.nonzero().T.to(self.device)
         if self.options.filters_distribution:
             logp = self.state.log_logp[step, row]
-            self.scores.append((owners, torch.stack([logp, torch.full_like(logp, torch.nan)], 1)))
+            self.scores.append((samples, counts, torch.stack([logp, torch.full_like(logp, torch.nan)])))
             return
-        target = tokens[tuple(torch.tensor(places).T)].long().to(self.device)
-        scores = token_scores(self.state.log_hidden[step, row], self.head, target, temperature=self.options.temperature)
-        self.scores.append((owners, torch.stack([scores.logp, scores.entropy], 1).float()))
+        target, hidden = tokens[kept].long().to(self.device), self.state.log_hidden[step, row]
+        scores = token_scores(hidden, self.head, target, temperature=self.options.temperature)
+        self.scores.append((samples, counts, torch.stack([scores.logp, scores.entropy]).float()))
 
     def _take_scores(self) -> None:
-        for owners, scores in self.scores:
-            for sample, (logp, entropy) in zip(owners, scores.tolist(), strict=True):
-                sample.logp.append(logp)
-                sample.entropy.append(entropy)
+        for samples, counts, scores in self.scores:
+            logp, entropy = scores.tolist()
+            start = 0
+            for sample, count in zip(samples, counts, strict=True):
+                sample.logp += logp[start : start + count]
+                sample.entropy += entropy[start : start + count]
+                start += count
         self.scores = []
 
     def _fault(self, faults: Sequence[tuple[Row, int]], num_rows: int) -> TrainingError:
@@ -564,6 +572,23 @@ def _budget(device: torch.device) -> int:
         return 2**30
     free, _ = torch.cuda.mem_get_info(device)
     return (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) // 2
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: a library keeps a workspace for every stream that it has met."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Without recomputation of activations, which a graph could not hold."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 @contextmanager
