@@ -114,8 +114,8 @@ def kill_until(kills: int, name: str, reference: RunFolder, seconds: float, work
         kills: at least.
         name: of the signal.
         reference: the run that was left alone.
-        seconds: that it took. Kills come at any moment of one and a half times that; the span grows where a busy
-            machine lets no run get further, and shrinks where runs end before they are killed.
+        seconds: that it took. A kill comes at any moment of the first half of that after a start or a continuation;
+            the span grows where a busy machine lets no run get further, and shrinks where runs end before a kill.
         work: folder for the runs.
         seed: of the moments.
     """
@@ -130,7 +130,7 @@ def kill_until(kills: int, name: str, reference: RunFolder, seconds: float, work
         while True:
             before, saved = _starts(folder), checkpoints(folder.checkpoints)
             child = fork(recipe, log)
-            time.sleep(draw.uniform(0.0, 1.5 * seconds))
+            time.sleep(draw.uniform(0.0, 0.5 * seconds))
             os.kill(child, SIGNALS[name])
             status = ended(child)
             if status == 0:

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from logitless.bench.bits import LAWS
 from logitless.bench.bits_laws import Laws, Sizes
@@ -90,6 +91,16 @@ def test_installing_shows_in_the_model_and_is_taken_back():
     installation.remove()
     assert "RowInvariant" not in str(model)
     assert torch.equal(backbone_hidden(model, packed(LENGTHS)), before)
+
+
+def test_a_saved_model_is_the_model_that_was_loaded(tmp_path):
+    model = tiny("qwen3")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    install_row_invariant(model)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == before.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in before.items())
 
 
 def test_generating_runs_as_before():

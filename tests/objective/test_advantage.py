@@ -556,6 +556,7 @@ def test_every_estimator_is_chosen_by_name():
         ({"name": "raw", "clip": 0}, "positive advantage clip"),
         ({"name": "gae", "clip": -1}, "positive advantage clip"),
         ({"name": "reinforce_pp", "clip": -1}, "positive advantage clip"),
+        ({"name": "reinforce_pp_baseline", "clip": -1}, "positive advantage clip"),
         ({"name": "percentile", "q": 1, "clip": -1}, "positive advantage clip"),
         ({"name": "gae", "gamma": 1.01}, "gamma from 0 to 1"),
         ({"name": "gae", "lambda_": -0.1}, "lambda_ from 0 to 1"),

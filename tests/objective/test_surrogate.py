@@ -20,6 +20,7 @@ from logitless.objective.surrogate import (
     Nll,
     Reinforce,
     Sapo,
+    SelectionInputs,
     SurrogateInputs,
     Vespo,
     bernoulli_kl,
@@ -508,3 +509,9 @@ def test_a_loss_without_a_ratio_asks_for_nothing_old(surrogate):
     assert terms.loss.item() == 1.0
     assert terms.clipped_low is None
     assert terms.clipped_high is None
+
+
+def test_a_loss_that_treats_all_tokens_alike_cannot_be_asked_for_a_selection():
+    ones = torch.ones(1)
+    with pytest.raises(NotImplementedError, match="'clip' selects no tokens"):
+        Clip().select(SelectionInputs(ones, ones, ones > 0))

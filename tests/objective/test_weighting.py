@@ -179,3 +179,14 @@ def test_the_mean_of_micro_batches_is_a_steps_own_under_totals_of_a_block():
     # two micro-batches, 4 tokens here: 1 / (2 * 4), however many steps the block has
     block = Totals(num_tokens=64, num_sequences=8, num_steps=4.0, num_micro_batches=2)
     assert MicroBatchTokenMean()((1, 3), block).tolist() == [0.125] * 4
+
+
+def test_what_a_weighting_is_normalised_over_is_the_scope_that_it_has():
+    assert [TokenMean(scope=scope).spans_block for scope in ("step", "block")] == [False, True]
+    assert not MicroBatchTokenMean().spans_block
+
+
+def test_the_rollouts_limit_fills_in_a_length_that_was_left_open_and_no_other():
+    assert ConstantLength().for_rollouts_of(7) == ConstantLength(7)
+    assert ConstantLength(5).for_rollouts_of(7) == ConstantLength(5)
+    assert TokenMean().for_rollouts_of(7) == TokenMean()

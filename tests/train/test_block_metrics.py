@@ -1,6 +1,7 @@
 """The numbers of a block, by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from logitless.train.block_metrics import (
     advantage_metrics,
     advantages_of,
     block_metrics,
+    lag_metrics,
     value_metrics,
     verdict_metrics,
 )
@@ -49,6 +51,16 @@ def test_the_numbers_of_a_block_speak_of_everything_that_was_drawn():
     assert (found["length/mean"], found["length/min"], found["length/max"]) == (2, 0, 4)
     assert found["throughput/rollout_tokens_per_second"] == 8 / 2
     assert (found["length/empty"], found["length/truncated_fraction"], found["length/prompt_mean"]) == (1, 0, 2)
+
+
+def test_the_lag_is_the_age_of_the_weights_that_drew_and_unknown_where_nobody_says():
+    def drawn_with(*versions: int | None):
+        group = group_of("1", [0.0] * len(versions))
+        completions = [replace(c, weights_version=v) for c, v in zip(group.completions, versions, strict=True)]
+        return judged([replace(group, completions=tuple(completions))])
+
+    assert lag_metrics(drawn_with(5, 2, None), version=6) == {"rollout/lag_mean": 2.5, "rollout/lag_max": 4}
+    assert lag_metrics(drawn_with(None, None), version=6) == {}
 
 
 def test_a_block_that_nothing_could_score_has_no_mean_reward():

@@ -177,7 +177,7 @@ def _learner(folder, changes, ranks):
     tokenizer = tokenizer_of(recipe.model)
     algorithm = algorithm_of(recipe)
     models = [policy_model(recipe.model, tokenizer, seed=seed, device=torch.device("cpu")).double() for seed in (0, 1)]
-    value_head = value_head_of(recipe, algorithm, models[0], None)
+    value_head = value_head_of(recipe, algorithm, models[0])
     policy = Policy(models[0], value_head=None if value_head is None else value_head.double())
     reference = None if recipe.kl is None else Policy(models[1])
     return Learner(recipe, algorithm, policy, reference, reward_weights={"length": 1.0}, ranks=ranks), tokenizer

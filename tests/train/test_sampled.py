@@ -8,6 +8,7 @@ from logitless.head import fused
 from logitless.rollout import gpu
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train import prepare
+from logitless.train.plan import plan_of
 from logitless.train.policy import Policy
 from logitless.train.run import start
 from logitless.train.sampled import check_same, sampled_scores
@@ -19,6 +20,7 @@ from tests.train.tiny import tiny_recipe
 pytest.importorskip("triton")
 
 SMALL = {
+    "model__layers": "row_invariant",
     "rollout__engine": {"name": "gpu", "recount_every": 2},
     "rollout__prompts_per_block": 2,
     "rollout__completions_per_prompt": 2,
@@ -116,9 +118,25 @@ def test_a_sampler_with_other_bits_ends_the_run(tmp_path, monkeypatch, interpret
         start(tiny_recipe(tmp_path, **SMALL, train__blocks=1))
 
 
+def test_a_dry_run_opens_the_engine_on_a_model_without_weights(tmp_path):
+    assert plan_of(tiny_recipe(tmp_path, **SMALL)).total_bytes > 0
+
+
+def test_a_lora_run_with_a_warm_start_samples_what_it_trains(tmp_path, interpreted_head):
+    warm = {"data": {"name": "file", "path": str(tmp_path / "train.jsonl")}, "steps": 1, "sequences_per_step": 2}
+    changes = {"model__lora": {"rank": 2, "alpha": 4.0}, "warm_start": warm, "train__blocks": 1}
+    run, complete = start(tiny_recipe(tmp_path, **SMALL, **changes))
+    assert complete
+    assert next(line for line in run.read_metrics() if "loss/total" in line)["sampler/mismatched_tokens"] == 0
+
+
 @pytest.mark.parametrize(
     "changes",
-    [{"model__autocast": "bfloat16"}, {"model__compile": True}, {"train__scoring_backend": "chunked"}],
+    [
+        {"model__layers": "transformers"},
+        {"model__layers": "row_invariant", "train__scoring_backend": "chunked"},
+        {"model__layers": "row_invariant", "train__training_backend": "reference"},
+    ],
 )
 def test_settings_that_would_change_the_bits_are_refused(tmp_path, changes):
     with pytest.raises(ConfigurationError, match=r"rollout\.engine gpu"):

@@ -89,11 +89,11 @@ class Columns:
         return torch.full_like(like, UNSEEN if self.num_shards > 1 else 0.0)
 
     def summed(self, partial: Tensor) -> Tensor:
-        """The sum over all columns of what is a sum over this rank's; in place."""
+        """The sum over all columns, from the sum over this rank's columns; in place."""
         return partial if self.group is None else vocab_parallel.summed(partial, self.group)
 
     def largest(self, partial: Tensor) -> Tensor:
-        """The maximum over all columns of what is one over this rank's; in place."""
+        """The maximum over all columns, from the maximum over this rank's columns; in place."""
         if self.group is not None:
             dist.all_reduce(partial, dist.ReduceOp.MAX, group=self.group)
         return partial

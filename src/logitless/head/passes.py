@@ -203,7 +203,7 @@ def gradients(
     Args:
         state, hidden, grad_logp, grad_entropy: by row of the forward.
         kept: E of the first rows; it is used up.
-        order: where each of these rows stands in the result, None where it stands where it is.
+        order: [N] the row of the result that each of these rows belongs to; None where they are in its order.
     """
     how = form(hidden, head)
     num_kept = 0 if kept is None else len(kept)
@@ -391,7 +391,7 @@ class _Sink:
             self._weight = None
 
     def add_rows(self, part: _Part, k: Tensor, first: int) -> None:
-        """What columns ``first`` and on of the shard add, by a part's logit gradient, to hidden states and lora_a.
+        """Add what the shard's columns from ``first`` on give to the gradients of hidden states and lora_a.
 
         Blocks come in order; sums over them stay float32 and are rounded once, with the last.
         """
@@ -428,7 +428,10 @@ class _Sink:
             launch.row_product(k, weight, sums.wide, count, variant, base=before)
 
     def add_columns(self, pieces: list[tuple[_Part, Tensor]], first: int) -> None:
-        """What all parts add to rows ``first`` and on of the shard, of lora_b and of the bias: their only block."""
+        """Set the gradients of weight, lora_b and bias in the shard's rows from ``first`` on.
+
+        All parts come in one call, so that each of these rows is written once.
+        """
         block = slice(first, first + pieces[0][1].shape[1])
         among_all = slice(self.multiplied.first + block.start, self.multiplied.first + block.stop)
         if self._weight is not None:
@@ -481,7 +484,7 @@ def _like(value: Tensor | None, gradient: Tensor | None) -> Tensor | None:
 
 
 def _addends(dtype: torch.dtype) -> int:
-    """How many numbers of this dtype add up to about a float32."""
+    """How many numbers of this dtype it takes to hold a float32 to about its precision, as their sum."""
     return 1 if dtype == torch.float32 else 2
 
 

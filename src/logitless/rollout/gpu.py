@@ -32,7 +32,7 @@ from logitless.models.decoding import decode_step, prefill
 from logitless.models.linear import product
 from logitless.models.lm_head import backbone, causal_lm, lm_head
 from logitless.models.paged_attention import PAGE, Chunk, DecodeLayout, PagedCache, PrefillLayout, SharedPages
-from logitless.models.row_invariant import Installation, install_row_invariant
+from logitless.models.row_invariant import Installation, install_row_invariant, uncovered
 from logitless.rollout.completions import check_prompts, made_completions, stop_ids, stop_window, with_stop_string
 from logitless.rollout.drawing import draw_tokens, key_of
 from logitless.rollout.engine import Weights
@@ -54,8 +54,8 @@ class GpuEngine:
     """An ``Engine`` whose log-probs are those of training, bit for bit.
 
     Args:
-        model: a causal LM whose layers the row-invariant forward pass covers, PEFT-wrapped or not. The layers are
-            installed here and removed by ``close``.
+        model: a causal LM whose layers the row-invariant forward pass covers, PEFT-wrapped or not. Where the layers are
+            not installed yet, they are here, and ``close`` takes them back.
         tokenizer: decodes completions; its EOS token ends them.
         max_rows: completions decoded at once, at most 2048.
         prefill_tokens: tokens of prompts read between two looks.
@@ -94,18 +94,18 @@ class GpuEngine:
         """Sample with ``weights.module``, which is not copied: training it changes what is sampled."""
         model = weights.module
         if not hasattr(backbone(model), "row_invariant"):
-            installation = install_row_invariant(model)
-            if installation.missing:
+            if missing := uncovered(model):
                 raise UnavailableError(
                     needed="a model whose layers have one set of bits",
-                    given=", ".join(installation.missing),
+                    given=", ".join(missing),
                     remedy="Sample with rollout.engine: {name: transformers}.",
                 )
-            self._installations.append(installation)
+            if next(model.parameters()).device.type != "meta":
+                self._installations.append(install_row_invariant(model))
         self._model, self._version = model, version
 
     def close(self) -> None:
-        """Give the model its own layers back."""
+        """Give the model its own layers back where they were exchanged here."""
         for installation in self._installations:
             installation.remove()
         self._installations = []

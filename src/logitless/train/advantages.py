@@ -32,7 +32,7 @@ def with_advantages(
     advantage 0 and no value target (NaN).
 
     Args:
-        block: scored; with ``kl_beta`` under a reference too, for estimators of values with values.
+        block: scored; with ``logp_ref`` where ``kl_beta`` is not 0, and ``value_old`` where the estimator needs values.
         groups: in the order they were packed.
         estimator: of the algorithm; None (a loss that reads no advantage) gives 0.
         weights: of the reward functions, for estimators that take them apart.

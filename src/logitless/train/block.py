@@ -58,7 +58,7 @@ class PackedBlock:
 
 @dataclass(frozen=True)
 class ScoredBlock(PackedBlock):
-    """With the numbers of one pass without gradient; nats, float32.
+    """A packed block with what a pass without gradient says of each token; nats, float32.
 
     Args:
         logp_old: [N] under the policy as it is before the block is trained on.
@@ -75,7 +75,7 @@ class ScoredBlock(PackedBlock):
 
 @dataclass(frozen=True)
 class AdvantagedBlock(ScoredBlock):
-    """With what each token is worth: ready to be trained on.
+    """A scored block with what each token is worth: ready to be trained on.
 
     Args:
         advantage: [N].

@@ -48,6 +48,18 @@ def block_metrics(block: JudgedBlock, *, seconds: float) -> Numbers:
     return metrics | verdict_metrics(drawn) | speed
 
 
+def lag_metrics(block: JudgedBlock, *, version: int) -> Numbers:
+    """How old the weights were that drew a block; nothing where the engine did not say.
+
+    Args:
+        block: all groups.
+        version: of the weights that are about to be trained.
+    """
+    versions = [c.weights_version for g in block.drawn for c in g.completions]
+    lags = [version - each for each in versions if each is not None]
+    return {"rollout/lag_mean": sum(lags) / len(lags), "rollout/lag_max": max(lags)} if lags else {}
+
+
 def scoring_metrics(block: ScoredBlock, *, passes: int, seconds: float) -> Numbers:
     """How fast the tokens were scored, in so many passes over them: the policy's and the reference's."""
     num_scored = block.packed.num_tokens * passes
@@ -68,7 +80,7 @@ def training_metrics(record: Numbers, *, seconds: float) -> Numbers:
 
 
 def verdict_metrics(groups: Sequence[Group]) -> Numbers:
-    """Scores and statuses by reward function; pass rates by constraint and family, over all functions that check it."""
+    """Rewards and statuses by reward function; pass rates by constraint and family, over all functions."""
     metrics: Numbers = {}
     checks: dict[str, Counter[str]] = {"passed": Counter(), "count": Counter()}
     for name, found in reward_statistics([v for g in groups for v in g.verdicts]).items():

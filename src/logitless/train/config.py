@@ -60,6 +60,11 @@ class ModelSection(Section):
     attention: Literal["packed", "sdpa", "eager", "flex_attention"] = Field(
         "packed", description="packed: own packed attention; the others: transformers' with a block-diagonal mask"
     )
+    layers: Literal["transformers", "row_invariant"] = Field(
+        "transformers",
+        description="transformers: the model's own; row_invariant: fused, and with one set of bits in any packed row "
+        "(docs/bits.md), for the families listed there, on a GPU",
+    )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward")
     compile: bool = Field(False, description="torch.compile the decoder's layers")
@@ -309,6 +314,13 @@ class Recipe(Section):
                 "Write for example a dash.",
             )
         _require(
+            self.model.layers == "transformers"
+            or (self.model.attention == "packed" and self.model.autocast is None and not self.model.compile),
+            "model.attention: packed, no model.autocast and no model.compile beside model.layers: row_invariant",
+            f"{self.model.attention}, {self.model.autocast}, {self.model.compile}",
+            "Leave them out; model.trained_dtype: bfloat16 (model.dtype under LoRA) gives products in bfloat16.",
+        )
+        _require(
             self.model.trained_dtype == "float32" or self.model.autocast is None,
             "one dtype of the products",
             f"model.autocast={self.model.autocast} beside model.trained_dtype={self.model.trained_dtype}",
@@ -316,10 +328,10 @@ class Recipe(Section):
         )
         if isinstance(self.rollout.engine, GpuEngineSection):
             _require(
-                self.model.autocast is None and not self.model.compile,
-                "layers as they are under rollout.engine gpu, whose bits autocast and torch.compile would change",
-                f"model.autocast={self.model.autocast}, model.compile={self.model.compile}",
-                "Remove both; set model.trained_dtype: bfloat16 for products in bfloat16.",
+                self.model.layers == "row_invariant",
+                "model.layers: row_invariant under rollout.engine gpu, which decodes through them",
+                f"model.layers={self.model.layers}",
+                "Set it.",
             )
             backends = (self.train.scoring_backend, self.train.training_backend)
             _require(

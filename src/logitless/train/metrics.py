@@ -105,7 +105,9 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "value/clipped_fraction", "1", "mean", "token", "tokens with a return whose value gradient the clip removes"
     ),
-    # Lengths
+    # Age and lengths of completions
+    Metric("rollout/lag_mean", "step", "mean", "completion", "age in optimizer steps of the weights that drew a block"),
+    Metric("rollout/lag_max", "step", "max", "completion", "the same"),
     Metric("length/mean", "token", "mean", "completion", "sampled tokens, the stop token included"),
     Metric("length/min", "token", "min", "completion", "the shortest completion"),
     Metric("length/max", "token", "max", "completion", "the longest completion"),

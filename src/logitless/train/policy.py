@@ -117,7 +117,7 @@ class Policy:
         tokenizer.save_pretrained(str(folder))
 
     def _no_scores(self) -> TokenScores:
-        """Of no tokens, without a pass: a rank has micro-batches like that where others have more sequences."""
+        """The scores of a micro-batch without tokens: a rank has such ones where others have more sequences."""
         dtype = logits_dtype(self.head().weight.dtype)
         none = torch.zeros(0, dtype=dtype, device=self.device, requires_grad=torch.is_grad_enabled())
         return TokenScores(none, none, None if self.value_head is None else none)

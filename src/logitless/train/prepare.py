@@ -7,6 +7,7 @@ from logitless.train.block_metrics import (
     advantage_metrics,
     advantages_of,
     block_metrics,
+    lag_metrics,
     scoring_metrics,
     value_metrics,
 )
@@ -45,7 +46,7 @@ def prepare(collector: Collector, learner: Learner, journal: Journal) -> Prepare
     done = learner.progress.block
     with journal.phase("rollout") as seconds:
         judged = collector.next(done, length_factor=learner.controllers.length_factor)
-    metrics = block_metrics(judged, seconds=seconds[0])
+    metrics = block_metrics(judged, seconds=seconds[0]) | lag_metrics(judged, version=learner.version)
     packed = pack_groups(judged.trained)
     if not packed.packed.num_tokens:
         journal.write_rollouts(done + 1, judged)

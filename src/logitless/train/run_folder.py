@@ -158,7 +158,7 @@ class RunFolder:
             raise _cannot_write(self.metrics, error) from error
 
     def truncate_metrics(self, num_lines: int) -> None:
-        """Keep the first lines: the run goes on from where they were all there were."""
+        """Keep the first lines and drop those written after the checkpoint that a run goes on from."""
         kept = self.read_metrics()[:num_lines]
         write_atomically(self.metrics, "".join(json.dumps(record) + "\n" for record in kept).encode())
 

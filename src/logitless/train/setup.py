@@ -4,6 +4,7 @@ Also the place where settings of the process are made and their effect is read b
 attention, optimizer. ``effects`` says what is really in force.
 """
 
+import importlib.util
 import logging
 import os
 import random
@@ -20,8 +21,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from logitless.data.prompts import load_prompts, without_overlap
-from logitless.errors import ConfigurationError, DataError
-from logitless.models.lm_head import causal_lm
+from logitless.errors import ConfigurationError, DataError, UnavailableError
+from logitless.models.lm_head import backbone, causal_lm
 from logitless.models.loading import check_vocabulary, compile_layers, disable_dropout, load_model, load_tokenizer
 from logitless.models.lora import LoraOptions, add_lora, load_adapters
 from logitless.models.value_head import ValueHead, value_head_for
@@ -163,7 +164,7 @@ def policy_model(
             model = load_adapters(model, weights)
         lora = section.lora
         model = add_lora(model, LoraOptions(rank=lora.rank, alpha=lora.alpha, targets=lora.targets), seed=seed)
-    _lower(section, model)
+    _finish(section, model)
     if section.compile:
         compile_layers(model)
     return model.train()
@@ -175,15 +176,49 @@ def after_warm_start(section: ModelSection, model: nn.Module, *, seed: int) -> n
     if section.lora is None:
         return model
     lora = section.lora
+    if section.layers == "row_invariant":
+        backbone(model).row_invariant.remove()  # type: ignore[operator, union-attr]
     model = add_lora(model, LoraOptions(rank=lora.rank, alpha=lora.alpha, targets=lora.targets), seed=seed).train()
-    _lower(section, model)
+    _finish(section, model)
     return model
 
 
-def _lower(section: ModelSection, model: nn.Module) -> None:
-    """Round what is trained to its dtype; masters keep what was there."""
+def _finish(section: ModelSection, model: nn.Module) -> None:
+    """Round what is trained to its dtype, masters keeping what was there, and exchange the layers."""
     if section.trained_dtype != "float32":
         lower_to(getattr(torch, section.trained_dtype), model.parameters())
+    if section.layers == "row_invariant":
+        _exchange_layers(model)
+
+
+def _exchange_layers(model: nn.Module) -> None:
+    """Row-invariant layers, checked on this GPU; on the meta device only whether the model is covered.
+
+    Raises:
+        UnavailableError: the model is not covered, there is neither a GPU nor Triton's interpreter, or attention fails
+            its check on this GPU.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise UnavailableError(
+            needed="Triton for row-invariant layers", given="none", remedy="pip install 'logitless[triton]'"
+        )
+    from logitless.models.row_invariant import install_row_invariant, uncovered
+    from logitless.models.self_check import self_check
+
+    device = next(model.parameters()).device
+    given = "; ".join(uncovered(model))
+    if not given and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        given = "a model on the CPU"
+    if not given and device.type != "meta":
+        install_row_invariant(model)
+        if device.type == "cuda" and not self_check(model).exact:
+            given = "attention that does not keep its bits on this GPU (`logitless doctor` has the details)"
+    if given:
+        raise UnavailableError(
+            needed="a model and a GPU that row-invariant layers serve",
+            given=given,
+            remedy="Set model.layers: transformers. docs/bits.md lists what is covered.",
+        )
 
 
 def effects(section: ModelSection, device: torch.device, model: nn.Module) -> list[str]:

@@ -33,7 +33,7 @@ class Form:
 
     @property
     def slope(self) -> float:
-        """What turns ``multiplier`` into d logit / d product, in nats and but for the slope of tanh."""
+        """``d logit / d product`` in nats is this times ``multiplier``, and with a softcap times the slope of tanh."""
         return self.inner * math.log(2)
 
 
@@ -95,7 +95,7 @@ def compaction(live: Tensor) -> Compaction:
 
 
 def listed(chosen: Tensor) -> Compaction:
-    """The chosen rows in order; what follows them in the list means nothing."""
+    """The chosen rows in order. The list is as long as ``chosen``; entries after the last chosen row are not used."""
     passed = chosen.cumsum(0, dtype=torch.int32)
     wanted = torch.arange(1, len(chosen) + 1, dtype=torch.int32, device=chosen.device)
     return Compaction(source=torch.searchsorted(passed, wanted, out_int32=True), taken=passed[-1:])
