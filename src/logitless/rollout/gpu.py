@@ -448,7 +448,7 @@ class _Session:
             state.log_logp[:, :rows].index_copy_(0, state.step, drawn.logp[None])
         if state.seen is not None:
             slot = torch.where(alive, state.slot[:rows], len(state.seen) - 1)
-            state.seen.index_put_((slot, drawn.token), torch.ones_like(alive))
+            state.seen.view(-1).index_fill_(0, slot * state.seen.shape[1] + drawn.token, True)
         ended = (drawn.token[:, None] == self.ends).any(1) | (position >= state.last[:rows]) | ~drawn.finite
         position.copy_(torch.where(alive & ~ended, position + 1, -1))
         token.copy_(drawn.token)
