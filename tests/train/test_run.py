@@ -368,3 +368,33 @@ def test_lora_after_a_warm_start_holds_the_base_once_also_when_it_goes_on(tmp_pa
     largest = 4 * 128 * 512
     assert _weights() <= resumed <= fresh + largest
     assert fresh < 2 * _weights(), "a second base"
+
+
+# --- where its files stand ------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_with_the_same_tokenizer_and_data_in_another_place(tmp_path):
+    start(tiny_recipe(tmp_path, **SHORT))
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    (tmp_path / "tokenizer").rename(moved / "tokenizer")
+    (tmp_path / "train.jsonl").rename(moved / "train.jsonl")
+    places = {"model__tokenizer": str(moved / "tokenizer"), "data__train__path": str(moved / "train.jsonl")}
+    recipe = tiny_recipe(tmp_path, **(SHORT | {"train__blocks": 2} | places))
+    folder, complete = start(recipe, resume=True)
+    assert complete
+    assert load_recipe(folder.config) == recipe
+    lines = (moved / "train.jsonl").read_text().splitlines(keepends=True)
+    (moved / "train.jsonl").write_text("".join(reversed(lines)))
+    with pytest.raises(ConfigurationError, match="other rows in train"):
+        start(recipe, resume=True)
+
+
+def test_a_recipe_of_python_with_relative_paths_is_written_with_whole_ones(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_recipe(tmp_path)
+    recipe = tiny_recipe(tmp_path, **SHORT, data__train__path="train.jsonl", model__tokenizer="./tokenizer")
+    folder, _ = start(recipe)
+    monkeypatch.chdir(folder.path)
+    assert load_recipe(folder.config) == recipe
+    assert recipe.data.train.path == tmp_path / "train.jsonl"

@@ -12,12 +12,17 @@ from logitless.cli.output import patient_output
 from logitless.errors import LogitlessError
 
 COMMANDS = {
+    "recipes": "list, print and copy the recipes that come with logitless",
     "train": "run a recipe",
     "report": "write report.html for a run folder",
+    "show": "print a sampled group of a run with its verdicts",
+    "sample": "complete prompts with a checkpoint of a run",
+    "export": "write a checkpoint of a run as a folder that other programs load",
     "score": "judge a file of responses with a suite or a reward function",
     "parity": "compare losses and gradients between backends and against other libraries",
     "bench": "measure speed, memory and error on this machine",
     "doctor": "say what this machine can run",
+    "completion": "print a script with which bash or zsh completes commands and options",
 }
 
 SHORT_WAITS = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}

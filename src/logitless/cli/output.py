@@ -36,6 +36,16 @@ class _Patient:
         os.close(nowhere)
 
 
+def visible(text: str) -> str:
+    """A text of a model's, without the control characters that would move the cursor or colour the terminal.
+
+    Example:
+        >>> visible("two\\nlines\\x1b[2J")
+        'two\\nlines�[2J'
+    """
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in text)
+
+
 @contextmanager
 def patient_output() -> Iterator[None]:
     """Inside, a reader of standard output or standard error that goes away ends the output and nothing else.

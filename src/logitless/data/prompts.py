@@ -11,7 +11,7 @@ import numpy
 from transformers import PreTrainedTokenizerBase
 
 from logitless.data.sources import DataOptions as DataOptions
-from logitless.data.sources import Row, read_rows
+from logitless.data.sources import Rendered, Row, read_rows
 from logitless.errors import CheckpointError, ConfigurationError, DataError, InputError
 from logitless.types import Prompt
 
@@ -94,7 +94,36 @@ def load_prompts(
         >>> loaded.prompts[0].token_ids, loaded.counts["empty"]
         ((0, 1, 2), 1)
     """
-    rows = read_rows(options)
+    return prompts_of_rows(
+        read_rows(options), options, tokenizer, max_prompt_tokens=max_prompt_tokens, too_long=too_long
+    )
+
+
+def prompts_of_rows(
+    rows: Sequence[Row],
+    options: Rendered,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_tokens: int,
+    too_long: Literal["drop", "error"] = "drop",
+) -> PromptSet:
+    """``load_prompts`` of rows that are there already, under our column names.
+
+    Args:
+        rows: with a column ``prompt``.
+        options: how a row becomes text: ``system`` and ``template``.
+        tokenizer, max_prompt_tokens, too_long: as there.
+
+    Example:
+        >>> from tokenizers import Tokenizer, models, pre_tokenizers
+        >>> from transformers import PreTrainedTokenizerFast
+        >>> words = Tokenizer(models.WordLevel({"1": 0, "+": 1, "2": 2, "?": 3}, unk_token="?"))
+        >>> words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+        >>> rows = [Row("here", {"prompt": "1 + 2"})]
+        >>> prompts_of_rows(rows, Rendered(), tokenizer, max_prompt_tokens=8).prompts[0].token_ids
+        (0, 1, 2)
+    """
     if options.template is None and options.system is not None and not tokenizer.chat_template:
         raise ConfigurationError(
             needed="a chat template for system",
@@ -304,7 +333,7 @@ def _is_empty(row: Row) -> bool:
     return prompt is None or prompt == []
 
 
-def _messages(row: Row, options: DataOptions, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, str], ...] | None:
+def _messages(row: Row, options: Rendered, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, str], ...] | None:
     """The conversation that goes through the chat template, or None for plain text."""
     prompt = row.values["prompt"]
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
@@ -348,7 +377,7 @@ def _is_message(value: object) -> bool:
     )
 
 
-def _plain_text(row: Row, options: DataOptions) -> str:
+def _plain_text(row: Row, options: Rendered) -> str:
     prompt: str = row.values["prompt"]
     return prompt if options.template is None else options.template.format(prompt=prompt, system=options.system)
 

@@ -20,8 +20,17 @@ from logitless.hub import use_cache_if_unreachable
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Rendered:
-    """How a row becomes the text that the model reads: what every source has in common."""
+class Rendered:
+    """How a row becomes the text that the model reads: what every source has in common.
+
+    Args:
+        system: the conversation's first message, or the template's ``{system}``.
+        template: plain text around ``{prompt}``, used instead of the tokenizer's chat template.
+
+    Example:
+        >>> Rendered(template="Question: {prompt}").template
+        'Question: {prompt}'
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -49,7 +58,7 @@ class _Rendered:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileData(_Rendered):
+class FileData(Rendered):
     """Prompts of a JSONL or Parquet file.
 
     Args:
@@ -72,7 +81,7 @@ class FileData(_Rendered):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HubData(_Rendered):
+class HubData(Rendered):
     """Prompts of a data set that the ``datasets`` library can load: a hub name, or a local folder.
 
     Args:
@@ -94,7 +103,7 @@ class HubData(_Rendered):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReasoningGymData(_Rendered):
+class ReasoningGymData(Rendered):
     """Prompts of a procedural reasoning-gym task: no download, and as many as wanted.
 
     Each row has the columns ``answer`` and ``entry``, the entry as its own verifier needs it.
@@ -164,7 +173,7 @@ def _file_rows(path: Path) -> list[Row]:
         raise DataError(
             needed="a data file",
             given=f"{path}, which does not exist" if not path.exists() else f"{path}, which is not a file",
-            remedy="Check path (relative paths start at the current folder).",
+            remedy="Check path; a relative one starts at the recipe's folder, in --set at the current one.",
         )
     if path.suffix == ".jsonl":
         return _jsonl_rows(path)

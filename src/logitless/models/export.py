@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from logitless.errors import InputError
 
 
-def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def merged_tensors(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Every weight by its Hugging Face name, adapters merged; the model stays as it is.
 
     ``W + scale * B @ A`` in the dtype of W where a layer has an adapter; one merged weight is held at a time. A tied
@@ -17,6 +17,7 @@ def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     Args:
         model: a transformers model, PEFT-wrapped or not.
+        dtype: that weights are rounded to, once: the sum is then in float32. None: each in its own.
 
     Raises:
         InputError: an adapter that is not one low-rank product (a bias of its own, several at once).
@@ -32,7 +33,7 @@ def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         True
     """
     if not hasattr(model, "peft_config"):
-        yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
+        yield from ((name, _rounded(parameter.detach(), dtype)) for name, parameter in model.named_parameters())
         return
     inner: Any = model
     base: nn.Module = inner.get_base_model()
@@ -40,13 +41,13 @@ def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         path = name.split(".")
         if "modules_to_save" in path:  # <module>.modules_to_save.<adapter>.<weight>
             at = path.index("modules_to_save")
-            yield ".".join(path[:at] + path[at + 2 :]), parameter.detach()
+            yield ".".join(path[:at] + path[at + 2 :]), _rounded(parameter.detach(), dtype)
         elif "base_layer" in path:  # <module>.base_layer.<weight>
             at = path.index("base_layer")
             plain = ".".join(path[:at] + path[at + 1 :])
-            yield plain, _merged(base.get_submodule(".".join(path[:at])), path[-1], parameter.detach(), plain)
+            yield plain, _merged(base.get_submodule(".".join(path[:at])), path[-1], parameter.detach(), plain, dtype)
         elif "original_module" not in path and not any(part.startswith("lora_") for part in path):
-            yield name, parameter.detach()
+            yield name, _rounded(parameter.detach(), dtype)
 
 
 def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -69,7 +70,11 @@ def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from peft.get_peft_model_state_dict(model, save_embedding_layers=False).items()
 
 
-def _merged(layer: nn.Module, which: str, weight: Tensor, name: str) -> Tensor:
+def _rounded(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return weight if dtype is None else weight.to(dtype)
+
+
+def _merged(layer: nn.Module, which: str, weight: Tensor, name: str, dtype: torch.dtype | None) -> Tensor:
     lora: Any = layer
     active = list(lora.active_adapters)
     if len(active) != 1 or any(lora.use_dora.get(adapter, False) for adapter in active):
@@ -79,6 +84,9 @@ def _merged(layer: nn.Module, which: str, weight: Tensor, name: str) -> Tensor:
             remedy="Train one LoRA adapter, without DoRA.",
         )
     if which != "weight":
-        return weight
+        return _rounded(weight, dtype)
     with torch.no_grad():
-        return weight + lora.get_delta_weight(active[0]).to(weight.dtype)
+        change = lora.get_delta_weight(active[0])
+        if dtype is None:
+            return weight + change.to(weight.dtype)
+        return (weight.float() + change.float()).to(dtype)

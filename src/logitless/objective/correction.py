@@ -9,7 +9,6 @@ from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float
-from pydantic import ConfigDict
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
@@ -91,7 +90,7 @@ class SamplerCorrection:
         tensor([2.])
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
     level: Level = "token"
     mode: Mode = "truncate"
     min: float | None = None

@@ -15,7 +15,6 @@ from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
-from pydantic import ConfigDict
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
@@ -120,7 +119,7 @@ class KLPenalty:
         'k3'
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
     estimator: Literal["k1", "k2", "k3", "mse", "low_var_kl"] = "k3"
     ratio_corrected: Literal["token", "surrogate"] | None = None
     clamp: float | None = 20.0

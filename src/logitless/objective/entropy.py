@@ -10,7 +10,6 @@ from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
-from pydantic import ConfigDict
 from torch import Tensor
 
 from logitless.errors import CheckpointError, ConfigurationError, InputError
@@ -67,7 +66,7 @@ class AdaptiveEntropy:
     Source: Skywork-OR1, arXiv:2505.22312, in TRL's form.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
     target: float = 0.2
     delta: float = 0.005
     coefficient_min: float = 0.0
@@ -96,7 +95,7 @@ class EntropyBonus:
         scope: see above.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
     coefficient: float
     adaptive: AdaptiveEntropy | None = None
     scope: Literal["step", "micro_batch"] = "step"

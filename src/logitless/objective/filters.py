@@ -2,11 +2,10 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
-from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from logitless.errors import ConfigurationError, InputError
@@ -99,7 +98,7 @@ class TokenFilter(ABC):
         narrows_entropy_bonus: whether the tokens that it drops are left out of the entropy bonus, too.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
     name: str
     narrows_entropy_bonus: ClassVar[bool] = False
 
@@ -211,4 +210,4 @@ def above_threshold(entropy_old: Float[Tensor, "N"] | None, threshold: Float[Ten
     return entropy_old >= threshold
 
 
-Filter = Annotated[OffPolicy | TopEntropy, Field(discriminator="name")]
+Filter = OffPolicy | TopEntropy

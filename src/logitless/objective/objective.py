@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float
-from pydantic import ConfigDict
 from torch import Tensor
 
 from logitless.errors import ConfigurationError, InputError
@@ -130,7 +129,7 @@ class Objective:
         (-2.0, tensor([-1., -1.]))
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
     ratio: Ratio = field(default_factory=TokenRatio)
     surrogate: Surrogate = field(default_factory=Clip)
     filters: tuple[Filter, ...] = ()

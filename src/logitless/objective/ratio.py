@@ -6,10 +6,9 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from jaxtyping import Float, Int
-from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
@@ -77,7 +76,7 @@ class RatioRule(ABC):
             says otherwise.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
     name: str
     averages: ClassVar[Grain] = "token"
     grain: ClassVar[Grain] = "token"
@@ -185,4 +184,4 @@ class TurnRatio(RatioRule):
         return sequence_log_ratio(log_ratio, ranges)
 
 
-Ratio = Annotated[TokenRatio | SequenceRatio | SequenceTokenRatio | TurnRatio, Field(discriminator="name")]
+Ratio = TokenRatio | SequenceRatio | SequenceTokenRatio | TurnRatio

@@ -45,7 +45,7 @@ class LoraSection(Section):
 class ModelSection(Section):
     """Which model is trained, and how it is held in memory."""
 
-    source: str | dict[str, Any] = Field(description="hub name, local folder, or a transformers config as a mapping")
+    source: str | dict[str, Any] = Field(description="hub name, folder, or a transformers config as a mapping")
     random_weights: bool = Field(False, description="build the model from its config with seeded random weights")
     tokenizer: str | None = Field(None, description="hub name or folder; default: `source`")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(

@@ -34,6 +34,10 @@ lists, of numbers from 0 (`--set rewards.0.weight=2`); the value is YAML, so tha
 of another type and parts that contradict each other are errors, and nothing starts. `logitless train RECIPE --dry-run`
 checks all of it with data, tokenizer and the model's shape, and prints steps and memory by part.
 
+A relative path in a recipe starts at the folder of its file, in `--set` at the current folder. Where a hub name may
+stand too (`model.source`, `model.tokenizer`, `dataset`), a value is a path if it begins with `.`, `/` or `~`, or if a
+folder has that name. `output` alone, which is written and not read, starts at the current folder in both.
+
 A recipe says nothing of processes: `torchrun --nproc-per-node N -m logitless train RECIPE` trains it on N of them.
 
 Where a part has variants, its `name` says which one, and only that variant's keys are allowed.

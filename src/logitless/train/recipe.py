@@ -1,11 +1,16 @@
-"""From a YAML file and ``--set a.b=c`` to a checked ``Recipe``, with errors that name the key and the repair."""
+"""From a YAML file and ``--set a.b=c`` to a checked ``Recipe``, with errors that name the key and the repair.
+
+A relative path in a recipe starts at the folder of its file, one in ``--set`` at the current folder; what comes out has
+whole paths, so that a resolved recipe means the same wherever it is kept.
+"""
 
 import dataclasses
 import difflib
 import json
+import os
 import re
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -36,13 +41,26 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
 
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
+PATHS = (
+    *("data.train.path", "data.held_out.path", "warm_start.data.path"),
+    *("rollout.engine.path", "value_head.source"),
+)
+"""Keys whose value is the path of a file that the run reads."""
+
+NAMES_OR_PATHS = (
+    *("model.source", "model.tokenizer"),
+    *("data.train.dataset", "data.held_out.dataset", "warm_start.data.dataset"),
+)
+"""Keys whose value is a path if it begins with ``.``, ``/`` or ``~`` or a folder has that name, else a hub name."""
+
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe and apply overrides.
 
     Args:
-        path: YAML file.
-        overrides: ``a.b=value`` with a YAML value; list items by number (``rewards.0.weight=2``).
+        path: YAML file; relative paths in it start at its folder.
+        overrides: ``a.b=value`` with a YAML value; list items by number (``rewards.0.weight=2``); relative paths in
+            them start at the current folder.
 
     Raises:
         ConfigurationError: no such file, malformed YAML, an unknown key (the nearest known one is named), a value of
@@ -65,15 +83,44 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         )
     for override in overrides:
         _apply(raw, override)
-    return parse_recipe(raw)
+    replaced = [override.partition("=")[0] for override in overrides]
+
+    def folder_of(key: str) -> Path:
+        return Path.cwd() if any(f"{key}.".startswith(f"{each}.") for each in replaced) else path.parent
+
+    return _checked(_with_whole_paths(raw, folder_of))
 
 
 def parse_recipe(raw: Mapping[str, Any]) -> Recipe:
-    """Check a recipe that is already a mapping.
+    """Check a recipe that is already a mapping; relative paths in it start at the current folder.
 
     Raises:
         ConfigurationError: as ``load_recipe``; every problem is listed.
     """
+    return _checked(_with_whole_paths(raw, lambda _: Path.cwd()))
+
+
+def _with_whole_paths(raw: Mapping[str, Any], folder_of: Callable[[str], Path]) -> dict[str, Any]:
+    """The same with every relative path joined to the folder of its key; what is not a path yet is left for checks."""
+    whole = dict(raw)
+    for key in (*PATHS, *NAMES_OR_PATHS):
+        at: Any = whole
+        *sections, last = key.split(".")
+        for section in sections:
+            if not (isinstance(at, dict) and isinstance(at.get(section), Mapping)):
+                break
+            at[section] = dict(at[section])
+            at = at[section]
+        else:
+            value = at.get(last)
+            if isinstance(value, str | Path) and str(value):
+                path = str((folder_of(key) / os.path.expanduser(value)).absolute())  # noqa: PTH111 - never raises
+                if key in PATHS or str(value).startswith((".", "/", "~")) or os.path.isdir(path):  # noqa: PTH112
+                    at[last] = path
+    return whole
+
+
+def _checked(raw: Mapping[str, Any]) -> Recipe:
     try:
         json.dumps(raw, default=str, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

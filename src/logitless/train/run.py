@@ -254,14 +254,25 @@ def _digests(recipe: Recipe, data: Data) -> dict[str, str]:
 
 
 _MAY_CHANGE = {"output", "checkpoint", "writers"}
+_KNOWN_BY_DIGEST = (  # where it stands may change, what is in it not
+    *("model.tokenizer", "data.train.path", "data.held_out.path"),
+    *("warm_start.data.path", "rollout.engine.path"),
+)
 
 
 def _check_same(before: Recipe, now: Recipe) -> None:
-    """A resumed run is the same run: only where and how often it is written may change, and how long it is."""
+    """A resumed run is the same run: only where and how often it is written may change, how long it is, and where its
+    data and its tokenizer stand; what is in them, ``provenance.json`` knows."""
 
     def fixed(recipe: Recipe) -> dict[str, Any]:
         kept = {k: v for k, v in recipe.model_dump(mode="json").items() if k not in _MAY_CHANGE}
         kept["train"].pop("blocks")
+        for key in _KNOWN_BY_DIGEST:
+            *sections, last = key.split(".")
+            at: Any = kept
+            for section in sections:
+                at = at.get(section) or {}
+            at.pop(last, None)
         return kept
 
     old, new = fixed(before), fixed(now)

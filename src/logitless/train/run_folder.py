@@ -245,14 +245,34 @@ class RunFolder:
         Raises:
             DataError: a file that is not Parquet.
         """
-        for path in sorted(self.rollouts.glob("block-*.parquet")):
-            try:
-                rows = pyarrow.parquet.read_table(path).to_pylist()
-            except pyarrow.ArrowException as error:
-                raise DataError(
-                    needed=f"Parquet in {path}", given=str(error), remedy="Delete this file; a run never leaves such."
-                ) from error
-            yield int(path.stem.removeprefix("block-")), rows
+        for block in self.rollout_blocks():
+            yield block, self.read_block(block)
+
+    def rollout_blocks(self) -> list[int]:
+        """Numbers of the blocks whose completions are there, in order."""
+        return sorted(int(path.stem.removeprefix("block-")) for path in self.rollouts.glob("block-*.parquet"))
+
+    def read_block(self, block: int) -> list[dict[str, Any]]:
+        """The rows of one block, one a completion; those of a group stand together.
+
+        Raises:
+            ConfigurationError: the block is not there.
+            DataError: its file is not Parquet.
+        """
+        there, path = self.rollout_blocks(), self.rollouts / _rollouts_name(block)
+        if block not in there:
+            raise ConfigurationError(
+                needed=f"a block of {self.path}",
+                given=f"block {block}, and there are {f'{there[0]} to {there[-1]}' if there else 'none'}",
+                remedy="Name one that is there.",
+            )
+        try:
+            rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
+        except pyarrow.ArrowException as error:
+            raise DataError(
+                needed=f"Parquet in {path}", given=str(error), remedy="Delete this file; a run never leaves such."
+            ) from error
+        return rows
 
 
 WARM_START = "warm_start"

@@ -5,10 +5,6 @@ Every function takes vectors of length N and gives the loss per token, to be min
 one of ``ratio``, and r its exponential. Bounds are absolute, not distances from 1. A loss has its own knobs only.
 """
 
-from typing import Annotated
-
-from pydantic import Field
-
 from logitless.objective.surrogate.cispo import Cispo, cispo_loss
 from logitless.objective.surrogate.clip import Clip, clip_loss, clip_sides
 from logitless.objective.surrogate.contract import PolicyLoss, SelectionInputs, SurrogateInputs, SurrogateTerms
@@ -28,10 +24,7 @@ from logitless.objective.surrogate.unclipped import (
 )
 from logitless.objective.surrogate.vespo import Vespo, vespo_weight
 
-Surrogate = Annotated[
-    Clip | Cispo | Sapo | Vespo | Gmpo | Dppo | ClipCov | KlCov | Dro | Reinforce | Importance | Nll,
-    Field(discriminator="name"),
-]
+Surrogate = Clip | Cispo | Sapo | Vespo | Gmpo | Dppo | ClipCov | KlCov | Dro | Reinforce | Importance | Nll
 
 __all__ = [
     "Cispo",

@@ -6,7 +6,6 @@ from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
-from pydantic import ConfigDict
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
@@ -93,7 +92,7 @@ class PolicyLoss(ABC):
             own; any other loss is multiplied by it.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
     name: str
     reads: ClassVar[RatioLevel] = "any"
     grain: ClassVar[Grain] = "token"

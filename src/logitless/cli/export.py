@@ -1,0 +1,37 @@
+"""``logitless export RUN``: a checkpoint as a folder that transformers, PEFT and inference servers load."""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from logitless.train.export import check_form, check_target, export_policy
+from logitless.train.recipe import load_recipe
+from logitless.train.run_folder import open_run_folder
+from logitless.train.saved_policy import load_policy
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The run, where to, and in which form."""
+    parser.add_argument("run", type=Path, help="run folder, for example runs/quickstart")
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="default: export/ in the run folder")
+    parser.add_argument(
+        "--checkpoint", default="latest", metavar="WHICH", help="latest (default), model, a block's number or a name"
+    )
+    parser.add_argument(
+        "--form", choices=("merged", "adapter"), default="merged", help="whole model (default), or LoRA's factors alone"
+    )
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--device", default="cpu", help="where weights are merged (default: cpu)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the folder and say where it is."""
+    folder = open_run_folder(options.run)
+    target: Path = options.to or folder.path / "export"
+    check_form(load_recipe(folder.config), options.form, has_warm_start=folder.warm_start.is_dir())
+    check_target(target)
+    saved = load_policy(folder, options.checkpoint, device=options.device, exact=True)
+    export_policy(saved, folder, target, form=options.form, dtype=getattr(torch, options.dtype))
+    print(f"{target}: {options.form}, {options.dtype}, after {saved.block} blocks and {saved.step} steps")
+    return 0

@@ -1,0 +1,97 @@
+"""``logitless sample RUN``: completions of a prompt or a file of prompts, from any checkpoint of a run."""
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from logitless.cli.output import visible
+from logitless.data.prompts import prompts_of_rows
+from logitless.data.sources import FileData, Rendered, Row, read_rows
+from logitless.errors import ConfigurationError
+from logitless.rollout.recorded import write_completions
+from logitless.rollout.sampling import SamplingOptions
+from logitless.rollout.transformers import TransformersEngine
+from logitless.train.run_folder import open_run_folder
+from logitless.train.saved_policy import load_policy
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The run, the prompts, how to sample, and where to."""
+    parser.add_argument("run", type=Path, help="run folder, for example runs/quickstart")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", metavar="TEXT", help="system prompt and template are those of the recipe's data")
+    what.add_argument("--file", type=Path, help="JSON Lines or Parquet with a column of prompts")
+    parser.add_argument("--column", default="prompt", help="of the file (default: prompt)")
+    parser.add_argument(
+        "--checkpoint", default="latest", metavar="WHICH", help="latest (default), model, a block's number or a name"
+    )
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="completions a prompt (default 1)")
+    parser.add_argument("--temperature", type=float, help="default: the recipe's; 0 takes the most likely token")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="default: the recipe's")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same completions (default 0)")
+    parser.add_argument("--device", help="default: the recipe's")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write .jsonl or .parquet that an engine can replay")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Sample and print, or write."""
+    folder = open_run_folder(options.run)
+    _check(options)
+    given = None if options.file is None else read_rows(FileData(path=options.file, columns={"prompt": options.column}))
+    saved = load_policy(folder, options.checkpoint, device=options.device)
+    train, rollout = saved.recipe.data.train, saved.recipe.rollout
+    prompts = prompts_of_rows(
+        given or [Row("the command line", {"prompt": options.prompt})],
+        Rendered(system=train.system, template=train.template),
+        saved.tokenizer,
+        max_prompt_tokens=saved.recipe.data.max_prompt_tokens,
+        too_long="error",
+    ).prompts
+    engine = TransformersEngine(
+        saved.policy.model,
+        saved.tokenizer,
+        max_rows=rollout.max_rows,
+        prefill_tokens=rollout.prefill_tokens,
+        autocast=saved.policy.autocast,
+    )
+    engine.load(saved.policy.weights(), saved.step)
+    sampling = _sampling(rollout.sampling, options.temperature, options.max_new_tokens)
+    groups = engine.sample(prompts, options.samples, sampling, seed=options.seed)
+    print(f"from {saved.source}, after {saved.block} blocks and {saved.step} steps", file=sys.stderr)
+    if options.out is not None:
+        write_completions(options.out, [completion for group in groups for completion in group])
+        print(options.out)
+        return 0
+    for prompt, group in zip(prompts, groups, strict=True):
+        if len(prompts) > 1:
+            print(f"=== {visible(prompt.id)}: {visible(prompt.text)}")
+        for number, completion in enumerate(group, start=1):
+            if len(group) > 1:
+                print(f"--- {number}: {completion.length} tokens, {completion.finish_reason}")
+            print(visible(completion.text))
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse what would fail after a model was loaded."""
+    if options.samples < 1:
+        raise ConfigurationError(needed="--samples of at least 1", given=str(options.samples), remedy="Leave it out.")
+    if options.seed < 0:
+        raise ConfigurationError(needed="a --seed of at least 0", given=str(options.seed), remedy="Leave it out.")
+    out: Path | None = options.out
+    if out is not None and (out.suffix not in (".jsonl", ".parquet") or not out.absolute().parent.is_dir()):
+        raise ConfigurationError(
+            needed="a .jsonl or .parquet file in an existing folder for --out",
+            given=str(out),
+            remedy="Make the folder first, or name another file.",
+        )
+
+
+def _sampling(options: SamplingOptions, temperature: float | None, max_new_tokens: int | None) -> SamplingOptions:
+    """The recipe's settings with those that the command line replaces."""
+    if temperature == 0:
+        options = options.greedy()
+    elif temperature is not None:
+        options = replace(options, temperature=temperature)
+    return options if max_new_tokens is None else replace(options, max_new_tokens=max_new_tokens)

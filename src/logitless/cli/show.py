@@ -1,0 +1,72 @@
+"""``logitless show RUN``: a group that a run sampled, with what was said of each completion."""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.rule import Rule
+from rich.text import Text
+
+from logitless.cli.output import visible
+from logitless.errors import ConfigurationError
+from logitless.train.run_folder import open_run_folder
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The run and which group."""
+    parser.add_argument("run", type=Path, help="run folder, for example runs/quickstart")
+    parser.add_argument("--block", type=int, metavar="N", help="from 1; default: the last one")
+    parser.add_argument("--group", type=int, default=1, metavar="N", help="of the block, from 1 (default 1)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the group."""
+    folder = open_run_folder(options.run)
+    block = options.block if options.block is not None else max(folder.rollout_blocks(), default=1)
+    groups = [list(rows) for _, rows in groupby(folder.read_block(block), key=lambda row: row["prompt_id"])]
+    if not 1 <= options.group <= len(groups):
+        raise ConfigurationError(
+            needed=f"a group of block {block}, 1 to {len(groups)}",
+            given=str(options.group),
+            remedy="Name one of these with --group.",
+        )
+    of_group = f"group {options.group} of {len(groups)}"
+    console = Console(highlight=False, file=sys.stdout)
+    for part in _page(f"{folder.path.name}, block {block}, {of_group}", groups[options.group - 1]):
+        console.print(part, soft_wrap=True)
+    return 0
+
+
+def _page(title: str, rows: Sequence[Mapping[str, Any]]) -> list[Rule | Text]:
+    parts = [
+        Text(f"{title}, prompt {visible(rows[0]['prompt_id'])}", style="bold"),
+        Text(visible(rows[0]["prompt"])),
+    ]
+    page: list[Rule | Text] = [*parts]
+    for number, row in enumerate(rows, start=1):
+        said = [f"{number} of {len(rows)}", f"reward {_number(row['reward'])}"]
+        said += [f"advantage {_number(row['advantage'])}", f"{row['num_tokens']} tokens", f"ended by {_end(row)}"]
+        page += [Rule(", ".join(said), align="left"), Text(visible(row["completion"]))]
+        for name, verdict in json.loads(row["verdicts"]).items():
+            page.append(Text(f"  {visible(name)}: {_verdict(verdict)}", style="dim"))
+    return page
+
+
+def _verdict(verdict: Mapping[str, Any]) -> str:
+    said = [f"{verdict['status']} {_number(verdict['score'])}"]
+    said += [json.dumps(verdict["detail"], ensure_ascii=False)] if verdict.get("detail") else []
+    said += [verdict["message"]] if verdict.get("message") else []
+    return visible("; ".join(said))
+
+
+def _end(row: Mapping[str, Any]) -> str:
+    return "a stop" if row["finish_reason"] == "stop" else "the length limit"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"

@@ -1,0 +1,224 @@
+"""A policy of a run as a folder that other programs read: weights, tokenizer, generation settings and a model card.
+
+Weights are those of the checkpoint, in float32 where training held masters, rounded once to the dtype asked for. A
+merged adapter is added to its base in float32 before. A value head is no part of a language model: it stays behind.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+from torch import nn
+from transformers import GenerationConfig
+
+from logitless.errors import ConfigurationError
+from logitless.models.export import merged_tensors
+from logitless.models.lm_head import causal_lm
+from logitless.models.lora import save_adapters
+from logitless.train.config import Recipe
+from logitless.train.recipe import NAMES_OR_PATHS, PATHS
+from logitless.train.run_folder import RunFolder, write_folder_atomically
+from logitless.train.saved_policy import SavedPolicy
+
+Form = Literal["merged", "adapter"]
+
+_CARD_METRICS = {
+    "reward/mean": "mean reward",
+    "evaluation/accuracy": "held-out accuracy",
+    "evaluation/reward_mean": "held-out reward",
+    "length/mean": "mean length, tokens",
+}
+_CARD_ROWS = 12
+
+
+def check_form(recipe: Recipe, form: Form, *, has_warm_start: bool) -> None:
+    """Refuse what no program could read back.
+
+    Raises:
+        ConfigurationError: an adapter where none was trained, or where its base is in this run folder alone.
+    """
+    section = recipe.model
+    if form == "merged":
+        return
+    if section.lora is None:
+        raise ConfigurationError(
+            needed="a run with model.lora to export its adapter",
+            given="full fine-tuning",
+            remedy="Export it merged, which is the whole model.",
+        )
+    if has_warm_start or section.random_weights:
+        raise ConfigurationError(
+            needed="an adapter of a base model that others have",
+            given="a base that a warm start has changed" if has_warm_start else "a base of random weights",
+            remedy="Export it merged.",
+        )
+
+
+def check_target(target: Path) -> None:
+    """Refuse to replace anything.
+
+    Raises:
+        ConfigurationError: there is something at ``target``.
+    """
+    if target.exists():
+        raise ConfigurationError(
+            needed=f"nothing at {target}", given="a file or folder", remedy="Remove it, or name another folder."
+        )
+
+
+def export_policy(saved: SavedPolicy, folder: RunFolder, target: Path, *, form: Form, dtype: torch.dtype) -> None:
+    """Write the folder; the policy that is given is changed and of no further use.
+
+    Args:
+        saved: of ``load_policy``, exact.
+        folder: of the run.
+        target: does not exist; appears whole.
+        form: ``merged`` is the whole model for ``from_pretrained``, ``adapter`` PEFT's files alone.
+        dtype: of the weights.
+
+    Raises:
+        ConfigurationError: there is something at ``target``, or the form cannot be had.
+        TrainingError: the disk is full or not writable.
+    """
+    check_form(saved.recipe, form, has_warm_start=folder.warm_start.is_dir())
+    check_target(target)
+    generation = generation_config(saved)
+    card = model_card(saved, folder, form=form, dtype=dtype)
+
+    def write(path: Path) -> None:
+        model = saved.policy.model
+        if form == "adapter":
+            _round(model, {name: p.to(dtype) for name, p in model.named_parameters() if p.requires_grad})
+            save_adapters(model, path)
+        else:
+            plain = _merged(model, dtype)
+            plain.generation_config = generation  # type: ignore[assignment]
+            plain.save_pretrained(str(path))  # type: ignore[operator]
+        generation.save_pretrained(str(path))
+        saved.tokenizer.save_pretrained(str(path))
+        (path / "README.md").write_text(card, encoding="utf-8")
+
+    write_folder_atomically(target, write)
+
+
+def generation_config(saved: SavedPolicy) -> GenerationConfig:
+    """How the run sampled, as transformers says it."""
+    sampling = saved.recipe.rollout.sampling
+    own: Any = getattr(causal_lm(saved.policy.model), "generation_config", None)
+    ends = [own.eos_token_id] if own is not None and isinstance(own.eos_token_id, int) else (own and own.eos_token_id)
+    ids = [saved.tokenizer.eos_token_id, *(ends or []), *sampling.stop_token_ids]
+    distinct = list(dict.fromkeys(ids))
+    padding = saved.tokenizer.pad_token_id
+    return GenerationConfig(
+        do_sample=True,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k or 0,
+        min_p=sampling.min_p or None,
+        repetition_penalty=sampling.repetition_penalty,
+        max_new_tokens=sampling.max_new_tokens,
+        bos_token_id=saved.tokenizer.bos_token_id,
+        eos_token_id=distinct[0] if len(distinct) == 1 else distinct,
+        pad_token_id=saved.tokenizer.eos_token_id if padding is None else padding,
+    )
+
+
+def model_card(saved: SavedPolicy, folder: RunFolder, *, form: Form, dtype: torch.dtype) -> str:
+    """Where the weights come from: base, recipe, commit, versions and the run's numbers, in Markdown.
+
+    Paths of this machine are cut to their last part.
+    """
+    recipe = saved.recipe
+    base = recipe.model.source if isinstance(recipe.model.source, str) else None
+    if base is not None and base.startswith("/"):
+        base = Path(base).name
+    front: dict[str, Any] = {"library_name": "peft" if form == "adapter" else "transformers", "tags": ["logitless"]}
+    if base is not None and not recipe.model.random_weights:
+        front["base_model"] = base
+    what = "An adapter" if form == "adapter" else "A model"
+    begun = f"from {base}" if base is not None else f"from a {_model_type(recipe)} config"
+    begun += " with random weights" if recipe.model.random_weights else ""
+    learnt = "a LoRA adapter" if recipe.model.lora is not None else "every weight"
+    lines = [
+        *("---", yaml.safe_dump(front, sort_keys=False).strip(), "---", "", f"# {recipe.name}", ""),
+        f"{what} trained with logitless by reinforcement learning"
+        f" (`{recipe.algorithm.preset}`), {begun}: {learnt}, {saved.block} blocks, {saved.step} optimizer steps.",
+        f"Weights in {str(dtype).removeprefix('torch.')}, from `{saved.source.name}` of the run.",
+        *("", "## Made with", "", *_made_with(folder), "", "## Numbers", "", *_numbers(folder, saved.step)),
+        *("", "## Recipe", "", "```yaml", _shown_recipe(recipe).strip(), "```", ""),
+    ]
+    return "\n".join(lines)
+
+
+def _merged(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The plain model with the adapters added, in the dtype."""
+    weights = dict(merged_tensors(model, dtype=dtype))
+    plain: nn.Module = model.unload() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+    _round(plain, weights)
+    return plain
+
+
+def _round(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        if name in weights:
+            parameter.requires_grad_(False)
+            parameter.data = weights[name].detach()
+
+
+def _model_type(recipe: Recipe) -> str:
+    return str(recipe.model.source.get("model_type", "model")) if isinstance(recipe.model.source, dict) else "model"
+
+
+def _made_with(folder: RunFolder) -> list[str]:
+    """Commit, device and versions of the run's last start."""
+    try:
+        last = json.loads(folder.provenance.read_bytes())["starts"][-1]
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        return ["The run folder does not say (`provenance.json` is missing or damaged)."]
+    packages = ", ".join(f"{name} {version}" for name, version in last.get("packages", {}).items())
+    return [
+        f"- commit: {last.get('commit') or 'started outside of a repository'}",
+        f"- device: {last.get('device')}",
+        f"- Python {last.get('python')}; {packages}",
+    ]
+
+
+def _numbers(folder: RunFolder, step: int) -> list[str]:
+    """A table up to the step, of what was last known where the run was evaluated, or else once a block."""
+    known: dict[str, float] = {}
+    evaluated, blocks = [], []
+    for record in folder.read_metrics():
+        if record["step"] > step:
+            break
+        known |= {name: record[name] for name in _CARD_METRICS if record.get(name) is not None}
+        if record.get("evaluation/accuracy") is not None:
+            evaluated.append({"step": record["step"], **known})
+        elif record.get("reward/mean") is not None:
+            blocks.append({"step": record["step"], **known})
+    told = evaluated or blocks
+    if not told:
+        return ["The run has no metrics."]
+    evenly = {round(i * (len(told) - 1) / (_CARD_ROWS - 1)) for i in range(_CARD_ROWS)}
+    names = [name for name in _CARD_METRICS if name in known]
+    rows = [
+        [f"{line['step']:.0f}", *(f"{line[name]:.4g}" if name in line else "" for name in names)]
+        for line in (told[index] for index in sorted(evenly))
+    ]
+    head = ["step", *(_CARD_METRICS[name] for name in names)]
+    return [f"| {' | '.join(row)} |" for row in (head, ["---:"] * len(head), *rows)]
+
+
+def _shown_recipe(recipe: Recipe) -> str:
+    """The recipe without what this machine calls its folders."""
+    shown = recipe.model_dump(mode="json", exclude={"output"})
+    for key in (*PATHS, *NAMES_OR_PATHS):
+        at: Any = shown
+        *sections, last = key.split(".")
+        for section in sections:
+            at = at.get(section) if isinstance(at, dict) else None
+        if isinstance(at, dict) and isinstance(at.get(last), str) and at[last].startswith("/"):
+            at[last] = Path(at[last]).name
+    return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)

@@ -1,0 +1,159 @@
+"""The policy of a run folder as it stands in one of its checkpoints, or in ``model/`` at its end.
+
+It is put together as the run does on ``--resume``: the model of the recipe, the warm start's weights, what was trained.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from logitless.errors import CheckpointError, ConfigurationError
+from logitless.models.export import adapter_tensors
+from logitless.models.value_head import ValueHead, value_head_for
+from logitless.seeds import derived_seed
+from logitless.train.checkpoint import checkpoints, damaged, read_checkpoint, restore_parameters
+from logitless.train.config import Recipe
+from logitless.train.policy import Policy
+from logitless.train.recipe import load_recipe
+from logitless.train.run_folder import RunFolder
+from logitless.train.setup import device_of, policy_model, set_process, tokenizer_of
+
+
+@dataclass(frozen=True)
+class SavedPolicy:
+    """A policy that was read back.
+
+    Args:
+        recipe: the run's; ``model`` says how the policy is held now.
+        tokenizer: of the policy.
+        policy: on its device.
+        source: the checkpoint or ``model/`` that it is from.
+        block: blocks that it was trained on.
+        step: optimizer steps that it has seen.
+    """
+
+    recipe: Recipe
+    tokenizer: PreTrainedTokenizerBase
+    policy: Policy
+    source: Path
+    block: int
+    step: int
+
+
+def load_policy(
+    folder: RunFolder, which: str = "latest", *, device: str | None = None, exact: bool = False
+) -> SavedPolicy:
+    """Read a policy back; the process is set as for the run (``set_process``).
+
+    Layers are those of the recipe on a GPU, where row-invariant ones run, and transformers' own elsewhere: the same
+    function but for its rounding.
+
+    Args:
+        folder: of the run.
+        which: ``latest`` (checkpoint, or ``model/`` where no checkpoint is left), ``model``, a checkpoint's block
+            number or its folder's name.
+        device: ``cpu``, ``cuda``, ...; None for the recipe's.
+        exact: hold trained weights in float32, as they are in the checkpoint, also where the run computes with rounded
+            ones.
+
+    Raises:
+        ConfigurationError: there is no such checkpoint, or the base model, tokenizer or warm start cannot be had.
+        CheckpointError: its files are damaged.
+    """
+    recipe = load_recipe(folder.config)
+    changes: dict[str, Any] = {"gradient_checkpointing": False, "compile": False}
+    if device is not None:
+        changes["device"] = device
+    if exact:
+        changes["trained_dtype"] = "float32"
+    if exact or device_of(recipe.model.model_copy(update=changes)).type != "cuda":
+        changes["layers"] = "transformers"
+    section = recipe.model.model_copy(update=changes)
+    recipe = recipe.model_copy(update={"model": section})
+    source = chosen_source(folder, which)
+    finished = source == folder.model
+    set_process(section, seed=derived_seed(recipe.seed, "process"))
+    tokenizer = tokenizer_of(section)
+    weights = folder.warm_start if folder.warm_start.is_dir() else None
+    if finished and section.lora is None:
+        weights = folder.model
+    model = policy_model(section, tokenizer, seed=recipe.seed, device=device_of(section), weights=weights).eval()
+    if finished:
+        if section.lora is not None:
+            _read_adapter(model, folder.model)
+        policy, progress = _policy(recipe, model), _summary(folder)
+    else:
+        checkpoint = read_checkpoint(source)
+        has_values = any(name.startswith("parameter/value_head.") for name in checkpoint.tensors)
+        policy = _policy(recipe, model, value_head_for(model, None) if has_values else None)
+        restore_parameters(policy.held(), checkpoint.tensors)
+        policy.round_masters()
+        progress = checkpoint.state["progress"]
+    return SavedPolicy(recipe, tokenizer, policy, source, int(progress["block"]), int(progress["step"]))
+
+
+def chosen_source(folder: RunFolder, which: str) -> Path:
+    """The checkpoint, or ``model/``, that ``which`` means; see ``load_policy``.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    found = checkpoints(folder.checkpoints)
+    is_finished = (folder.model / "config.json").is_file() or (folder.model / "adapter_config.json").is_file()
+    if is_finished and (which == "model" or (which == "latest" and not found)):
+        return folder.model
+    if which == "latest" and found:
+        return found[-1]
+    if which.isdigit() and (of_block := [path for path in found if path.name.startswith(f"block-{int(which):06d}-")]):
+        return of_block[-1]
+    if named := [path for path in found if path.name == which]:
+        return named[0]
+    there = [path.name for path in found] + (["model"] if is_finished else [])
+    raise ConfigurationError(
+        needed=f"a checkpoint of {folder.path}: latest, model, the number of its block, or its name",
+        given=f"{which!r}, and there are {', '.join(there) or 'none'}",
+        remedy="Name one that is there; a recipe's checkpoint.every_blocks and keep say which are kept.",
+    )
+
+
+def _policy(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None) -> Policy:
+    autocast = None if recipe.model.autocast is None else getattr(torch, recipe.model.autocast)
+    return Policy(model, autocast=autocast, memory_budget=recipe.train.head_memory_budget, value_head=value_head)
+
+
+def _read_adapter(model: nn.Module, folder: Path) -> None:
+    """Put the adapter that a finished run left into the fresh one of the model."""
+    path = folder / "adapter_model.safetensors"
+    try:
+        stored = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise damaged(folder, error) from error
+    own = dict(adapter_tensors(model))
+    if {name: tensor.shape for name, tensor in stored.items()} != {name: tensor.shape for name, tensor in own.items()}:
+        raise CheckpointError(
+            needed=f"the adapter that the recipe describes in {path}",
+            given="another one",
+            remedy="Bring back the config.yaml that the run wrote.",
+        )
+    for name, tensor in own.items():
+        tensor.copy_(stored[name])
+
+
+def _summary(folder: RunFolder) -> dict[str, int]:
+    """Blocks and steps of a finished run."""
+    try:
+        found = json.loads(folder.summary.read_bytes())
+        return {"block": int(found["blocks"]), "step": int(found["steps"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            needed=f"blocks and steps of the finished run in {folder.summary}",
+            given=f"{type(error).__name__}: {error}",
+            remedy="Finish the run with --resume, or name a checkpoint.",
+        ) from error

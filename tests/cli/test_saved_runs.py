@@ -1,0 +1,299 @@
+"""``logitless export``, ``sample`` and ``show``: what a run left is used without the trainer, bit for bit."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from logitless.cli.main import main
+from logitless.models.loading import load_model
+from logitless.rollout.recorded import read_completions
+from logitless.train.checkpoint import checkpoints, read_checkpoint
+from logitless.train.run import start
+from logitless.train.run_folder import RunFolder, open_run_folder
+from logitless.train.saved_policy import load_policy
+from logitless.types import Completion, Group, Prompt, Verdict
+from tests.train.tiny import tiny_recipe
+
+SHORT = {"train__blocks": 2, "train__epochs_per_block": 1}
+LORA = {"model__lora": {"rank": 2, "alpha": 4.0}, "train__optimizer__learning_rate": 0.1}
+
+
+def finished(folder, **changes) -> RunFolder:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("logitless.train.run.write_report", lambda path: None)
+        return start(tiny_recipe(folder, **(SHORT | changes)))[0]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return finished(tmp_path_factory.mktemp("full"))
+
+
+@pytest.fixture(scope="module")
+def rounded_run(tmp_path_factory):
+    return finished(tmp_path_factory.mktemp("rounded"), model__trained_dtype="bfloat16", model__dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory):
+    """On a base that has a folder, as one from the hub would."""
+    folder = tmp_path_factory.mktemp("lora")
+    source = tiny_recipe(folder).model.source
+    load_model(source, random_weights=True, seed=5).save_pretrained(str(folder / "base"))
+    return finished(folder, model__source=str(folder / "base"), model__random_weights=False, **LORA)
+
+
+def parameters(run, which=-1):
+    tensors = read_checkpoint(checkpoints(run.checkpoints)[which]).tensors
+    return {name.partition("/")[2]: tensors[name] for name in tensors if name.startswith("parameter/")}
+
+
+def exported(run, tmp_path, *arguments):
+    target = tmp_path / "exported"
+    assert main(["export", str(run.path), "--to", str(target), *arguments]) == 0
+    return target
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.tensor([[3, 4, 5, 6]])).logits
+
+
+# --- export ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_export_in_float32_has_the_bits_of_the_checkpoint(run, tmp_path, capsys):
+    model = AutoModelForCausalLM.from_pretrained(exported(run, tmp_path, "--dtype", "float32"))
+    loaded, trained = dict(model.named_parameters()), parameters(run)
+    assert loaded.keys() == trained.keys()
+    assert all(loaded[name].dtype == torch.float32 and loaded[name].equal(trained[name]) for name in trained)
+    assert "after 2 blocks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_export_of_a_run_in_bfloat16_is_of_its_masters_rounded_once(rounded_run, tmp_path, dtype):
+    folder = exported(rounded_run, tmp_path, "--dtype", dtype)
+    loaded = dict(AutoModelForCausalLM.from_pretrained(folder, dtype="auto").named_parameters())
+    masters = parameters(rounded_run)
+    assert any(not master.bfloat16().float().equal(master) for master in masters.values())
+    assert all(loaded[name].equal(masters[name].to(getattr(torch, dtype))) for name in masters)
+
+
+def test_an_earlier_checkpoint_can_be_exported(run, tmp_path):
+    folder = exported(run, tmp_path, "--dtype", "float32", "--checkpoint", "1")
+    loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    names = [path.name for path in checkpoints(run.checkpoints)]
+    of_block = max(number for number, name in enumerate(names) if name.startswith("block-000001-"))
+    assert all(loaded[name].equal(tensor) for name, tensor in parameters(run, of_block).items())
+    assert any(not loaded[name].equal(tensor) for name, tensor in parameters(run).items())
+
+
+def test_a_run_with_row_invariant_layers_is_exported_and_sampled_from_without_a_gpu(tmp_path, monkeypatch, capsys):
+    run = finished(tmp_path)
+    config = yaml.safe_load(run.config.read_text())
+    config["model"]["layers"] = "row_invariant"
+    run.config.write_text(yaml.safe_dump(config))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    model = AutoModelForCausalLM.from_pretrained(exported(run, tmp_path, "--dtype", "float32"))
+    assert all(p.equal(parameters(run)[name]) for name, p in model.named_parameters())
+    assert sampled(capsys, run, "--prompt", "ah", "--temperature", "0", "--device", "cpu")
+
+
+def test_merged_and_adapter_alone_are_the_same_policy(lora_run, tmp_path):
+    from peft import PeftModel
+
+    policy = load_policy(lora_run, exact=True).policy.model
+    merged = AutoModelForCausalLM.from_pretrained(exported(lora_run, tmp_path, "--dtype", "float32"))
+    (tmp_path / "adapter").mkdir()
+    folder = exported(lora_run, tmp_path / "adapter", "--form", "adapter", "--dtype", "float32")
+    base = AutoModelForCausalLM.from_pretrained(lora_run.path.parents[1] / "base")
+    without = logits(base)
+    adapted = PeftModel.from_pretrained(base, str(folder))
+    assert logits(adapted).equal(logits(AutoModelForCausalLM.from_pretrained(folder)))
+    torch.testing.assert_close(logits(merged), logits(adapted))
+    torch.testing.assert_close(logits(policy), logits(adapted))
+    assert (logits(merged) - without).abs().max() > 1e-3
+    assert not (folder / "model.safetensors").exists()
+
+
+def test_the_export_brings_tokenizer_generation_settings_and_a_card(run, tmp_path):
+    folder = exported(run, tmp_path)
+    assert AutoTokenizer.from_pretrained(folder).decode([3, 4]) == "ab"
+    generation = GenerationConfig.from_pretrained(folder)
+    assert (generation.max_new_tokens, generation.eos_token_id, generation.top_k) == (6, 2, 0)
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    front = yaml.safe_load(card.split("---")[1])
+    assert front["tags"] == ["logitless"]
+    provenance = json.loads(run.provenance.read_text())
+    assert provenance["starts"][-1]["commit"] in card
+    assert "2 blocks" in card
+    recipe = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
+    assert recipe["train"]["optimizer"]["learning_rate"] == 1e-2
+    assert recipe["data"]["train"]["path"] == "train.jsonl"
+    assert str(run.path.parents[1]) not in card, "no folder of this machine"
+    records = run.read_metrics()
+    reward = [record["reward/mean"] for record in records if "reward/mean" in record][-1]
+    accuracy = [record["evaluation/accuracy"] for record in records if "evaluation/accuracy" in record][-1]
+    assert f"| {records[-1]['step']} | {reward:.4g} | {accuracy:.4g} |" in card
+
+
+def test_a_run_whose_checkpoints_are_gone_is_exported_from_its_model(tmp_path):
+    run = finished(tmp_path, **LORA)
+    before = AutoModelForCausalLM.from_pretrained(exported(run, tmp_path, "--dtype", "float32"))
+    for path in [*run.checkpoints.rglob("*")][::-1]:
+        path.rmdir() if path.is_dir() else path.unlink()
+    (tmp_path / "later").mkdir()
+    after = AutoModelForCausalLM.from_pretrained(exported(run, tmp_path / "later", "--dtype", "float32"))
+    assert all(a.equal(b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--form", "adapter"], "full fine-tuning"),
+        (["--checkpoint", "77"], "block-000002-"),
+        (["--to", "{run}"], "Remove it"),
+    ],
+)
+def test_what_cannot_be_exported_exits_2_and_writes_nothing(run, capsys, arguments, said):
+    before = set(run.path.rglob("*"))
+    assert main(["export", str(run.path), *(word.format(run=run.path) for word in arguments)]) == 2
+    assert said in capsys.readouterr().err
+    assert set(run.path.rglob("*")) == before
+
+
+def test_an_adapter_whose_base_nobody_else_has_is_refused(tmp_path, capsys):
+    run = finished(tmp_path, **LORA)
+    assert main(["export", str(run.path), "--form", "adapter"]) == 2
+    assert "random weights" in capsys.readouterr().err
+
+
+# --- sample ---------------------------------------------------------------------------------------------------------
+
+
+def sampled(capsys, run, *arguments):
+    assert main(["sample", str(run.path), *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_prompt_is_completed_the_same_way_again_and_another_way_with_another_seed(run, capsys):
+    first = sampled(capsys, run, "--prompt", "ah", "--samples", "8")
+    assert first == sampled(capsys, run, "--prompt", "ah", "--samples", "8")
+    assert first != sampled(capsys, run, "--prompt", "ah", "--samples", "8", "--seed", "1")
+    assert len(first.splitlines()) == 16
+
+
+@pytest.mark.parametrize("which", ["run", "rounded_run", "lora_run"])
+def test_the_policy_that_is_sampled_from_is_that_of_the_end_of_the_run(which, request):
+    run = request.getfixturevalue(which)
+    latest, model = load_policy(run), load_policy(run, "model")
+    assert (latest.block, latest.step) == (model.block, model.step)
+    assert logits(latest.policy.model).equal(logits(model.policy.model))
+    first = load_policy(run, checkpoints(run.checkpoints)[0].name)
+    assert first.step < latest.step
+    assert not logits(first.policy.model).equal(logits(latest.policy.model))
+
+
+@pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
+def test_what_a_warm_start_taught_is_in_the_policy_and_its_adapter_is_not_exported_alone(tmp_path, capsys, changes):
+    warm_start = {"data": {"name": "file", "path": str(tmp_path / "train.jsonl")}, "steps": 3, "learning_rate": 0.1}
+    run = finished(tmp_path, warm_start=warm_start, **changes)
+    latest, model = load_policy(run), load_policy(run, "model")
+    assert logits(latest.policy.model).equal(logits(model.policy.model))
+    merged = AutoModelForCausalLM.from_pretrained(exported(run, tmp_path, "--dtype", "float32"))
+    torch.testing.assert_close(logits(merged), logits(latest.policy.model))
+    if changes:
+        assert main(["export", str(run.path), "--form", "adapter"]) == 2
+        assert "warm start" in capsys.readouterr().err
+
+
+def test_a_file_of_prompts_becomes_completions_that_an_engine_can_replay(run, tmp_path, capsys):
+    (tmp_path / "prompts.jsonl").write_text('{"id": "x", "question": "ab"}\n{"id": "y", "question": "ba"}\n')
+    out = tmp_path / "out.jsonl"
+    arguments = ["--file", str(tmp_path / "prompts.jsonl"), "--column", "question", "--out", str(out)]
+    sampled(capsys, run, *arguments, "--samples", "2", "--temperature", "0", "--max-new-tokens", "3")
+    completions = read_completions(out)
+    assert [completion.prompt_id for completion in completions] == ["x", "x", "y", "y"]
+    assert completions[0].token_ids == completions[1].token_ids
+    assert all(completion.length <= 3 for completion in completions)
+
+
+def test_a_policy_with_a_value_head_can_be_sampled_from(tmp_path, capsys):
+    run = finished(tmp_path, algorithm={"preset": "ppo"})
+    assert sampled(capsys, run, "--prompt", "ah", "--temperature", "0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--prompt", "ah", "--samples", "0"], "--samples"),
+        (["--prompt", "ah", "--seed", "-1"], "--seed"),
+        (["--prompt", "ah", "--out", "completions.txt"], ".jsonl"),
+        (["--prompt", "ah", "--checkpoint", "latset"], "block-000002-"),
+        (["--prompt", "ah", "--temperature", "-1"], "temperature"),
+        (["--prompt", "z"], "'z'"),
+        (["--prompt", "a" * 30], "at most 8 tokens"),
+        (["--file", "no/such.jsonl"], "no/such.jsonl"),
+    ],
+)
+def test_bad_input_to_sample_exits_2_and_says_why(run, capsys, arguments, said):
+    assert main(["sample", str(run.path), *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+# --- show -----------------------------------------------------------------------------------------------------------
+
+
+def test_show_prints_the_group_with_every_completion_and_its_verdicts(run, capsys):
+    assert main(["show", str(run.path), "--block", "1", "--group", "3"]) == 0
+    printed = capsys.readouterr().out
+    rows = open_run_folder(run.path).read_block(1)[8:12]
+    assert f"block 1, group 3 of 4, prompt {rows[0]['prompt_id']}" in printed
+    for number, row in enumerate(rows, start=1):
+        assert f"{number} of 4, reward {row['reward']:.4g}, advantage {row['advantage']:.4g}" in printed
+        assert row["completion"] in printed
+    assert printed.count("length: graded") == 4
+
+
+def test_show_without_numbers_prints_the_first_group_of_the_last_block(run, capsys):
+    assert main(["show", str(run.path)]) == 0
+    assert "block 2, group 1 of 4" in capsys.readouterr().out
+
+
+def test_what_a_model_wrote_cannot_steer_the_terminal(tmp_path, capsys):
+    folder = RunFolder(tmp_path)
+    folder.rollouts.mkdir()
+    folder.write_config("name: hostile")
+    text = "\x1b]0;owned\x07[bold]plain[/bold]"
+    verdict = Verdict(1.0, "graded", message="said \x1b[2J")
+    completion = Completion("7", (4, 2), text, "stop")
+    folder.write_rollouts(1, [Group(Prompt("7", "2+2=", (4,)), (completion,), ({"length": verdict},), (1.0,))])
+    assert main(["show", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert "\x07" not in printed
+    assert "[bold]plain[/bold]" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [(["--block", "9"], "1 to 2"), (["--group", "5"], "1 to 4"), (["--group", "0"], "1 to 4")]
+)
+def test_a_group_that_is_not_there_exits_2_with_those_that_are(run, capsys, arguments, said):
+    assert main(["show", str(run.path), *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["export"], ["sample", "--prompt", "x"], ["show"]])
+def test_a_folder_that_is_no_run_exits_2(tmp_path, capsys, command):
+    assert main([command[0], str(tmp_path), *command[1:]]) == 2
+    assert "config.yaml" in capsys.readouterr().err
+
+
+def test_recipes_are_listed_without_waiting_for_torch():
+    program = "import sys, logitless.cli.recipes; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
