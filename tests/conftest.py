@@ -15,13 +15,17 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as for a background job
 
 from jaxtyping import install_import_hook
 
-MODELS = Path(__file__).parents[1] / "src" / "logitless" / "models"
+PACKAGE = Path(__file__).parents[1] / "src" / "logitless"
 
 # Every module but Triton kernels, whose source Triton reads itself.
 CHECKED = [
     "logitless.types",
     "logitless.objective",
-    *(f"logitless.models.{module.stem}" for module in MODELS.glob("[!_]*.py")),
+    *(
+        f"logitless.{part}.{module.stem}"
+        for part in ("models", "rollout")
+        for module in (PACKAGE / part).glob("[!_]*.py")
+    ),
     "logitless.head.contract",
     "logitless.head.reference",
     "logitless.head.chunked",
@@ -30,7 +34,6 @@ CHECKED = [
     "logitless.head.api",
     "logitless.data",
     "logitless.distributed",
-    "logitless.rollout",
     "logitless.train",
 ]
 install_import_hook(CHECKED, "beartype.beartype")

@@ -55,6 +55,7 @@ class Completion:
         trained: False for tokens that a tool or environment wrote; None when all are the policy's.
         turn: non-decreasing id of the assistant turn of each token; None for single-turn completions.
         weights_version: of the weights that it was drawn with, as ``Engine.load`` was told; None where nobody knows.
+        entropy_sampler: nats per token, of the distribution that it was drawn from; None where the engine gives none.
 
     Raises:
         InputError: a per-token field has another length than ``token_ids``.
@@ -72,9 +73,10 @@ class Completion:
     trained: tuple[bool, ...] | None = None
     turn: tuple[int, ...] | None = None
     weights_version: int | None = None
+    entropy_sampler: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("logp_sampler", "trained", "turn"):
+        for name in ("logp_sampler", "trained", "turn", "entropy_sampler"):
             value = getattr(self, name)
             if value is not None and len(value) != len(self.token_ids):
                 raise InputError(

@@ -70,3 +70,13 @@ class Engine(Protocol):
     def close(self) -> None:
         """Give back what the engine holds (processes, memory); it is not used afterwards."""
         ...
+
+
+@runtime_checkable
+class ExactEngine(Engine, Protocol):
+    """An engine that may have the bits of training: where it has, its log-probs stand for a scoring pass."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether ``logp_sampler`` and ``entropy_sampler``, sampled without filters, are the trainer's in every bit."""
+        ...

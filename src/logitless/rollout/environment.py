@@ -186,6 +186,7 @@ def _joined(turns: Sequence[tuple[Completion, Reply]]) -> Completion:
     trained: list[bool] = []
     turn: list[int] = []
     logp: list[float] | None = []
+    entropy: list[float] | None = []
     for number, (completion, reply) in enumerate(turns):
         given = reply.token_ids if number + 1 < len(turns) else ()
         ids += (*completion.token_ids, *given)
@@ -195,6 +196,10 @@ def _joined(turns: Sequence[tuple[Completion, Reply]]) -> Completion:
             logp += (*completion.logp_sampler, *(0.0 for _ in given))  # what is given has probability 1
         else:
             logp = None
+        if entropy is not None and completion.entropy_sampler is not None:
+            entropy += (*completion.entropy_sampler, *(0.0 for _ in given))
+        else:
+            entropy = None
     versions = [completion.weights_version for completion, _ in turns]
     return Completion(
         prompt_id=first.prompt_id,
@@ -205,4 +210,5 @@ def _joined(turns: Sequence[tuple[Completion, Reply]]) -> Completion:
         trained=tuple(trained),
         turn=tuple(turn),
         weights_version=min((v for v in versions if v is not None), default=None),
+        entropy_sampler=None if entropy is None else tuple(entropy),
     )

@@ -21,8 +21,14 @@ from logitless.types import Completion, Prompt
 
 _Kinds = dict[str, tuple[type, ...]]
 _REQUIRED: _Kinds = {"prompt_id": (str,), "token_ids": (int,), "text": (str,), "finish_reason": (str,)}
-_OPTIONAL: _Kinds = {"logp_sampler": (float, int), "trained": (bool,), "turn": (int,), "weights_version": (int,)}
-_SEQUENCES = {"token_ids", "logp_sampler", "trained", "turn"}
+_OPTIONAL: _Kinds = {
+    "logp_sampler": (float, int),
+    "trained": (bool,),
+    "turn": (int,),
+    "weights_version": (int,),
+    "entropy_sampler": (float, int),
+}
+_SEQUENCES = {"token_ids", "logp_sampler", "trained", "turn", "entropy_sampler"}
 
 
 class RecordedEngine:
@@ -129,6 +135,7 @@ def write_completions(path: str | Path, completions: Sequence[Completion]) -> No
         from pyarrow import parquet
 
         lists = {"token_ids": pa.int64(), "logp_sampler": pa.float64(), "trained": pa.bool_(), "turn": pa.int64()}
+        lists["entropy_sampler"] = pa.float64()
         types = {name: pa.list_(of) for name, of in lists.items()} | {"weights_version": pa.int64()}
         schema = pa.schema([(name, types.get(name, pa.string())) for name in _fields()])
         parquet.write_table(pa.Table.from_pylist(rows, schema=schema), path)

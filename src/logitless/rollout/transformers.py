@@ -26,11 +26,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicLayer
 
 from logitless.errors import InputError, TrainingError, UnavailableError
+from logitless.rollout.completions import check_prompts, made_completions, stop_ids, stop_window, with_stop_string
 from logitless.rollout.engine import Weights
 from logitless.rollout.sampling import SamplingOptions, draw, penalized, sampling_logp
 from logitless.types import Completion, Prompt
 
-_TEXT = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 # Not cuDNN's, which spends milliseconds on a plan for every new length, that is on every step.
 _DECODING_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _COMPACT_BELOW = 0.75  # share of live rows under which ended ones are removed from the batch
@@ -144,29 +144,8 @@ class TransformersEngine:
         return completions
 
     def _check(self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions) -> None:
-        if num_samples < 1:
-            raise InputError(needed="at least 1 sample a prompt", given=str(num_samples), remedy="Ask for 1 or more.")
-        ids = [prompt.id for prompt in prompts]
-        if len(set(ids)) < len(ids):
-            raise InputError(
-                needed="prompts with distinct ids, which seed their completions",
-                given=f"{next(i for i in ids if ids.count(i) > 1)!r} more than once",
-                remedy="Ask for more samples of the prompt instead.",
-            )
-        limit = getattr(self._config, "max_position_embeddings", None)
+        check_prompts(prompts, num_samples, options, getattr(self._config, "max_position_embeddings", None))
         for prompt in prompts:
-            if not prompt.token_ids:
-                raise InputError(
-                    needed="prompts with at least one token",
-                    given=f"prompt {prompt.id!r} with none",
-                    remedy="Drop empty prompts, or start them with a BOS token.",
-                )
-            if limit is not None and len(prompt.token_ids) + options.max_new_tokens > limit:
-                raise InputError(
-                    needed=f"prompt and completion within the model's {limit} positions",
-                    given=f"prompt {prompt.id!r} of {len(prompt.token_ids)} tokens and {options.max_new_tokens} new",
-                    remedy="Lower max_new_tokens or drop long prompts.",
-                )
             self._check_rotary(prompt, options)
 
     def _check_rotary(self, prompt: Prompt, options: SamplingOptions) -> None:
@@ -197,7 +176,7 @@ class TransformersEngine:
         num_rows, max_new = len(rows), options.max_new_tokens
         uniform = np.stack([_uniforms(seed, prompts[p].id, g, max_new) for p, g in rows])
         noise = torch.from_numpy(uniform).to(device)
-        ends = torch.tensor(self._stop_ids(options), device=device)
+        ends = torch.tensor(stop_ids(self.tokenizer, self._model, options), device=device)
         tokens = torch.zeros(num_rows, max_new, dtype=torch.long, device=device)
         logps = torch.zeros(num_rows, max_new, device=device)
         lengths = torch.full((num_rows,), max_new, device=device)
@@ -318,30 +297,13 @@ class TransformersEngine:
             options["logits_to_keep"] = 1
         return self._model(**options).logits[:, -1].float()
 
-    def _stop_ids(self, options: SamplingOptions) -> list[int]:
-        """Tokens that end a completion: the tokenizer's EOS, the model's, and the caller's.
-
-        The model's count where the tokenizer sets them apart too: a config made by hand names its class's default.
-        """
-        configured = getattr(getattr(self._model, "generation_config", None), "eos_token_id", None)
-        models = {configured} if isinstance(configured, int) else set(configured or ())
-        return sorted(
-            {
-                self.tokenizer.eos_token_id,
-                *(models & self.tokenizer.added_tokens_decoder.keys()),
-                *options.stop_token_ids,
-            }
-        )
-
     def _stop_string_came(
         self, tokens: Int[Tensor, "A S"], step: int, batch: "_Batch", stop: Sequence[str]
     ) -> Bool[Tensor, "R"]:
         """Live rows whose text now contains a stop string; only the text's end can have brought one."""
-        window = max(len(string.encode()) for string in stop) + 8  # every token has at least a byte; 8 to spare
         live = (~batch.ended).nonzero()[:, 0]
-        ends = tokens[batch.row[live], max(0, step + 1 - window) : step + 1]
-        texts = self.tokenizer.batch_decode(ends.tolist(), **_TEXT)
-        came = torch.tensor([any(string in text for string in stop) for text in texts], device=tokens.device)
+        ends = tokens[batch.row[live], max(0, step + 1 - stop_window(stop)) : step + 1]
+        came = torch.tensor(with_stop_string(self.tokenizer, ends.tolist(), stop), device=tokens.device)
         return torch.zeros_like(batch.ended).index_copy(0, live, came)
 
     def _completions(
@@ -353,23 +315,15 @@ class TransformersEngine:
         logps: list[list[float]],
         lengths: list[int],
     ) -> list[Completion]:
-        ends = set(self._stop_ids(options))
-        kept = [ids[:length] for ids, length in zip(tokens, lengths, strict=True)]
-        texts = self.tokenizer.batch_decode([ids[:-1] if ids[-1] in ends else ids for ids in kept], **_TEXT)
-        completions = []
-        for (p, _), ids, logp, text in zip(rows, kept, logps, texts, strict=True):
-            cut = min((at for string in options.stop if (at := text.find(string)) >= 0), default=None)
-            completions.append(
-                Completion(
-                    prompt_id=prompts[p].id,
-                    token_ids=tuple(ids),
-                    text=text[:cut],
-                    finish_reason="stop" if cut is not None or ids[-1] in ends else "length",
-                    logp_sampler=tuple(logp[: len(ids)]),
-                    weights_version=self._version,
-                )
-            )
-        return completions
+        return made_completions(
+            self.tokenizer,
+            [prompts[p].id for p, _ in rows],
+            [ids[:length] for ids, length in zip(tokens, lengths, strict=True)],
+            [logp[:length] for logp, length in zip(logps, lengths, strict=True)],
+            options=options,
+            ends=stop_ids(self.tokenizer, self._model, options),
+            version=self._version,
+        )
 
 
 @dataclass

@@ -60,9 +60,9 @@ def lag_metrics(block: JudgedBlock, *, version: int) -> Numbers:
     return {"rollout/lag_mean": sum(lags) / len(lags), "rollout/lag_max": max(lags)} if lags else {}
 
 
-def scoring_metrics(block: ScoredBlock, *, seconds: float) -> Numbers:
-    """How fast the tokens were scored, once a policy."""
-    num_scored = block.packed.num_tokens * (1 if block.logp_ref is None else 2)
+def scoring_metrics(block: ScoredBlock, *, passes: int, seconds: float) -> Numbers:
+    """How fast the tokens were scored, in so many passes over them: the policy's and the reference's."""
+    num_scored = block.packed.num_tokens * passes
     return {"time/scoring_seconds": seconds, "throughput/scoring_tokens_per_second": num_scored / seconds}
 
 

@@ -115,10 +115,22 @@ class RecordedEngineSection(Section):
     path: str = Field(description="JSONL or Parquet file of completions")
 
 
+class GpuEngineSection(Section):
+    """Sample on a GPU with the policy itself, by its row-invariant layers: with the bits of training."""
+
+    name: Literal["gpu"] = "gpu"
+    memory: PositiveInt | None = Field(
+        None, description="bytes for keys and values while sampling; None: half of what is free then"
+    )
+    recount_every: PositiveInt = Field(
+        10, description="blocks after which a scoring pass is made all the same and compared, bit for bit"
+    )
+
+
 class RolloutSection(Section):
     """One round of generation: a block."""
 
-    engine: TransformersEngineSection | RecordedEngineSection = Field(
+    engine: TransformersEngineSection | RecordedEngineSection | GpuEngineSection = Field(
         default_factory=TransformersEngineSection, discriminator="name", description="what samples"
     )
     prompts_per_block: PositiveInt = Field(32, description="P, prompts a block")
@@ -314,6 +326,20 @@ class Recipe(Section):
             f"model.autocast={self.model.autocast} beside model.trained_dtype={self.model.trained_dtype}",
             "Remove model.autocast: products of bfloat16 weights are in bfloat16 as they are.",
         )
+        if isinstance(self.rollout.engine, GpuEngineSection):
+            _require(
+                self.model.layers == "row_invariant",
+                "model.layers: row_invariant under rollout.engine gpu, which decodes through them",
+                f"model.layers={self.model.layers}",
+                "Set it.",
+            )
+            backends = (self.train.scoring_backend, self.train.training_backend)
+            _require(
+                all(backend in ("auto", "fused") for backend in backends),
+                "the head's fused backend under rollout.engine gpu, whose log-probs it gives",
+                f"train.scoring_backend={backends[0]}, train.training_backend={backends[1]}",
+                "Leave both at auto.",
+            )
         if self.algorithm.correction is not None:
             sampling = self.rollout.sampling
             self.algorithm.correction.check_sampling(

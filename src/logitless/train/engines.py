@@ -7,10 +7,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from logitless.errors import UnavailableError
 from logitless.rollout.engine import Engine, Weights
 from logitless.rollout.recorded import RecordedEngine
 from logitless.rollout.transformers import TransformersEngine
-from logitless.train.config import Recipe, RecordedEngineSection, TransformersEngineSection
+from logitless.train.config import GpuEngineSection, Recipe, RecordedEngineSection, TransformersEngineSection
 
 
 @dataclass(frozen=True)
@@ -66,3 +67,19 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
             return Engines(here, here)
         case RecordedEngineSection(path=path):
             return Engines(RecordedEngine(Path(path)), here)
+        case GpuEngineSection(memory=memory):
+            gpu = _gpu_engine(recipe, model, tokenizer, memory)
+            return Engines(gpu, gpu)
+
+
+def _gpu_engine(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizerBase, memory: int | None) -> Engine:
+    try:
+        from logitless.rollout.gpu import GpuEngine
+    except ImportError as error:
+        raise UnavailableError(
+            needed="Triton, for rollout.engine gpu",
+            given=str(error),
+            remedy="Install logitless[triton], or sample with rollout.engine: {name: transformers}.",
+        ) from error
+    rollout = recipe.rollout
+    return GpuEngine(model, tokenizer, max_rows=rollout.max_rows, prefill_tokens=rollout.prefill_tokens, memory=memory)

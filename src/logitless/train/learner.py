@@ -36,7 +36,7 @@ from logitless.train.score import score
 from logitless.train.setup import value_head_section
 from logitless.train.step import MicroBatch, backward, step_batch, step_metrics
 from logitless.train.stored import load_block, stored_block
-from logitless.types import Group, TokenBatch
+from logitless.types import Group, TokenBatch, TokenScores
 
 
 @dataclass
@@ -120,11 +120,12 @@ class Learner:
 
     # --- before training on a block
 
-    def score(self, packed: PackedBlock) -> ScoredBlock:
+    def score(self, packed: PackedBlock, sampled: TokenScores | None = None) -> ScoredBlock:
         """The block under policy and reference, in the packing of the first epoch, so that its first ratio is 1.
 
         Args:
             packed: has a token.
+            sampled: scores by an engine with the policy's bits, which need no pass of the policy.
         """
         return score(
             packed,
@@ -134,6 +135,7 @@ class Learner:
             temperature=self.recipe.rollout.sampling.temperature,
             backend=self.recipe.train.scoring_backend,
             ranks=self.ranks,
+            sampled=sampled,
         )
 
     def with_advantages(self, scored: ScoredBlock, groups: Sequence[Group]) -> AdvantagedBlock:

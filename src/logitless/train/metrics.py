@@ -146,6 +146,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("sampler/logp_difference_mean", "nat", "mean", "token", "abs(logp_old - logp_sampler)"),
     Metric("sampler/logp_difference_p95", "nat", "p95", "token", "the same"),
     Metric("sampler/logp_difference_max", "nat", "max", "token", "the same"),
+    Metric(
+        "sampler/mismatched_tokens",
+        "token",
+        "sum",
+        "block",
+        "tokens of a recounted block whose logp_sampler or entropy has another bit than logp_old: 0, or the run ends",
+    ),
     Metric("sampler/missing", "token", "sum", "token", "tokens without logp_sampler"),
     Metric("sampler/correction_mean", "1", "mean", "token", "factor of the sampler correction"),
     Metric("sampler/correction_effective_fraction", "1", "last", "step", "(sum c)^2 / (n sum c^2) of that factor c"),

@@ -18,7 +18,7 @@ from logitless.head.chunked import default_budget
 from logitless.models.lm_head import causal_lm
 from logitless.models.value_head import ValueHead
 from logitless.train.checks import check_before_start
-from logitless.train.config import Recipe
+from logitless.train.config import GpuEngineSection, Recipe
 from logitless.train.engines import open_engines
 from logitless.train.masters import master_of
 from logitless.train.setup import (
@@ -152,6 +152,8 @@ def sampling_bytes(recipe: Recipe, config: Any, number: int) -> int:
     rows = min(rollout.max_rows, rollout.prompts_per_block * rollout.completions_per_prompt)
     length = longest + rollout.sampling.max_new_tokens
     cache = rows * length * config.num_hidden_layers * 2 * kv_heads * head_dim * number
+    if isinstance(rollout.engine, GpuEngineSection) and rollout.engine.memory is not None:
+        cache = min(cache, rollout.engine.memory)
     prompts = -(-rows // rollout.completions_per_prompt)
     read_at_once = max(longest, min(rollout.prefill_tokens, prompts * longest))
     return cache + read_at_once * 17 * config.hidden_size * number

@@ -12,9 +12,12 @@ from logitless.train.block_metrics import (
     value_metrics,
 )
 from logitless.train.collector import Collector
+from logitless.train.config import GpuEngineSection, RolloutSection
 from logitless.train.journal import Journal
 from logitless.train.learner import Learner
 from logitless.train.metrics import Numbers
+from logitless.train.sampled import check_same, sampled_scores
+from logitless.types import TokenScores
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,25 @@ def prepare(collector: Collector, learner: Learner, journal: Journal) -> Prepare
     if not packed.packed.num_tokens:
         journal.write_rollouts(done + 1, judged)
         return Prepared(judged, None, metrics)
+    sampled = None
+    if learner.policy.value_head is None:  # its values need the pass
+        sampled = sampled_scores(judged.trained, collector.engine, collector.options.sampling, learner.version)
+    if learner.ranks.any(sampled is None):  # all ranks make the pass, or none
+        sampled = None
+    recount = sampled is not None and done % _recount_every(collector.options) == 0
     with journal.phase("scoring") as seconds:
-        scored = learner.score(packed)
+        scored = learner.score(packed, None if recount else sampled)
+    passes = (sampled is None or recount) + (scored.logp_ref is not None)
+    if sampled is not None and recount:
+        metrics["sampler/mismatched_tokens"] = check_same(sampled, TokenScores(scored.logp_old, scored.entropy_old))
     block = learner.with_advantages(scored, judged.trained)
     advantages = advantages_of(block, judged)
-    metrics |= scoring_metrics(scored, seconds=seconds[0])
+    metrics |= scoring_metrics(scored, passes=passes, seconds=seconds[0])
     metrics |= advantage_metrics(advantages, learner.algorithm.advantage) | value_metrics(block)
     journal.write_rollouts(done + 1, judged, advantages)
     return Prepared(judged, block, metrics)
+
+
+def _recount_every(options: RolloutSection) -> int:
+    """Blocks after which sampled scores are compared with a pass; each of them for an engine that no recipe names."""
+    return options.engine.recount_every if isinstance(options.engine, GpuEngineSection) else 1

@@ -22,6 +22,7 @@ def score(
     temperature: float,
     backend: Backend,
     ranks: Ranks = Ranks.alone(),
+    sampled: TokenScores | None = None,
 ) -> ScoredBlock:
     """The block with what the policy and the reference say of its tokens.
 
@@ -33,12 +34,13 @@ def score(
         temperature: of sampling.
         backend: of the head.
         ranks: that share the rows.
+        sampled: what an engine with the policy's bits said of the tokens; the policy makes no pass then.
     """
 
     def under(scorer: Scorer) -> TokenScores:
         return scores_of(scorer, block.packed, micro_batches, temperature=temperature, backend=backend, ranks=ranks)
 
-    old = under(policy)
+    old = under(policy) if sampled is None else sampled
     ref = None if reference is None else under(reference).logp
     return ScoredBlock(
         packed=block.packed,

@@ -1,0 +1,119 @@
+"""What every engine does around the model: prompts checked before, stops recognised, text cut and completions made."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from logitless.errors import InputError
+from logitless.rollout.sampling import SamplingOptions
+from logitless.types import Completion, Prompt
+
+_TEXT = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+
+
+def check_prompts(prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, limit: int | None) -> None:
+    """Refuse what cannot be sampled.
+
+    Args:
+        prompts: to complete.
+        num_samples: of each.
+        options: of sampling.
+        limit: positions that the model has, or None.
+
+    Raises:
+        InputError: no samples, an empty prompt, two with one id, or one whose completion would not fit into the model.
+    """
+    if num_samples < 1:
+        raise InputError(needed="at least 1 sample a prompt", given=str(num_samples), remedy="Ask for 1 or more.")
+    ids = [prompt.id for prompt in prompts]
+    if len(set(ids)) < len(ids):
+        raise InputError(
+            needed="prompts with distinct ids, which seed their completions",
+            given=f"{next(i for i in ids if ids.count(i) > 1)!r} more than once",
+            remedy="Ask for more samples of the prompt instead.",
+        )
+    for prompt in prompts:
+        if not prompt.token_ids:
+            raise InputError(
+                needed="prompts with at least one token",
+                given=f"prompt {prompt.id!r} with none",
+                remedy="Drop empty prompts, or start them with a BOS token.",
+            )
+        if limit is not None and len(prompt.token_ids) + options.max_new_tokens > limit:
+            raise InputError(
+                needed=f"prompt and completion within the model's {limit} positions",
+                given=f"prompt {prompt.id!r} of {len(prompt.token_ids)} tokens and {options.max_new_tokens} new",
+                remedy="Lower max_new_tokens or drop long prompts.",
+            )
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase, model: nn.Module, options: SamplingOptions) -> list[int]:
+    """Tokens that end a completion: the tokenizer's EOS, the model's, and the caller's.
+
+    The model's count where the tokenizer sets them apart too: a config made by hand names its class's default.
+    """
+    configured: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    models = {configured} if isinstance(configured, int) else set(configured or ())
+    return sorted({tokenizer.eos_token_id, *(models & tokenizer.added_tokens_decoder.keys()), *options.stop_token_ids})
+
+
+def stop_window(stop: Sequence[str]) -> int:
+    """Last tokens of a completion in which a stop string that came just now lies: every token has at least a byte.
+
+    Example:
+        >>> stop_window(["</answer>", "."])
+        17
+    """
+    return max(len(string.encode()) for string in stop) + 8  # 8 to spare
+
+
+def with_stop_string(
+    tokenizer: PreTrainedTokenizerBase, ends: Sequence[Sequence[int]], stop: Sequence[str]
+) -> list[bool]:
+    """Whether the text of each run of tokens contains a stop string."""
+    texts = tokenizer.batch_decode([list(ids) for ids in ends], **_TEXT)
+    return [any(string in text for string in stop) for text in texts]
+
+
+def made_completions(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: Sequence[str],
+    tokens: Sequence[Sequence[int]],
+    logps: Sequence[Sequence[float]],
+    *,
+    options: SamplingOptions,
+    ends: Sequence[int],
+    version: int,
+    entropies: Sequence[Sequence[float]] | None = None,
+) -> list[Completion]:
+    """Completions of tokens that end where they stop.
+
+    Args:
+        tokenizer: decodes them.
+        prompt_ids: of the prompt of each.
+        tokens: of each, the stop token included.
+        logps: ``logp_sampler`` of each.
+        options: of sampling.
+        ends: as of ``stop_ids``.
+        version: of the weights.
+        entropies: of each, where the engine has them.
+    """
+    special = set(ends)
+    texts = tokenizer.batch_decode([list(ids[:-1] if ids[-1] in special else ids) for ids in tokens], **_TEXT)
+    completions = []
+    for i, (prompt_id, ids, logp, text) in enumerate(zip(prompt_ids, tokens, logps, texts, strict=True)):
+        cut = min((at for string in options.stop if (at := text.find(string)) >= 0), default=None)
+        completions.append(
+            Completion(
+                prompt_id=prompt_id,
+                token_ids=tuple(ids),
+                text=text[:cut],
+                finish_reason="stop" if cut is not None or ids[-1] in special else "length",
+                logp_sampler=tuple(logp),
+                weights_version=version,
+                entropy_sampler=None if entropies is None else tuple(entropies[i]),
+            )
+        )
+    return completions

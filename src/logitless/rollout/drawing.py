@@ -1,0 +1,103 @@
+"""Drawing tokens on the device: no step waits for the host, and a token depends on its own row alone.
+
+A token follows from its row of logits and from (seed, prompt id, sample, position): see ``kernels/draw.py`` for how.
+What is in the other rows, and how many there are, changes no bit of it.
+"""
+
+import hashlib
+import math
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from logitless.errors import UnavailableError
+from logitless.rollout.sampling import SamplingOptions, penalized
+
+_HIGH = 0x7F800000  # the rank of infinity; those of finite numbers lie between it and its opposite
+
+
+class Drawn(NamedTuple):
+    """One token a row.
+
+    Args:
+        token: a valid index, whatever the row holds.
+        logp: of the distribution that was sampled from, where it is not the model's softmax at this temperature; None
+            where it is, for then the head gives it from the hidden states.
+        finite: whether there was a distribution to draw from.
+    """
+
+    token: Int[Tensor, "R"]
+    logp: Float[Tensor, "R"] | None
+    finite: Bool[Tensor, "R"]
+
+
+def key_of(seed: int, prompt_id: str, sample: int) -> int:
+    """What a completion's randomness comes from, together with the position of each token; 64 bits.
+
+    Example:
+        >>> key_of(0, "7", 0) == key_of(0, "7", 0), key_of(0, "7", 0) == key_of(0, "7", 1)
+        (True, False)
+    """
+    digest = hashlib.blake2b(f"{seed}/{sample}/{prompt_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def draw_tokens(
+    logits: Float[Tensor, "R V"],
+    key: Int[Tensor, "R"],
+    position: Int[Tensor, "R"],
+    options: SamplingOptions,
+    seen: Bool[Tensor, "R V"] | None = None,
+) -> Drawn:
+    """A token a row from ``sampling_logp(logits, options, seen)``, at temperature 0 the most likely one.
+
+    At temperature 0 the lowest of equally likely tokens is taken. Tokens as likely as the last one that top-p keeps are
+    all kept, as with top-k. Nothing waits for the device, so that it can be captured in a graph.
+
+    Args:
+        logits: float32, on CUDA (on the CPU under Triton's interpreter alone).
+        key: int64, of each row's completion.
+        position: int32; with the key it settles the noise.
+        options: the same for all rows.
+        seen: tokens each row already has; needed when there is a repetition penalty.
+
+    Raises:
+        UnavailableError: there is no Triton.
+    """
+    kernels = _kernels()
+    logits = penalized(logits, options, seen)
+    lowest = log_normaliser = None
+    temperature = options.temperature or 1.0
+    if options.filters_distribution and options.temperature > 0:
+        lowest, log_normaliser = kernels.filter_rows(
+            logits,
+            temperature=temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            log_min_p=math.log(options.min_p) if options.min_p > 0 else None,
+        )
+    best = kernels.draw_rows(
+        logits, key, position, temperature=temperature, noise=options.temperature > 0, lowest=lowest
+    )
+    token, rank = 0xFFFFFFFF - (best & 0xFFFFFFFF), best >> 32
+    finite = (rank < _HIGH) & (rank > -_HIGH - 1)
+    logp = None
+    if log_normaliser is not None:
+        logp = logits.gather(1, token[:, None])[:, 0] / temperature - log_normaliser
+    elif options.temperature == 0:
+        logp = torch.where(finite, 0.0, torch.nan)
+    return Drawn(token, logp, finite)
+
+
+def _kernels() -> Any:
+    try:
+        from logitless.rollout.kernels import draw
+    except ImportError as error:
+        raise UnavailableError(
+            needed="Triton, for drawing on the device",
+            given=str(error),
+            remedy="Install logitless[triton], or sample with rollout.engine: {name: transformers}.",
+        ) from error
+    return draw

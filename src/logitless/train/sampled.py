@@ -1,0 +1,75 @@
+"""Scores that an engine gave when it sampled, in place of a pass of the policy, where it promises the same bits.
+
+An engine with the bits of training says what the policy's scoring pass would say. That is a promise about this machine,
+so it is looked at: every few blocks the pass is made all the same, and one token with another bit ends the run.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from logitless.errors import TrainingError
+from logitless.rollout.engine import Engine, ExactEngine
+from logitless.rollout.sampling import SamplingOptions
+from logitless.types import Completion, Group, TokenScores
+
+
+def sampled_scores(
+    groups: Sequence[Group], engine: Engine, options: SamplingOptions, version: int
+) -> TokenScores | None:
+    """logp and entropy [N] of the groups' trained tokens as they were sampled; None where a pass has to say.
+
+    Args:
+        groups: that are trained on, in order.
+        engine: that sampled them.
+        options: of sampling; where they filter, tokens were drawn from something else than the policy.
+        version: of the policy's weights. Completions of others are scored anew.
+    """
+    if not isinstance(engine, ExactEngine) or not engine.exact or options.filters_distribution:
+        return None
+    completions = [completion for group in groups for completion in group.completions]
+    if any(c.weights_version != version or c.logp_sampler is None or c.entropy_sampler is None for c in completions):
+        return None
+    return TokenScores(
+        logp=torch.tensor([x for c in completions for x in _trained(c, c.logp_sampler)], dtype=torch.float32),
+        entropy=torch.tensor([x for c in completions for x in _trained(c, c.entropy_sampler)], dtype=torch.float32),
+    )
+
+
+def mismatched(sampled: TokenScores, scored: TokenScores) -> int:
+    """Tokens whose log-prob or entropy has another bit.
+
+    Example:
+        >>> a = TokenScores(torch.zeros(2), torch.ones(2))
+        >>> mismatched(a, a), mismatched(a, TokenScores(torch.tensor([0.0, 1e-40]), torch.ones(2)))
+        (0, 1)
+    """
+    return int((_differ(sampled.logp, scored.logp) | _differ(sampled.entropy, scored.entropy)).sum())
+
+
+def check_same(sampled: TokenScores, scored: TokenScores) -> int:
+    """0, the tokens of a recount that differ.
+
+    Raises:
+        TrainingError: there are some.
+    """
+    count = mismatched(sampled, scored)
+    if count:
+        largest = float((sampled.logp - scored.logp).abs().max())
+        raise TrainingError(
+            needed="log-probs of the sampler that are the trainer's in every bit",
+            given=f"{count} of {len(sampled.logp)} tokens that differ, by at most {largest:.3g} nats",
+            remedy="Run `logitless bench bits` on this machine; sample with rollout.engine: {name: transformers}, which"
+            " promises no bits.",
+        )
+    return count
+
+
+def _differ(a: Tensor, b: Tensor) -> Tensor:
+    return a.view(torch.int32) != b.view(torch.int32)
+
+
+def _trained(completion: Completion, values: Sequence[float] | None) -> list[float]:
+    assert values is not None
+    return [x for j, x in enumerate(values) if completion.trained is None or completion.trained[j]]

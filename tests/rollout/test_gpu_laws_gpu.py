@@ -1,0 +1,66 @@
+"""The engine on a GPU, with graphs: training's bits over many tokens, while the weights change between blocks."""
+
+import pytest
+import torch
+
+from logitless.data.packing import pack
+from logitless.models.char_tokenizer import character_tokenizer
+from logitless.models.loading import load_model
+from logitless.models.lora import LoraOptions, add_lora
+from logitless.rollout.engine import Weights
+from logitless.rollout.gpu import GpuEngine
+from logitless.rollout.sampling import SamplingOptions
+from logitless.train.policy import Policy
+from logitless.types import Prompt
+from tests.models.tiny import CONFIGS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
+WIDE |= {"vocab_size": 4000, "max_position_embeddings": 4096, "head_dim": 64, "initializer_range": 0.05}
+
+
+@pytest.fixture(autouse=True)
+def ordinary_memory():
+    """Poison is written by a kernel of its own before every launch, which a captured graph would repeat."""
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    yield
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_every_token_has_the_trainers_bits_while_weights_change_between_blocks(lora):
+    config = {**CONFIGS["qwen3"], **WIDE}
+    model = load_model(config, random_weights=True, seed=1, dtype=torch.bfloat16, device="cuda").eval()
+    if lora:
+        model = add_lora(model, LoraOptions(rank=8))
+    engine = GpuEngine(model, character_tokenizer("abcdefgh"), max_rows=96, prefill_tokens=2000)
+    policy, generator = Policy(model), torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, 700, (24,), generator=generator).tolist()
+    prompts = [
+        Prompt(str(i), "", tuple(torch.randint(3, 4000, (n,), generator=generator).tolist()))
+        for i, n in enumerate(lengths)
+    ]
+    options = SamplingOptions(max_new_tokens=150, temperature=0.9, stop_token_ids=tuple(range(3, 20)))
+    for block in range(3):
+        groups = engine.sample(prompts, 8, options, seed=block)
+        assert engine.exact
+        pairs = [(p, c) for p, group in zip(prompts, groups, strict=True) for c in group]
+        tokens = 0
+        for start in range(0, len(pairs), 24):
+            part = pairs[start : start + 24]
+            with torch.no_grad():
+                scores = policy.scores(pack(part), temperature=0.9, backend="fused")
+            assert scores.logp.tolist() == [x for _, c in part for x in c.logp_sampler]
+            assert scores.entropy.tolist() == [x for _, c in part for x in c.entropy_sampler]
+            tokens += len(scores.logp)
+        assert tokens > 5000
+        alone = engine.sample(prompts[5:6], 3, options, seed=block)
+        assert alone[0] == groups[5][:3]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad or not lora:
+                    parameter.add_(0.01 * torch.randn_like(parameter))
+        engine.load(Weights.of(model), block + 1)

@@ -1,0 +1,143 @@
+"""An engine with training's bits: the scoring pass is left out, and a recount that differs ends the run."""
+
+import pytest
+import torch
+
+from logitless.errors import ConfigurationError, TrainingError
+from logitless.head import fused
+from logitless.rollout import gpu
+from logitless.rollout.sampling import SamplingOptions
+from logitless.train import prepare
+from logitless.train.plan import plan_of
+from logitless.train.policy import Policy
+from logitless.train.run import start
+from logitless.train.sampled import check_same, sampled_scores
+from logitless.types import Completion, Group, Prompt, TokenScores
+from tests.head.interpreter import complete_interpreter, interpreted
+from tests.models.kernels.exact_products import sum_products_in_float64
+from tests.train.tiny import tiny_recipe
+
+pytest.importorskip("triton")
+
+SMALL = {
+    "model__layers": "row_invariant",
+    "rollout__engine": {"name": "gpu", "recount_every": 2},
+    "rollout__prompts_per_block": 2,
+    "rollout__completions_per_prompt": 2,
+    "rollout__sampling": {"max_new_tokens": 3},
+    "train__epochs_per_block": 1,
+    "train__tokens_per_step": 1000,
+    "data__held_out": None,
+    "kl": None,
+}
+
+
+class Exact:
+    exact = True
+
+    def sample(self, prompts, num_samples, options, *, seed): ...
+    def load(self, weights, version): ...
+    def close(self): ...
+
+
+def group(version=3, logp=(-0.5, 0.0), entropy=(1.0, 0.0), trained=(True, False)):
+    completion = Completion("7", (4, 5), "ab", "stop", logp, trained, None, version, entropy)
+    return [Group(Prompt("7", "", (4,)), (completion,), ({},), (1.0,))]
+
+
+PLAIN = SamplingOptions(max_new_tokens=3)
+
+
+def test_scores_are_those_of_trained_tokens():
+    scores = sampled_scores(group(), Exact(), PLAIN, version=3)
+    assert (scores.logp.tolist(), scores.entropy.tolist()) == ([-0.5], [1.0])
+
+
+@pytest.mark.parametrize(
+    ("groups", "engine", "options", "version"),
+    [
+        (group(), Exact(), SamplingOptions(max_new_tokens=3, top_p=0.9), 3),
+        (group(), Exact(), PLAIN, 4),
+        (group(logp=None), Exact(), PLAIN, 3),
+        (group(entropy=None), Exact(), PLAIN, 3),
+        (group(), object(), PLAIN, 3),
+    ],
+)
+def test_a_pass_is_made_where_the_sampler_does_not_say_what_the_policy_says(groups, engine, options, version):
+    if engine.__class__ is object:
+        engine = type("Inexact", (Exact,), {"exact": False})()
+    assert sampled_scores(groups, engine, options, version=version) is None
+
+
+def test_one_bit_ends_the_run():
+    a = TokenScores(torch.tensor([-0.5, -0.25]), torch.ones(2))
+    assert check_same(a, a) == 0
+    b = TokenScores(torch.nextafter(a.logp, torch.zeros(2)), a.entropy)
+    with pytest.raises(TrainingError, match="2 of 2 tokens that differ"):
+        check_same(a, b)
+
+
+@pytest.fixture
+def interpreted_head(monkeypatch):
+    if not interpreted():
+        pytest.skip("needs Triton's interpreter")
+    complete_interpreter()
+    sum_products_in_float64()
+    monkeypatch.setattr(fused, "why_not", fused._unsupported)
+    monkeypatch.setattr(gpu, "STEPS", 3)
+
+
+def test_a_run_scores_only_where_it_recounts_and_its_first_ratio_is_1(tmp_path, monkeypatch, interpreted_head):
+    passes = []
+    scores = Policy.scores
+
+    def counted(self, batch, **options):
+        passes.append(torch.is_grad_enabled())
+        return scores(self, batch, **options)
+
+    monkeypatch.setattr(Policy, "scores", counted)
+    run, complete = start(tiny_recipe(tmp_path, **SMALL, train__blocks=2))
+    assert complete
+    lines = [line for line in run.read_metrics() if "loss/total" in line]
+    assert [line.get("sampler/mismatched_tokens") for line in lines] == [0, None]
+    assert passes == [False, True, True]
+    for line in lines:
+        assert line["sampler/logp_difference_max"] == 0
+        assert line["kl_old/k1_mean"] == 0
+
+
+def test_a_sampler_with_other_bits_ends_the_run(tmp_path, monkeypatch, interpreted_head):
+    said = prepare.sampled_scores
+
+    def otherwise(*arguments):
+        found = said(*arguments)
+        return TokenScores(torch.nextafter(found.logp, torch.zeros_like(found.logp)), found.entropy)
+
+    monkeypatch.setattr(prepare, "sampled_scores", otherwise)
+    with pytest.raises(TrainingError, match="tokens that differ"):
+        start(tiny_recipe(tmp_path, **SMALL, train__blocks=1))
+
+
+def test_a_dry_run_opens_the_engine_on_a_model_without_weights(tmp_path):
+    assert plan_of(tiny_recipe(tmp_path, **SMALL)).total_bytes > 0
+
+
+def test_a_lora_run_with_a_warm_start_samples_what_it_trains(tmp_path, interpreted_head):
+    warm = {"data": {"name": "file", "path": str(tmp_path / "train.jsonl")}, "steps": 1, "sequences_per_step": 2}
+    changes = {"model__lora": {"rank": 2, "alpha": 4.0}, "warm_start": warm, "train__blocks": 1}
+    run, complete = start(tiny_recipe(tmp_path, **SMALL, **changes))
+    assert complete
+    assert next(line for line in run.read_metrics() if "loss/total" in line)["sampler/mismatched_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model__layers": "transformers"},
+        {"model__layers": "row_invariant", "train__scoring_backend": "chunked"},
+        {"model__layers": "row_invariant", "train__training_backend": "reference"},
+    ],
+)
+def test_settings_that_would_change_the_bits_are_refused(tmp_path, changes):
+    with pytest.raises(ConfigurationError, match=r"rollout\.engine gpu"):
+        tiny_recipe(tmp_path, rollout__engine={"name": "gpu"}, **changes)
