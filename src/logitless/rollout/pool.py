@@ -97,7 +97,7 @@ def pages_within(
     budget: int, page_bytes: int, prompts: Sequence[PromptPages], lengths: Sequence[int], max_new_tokens: int,
     num_samples: int, max_rows: int,
 ) -> int:  # fmt: skip
-    """Pages to allocate: what all prompts and ``max_rows`` samples could fill, or as many as the budget holds.
+    """Pages to allocate: for all prompts, each with a first sample, and ``max_rows`` more; or what the budget holds.
 
     Args:
         budget: bytes.
@@ -114,7 +114,7 @@ def pages_within(
     Example:
         >>> prompts = [PromptPages.of(65, 64)]
         >>> pages_within(10**6, 1000, prompts, [65], 64, num_samples=8, max_rows=4)
-        5
+        6
     """
     most = budget // page_bytes
     longest = max(range(len(prompts)), key=lambda i: prompts[i].to_begin)
