@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from logitless.errors import ConfigurationError
-from logitless.objective.filters import TopEntropy, off_policy_keep, quantile
+from logitless.objective.filters import OffPolicy, TopEntropy, off_policy_keep, quantile
 from logitless.objective.ranges import Ranges
 
 
@@ -60,3 +60,9 @@ def test_top_entropy_keeps_a_fraction_from_the_top():
     for wrong in (-0.1, 1.1):
         with pytest.raises(ConfigurationError, match="from 0 to 1"):
             TopEntropy(wrong)
+
+
+def test_a_filter_that_settles_nothing_once_a_block_has_no_threshold_to_give():
+    assert not OffPolicy(0.5).settles_once_a_block
+    with pytest.raises(NotImplementedError, match="off_policy"):
+        OffPolicy(0.5).block_threshold(torch.zeros(1), torch.ones(1, dtype=torch.bool))
