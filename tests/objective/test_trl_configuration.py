@@ -118,6 +118,7 @@ def test_the_correction_needs_both_switches_and_knows_the_old_name_of_its_bound(
         ({"multi_objective_aggregation": "sum"}, "multi_objective_aggregation"),
         ({"vllm_importance_sampling_mode": "token"}, "vllm_importance_sampling_mode"),
         ({"delta": 0.5}, "a delta above 0.8"),
+        ({"epsilon": 0.5, "delta": 0.5}, "a delta above 0.5"),
         ({"router_aux_loss_coef": 0.001}, "router"),
         ({"sync_ref_model": True}, "frozen reference"),
         ({"loss_type": "vespo", "use_vllm": True}, "'token_truncate' or 'token_mask'"),
@@ -158,6 +159,10 @@ def test_traps_and_what_cannot_be_expressed_are_errors(fields, message):
 )
 def test_what_trl_does_in_silence_is_noted(fields, note):
     assert any(note in each for each in trl(**fields).notes)
+
+
+def test_a_delta_at_the_upper_bound_changes_nothing_and_is_not_noted():
+    assert not any("delta" in note for note in trl(epsilon=0.5, delta=1.5).notes)
 
 
 @pytest.mark.parametrize("fields", [{}, {"epsilon_high": 0.28}])

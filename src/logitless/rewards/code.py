@@ -18,12 +18,12 @@ from logitless.errors import DataError
 from logitless.rewards.contract import Batch, Columns, column
 from logitless.rewards.pool import Outcome, program_pool
 from logitless.rewards.pooled import MEBIBYTE, PooledReward, Sandbox
-from logitless.rewards.programs import fingerprint
+from logitless.rewards.programs import MAX_DEADLINES, fingerprint
 from logitless.rewards.sandbox import require_walls
 from logitless.rewards.tasks import unfenced
 from logitless.types import Verdict
 
-_START_SECONDS = 2.0
+_START_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,8 @@ class Code(PooledReward):
         outcomes = program_pool().run(
             "logitless.rewards.programs:run_program",
             items,
-            deadline_seconds=(self.deadline_seconds + _START_SECONDS) * max(map(len, tests)),
+            # The worker itself ends a program at its deadline; this one is for a worker that does not answer.
+            deadline_seconds=(MAX_DEADLINES * self.deadline_seconds + _START_SECONDS) * max(map(len, tests)),
         )
         return [self._graded(outcome, own) for outcome, own in zip(outcomes, tests, strict=True)]
 
