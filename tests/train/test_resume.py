@@ -11,23 +11,11 @@ import torch
 
 from logitless.errors import CheckpointError, ConfigurationError
 from logitless.train import checkpoint as checkpoints
-from logitless.train.live_view import LiveView
 from logitless.train.metrics import repeatable
 from logitless.train.run import start
 from logitless.train.run_folder import RunFolder
+from tests.train.interrupting import stop_at
 from tests.train.tiny import tiny_recipe
-
-
-def _stop_at(step: int, monkeypatch) -> None:
-    """Press Ctrl-C once when the metrics of that step are shown."""
-    plain = LiveView.update
-
-    def update(self, record, sample):
-        plain(self, record, sample)
-        if record["step"] == step:
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(LiveView, "update", update)
 
 
 def _assert_equal(one: RunFolder, other: RunFolder) -> None:
@@ -59,7 +47,7 @@ def test_the_same_run_twice_is_the_same_run(uninterrupted, tmp_path):
 def test_ctrl_c_saves_and_resume_continues_bitwise(uninterrupted, tmp_path, monkeypatch, step):
     recipe = tiny_recipe(tmp_path)
     with monkeypatch.context() as patched:
-        _stop_at(step, patched)
+        stop_at(step, patched)
         folder, complete = start(recipe)
     assert not complete
     assert folder.read_metrics()[-1]["step"] == step
@@ -134,7 +122,7 @@ def test_lora_resumes_bitwise_after_a_merged_warm_start(tmp_path, monkeypatch):
 
     whole, _ = start(recipe("whole"))
     with monkeypatch.context() as patched:
-        _stop_at(2, patched)
+        stop_at(2, patched)
         stopped, _ = start(recipe("stopped"))
     start(recipe("stopped"), resume=True)
     ends = [checkpoints.load_checkpoint(folder.checkpoints) for folder in (whole, stopped)]

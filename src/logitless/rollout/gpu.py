@@ -33,7 +33,14 @@ from logitless.models.linear import product
 from logitless.models.lm_head import backbone, causal_lm, lm_head
 from logitless.models.paged_attention import PAGE, Chunk, DecodeLayout, PagedCache, PrefillLayout, SharedPages
 from logitless.models.row_invariant import Installation, install_row_invariant, uncovered
-from logitless.rollout.completions import check_prompts, made_completions, stop_ids, stop_window, with_stop_string
+from logitless.rollout.completions import (
+    check_prompts,
+    evaluating,
+    made_completions,
+    stop_ids,
+    stop_window,
+    with_stop_string,
+)
 from logitless.rollout.drawing import draw_tokens, key_of
 from logitless.rollout.engine import Weights
 from logitless.rollout.pool import Pool, PromptPages, pages_for, pages_within
@@ -147,7 +154,7 @@ class GpuEngine:
         self._check_model()
         wanted = _Wanted(prompts, num_samples, options, seed, tuple(stop_ids(self.tokenizer, inner, options)))
         rows, tokens = min(self.max_rows, len(prompts) * num_samples), self.prefill_tokens
-        with torch.no_grad(), _evaluating(self._model), _on(self._weight.device):
+        with torch.no_grad(), evaluating(self._model), _on(self._weight.device):
             while wanted.unfinished:
                 try:
                     _Session(self, wanted, max_rows=rows, read_at_once=tokens).run()
@@ -578,17 +585,6 @@ def _budget(device: torch.device) -> int:
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all captures: a library keeps a workspace for every stream that it has met."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without recomputation of activations, which a graph could not hold."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 @contextmanager

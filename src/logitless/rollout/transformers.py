@@ -10,8 +10,8 @@ until its batch is through.
 import hashlib
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +26,14 @@ from transformers import PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicLayer
 
 from logitless.errors import InputError, TrainingError, UnavailableError
-from logitless.rollout.completions import check_prompts, made_completions, stop_ids, stop_window, with_stop_string
+from logitless.rollout.completions import (
+    check_prompts,
+    evaluating,
+    made_completions,
+    stop_ids,
+    stop_window,
+    with_stop_string,
+)
 from logitless.rollout.engine import Weights
 from logitless.rollout.sampling import SamplingOptions, draw, penalized, sampling_logp
 from logitless.types import Completion, Prompt
@@ -132,7 +139,7 @@ class TransformersEngine:
         completions: list[list[Completion]] = [[] for _ in prompts]
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(_evaluating(self._model))
+            stack.enter_context(evaluating(self._model))
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # rows and lengths change with every step
             stack.enter_context(sdpa_kernel(_DECODING_KERNELS))
             if self.autocast is not None:
@@ -500,13 +507,3 @@ def _left_padded(
     rows = [[padding] * (width - len(ids)) + list(ids) for ids in sequences]
     mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in sequences]
     return torch.tensor(rows, device=device), torch.tensor(mask, device=device)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
