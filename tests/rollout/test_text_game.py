@@ -1,5 +1,7 @@
 """The guessing game answers every guess, pays when it is won, and is played through a recipe's data."""
 
+import re
+
 import pytest
 
 from logitless.data.sources import GuessingData, read_rows
@@ -26,8 +28,8 @@ class Halving:
         low, high = 1, 100
         guess = (low + high) // 2
         text = self.tokenizer.decode(prompt.token_ids).replace(" ", "")
-        for said in text.replace("lower", "|-").replace("higher", "|+").split("|")[1:]:
-            low, high = (guess + 1, high) if said.startswith("+") else (low, guess - 1)
+        for said in re.findall("higher|lower", text):
+            low, high = (guess + 1, high) if said == "higher" else (low, guess - 1)
             guess = (low + high) // 2
         ids = self.tokenizer(f"{guess}<|im_end|>", add_special_tokens=False)["input_ids"]
         return Completion(prompt.id, tuple(ids), str(guess), "stop")

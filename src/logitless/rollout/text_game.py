@@ -22,7 +22,7 @@ class GuessingGame:
     """Find a number: each guess is answered with `higher` or `lower`, until it is found or the turns are over.
 
     The last whole number of a turn is the guess; a turn without one is answered with `no` and counts. The game pays 1
-    for the number, `per_guess` less for each guess before it. Rows of `{name: guessing}` data have the number in `secret`.
+    for the number, `per_guess` less for each guess before it. Rows of `{name: guessing}` data have it in `secret`.
 
     Args:
         column: column with the number.
