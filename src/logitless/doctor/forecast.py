@@ -48,12 +48,13 @@ class Forecast:
 
     Args:
         planned_bytes: of the plan, worst case.
-        peak_bytes: that the measured batch held; on a CPU of the whole process.
+        peak_bytes: that the measured batch held.
         seconds: of one block, by phase.
         blocks: of the run.
         completions: that were drawn, and
         tokens: their sampled tokens.
         share: of a block's completions that were drawn.
+        also_held: what else ``peak_bytes`` counts, in words.
 
     Example:
         >>> forecast = Forecast(10, 9, {"rollout": 2.0, "training": 1.0}, 100, 32, 320, 1.0)
@@ -68,6 +69,7 @@ class Forecast:
     completions: int
     tokens: int
     share: float
+    also_held: str = ""
 
     @property
     def block_seconds(self) -> float:
@@ -88,8 +90,8 @@ class Forecast:
                 f"  {'a block':18s} {self.block_seconds:.3g} s ({by_phase})",
                 f"  {'the run':18s} {duration(self.blocks * self.block_seconds)} in {self.blocks} blocks, evaluation "
                 "and checkpoints not counted",
-                f"  {'memory':18s} {self.peak_bytes / GIB:.2f} GiB held; planned {self.planned_bytes / GIB:.2f} GiB "
-                "at the greatest lengths",
+                f"  {'memory':18s} {self.peak_bytes / GIB:.2f} GiB held{self.also_held}; planned "
+                f"{self.planned_bytes / GIB:.2f} GiB at the greatest lengths",
             ]
         )
 
@@ -131,6 +133,7 @@ def forecast_of(recipe: Recipe, plan: Plan) -> Forecast:
         completions=completions,
         tokens=tokens,
         share=drawn / rows,
+        also_held="" if device.type == "cuda" else " by the whole process, torch's own included",
     )
 
 

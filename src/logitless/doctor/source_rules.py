@@ -416,8 +416,8 @@ def _reentrant_finding(module: Module, call: ast.Call) -> Finding:
         "use_reentrant unset",
         module.place(call),
         module.line(call),
-        "The reentrant form needs an input that requires a gradient: under LoRA, whose embedding is frozen, gradients "
-        "are then silently missing, and it does not know every autograd feature.",
+        "torch then takes the reentrant form (transformers before 5 did, too), which needs an input that requires a "
+        "gradient: under LoRA, whose embedding is frozen, gradients are silently missing.",
         "Set use_reentrant=False.",
         "torch documentation, torch.utils.checkpoint",
     )
