@@ -60,11 +60,9 @@ def test_hidden_states_of_other_families_equal_those_of_repeated_prompts(name):
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-@pytest.mark.filterwarnings("ignore:_compile flag:DeprecationWarning")
 def test_models_whose_attention_cannot_share_say_what_keeps_them():
     assert "longrope" in why_unshared(tiny("phi3-longrope"))
     assert "masks from positions" in why_unshared(tiny("mistral-window", attention="sdpa"))
-    assert "masks from positions" in why_unshared(tiny("llama", attention="flex_attention"))
 
 
 def test_a_layer_that_looks_at_its_neighbours_is_found_by_its_numbers():
