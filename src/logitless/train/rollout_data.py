@@ -35,6 +35,8 @@ COLUMNS: dict[str, tuple[pyarrow.DataType, str]] = {
     "reward": (pyarrow.float64(), "weighted sum of the functions; null where nothing could be judged"),
     "advantage": (pyarrow.float64(), "mean over the completion's tokens; null where it is not trained on"),
     "verdicts": (pyarrow.string(), "JSON: by function its status, score, detail and message"),
+    "num_turns": (pyarrow.int64(), "of the policy in its conversation; 1 without one"),
+    "conversation": (pyarrow.string(), "JSON: the messages of several turns; null for single turns"),
 }
 """Columns of every run, with type and meaning; ``reward/<function>`` (double) follow, one a reward function."""
 

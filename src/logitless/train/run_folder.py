@@ -224,11 +224,21 @@ class RunFolder:
                 "reward": reward,
                 "advantage": advantage,
                 "verdicts": json.dumps({name: asdict(verdict) for name, verdict in verdicts.items()}),
+                "num_turns": 1 if completion.turn is None else 1 + max(completion.turn, default=0),
+                "conversation": None if messages is None else json.dumps(messages, default=str),
                 **{f"reward/{name}": verdict.score for name, verdict in verdicts.items()},
             }
             for number, (group, of_group) in enumerate(zip(groups, advantages, strict=True), start=1)
-            for sample, (completion, verdicts, reward, advantage) in enumerate(
-                zip(group.completions, group.verdicts, group.rewards, of_group, strict=True), start=1
+            for sample, (completion, verdicts, reward, advantage, messages) in enumerate(
+                zip(
+                    group.completions,
+                    group.verdicts,
+                    group.rewards,
+                    of_group,
+                    group.conversations or [None] * len(group.completions),
+                    strict=True,
+                ),
+                start=1,
             )
         ]
         try:
