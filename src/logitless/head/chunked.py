@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from logitless.head import sharded, vocab_parallel
 from logitless.head.contract import logits_dtype, refuse_second_derivative, without_autocast
+from logitless.head.kernels.variants import truncation
 from logitless.head.sharded import Shard, shards
 from logitless.head.vocab_parallel import Partial, merged
 from logitless.types import LMHead, TokenScores
@@ -98,6 +99,7 @@ def token_scores(
         product=hidden.dtype,
         narrow=_multiplied_in(hidden),
         wide=logits_dtype(hidden.dtype),
+        gain=1 + truncation(hidden.device, _multiplied_in(hidden)) * hidden.shape[1],
         inside=None if head.softcap is None else head.scale / head.softcap,
         lora_scale=head.lora_scale,
         memory_budget=default_budget(hidden.device) if memory_budget is None else memory_budget,
@@ -153,12 +155,14 @@ class _Call(NamedTuple):
         product: the dtype that operands are rounded to.
         narrow: the dtype in which the wide products then take them.
         wide: the dtype of their results, of logits and of every sum.
+        gain: of the wide products, what undoes the mean error of matrix units that truncate (docs/numerics.md).
         inside: logits are ``outside * tanh(inside * product)``, or with None ``outside * product``.
     """
 
     product: torch.dtype
     narrow: torch.dtype
     wide: torch.dtype
+    gain: float
     inside: float | None
     lora_scale: float
     memory_budget: int
@@ -497,7 +501,8 @@ def _product(rows: _Rows, block: _Head, call: _Call) -> Tensor:
     if call.narrow == call.wide:
         z = rows.hidden @ block.weight.T
     else:
-        z = torch.mm(rows.hidden, block.weight.T, out_dtype=call.wide)
+        z = rows.hidden.new_empty(len(rows.hidden), len(block.weight), dtype=call.wide)
+        torch.addmm(z, rows.hidden, block.weight.T, out_dtype=call.wide, beta=0, alpha=call.gain, out=z)
     if rows.low is not None and block.lora_b is not None:
         z.addmm_(rows.low, block.lora_b.T)
     return z if block.bias is None else z.add_(block.bias)
