@@ -1,6 +1,7 @@
 """Kernels as functions of tensors: shapes in, grid and descriptors out. Nothing here waits for the device."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from logitless.head.kernels import backward, forward
+from logitless.head.kernels import backward, forward, tiles
 from logitless.head.kernels.variants import Tile, Variant
 
 FEW_ROUNDS, FEW_PARTS = 6, 8
@@ -366,6 +367,36 @@ def column_product(
             _strip(base, strip), out[:, strip], count, v, width, k.stride(0), h.stride(0), stride, TMA=tma,
             SPLIT=_wide(out, tile), UPCAST=not variant.narrow, PRECISION=variant.precision, **_blocks(variant, tile),
         )  # fmt: skip
+
+
+def tile_sums(product: Tensor, outside: Tensor | None, target: Tensor, inside: float | None) -> Tensor:
+    """Maximum, S, T and target's logit [4, n] of a tile of products [n, columns], which is read once."""
+    n, columns = product.shape
+    sums = product.new_empty(4, n)
+    tiles.tile_sums[(n,)](
+        product, outside, target, sums, inside or 1.0, columns, product.stride(0), SOFTCAP=inside is not None,
+        BLOCK=4096, num_warps=8,
+    )  # fmt: skip
+    return sums
+
+
+def tile_gradient(
+    product: Tensor, outside: Tensor | None, target: Tensor, inside: float | None, slopes: Sequence[Tensor | None],
+    dtype: torch.dtype, *, wide: bool,
+) -> Tensor:  # fmt: skip
+    """u of a tile of products in ``dtype``, and with ``wide`` in place of the products too, which are read once.
+
+    Args:
+        slopes: [n] each: top, over, offset, at_target, grad_logp and grad_entropy of ``chunked._Slopes``.
+    """
+    n, columns = product.shape
+    in_place = dtype == product.dtype
+    narrow = product if in_place else product.new_empty(n, columns, dtype=dtype)
+    tiles.tile_gradient[(n, triton.cdiv(columns, 4096))](
+        product, narrow, outside, target, *slopes, inside or 1.0, columns, product.stride(0),
+        SOFTCAP=inside is not None, WIDE=wide and not in_place, BLOCK=4096, num_warps=8,
+    )  # fmt: skip
+    return narrow
 
 
 def _row_operands(operands: Operands, rows: Rows, tile: Tile, tma: bool) -> tuple[Any, ...]:

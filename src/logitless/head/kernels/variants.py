@@ -73,7 +73,8 @@ def truncation(device: torch.device, dtype: torch.dtype) -> float:
         >>> truncation(torch.device("cpu"), torch.bfloat16)
         0.0
     """
-    if device.type != "cuda" or dtype != torch.bfloat16 or torch.cuda.get_device_capability(device)[0] != 9:
+    halves = (torch.bfloat16, torch.float16)
+    if device.type != "cuda" or dtype not in halves or torch.cuda.get_device_capability(device)[0] != 9:
         return 0.0
     return HOPPER_TRUNCATION
 
