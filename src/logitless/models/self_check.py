@@ -160,22 +160,20 @@ def check_shapes(
     known_forms = known.setdefault("attention", {})
     new = {form_name(form, dtype): form for form in forms if form_name(form, dtype) not in known_forms}
     unknown = [shape for shape, _ in shapes if shape_name(shape) not in entries]
-    triton.runtime.driver.active.get_current_device()  # loads the driver, before several threads do
-    with ThreadPoolExecutor(len(new) + 1) as executor:  # attention's kernels compile while products are looked at
-        checks = [executor.submit(_on(device, partial(check_attention, form, dtype, device))) for form in new.values()]
-        _side_by_side(compilations(unknown, thorough=thorough), device)
-        for shape, few_only in shapes:
-            name = shape_name(shape)
-            entry = entries.get(name)
-            if entry is None:
-                plan, finding = check_linear(shape, thorough=thorough, few_only=few_only)
-                entries[name] = {"plan": _encoded(plan), "finding": asdict(finding)}
-            else:
-                plan, finding = _plan(entry["plan"]), _finding(entry["finding"])
-            set_plan(shape, plan)
-            report.linear[name] = finding
-        known_forms |= {name: check.result() for name, check in zip(new, checks, strict=True)}
+    checks = [partial(check_attention, form, dtype, device) for form in new.values()]
+    found = _side_by_side([*checks, *compilations(unknown, thorough=thorough)], device)
+    known_forms |= dict(zip(new, found[: len(new)], strict=True))
     report.attention = {form_name(form, dtype): known_forms[form_name(form, dtype)] for form in forms}
+    for shape, few_only in shapes:
+        name = shape_name(shape)
+        entry = entries.get(name)
+        if entry is None:
+            plan, finding = check_linear(shape, thorough=thorough, few_only=few_only)
+            entries[name] = {"plan": _encoded(plan), "finding": asdict(finding)}
+        else:
+            plan, finding = _plan(entry["plan"]), _finding(entry["finding"])
+        set_plan(shape, plan)
+        report.linear[name] = finding
     torch.cuda.synchronize()
     report.seconds = time.perf_counter() - start
     _write(path, known)
@@ -362,18 +360,14 @@ def _side_by_side(calls: Sequence[Callable[[], Any]], device: torch.device) -> l
     """What each call gives. On a GPU each has a thread, for what takes time is compilation, half a second a kernel."""
     if device.type != "cuda" or not calls:
         return [call() for call in calls]
-    with ThreadPoolExecutor(len(calls)) as executor:
-        return list(executor.map(lambda call: _on(device, call)(), calls))
+    triton.runtime.driver.active.get_current_device()  # loads the driver, before several threads do
 
-
-def _on(device: torch.device, call: Callable[[], Any]) -> Callable[[], Any]:
-    """The call on this device and without gradients, which a new thread has to be told."""
-
-    def on_device() -> Any:
+    def on_device(call: Callable[[], Any]) -> Any:
         with torch.cuda.device(device), torch.no_grad():
             return call()
 
-    return on_device
+    with ThreadPoolExecutor(len(calls)) as executor:
+        return list(executor.map(on_device, calls))
 
 
 def _call(way: Way, rows: Tensor, bias: Tensor | None, out: Tensor) -> Callable[[Tensor], object]:
@@ -388,28 +382,28 @@ def _copies(weight: Tensor) -> list[Tensor]:
 
 
 def _microseconds(call: Callable[[Tensor], object], weights: Sequence[Tensor], calls: int) -> float:
-    """Of one call, in a CUDA graph of some that notes its own time, so that a busy host counts for nothing; the least
-    of three replays."""
+    """Of one call, in a CUDA graph of some; the least of three replays."""
     turn: Iterator[Tensor] = cycle(weights)
     stream, graph = _side_stream(), torch.cuda.CUDAGraph()
-    begin, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         call(next(turn))
-        stream.synchronize()
+        torch.cuda.synchronize()
         graph.capture_begin(capture_error_mode="thread_local")
         try:
-            begin.record(stream)
             for _ in range(calls):
                 call(next(turn))
-            end.record(stream)
         finally:
             graph.capture_end()
-        best = float("inf")
-        for _ in range(3):
-            graph.replay()
-            stream.synchronize()
-            best = min(best, begin.elapsed_time(end) / calls * 1e3)
+    best = float("inf")
+    for _ in range(3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end) / calls * 1e3)
     return best
 
 
