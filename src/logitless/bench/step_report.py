@@ -11,6 +11,7 @@ from logitless.bench.step_contenders import WORKLOADS
 Row = dict[str, Any]
 MARKS = pages.Marks("step")
 LONGEST = pages.Marks("step", "longest")
+SUMMARY = pages.Marks("step", "summary")
 NAMES = {
     "logitless": "logitless",
     "logitless-budget-0": "logitless, memory budget 0",
@@ -39,7 +40,11 @@ def load(folder: Path) -> list[dict[str, Any]]:
 
 def update(documents: Sequence[Path], results: Sequence[dict[str, Any]], *, check: bool) -> int:
     """Rewrites the table in each document; with ``check``, 1 if one is out of date."""
-    return pages.update(documents, {MARKS: table(results), LONGEST: longest_table(results)}, check=check)
+    return pages.update(documents, {
+        MARKS: table(results),
+        LONGEST: longest_table(results),
+        SUMMARY: summary(results),
+    }, check=check)
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
@@ -103,6 +108,28 @@ def _numbers(row: Row) -> list[str]:
         shown("grad_norm_difference", "{:.1e}"),
         shown("weights_difference", "{:.2f}"),
     ]
+
+
+def summary(results: Sequence[dict[str, Any]]) -> str:
+    """Markdown: how many times faster than TRL's default a step is, a row a model, a column a workload."""
+    found = [document for document in results if document["rows"]]
+    names = [name for name in WORKLOADS if any(row["workload"] == name for d in found for row in d["rows"])]
+    if not names:
+        return "No results yet: run `logitless bench step` on a GPU."
+    lines = ["| | " + " | ".join(f"{name} | half live" for name in names) + " |", "|---|" + "--:|--:|" * len(names)]
+    for document in found:
+        cells = []
+        for name in names:
+            for live in (1.0, 0.5):
+                row = next((r for r in document["rows"] if _is(r, "logitless", name, live)), None)
+                over = None if row is None else row["over_trl"]
+                cells.append("–" if over is None else f"{over:.1f}x")
+        lines.append(f"| {document['model']['title']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _is(row: Row, contender: str, workload: str, live: float) -> bool:
+    return (row["contender"], row["workload"], row["live"]) == (contender, workload, live)
 
 
 def longest_table(results: Sequence[dict[str, Any]]) -> str:

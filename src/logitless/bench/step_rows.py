@@ -13,7 +13,6 @@ count. ``over_...`` say how many times faster than another contender a row is. T
 the advantages are, so that where some are zero its step is timed on ``long`` alone and stands for itself elsewhere.
 """
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,12 +29,13 @@ from logitless.bench.machine import release
 from logitless.bench.step_contenders import ALGORITHM, WORKLOADS, InstalledTRL, Rollouts, Shape
 from logitless.bench.step_profile import kernel_times
 from logitless.models.lm_head import causal_lm, lm_head
-from logitless.train.block import AdvantagedBlock, PackedBlock
+from logitless.train.block import AdvantagedBlock
 from logitless.train.config import Recipe
 from logitless.train.learner import Learner, Progress
 from logitless.train.masters import lower_to, round_masters
 from logitless.train.optimizer import take_step
 from logitless.train.policy import Policy
+from logitless.train.score import scores_of
 
 CONTENDERS = ("logitless", "logitless-budget-0", "logitless-autocast", "trl", "trl-without-recomputation")
 FORM = {
@@ -201,27 +201,23 @@ class Stage:
 
     Args:
         shape: of the model.
-        device: ``cuda`` or ``cpu``; on the CPU both forms compute in float32, and fused layers need Triton's
-            interpreter.
+        device: ``cuda`` or ``cpu``; on the CPU, to try the tool, both forms are the layers of transformers in float32.
         form: ``autocast`` or ``row-invariant``.
     """
 
     def __init__(self, shape: Shape, device: str, form: str) -> None:
         self.shape, self.device, self.form = shape, device, form
         self.model = shape.build(device)
-        fused = device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-        if form == "row-invariant":
-            if device == "cuda":
-                lower_to(torch.bfloat16, self.model.parameters())
-            if fused:
-                from logitless.models.row_invariant import install_row_invariant
-                from logitless.models.self_check import self_check
+        fused = device == "cuda" and form == "row-invariant"
+        if fused:
+            from logitless.models.row_invariant import install_row_invariant
+            from logitless.models.self_check import self_check
 
-                install_row_invariant(self.model)
-                if device == "cuda":
-                    self_check(self.model)
+            lower_to(torch.bfloat16, self.model.parameters())
+            install_row_invariant(self.model)
+            self_check(self.model)
         autocast = torch.bfloat16 if device == "cuda" and form == "autocast" else None
-        recipe = _recipe(shape, "row_invariant" if form == "row-invariant" and fused else "transformers")
+        recipe = _recipe(shape, "row_invariant" if fused else "transformers")
         self.policy = Policy(self.model, autocast=autocast)
         self.learner = Learner(recipe, ALGORITHM, self.policy, None, reward_weights={})
         held = {name: p for name, p in self.policy.held().items() if p.requires_grad}
@@ -250,8 +246,8 @@ class Stage:
     def record(self, rollouts: Rollouts, path: Path) -> None:
         """Take the step that others are compared with."""
         self._set("logitless-autocast")
-        packed = PackedBlock(rollouts.packed, rollouts.groups, (False,) * rollouts.packed.num_sequences)
-        logp = self.learner.score(packed).logp_old.clone()
+        plan = rollouts.plan.micro_batches
+        logp = scores_of(self.policy, rollouts.packed, plan, temperature=1.0, backend="auto").logp
         reference = Reference(logp, {}, 0.0, 0.0)
         loss, norm = self._learn(rollouts, reference)
         Reference(logp, self.change(), loss, norm).save(path)
