@@ -40,11 +40,15 @@ def load(folder: Path) -> list[dict[str, Any]]:
 
 def update(documents: Sequence[Path], results: Sequence[dict[str, Any]], *, check: bool) -> int:
     """Rewrites the table in each document; with ``check``, 1 if one is out of date."""
-    return pages.update(documents, {
-        MARKS: table(results),
-        LONGEST: longest_table(results),
-        SUMMARY: summary(results),
-    }, check=check)
+    return pages.update(
+        documents,
+        {
+            MARKS: table(results),
+            LONGEST: longest_table(results),
+            SUMMARY: summary(results),
+        },
+        check=check,
+    )
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
