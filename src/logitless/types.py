@@ -56,6 +56,8 @@ class Completion:
         turn: non-decreasing id of the assistant turn of each token; None for single-turn completions.
         weights_version: of the weights that it was drawn with, as ``Engine.load`` was told; None where nobody knows.
         entropy_sampler: nats per token, of the distribution that it was drawn from; None where the engine gives none.
+        token_versions: of the weights that drew each token, where they changed on the way; None where
+            ``weights_version`` says it of all. It is the oldest of them then.
 
     Raises:
         InputError: a per-token field has another length than ``token_ids``.
@@ -74,9 +76,10 @@ class Completion:
     turn: tuple[int, ...] | None = None
     weights_version: int | None = None
     entropy_sampler: tuple[float, ...] | None = None
+    token_versions: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("logp_sampler", "trained", "turn", "entropy_sampler"):
+        for name in ("logp_sampler", "trained", "turn", "entropy_sampler", "token_versions"):
             value = getattr(self, name)
             if value is not None and len(value) != len(self.token_ids):
                 raise InputError(
@@ -100,6 +103,7 @@ class Episode:
             that of the last assistant turn.
         messages: the conversation from the prompt to the end.
         turn_rewards: paid by the environment, one for each assistant turn; empty where it pays nothing.
+        failure: why the environment could not go on, where that was its own failure: the episode has no reward then.
 
     Raises:
         InputError: rewards for another number of turns than the completion has.
@@ -113,6 +117,7 @@ class Episode:
     completion: Completion
     messages: tuple[Mapping[str, Any], ...]
     turn_rewards: tuple[float, ...] = ()
+    failure: str = ""
 
     def __post_init__(self) -> None:
         if self.turn_rewards and len(self.turn_rewards) != self.num_turns:
@@ -191,6 +196,7 @@ class Group:
             unscored.
         turn_rewards: the part of ``rewards`` that the environment paid at the turns of each completion; empty where it
             paid nothing.
+        conversations: the messages of each completion, from the prompt to its end; empty where all are single turns.
 
     Example:
         >>> prompt = Prompt(id="7", text="2+2=", token_ids=(4,))
@@ -204,6 +210,7 @@ class Group:
     verdicts: tuple[Mapping[str, Verdict], ...]
     rewards: tuple[float | None, ...]
     turn_rewards: tuple[tuple[float, ...], ...] = ()
+    conversations: tuple[tuple[Mapping[str, Any], ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.completions) == len(self.verdicts) == len(self.rewards):
@@ -217,6 +224,12 @@ class Group:
                 needed=f"the turn rewards of each of {len(self.completions)} completions, or none",
                 given=str(len(self.turn_rewards)),
                 remedy="Give an empty tuple for a completion whose turns pay nothing.",
+            )
+        if self.conversations and len(self.conversations) != len(self.completions):
+            raise InputError(
+                needed=f"the messages of each of {len(self.completions)} completions, or none",
+                given=str(len(self.conversations)),
+                remedy="Give the conversation of every completion.",
             )
         strays = {c.prompt_id for c in self.completions} - {self.prompt.id}
         if strays:

@@ -447,7 +447,8 @@ class _Sink:
         block = slice(first, first + pieces[0][1].shape[1])
         among_all = slice(self.multiplied.first + block.start, self.multiplied.first + block.stop)
         if self._weight is not None:
-            self._chain([(k, part.hidden, part.chosen.taken) for part, k in pieces], self._weight[block])
+            products = [(k, part.hidden, part.chosen.taken) for part, k in pieces]
+            self._chain(products, self._weight[block], adds=self._of_ranks.adds)
         low = [(k, part.low, part.chosen.taken) for part, k in pieces if part.low is not None]
         if low:
             if self._columns is None:
@@ -469,11 +470,11 @@ class _Sink:
             lora_b=_like(head.lora_b, None if columns is None else columns[:, :rank]) if self._needed.lora_b else None,
         )
 
-    def _chain(self, products: list[tuple[Tensor, Tensor, Tensor]], out: Tensor) -> None:
-        """The sum of k.T @ h over all (k, h, taken), float32 until the last."""
-        base = None
+    def _chain(self, products: list[tuple[Tensor, Tensor, Tensor]], out: Tensor, *, adds: bool = False) -> None:
+        """The sum of k.T @ h over all (k, h, taken), float32 until the last; with ``adds`` on top of ``out``."""
+        base = out if adds else None
         for k, h, taken in products[:-1]:
-            wide = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+            wide = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
             launch.column_product(k, h, wide, taken, self._form.variant, base=base)
             base = wide
         k, h, taken = products[-1]
