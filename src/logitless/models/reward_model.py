@@ -79,12 +79,10 @@ class RewardModel(TextReward):
         """
         del columns
         loaded = self._loaded()
-        num_labels = loaded.model.config.num_labels
-        if (self.output == "class" and not 0 <= self.index < num_labels) or (
-            self.output != "class" and num_labels != 1
-        ):
+        num_labels, several = loaded.model.config.num_labels, self.output == "class"
+        if not 0 <= self.index < num_labels if several else num_labels != 1:
             raise ConfigurationError(
-                needed=f"a classifier that gives {'a class ' + str(self.index) if self.output == 'class' else 'a number'}",
+                needed=f"a classifier that gives {f'a class {self.index}' if several else 'a number'}",
                 given=f"{num_labels} class(es) in {self.source!r}",
                 remedy="Set output: class and index, or output: logit for a model of one.",
             )
