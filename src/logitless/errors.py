@@ -53,3 +53,7 @@ class CheckpointError(LogitlessError, RuntimeError):
 
 class TrainingError(LogitlessError, RuntimeError):
     """A run cannot go on (non-finite gradients in a row, no group with a signal)."""
+
+
+class EngineError(LogitlessError, RuntimeError):
+    """An engine outside of this process is gone, or does not keep what it promises (its answers, its weights)."""

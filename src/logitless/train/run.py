@@ -254,9 +254,10 @@ def _digests(recipe: Recipe, data: Data) -> dict[str, str]:
 
 
 _MAY_CHANGE = {"output", "checkpoint", "writers"}
-_KNOWN_BY_DIGEST = (  # where it stands may change, what is in it not
+_MAY_MOVE = (  # where it stands may change; what is in a file not, which its digest says
     *("model.tokenizer", "data.train.path", "data.held_out.path"),
     *("warm_start.data.path", "rollout.engine.path"),
+    *(f"rollout.engine.{key}" for key in ("urls", "api_key_file", "api_key_variable", "give_up_seconds")),
 )
 
 
@@ -267,7 +268,7 @@ def _check_same(before: Recipe, now: Recipe) -> None:
     def fixed(recipe: Recipe) -> dict[str, Any]:
         kept = {k: v for k, v in recipe.model_dump(mode="json").items() if k not in _MAY_CHANGE}
         kept["train"].pop("blocks")
-        for key in _KNOWN_BY_DIGEST:
+        for key in _MAY_MOVE:
             *sections, last = key.split(".")
             at: Any = kept
             for section in sections:
