@@ -14,6 +14,7 @@ With several ranks each runs this loop. They share the prompts of a round and th
 rank has whole, and so every rank plans, weighs and decides alike. The first one writes.
 """
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 from logitless.errors import EngineError
@@ -79,7 +80,7 @@ class Loop:
     def _blocks(self) -> None:
         """Every block that there is left, and the last checkpoint."""
         if self.unwritten:  # a block that is trained on, and whose weights reached no engine
-            self._end_block({})
+            self._end_block({}, by_rank={})
         while self._done < self.recipe.train.blocks and not self._stopping():
             self._block()
             if self._stopping() or self._done % self.recipe.checkpoint.every_blocks == 0:
@@ -110,15 +111,15 @@ class Loop:
                 self.journal.write(record, self.learner.by_rank)
             else:
                 self.unwritten = record
-                self._end_block(self._hand_over())
+                self._end_block(self._hand_over(), by_rank=self.learner.by_rank)
             if message := self.learner.check_skipped():
                 self.journal.message(message)
 
-    def _end_block(self, handed_over: Numbers) -> None:
-        """Evaluate with the new weights, if it is time, and write the line of the block's last step."""
+    def _end_block(self, handed_over: Numbers, *, by_rank: Mapping[str, Sequence[int]]) -> None:
+        """Evaluate with the new weights, if it is time, and write the line that the block ends with."""
         record = self.unwritten | handed_over | self._evaluated_if_due()
         self.unwritten = {}
-        self.journal.write(record, self.learner.by_rank)
+        self.journal.write(record, by_rank)
 
     def _collected(self) -> bool:
         """Whether there is a block to train on; what Ctrl-C interrupts here is given up without a trace.
@@ -148,7 +149,8 @@ class Loop:
         """Write the metrics of a block with nothing to train on."""
         place: Numbers = {"step": self.learner.progress.step, "block": self._done + 1, "epoch": 1}
         self.learner.end_block()
-        self.journal.write({**place, **self.block_metrics, **self._evaluated_if_due()})
+        self.unwritten = {**place, **self.block_metrics}
+        self._end_block({}, by_rank={})
         self.journal.message(f"block {self._done}: no group with a signal, no step taken")
         self.block_metrics = {}
 
