@@ -71,7 +71,7 @@ def test_passing_faults_are_repeated_and_what_lies_between_is_done():
 
 
 def test_a_refusal_is_not_repeated():
-    with pytest.raises(EngineError, match=r"x from y; given a refusal, HTTP 404: no. .*docs/rollout.md"):
+    with pytest.raises(EngineError, match=r"x from y; given a refusal, HTTP 404: no. .*docs/servers.md"):
         QUICK.until_done(_failing(Refusal(404, "no")), what="x", where="y")
 
 

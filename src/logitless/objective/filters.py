@@ -351,7 +351,8 @@ def second_moment_bound(
 ) -> Float[Tensor, ""]:
     """The largest ``D^2`` that may stay so that the mean of D^2 over all that stay is at most ``max_mean``; -1 if none.
 
-    Equals: sort D^2; the longest prefix whose mean is at most ``max_mean`` stays. Means of a sorted prefix never fall.
+    Equals: sort D^2; the longest prefix whose mean is at most ``max_mean``, and that no tie is cut by, stays. Means of a
+    sorted prefix never fall.
 
     Example:
         >>> second_moment_bound(torch.tensor([0.1, -0.2, 3.0]), torch.tensor([True, True, True]), 0.04)
@@ -359,10 +360,9 @@ def second_moment_bound(
     """
     squares = torch.where(counted, log_ratio.square(), torch.inf).sort().values
     places = torch.arange(1, len(squares) + 1, device=squares.device, dtype=torch.float64)
-    stays = squares.double().cumsum(0) / places <= max_mean
-    number = stays.sum()
-    edge = squares[(number - 1).clamp(min=0)] if len(squares) else squares.new_full((), -1.0)
-    return torch.where(number > 0, edge, -1.0).to(log_ratio.dtype)
+    last_of_its_size = squares < torch.cat([squares[1:], squares.new_full((1,), torch.nan)])
+    stays = (squares.double().cumsum(0) / places <= max_mean) & (last_of_its_size | (places == len(squares)))
+    return torch.where(stays, squares, -1.0).amax(0) if len(squares) else squares.new_full((), -1.0)
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ class Patience:
                         remedy="Look into the server's log and go on with --resume; raise give_up_seconds of"
                         " rollout.engine for a server that takes longer to come back."
                         if not unusable
-                        else "Use a version of vLLM that docs/rollout.md names, and the flags that stand there.",
+                        else "Use a version of vLLM that docs/servers.md names, and the flags that stand there.",
                     ) from fault
                 stopped.wait(wait)
                 wait = min(2 * wait, self.longest_wait_seconds)
@@ -277,5 +277,5 @@ def _remedy(status: int) -> str:
     if status in (401, 403):
         return "Give the server's key in api_key_file or api_key_variable of rollout.engine."
     if status == 404:
-        return "Start the server with the flags that docs/rollout.md lists, and name its model in rollout.engine.model."
+        return "Start the server with the flags that docs/servers.md lists, and name its model in rollout.engine.model."
     return "Repair what the server names."

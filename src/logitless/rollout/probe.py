@@ -77,7 +77,7 @@ class Probe:
                 needed=f"log-probs of {where} within {self.max_difference:g} nats of the trainer's, after weights of"
                 f" version {version} were pushed",
                 given=f"{sampler:.6f} there and {trainer:.6f} here, {worst:.3g} apart",
-                remedy="docs/rollout.md, under 'the probe', lists what it has found: weights or caches that are stale,"
+                remedy="docs/servers.md, under 'the probe', lists what it has found: weights or caches that are stale,"
                 " another dtype than the trainer's, a server without --logprobs-mode processed_logprobs.",
             )
         return worst

@@ -203,7 +203,7 @@ def _sampled(output: Any) -> Sampled:
         raise EngineError(
             needed="a finished completion with log-probs from vLLM",
             given=f"one that ended because of {output.finish_reason!r}",
-            remedy="Use a version of vLLM that docs/rollout.md names.",
+            remedy="Use a version of vLLM that docs/servers.md names.",
         )
     pairs = zip(output.token_ids, output.logprobs, strict=True)
     return Sampled(

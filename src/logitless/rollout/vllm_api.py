@@ -1,6 +1,6 @@
 """What vLLM's HTTP server is asked and what it answers, checked: samples by token ids, weights, versions.
 
-Written for vLLM 0.32 with ``VLLM_SERVER_DEV_MODE=1``; docs/rollout.md lists the flags. Every path of the server that
+Written for vLLM 0.32 with ``VLLM_SERVER_DEV_MODE=1``; docs/servers.md lists the flags. Every path of the server that
 logitless uses is named here, but for those of the transfer over NCCL.
 """
 

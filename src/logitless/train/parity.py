@@ -91,7 +91,7 @@ def check_parity(found: Numbers, section: ParitySection, say: Callable[[str], No
         raise TrainingError(
             needed="log-probs of sampler and trainer within rollout.parity.stop",
             given=passed,
-            remedy="Look into docs/rollout.md, under 'the gate'; raise the threshold where rounding explains it.",
+            remedy="Look into docs/servers.md, under 'the gate'; raise the threshold where rounding explains it.",
         )
     if passed := _passed(found, section.warn):
         say(f"parity of sampler and trainer: {passed}")
