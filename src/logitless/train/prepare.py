@@ -60,8 +60,8 @@ def prepare(collector: Collector, learner: Learner, journal: Journal) -> Prepare
         sampled = None
     recount = sampled is not None and done % _recount_every(collector.options) == 0
     with journal.phase("scoring") as seconds:
-        scored = learner.score(packed, None if recount else sampled)
-    passes = (sampled is None or recount) + (scored.logp_ref is not None)
+        scored = learner.score(packed, judged.trained, sampled, recount=recount)
+    passed = sampled is None or recount
     if sampled is not None and recount:
         metrics["sampler/mismatched_tokens"] = check_same(sampled, TokenScores(scored.logp_old, scored.entropy_old))
     if (sampled is None or recount) and not collector.options.sampling.filters_distribution:
@@ -70,7 +70,7 @@ def prepare(collector: Collector, learner: Learner, journal: Journal) -> Prepare
         check_parity(found, collector.options.parity, journal.message)
     block = learner.with_advantages(scored, judged.trained)
     advantages = advantages_of(block, judged)
-    metrics |= scoring_metrics(scored, passes=passes, seconds=seconds[0])
+    metrics |= scoring_metrics(scored, passed=passed, seconds=seconds[0])
     metrics |= advantage_metrics(advantages, learner.algorithm.advantage) | value_metrics(block)
     journal.write_rollouts(done + 1, judged, advantages)
     return Prepared(judged, block, metrics)
