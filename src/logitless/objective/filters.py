@@ -351,7 +351,7 @@ def second_moment_bound(
 ) -> Float[Tensor, ""]:
     """The largest ``D^2`` that may stay so that the mean of D^2 over all that stay is at most ``max_mean``; -1 if none.
 
-    Equals: sort D^2; the longest prefix whose mean is at most ``max_mean``, and that no tie is cut by, stays. Means of a
+    Equals: sort D^2; the longest prefix whose mean is at most ``max_mean``, and that cuts no tie, stays. Means of a
     sorted prefix never fall.
 
     Example:
