@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,9 +18,12 @@ import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
+from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.gather import gather_over_group
+from logitless.distributed.sharding import is_sharded
 from logitless.distributed.shares import every_nth, in_order
 from logitless.distributed.sums import sum_over_group
+from logitless.distributed.tree import TreeSum
 from logitless.errors import ConfigurationError, LogitlessError, TrainingError, UnavailableError
 
 _Item = TypeVar("_Item")
@@ -34,6 +37,7 @@ class Ranks:
     Args:
         data: ranks that hold different sequences; None for one rank alone.
         sequence: ranks that hold parts of the same sequences; None where every sequence lies on one rank.
+        all: every rank of the run; None where ``data`` has them all.
 
     Example:
         >>> ranks = Ranks.alone()
@@ -43,29 +47,53 @@ class Ranks:
 
     data: dist.ProcessGroup | None = None
     sequence: dist.ProcessGroup | None = None
+    all: dist.ProcessGroup | None = None
+    _derived: "list[Ranks]" = field(default_factory=list, init=False, repr=False, compare=False)
 
     @classmethod
     def alone(cls) -> "Ranks":
         """One process; no process group need exist."""
         return cls()
 
+    def arranged(self, arrangement: Arrangement) -> "Ranks":
+        """The same ranks with groups for each dimension; a collective where there is more than one."""
+        if self.world == 1:
+            return self
+        data, sequence = arrangement.groups()
+        self._derived.append(Ranks(data, sequence, self._everyone))
+        return self._derived[-1]
+
     @property
     def rank(self) -> int:
+        """Of this process among all, from 0."""
+        return 0 if self._everyone is None else dist.get_rank(self._everyone)
+
+    @property
+    def world(self) -> int:
+        """How many processes there are."""
+        return 1 if self._everyone is None else dist.get_world_size(self._everyone)
+
+    @property
+    def data_rank(self) -> int:
         """Of this process among those that hold different sequences, from 0."""
         return 0 if self.data is None else dist.get_rank(self.data)
 
     @property
-    def world(self) -> int:
+    def data_world(self) -> int:
         """How many ranks hold different sequences."""
         return 1 if self.data is None else dist.get_world_size(self.data)
 
     @property
     def is_first(self) -> bool:
         """Whether this is the one process that writes files, metrics and the live view."""
-        return self.rank == 0 and (self.sequence is None or dist.get_rank(self.sequence) == 0)
+        return self.rank == 0
+
+    @property
+    def _everyone(self) -> dist.ProcessGroup | None:
+        return self.data if self.all is None else self.all
 
     def sum(self, part: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
-        """``sum_r part_r`` on every rank, differentiable; see ``sum_over_group``."""
+        """``sum_r part_r`` over ranks with different sequences, differentiable; see ``sum_over_group``."""
         with _all_present():
             return sum_over_group(self.data)(part)
 
@@ -75,7 +103,7 @@ class Ranks:
             return sum_over_group(self.sequence)(part)
 
     def gather(self, rows: Shaped[Tensor, "n *rest"]) -> Shaped[Tensor, "m *rest"]:
-        """Everyone's rows on every rank, end to end in the order of ranks; see ``gather_over_group``."""
+        """The rows of all ranks with different sequences, end to end in their order; see ``gather_over_group``."""
         with _all_present():
             return gather_over_group(self.data)(rows)
 
@@ -100,11 +128,13 @@ class Ranks:
         Raises:
             TypeError: a value that is not JSON.
         """
-        if self.data is None:
+        if self._everyone is None:
             return [value]
         encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = self.gather(torch.tensor([len(encoded)])).tolist()
-        return [json.loads(part.numpy().tobytes()) for part in torch.split(self.gather(encoded), lengths)]
+        gather = gather_over_group(self._everyone)
+        with _all_present():
+            lengths = gather(torch.tensor([len(encoded)])).tolist()
+            return [json.loads(part.numpy().tobytes()) for part in torch.split(gather(encoded), lengths)]
 
     def of_first(self, value: Any) -> Any:
         """The value that rank 0 gave, on every rank; the others' is not read and may be None."""
@@ -124,13 +154,15 @@ class Ranks:
     def rows_of(self, rows: Sequence[_Item]) -> Sequence[_Item]:
         """This rank's of the rows of all ranks, which come in turn: the first of every rank, then the second.
 
+        Ranks that share a sequence have the same rows.
+
         Not a collective.
 
         Example:
             >>> Ranks.alone().rows_of((7, 8))
             (7, 8)
         """
-        return rows[self.rank :: self.world]
+        return rows[self.data_rank :: self.data_world]
 
     def together(self, mine: list[Any]) -> list[Any]:
         """What the ranks made of their ``shared`` places, in the order of the whole; JSON.
@@ -147,10 +179,10 @@ class Ranks:
         Args:
             tensors: of the same shapes on every rank, in the same order.
         """
-        if self.data is not None:
+        if self._everyone is not None:
             with _all_present(), torch.no_grad():
                 for tensor in tensors:
-                    dist.broadcast(tensor, group=self.data, group_src=0)
+                    dist.broadcast(tensor, group=self._everyone, group_src=0)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -166,27 +198,54 @@ class Ranks:
         Determinism: buckets are filled in the order of the parameters, so the same ranks add in the same order.
 
         Args:
-            parameters: the same on every rank, in the same order; frozen ones are left out.
+            parameters: the same on every rank, in the same order; frozen ones are left out, and sharded ones, whose
+                gradients FSDP2 has summed.
         """
-        if self.data is None:
+        if self._everyone is None:
             return
-        trained = [p for p in parameters if p.requires_grad]
+        trained = [p for p in parameters if p.requires_grad and not is_sharded(p)]
         if not trained:
             return
         with _all_present():
             has = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8, device=trained[0].device)
-            dist.all_reduce(has, op=dist.ReduceOp.MAX, group=self.data)
+            dist.all_reduce(has, op=dist.ReduceOp.MAX, group=self._everyone)
             for bucket in _buckets([p for p, there in zip(trained, has.tolist(), strict=True) if there]):
                 self._sum_bucket(bucket)
 
+    def sum_gradients_in_order(self, parameters: Iterable[nn.Parameter]) -> None:
+        """``sum_gradients`` along the tree of ``tree.py``: the bits do not depend on the number of ranks.
+
+        What it costs: every rank gets every other's gradients, where a sum needs two of them in all.
+
+        Args:
+            parameters: whole on every rank, with the sums of this rank's subtree.
+        """
+        if self._everyone is None:
+            return
+        trained = [p for p in parameters if p.requires_grad]
+        with _all_present():
+            for bucket in _buckets(trained, BUCKET_BYTES // self.world):
+                there = torch.tensor([p.grad is not None for p in bucket], dtype=torch.uint8, device=bucket[0].device)
+                everyones = [torch.empty_like(there) for _ in range(self.world)]
+                dist.all_gather(everyones, there, group=self._everyone)
+                flat = _flat(bucket)
+                parts = [torch.empty_like(flat) for _ in range(self.world)]
+                dist.all_gather(parts, flat, group=self._everyone)
+                split = [torch.split(part, [p.numel() for p in bucket]) for part in parts]
+                for i, p in enumerate(bucket):
+                    has = [bool(row[i]) for row in everyones]
+                    total = TreeSum()
+                    for rank in range(self.world):
+                        total.add([split[rank][i] if has[rank] else None])
+                    (found,) = total.whole()
+                    if found is not None:
+                        _set_gradient(p, found)
+
     def _sum_bucket(self, bucket: list[nn.Parameter]) -> None:
-        dtype = _sum_dtype(bucket[0])
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).to(dtype) for p in bucket])
-        dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=self.data)
+        flat = _flat(bucket)
+        dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=self._everyone)
         for p, total in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
-            if p.grad is None:
-                p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
-            p.grad.copy_(total.view_as(p))
+            _set_gradient(p, total)
 
 
 @contextmanager
@@ -243,7 +302,9 @@ def ranks_of_environment(
         yield ranks
     finally:
         # A group that is still referred to would end its threads with the interpreter, which can abort the process.
-        object.__setattr__(ranks, "data", None)
+        for each in (ranks, *ranks._derived):
+            for name in ("data", "sequence", "all"):
+                object.__setattr__(each, name, None)
         dist.destroy_process_group()
 
 
@@ -266,14 +327,27 @@ def _sum_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
 
-def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def _flat(bucket: list[nn.Parameter]) -> Tensor:
+    """The gradients end to end, in the dtype of their sum; 0 where there is none."""
+    dtype = _sum_dtype(bucket[0])
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).to(dtype) for p in bucket])
+
+
+def _set_gradient(parameter: nn.Parameter, total: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+    parameter.grad.copy_(total.view_as(parameter))
+
+
+def _buckets(parameters: list[nn.Parameter], most_bytes: int | None = None) -> Iterator[list[nn.Parameter]]:
     """The parameters in order, cut where a bucket is full or the dtype or device of the sum changes."""
+    most_bytes = BUCKET_BYTES if most_bytes is None else most_bytes
     bucket: list[nn.Parameter] = []
     size = 0
     for p in parameters:
         num_bytes = p.numel() * _sum_dtype(p).itemsize
         differs = bucket and (_sum_dtype(p), p.device) != (_sum_dtype(bucket[0]), bucket[0].device)
-        if bucket and (differs or size + num_bytes > BUCKET_BYTES):
+        if bucket and (differs or size + num_bytes > most_bytes):
             yield bucket
             bucket, size = [], 0
         bucket.append(p)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from logitless.distributed.sharding import is_sharded
 from logitless.head import sharded, vocab_parallel
 from logitless.head.sharded import Shard
 
@@ -108,20 +109,20 @@ class Columns:
 
     def room_for_gradient(self, shard: Shard) -> Tensor:
         """Where the gradient of a shard goes: float32 where it is to be summed over ranks."""
-        if sharded.is_sharded(self.weight):
+        if is_sharded(self.weight):
             return torch.empty_like(shard.weight, dtype=torch.float32)
         return torch.empty_like(self.weight)
 
     def kept_gradient(self, shard: Shard, gradient: Tensor) -> Tensor | None:
         """What this rank keeps of a shard's gradient: the sum over all ranks' rows, where it is the owner."""
-        if not sharded.is_sharded(self.weight):
+        if not is_sharded(self.weight):
             return gradient
         total = sharded.summed_on_owner(gradient, shard, self.weight)
         return None if total is None else total.to(self.weight.dtype)
 
     def as_weight(self, gradient: Tensor | None) -> Tensor | None:
         """The kept gradient, sharded as the weight is."""
-        return sharded.like(self.weight, gradient) if sharded.is_sharded(self.weight) else gradient
+        return sharded.like(self.weight, gradient) if is_sharded(self.weight) else gradient
 
     def without_rows(self, dtype: torch.dtype, *, trained: bool) -> Tensor | None:
         """A rank without rows takes part in every broadcast and adds nothing to the weight's gradient."""

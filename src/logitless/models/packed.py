@@ -4,8 +4,10 @@ Equal to running every sequence alone. The sequences' lengths are known on the h
 nothing synchronises. Sequences of one length, a single one included, are a batch as they lie: torch's SDPA, whose
 fastest kernel takes no other row (on an H200 half the time of the next). Other rows on CUDA in bfloat16 or float16 go
 as they are to the variable-length kernel of torch. Everywhere else sequences of similar length are laid side by side,
-padded on the right: under a causal mask no real token sees padding. Called without a layout (decoding with a cache) it
-is transformers' SDPA attention, with grouped queries folded so that keys and values are not repeated.
+padded on the right: under a causal mask no real token sees padding. Called without a layout (decoding with a cache)
+it is transformers' SDPA attention, with grouped queries folded so that keys and values are not repeated. Ranks that
+share a row (``PackedLayout.group``) exchange their tokens for some of the heads before it and back after it; no other
+layer knows.
 
 Gives up: attention softcaps, sinks, position biases (ALiBi) and chunked attention. For those use ``attention="eager"``,
 ``"sdpa"`` or ``"flex_attention"``, which build transformers' block-diagonal mask from restarting positions.
@@ -19,13 +21,16 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from logitless.distributed.exchange import exchanged
 from logitless.errors import InputError, UnavailableError
 from logitless.models.attention import AttentionLayout
 
@@ -65,6 +70,7 @@ class PackedLayout:
     Args:
         lengths: B positive numbers, on the host.
         device: of the model.
+        group: ranks that have equal parts of the row each, in their order; None where this one has all of it.
 
     Raises:
         InputError: a length below 1, or none at all.
@@ -77,6 +83,7 @@ class PackedLayout:
 
     lengths: tuple[int, ...]
     device: torch.device | str = "cpu"
+    group: ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1:
@@ -326,10 +333,14 @@ def _attention_layer(
             )
     if packed_layout is not None:
         _check_layer(module, sliding_window, kwargs.get("is_causal"))
+        if (group := packed_layout.group) is not None:
+            repeats = max(1, dist.get_world_size(group) // key.shape[1])  # a key head that several ranks need
+            key, value = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
+            query, key, value = (exchanged(x, group, split=1, join=2) for x in (query, key, value))
         out = packed_attention(
             query, key, value, packed_layout, scaling=scaling, dropout=dropout, sliding_window=sliding_window
         )
-        return out, None
+        return out if group is None else exchanged(out, group, split=1, join=2), None
     if query.shape[2] == 1 and query.shape[1] != key.shape[1]:
         return _decode_grouped(query, key, value, attention_mask, scaling, dropout), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)

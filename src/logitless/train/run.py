@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.ranks import Ranks
 from logitless.errors import ConfigurationError
 from logitless.models.lora import frozen_copy
@@ -18,7 +19,7 @@ from logitless.objective.algorithm import Algorithm
 from logitless.rollout.environment import Environment, SingleTurn
 from logitless.seeds import derived_seed
 from logitless.train.checkpoint import Checkpoint, checkpoints, clear_remains, damaged, load_checkpoint
-from logitless.train.checks import check_before_start
+from logitless.train.checks import check_arrangement, check_before_start, scores_all_rows
 from logitless.train.collector import Collector
 from logitless.train.config import Recipe, RecordedEngineSection
 from logitless.train.engines import Engines, open_engines
@@ -89,6 +90,16 @@ def start(
         LogitlessError: anything that is wrong with the recipe, the data, the model or the machine, and a run that
             cannot go on.
     """
+    parallel = recipe.parallel
+    arrangement = Arrangement.of(
+        ranks.world,
+        replicate=parallel.replicate,
+        shard=parallel.shard,
+        sequence=parallel.sequence,
+        whole=parallel.deterministic,
+    )
+    check_arrangement(recipe, arrangement)
+    ranks = ranks.arranged(arrangement)
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
     tokenizer = tokenizer_of(recipe.model)
     data = data_of(recipe, tokenizer)
@@ -141,6 +152,21 @@ def start(
         del model
         ranks.copy_of_first(policy.held().values())
         policy.round_masters()
+        if arrangement.is_sharded:
+            mesh = arrangement.mesh(policy.device.type)
+            policy.shard(mesh)
+            if isinstance(reference, Policy):
+                reference.shard(mesh, on_host=parallel.reference == "host")
+            all_rows = scores_all_rows(recipe, arrangement, policy)
+            for each in (policy, reference):
+                if isinstance(each, Policy):
+                    each.all_rows = all_rows
+        if ranks.sequence is not None:
+            for each in (policy, reference):
+                if isinstance(each, Policy):
+                    each.share_sequences(ranks.sequence)
+        if ranks.world > 1:
+            view.message(f"{ranks.world} processes: {arrangement.words}")
         journal = Journal(folder, view, writers, policy.device, ranks)
         weights = {r.name: r.weight for r in rewards}
         learner = Learner(recipe, algorithm, policy, reference, reward_weights=weights, ranks=ranks)
@@ -158,8 +184,10 @@ def start(
                 view.message("no checkpoint yet: from the beginning")
             journal.seconds["start"] = time.perf_counter() - began
         complete = loop.run()
-        if complete and ranks.is_first:
-            _export(policy, tokenizer, folder)
+        if complete:
+            state = policy.whole_state(keep=ranks.is_first)
+            if ranks.is_first:
+                _export(policy, tokenizer, folder, state)
         progress = learner.progress
         counts = {"blocks": progress.block, "steps": progress.step, "skipped_steps": progress.skipped}
         journal.write_summary({"name": recipe.name, **counts})
@@ -223,9 +251,11 @@ def _policies(
     return policy, reference
 
 
-def _export(policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> None:
+def _export(
+    policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, state: dict[str, Tensor] | None
+) -> None:
     """Leave what was trained in the formats that other programs read."""
-    write_folder_atomically(folder.model, lambda path: policy.save(path, tokenizer))
+    write_folder_atomically(folder.model, lambda path: policy.save(path, tokenizer, state))
     if policy.value_head is not None:
         save_value_head(policy.value_head, folder.value_head)
 
