@@ -17,14 +17,17 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.gather import gather_over_group
+from logitless.distributed.roll import Roll
 from logitless.distributed.sharding import is_sharded
 from logitless.distributed.shares import every_nth, in_order
 from logitless.distributed.sums import sum_over_group
 from logitless.distributed.tree import TreeSum
-from logitless.errors import ConfigurationError, LogitlessError, TrainingError, UnavailableError
+from logitless.errors import ConfigurationError, LogitlessError, LostRankError, UnavailableError
 
 _Item = TypeVar("_Item")
 BUCKET_BYTES = 64 * 2**20  # of gradients that are summed in one collective; bounds the copy
@@ -184,6 +187,29 @@ class Ranks:
                 for tensor in tensors:
                     dist.broadcast(tensor, group=self._everyone, group_src=0)
 
+    def check_same(self, what: Mapping[str, str], remedy: str) -> None:
+        """Refuse to go on where something is not the same on every rank.
+
+        Args:
+            what: digests or versions by name.
+            remedy: for the error.
+
+        Raises:
+            ConfigurationError: on every rank, with the names that differ and the ranks that are alone with theirs.
+
+        Example:
+            >>> Ranks.alone().check_same({"recipe": "a1"}, "Start all with the same.")
+        """
+        said = self.everyones(dict(what))
+        differ = [name for name in what if any(each.get(name) != said[0].get(name) for each in said)]
+        if differ:
+            others = [rank for rank, each in enumerate(said) if each != said[0]]
+            raise ConfigurationError(
+                needed=f"the same {', '.join(differ)} on all {self.world} ranks",
+                given=f"others on rank {', '.join(map(str, others))} than on rank 0",
+                remedy=remedy,
+            )
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.everyones(None)
@@ -262,7 +288,7 @@ def ranks_of_environment(
         device: ``"cuda"`` or ``"cpu"``. On CUDA the GPU of this rank's number on its machine becomes the current one.
         environment: variables.
         timeout_seconds: how long a rank waits for the others in one collective; longer than the longest rollout or
-            checkpoint of one rank.
+            checkpoint of one rank. Past it, whoever waits ends with an error that names the ranks that are missing.
 
     Raises:
         ConfigurationError: some of the variables are missing or are not numbers that fit together.
@@ -290,22 +316,66 @@ def ranks_of_environment(
             )
         torch.cuda.set_device(local)
         backend = "cpu:gloo,cuda:nccl"
+    address = f"tcp://{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+    timeout = timedelta(seconds=timeout_seconds)
+    store, _, _ = next(rendezvous(address, rank, world, timeout=timeout))
+    life = environment.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives a restart
     dist.init_process_group(
-        backend,
-        init_method=f"tcp://{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=timeout_seconds),
+        backend, store=PrefixStore(f"life-{life}", store), rank=rank, world_size=world, timeout=timeout
     )
     ranks = Ranks(data=dist.group.WORLD)
     try:
-        yield ranks
+        with _called_by_name(Roll(PrefixStore(f"roll-{life}", store), rank, world)):
+            yield ranks
     finally:
         # A group that is still referred to would end its threads with the interpreter, which can abort the process.
         for each in (ranks, *ranks._derived):
             for name in ("data", "sequence", "all"):
                 object.__setattr__(each, name, None)
         dist.destroy_process_group()
+
+
+def restarted(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether ``torchrun --max-restarts`` has started these processes anew after one of them failed.
+
+    Example:
+        >>> restarted({}), restarted({"TORCHELASTIC_RESTART_COUNT": "1"})
+        (False, True)
+    """
+    return environment.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
+
+
+@contextmanager
+def _called_by_name(roll: Roll) -> Iterator[None]:
+    """What ends this rank is written down; if it is that another is gone, the error says which."""
+    try:
+        yield
+    except Exception as error:
+        lost = isinstance(error, LostRankError) or (type(error) is RuntimeError and _is_of_connection(error))
+        try:
+            roll.say(f"{type(error).__name__}: {error}", lost=lost)
+            others = roll.of_others() if lost else ""
+        except RuntimeError:  # the rank with the store is gone too
+            others = "the rank that started first, and perhaps others"
+        if not lost:
+            raise
+        raise LostRankError(
+            needed=f"all {dist.get_world_size()} ranks",
+            given=f"on rank {dist.get_rank()}, without {others} ({_in_short(error)})",
+            remedy="Look for the message of the rank that failed first; --resume goes on from the last checkpoint.",
+        ) from error
+
+
+def _in_short(error: Exception) -> str:
+    """The first line of torch's word for it."""
+    cause = error.__cause__ if isinstance(error.__cause__, RuntimeError) else error
+    return str(cause).strip().split("\n")[0][:200]
+
+
+def _is_of_connection(error: RuntimeError) -> bool:
+    """Whether torch says that another process is gone: in a collective of FSDP2, which is not called here."""
+    text = str(error).lower()
+    return any(word in text for word in ("gloo", "nccl", "connection closed", "connection reset", "timed out"))
 
 
 def _numbers(environment: Mapping[str, str]) -> tuple[int, int, int]:
@@ -366,7 +436,7 @@ def _all_present() -> Iterator[None]:
     except RuntimeError as error:
         if not dist.is_initialized():
             raise
-        raise TrainingError(
+        raise LostRankError(
             needed=f"all {dist.get_world_size()} ranks",
             given=f"an end of the connection to one of them on rank {dist.get_rank()} ({error})",
             remedy="Look for the message of the rank that failed first.",

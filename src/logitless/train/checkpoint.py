@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from logitless.distributed.sharding import local_part, part_of, sharded_like, start_and_shape
+from logitless.distributed.sharding import is_sharded, local_part, part_of, sharded_like, start_and_shape
 from logitless.errors import CheckpointError
 from logitless.train.tensor_files import dtype_name, num_bytes, read_places, read_tensor, write_tensors
 
@@ -448,7 +448,11 @@ def write_pieces(folder: Path, tensors: Mapping[str, Tensor], *, prefix: str = "
         OSError: the disk is full or not writable.
     """
     places = {name: start_and_shape(tensor) for name, tensor in tensors.items()}
-    parts = {name: local_part(tensor) for name, tensor in tensors.items() if 0 not in places[name][1]}
+    parts = {  # a rank beyond the last row of a small tensor has nothing of it
+        name: local_part(tensor)
+        for name, tensor in tensors.items()
+        if not (is_sharded(tensor) and 0 in places[name][1])
+    }
     index: dict[str, Any] = {}
     for number, names in enumerate(_files(parts), start=1):
         file = f"{prefix}-{number:05d}.safetensors"

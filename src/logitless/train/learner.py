@@ -343,7 +343,9 @@ class Learner:
         """The step with the rows of all ranks, as ``Ranks.rows_of`` takes them apart; on one rank the step itself, and
         also where any number of ranks is to train on the same rows."""
         if self.recipe.parallel.deterministic:
-            return replace(step, micro_batches=step.micro_batches + ((),) * (self.ranks.world - len(step.micro_batches)))
+            return replace(
+                step, micro_batches=step.micro_batches + ((),) * (self.ranks.world - len(step.micro_batches))
+            )
         rows = rows_by_rank(
             step,
             block.groups,

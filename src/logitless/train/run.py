@@ -1,5 +1,7 @@
 """A run from its recipe: made anew, or continued from its latest checkpoint."""
 
+import hashlib
+import json
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -34,6 +36,7 @@ from logitless.train.optimizer import implementation
 from logitless.train.plan import check_disk, disk
 from logitless.train.policy import AdaptersOff, Policy, Scorer
 from logitless.train.provenance import digest_of_file, digest_of_prompts, record_start
+from logitless.train.provenance import environment as made_with
 from logitless.train.recipe import dump_recipe, load_recipe
 from logitless.train.report import write_report
 from logitless.train.run_folder import (
@@ -107,6 +110,7 @@ def start(
     if environment is None:
         environment = environment_of(recipe.rollout.environment, tokenizer)
     data = data_of(recipe, tokenizer, tools_of(environment))
+    _check_same_on_all(ranks, recipe, data)
     rewards = rewards_of(recipe, [*data.train, *data.held_out])
     algorithm = algorithm_of(recipe)
     check_writers(recipe.writers)
@@ -271,6 +275,20 @@ def _progress(saved: Checkpoint | None) -> dict[str, int]:
         return {name: int(saved.state["progress"][name]) for name in ("block", "step")}
     except (KeyError, TypeError, ValueError) as error:
         raise damaged(saved.folder, error) from error
+
+
+def _check_same_on_all(ranks: Ranks, recipe: Recipe, data: Data) -> None:
+    """Refuse ranks that read another recipe or other data, or run another version."""
+    text = json.dumps(recipe.model_dump(mode="json"), sort_keys=True)
+    versions = made_with(torch.device("cpu"))["packages"]
+    ranks.check_same(
+        {
+            "recipe": hashlib.sha256(text.encode()).hexdigest(),
+            **{f"data ({name})": digest for name, digest in _digests(recipe, data).items()},
+            **{f"version of {name}": version for name, version in versions.items()},
+        },
+        remedy="Start every process with the same command, files and environment.",
+    )
 
 
 def _digests(recipe: Recipe, data: Data) -> dict[str, str]:
