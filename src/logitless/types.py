@@ -196,6 +196,7 @@ class Group:
             unscored.
         turn_rewards: the part of ``rewards`` that the environment paid at the turns of each completion; empty where it
             paid nothing.
+        conversations: the messages of each completion, from the prompt to its end; empty where all are single turns.
 
     Example:
         >>> prompt = Prompt(id="7", text="2+2=", token_ids=(4,))
@@ -209,6 +210,7 @@ class Group:
     verdicts: tuple[Mapping[str, Verdict], ...]
     rewards: tuple[float | None, ...]
     turn_rewards: tuple[tuple[float, ...], ...] = ()
+    conversations: tuple[tuple[Mapping[str, Any], ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.completions) == len(self.verdicts) == len(self.rewards):
@@ -222,6 +224,12 @@ class Group:
                 needed=f"the turn rewards of each of {len(self.completions)} completions, or none",
                 given=str(len(self.turn_rewards)),
                 remedy="Give an empty tuple for a completion whose turns pay nothing.",
+            )
+        if self.conversations and len(self.conversations) != len(self.completions):
+            raise InputError(
+                needed=f"the messages of each of {len(self.completions)} completions, or none",
+                given=str(len(self.conversations)),
+                remedy="Give the conversation of every completion.",
             )
         strays = {c.prompt_id for c in self.completions} - {self.prompt.id}
         if strays:

@@ -16,7 +16,7 @@ from logitless.objective.objective import Objective
 from logitless.objective.presets import algorithm
 from logitless.objective.surrogate import KlCov
 from logitless.objective.value import ValueLoss
-from logitless.objective.weighting import MicroBatchTokenMean, SequenceMean, TokenMean
+from logitless.objective.weighting import MicroBatchTokenMean, SequenceMean, TokenMean, TurnMean
 from logitless.train.block import micro_batches_of
 from logitless.train.policy import Policy
 from logitless.train.score import scores_of
@@ -473,3 +473,23 @@ def test_a_value_loss_of_a_policy_without_a_value_head_is_refused():
     policy.value_head = None
     with pytest.raises(InputError, match="value head"):
         _gradient(policy, block, WHOLE, *_ppo(), beta=0.0)
+
+
+def test_turns_weigh_the_same_however_long_they_are_and_however_the_step_is_cut():
+    prompt = Prompt("7", "", (1, 2))
+    two = Completion("7", (3, 4, 5, 6), "", "stop", trained=(True, True, False, True), turn=(0, 0, 0, 1))
+    one = Completion("7", (3,), "", "stop")
+    empty = Completion("7", (), "", "stop")
+    packed = pack([(prompt, each) for each in (two, one, empty, two)])
+    n = packed.num_tokens
+    tokens = TokenBatch(packed.sequence, 4, torch.zeros(n), torch.ones(n), logp_old=torch.zeros(n), turn=packed.turn)
+    found = []
+    for rows in [((0, 1, 3),), ((0,), (1,), (3,))]:
+        plan = StepPlan((0, 1, 2, 3), rows)
+        options = {"dropped": [False] * 3 + [True], "num_steps": 1, "statistics": None}
+        micro_batches = step_batch(packed, tokens, plan, algorithm("grpo").objective, TurnMean(), **options)
+        found.append(torch.cat([each.tokens.token_weight for each in micro_batches]))
+    # Five turns with a token, two of them dropped, which stay in the number: 1/5 each, over the tokens of the turn.
+    wanted = torch.tensor([0.1, 0.1, 0.2, 0.2, 0.0, 0.0, 0.0])
+    torch.testing.assert_close(found[0], wanted)
+    torch.testing.assert_close(found[1], wanted)

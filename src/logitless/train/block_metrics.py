@@ -45,7 +45,26 @@ def block_metrics(block: JudgedBlock, *, seconds: float) -> Numbers:
         "length/prompt_mean": sum(len(g.prompt.token_ids) for g in drawn) / len(drawn),
     }
     speed = {"time/rollout_seconds": seconds, "throughput/rollout_tokens_per_second": sum(lengths) / seconds}
-    return metrics | verdict_metrics(drawn) | speed
+    return metrics | turn_metrics(drawn) | verdict_metrics(drawn) | speed
+
+
+def turn_metrics(groups: Sequence[Group]) -> Numbers:
+    """How many turns completions have and what an environment added to them; nothing where all are single turns.
+
+    Example:
+        >>> turn_metrics([])
+        {}
+    """
+    completions = [c for g in groups for c in g.completions]
+    if not any(c.turn is not None for c in completions):
+        return {}
+    turns = [1 if c.turn is None else 1 + max(c.turn, default=0) for c in completions]
+    given = [0 if c.trained is None else c.trained.count(False) for c in completions]
+    return {
+        "rollout/turns_mean": sum(turns) / len(turns),
+        "rollout/turns_max": max(turns),
+        "rollout/environment_tokens_mean": sum(given) / len(given),
+    }
 
 
 def lag_metrics(block: JudgedBlock, *, version: int) -> Numbers:

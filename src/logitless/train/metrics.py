@@ -12,7 +12,9 @@ from typing import Any, Literal, TypeAlias
 from logitless.data.sources import nearest
 from logitless.errors import InputError
 
-Unit = Literal["1", "nat", "reward", "token", "completion", "group", "prompt", "step", "block", "s", "token/s", "byte"]
+Unit = Literal[
+    "1", "nat", "reward", "token", "turn", "completion", "group", "prompt", "step", "block", "s", "token/s", "byte"
+]  # fmt: skip
 Aggregation = Literal["mean", "std", "p95", "min", "max", "sum", "last"]
 Over = Literal["token", "completion", "group", "constraint", "step", "block", "run", "evaluation"]
 
@@ -39,7 +41,7 @@ class Metric:
         description: what it is, in one clause.
 
     Example:
-        >>> Metric("length/mean", "token", "mean", "completion", "sampled tokens, the stop token included").unit
+        >>> Metric("length/mean", "token", "mean", "completion", "tokens of a completion").unit
         'token'
     """
 
@@ -108,7 +110,16 @@ METRICS: tuple[Metric, ...] = (
     # Age and lengths of completions
     Metric("rollout/lag_mean", "step", "mean", "completion", "age in optimizer steps of the weights that drew a block"),
     Metric("rollout/lag_max", "step", "max", "completion", "the same"),
-    Metric("length/mean", "token", "mean", "completion", "sampled tokens, the stop token included"),
+    Metric("rollout/turns_mean", "turn", "mean", "completion", "assistant turns, where an environment answers"),
+    Metric("rollout/turns_max", "turn", "max", "completion", "the same"),
+    Metric("rollout/environment_tokens_mean", "token", "mean", "completion", "tokens that the environment wrote"),
+    Metric(
+        "length/mean",
+        "token",
+        "mean",
+        "completion",
+        "its tokens, the stop token and those of an environment included",
+    ),
     Metric("length/min", "token", "min", "completion", "the shortest completion"),
     Metric("length/max", "token", "max", "completion", "the longest completion"),
     Metric("length/truncated_fraction", "1", "mean", "completion", "completions cut at max_new_tokens"),

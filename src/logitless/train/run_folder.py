@@ -193,7 +193,8 @@ class RunFolder:
         """Write every completion of a block with what was said of it.
 
         Columns: ``block``, ``prompt_id``, ``prompt``, ``completion``, ``num_tokens``, ``finish_reason``, ``reward``,
-        ``advantage``, ``verdicts`` (JSON: by function, status, score, detail and message) and ``reward/<function>``.
+        ``advantage``, ``verdicts`` (JSON: by function, status, score, detail and message), ``num_turns``,
+        ``conversation`` (JSON: the messages; null for single turns) and ``reward/<function>``.
 
         Args:
             block: from 1.
@@ -225,11 +226,18 @@ class RunFolder:
                 "reward": reward,
                 "advantage": advantage,
                 "verdicts": json.dumps({name: asdict(verdict) for name, verdict in verdicts.items()}),
+                "num_turns": 1 if completion.turn is None else 1 + max(completion.turn, default=0),
+                "conversation": None if messages is None else json.dumps(messages, default=str),
                 **{f"reward/{name}": verdicts[name].score if name in verdicts else None for name in functions},
             }
             for group, of_group in zip(groups, advantages, strict=True)
-            for completion, verdicts, reward, advantage in zip(
-                group.completions, group.verdicts, group.rewards, of_group, strict=True
+            for completion, verdicts, reward, advantage, messages in zip(
+                group.completions,
+                group.verdicts,
+                group.rewards,
+                of_group,
+                group.conversations or [None] * len(group.completions),
+                strict=True,
             )
         ]
         schema = pyarrow.schema([*_ROLLOUT_COLUMNS, *((f"reward/{name}", pyarrow.float64()) for name in functions)])
@@ -294,6 +302,8 @@ _ROLLOUT_COLUMNS = (
     ("reward", pyarrow.float64()),
     ("advantage", pyarrow.float64()),
     ("verdicts", pyarrow.string()),
+    ("num_turns", pyarrow.int64()),
+    ("conversation", pyarrow.string()),
 )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from logitless.data.packing import StepPlan
 from logitless.distributed.ranks import Ranks
 from logitless.errors import InputError
+from logitless.objective.advantage import turn_index
 from logitless.objective.diagnostics import step_diagnostics
 from logitless.objective.inputs import required
 from logitless.objective.objective import BlockStatistics, Objective, ObjectiveOutput
@@ -91,16 +92,25 @@ def step_batch(
     Returns:
         One a row of the plan, on the CPU.
     """
-    counts = packed.inputs.source_counts
     over = range(packed.num_sequences) if weighting.spans_block else plan.sequences
+
+    def counted(each: Weighting, sequences: Sequence[int]) -> tuple[tuple[int, ...], list[bool]]:
+        """Trained tokens of what a weighting counts, sequences or turns, and whether each is dropped."""
+        of_each = [runs[s] for s in sequences] if each.counts_turns else [counts[s : s + 1] for s in sequences]
+        flags = [dropped[s] for s, of in zip(sequences, of_each, strict=True) for _ in of]
+        return tuple(n for of in of_each for n in of), flags
+
+    def weights(each: Weighting, row: Sequence[int]) -> Tensor:
+        numbers, flags = counted(each, row)
+        return each(numbers, totals, flags, tokens.advantage.dtype)
+
+    counts = packed.inputs.source_counts
+    runs = _turn_counts(packed) if weighting.counts_turns else []
     totals = replace(
-        Totals.of(tuple(counts[s] for s in over), [dropped[s] for s in over]),
+        Totals.of(*counted(weighting, over)),
         num_steps=float(num_steps) if weighting.spans_block else 1.0,
         num_micro_batches=max(1, sum(bool(row) for row in plan.micro_batches)),
     )
-
-    def weights(each: Weighting, row: Sequence[int]) -> Tensor:
-        return each(tuple(counts[s] for s in row), totals, [dropped[s] for s in row], tokens.advantage.dtype)
 
     rows = plan.micro_batches
     parts = [replace(tokens.take(row), token_weight=weights(weighting, row)) for row in rows]
@@ -117,6 +127,18 @@ def step_batch(
             further["value_weight"] = torch.split(value_weight(whole), sizes)
     weighted = [replace(part, **{name: of[i] for name, of in further.items()}) for i, part in enumerate(parts)]
     return [MicroBatch(packed.take(row), part) for row, part in zip(rows, weighted, strict=True)]
+
+
+def _turn_counts(packed: PackedBatch) -> list[tuple[int, ...]]:
+    """Trained tokens of each turn of each sequence; none for a sequence without any."""
+    sequence = packed.sequence.cpu()
+    action = turn_index(sequence, packed.turn.cpu())
+    sizes = torch.bincount(action)
+    owner = sequence[sizes.cumsum(0) - sizes].tolist()
+    found: list[list[int]] = [[] for _ in range(packed.num_sequences)]
+    for s, size in zip(owner, sizes.tolist(), strict=True):
+        found[s].append(size)
+    return [tuple(of_turns) for of_turns in found]
 
 
 def backward(
