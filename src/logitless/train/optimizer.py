@@ -90,7 +90,12 @@ def learning_rate(step: int, progress: float, options: OptimizerSection) -> floa
 
 
 def take_step(
-    optimizer: torch.optim.Optimizer, *, rate: float, max_grad_norm: float | None, ranks: Ranks = Ranks.alone()
+    optimizer: torch.optim.Optimizer,
+    *,
+    rate: float,
+    max_grad_norm: float | None,
+    ranks: Ranks = Ranks.alone(),
+    as_several: bool = False,
 ) -> tuple[Float[Tensor, ""], bool]:
     """Clip the summed gradients by their global norm and step, unless a gradient is not finite.
 
@@ -102,13 +107,20 @@ def take_step(
         rate: learning rate of this step; a parameter group with a ``rate_factor`` takes that multiple of it.
         max_grad_norm: norm to clip at; None leaves gradients as they are.
         ranks: that hold the same sums of gradients, and step or pass over together.
+        as_several: one rank steps as several do, by the same operations.
 
     Returns:
         The norm of the model's gradient before clipping, and whether the step was taken. Gradients are freed either
         way.
     """
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("rate_factor", 1.0)
     if isinstance(optimizer, MasterAdamW):
         optimizer.take_gradients()
+        if optimizer.fuses and ranks.world == 1 and not as_several:
+            norm, taken = optimizer.clipped_step(max_grad_norm)
+            optimizer.zero_grad(set_to_none=True)
+            return norm, taken
     model, value_head = list[nn.Parameter](), list[nn.Parameter]()
     for group in optimizer.param_groups:
         part = value_head if "rate_factor" in group else model
@@ -120,8 +132,6 @@ def take_step(
         if max_grad_norm is not None:
             for part, norm in zip(parts, norms, strict=True):
                 _clip(part, max_grad_norm, norm)
-        for group in optimizer.param_groups:
-            group["lr"] = rate * group.get("rate_factor", 1.0)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norms[0], finite

@@ -16,20 +16,22 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedTokenizerBase
 
 from logitless.data.packing import nothing_to_score
+from logitless.data.packing import share_prompts as with_shared_prompts
 from logitless.distributed.exchange import pieced_together
 from logitless.distributed.sharding import ShardedModel, is_sharded, whole
 from logitless.errors import UnavailableError
 from logitless.head import token_scores
 from logitless.head.all_rows import token_scores_of_all
 from logitless.head.contract import logits_dtype
-from logitless.models.lm_head import backbone_hidden, check_sequence_group, lm_head, rows_of_rank
+from logitless.models.lm_head import backbone_hidden, check_sequence_group, lm_head, rows_of_rank, why_unshared
 from logitless.models.lora import adapters_off, save_adapters
+from logitless.models.repeated_rows import RepeatedRows
 from logitless.models.units import units_of
 from logitless.models.value_head import ValueHead
 from logitless.rollout.engine import Weights
 from logitless.train.config import Backend
 from logitless.train.masters import master_of, raise_to_masters, round_masters
-from logitless.types import LMHead, PackedBatch, TokenScores
+from logitless.types import LMHead, PackedBatch, SharedInputs, TokenScores
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -52,8 +54,12 @@ class Policy:
         autocast: dtype of the products, or None for those of the weights.
         memory_budget: bytes the head may spend on logits-like blocks; None lets the head choose.
         value_head: predicts returns from the same hidden states, for algorithms with a value loss; or None.
+        share_prompts: read a prompt once for the sequences that lie side by side and begin with it, where the model's
+            attention can (``why_unshared``).
 
     Attributes:
+        shares_prompts: whether it does.
+        unshared_because: what the model has that keeps it from it; None where there is nothing, or nobody asked.
         sharded: what FSDP2 made of the model; None while this rank has all weights.
         sequence: ranks that read parts of the same rows; or None.
         all_rows: whether a sharded head scores the rows of all ranks together (``token_scores_of_all``).
@@ -66,11 +72,14 @@ class Policy:
         autocast: torch.dtype | None = None,
         memory_budget: int | None = None,
         value_head: ValueHead | None = None,
+        share_prompts: bool = True,
     ) -> None:
         self.model, self.autocast, self.memory_budget = model, autocast, memory_budget
         self.value_head = value_head
         self.device = next(model.parameters()).device
         self.is_adapter = hasattr(model, "peft_config")
+        self.unshared_because = why_unshared(model) if share_prompts else None
+        self.shares_prompts = share_prompts and self.unshared_because is None
         self.sharded: ShardedModel | None = None
         self.sequence: ProcessGroup | None = None
         self.all_rows = False
@@ -121,7 +130,7 @@ class Policy:
         Differentiable unless called under ``torch.no_grad``.
 
         Args:
-            batch: moved to the model's device.
+            batch: on the CPU, best; what is read of it is moved to the model's device.
             temperature: divides the logits, as in sampling.
             backend: of the head.
         """
@@ -129,33 +138,35 @@ class Policy:
             if self.sharded is None or self.sharded.is_whole:
                 return self._no_scores()
             batch = nothing_to_score()  # other ranks need this one's shards
-        batch = batch.to(self.device)
-        with self._autocast():
-            hidden = backbone_hidden(self.model, batch.inputs, self.sequence)
-        source, target = batch.inputs.source, batch.target
+        inputs = with_shared_prompts(batch.inputs.to("cpu")) if self.shares_prompts else batch.inputs
+        source, target = inputs.source, batch.target
+        places = None
         if self.sequence is not None:  # a rank's last row may predict the first token of the next one's
-            own = rows_of_rank(
-                len(batch.inputs.input_ids), dist.get_rank(self.sequence), dist.get_world_size(self.sequence)
-            )
+            own = rows_of_rank(len(inputs.input_ids), dist.get_rank(self.sequence), dist.get_world_size(self.sequence))
             places = ((source >= own.start) & (source < own.stop)).nonzero().squeeze(1)
-            source, target = source[places] - own.start, target[places]
-        rows = hidden.index_select(0, source)
+            source, target = source[places] - own.start, target[places.to(target.device)]
+        with self._autocast():
+            hidden = backbone_hidden(self.model, inputs.to(self.device), self.sequence)
+        if isinstance(inputs, SharedInputs):  # the first targets of a group have a row in common
+            rows = RepeatedRows.of(source).to(self.device).take(hidden)
+        else:
+            rows = hidden.index_select(0, source.to(self.device))
         head = self.head()
         of_all = self.all_rows and is_sharded(head.weight)
         scores = (token_scores_of_all if of_all else token_scores)(
             rows if self.autocast is None else rows.to(self.autocast),
             head,
-            target,
+            target.to(self.device),
             temperature=temperature,
             backend=backend,
             memory_budget=self.memory_budget,
         )
         if self.value_head is not None:
             scores = replace(scores, value=self.value_head(rows))
-        if self.sequence is None:
+        if self.sequence is None or places is None:
             return scores
         columns = [each for each in (scores.logp, scores.entropy, scores.value) if each is not None]
-        found = pieced_together(torch.stack(columns, 1), places, batch.num_tokens, self.sequence)
+        found = pieced_together(torch.stack(columns, 1), places.to(self.device), batch.num_tokens, self.sequence)
         return TokenScores(*found.unbind(1))
 
     @property
