@@ -8,7 +8,8 @@ from logitless.distributed import Ranks
 from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.sharding import whole
 from logitless.models.lora import frozen_copy
-from logitless.rollout.environment import SingleTurn, play
+from logitless.rollout.environment import SingleTurn
+from logitless.rollout.play import play
 from logitless.rollout.transformers import TransformersEngine
 from logitless.train import learner as learner_module
 from logitless.train.block import pack_groups
