@@ -57,3 +57,7 @@ class TrainingError(LogitlessError, RuntimeError):
 
 class EngineError(LogitlessError, RuntimeError):
     """An engine outside of this process is gone, or does not keep what it promises (its answers, its weights)."""
+
+
+class LostRankError(TrainingError):
+    """Another process of the run is gone or does not answer; the message names it where that can be known."""

@@ -368,6 +368,34 @@ class TrainSection(Section):
     head_memory_budget: PositiveInt | None = Field(None, description="bytes of logits-like memory; None: chosen")
 
 
+class ParallelSection(Section):
+    """Several processes, started by torchrun; one process alone needs none of it (docs/scale.md)."""
+
+    shard: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="processes over which the weights of one copy are sharded (FSDP2); auto: all that replicate and "
+        "sequence leave",
+    )
+    replicate: PositiveInt = Field(1, description="copies of the weights")
+    sequence: PositiveInt = Field(
+        1, description="processes that share each sequence (Ulysses); weights are sharded over them too"
+    )
+    vocabulary: Literal["auto", "own_rows", "all_rows"] = Field(
+        "auto",
+        description="where the LM head is sharded. own_rows: each process scores its own tokens, and the shards come "
+        "by; all_rows: each scores the tokens of all against its shard; auto: where fewer bytes travel",
+    )
+    reference: Literal["device", "host"] = Field("device", description="where the reference's shards wait")
+    deterministic: bool = Field(
+        False,
+        description="sum gradients along one tree of micro-batches, so that they have the same bits on 1, 2, 4, ... "
+        "processes; every process then holds all weights",
+    )
+    timeout_seconds: PositiveInt = Field(
+        1800, description="how long processes wait for each other; longer than the longest rollout of one"
+    )
+
+
 class EvaluationSection(Section):
     """Held-out prompts, with their own sampling settings."""
 
@@ -404,6 +432,7 @@ class Recipe(Section):
         None, discriminator="placement", description="distance to the reference; None: no reference is loaded"
     )
     train: TrainSection = Field(default_factory=TrainSection)
+    parallel: ParallelSection = Field(default_factory=ParallelSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     writers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
@@ -510,6 +539,13 @@ class Recipe(Section):
             for sampling in (self.rollout.sampling, self.evaluation.sampling):
                 if sampling is not None:
                     sampling_fields(sampling)
+        parallel = self.parallel
+        _require(
+            not parallel.deterministic or (parallel.shard in ("auto", 1) and parallel.sequence == 1),
+            "all weights on every process beside parallel.deterministic",
+            f"parallel.shard={parallel.shard}, parallel.sequence={parallel.sequence}",
+            "Leave both out.",
+        )
         if self.algorithm.correction is not None:
             sampling = self.rollout.sampling
             self.algorithm.correction.check_sampling(
