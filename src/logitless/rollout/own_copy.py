@@ -24,8 +24,8 @@ class OwnCopy:
 
     Example:
         >>> class Saying:
-        ...     def load(self, weights, version): self.said = (float(weights.module.weight.detach()), version)
-        ...     def sample(self, prompts, num_samples, options, *, seed): return self.said
+        ...     def load(self, weights, version): print(float(weights.module.weight.detach()), version)
+        ...     def sample(self, prompts, num_samples, options, *, seed): return [[] for _ in prompts]
         ...     def close(self): ...
         >>> model = nn.Linear(1, 1, bias=False)
         >>> engine = OwnCopy(Saying())
@@ -33,7 +33,8 @@ class OwnCopy:
         >>> engine.load(Weights.of(model), 1)
         >>> _ = nn.init.constant_(model.weight, 3.0)  # training goes on
         >>> engine.sample([], 1, SamplingOptions(max_new_tokens=1), seed=0)
-        (2.0, 1)
+        2.0 1
+        []
     """
 
     def __init__(self, inner: Engine) -> None:
@@ -79,13 +80,14 @@ class TurnTaking:
 
     Example:
         >>> class Saying:
-        ...     def load(self, weights, version): self.version = version
-        ...     def sample(self, prompts, num_samples, options, *, seed): return self.version
+        ...     def load(self, weights, version): print("version", version)
+        ...     def sample(self, prompts, num_samples, options, *, seed): return [[] for _ in prompts]
         ...     def close(self): ...
         >>> engine = TurnTaking(Saying())
         >>> engine.load(Weights.of(nn.Linear(1, 1)), 3)
+        version 3
         >>> engine.sample([], 1, SamplingOptions(max_new_tokens=1), seed=0), engine.hand_over
-        (3, {})
+        ([], {})
     """
 
     def __init__(self, inner: Engine) -> None:
