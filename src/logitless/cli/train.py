@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from logitless.distributed.ranks import ranks_of_environment
+from logitless.train.explain import explain
 from logitless.train.plan import dry_run
 from logitless.train.recipe import load_recipe
 from logitless.train.run import start
@@ -21,6 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--dry-run", action="store_true", help="check everything, print the plan, train nothing")
+    mode.add_argument(
+        "--explain", action="store_true", help="print what a batch costs and what each saving takes off; train nothing"
+    )
     mode.add_argument("--resume", action="store_true", help="continue the run of this name from its last checkpoint")
     mode.add_argument("--numbered", action="store_true", help="if the name is taken, use name-2, name-3, ...")
 
@@ -30,6 +34,9 @@ def run(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
     if options.dry_run:
         print(dry_run(recipe))
+        return 0
+    if options.explain:
+        print(explain(recipe))
         return 0
     with ranks_of_environment(device_of(recipe.model).type) as ranks:
         logging.getLogger("logitless").setLevel(logging.INFO if ranks.is_first else logging.WARNING)
