@@ -18,7 +18,7 @@ from logitless.errors import ConfigurationError
 from logitless.models.lora import frozen_copy
 from logitless.models.value_head import ValueHead, save_value_head
 from logitless.objective.algorithm import Algorithm
-from logitless.rollout.environment import Environment
+from logitless.rollout.environment import Driver, Environment
 from logitless.rollout.environments import environment_of
 from logitless.rollout.tool_environment import tools_of
 from logitless.seeds import derived_seed
@@ -73,7 +73,7 @@ def start(
     numbered: bool = False,
     resume: bool = False,
     open_engines: OpenEngines = open_engines,
-    environment: Environment | None = None,
+    environment: Environment | Driver | None = None,
     ranks: Ranks = Ranks.alone(),
 ) -> tuple[RunFolder, bool]:
     """Run a recipe, or continue it.
@@ -313,9 +313,10 @@ def _digests(recipe: Recipe, data: Data) -> dict[str, str]:
 
 
 _MAY_CHANGE = {"output", "checkpoint", "writers"}
-_KNOWN_BY_DIGEST = (  # where it stands may change, what is in it not
+_MAY_MOVE = (  # where it stands may change; what is in a file not, which its digest says
     *("model.tokenizer", "data.train.path", "data.held_out.path"),
     *("warm_start.data.path", "rollout.engine.path"),
+    *(f"rollout.engine.{key}" for key in ("urls", "api_key_file", "api_key_variable", "give_up_seconds")),
 )
 
 
@@ -326,7 +327,7 @@ def _check_same(before: Recipe, now: Recipe) -> None:
     def fixed(recipe: Recipe) -> dict[str, Any]:
         kept = {k: v for k, v in recipe.model_dump(mode="json").items() if k not in _MAY_CHANGE}
         kept["train"].pop("blocks")
-        for key in _KNOWN_BY_DIGEST:
+        for key in _MAY_MOVE:
             *sections, last = key.split(".")
             at: Any = kept
             for section in sections:
