@@ -93,8 +93,8 @@ class Row:
     lines: tuple[str, ...]
 
 
-def measured(contender: Contender, scale: Scale, device: str, tokens: int) -> Row:
-    """Warm up, and time until the steps or the seconds are used up."""
+def measured(contender: Contender, scale: Scale, device: str, tokens: int | None) -> Row:
+    """Warm up, and time until the steps or the seconds are used up; without tokens there is no rate."""
     release(device)
     try:
         step = contender.step()
@@ -102,7 +102,8 @@ def measured(contender: Contender, scale: Scale, device: str, tokens: int) -> Ro
             step()
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        times, began = [], time.perf_counter()
+        times: list[float] = []
+        began = time.perf_counter()
         while len(times) < scale.steps and (not times or time.perf_counter() - began < scale.seconds):
             times.append(_timed(step, device))
     except (RuntimeError, ImportError, LogitlessError, NotImplementedError) as error:
@@ -110,7 +111,8 @@ def measured(contender: Contender, scale: Scale, device: str, tokens: int) -> Ro
         return Row(contender.name, contender.case, None, None, None, reason, contender.lines)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
     seconds = statistics.median(times)
-    return Row(contender.name, contender.case, seconds, tokens / seconds, peak, None, contender.lines)
+    rate = None if tokens is None else tokens / seconds
+    return Row(contender.name, contender.case, seconds, rate, peak, None, contender.lines)
 
 
 def _timed(step: Step, device: str) -> float:
@@ -273,7 +275,7 @@ def _row_invariant(scale: Scale, device: str) -> Step:
     optimizer = adamw(model.parameters(), OptimizerSection(), torch.device(device))
 
     def step() -> None:
-        backbone_hidden(model, inputs).float().square().mean().backward()
+        torch.autograd.backward(backbone_hidden(model, inputs).float().square().mean())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -281,7 +283,10 @@ def _row_invariant(scale: Scale, device: str) -> Step:
 
 
 def attention(scale: Scale, device: str) -> Iterator[Contender]:
-    """Kernels of causal attention, by length and width of a head; forward and backward of eight heads."""
+    """Kernels of causal attention, by length and width of a head; forward and backward of eight heads.
+
+    On a CPU nothing is recommended: there ``packed`` calls the same kernels, a sequence at a time.
+    """
     kernels = {
         "sdpa flash": (SDPBackend.FLASH_ATTENTION, "flash"),
         "sdpa efficient": (SDPBackend.EFFICIENT_ATTENTION, "efficient"),
@@ -292,7 +297,7 @@ def attention(scale: Scale, device: str) -> Iterator[Contender]:
         for length in scale.lengths:
             case = f"{length} tokens, width {width}"
             for name, (backend, word) in kernels.items():
-                lines = ("model.attention: sdpa", f"model.sdpa_backends: [{word}]")
+                lines = ("model.attention: sdpa", f"model.sdpa_backends: [{word}]") if device == "cuda" else ()
                 yield Contender(name, _sdpa(backend, length, width, device), lines, case)
             yield Contender("flex", _flex(length, width, device), ("model.attention: flex_attention",), case)
             yield Contender("logitless", _ours(length, width, device), ("model.attention: packed",), case)
@@ -366,46 +371,56 @@ def _ours(length: int, width: int, device: str) -> Callable[[], Step]:
 
 # --- the command
 
-Benchmark = Callable[[Scale, str], Iterator[Contender]]
 
+@dataclass(frozen=True)
+class SettingBenchmark:
+    """One of the five, as a subcommand.
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of each of the five."""
-    parser.add_argument("--quick", action="store_true", help="a small model and few steps, for a look")
-    parser.add_argument("--warmup", type=int, help="steps before the timed ones")
-    parser.add_argument("--steps", type=int, help="timed steps of each contender")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=settings_folder(), help="folder of the results")
+    Args:
+        name: of the subcommand and of its files.
+        contenders: of a scale and a device.
+        reads_tokens: whether a step reads any; an optimizer's does not.
+    """
 
+    name: str
+    contenders: Callable[[Scale, str], Iterator[Contender]]
+    reads_tokens: bool = True
 
-def measure(name: str, benchmark: Benchmark, options: argparse.Namespace) -> int:
-    """Measure every contender, print the table, keep JSON and plot."""
-    given = {key: value for key in ("warmup", "steps") if (value := getattr(options, key)) is not None}
-    scale = Scale(**{**asdict(QUICK if options.quick else FULL), **given})
-    before = torch.get_float32_matmul_precision()
-    rows = []
-    try:
-        for contender in benchmark(scale, options.device):
-            tokens = int(contender.case.split()[0]) if contender.case else scale.tokens
-            rows.append(measured(contender, scale, options.device, tokens))
-            print(_line(rows[-1]), flush=True)
-    finally:
-        torch.set_float32_matmul_precision(before)
-    recommended = best_lines(rows)
-    options.out.mkdir(parents=True, exist_ok=True)
-    document = {
-        "environment": environment(options.device, PACKAGES),
-        "quick": options.quick,
-        "scale": asdict(scale),
-        "rows": [asdict(row) for row in rows],
-        "recommended": recommended,
-    }
-    write_result(options.out / f"{name}.json", document)
-    speeds = {_label(row): row.tokens_per_second for row in rows if row.tokens_per_second is not None}
-    (options.out / f"{name}.svg").write_text(bar_plot(speeds, x_label="tokens a second"))
-    print(f"\nfor this machine, in a recipe:{''.join(f'{chr(10)}  {line}' for line in recommended) or ' nothing'}")
-    print(f"kept: {options.out / name}.json, .svg")
-    return 0
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The same for all five."""
+        parser.add_argument("--quick", action="store_true", help="a small model and few steps, for a look")
+        parser.add_argument("--warmup", type=int, help="steps before the timed ones")
+        parser.add_argument("--steps", type=int, help="timed steps of each contender")
+        parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+        parser.add_argument("--out", type=Path, default=settings_folder(), help="folder of the results")
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Measure every contender, print the table, keep JSON and plot."""
+        given = {key: value for key in ("warmup", "steps") if (value := getattr(options, key)) is not None}
+        scale = Scale(**{**asdict(QUICK if options.quick else FULL), **given})
+        before, rows = torch.get_float32_matmul_precision(), []
+        try:
+            for contender in self.contenders(scale, options.device):
+                tokens = int(contender.case.split()[0]) if contender.case else scale.tokens
+                rows.append(measured(contender, scale, options.device, tokens if self.reads_tokens else None))
+                print(_line(rows[-1]), flush=True)
+        finally:
+            torch.set_float32_matmul_precision(before)
+        recommended = best_lines(rows)
+        options.out.mkdir(parents=True, exist_ok=True)
+        document = {
+            "environment": environment(options.device, PACKAGES),
+            "quick": options.quick,
+            "scale": asdict(scale),
+            "rows": [asdict(row) for row in rows],
+            "recommended": recommended,
+        }
+        write_result(options.out / f"{self.name}.json", document)
+        times = {_label(row): 1000 * row.seconds for row in rows if row.seconds is not None}
+        (options.out / f"{self.name}.svg").write_text(bar_plot(times, x_label="milliseconds a step"))
+        print("\nin a recipe on this machine:", *(recommended or ["nothing"]), sep="\n  ")
+        print(f"kept: {options.out / self.name}.json, .svg")
+        return 0
 
 
 def best_lines(rows: Sequence[Row]) -> list[str]:
@@ -432,4 +447,12 @@ def _line(row: Row) -> str:
     if row.seconds is None:
         return f"{_label(row):44s} not run: {row.failure}"
     peak = "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:8.2f} GiB"
-    return f"{_label(row):44s} {1000 * row.seconds:10.3f} ms {row.tokens_per_second:12,.0f} tokens/s {peak}"
+    rate = "" if row.tokens_per_second is None else f"{row.tokens_per_second:12,.0f} tokens/s"
+    return f"{_label(row):44s} {1000 * row.seconds:10.3f} ms {rate} {peak}".rstrip()
+
+
+ATTENTION = SettingBenchmark("attention", attention)
+COMPILE = SettingBenchmark("compile", compiled)
+LAYERS = SettingBenchmark("layers", layers)
+OPTIMIZER = SettingBenchmark("optimizer", optimizer, reads_tokens=False)
+PRECISION = SettingBenchmark("precision", precision)
