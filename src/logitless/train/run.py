@@ -18,7 +18,7 @@ from logitless.errors import ConfigurationError
 from logitless.models.lora import frozen_copy
 from logitless.models.value_head import ValueHead, save_value_head
 from logitless.objective.algorithm import Algorithm
-from logitless.rollout.environment import Environment
+from logitless.rollout.environment import Driver, Environment
 from logitless.rollout.environments import environment_of
 from logitless.rollout.tool_environment import tools_of
 from logitless.seeds import derived_seed
@@ -73,7 +73,7 @@ def start(
     numbered: bool = False,
     resume: bool = False,
     open_engines: OpenEngines = open_engines,
-    environment: Environment | None = None,
+    environment: Environment | Driver | None = None,
     ranks: Ranks = Ranks.alone(),
 ) -> tuple[RunFolder, bool]:
     """Run a recipe, or continue it.
