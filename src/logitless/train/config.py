@@ -67,11 +67,12 @@ class ModelSection(Section):
     attention: Literal["packed", "sdpa", "eager", "flex_attention"] = Field(
         "packed", description="packed: own packed attention; the others: transformers' with a block-diagonal mask"
     )
-    layers: Literal["auto", "transformers", "row_invariant"] = Field(
+    layers: Literal["auto", "transformers", "row_invariant", "liger"] = Field(
         "auto",
         description="transformers: the model's own; row_invariant: fused, and with one set of bits in any packed row "
         "(docs/bits.md), for the families listed there, on a GPU; auto: row_invariant where they serve a model in 16 "
-        "bits, else transformers, and the run says why",
+        "bits, else transformers, and the run says why; liger: Liger's norm, rotary embedding and gated MLP, if they "
+        "agree with plain ones on this GPU",
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward")
