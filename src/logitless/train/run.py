@@ -56,6 +56,7 @@ from logitless.train.setup import (
     effects,
     policy_model,
     rewards_of,
+    section_for,
     set_process,
     tokenizer_of,
     value_head_of,
@@ -105,6 +106,7 @@ def start(
     )
     check_arrangement(recipe, arrangement)
     ranks = ranks.arranged(arrangement)
+    built = recipe.model_copy(update={"model": section_for(recipe.model, arrangement)})
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
     tokenizer = tokenizer_of(recipe.model)
     if environment is None:
@@ -126,7 +128,7 @@ def start(
             if ranks.of_first(not folder.is_failed_start() or bool(checkpoints(folder.checkpoints))):
                 saved = load_checkpoint(folder.checkpoints)
         warm = path / WARM_START
-        model = _model(recipe, tokenizer, warm if saved is not None and warm.exists() else None)
+        model = _model(built, tokenizer, warm if saved is not None and warm.exists() else None)
         check_before_start(recipe, data, model)
         if ranks.is_first:
             check_disk(recipe, disk(recipe, model, value_head_of(recipe, algorithm, model)), path)
@@ -156,7 +158,7 @@ def start(
         )
         for writer in writers:
             stack.callback(writer.close)
-        policy, reference = _policies(recipe, algorithm, tokenizer, data, folder, view, model, ranks)
+        policy, reference = _policies(built, algorithm, tokenizer, data, folder, view, model, ranks)
         del model
         ranks.copy_of_first(policy.held().values())
         policy.round_masters()
@@ -175,6 +177,8 @@ def start(
                     each.share_sequences(ranks.sequence)
         if ranks.world > 1:
             view.message(f"{ranks.world} processes: {arrangement.words}")
+        if built.model.layers != recipe.model.layers:
+            view.message("layers transformers' own, for weights or sequences are split over processes")
         journal = Journal(folder, view, writers, policy.device, ranks)
         weights = {r.name: r.weight for r in rewards}
         learner = Learner(recipe, algorithm, policy, reference, reward_weights=weights, ranks=ranks)

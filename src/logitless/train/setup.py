@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from logitless.data.prompts import load_prompts, without_overlap
+from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError, DataError, UnavailableError
 from logitless.models.liger_layers import install_liger_layers
 from logitless.models.lm_head import backbone, causal_lm
@@ -192,6 +193,12 @@ def after_warm_start(section: ModelSection, model: nn.Module, *, seed: int) -> n
     model = add_lora(model, LoraOptions(rank=lora.rank, alpha=lora.alpha, targets=lora.targets), seed=seed).train()
     _finish(section, model)
     return model
+
+
+def section_for(section: ModelSection, arrangement: Arrangement) -> ModelSection:
+    """The section as these ranks can run it: where weights or sequences are split, ``auto`` is transformers' layers."""
+    split = arrangement.is_sharded or arrangement.sequence > 1
+    return section.model_copy(update={"layers": "transformers"}) if split and section.layers == "auto" else section
 
 
 def _finish(section: ModelSection, model: nn.Module) -> None:
