@@ -11,10 +11,10 @@ from logitless.head import fused
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import load_model
 from logitless.models.lora import LoraOptions, add_lora
-from logitless.rollout import gpu
+from logitless.rollout import steps
 from logitless.rollout.engine import Weights
 from logitless.rollout.gpu import GpuEngine
-from logitless.rollout.sampling import SamplingOptions, sampling_logp
+from logitless.rollout.sampling import History, SamplingOptions, sampling_logp
 from logitless.train.policy import Policy
 from logitless.types import Prompt
 from tests.models.tiny import CONFIGS
@@ -32,7 +32,8 @@ PROMPTS = [Prompt("a", "", (3, 4, 5)), Prompt("b", "", (6,)), Prompt("c", "", tu
 def interpreted_head(monkeypatch):
     """The fused head, whose bits training has on a GPU, under the interpreter; and a look every few steps."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(gpu, "STEPS", 3)
+        monkeypatch.setattr(steps, "STEPS", 3)
+        monkeypatch.setattr(steps, "ALONE_BELOW", 0)
         monkeypatch.setattr(fused, "why_not", fused._unsupported)
     else:  # poison is written by a kernel of its own before every launch, which a captured graph would repeat
         torch.utils.deterministic.fill_uninitialized_memory = False
@@ -116,7 +117,7 @@ def test_with_filters_logp_is_that_of_the_filtered_distribution_of_a_plain_forwa
             seen = torch.stack([torch.bincount(ids[0, : first + t].cpu(), minlength=11) > 0 for t in range(4)]).to(
                 DEVICE
             )
-            expected = sampling_logp(logits, options, seen).gather(1, ids[0, first:, None])[:, 0]
+            expected = sampling_logp(logits, options, History(seen)).gather(1, ids[0, first:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected.cpu(), rtol=1e-3, atol=1e-3)
             assert completion.entropy_sampler is None
 
@@ -138,8 +139,8 @@ def test_out_of_memory_puts_rows_back_and_gives_the_same_tokens(monkeypatch, cap
             raise torch.OutOfMemoryError("no room")
         return step(*arguments)
 
-    step = gpu.decode_step
-    monkeypatch.setattr(gpu, "decode_step", failing)
+    step = steps.draw_tokens
+    monkeypatch.setattr(steps, "draw_tokens", failing)
     with caplog.at_level(logging.WARNING, "logitless"):
         assert engine_of().sample(PROMPTS[:2], 2, options, seed=1) == expected
     assert "at most 2 rows" in caplog.text
@@ -150,7 +151,7 @@ def test_out_of_memory_with_a_single_row_is_raised(monkeypatch):
     def failing(*_):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(gpu, "decode_step", failing)
+    monkeypatch.setattr(steps, "draw_tokens", failing)
     with pytest.raises(torch.OutOfMemoryError):
         engine_of().sample(PROMPTS[:1], 1, SamplingOptions(max_new_tokens=2), seed=1)
 
@@ -159,7 +160,7 @@ def test_ctrl_c_leaves_an_engine_that_samples_as_before(monkeypatch):
     engine, options = engine_of(), SamplingOptions(max_new_tokens=3)
     expected = engine.sample(PROMPTS[:1], 1, options, seed=1)
     with monkeypatch.context() as patch:
-        patch.setattr(gpu, "draw_tokens", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(steps, "draw_tokens", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             engine.sample(PROMPTS[:1], 1, options, seed=1)
     assert engine.sample(PROMPTS[:1], 1, options, seed=1) == expected

@@ -346,7 +346,7 @@ class Recipe(Section):
                 top_p=sampling.top_p,
                 top_k=sampling.top_k or 0,
                 min_p=sampling.min_p,
-                repetition_penalty=sampling.repetition_penalty,
+                others=sampling.penalties,
             )
         return self
 

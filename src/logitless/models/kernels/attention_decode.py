@@ -165,7 +165,10 @@ def decode_own(
     shared = start * 0
     if row_shared_pages is not None:
         shared = tl.load(row_shared_pages + row) * BLOCK
-    if split * SPLIT < end:
+    own = split * SPLIT < end
+    if not DIRECT:
+        own = own & ((split + 1) * SPLIT > shared)  # else its result is where ``decode_shared`` has left it
+    if own:
         m, s, o = empty(BM, WIDTH)
         if row_shared_pages is not None:
             if split * SPLIT < shared:

@@ -158,19 +158,20 @@ def key_gradient(
 
 def decode(
     query: Tensor, key: Tensor, value: Tensor, page_table: Tensor, position: Tensor,
-    shared: tuple[Tensor, Tensor, Tensor] | None, form: Form, choice: AttentionTiles,
+    shared: tuple[Tensor, Tensor, Tensor] | None, form: Form, choice: AttentionTiles, *, reach: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output [rows, H, E] and log-sum-exp [rows, H] of one query a row.
 
     Args:
         key, value: [pages * BLOCK, K, E].
         shared: members [groups, size], shared pages by group and by row; None when no row shares.
+        reach: more than any position; None: what the page table holds.
     """
     heads = Heads.of(query, key)
     rows, num_heads, width = query.shape
     device = query.device
     max_pages = page_table.shape[1]
-    splits = triton.cdiv(max_pages * attention_tiles.BLOCK, attention_tiles.SPLIT)
+    splits = triton.cdiv(reach or max_pages * attention_tiles.BLOCK, attention_tiles.SPLIT)
     direct = splits == 1
     tile = choice.decode_few if rows * heads.num_key * splits <= 4 * attention_tiles.PROCESSORS else choice.decode
     output = empty_rows(rows, num_heads, width, like=query)
