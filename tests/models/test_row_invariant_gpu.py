@@ -90,7 +90,7 @@ def test_a_training_step_leaves_no_elementwise_kernel_of_torch_in_the_layers():
     install_row_invariant(model)
     inputs = packed([300, 40, 170], 4000).to("cuda")
     for _ in range(2):
-        with profile(activities=[ProfilerActivity.CUDA]) as found:
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as found:
             backbone_hidden(model, inputs).backward(torch.ones(510, 512, device="cuda", dtype=torch.bfloat16))
             torch.cuda.synchronize()
         model.zero_grad()

@@ -7,7 +7,7 @@ import torch
 from logitless.models import self_check as check
 from logitless.models.kernels.linear import Tile
 from logitless.models.kernels.rotary import Heads
-from logitless.models.linear import Plan
+from logitless.models.linear import Plan, Shape
 from logitless.models.row_invariant import AttentionForm, install_row_invariant
 from tests.models.tiny import tiny
 
@@ -43,8 +43,27 @@ def test_attention_here_has_the_bits_of_the_packed_row():
     found = check.check_attention(form, torch.bfloat16, torch.device("cpu"))
     assert set(found) == {
         f"{how}, {what}"
-        for how in ("decoded", "few rows decoded", "prefilled in chunks")
+        for how in ("decoded", "few rows decoded", "decoded behind shared pages", "prefilled in chunks")
         for what in ("output", "log-sum-exp")
     }
     assert check.Report({}, attention={"form": found}).exact
     assert not check.Report({}, attention={"form": found | {"decoded, log-sum-exp": 1}}).exact
+
+
+def test_a_kernel_that_several_shapes_share_is_compiled_once_and_before_the_check(monkeypatch):
+    tiles = {16: Tile(16, 16, 16, 1, 1), 512: Tile(32, 32, 32, 1, 1)}
+    monkeypatch.setattr(check, "default_tiles", lambda _: tiles)
+    monkeypatch.setattr(check, "_candidates", lambda *_: list(tiles.values()))
+    cpu, bf16 = torch.device("cpu"), torch.bfloat16
+    shapes = [Shape(n, k, bf16, bf16, False, cpu) for n, k in ((64, 256), (96, 512), (64, 272))]
+    kernels = len(tiles) + 1  # and the reference
+    assert len(check.compilations(shapes[:2])) == kernels
+    assert len(check.compilations(shapes)) == kernels + 2  # the last is no multiple of 32 or of the reference's depth
+    float32 = shapes[0]._replace(dtype=torch.float32)
+    assert check.compilations([float32]) == []
+    ran = []
+    monkeypatch.setattr(check, "_try", lambda tile, rows, weight, bias, dtype: ran.append((tile, rows.shape[1])))
+    for call in check.compilations(shapes[:1]):
+        call()
+    assert {length for _, length in ran} == {256}
+    assert {tile for tile, _ in ran} == {*tiles.values(), check.REFERENCE}

@@ -100,6 +100,7 @@ def test_a_run_scores_only_where_it_recounts_and_its_first_ratio_is_1(tmp_path, 
     assert complete
     lines = [line for line in run.read_metrics() if "loss/total" in line]
     assert [line.get("sampler/mismatched_tokens") for line in lines] == [0, None]
+    assert [line["sampler/exact"] for line in lines] == [1, 1]
     assert passes == [False, True, True]
     for line in lines:
         assert line["sampler/logp_difference_max"] == 0

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -157,7 +157,13 @@ def check_shapes(
     report = Report(machine(device))
     start = time.perf_counter()
     entries: dict[str, Any] = known.setdefault("linear", {})
-    compile_ahead([shape for shape, _ in shapes if shape_name(shape) not in entries], thorough=thorough)
+    known_forms = known.setdefault("attention", {})
+    new = {form_name(form, dtype): form for form in forms if form_name(form, dtype) not in known_forms}
+    unknown = [shape for shape, _ in shapes if shape_name(shape) not in entries]
+    checks = [partial(check_attention, form, dtype, device) for form in new.values()]
+    found = _side_by_side([*checks, *compilations(unknown, thorough=thorough)], device)
+    known_forms |= dict(zip(new, found[: len(new)], strict=True))
+    report.attention = {form_name(form, dtype): known_forms[form_name(form, dtype)] for form in forms}
     for shape, few_only in shapes:
         name = shape_name(shape)
         entry = entries.get(name)
@@ -168,12 +174,6 @@ def check_shapes(
             plan, finding = _plan(entry["plan"]), _finding(entry["finding"])
         set_plan(shape, plan)
         report.linear[name] = finding
-    known_forms = known.setdefault("attention", {})
-    for form in forms:
-        name = form_name(form, dtype)
-        if name not in known_forms:
-            known_forms[name] = check_attention(form, dtype, device)
-        report.attention[name] = known_forms[name]
     torch.cuda.synchronize()
     report.seconds = time.perf_counter() - start
     _write(path, known)
@@ -304,17 +304,24 @@ def _tile_serves(
     finding: LinearFinding,
 ) -> bool:  # fmt: skip
     """Whether a tile runs here and has the reference's bits in the first rows."""
-    try:
-        out = fixed_order_product(rows[:count], weight, tile, bias=bias, dtype=reference.dtype)
-    except Exception as error:
-        if "out of resource" not in str(error).lower() and "OutOfResources" not in type(error).__name__:
-            raise
+    out = _try(tile, rows[:count], weight, bias, reference.dtype)
+    if out is None:
         finding.failed.setdefault(f"{way_name(tile)} (does not fit)", []).append(count)
         return False
     if bool(_differs(out, reference[:count])):
         finding.failed.setdefault(way_name(tile), []).append(count)
         return False
     return True
+
+
+def _try(tile: Tile, rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The product by this tile; None where the tile does not fit into this GPU."""
+    try:
+        return fixed_order_product(rows, weight, tile, bias=bias, dtype=dtype)
+    except Exception as error:
+        if "out of resource" not in str(error).lower() and "OutOfResources" not in type(error).__name__:
+            raise
+        return None
 
 
 def _candidates(shape: Shape, tiles: Mapping[int, Tile], count: int, thorough: bool) -> list[Tile]:
@@ -327,22 +334,40 @@ def _candidates(shape: Shape, tiles: Mapping[int, Tile], count: int, thorough: b
     return found
 
 
-def compile_ahead(shapes: Sequence[Shape], *, thorough: bool = False) -> None:
-    """Compiles every tile that a check of these shapes will run, side by side: each takes about a second."""
-    asynchronous = getattr(triton, "AsyncCompileMode", None)
-    if asynchronous is None:
-        return
-    with ThreadPoolExecutor() as executor, asynchronous(executor, ignore_errors=True):
-        for shape in shapes:
-            weight = torch.empty(shape.columns, shape.length, dtype=shape.dtype, device=shape.device)
-            bias = weight.new_empty(shape.columns) if shape.bias else None
-            defaults = default_tiles(shape)
-            tiles = {tile for count in FEW_ROWS for tile in _candidates(shape, defaults, count, thorough)}
-            for tile in tiles | {REFERENCE, *defaults.values()}:
-                fixed_order_product(
-                    weight.new_empty(16, shape.length), weight, tile, bias=bias, dtype=shape.out_dtype,
-                    compile_only=True,
-                )  # fmt: skip
+def compilations(shapes: Sequence[Shape], *, thorough: bool = False) -> list[Callable[[], None]]:
+    """One call for each kernel that a check of these shapes will run, which compiles it by running it once."""
+    found: dict[Any, Callable[[], None]] = {}
+    for shape in shapes:
+        if shape.dtype == torch.float32:
+            continue  # has one tile, whatever the number of rows
+        defaults = default_tiles(shape)
+        tiles = {tile for count in FEW_ROWS for tile in _candidates(shape, defaults, count, thorough)}
+        multiples = shape.columns % 16 == 0, shape.length % 16 == 0
+        for tile in tiles | {REFERENCE, *defaults.values()}:
+            specialized = (tile, shape.dtype, shape.out_dtype, shape.bias, *multiples, shape.length % tile.depth == 0)
+            found.setdefault(specialized, partial(_run_once, tile, shape))
+    return list(found.values())
+
+
+def _run_once(tile: Tile, shape: Shape) -> None:
+    columns = min(shape.columns, 256 + shape.columns % 16)  # few of them run the same kernel
+    weight = torch.empty(columns, shape.length, dtype=shape.dtype, device=shape.device)
+    bias = weight.new_empty(columns) if shape.bias else None
+    _try(tile, weight.new_empty(16, shape.length), weight, bias, shape.out_dtype)
+
+
+def _side_by_side(calls: Sequence[Callable[[], Any]], device: torch.device) -> list[Any]:
+    """What each call gives. On a GPU each has a thread, for what takes time is compilation, half a second a kernel."""
+    if device.type != "cuda" or not calls:
+        return [call() for call in calls]
+    triton.runtime.driver.active.get_current_device()  # loads the driver, before several threads do
+
+    def on_device(call: Callable[[], Any]) -> Any:
+        with torch.cuda.device(device), torch.no_grad():
+            return call()
+
+    with ThreadPoolExecutor(len(calls)) as executor:
+        return list(executor.map(on_device, calls))
 
 
 def _call(way: Way, rows: Tensor, bias: Tensor | None, out: Tensor) -> Callable[[Tensor], object]:
@@ -401,7 +426,8 @@ def _differs(a: Tensor, b: Tensor) -> Tensor:
 def check_attention(form: AttentionForm, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
     """Numbers of the output and of the log-sum-exp that decoding and prefilling have otherwise than the packed row.
 
-    One sequence of three splits: every position of it decoded, and prefilled in chunks of odd sizes.
+    One sequence of three splits: every position of it decoded, those behind its first pages also with these pages read
+    once for all, and prefilled in chunks of odd sizes.
     """
     heads = form.heads
     length = 1100 if device.type == "cuda" else 70
@@ -413,7 +439,6 @@ def check_attention(form: AttentionForm, dtype: torch.dtype, device: torch.devic
     query, key, value = normal(heads.query), normal(heads.key), normal(heads.key)
     options: dict[str, Any] = {"scale": form.scale, "window": form.window, "softcap": form.softcap}
     layout = attention.AttentionLayout.of_sequences([length], device)
-    expected = attention.prefix_attention(query, key, value, layout, **options)
     page = paged_attention.PAGE
     count = -(-length // page)
     pages = torch.randperm(count, generator=torch.Generator().manual_seed(1)).tolist()
@@ -434,17 +459,37 @@ def check_attention(form: AttentionForm, dtype: torch.dtype, device: torch.devic
         step = paged_attention.DecodeLayout(table[rows].contiguous(), position[rows].contiguous())
         return paged_attention.decode_attention(query[rows].contiguous(), cache, step, **options)
 
-    few = [decoded(slice(start, start + 5)) for start in range(length % 5, length, 25)]
-    places = torch.cat([torch.arange(start, start + 5) for start in range(length % 5, length, 25)]).to(device)
-    found = {
-        "decoded": (decoded(slice(0, length)), expected),
-        "few rows decoded": (tuple(map(torch.cat, zip(*few, strict=True))), [x[places] for x in expected]),
-        "prefilled in chunks": (paged_attention.prefill_attention(query, cache, prefill, **options), expected),
-    }
+    def decoded_few() -> Any:
+        return map(torch.cat, zip(*(decoded(slice(start, start + 5)) for start in starts), strict=True))
+
+    def decoded_shared() -> Any:
+        members = torch.arange(length - behind, dtype=torch.int32, device=device)[None]
+        counts = torch.full((length - behind,), num_shared, dtype=torch.int32, device=device)
+        own = paged_attention.DecodeLayout(
+            table[behind:].contiguous(),
+            position[behind:].contiguous(),
+            paged_attention.SharedPages(members, counts[:1], counts),
+        )
+        return paged_attention.decode_attention(query[behind:].contiguous(), cache, own, **options)
+
+    starts = range(length % 5, length, 25)
+    num_shared = max(1, length * 5 // 8 // page)
+    behind = num_shared * page  # rows that see all shared pages
+    places = torch.cat([torch.arange(start, start + 5) for start in starts]).to(device)
+    ways: dict[str, tuple[Callable[[], Any], Any]] = {
+        "decoded": (lambda: decoded(slice(0, length)), slice(None)),
+        "few rows decoded": (decoded_few, places),
+        "decoded behind shared pages": (decoded_shared, slice(behind, None)),
+        "prefilled in chunks": (
+            lambda: paged_attention.prefill_attention(query, cache, prefill, **options), slice(None),
+        ),
+    }  # fmt: skip
+    packed = partial(attention.prefix_attention, query, key, value, layout, **options)
+    expected, *found = _side_by_side([packed, *(way for way, _ in ways.values())], device)
     return {
-        f"{how}, {what}": int((got.contiguous() != want.contiguous()).sum())
-        for how, (results, wanted) in found.items()
-        for what, got, want in zip(("output", "log-sum-exp"), results, wanted, strict=True)
+        f"{how}, {what}": int((got.contiguous() != want[rows].contiguous()).sum())
+        for (how, (_, rows)), results in zip(ways.items(), found, strict=True)
+        for what, got, want in zip(("output", "log-sum-exp"), results, expected, strict=True)
     }
 
 

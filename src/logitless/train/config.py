@@ -60,10 +60,11 @@ class ModelSection(Section):
     attention: Literal["packed", "sdpa", "eager", "flex_attention"] = Field(
         "packed", description="packed: own packed attention; the others: transformers' with a block-diagonal mask"
     )
-    layers: Literal["transformers", "row_invariant"] = Field(
-        "transformers",
+    layers: Literal["auto", "transformers", "row_invariant"] = Field(
+        "auto",
         description="transformers: the model's own; row_invariant: fused, and with one set of bits in any packed row "
-        "(docs/bits.md), for the families listed there, on a GPU",
+        "(docs/bits.md), for the families listed there, on a GPU; auto: row_invariant where they serve a model in 16 "
+        "bits, else transformers, and the run says why",
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward")
@@ -314,7 +315,7 @@ class Recipe(Section):
                 "Write for example a dash.",
             )
         _require(
-            self.model.layers == "transformers"
+            self.model.layers != "row_invariant"
             or (self.model.attention == "packed" and self.model.autocast is None and not self.model.compile),
             "model.attention: packed, no model.autocast and no model.compile beside model.layers: row_invariant",
             f"{self.model.attention}, {self.model.autocast}, {self.model.compile}",

@@ -147,6 +147,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("sampler/logp_difference_p95", "nat", "p95", "token", "the same"),
     Metric("sampler/logp_difference_max", "nat", "max", "token", "the same"),
     Metric(
+        "sampler/exact",
+        "1",
+        "last",
+        "block",
+        "1 where logp_sampler of every token is the trainer's logp in every bit (docs/bits.md), else 0",
+    ),
+    Metric(
         "sampler/mismatched_tokens",
         "token",
         "sum",

@@ -47,14 +47,15 @@ def prepare(collector: Collector, learner: Learner, journal: Journal) -> Prepare
     with journal.phase("rollout") as seconds:
         judged = collector.next(done, length_factor=learner.controllers.length_factor)
     metrics = block_metrics(judged, seconds=seconds[0]) | lag_metrics(judged, version=learner.version)
+    sampled = sampled_scores(judged.trained, collector.engine, collector.options.sampling, learner.version)
+    if learner.ranks.any(sampled is None):  # all ranks make the pass, or none
+        sampled = None
+    metrics["sampler/exact"] = int(sampled is not None)
     packed = pack_groups(judged.trained)
     if not packed.packed.num_tokens:
         journal.write_rollouts(done + 1, judged)
         return Prepared(judged, None, metrics)
-    sampled = None
-    if learner.policy.value_head is None:  # its values need the pass
-        sampled = sampled_scores(judged.trained, collector.engine, collector.options.sampling, learner.version)
-    if learner.ranks.any(sampled is None):  # all ranks make the pass, or none
+    if learner.policy.value_head is not None:  # its values need the pass
         sampled = None
     recount = sampled is not None and done % _recount_every(collector.options) == 0
     with journal.phase("scoring") as seconds:

@@ -176,7 +176,7 @@ def after_warm_start(section: ModelSection, model: nn.Module, *, seed: int) -> n
     if section.lora is None:
         return model
     lora = section.lora
-    if section.layers == "row_invariant":
+    if hasattr(backbone(model), "row_invariant"):
         backbone(model).row_invariant.remove()  # type: ignore[operator, union-attr]
     model = add_lora(model, LoraOptions(rank=lora.rank, alpha=lora.alpha, targets=lora.targets), seed=seed).train()
     _finish(section, model)
@@ -187,38 +187,66 @@ def _finish(section: ModelSection, model: nn.Module) -> None:
     """Round what is trained to its dtype, masters keeping what was there, and exchange the layers."""
     if section.trained_dtype != "float32":
         lower_to(getattr(torch, section.trained_dtype), model.parameters())
-    if section.layers == "row_invariant":
-        _exchange_layers(model)
+    if section.layers != "transformers":
+        _exchange_layers(section, model)
 
 
-def _exchange_layers(model: nn.Module) -> None:
-    """Row-invariant layers, checked on this GPU; on the meta device only whether the model is covered.
+def _exchange_layers(section: ModelSection, model: nn.Module) -> None:
+    """Row-invariant layers, checked on this GPU; under ``auto`` only where they serve, which ``effects`` then says.
+
+    On the meta device a model is looked at and left as it is.
 
     Raises:
-        UnavailableError: the model is not covered, there is neither a GPU nor Triton's interpreter, or attention fails
-            its check on this GPU.
+        UnavailableError: they are asked for by name, and something stands in the way (``own_layers_because``).
     """
-    if importlib.util.find_spec("triton") is None:
-        raise UnavailableError(
-            needed="Triton for row-invariant layers", given="none", remedy="pip install 'logitless[triton]'"
-        )
-    from logitless.models.row_invariant import install_row_invariant, uncovered
-    from logitless.models.self_check import self_check
-
+    reason = own_layers_because(section, model)
     device = next(model.parameters()).device
-    given = "; ".join(uncovered(model))
-    if not given and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        given = "a model on the CPU"
-    if not given and device.type != "meta":
-        install_row_invariant(model)
-        if device.type == "cuda" and not self_check(model).exact:
-            given = "attention that does not keep its bits on this GPU (`logitless doctor` has the details)"
-    if given:
+    if not reason and device.type != "meta":
+        from logitless.models.row_invariant import install_row_invariant
+
+        installation = install_row_invariant(model)
+        if not _keeps_bits(model):
+            installation.remove()
+            reason = "attention does not keep its bits on this GPU (`logitless doctor` has the details)"
+            logger.warning("layers: transformers' own, for %s", reason)
+    if reason and section.layers == "row_invariant":
         raise UnavailableError(
             needed="a model and a GPU that row-invariant layers serve",
-            given=given,
-            remedy="Set model.layers: transformers. docs/bits.md lists what is covered.",
+            given=reason,
+            remedy="Set model.layers: transformers, or auto. docs/bits.md lists what is covered.",
         )
+
+
+def _keeps_bits(model: nn.Module) -> bool:
+    """What this GPU's self-check says; the interpreter on a CPU has one order of every sum."""
+    from logitless.models.self_check import self_check
+
+    return next(model.parameters()).device.type != "cuda" or self_check(model).exact
+
+
+def own_layers_because(section: ModelSection, model: nn.Module) -> str:
+    """What keeps a model with transformers' own layers from row-invariant ones, in words; empty where nothing does.
+
+    Under ``auto`` that is also what would make them slow: the interpreter on a CPU, and float32 weights, which no
+    tensor core multiplies.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is absent (pip install 'logitless[triton]')"
+    from logitless.models.row_invariant import uncovered
+
+    beside = {
+        f"model.attention: {section.attention}": section.attention != "packed",
+        f"model.autocast: {section.autocast}": section.autocast is not None,
+        "model.compile: true": section.compile,
+    }
+    found = [setting for setting, given in beside.items() if given] + list(uncovered(model))
+    device = next(model.parameters()).device.type
+    automatic = section.layers == "auto"
+    if device == "cpu" and (automatic or os.environ.get("TRITON_INTERPRET") != "1"):
+        found.append("a model on the CPU")
+    elif automatic and backbone(model).get_input_embeddings().weight.dtype == torch.float32:  # type: ignore[operator]
+        found.append("float32 weights (model.trained_dtype: bfloat16, under LoRA model.dtype, would serve)")
+    return "; ".join(found)
 
 
 def effects(section: ModelSection, device: torch.device, model: nn.Module) -> list[str]:
@@ -235,11 +263,19 @@ def effects(section: ModelSection, device: torch.device, model: nn.Module) -> li
         f"products in {section.autocast or _dtypes(trained)}, float32 ones at precision "
         f"{torch.get_float32_matmul_precision()!r}",
         f"attention {causal_lm(model).config._attn_implementation}; SDPA may use {', '.join(sdpa)}",
+        f"layers {_layers(section, model)}",
         f"gradient checkpointing {'on' if checkpointing else 'off'}, compile {'on' if compiled else 'off'}",
     ]
     if device.type == "cuda":
         lines.append(f"allocator {os.environ.get('PYTORCH_CUDA_ALLOC_CONF', 'default')}")
     return lines
+
+
+def _layers(section: ModelSection, model: nn.Module) -> str:
+    if hasattr(backbone(model), "row_invariant"):
+        return "row-invariant: a token has one set of bits in any packed row"
+    reason = own_layers_because(section, model) if section.layers == "auto" else ""
+    return "transformers' own" + (f", for {reason}" if reason else "")
 
 
 def _dtypes(parameters: Sequence[nn.Parameter]) -> str:

@@ -12,7 +12,6 @@ Two ways to load: TMA descriptors (Hopper and later), or plain masked tiles of l
 GPU from capability 8.0).
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -137,7 +136,6 @@ def fixed_order_product(
     out: Tensor | None = None,
     add_to_out: float | None = None,
     dtype: torch.dtype | None = None,
-    compile_only: bool = False,
 ) -> Tensor:
     """``rows @ weight.T + bias``, or ``out += add_to_out * (rows @ weight.T)`` in float32 before one rounding.
 
@@ -149,7 +147,6 @@ def fixed_order_product(
         out: [M, N] with contiguous rows; made where it is not given.
         add_to_out: factor of the product, which is then added to what ``out`` holds.
         dtype: of ``out`` where it is made; default that of ``rows``.
-        compile_only: compile the kernel for such arguments and launch nothing.
 
     Returns:
         ``out``.
@@ -162,8 +159,7 @@ def fixed_order_product(
         x = TensorDescriptor.from_tensor(rows, [tile.rows, tile.depth])
         w = TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth])
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns),)
-    launch = functools.partial(product_kernel.warmup, grid=grid) if compile_only else product_kernel[grid]
-    launch(
+    product_kernel[grid](
         x, w, bias, None if add_to_out is None else out, out, 1.0 if add_to_out is None else add_to_out,
         num_rows, num_columns, length, rows.stride(0), out.stride(0),
         ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=_GROUP, SWAPPED=tile.swapped, TMA=tile.tma,
