@@ -56,6 +56,8 @@ class Completion:
         turn: non-decreasing id of the assistant turn of each token; None for single-turn completions.
         weights_version: of the weights that it was drawn with, as ``Engine.load`` was told; None where nobody knows.
         entropy_sampler: nats per token, of the distribution that it was drawn from; None where the engine gives none.
+        token_versions: of the weights that drew each token, where they changed on the way; None where
+            ``weights_version`` says it of all. It is the oldest of them then.
 
     Raises:
         InputError: a per-token field has another length than ``token_ids``.
@@ -74,9 +76,10 @@ class Completion:
     turn: tuple[int, ...] | None = None
     weights_version: int | None = None
     entropy_sampler: tuple[float, ...] | None = None
+    token_versions: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("logp_sampler", "trained", "turn", "entropy_sampler"):
+        for name in ("logp_sampler", "trained", "turn", "entropy_sampler", "token_versions"):
             value = getattr(self, name)
             if value is not None and len(value) != len(self.token_ids):
                 raise InputError(
@@ -100,6 +103,7 @@ class Episode:
             that of the last assistant turn.
         messages: the conversation from the prompt to the end.
         turn_rewards: paid by the environment, one for each assistant turn; empty where it pays nothing.
+        failure: why the environment could not go on, where that was its own failure: the episode has no reward then.
 
     Raises:
         InputError: rewards for another number of turns than the completion has.
@@ -113,6 +117,7 @@ class Episode:
     completion: Completion
     messages: tuple[Mapping[str, Any], ...]
     turn_rewards: tuple[float, ...] = ()
+    failure: str = ""
 
     def __post_init__(self) -> None:
         if self.turn_rewards and len(self.turn_rewards) != self.num_turns:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from logitless.distributed import Ranks
-from logitless.rollout.environment import SingleTurn, play
+from logitless.rollout.environment import SingleTurn
+from logitless.rollout.play import play
 from logitless.rollout.transformers import TransformersEngine
 from logitless.train import checkpoint as checkpoints
 from logitless.train import learner as learner_module

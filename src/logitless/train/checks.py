@@ -45,17 +45,19 @@ def check_positions(recipe: Recipe, data: Data, model: nn.Module) -> None:
     limit = positions(config)
     if limit is None:
         return
-    evaluation = recipe.evaluation.sampling or recipe.rollout.sampling
-    for prompts, sampling, key in (
-        (data.train, recipe.rollout.sampling, "rollout.sampling.max_new_tokens"),
-        (data.held_out, evaluation, "evaluation.sampling.max_new_tokens"),
+    rollout, of_turn = recipe.rollout, "sampling.max_new_tokens"
+    evaluated = (recipe.evaluation.sampling or rollout.sampling).max_new_tokens
+    several = (rollout.longest_completion, "rollout.limits.max_tokens")
+    for prompts, (most, key) in (
+        (data.train, several if rollout.environment else (rollout.sampling.max_new_tokens, f"rollout.{of_turn}")),
+        (data.held_out, several if rollout.environment else (evaluated, f"evaluation.{of_turn}")),
     ):
         longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
-        last = longest + sampling.max_new_tokens - 1  # the last token is drawn and not read
+        last = longest + most - 1  # the last token is drawn and not read
         if prompts and last > limit:
             raise ConfigurationError(
                 needed=f"sequences of at most {limit} tokens, as many positions as the model knows",
-                given=f"prompts of up to {longest} tokens and {key}={sampling.max_new_tokens}",
+                given=f"prompts of up to {longest} tokens and {key}={most}",
                 remedy=f"Lower {key} to at most {max(0, limit - longest + 1)}, or data.max_prompt_tokens.",
             )
 

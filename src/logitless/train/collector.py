@@ -70,6 +70,7 @@ class Collector:
                 options=sampling,
                 unscored=options.unscored,
                 seed=derived_seed(self.seed, "rollout", block, rounds),
+                limits=options.limits,
             )
             drawn += groups
             kept += [True] * len(groups) if options.zero_signal == "keep" else signal(groups)

@@ -20,6 +20,8 @@ from logitless.objective.value import ValueLoss
 from logitless.objective.weighting import Weighting
 from logitless.rewards.combine import Unscored
 from logitless.rewards.options import RewardOptions
+from logitless.rollout.environment import Limits
+from logitless.rollout.environments import EnvironmentOptions
 from logitless.rollout.sampling import SamplingOptions
 
 Backend = Literal["auto", "reference", "chunked", "fused"]
@@ -134,6 +136,10 @@ class RolloutSection(Section):
     engine: TransformersEngineSection | RecordedEngineSection | GpuEngineSection = Field(
         default_factory=TransformersEngineSection, discriminator="name", description="what samples"
     )
+    environment: Annotated[EnvironmentOptions, Field(discriminator="name")] | None = Field(
+        None, description="what answers the policy between its turns; None: a completion is a single turn"
+    )
+    limits: Limits = Field(default_factory=Limits, description="of an episode, where there is an environment")
     prompts_per_block: PositiveInt = Field(32, description="P, prompts a block")
     completions_per_prompt: PositiveInt = Field(8, description="G, completions a prompt")
     max_rows: PositiveInt = Field(512, description="completions decoded at once, here and in evaluation")
@@ -147,6 +153,12 @@ class RolloutSection(Section):
         "leave_out",
         description="a completion that a function could not judge: sum the others, or drop the completion (no reward)",
     )
+
+    @property
+    def longest_completion(self) -> int:
+        """Tokens that a completion can have, those that its environment writes included."""
+        most = self.sampling.max_new_tokens
+        return most if self.environment is None else self.limits.max_tokens or most
 
 
 class AlgorithmSection(Section):
@@ -282,12 +294,26 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Recipe":
-        longest = self.data.max_prompt_tokens + self.rollout.sampling.max_new_tokens - 1
+        rollout = self.rollout
+        of_turns = [each.max_new_tokens for each in (rollout.sampling, self.evaluation.sampling) if each is not None]
+        _require(
+            rollout.environment is None or (rollout.limits.max_tokens or 0) >= max(of_turns),
+            f"rollout.limits.max_tokens beside an environment, of at least {max(of_turns)}, one turn's tokens",
+            str(rollout.limits.max_tokens),
+            "Set it to the tokens of a whole episode, what the environment says included.",
+        )
+        _require(
+            rollout.environment is not None or rollout.limits == Limits(),
+            "rollout.environment beside rollout.limits",
+            "limits for single turns, which sampling.max_new_tokens bounds",
+            "Leave rollout.limits out.",
+        )
+        longest = self.data.max_prompt_tokens + rollout.longest_completion - 1
         _require(
             longest <= self.train.tokens_per_micro_batch,
             f"train.tokens_per_micro_batch of at least {longest}, one sequence of the longest prompt and completion",
             str(self.train.tokens_per_micro_batch),
-            "Raise it, or lower data.max_prompt_tokens or rollout.sampling.max_new_tokens.",
+            "Raise it, or lower data.max_prompt_tokens or rollout.sampling.max_new_tokens (rollout.limits.max_tokens).",
         )
         _require(
             self.rollout.sampling.temperature > 0,

@@ -8,7 +8,7 @@ from logitless.distributed.ranks import Ranks
 from logitless.rewards.combine import Unscored, reward_statistics
 from logitless.rewards.contract import WeightedReward
 from logitless.rollout.engine import Engine
-from logitless.rollout.environment import Environment
+from logitless.rollout.environment import Environment, Limits
 from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
 from logitless.train.config import Recipe
@@ -32,6 +32,7 @@ class Evaluation:
         success_at: reward from which a completion counts as correct.
         seed: the same every time, too.
         ranks: that share the prompts; every rank gets the same numbers.
+        limits: of an episode.
     """
 
     engine: Engine
@@ -44,6 +45,7 @@ class Evaluation:
     success_at: float
     seed: int
     ranks: Ranks = field(default_factory=Ranks.alone)
+    limits: Limits = field(default_factory=Limits)
 
     def __call__(self) -> Numbers:
         """Sample and judge every held-out prompt.
@@ -62,6 +64,7 @@ class Evaluation:
             options=self.sampling,
             unscored=self.unscored,
             seed=self.seed,
+            limits=self.limits,
         )
         completions = [c for g in groups for c in g.completions]
         rewards = [r for g in groups for r in g.rewards if r is not None]
@@ -99,4 +102,5 @@ def evaluation_of(
         success_at=options.success_at,
         seed=derived_seed(recipe.seed, "evaluation"),
         ranks=ranks,
+        limits=rollout.limits,
     )

@@ -15,7 +15,9 @@ from logitless.errors import ConfigurationError
 from logitless.models.lora import frozen_copy
 from logitless.models.value_head import ValueHead, save_value_head
 from logitless.objective.algorithm import Algorithm
-from logitless.rollout.environment import Environment, SingleTurn
+from logitless.rollout.environment import Environment
+from logitless.rollout.environments import environment_of
+from logitless.rollout.tool_environment import tools_of
 from logitless.seeds import derived_seed
 from logitless.train.checkpoint import Checkpoint, checkpoints, clear_remains, damaged, load_checkpoint
 from logitless.train.checks import check_before_start
@@ -79,7 +81,7 @@ def start(
             with, but for its number of blocks, its output folder, checkpoints and writers.
         open_engines: what opens the engines, from the recipe, the model and its tokenizer; for engines that no recipe
             names.
-        environment: what answers the policy; None for single turns.
+        environment: what answers the policy, its messages with their tokens; None for the recipe's.
         ranks: that train together; each calls this with the same recipe, and the first one writes.
 
     Returns:
@@ -91,7 +93,9 @@ def start(
     """
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
     tokenizer = tokenizer_of(recipe.model)
-    data = data_of(recipe, tokenizer)
+    if environment is None:
+        environment = environment_of(recipe.rollout.environment, tokenizer)
+    data = data_of(recipe, tokenizer, tools_of(environment))
     rewards = rewards_of(recipe, [*data.train, *data.held_out])
     algorithm = algorithm_of(recipe)
     check_writers(recipe.writers)
@@ -144,7 +148,6 @@ def start(
         journal = Journal(folder, view, writers, policy.device, ranks)
         weights = {r.name: r.weight for r in rewards}
         learner = Learner(recipe, algorithm, policy, reference, reward_weights=weights, ranks=ranks)
-        environment = environment or SingleTurn()
         collector = Collector(
             data.train, engines.training, environment, rewards, recipe.rollout, seed=recipe.seed, ranks=ranks
         )

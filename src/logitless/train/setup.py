@@ -9,7 +9,7 @@ import logging
 import os
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -282,8 +282,15 @@ def _dtypes(parameters: Sequence[nn.Parameter]) -> str:
     return ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})) or "none"
 
 
-def data_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Data:
+def data_of(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] | None = None
+) -> Data:
     """Load all prompts of a recipe; held-out texts are removed from training.
+
+    Args:
+        recipe: checked.
+        tokenizer: of the policy.
+        tools: of the environment, that prompts tell of.
 
     Raises:
         DataError: nothing is left to train on, and whatever the sources raise.
@@ -300,6 +307,7 @@ def data_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Data:
             tokenizer,
             max_prompt_tokens=section.max_prompt_tokens,
             too_long=section.too_long,
+            tools=tools,
         )
         counts[name] = dict(found.counts)
         return found.prompts
@@ -357,7 +365,7 @@ def algorithm_of(recipe: Recipe) -> Algorithm:
         preset,
         objective=replace(preset.objective, **parts, kl=penalty),
         advantage=section.advantage or preset.advantage,
-        weighting=weighting.for_rollouts_of(recipe.rollout.sampling.max_new_tokens),
+        weighting=weighting.for_rollouts_of(recipe.rollout.longest_completion),
         value_loss=section.value_loss or preset.value_loss,
         kl_control=None if kl is None else kl.control,
         kl_in_reward=kl is not None and kl.placement == "reward",

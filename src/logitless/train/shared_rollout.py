@@ -14,7 +14,8 @@ from logitless.distributed.ranks import Ranks
 from logitless.rewards.combine import Unscored
 from logitless.rewards.contract import WeightedReward
 from logitless.rollout.engine import Engine
-from logitless.rollout.environment import Environment, play
+from logitless.rollout.environment import Environment, Limits
+from logitless.rollout.play import play
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.judge import judge
 from logitless.types import Completion, Group, Prompt, Verdict
@@ -31,6 +32,7 @@ def sampled_and_judged(
     options: SamplingOptions,
     unscored: Unscored,
     seed: int,
+    limits: Limits = Limits(),
 ) -> list[Group]:
     """The judged groups of all prompts, in order, on every rank.
 
@@ -44,11 +46,12 @@ def sampled_and_judged(
         options: of sampling.
         unscored: what a completion is worth that some of the functions could not judge.
         seed: of this round.
+        limits: of an episode.
     """
     mine = [prompts[i] for i in ranks.shared(len(prompts))]
     groups: list[Group] = []
     if mine:
-        episodes = play(engine, mine, environment, num_samples=num_samples, options=options, seed=seed)
+        episodes = play(engine, mine, environment, num_samples=num_samples, options=options, seed=seed, limits=limits)
         groups = judge(mine, episodes, rewards, unscored=unscored)
     if ranks.world == 1:
         return groups
