@@ -2,11 +2,12 @@
 
 import argparse
 
-from logitless.bench import bits, head, step
+from logitless.bench import bits, head, rollout, step
 
 _BENCHMARKS = {
     "bits": (bits, "the laws and the price of one set of bits"),
     "head": (head, "the LM head against bare products and other libraries"),
+    "rollout": (rollout, "sampling by each engine against what the device allows, and a whole block"),
     "step": (step, "a whole training step against full logits and TRL's trainer"),
 }
 
