@@ -23,7 +23,7 @@ from logitless.bench.machine import environment, release, write_result
 from logitless.errors import ConfigurationError, UnavailableError
 
 PACKAGES = ("triton", "transformers", "peft")
-MODELS = ("qwen2.5-0.5b", "qwen3-1.7b", "qwen3-4b", "llama-3.1-8b-lora")
+MODELS = ("qwen2.5-0.5b", "qwen2.5-0.5b-lora", "qwen3-1.7b", "qwen3-4b", "llama-3.1-8b-lora")
 WORKLOADS = ("64x8-512-64:512", "8x8-512-128:2048", "256x1-512-512", "32x16-2048-128:1024")
 ENGINES = ("gpu", "transformers", "generate")
 BLOCK = "64x8-512-1:512"
@@ -160,11 +160,17 @@ def roofline(cost: Cost, work: Workload, ceilings: Ceilings) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``logitless bench rollout``."""
-    parser.add_argument("--models", default=",".join(MODELS), help="by commas")
+    names = ", ".join(MODELS)
+    parser.add_argument(
+        "--models", default="qwen2.5-0.5b,qwen3-1.7b,qwen3-4b,llama-3.1-8b-lora", help=f"by commas, of {names}"
+    )
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="by commas; empty: none")
     parser.add_argument("--engines", default="gpu", help=f"by commas, of {','.join(ENGINES)}")
     parser.add_argument(
         "--blocks", default="", help=f"engines whose whole block to measure, of {','.join(BLOCK_ENGINES)}"
+    )
+    parser.add_argument(
+        "--law", type=int, default=0, help="tokens of each model whose bits to compare with training's; 0: none"
     )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing new after this time")
     parser.add_argument("--again", action="store_true", help="measure what the files have already")
@@ -172,7 +178,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures what is missing; 0."""
+    """Measures what is missing; 0 where no token has other bits than training's."""
     if not torch.cuda.is_available():
         raise UnavailableError(needed="a CUDA device", given="none", remedy="Run it on a GPU.")
     models, engines, blocks = (_names(text) for text in (args.models, args.engines, args.blocks))
@@ -186,6 +192,7 @@ def run(args: argparse.Namespace) -> int:
     card = here["gpu"].removeprefix("NVIDIA ").split(" ")[0]
     rollouts = Results(args.output / f"rollout-{card}.json", here, ("model", "workload", "engine"))
     whole = Results(args.output / f"block-{card}.json", here, ("model", "engine"))
+    laws = Results(args.output / f"sampled-bits-{card}.json", here, ("model",))
     started, ceilings = time.perf_counter(), Ceilings.measured()
     release("cuda")
 
@@ -204,12 +211,19 @@ def run(args: argparse.Namespace) -> int:
                 rollouts.add({"model": model, "workload": workload, "engine": engine, **row})
         del subject
         release("cuda")
+        if args.law and wanted(laws, model=model):
+            laws.add({"model": model, **contenders.law(model, Workload.parse(WORKLOADS[0]), args.law)})
+            release("cuda")
         for engine in blocks:
             if model in BLOCK_MODELS and wanted(whole, model=model, engine=engine):
                 whole.add({"model": model, "engine": engine, **contenders.block(model, engine, Workload.parse(BLOCK))})
                 release("cuda")
     print("\n".join(_lines(rollouts.rows, whole.rows)), flush=True)
-    return 0
+    for row in laws.rows:
+        print(
+            f"{row['model']:18} {row['mismatched_tokens']} of {row['tokens']:,} tokens have other bits than training's"
+        )
+    return 1 if any(row["mismatched_tokens"] for row in laws.rows) else 0
 
 
 def _names(text: str) -> list[str]:

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from logitless.bench.bits_measured import build
 from logitless.bench.machine import release
 from logitless.bench.rollout import Cost, Workload
+from logitless.data.packing import pack
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.lm_head import backbone, causal_lm
 from logitless.models.lora import LoraOptions, add_lora
@@ -27,7 +28,7 @@ from logitless.train.learner import Learner
 from logitless.train.masters import lower_to
 from logitless.train.policy import Policy
 from logitless.train.recipe import parse_recipe
-from logitless.train.sampled import sampled_scores
+from logitless.train.sampled import mismatched, sampled_scores
 from logitless.train.setup import algorithm_of
 from logitless.types import Completion, Group, Prompt, TokenScores, Verdict
 
@@ -177,6 +178,8 @@ CONTENDERS: Mapping[str, Callable[[Subject, Workload], Contender]] = {
     "generate": _Generate,
 }
 _REPEATED = ("gpu",)
+_ENOUGH = 4.0
+"""Seconds of passes after which there is no third."""
 
 
 def measured(name: str, subject: Subject, work: Workload) -> dict[str, Any]:
@@ -186,7 +189,7 @@ def measured(name: str, subject: Subject, work: Workload) -> dict[str, Any]:
     contender = CONTENDERS[name](subject, work)
     seconds = []
     with MemoryWatch() as memory:
-        for _ in range(3 if name in _REPEATED else 1):
+        while len(seconds) < (3 if name in _REPEATED and sum(seconds[1:]) < _ENOUGH else 2 if name in _REPEATED else 1):
             tokens = contender.sample()
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
@@ -267,6 +270,46 @@ def block(name: str, engine_name: str, work: Workload) -> dict[str, Any]:
         "tokens": packed.packed.num_tokens,
         "optimizer_steps": learner.version // 2,
     }
+
+
+def law(name: str, work: Workload, num_tokens: int) -> dict[str, Any]:
+    """Tokens of the GPU's engine whose log-prob or entropy is not training's, over blocks between which weights change."""
+    subject = Subject(name)
+    contender = CONTENDERS["gpu"](subject, work)
+    assert isinstance(contender, _OfEngine)
+    policy, options = Policy(subject.model), SamplingOptions(max_new_tokens=work.most, temperature=0.9)
+    trained = [p for n, p in subject.model.named_parameters() if "lora" in n or not name.endswith(_LORA)]
+    tokens = differ = blocks = 0
+    while tokens < num_tokens:
+        groups = contender.engine.sample(contender.prompts, work.samples, options, seed=blocks)
+        pairs = [(p, c) for p, group in zip(contender.prompts, groups, strict=True) for c in group]
+        for start in range(0, len(pairs), 24):
+            part = pairs[start : start + 24]
+            with torch.no_grad():
+                scored = policy.scores(pack(part), temperature=0.9, backend="fused")
+            sampled = TokenScores(
+                *(
+                    torch.tensor([x for _, c in part for x in v(c) or ()], dtype=torch.float32)
+                    for v in (_logp, _entropy)
+                )
+            )
+            differ += mismatched(sampled, TokenScores(scored.logp.cpu(), scored.entropy.cpu()))
+            tokens += len(sampled.logp)
+        blocks += 1
+        with torch.no_grad():
+            for parameter in trained:
+                parameter.mul_(1 + 0.01 * torch.randn_like(parameter))
+        contender.engine.load(policy.weights(), blocks)
+    contender.close()
+    return {"tokens": tokens, "blocks": blocks, "mismatched_tokens": differ}
+
+
+def _logp(completion: Completion) -> tuple[float, ...] | None:
+    return completion.logp_sampler
+
+
+def _entropy(completion: Completion) -> tuple[float, ...] | None:
+    return completion.entropy_sampler
 
 
 def _now() -> float:
