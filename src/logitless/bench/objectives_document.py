@@ -353,6 +353,7 @@ _ADVANTAGES: Mapping[str, str] = {
     "leave_one_out": "A = reward - mean of the others of its group",
     "raw": "A = reward",
     "reinforce_pp": "A_t = whiten( sum_{u >= t in S(t)} gamma^(u-t) reward_u )",
+    "group_turns": "A = (G - mean_group G) / (std_group G + 1e-4), G being what a turn and those after it earn",
     "gae": "A_t = whiten( sum_{u >= t in S(t)} (gamma lambda_)^(u-t) (reward_u + gamma V_{u+1} - V_u) )",
 }
 _WEIGHTINGS: Mapping[str, str] = {
@@ -360,6 +361,7 @@ _WEIGHTINGS: Mapping[str, str] = {
     "sequence_mean": "w_t = 1 / (B_all |S(t)|)",
     "constant_length": "w_t = 1 / (B_all max_new_tokens)",
     "sequence_sum": "w_t = 1 / B_all",
+    "turn_mean": "w_t = 1 / (K_all |turn(t)|)",
     "micro_batch_token_mean": "w_t = 1 / (num_micro_batches N_micro)",
 }
 
@@ -457,6 +459,7 @@ on the size of one.
 | `sequence_mean` | `1 / (B_all length)` | GRPO, GSPO, SAPO, GMPO; verl `seq-mean-token-mean` |
 | `constant_length` | `1 / (B_all max_new_tokens)` | Dr. GRPO; verl `seq-mean-token-sum-norm` |
 | `sequence_sum` | `1 / B_all` | LUSPO, RLOO, Fast-LLM's GSPO; verl `seq-mean-token-sum` |
+| `turn_mean` | `1 / (K_all turn length)`, K_all being the turns | several turns: each counts the same |
 | `micro_batch_token_mean` | `1 / (num_micro_batches N_micro)` | TRL's `bnpo` |
 
 `scope: step` counts over the optimizer step; `scope: block` over the whole block, so that a step with more tokens counts more (TRL's

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from logitless.errors import UnavailableError
+from logitless.float32_sums import add_rows, gradient_dtype, sums_in_float32
 from logitless.models.attention import AttentionLayout, prefix_attention
 from logitless.models.kernels.gate import gated, gated_backward
 from logitless.models.kernels.norm import norm, norm_backward
@@ -155,7 +156,7 @@ class RowInvariantDecoder:
             assert position_ids is not None
             rows = self.row_invariant.packed_rows(packed_layout, position_ids.flatten())
         with torch.autocast(input_ids.device.type, enabled=False):
-            residual, delta = own.embed_tokens(input_ids.flatten()), None
+            residual, delta = _embedded(own.embed_tokens, input_ids.flatten()), None
             for layer in own.layers[: own.config.num_hidden_layers]:
                 residual, delta = layer(residual, delta, rows=rows)
             _, hidden = _add_and_norm(residual, delta, own.norm, self.row_invariant.gemma)
@@ -444,6 +445,27 @@ def _is_ours(kind: type) -> bool:
     return bool(kind.__bases__) and kind.__bases__[0] in (RowInvariantDecoder, RowInvariantLayer)
 
 
+def _embedded(layer: nn.Module, ids: Tensor) -> Tensor:
+    if type(layer) is nn.Embedding and layer.padding_idx is None and sums_in_float32(layer.weight):
+        return _Embedded.apply(layer.weight, ids)  # type: ignore[no-untyped-call, no-any-return]
+    return cast(Tensor, layer(ids))
+
+
+class _Embedded(torch.autograd.Function):
+    """Rows of a weight that sums its gradient in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight = weight
+        return weight.detach()[ids]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        add_rows(ctx.weight, grad, *ctx.saved_tensors)
+        return None, None
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -452,7 +474,7 @@ class _Norm(torch.autograd.Function):
         total, out = norm(x, weight, eps, delta=delta, gemma=gemma)
         assert out is not None
         ctx.save_for_backward(total, weight)
-        ctx.eps, ctx.gemma = eps, gemma
+        ctx.eps, ctx.gemma, ctx.weight_dtype = eps, gemma, gradient_dtype(weight)
         ctx.set_materialize_grads(False)
         return total, out
 
@@ -463,7 +485,7 @@ class _Norm(torch.autograd.Function):
         if grad_out is not None:
             grad, grad_weight = norm_backward(
                 total, weight, ctx.eps, grad_out.contiguous(), grad_total,
-                gemma=ctx.gemma, weight_needed=ctx.needs_input_grad[2],
+                gemma=ctx.gemma, weight_dtype=ctx.weight_dtype if ctx.needs_input_grad[2] else None,
             )  # fmt: skip
         return grad, grad if ctx.needs_input_grad[1] else None, grad_weight, None, None
 
@@ -472,14 +494,15 @@ class _NormAfter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(delta, weight)
-        ctx.eps = eps
+        ctx.eps, ctx.weight_dtype = eps, gradient_dtype(weight)
         return norm(x, weight, eps, delta=delta, gemma=True, after=True)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         delta, weight = ctx.saved_tensors
+        weight_dtype = ctx.weight_dtype if ctx.needs_input_grad[2] else None
         grad_delta, grad_weight = norm_backward(
-            delta, weight, ctx.eps, grad.contiguous(), None, gemma=True, weight_needed=ctx.needs_input_grad[2]
+            delta, weight, ctx.eps, grad.contiguous(), None, gemma=True, weight_dtype=weight_dtype
         )
         return grad, grad_delta, grad_weight, None
 

@@ -25,6 +25,7 @@ import torch
 import triton
 from torch import Tensor, nn
 
+from logitless.float32_sums import end_to_end
 from logitless.models import attention, linear, paged_attention
 from logitless.models.kernels.linear import REFERENCE, Tile, fixed_order_product
 from logitless.models.kernels.rotary import Heads
@@ -36,7 +37,6 @@ from logitless.models.linear import (
     Shape,
     Way,
     default_tiles,
-    end_to_end,
     library_product,
     set_plan,
 )

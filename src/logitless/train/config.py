@@ -4,12 +4,13 @@ Each section is a frozen pydantic model; parts with variants (surrogates, advant
 told apart by ``name``, so a variant has only its own knobs. ``docs/configuration.md`` is generated from these types.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from logitless.data.prompts import DataOptions
 from logitless.errors import ConfigurationError
+from logitless.models.reward_model import RewardModel
 from logitless.objective.advantage import Advantage
 from logitless.objective.correction import SamplerCorrection
 from logitless.objective.divergence import KLPenalty
@@ -23,6 +24,9 @@ from logitless.rewards.options import RewardOptions
 from logitless.rollout.environment import Limits
 from logitless.rollout.environments import EnvironmentOptions
 from logitless.rollout.sampling import SamplingOptions
+
+AnyReward: TypeAlias = Annotated[RewardOptions | RewardModel, Field(discriminator="name")]
+"""Those that read text by rules, and the one that a model gives."""
 
 Backend = Literal["auto", "reference", "chunked", "fused"]
 
@@ -234,6 +238,24 @@ class TrainSection(Section):
     epochs_per_block: PositiveInt = Field(1, description="E, passes over a block")
     tokens_per_step: PositiveInt = Field(65536, description="scored tokens an optimizer step aims at")
     tokens_per_micro_batch: PositiveInt = Field(16384, description="most tokens read at once; memory and speed only")
+    share_prompts: bool = Field(
+        True,
+        description="read a prompt once for all its completions in a packed row; a model whose attention cannot "
+        "(longrope, masks made by transformers) says so and reads it each time",
+    )
+    pack_by_cost: bool = Field(
+        True, description="fill packed rows by the work they make, attention included; false: in order"
+    )
+    leave_out_dead: bool = Field(
+        True,
+        description="keep sequences that can change no gradient out of forward and backward: advantage or weight 0, "
+        "under an algorithm without a KL, an entropy bonus or a value loss",
+    )
+    reuse_logp: bool = Field(
+        True,
+        description="take logp_old from the training pass itself where a block is used once, by one step, and nothing "
+        "reads it before",
+    )
     drop_truncated: bool = Field(False, description="give no weight to tokens of completions cut at the limit")
     max_grad_norm: PositiveFloat | None = Field(
         1.0, description="global norm to clip at; a value head has a norm of its own"
@@ -277,7 +299,7 @@ class Recipe(Section):
     data: DataSection
     warm_start: WarmStartSection | None = None
     rollout: RolloutSection
-    rewards: tuple[RewardOptions, ...] = Field(min_length=1, description="several are summed with their weights")
+    rewards: tuple[AnyReward, ...] = Field(min_length=1, description="several are summed with their weights")
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
     value_head: ValueHeadSection | None = Field(
         None, description="None: its defaults where the algorithm has a value loss, else no value head"

@@ -55,6 +55,7 @@ def judge(
                 tuple(verdicts[:n]),
                 tuple(totals[:n]),
                 paid if any(paid) else (),
+                tuple(e.messages for e in of_prompt) if any(e.num_turns > 1 for e in of_prompt) else (),
             )
         )
         verdicts, totals = verdicts[n:], totals[n:]

@@ -12,7 +12,9 @@ from typing import Any, Literal, TypeAlias
 from logitless.data.sources import nearest
 from logitless.errors import InputError
 
-Unit = Literal["1", "nat", "reward", "token", "completion", "group", "prompt", "step", "block", "s", "token/s", "byte"]
+Unit = Literal[
+    "1", "nat", "reward", "token", "turn", "completion", "group", "prompt", "step", "block", "s", "token/s", "byte"
+]  # fmt: skip
 Aggregation = Literal["mean", "std", "p95", "min", "max", "sum", "last"]
 Over = Literal["token", "completion", "group", "constraint", "step", "block", "run", "evaluation"]
 
@@ -39,7 +41,7 @@ class Metric:
         description: what it is, in one clause.
 
     Example:
-        >>> Metric("length/mean", "token", "mean", "completion", "sampled tokens, the stop token included").unit
+        >>> Metric("length/mean", "token", "mean", "completion", "tokens of a completion").unit
         'token'
     """
 
@@ -108,7 +110,16 @@ METRICS: tuple[Metric, ...] = (
     # Age and lengths of completions
     Metric("rollout/lag_mean", "step", "mean", "completion", "age in optimizer steps of the weights that drew a block"),
     Metric("rollout/lag_max", "step", "max", "completion", "the same"),
-    Metric("length/mean", "token", "mean", "completion", "sampled tokens, the stop token included"),
+    Metric("rollout/turns_mean", "turn", "mean", "completion", "assistant turns, where an environment answers"),
+    Metric("rollout/turns_max", "turn", "max", "completion", "the same"),
+    Metric("rollout/environment_tokens_mean", "token", "mean", "completion", "tokens that the environment wrote"),
+    Metric(
+        "length/mean",
+        "token",
+        "mean",
+        "completion",
+        "its tokens, the stop token and those of an environment included",
+    ),
     Metric("length/min", "token", "min", "completion", "the shortest completion"),
     Metric("length/max", "token", "max", "completion", "the longest completion"),
     Metric("length/truncated_fraction", "1", "mean", "completion", "completions cut at max_new_tokens"),
@@ -176,9 +187,25 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("optimizer/learning_rate", "1", "last", "step", "learning rate of this step; a value head's is a multiple"),
     Metric("optimizer/skipped_steps", "step", "sum", "run", "steps not taken because a gradient was not finite"),
-    Metric("optimizer/tokens", "token", "sum", "step", "tokens trained on"),
-    Metric("optimizer/sequences", "completion", "sum", "step", "completions trained on"),
+    Metric("optimizer/tokens", "token", "sum", "step", "tokens trained on, those of dead sequences included"),
+    Metric("optimizer/sequences", "completion", "sum", "step", "completions trained on, dead ones included"),
+    Metric("optimizer/read_tokens", "token", "sum", "step", "tokens that forward and backward read, prompts included"),
     Metric("optimizer/micro_batches", "1", "sum", "step", "forward and backward passes"),
+    # What a step did not have to compute
+    Metric(
+        "saving/dead_sequences",
+        "completion",
+        "sum",
+        "step",
+        "completions left out of forward and backward: they can change no gradient; numbers over tokens count them as "
+        "at scoring",
+    ),
+    Metric("saving/dead_tokens", "token", "sum", "step", "tokens that were not read for that, prompts included"),
+    Metric(
+        "saving/shared_tokens", "token", "sum", "step", "tokens of prompts that were read once for several completions"
+    ),
+    Metric("saving/work_fraction", "1", "last", "step", "share of forward and backward that both took off"),
+    Metric("saving/scored_tokens", "token", "sum", "block", "tokens whose logp_old needed no pass"),
     Metric(
         "parallel/tokens_per_rank",
         "token",

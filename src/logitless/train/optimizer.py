@@ -106,8 +106,14 @@ def take_step(
         The norm of the model's gradient before clipping, and whether the step was taken. Gradients are freed either
         way.
     """
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("rate_factor", 1.0)
     if isinstance(optimizer, MasterAdamW):
         optimizer.take_gradients()
+        if optimizer.fuses and ranks.world == 1:
+            norm, taken = optimizer.clipped_step(max_grad_norm)
+            optimizer.zero_grad(set_to_none=True)
+            return norm, taken
     model, value_head = list[nn.Parameter](), list[nn.Parameter]()
     for group in optimizer.param_groups:
         part = value_head if "rate_factor" in group else model
@@ -119,8 +125,6 @@ def take_step(
         if max_grad_norm is not None:
             for part, norm in zip(parts, norms, strict=True):
                 torch.nn.utils.clip_grads_with_norm_(part, max_grad_norm, norm)
-        for group in optimizer.param_groups:
-            group["lr"] = rate * group.get("rate_factor", 1.0)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norms[0], finite

@@ -90,6 +90,16 @@ _SDPA: dict[str, tuple[Callable[[bool], Any], Callable[[], Any]]] = {
 }
 
 
+def sdpa_allowed() -> list[str]:
+    """Kernels that scaled_dot_product_attention may choose from, as the process is set.
+
+    Example:
+        >>> "math" in sdpa_allowed()
+        True
+    """
+    return [name for name, (_, enabled) in _SDPA.items() if enabled()]
+
+
 def set_process(section: ModelSection, *, seed: int) -> None:
     """Settings that must precede the first CUDA call or product; an allocator setting of the user's is kept.
 
@@ -255,7 +265,7 @@ def effects(section: ModelSection, device: torch.device, model: nn.Module) -> li
     frozen = [p for p in model.parameters() if not p.requires_grad]
     checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     compiled = any(module._compiled_call_impl is not None for module in model.modules())
-    sdpa = [name for name, (_, enabled) in _SDPA.items() if enabled()]
+    sdpa = sdpa_allowed()
     lines = [
         f"device {device}" + (f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""),
         f"trained: {sum(p.numel() for p in trained):,} weights in {_dtypes(trained)}",

@@ -73,6 +73,7 @@ def group_as_json(group: Group) -> dict[str, Any]:
         "verdicts": [{name: asdict(verdict) for name, verdict in of.items()} for of in group.verdicts],
         "rewards": group.rewards,
         "turn_rewards": group.turn_rewards,
+        "conversations": group.conversations,
     }
 
 
@@ -84,6 +85,7 @@ def group_of_json(prompt: Prompt, group: Mapping[str, Any]) -> Group:
         tuple({name: Verdict(**_tuples(verdict)) for name, verdict in of.items()} for of in group["verdicts"]),
         tuple(group["rewards"]),
         tuple(tuple(of) for of in group["turn_rewards"]),
+        tuple(tuple(of) for of in group["conversations"]),
     )
 
 
