@@ -51,6 +51,7 @@ class Subject:
                 for parameter_name, parameter in self.model.named_parameters():
                     if "lora_B" in parameter_name:
                         parameter.normal_(0, 0.01)
+            lower_to(dtype, (p for p in self.model.parameters() if p.requires_grad))
         self.vocabulary = int(causal_lm(self.model).config.vocab_size)
 
     @cached_property
@@ -187,7 +188,7 @@ def measured(name: str, subject: Subject, work: Workload) -> dict[str, Any]:
     torch.cuda.synchronize()
     start = time.perf_counter()
     contender = CONTENDERS[name](subject, work)
-    seconds = []
+    seconds: list[float] = []
     with MemoryWatch() as memory:
         while len(seconds) < (3 if name in _REPEATED and sum(seconds[1:]) < _ENOUGH else 2 if name in _REPEATED else 1):
             tokens = contender.sample()
@@ -254,7 +255,7 @@ def block(name: str, engine_name: str, work: Workload) -> dict[str, Any]:
         packed = pack_groups(groups)
         marks.append(_now())
         sampled: TokenScores | None = sampled_scores(groups, contender.engine, options, learner.version)
-        scored = learner.score(packed, sampled)
+        scored = learner.score(packed, groups, sampled)
         marks.append(_now())
         learner.begin(learner.with_advantages(scored, groups))
         while learner.in_training:
@@ -273,7 +274,7 @@ def block(name: str, engine_name: str, work: Workload) -> dict[str, Any]:
 
 
 def law(name: str, work: Workload, num_tokens: int) -> dict[str, Any]:
-    """Tokens of the GPU's engine whose log-prob or entropy is not training's, over blocks between which weights change."""
+    """Tokens whose log-prob or entropy is not training's, over blocks between which weights change."""
     subject = Subject(name)
     contender = CONTENDERS["gpu"](subject, work)
     assert isinstance(contender, _OfEngine)
@@ -288,10 +289,8 @@ def law(name: str, work: Workload, num_tokens: int) -> dict[str, Any]:
             with torch.no_grad():
                 scored = policy.scores(pack(part), temperature=0.9, backend="fused")
             sampled = TokenScores(
-                *(
-                    torch.tensor([x for _, c in part for x in v(c) or ()], dtype=torch.float32)
-                    for v in (_logp, _entropy)
-                )
+                torch.tensor([x for _, c in part for x in c.logp_sampler or ()], dtype=torch.float32),
+                torch.tensor([x for _, c in part for x in c.entropy_sampler or ()], dtype=torch.float32),
             )
             differ += mismatched(sampled, TokenScores(scored.logp.cpu(), scored.entropy.cpu()))
             tokens += len(sampled.logp)
@@ -302,14 +301,6 @@ def law(name: str, work: Workload, num_tokens: int) -> dict[str, Any]:
         contender.engine.load(policy.weights(), blocks)
     contender.close()
     return {"tokens": tokens, "blocks": blocks, "mismatched_tokens": differ}
-
-
-def _logp(completion: Completion) -> tuple[float, ...] | None:
-    return completion.logp_sampler
-
-
-def _entropy(completion: Completion) -> tuple[float, ...] | None:
-    return completion.entropy_sampler
 
 
 def _now() -> float:

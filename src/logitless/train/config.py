@@ -122,23 +122,32 @@ class RecordedEngineSection(Section):
     path: str = Field(description="JSONL or Parquet file of completions")
 
 
-class GpuEngineSection(Section):
-    """Sample on a GPU with the policy itself, by its row-invariant layers: with the bits of training."""
-
-    name: Literal["gpu"] = "gpu"
+class _OnGpu(Section):
     memory: PositiveInt | None = Field(
-        None, description="bytes for keys and values while sampling; None: half of what is free then"
+        None, description="bytes for keys and values while sampling on a GPU; None: half of what is free then"
     )
     recount_every: PositiveInt = Field(
         10, description="blocks after which a scoring pass is made all the same and compared, bit for bit"
     )
 
 
+class GpuEngineSection(_OnGpu):
+    """Sample on a GPU with the policy itself, by its row-invariant layers: with the bits of training."""
+
+    name: Literal["gpu"] = "gpu"
+
+
+class AutoEngineSection(_OnGpu):
+    """`gpu` where the policy runs there with row-invariant layers, else `transformers`; the run says which, and why."""
+
+    name: Literal["auto"] = "auto"
+
+
 class RolloutSection(Section):
     """One round of generation: a block."""
 
-    engine: TransformersEngineSection | RecordedEngineSection | GpuEngineSection = Field(
-        default_factory=TransformersEngineSection, discriminator="name", description="what samples"
+    engine: AutoEngineSection | TransformersEngineSection | RecordedEngineSection | GpuEngineSection = Field(
+        default_factory=AutoEngineSection, discriminator="name", description="what samples"
     )
     environment: Annotated[EnvironmentOptions, Field(discriminator="name")] | None = Field(
         None, description="what answers the policy between its turns; None: a completion is a single turn"
@@ -377,8 +386,8 @@ class Recipe(Section):
         )
         if isinstance(self.rollout.engine, GpuEngineSection):
             _require(
-                self.model.layers == "row_invariant",
-                "model.layers: row_invariant under rollout.engine gpu, which decodes through them",
+                self.model.layers != "transformers",
+                "model.layers: row_invariant or auto under rollout.engine gpu, which decodes through them",
                 f"model.layers={self.model.layers}",
                 "Set it.",
             )

@@ -1,5 +1,6 @@
 """The one place where an engine is opened: a recipe names it, a member of a union describes it."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,10 +9,19 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from logitless.errors import UnavailableError
+from logitless.models.lm_head import backbone, lm_head
 from logitless.rollout.engine import Engine, Weights
 from logitless.rollout.recorded import RecordedEngine
 from logitless.rollout.transformers import TransformersEngine
-from logitless.train.config import GpuEngineSection, Recipe, RecordedEngineSection, TransformersEngineSection
+from logitless.train.config import (
+    AutoEngineSection,
+    GpuEngineSection,
+    Recipe,
+    RecordedEngineSection,
+    TransformersEngineSection,
+)
+
+logger = logging.getLogger("logitless")
 
 
 @dataclass(frozen=True)
@@ -67,9 +77,34 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
             return Engines(here, here)
         case RecordedEngineSection(path=path):
             return Engines(RecordedEngine(Path(path)), here)
+        case AutoEngineSection(memory=memory):
+            if reason := not_on_gpu_because(recipe, model):
+                logger.info("rollout engine: transformers, for %s", reason)
+                return Engines(here, here)
+            logger.info("rollout engine: gpu, with the bits of training")
+            gpu = _gpu_engine(recipe, model, tokenizer, memory)
+            return Engines(gpu, gpu)
         case GpuEngineSection(memory=memory):
             gpu = _gpu_engine(recipe, model, tokenizer, memory)
             return Engines(gpu, gpu)
+
+
+def not_on_gpu_because(recipe: Recipe, model: nn.Module) -> str:
+    """What keeps ``auto`` from sampling with the bits of training, in words; empty where nothing does."""
+    backends = {recipe.train.scoring_backend, recipe.train.training_backend}
+    if _device_type(model) != "cuda":
+        return f"the model is on {_device_type(model)}"
+    if not hasattr(backbone(model), "row_invariant"):
+        return "its layers are not row-invariant ones"
+    if lm_head(model).lora_a is not None:
+        return "there is an adapter on the LM head"
+    if not backends <= {"auto", "fused"}:
+        return "the recipe names another backend of the head than the fused one"
+    return ""
+
+
+def _device_type(model: nn.Module) -> str:
+    return next(model.parameters()).device.type
 
 
 def _gpu_engine(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizerBase, memory: int | None) -> Engine:
