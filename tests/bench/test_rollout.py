@@ -1,12 +1,17 @@
+from pathlib import Path
+
 import pytest
 import torch
 
+from logitless.bench import rollout_report
 from logitless.bench.rollout import Ceilings, Cost, Results, Workload, roofline
 from logitless.errors import ConfigurationError
 from logitless.rollout.sampling import SamplingOptions
 from tests.rollout.test_gpu import model_of
 
 pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_workload_is_read_from_its_name_and_lengths_lie_in_its_range():
@@ -62,3 +67,10 @@ def test_every_engine_samples_the_lengths_of_the_workload(name, monkeypatch):
     groups = contender.completions(SamplingOptions(max_new_tokens=6, stop=(contenders._NEVER,)[: contender.stops]))
     assert tuple(tuple(c.length for c in group) for group in groups) == work.lengths
     contender.close()
+
+
+def test_the_tables_of_the_documentation_are_those_of_the_result_files(tmp_path):
+    assert rollout_report.update([ROOT / "docs/rollout.md"], ROOT / "benchmarks/results", check=True) == 0
+    document = rollout_report.documents(ROOT / "benchmarks/results", "decode-step")[0]
+    rollout_report.plot_step(document, tmp_path / "step.svg")
+    assert "rotary" in (tmp_path / "step.svg").read_text()

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from logitless.bench import rollout_report
 from logitless.bench.machine import environment, release, write_result
 from logitless.errors import ConfigurationError, UnavailableError
 
@@ -175,10 +176,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing new after this time")
     parser.add_argument("--again", action="store_true", help="measure what the files have already")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder of the JSON files")
+    parser.add_argument("--table", type=Path, nargs="*", help="documents whose tables to rewrite; measures nothing")
+    parser.add_argument("--check", action="store_true", help="with --table: fail if a document is out of date")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures what is missing; 0 where no token has other bits than training's."""
+    if args.table is not None:
+        return rollout_report.update(args.table, args.output, check=args.check)
     if not torch.cuda.is_available():
         raise UnavailableError(needed="a CUDA device", given="none", remedy="Run it on a GPU.")
     models, engines, blocks = (_names(text) for text in (args.models, args.engines, args.blocks))
