@@ -19,9 +19,11 @@ from torch import Tensor
 from logitless.data.packing import Packing, StepPlan, plan_epoch
 from logitless.data.shares import rows_by_rank
 from logitless.distributed.ranks import Ranks
+from logitless.distributed.tree import TreeSum, places_in_tree
 from logitless.errors import TrainingError
 from logitless.objective.algorithm import Algorithm
 from logitless.objective.objective import BlockStatistics
+from logitless.objective.over_ranks import GatherOverRanks, one_rank
 from logitless.rollout.engine import Weights
 from logitless.seeds import derived_seed
 from logitless.train import checkpoint as checkpoints
@@ -91,7 +93,7 @@ class Learner:
         ranks: that train the policy together; everything that one rank has to know of the others goes through it.
 
     Attributes:
-        tokens_per_rank: that each rank trained on in the last step.
+        tokens_per_rank: that each rank with sequences of its own trained on in the last step.
     """
 
     def __init__(
@@ -142,8 +144,9 @@ class Learner:
         live = self._live(packed, groups)
         plan, train = self._plan(packed, 0, live), self.recipe.train
         itself = not recount and self._may_score_itself(plan)
-        trained = [row for row in micro_batches_of(plan, self.ranks) if row]
-        dead = self.ranks.rows_of(self._packing.rows([s for step in plan for s in step.dead], packed.packed.inputs))
+        trained = micro_batches_of(plan, self.ranks)
+        dead_rows = self._packing.rows([s for step in plan for s in step.dead], packed.packed.inputs)
+        dead = self.ranks.rows_of(dead_rows + ((),) * (-len(dead_rows) % self.ranks.data_world))
         return score(
             packed,
             self.policy,
@@ -171,6 +174,8 @@ class Learner:
         do without some sequences reads nothing but rewards for its advantages."""
         if not (self.recipe.train.leave_out_dead and self.algorithm.silent_without_advantage):
             return None
+        if self.recipe.parallel.deterministic:  # their numbers, too, would be added in an order that the ranks decide
+            return None
         advantage = advantages(packed, groups, self.algorithm.advantage, weights=self.reward_weights).advantage
         sequence = packed.packed.sequence
         signal = torch.zeros(packed.packed.num_sequences, dtype=torch.bool)
@@ -185,7 +190,7 @@ class Learner:
     @property
     def _packing(self) -> Packing:
         train = self.recipe.train
-        width = self.policy.head().weight.shape[1]
+        width = self.policy.hidden_size
         return Packing(train.tokens_per_micro_batch, self.policy.shares_prompts, width if train.pack_by_cost else None)
 
     def with_advantages(self, scored: ScoredBlock, groups: Sequence[Group]) -> AdvantagedBlock:
@@ -255,27 +260,25 @@ class Learner:
         self, micro_batches: list[MicroBatch], dead: MicroBatchOutput | None, statistics: BlockStatistics | None
     ) -> Numbers:
         recipe, progress, ranks = self.recipe, self.progress, self.ranks
-        mine = ranks.rows_of(micro_batches)
-        outputs = backward(
-            self.policy,
-            self.algorithm.objective,
-            mine,
-            temperature=recipe.rollout.sampling.temperature,
-            backend=recipe.train.training_backend,
-            beta=self.controllers.beta_in_loss,
-            entropy_coefficient=self.controllers.entropy_coefficient,
-            statistics=statistics,
-            seed=derived_seed(recipe.seed, "step", progress.step, *([ranks.rank] if ranks.rank else [])),
-            value_loss=self.algorithm.value_loss,
-            gather=ranks.gather,
-        )
-        ranks.sum_gradients(self.policy.named_parameters().values())
+        self.policy.release()  # whole weights were for sampling
+        if recipe.parallel.deterministic:
+            mine, outputs = self._summed_in_order(micro_batches, statistics)
+        else:
+            mine = list(ranks.rows_of(micro_batches))
+            outputs = self._backward(mine, statistics, ranks.gather, *([ranks.data_rank] if ranks.data_rank else []))
+            ranks.sum_gradients(self.policy.named_parameters().values())
         rate = learning_rate(progress.step, progress.block / recipe.train.blocks, recipe.train.optimizer)
-        norm, taken = take_step(self.optimizer, rate=rate, max_grad_norm=recipe.train.max_grad_norm, ranks=ranks)
+        norm, taken = take_step(
+            self.optimizer,
+            rate=rate,
+            max_grad_norm=recipe.train.max_grad_norm,
+            ranks=ranks,
+            as_several=recipe.parallel.deterministic,
+        )
         progress.step += 1
         progress.skipped += not taken
         progress.skipped_in_a_row = 0 if taken else progress.skipped_in_a_row + 1
-        self.tokens_per_rank = tuple(ranks.everyones(sum(each.tokens.num_tokens for each in mine)))
+        self.tokens_per_rank = tuple(ranks.gather(torch.tensor([sum(b.tokens.num_tokens for b in mine)])).tolist())
         record = step_metrics(outputs if dead is None else [*outputs, dead], ranks) | {
             "optimizer/grad_norm": float(norm),
             "optimizer/learning_rate": rate,
@@ -285,6 +288,49 @@ class Learner:
         }
         self.controllers.after_step(record, micro_batches, taken=taken)
         return record
+
+    def _backward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        statistics: BlockStatistics | None,
+        gather: GatherOverRanks,
+        *labels: int,
+    ) -> list[MicroBatchOutput]:
+        recipe = self.recipe
+        return backward(
+            self.policy,
+            self.algorithm.objective,
+            micro_batches,
+            temperature=recipe.rollout.sampling.temperature,
+            backend=recipe.train.training_backend,
+            beta=self.controllers.beta_in_loss,
+            entropy_coefficient=self.controllers.entropy_coefficient,
+            statistics=statistics,
+            seed=derived_seed(recipe.seed, "step", self.progress.step, *labels),
+            value_loss=self.algorithm.value_loss,
+            gather=gather,
+        )
+
+    def _summed_in_order(
+        self, micro_batches: list[MicroBatch], statistics: BlockStatistics | None
+    ) -> tuple[list[MicroBatch], list[MicroBatchOutput]]:
+        """This rank's micro-batches and what came of them; gradients are the sums along the tree of all ranks.
+
+        What is chosen in a micro-batch is chosen in it alone, for which of them run side by side depends on the ranks.
+        """
+        parameters = [p for p in self.policy.named_parameters().values() if p.requires_grad]
+        mine, outputs, total = list[MicroBatch](), list[MicroBatchOutput](), TreeSum()
+        for place in places_in_tree(len(micro_batches), self.ranks.rank, self.ranks.world):
+            if place is not None:
+                mine.append(micro_batches[place])
+                outputs += self._backward(mine[-1:], statistics, one_rank, place)
+            total.add([p.grad for p in parameters])
+            for p in parameters:
+                p.grad = None
+        for p, gradient in zip(parameters, total.whole(), strict=True):
+            p.grad = gradient
+        self.ranks.sum_gradients_in_order(parameters)
+        return mine, outputs
 
     def check_skipped(self) -> str | None:
         """A message where the last step was skipped.
@@ -303,7 +349,7 @@ class Learner:
 
     @property
     def by_rank(self) -> dict[str, tuple[int, ...]]:
-        """Numbers of the last step that are a list, one a rank; none on a single rank."""
+        """Numbers of the last step that are a list, one a rank with sequences of its own; none on a single rank."""
         return {"parallel/tokens_per_rank": self.tokens_per_rank} if self.ranks.world > 1 else {}
 
     # --- what it hands out and goes on from
@@ -353,12 +399,17 @@ class Learner:
         return [self._over_ranks(step, block) for step in steps if step.micro_batches]
 
     def _over_ranks(self, step: StepPlan, block: PackedBlock) -> StepPlan:
-        """The step with the rows of all ranks, as ``Ranks.rows_of`` takes them apart; on one rank the step itself."""
+        """The step with the rows of all ranks, as ``Ranks.rows_of`` takes them apart; on one rank the step itself, and
+        also where any number of ranks is to train on the same rows."""
+        if self.recipe.parallel.deterministic:
+            return replace(
+                step, micro_batches=step.micro_batches + ((),) * (self.ranks.world - len(step.micro_batches))
+            )
         rows = rows_by_rank(
             step,
             block.groups,
             block.packed.inputs,
-            num_ranks=self.ranks.world,
+            num_ranks=self.ranks.data_world,
             packing=self._packing,
         )
         return replace(step, micro_batches=tuple(row for of_ranks in zip(*rows, strict=True) for row in of_ranks))
