@@ -6,6 +6,7 @@ torch, so the driver is called. On a CPU it is ordinary memory.
 """
 
 import ctypes
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -96,9 +97,9 @@ class PageMemory:
 
     def __del__(self) -> None:
         if self._span:
-            self.close()
-            _driver("cuMemAddressFree", ctypes.c_uint64(self._first), ctypes.c_size_t(self._span * self.parts))
-            self._span = 0
+            with suppress(Exception):  # a process that ends may have no driver any more
+                self.close()
+                _driver("cuMemAddressFree", ctypes.c_uint64(self._first), ctypes.c_size_t(self._span * self.parts))
 
     def _properties(self) -> _Properties:
         return _Properties(type=_PINNED, location=_Location(_DEVICE, self.device.index or 0))

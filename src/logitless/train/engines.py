@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from logitless.errors import UnavailableError
+from logitless.head.sharded import is_sharded
 from logitless.models.lm_head import backbone, lm_head
 from logitless.rollout.engine import Engine, PushingEngine, Weights
 from logitless.rollout.http_client import HttpClient, Patience, api_key
@@ -196,6 +197,8 @@ def not_on_gpu_because(recipe: Recipe, model: nn.Module) -> str:
         return f"the model is on {_device_type(model)}"
     if not hasattr(backbone(model), "row_invariant"):
         return "its layers are not row-invariant ones"
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        return "its weights are sharded"
     if lm_head(model).lora_a is not None:
         return "there is an adapter on the LM head"
     if not backends <= {"auto", "fused"}:
