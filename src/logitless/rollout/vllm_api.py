@@ -159,7 +159,7 @@ def request_settings(options: SamplingOptions, ends: Sequence[int]) -> dict[str,
         ends: token ids that end a completion.
 
     Raises:
-        InputError: a bias, or ``min_p`` beside ``top_p`` or ``top_k``: vLLM applies them in another order than promised.
+        InputError: a bias, or ``min_p`` beside ``top_p`` or ``top_k``: vLLM applies them in another order than said.
 
     Example:
         >>> request_settings(SamplingOptions(max_new_tokens=4, temperature=0.5), [2])["temperature"]

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from logitless.distributed.sharding import is_sharded
 from logitless.errors import UnavailableError
-from logitless.head.sharded import is_sharded
 from logitless.models.lm_head import backbone, lm_head
 from logitless.rollout.engine import Engine, PushingEngine, Weights
 from logitless.rollout.http_client import HttpClient, Patience, api_key
