@@ -57,7 +57,8 @@ class Served:
         """The answer in Python; a ``KeyError`` is a 404."""
         match path:
             case "/v1/models":
-                return {"data": [{"id": name, "max_model_len": self.context} for name in ("policy", *self.adapters)]}
+                base = {"id": "policy", "max_model_len": self.context}
+                return {"data": [base, *({"id": name, "max_model_len": None} for name in self.adapters)]}
             case "/weight_info":
                 return {"weight_version": self.name}
             case "/update_weight_version":
@@ -130,6 +131,8 @@ def serving(served: Served):
                 return
             status, content = found
             self.send_response(status)
+            if path not in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):  # answered in words
+                self.send_header("Content-Type", "application/json")
             self.end_headers()
             self.wfile.write(content)
 

@@ -95,7 +95,7 @@ class HttpClient:
     def request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, seconds: float | None = None
     ) -> Any:
-        """One request; None for an empty answer.
+        """One request; what came as JSON is parsed, other text is text, and an empty answer is None.
 
         Raises:
             PassingFault: no connection, no answer in time, an answer cut off, or a status that says so.
@@ -112,7 +112,7 @@ class HttpClient:
             content = None if body is None else json.dumps(body).encode()
             connection.request(method, self._path + path, content, headers)
             response = connection.getresponse()
-            return _parsed(response.status, response.read())
+            return _parsed(response.status, response.headers.get_content_type(), response.read())
         except ssl.SSLCertVerificationError as error:
             raise Refusal(0, f"the certificate of {self.url}: {error}") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -248,13 +248,15 @@ def api_key(file: str | None, variable: str | None) -> str | None:
     return key
 
 
-def _parsed(status: int, content: bytes) -> Any:
+def _parsed(status: int, kind: str, content: bytes) -> Any:
     if status in _PASSING:
         raise PassingFault(f"HTTP {status}: {_said(content)}")
     if not 200 <= status < 300:
         raise Refusal(status, _said(content))
     if not content.strip():
         return None
+    if kind != "application/json":
+        return content.decode("utf-8", "replace")
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:

@@ -59,10 +59,10 @@ class VllmServer:
                 given=f"one of {', '.join(map(repr, served)) or 'none'}",
                 remedy="Set rollout.engine.model, or start the server with --served-model-name.",
             )
-        limit = served[model]
-        if not isinstance(limit, int):
-            raise UnusableAnswer(f"a model without max_model_len: {served!r:.200}")
-        return limit
+        limits = [limit for limit in (served[model], *served.values()) if limit is not None]  # an adapter has none
+        if not limits:
+            raise UnusableAnswer(f"models without max_model_len: {served!r:.200}")
+        return limits[0]
 
     def models(self) -> dict[str, int | None]:
         """What it serves, adapters included, with the context of each where it says so."""

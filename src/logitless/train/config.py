@@ -67,11 +67,12 @@ class ModelSection(Section):
     attention: Literal["packed", "sdpa", "eager", "flex_attention"] = Field(
         "packed", description="packed: own packed attention; the others: transformers' with a block-diagonal mask"
     )
-    layers: Literal["auto", "transformers", "row_invariant"] = Field(
+    layers: Literal["auto", "transformers", "row_invariant", "liger"] = Field(
         "auto",
         description="transformers: the model's own; row_invariant: fused, and with one set of bits in any packed row "
         "(docs/bits.md), for the families listed there, on a GPU; auto: row_invariant where they serve a model in 16 "
-        "bits, else transformers, and the run says why",
+        "bits, else transformers, and the run says why; liger: Liger's norm, rotary embedding and gated MLP, if they "
+        "agree with plain ones on this GPU",
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward")
@@ -120,7 +121,10 @@ class RecordedEngineSection(Section):
     """Replay completions from a file."""
 
     name: Literal["recorded"] = "recorded"
-    path: str = Field(description="JSONL or Parquet file of completions")
+    path: str = Field(
+        description="JSONL or Parquet file of completions, or the folder of a run with rollout.staleness, which is "
+        "replayed block by block"
+    )
 
 
 class _OnGpu(Section):
@@ -250,6 +254,11 @@ class RolloutSection(Section):
         None, description="what answers the policy between its turns; None: a completion is a single turn"
     )
     limits: Limits = Field(default_factory=Limits, description="of an episode, where there is an environment")
+    staleness: NonNegativeInt = Field(
+        0,
+        description="blocks that may be collected ahead while others are trained on, each by weights that have seen at "
+        "most so many blocks less; 0: strictly on policy. What was drawn is logged, so that the run can be repeated",
+    )
     prompts_per_block: PositiveInt = Field(32, description="P, prompts a block")
     completions_per_prompt: PositiveInt = Field(8, description="G, completions a prompt")
     max_rows: PositiveInt = Field(512, description="completions decoded at once, here and in evaluation")
@@ -509,6 +518,13 @@ class Recipe(Section):
             "one dtype of the products",
             f"model.autocast={self.model.autocast} beside model.trained_dtype={self.model.trained_dtype}",
             "Remove model.autocast: products of bfloat16 weights are in bfloat16 as they are.",
+        )
+        named = self.rollout.engine.name
+        _require(
+            self.rollout.staleness == 0 or named in ("transformers", "vllm_server", "recorded"),
+            "an engine beside rollout.staleness that samples while the policy is trained: transformers or vllm_server",
+            f"rollout.staleness={self.rollout.staleness} with {named}",
+            "Set rollout.staleness: 0, or another engine.",
         )
         if isinstance(self.rollout.engine, GpuEngineSection):
             _require(

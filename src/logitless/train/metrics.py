@@ -256,6 +256,19 @@ METRICS: tuple[Metric, ...] = (
         "evaluation",
         "held-out completions that count as correct; unscorable ones do not",
     ),
+    Metric(
+        "evaluation/accuracy/low", "1", "last", "evaluation", "lower end of its 95 % interval over prompts (Wilson)"
+    ),
+    Metric("evaluation/accuracy/high", "1", "last", "evaluation", "upper end"),
+    Metric(
+        "evaluation/pass_at/{k}",
+        "1",
+        "mean",
+        "evaluation",
+        "chance that one of k samples of a prompt is correct, without bias; k = 2, 4, ... up to samples_per_prompt",
+    ),
+    Metric("evaluation/pass_at/{k}/low", "1", "last", "evaluation", "lower end of its 95 % interval over prompts"),
+    Metric("evaluation/pass_at/{k}/high", "1", "last", "evaluation", "upper end"),
     Metric("evaluation/reward_mean", "reward", "mean", "evaluation", "weighted sum of the functions, held out"),
     Metric("evaluation/{function}/mean", "reward", "mean", "evaluation", "what one function gives, held out"),
     Metric("evaluation/length_mean", "token", "mean", "evaluation", "sampled tokens"),

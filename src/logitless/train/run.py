@@ -22,9 +22,9 @@ from logitless.rollout.environment import Driver, Environment
 from logitless.rollout.environments import environment_of
 from logitless.rollout.tool_environment import tools_of
 from logitless.seeds import derived_seed
+from logitless.train.ahead import LOG, collector_of
 from logitless.train.checkpoint import Checkpoint, checkpoints, clear_remains, damaged, load_checkpoint
 from logitless.train.checks import check_arrangement, check_before_start, scores_all_rows
-from logitless.train.collector import Collector
 from logitless.train.config import Recipe, RecordedEngineSection
 from logitless.train.engines import Engines, open_engines
 from logitless.train.evaluate import evaluation_of
@@ -35,7 +35,7 @@ from logitless.train.loop import Loop
 from logitless.train.optimizer import implementation
 from logitless.train.plan import check_disk, disk
 from logitless.train.policy import AdaptersOff, Policy, Scorer
-from logitless.train.provenance import digest_of_file, digest_of_prompts, record_start
+from logitless.train.provenance import digest_of_file, digest_of_log, digest_of_prompts, record_start
 from logitless.train.provenance import environment as made_with
 from logitless.train.recipe import dump_recipe, load_recipe
 from logitless.train.report import write_report
@@ -56,6 +56,7 @@ from logitless.train.setup import (
     effects,
     policy_model,
     rewards_of,
+    section_for,
     set_process,
     tokenizer_of,
     value_head_of,
@@ -105,6 +106,7 @@ def start(
     )
     check_arrangement(recipe, arrangement)
     ranks = ranks.arranged(arrangement)
+    built = recipe.model_copy(update={"model": section_for(recipe.model, arrangement)})
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
     tokenizer = tokenizer_of(recipe.model)
     if environment is None:
@@ -126,7 +128,7 @@ def start(
             if ranks.of_first(not folder.is_failed_start() or bool(checkpoints(folder.checkpoints))):
                 saved = load_checkpoint(folder.checkpoints)
         warm = path / WARM_START
-        model = _model(recipe, tokenizer, warm if saved is not None and warm.exists() else None)
+        model = _model(built, tokenizer, warm if saved is not None and warm.exists() else None)
         check_before_start(recipe, data, model)
         if ranks.is_first:
             check_disk(recipe, disk(recipe, model, value_head_of(recipe, algorithm, model)), path)
@@ -156,7 +158,7 @@ def start(
         )
         for writer in writers:
             stack.callback(writer.close)
-        policy, reference = _policies(recipe, algorithm, tokenizer, data, folder, view, model, ranks)
+        policy, reference = _policies(built, algorithm, tokenizer, data, folder, view, model, ranks)
         del model
         ranks.copy_of_first(policy.held().values())
         policy.round_masters()
@@ -175,12 +177,19 @@ def start(
                     each.share_sequences(ranks.sequence)
         if ranks.world > 1:
             view.message(f"{ranks.world} processes: {arrangement.words}")
+        if built.model.layers != recipe.model.layers:
+            view.message("layers transformers' own, for weights or sequences are split over processes")
         journal = Journal(folder, view, writers, policy.device, ranks)
         weights = {r.name: r.weight for r in rewards}
         learner = Learner(recipe, algorithm, policy, reference, reward_weights=weights, ranks=ranks)
-        collector = Collector(
-            data.train, engines.training, environment, rewards, recipe.rollout, seed=recipe.seed, ranks=ranks
+        collector = collector_of(
+            recipe,
+            folder.path,
+            *(data.train, engines.training, environment, rewards, recipe.rollout),
+            seed=recipe.seed,
+            ranks=ranks,
         )
+        stack.callback(collector.close)
         evaluation = evaluation_of(recipe, engines.evaluation, environment, data.held_out, rewards, ranks)
         loop = Loop(recipe, collector, learner, evaluation, journal)
         view.message(f"optimizer AdamW ({implementation(learner.optimizer)})")
@@ -308,7 +317,8 @@ def _digests(recipe: Recipe, data: Data) -> dict[str, str]:
     }
     engine = recipe.rollout.engine
     if isinstance(engine, RecordedEngineSection):
-        found["completions"] = digest_of_file(Path(engine.path))
+        path = Path(engine.path)
+        found["completions"] = digest_of_log(path / LOG) if path.is_dir() else digest_of_file(path)
     return found
 
 
