@@ -250,6 +250,8 @@ class PackedInputs:
         lengths: B numbers that sum to T, on the host.
         source: [N] index into T of the hidden row that predicts each target; increasing.
         source_counts: B numbers that sum to N: scored tokens of each sequence (0 is allowed), on the host.
+        prompt: B ids; sequences of one id begin with the same prompt, which a pass may read once. None: nobody knows.
+        prompt_lengths: B numbers: tokens of the prompt, at the beginning of each sequence; None with ``prompt``.
 
     Example:
         >>> ids = torch.tensor([5, 6, 7, 5, 8])
@@ -262,6 +264,8 @@ class PackedInputs:
     lengths: tuple[int, ...]
     source: Int[Tensor, "N"]
     source_counts: tuple[int, ...]
+    prompt: tuple[int, ...] | None = None
+    prompt_lengths: tuple[int, ...] | None = None
 
     def to(self, device: torch.device | str) -> "PackedInputs":
         """The same on another device."""
@@ -279,13 +283,49 @@ class PackedInputs:
         taken: dict[str, Any] = {
             name: tuple(value[s] for s in sequences) if isinstance(value, tuple) else value[read]
             for name, value in values.items()
-            if name != "source"
+            if name != "source" and value is not None
         }
         starts = torch.cumsum(torch.tensor([0, *self.lengths]), 0)[chosen]
         new_starts = torch.cumsum(torch.tensor([0, *taken["lengths"]]), 0)[:-1]
         shift = torch.repeat_interleave(new_starts - starts, torch.tensor(taken["source_counts"], dtype=torch.long))
         scored = _ranges(self.source_counts, sequences).to(device)
         return PackedInputs(**taken, source=self.source[scored] + shift.to(device))
+
+
+@dataclass(frozen=True)
+class SharedInputs:
+    """The same sequences with every prompt once: what a backbone reads where completions attend to a common prompt.
+
+    A prompt lies before its completions, and their positions continue from it. A prompt of a single sequence is part of
+    its group like any other.
+
+    Args:
+        input_ids: [T].
+        position_ids: [T] in each token's sequence.
+        groups: (tokens of the prompt, tokens of each completion), in the order in which they lie; on the host.
+        source: [N] index into T of the hidden row that predicts each target; the first targets of a group have the
+            last row of the prompt in common.
+
+    Example:
+        >>> ids = torch.tensor([5, 6, 7, 8])  # prompt 5 6, then 7, or 8
+        >>> SharedInputs(ids, torch.tensor([0, 1, 2, 2]), ((2, (1, 1)),), torch.tensor([1, 2, 1, 3])).longest
+        3
+    """
+
+    input_ids: Int[Tensor, "T"]
+    position_ids: Int[Tensor, "T"]
+    groups: tuple[tuple[int, tuple[int, ...]], ...]
+    source: Int[Tensor, "N"]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, its prompt included."""
+        return max(prompt + max(completions, default=0) for prompt, completions in self.groups)
+
+    def to(self, device: torch.device | str) -> "SharedInputs":
+        """The same on another device."""
+        moved: dict[str, Any] = {name: value.to(device) for name, value in _tensors(self).items()}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)
@@ -511,7 +551,7 @@ def _check_lengths(item: "TokenBatch | PackedBatch", expected: int, of: str) -> 
         )
 
 
-def _tensors(item: "TokenBatch | PackedBatch | PackedInputs") -> dict[str, Tensor]:
+def _tensors(item: "TokenBatch | PackedBatch | PackedInputs | SharedInputs") -> dict[str, Tensor]:
     """The tensor fields by name."""
     values = {f.name: getattr(item, f.name) for f in fields(item)}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}

@@ -192,7 +192,7 @@ def _advantaged(folder, changes):
     prompts = list(data.train[:5])
     episodes = play(engine, prompts, SingleTurn(), num_samples=4, options=recipe.rollout.sampling, seed=7)
     groups = judge(prompts, episodes, rewards_of(recipe, prompts), unscored=recipe.rollout.unscored)
-    return learner.with_advantages(learner.score(pack_groups(groups)), groups)
+    return learner.with_advantages(learner.score(pack_groups(groups), groups), groups)
 
 
 def _gradients(rank, folder, changes, block):

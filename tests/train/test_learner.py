@@ -20,11 +20,12 @@ def learner(folder, **changes) -> Learner:
     recipe = tiny_recipe(folder, **{"kl": None, **changes})
     tokenizer = tokenizer_of(recipe.model)
     model = policy_model(recipe.model, tokenizer, seed=0, device=device_of(recipe.model))
-    return Learner(recipe, algorithm_of(recipe), Policy(model), None, reward_weights={})
+    policy = Policy(model, share_prompts=recipe.train.share_prompts)
+    return Learner(recipe, algorithm_of(recipe), policy, None, reward_weights={})
 
 
 def begin(made: Learner) -> None:
-    made.begin(made.with_advantages(made.score(pack_groups(GROUPS)), GROUPS))
+    made.begin(made.with_advantages(made.score(pack_groups(GROUPS), GROUPS), GROUPS))
 
 
 def weights(made: Learner) -> list[torch.Tensor]:
@@ -88,3 +89,74 @@ def test_a_step_without_a_finite_gradient_is_skipped_and_too_many_end_the_run(tm
 
 def test_a_lone_rank_has_no_numbers_by_rank(tmp_path):
     assert learner(tmp_path).by_rank == {}
+
+
+# --- what is not computed twice, or for nothing
+
+SAVINGS = ("share_prompts", "pack_by_cost", "leave_out_dead", "reuse_logp")
+ONCE = {"train__epochs_per_block": 1, "train__tokens_per_step": 1000}
+HALF_DEAD = [group_of(name, [1.0] * 4 if name in "bd" else [0.0, 1.0, 1.0, 0.0], [3, 5, 6, 6]) for name in "abcd"]
+
+
+def first_step(folder, **changes):
+    """The first step's numbers, the gradient-free weights after it, and how many tokens were read before it."""
+    made, read = learner(folder, **ONCE, **changes), []
+    scores = made.policy.scores
+
+    def counted(batch, **options):
+        read.append(batch.num_tokens)
+        return scores(batch, **options)
+
+    made.policy.scores = counted
+    made.begin(made.with_advantages(made.score(pack_groups(HALF_DEAD), HALF_DEAD), HALF_DEAD))
+    before = sum(read)
+    return made.step(), weights(made), before, sum(read) - before
+
+
+def test_a_step_with_every_saving_has_the_numbers_of_one_without(tmp_path):
+    plain, plain_weights, scored, trained = first_step(tmp_path, **{f"train__{name}": False for name in SAVINGS})
+    assert (scored, trained) == (80, 80)
+    for name in (*SAVINGS, None):
+        changes = {f"train__{each}": name in (each, None) for each in SAVINGS}
+        record, after, scored, trained = first_step(tmp_path, **changes)
+        leaves_out, reuses = name in ("leave_out_dead", None), name in ("reuse_logp", None)
+        assert trained == (40 if leaves_out else 80)
+        assert scored == (0 if name == "reuse_logp" else 40 if reuses else 80)
+        assert record["ratio/min"] == record["ratio/max"] == 1
+        same = {key for key in plain if not key.startswith("saving/") and key != "optimizer/read_tokens"}
+        same -= {"optimizer/micro_batches"}
+        assert {key: record[key] for key in same} == pytest.approx(
+            {key: plain[key] for key in same}, rel=1e-4, abs=1e-6
+        )
+        assert record["saving/dead_sequences"] == (8 if leaves_out else 0)
+        assert (record["saving/shared_tokens"] > 0) == (name in ("share_prompts", None))
+        for mine, theirs in zip(after, plain_weights, strict=True):
+            # AdamW divides by the gradient's size: where that is only rounding, weights move by up to the learning rate
+            assert (mine - theirs).abs().median() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train__epochs_per_block": 2},
+        {"train__tokens_per_step": 40},
+        {"algorithm__filters": ({"name": "top_entropy", "quantile": 0.5},)},
+        {"algorithm__preset": "ppo"},
+    ],
+)
+def test_a_block_that_is_used_twice_or_read_before_its_step_is_scored(tmp_path, changes):
+    made = learner(tmp_path, **{**ONCE, **changes})
+    if "algorithm__preset" in changes:
+        made.policy.value_head = object()
+        assert not made._may_score_itself(made._plan(pack_groups(GROUPS), 0, None))
+        return
+    scored = made.score(pack_groups(GROUPS), GROUPS)
+    assert not scored.scores_itself
+    assert not scored.logp_old.isnan().any()
+
+
+def test_a_recount_reads_everything(tmp_path):
+    made = learner(tmp_path, **ONCE)
+    scored = made.score(pack_groups(HALF_DEAD), HALF_DEAD, recount=True)
+    assert not scored.scores_itself
+    assert not scored.logp_old.isnan().any()

@@ -96,7 +96,7 @@ def test_a_run_scores_only_where_it_recounts_and_its_first_ratio_is_1(tmp_path, 
         return scores(self, batch, **options)
 
     monkeypatch.setattr(Policy, "scores", counted)
-    run, complete = start(tiny_recipe(tmp_path, **SMALL, train__blocks=2))
+    run, complete = start(tiny_recipe(tmp_path, **SMALL, train__blocks=2, train__leave_out_dead=False))
     assert complete
     lines = [line for line in run.read_metrics() if "loss/total" in line]
     assert [line.get("sampler/mismatched_tokens") for line in lines] == [0, None]

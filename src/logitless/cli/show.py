@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the group."""
     folder = open_run_folder(options.run)
     block = options.block if options.block is not None else max(folder.rollout_blocks(), default=1)
-    groups = [list(rows) for _, rows in groupby(folder.read_block(block), key=lambda row: row["prompt_id"])]
+    groups = [list(rows) for _, rows in groupby(folder.read_block(block), key=lambda row: row["group"])]
     if not 1 <= options.group <= len(groups):
         raise ConfigurationError(
             needed=f"a group of block {block}, 1 to {len(groups)}",

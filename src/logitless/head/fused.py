@@ -114,23 +114,24 @@ def peak_bytes(
         >>> peak_bytes(16384, 4096, 128256, memory_budget=2**40) // 2**20
         4141
         >>> peak_bytes(16384, 4096, 128256, memory_budget=0) // 2**20
-        581
+        453
         >>> peak_bytes(16384, 4096, 128256, memory_budget=0, shards=8) // 2**20
-        956
+        828
     """
     from logitless.head import passes
     from logitless.head.kernels import launch, variants
 
     gpu = variants.hopper(width, 132)
 
-    def shares(rows: int, columns: int) -> int:
-        parts = launch.row_parts(rows, width, columns, gpu.hidden, gpu)
-        return 4 * parts * rows * width if parts > 1 else 0
+    def shares(rows: int, columns: int, *, whole: bool) -> int:
+        return 4 * width * launch.Sharing.of(rows, width, columns, gpu.hidden, gpu, whole=whole).room
 
     most = -(-vocabulary // shards)
     plan = MemoryPlan.of(num_rows, shards * (-(-most // 8) * 8), torch.bfloat16, memory_budget=memory_budget)
     anew = num_rows - plan.kept_rows
-    total = plan.kept_bytes + 2 * num_rows * width + VECTORS * num_rows
+    total = plan.kept_bytes + VECTORS * num_rows
+    if plan.kept_rows or shared:
+        total += 2 * num_rows * width
     if shared:
         total += 4 * num_rows * width
     if shards > 1:
@@ -139,8 +140,8 @@ def peak_bytes(
         columns = passes.block_width(anew, width, most, variant=gpu)
         total += 2 * anew * columns + (4 * anew * width if columns < vocabulary else 0)
         total += 4 * columns * width if plan.kept_rows else 0
-        return total + shares(anew, columns)
-    return total + shares(plan.kept_rows, most)
+        return total + shares(anew, columns, whole=columns >= vocabulary)
+    return total + shares(plan.kept_rows, most, whole=shards == 1)
 
 
 @torch.compiler.disable

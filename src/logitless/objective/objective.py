@@ -184,6 +184,16 @@ class Objective:
         }
         return frozenset(name for name, is_needed in conditions.items() if is_needed)
 
+    @property
+    def reads_scoring_pass(self) -> bool:
+        """Whether a part settles something for the whole block, from ``logp_old`` or ``entropy_old``, before any step.
+
+        Example:
+            >>> Objective().reads_scoring_pass
+            False
+        """
+        return self.surrogate.selects == "block" or any(each.settles_once_a_block for each in self.filters)
+
     def __call__(
         self,
         logp: Float[Tensor, "N"],

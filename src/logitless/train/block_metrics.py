@@ -79,10 +79,21 @@ def lag_metrics(block: JudgedBlock, *, version: int) -> Numbers:
     return {"rollout/lag_mean": sum(lags) / len(lags), "rollout/lag_max": max(lags)} if lags else {}
 
 
-def scoring_metrics(block: ScoredBlock, *, passes: int, seconds: float) -> Numbers:
-    """How fast the tokens were scored, in so many passes over them: the policy's and the reference's."""
-    num_scored = block.packed.num_tokens * passes
-    return {"time/scoring_seconds": seconds, "throughput/scoring_tokens_per_second": num_scored / seconds}
+def scoring_metrics(block: ScoredBlock, *, passed: bool, seconds: float) -> Numbers:
+    """How fast the tokens were scored by the passes of policy and reference over them, and how many needed none.
+
+    Args:
+        block: scored.
+        passed: whether the policy made a pass for what is not left to the training step.
+        seconds: that it took.
+    """
+    known = int((~block.logp_old.isnan()).sum()) if passed else 0
+    num_scored = known + (0 if block.logp_ref is None else int((~block.logp_ref.isnan()).sum()))
+    return {
+        "time/scoring_seconds": seconds,
+        "throughput/scoring_tokens_per_second": num_scored / seconds,
+        "saving/scored_tokens": block.packed.num_tokens - known,
+    }
 
 
 def training_metrics(record: Numbers, *, seconds: float) -> Numbers:

@@ -234,6 +234,24 @@ class TrainSection(Section):
     epochs_per_block: PositiveInt = Field(1, description="E, passes over a block")
     tokens_per_step: PositiveInt = Field(65536, description="scored tokens an optimizer step aims at")
     tokens_per_micro_batch: PositiveInt = Field(16384, description="most tokens read at once; memory and speed only")
+    share_prompts: bool = Field(
+        True,
+        description="read a prompt once for all its completions in a packed row; a model whose attention cannot "
+        "(longrope, masks made by transformers) says so and reads it each time",
+    )
+    pack_by_cost: bool = Field(
+        True, description="fill packed rows by the work they make, attention included; false: in order"
+    )
+    leave_out_dead: bool = Field(
+        True,
+        description="keep sequences that can change no gradient out of forward and backward: advantage or weight 0, "
+        "under an algorithm without a KL, an entropy bonus or a value loss",
+    )
+    reuse_logp: bool = Field(
+        True,
+        description="take logp_old from the training pass itself where a block is used once, by one step, and nothing "
+        "reads it before",
+    )
     drop_truncated: bool = Field(False, description="give no weight to tokens of completions cut at the limit")
     max_grad_norm: PositiveFloat | None = Field(
         1.0, description="global norm to clip at; a value head has a norm of its own"

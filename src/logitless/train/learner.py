@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.data.packing import StepPlan, plan_epoch
+from logitless.data.packing import Packing, StepPlan, plan_epoch
 from logitless.data.shares import rows_by_rank
 from logitless.distributed.ranks import Ranks
 from logitless.errors import TrainingError
@@ -25,16 +25,17 @@ from logitless.objective.objective import BlockStatistics
 from logitless.rollout.engine import Weights
 from logitless.seeds import derived_seed
 from logitless.train import checkpoint as checkpoints
-from logitless.train.advantages import with_advantages
+from logitless.train.advantages import advantages, with_advantages
 from logitless.train.block import AdvantagedBlock, PackedBlock, ScoredBlock, micro_batches_of
 from logitless.train.config import Recipe
 from logitless.train.control import Controllers
 from logitless.train.metrics import Numbers
 from logitless.train.optimizer import adamw, learning_rate, take_step
 from logitless.train.policy import Policy, Scorer
-from logitless.train.score import score
+from logitless.train.savings import saved_by_packing
+from logitless.train.score import ScoringRows, score
 from logitless.train.setup import value_head_section
-from logitless.train.step import MicroBatch, backward, step_batch, step_metrics
+from logitless.train.step import MicroBatch, MicroBatchOutput, backward, dead_output, step_batch, step_metrics
 from logitless.train.stored import load_block, stored_block
 from logitless.types import Group, TokenBatch, TokenScores
 
@@ -120,23 +121,72 @@ class Learner:
 
     # --- before training on a block
 
-    def score(self, packed: PackedBlock, sampled: TokenScores | None = None) -> ScoredBlock:
-        """The block under policy and reference, in the packing of the first epoch, so that its first ratio is 1.
+    def score(
+        self,
+        packed: PackedBlock,
+        groups: Sequence[Group],
+        sampled: TokenScores | None = None,
+        *,
+        recount: bool = False,
+    ) -> ScoredBlock:
+        """The block under policy and reference, in the rows of the first epoch, so that its first ratio is 1.
+
+        What the only step of a block reads itself is left to it, and what an engine said of the tokens is taken.
 
         Args:
             packed: has a token.
+            groups: that were packed.
             sampled: scores by an engine with the policy's bits, which need no pass of the policy.
+            recount: make the pass over everything all the same.
         """
+        live = self._live(packed, groups)
+        plan, train = self._plan(packed, 0, live), self.recipe.train
+        itself = not recount and self._may_score_itself(plan)
+        trained = [row for row in micro_batches_of(plan, self.ranks) if row]
+        dead = self.ranks.rows_of(self._packing.rows([s for step in plan for s in step.dead], packed.packed.inputs))
         return score(
             packed,
             self.policy,
             self.reference,
-            [row for row in micro_batches_of(self._plan(packed, 0), self.ranks) if row],
+            ScoringRows([*([] if itself else trained), *dead], trained, left_to_training=itself),
             temperature=self.recipe.rollout.sampling.temperature,
-            backend=self.recipe.train.scoring_backend,
+            backend=train.scoring_backend,
             ranks=self.ranks,
-            sampled=sampled,
+            sampled=None if recount else sampled,
+            live=live,
         )
+
+    def _may_score_itself(self, plan: Sequence[StepPlan]) -> bool:
+        """Whether the one step of a block may take ``logp_old`` from its own pass: nothing reads it before."""
+        return (
+            self.recipe.train.reuse_logp
+            and self.recipe.train.epochs_per_block == len(plan) == 1
+            and self.policy.value_head is None
+            and not self.algorithm.kl_in_reward
+            and not self.algorithm.objective.reads_scoring_pass
+        )
+
+    def _live(self, packed: PackedBlock, groups: Sequence[Group]) -> tuple[bool, ...] | None:
+        """One flag a sequence: whether it can change a gradient; None where nobody is left out. An algorithm that can
+        do without some sequences reads nothing but rewards for its advantages."""
+        if not (self.recipe.train.leave_out_dead and self.algorithm.silent_without_advantage):
+            return None
+        advantage = advantages(packed, groups, self.algorithm.advantage, weights=self.reward_weights).advantage
+        sequence = packed.packed.sequence
+        signal = torch.zeros(packed.packed.num_sequences, dtype=torch.bool)
+        signal[sequence[advantage != 0]] = True
+        dropped = self._dropped(packed)
+        return tuple(has and not left_out for has, left_out in zip(signal.tolist(), dropped, strict=True))
+
+    def _dropped(self, block: PackedBlock) -> tuple[bool, ...]:
+        """One flag a sequence: completions whose tokens weigh 0."""
+        return tuple(truncated and self.algorithm.drop_truncated for truncated in block.truncated)
+
+    @property
+    def _packing(self) -> Packing:
+        train = self.recipe.train
+        width = self.policy.head().weight.shape[1]
+        return Packing(train.tokens_per_micro_batch, self.policy.shares_prompts, width if train.pack_by_cost else None)
 
     def with_advantages(self, scored: ScoredBlock, groups: Sequence[Group]) -> AdvantagedBlock:
         """The block with what each token is worth.
@@ -156,7 +206,7 @@ class Learner:
     def begin(self, block: AdvantagedBlock) -> None:
         """Settle what no step may change: the plan of each epoch, dropped completions, statistics of the block."""
         train, objective = self.recipe.train, self.algorithm.objective
-        dropped = tuple(truncated and self.algorithm.drop_truncated for truncated in block.truncated)
+        dropped = self._dropped(block)
         tokens = block.tokens(trained=~torch.tensor(dropped))
         statistics = objective.block_statistics(tokens, generator=self._generator("selection", self.progress.block))
         self._current = _InTraining(
@@ -164,7 +214,7 @@ class Learner:
             tokens if statistics is None else statistics.attach(tokens),
             statistics,
             dropped,
-            tuple(tuple(self._plan(block, epoch)) for epoch in range(train.epochs_per_block)),
+            tuple(tuple(self._plan(block, epoch, block.live)) for epoch in range(train.epochs_per_block)),
         )
 
     @property
@@ -181,17 +231,14 @@ class Learner:
         now, progress = self._current, self.progress
         plan = now.plans[progress.epoch]
         place: Numbers = {"block": progress.block + 1, "epoch": progress.epoch + 1}
-        micro_batches = step_batch(
-            now.block.packed,
-            now.tokens,
-            plan[progress.step_in_epoch],
-            self.algorithm.objective,
-            self.algorithm.weighting,
-            dropped=now.dropped,
-            num_steps=len(plan),
-            statistics=now.statistics,
-        )
-        record = self._optimize(micro_batches, now.statistics)
+        step = plan[progress.step_in_epoch]
+        parts = (now.block.packed, now.tokens, step, self.algorithm.objective, self.algorithm.weighting)
+        options: Any = {"dropped": now.dropped, "num_steps": len(plan), "statistics": now.statistics}
+        micro_batches = step_batch(*parts, **options, scores_itself=now.block.scores_itself)
+        dead = dead_output(*parts, **options, device=self.policy.device, ranks=self.ranks)
+        record = self._optimize(micro_batches, dead, now.statistics)
+        record |= saved_by_packing(step, now.block.packed.inputs, self._packing)
+        record["optimizer/sequences"] += len(step.dead)
         progress.step_in_epoch += 1
         if progress.step_in_epoch == len(plan):
             self.controllers.end_epoch(now.block.packed.num_sequences)
@@ -204,7 +251,9 @@ class Learner:
         """Go on to the next block; for one without a signal, this is all there is to do."""
         self.progress.block, self.progress.epoch, self._current = self.progress.block + 1, 0, None
 
-    def _optimize(self, micro_batches: list[MicroBatch], statistics: BlockStatistics | None) -> Numbers:
+    def _optimize(
+        self, micro_batches: list[MicroBatch], dead: MicroBatchOutput | None, statistics: BlockStatistics | None
+    ) -> Numbers:
         recipe, progress, ranks = self.recipe, self.progress, self.ranks
         mine = ranks.rows_of(micro_batches)
         outputs = backward(
@@ -227,7 +276,7 @@ class Learner:
         progress.skipped += not taken
         progress.skipped_in_a_row = 0 if taken else progress.skipped_in_a_row + 1
         self.tokens_per_rank = tuple(ranks.everyones(sum(each.tokens.num_tokens for each in mine)))
-        record = step_metrics(outputs, ranks) | {
+        record = step_metrics(outputs if dead is None else [*outputs, dead], ranks) | {
             "optimizer/grad_norm": float(norm),
             "optimizer/learning_rate": rate,
             "optimizer/sequences": sum(each.tokens.num_sequences for each in micro_batches),
@@ -290,14 +339,15 @@ class Learner:
         if state["block"] is not None:
             self.begin(load_block(tensors, state["block"]))
 
-    def _plan(self, block: PackedBlock, epoch: int) -> list[StepPlan]:
+    def _plan(self, block: PackedBlock, epoch: int, live: Sequence[bool] | None) -> list[StepPlan]:
         """The optimizer steps of an epoch; completions that are all empty make none."""
         train = self.recipe.train
         steps = plan_epoch(
             block.groups,
             block.packed.inputs,
             tokens_per_step=train.tokens_per_step,
-            tokens_per_micro_batch=train.tokens_per_micro_batch,
+            packing=self._packing,
+            live=live,
             seed=derived_seed(self.recipe.seed, "epoch", self.progress.block, epoch),
         )
         return [self._over_ranks(step, block) for step in steps if step.micro_batches]
@@ -309,8 +359,7 @@ class Learner:
             block.groups,
             block.packed.inputs,
             num_ranks=self.ranks.world,
-            hidden_size=self.policy.head().weight.shape[1],
-            tokens_per_micro_batch=self.recipe.train.tokens_per_micro_batch,
+            packing=self._packing,
         )
         return replace(step, micro_batches=tuple(row for of_ranks in zip(*rows, strict=True) for row in of_ranks))
 

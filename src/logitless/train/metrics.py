@@ -187,9 +187,25 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("optimizer/learning_rate", "1", "last", "step", "learning rate of this step; a value head's is a multiple"),
     Metric("optimizer/skipped_steps", "step", "sum", "run", "steps not taken because a gradient was not finite"),
-    Metric("optimizer/tokens", "token", "sum", "step", "tokens trained on"),
-    Metric("optimizer/sequences", "completion", "sum", "step", "completions trained on"),
+    Metric("optimizer/tokens", "token", "sum", "step", "tokens trained on, those of dead sequences included"),
+    Metric("optimizer/sequences", "completion", "sum", "step", "completions trained on, dead ones included"),
+    Metric("optimizer/read_tokens", "token", "sum", "step", "tokens that forward and backward read, prompts included"),
     Metric("optimizer/micro_batches", "1", "sum", "step", "forward and backward passes"),
+    # What a step did not have to compute
+    Metric(
+        "saving/dead_sequences",
+        "completion",
+        "sum",
+        "step",
+        "completions left out of forward and backward: they can change no gradient; numbers over tokens count them as "
+        "at scoring",
+    ),
+    Metric("saving/dead_tokens", "token", "sum", "step", "tokens that were not read for that, prompts included"),
+    Metric(
+        "saving/shared_tokens", "token", "sum", "step", "tokens of prompts that were read once for several completions"
+    ),
+    Metric("saving/work_fraction", "1", "last", "step", "share of forward and backward that both took off"),
+    Metric("saving/scored_tokens", "token", "sum", "block", "tokens whose logp_old needed no pass"),
     Metric(
         "parallel/tokens_per_rank",
         "token",

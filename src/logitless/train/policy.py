@@ -13,15 +13,17 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from logitless.data.packing import share_prompts as with_shared_prompts
 from logitless.head import token_scores
 from logitless.head.contract import logits_dtype
-from logitless.models.lm_head import backbone_hidden, lm_head
+from logitless.models.lm_head import backbone_hidden, lm_head, why_unshared
 from logitless.models.lora import adapters_off, save_adapters
+from logitless.models.repeated_rows import RepeatedRows
 from logitless.models.value_head import ValueHead
 from logitless.rollout.engine import Weights
 from logitless.train.config import Backend
 from logitless.train.masters import master_of, round_masters
-from logitless.types import LMHead, PackedBatch, TokenScores
+from logitless.types import LMHead, PackedBatch, SharedInputs, TokenScores
 
 
 @runtime_checkable
@@ -41,6 +43,12 @@ class Policy:
         autocast: dtype of the products, or None for those of the weights.
         memory_budget: bytes the head may spend on logits-like blocks; None lets the head choose.
         value_head: predicts returns from the same hidden states, for algorithms with a value loss; or None.
+        share_prompts: read a prompt once for the sequences that lie side by side and begin with it, where the model's
+            attention can (``why_unshared``).
+
+    Attributes:
+        shares_prompts: whether it does.
+        unshared_because: what the model has that keeps it from it; None where there is nothing, or nobody asked.
     """
 
     def __init__(
@@ -50,11 +58,14 @@ class Policy:
         autocast: torch.dtype | None = None,
         memory_budget: int | None = None,
         value_head: ValueHead | None = None,
+        share_prompts: bool = True,
     ) -> None:
         self.model, self.autocast, self.memory_budget = model, autocast, memory_budget
         self.value_head = value_head
         self.device = next(model.parameters()).device
         self.is_adapter = hasattr(model, "peft_config")
+        self.unshared_because = why_unshared(model) if share_prompts else None
+        self.shares_prompts = share_prompts and self.unshared_because is None
 
     def scores(self, batch: PackedBatch, *, temperature: float, backend: Backend) -> TokenScores:
         """logp, entropy and, with a value head, value [N] of the batch's targets, from one pass of the backbone.
@@ -62,20 +73,23 @@ class Policy:
         Differentiable unless called under ``torch.no_grad``.
 
         Args:
-            batch: moved to the model's device.
+            batch: on the CPU, best; what is read of it is moved to the model's device.
             temperature: divides the logits, as in sampling.
             backend: of the head.
         """
         if not batch.num_tokens:
             return self._no_scores()
-        batch = batch.to(self.device)
+        inputs = with_shared_prompts(batch.inputs.to("cpu")) if self.shares_prompts else batch.inputs
         with self._autocast():
-            hidden = backbone_hidden(self.model, batch.inputs)
-        rows = hidden.index_select(0, batch.inputs.source)
+            hidden = backbone_hidden(self.model, inputs.to(self.device))
+        if isinstance(inputs, SharedInputs):  # the first targets of a group have a row in common
+            rows = RepeatedRows.of(inputs.source).to(self.device).take(hidden)
+        else:
+            rows = hidden.index_select(0, inputs.source.to(self.device))
         scores = token_scores(
             rows if self.autocast is None else rows.to(self.autocast),
             self.head(),
-            batch.target,
+            batch.target.to(self.device),
             temperature=temperature,
             backend=backend,
             memory_budget=self.memory_budget,

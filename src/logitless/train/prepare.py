@@ -59,13 +59,13 @@ def prepare(collector: Collector, learner: Learner, journal: Journal) -> Prepare
         sampled = None
     recount = sampled is not None and done % _recount_every(collector.options) == 0
     with journal.phase("scoring") as seconds:
-        scored = learner.score(packed, None if recount else sampled)
-    passes = (sampled is None or recount) + (scored.logp_ref is not None)
+        scored = learner.score(packed, judged.trained, sampled, recount=recount)
+    passed = sampled is None or recount
     if sampled is not None and recount:
         metrics["sampler/mismatched_tokens"] = check_same(sampled, TokenScores(scored.logp_old, scored.entropy_old))
     block = learner.with_advantages(scored, judged.trained)
     advantages = advantages_of(block, judged)
-    metrics |= scoring_metrics(scored, passes=passes, seconds=seconds[0])
+    metrics |= scoring_metrics(scored, passed=passed, seconds=seconds[0])
     metrics |= advantage_metrics(advantages, learner.algorithm.advantage) | value_metrics(block)
     journal.write_rollouts(done + 1, judged, advantages)
     return Prepared(judged, block, metrics)

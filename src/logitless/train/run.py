@@ -200,7 +200,13 @@ def _policies(
 
     def policy_of(model: nn.Module, value_head: ValueHead | None = None) -> Policy:
         autocast = None if section.autocast is None else getattr(torch, section.autocast)
-        return Policy(model, autocast=autocast, memory_budget=recipe.train.head_memory_budget, value_head=value_head)
+        return Policy(
+            model,
+            autocast=autocast,
+            memory_budget=recipe.train.head_memory_budget,
+            value_head=value_head,
+            share_prompts=recipe.train.share_prompts,
+        )
 
     for line in effects(section, device_of(section), model):
         view.message(line)
@@ -213,6 +219,8 @@ def _policies(
         ranks.barrier()
         model = after_warm_start(section, model, seed=recipe.seed)
     policy = policy_of(model, value_head_of(recipe, algorithm, model))
+    if policy.unshared_because is not None:
+        view.message(f"prompts are read for each completion: {policy.unshared_because}")
     reference: Scorer | None = None
     if recipe.kl is not None:
         if section.lora is None:
