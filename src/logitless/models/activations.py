@@ -27,8 +27,8 @@ from logitless.types import PackedInputs
 
 Mode = Literal["keep", "selective", "recompute", "host"]
 MODES: tuple[Mode, ...] = ("keep", "selective", "recompute", "host")
-PROBE = (32, 96)
-"""Tokens of the two passes that measure."""
+PROBE = {"cuda": (1024, 3072), "cpu": (16, 32)}
+"""Tokens of the two passes that measure, by device; on a GPU enough for rows to spare not to show."""
 
 
 # --- modes
@@ -186,10 +186,11 @@ def bytes_per_token(model: nn.Module) -> dict[Mode, float]:
     layers = _layers(model)
     before = [(layer.gradient_checkpointing, getattr(layer, "_gradient_checkpointing_func", None)) for layer in layers]
     found: dict[Mode, float] = {}
+    probe = PROBE[next(model.parameters()).device.type]
     try:
         for mode in _modes_of(layers):
-            kept = [_kept_bytes(model, mode, tokens) for tokens in PROBE]
-            found[mode] = (kept[1] - kept[0]) / (PROBE[1] - PROBE[0]) / len(layers)
+            kept = [_kept_bytes(model, mode, tokens) for tokens in probe]
+            found[mode] = (kept[1] - kept[0]) / (probe[1] - probe[0]) / len(layers)
     finally:
         for layer, (on, function) in zip(layers, before, strict=True):
             layer.gradient_checkpointing = on
