@@ -4,12 +4,13 @@ Each section is a frozen pydantic model; parts with variants (surrogates, advant
 told apart by ``name``, so a variant has only its own knobs. ``docs/configuration.md`` is generated from these types.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from logitless.data.prompts import DataOptions
 from logitless.errors import ConfigurationError
+from logitless.models.reward_model import RewardModel
 from logitless.objective.advantage import Advantage
 from logitless.objective.correction import SamplerCorrection
 from logitless.objective.divergence import KLPenalty
@@ -23,6 +24,9 @@ from logitless.rewards.options import RewardOptions
 from logitless.rollout.environment import Limits
 from logitless.rollout.environments import EnvironmentOptions
 from logitless.rollout.sampling import SamplingOptions
+
+AnyReward: TypeAlias = Annotated[RewardOptions | RewardModel, Field(discriminator="name")]
+"""Those that read text by rules, and the one that a model gives."""
 
 Backend = Literal["auto", "reference", "chunked", "fused"]
 
@@ -295,7 +299,7 @@ class Recipe(Section):
     data: DataSection
     warm_start: WarmStartSection | None = None
     rollout: RolloutSection
-    rewards: tuple[RewardOptions, ...] = Field(min_length=1, description="several are summed with their weights")
+    rewards: tuple[AnyReward, ...] = Field(min_length=1, description="several are summed with their weights")
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
     value_head: ValueHeadSection | None = Field(
         None, description="None: its defaults where the algorithm has a value loss, else no value head"
