@@ -10,7 +10,7 @@ was stopped.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class Progress:
         step_in_epoch: steps finished of that epoch.
         step: optimizer steps done, skipped ones included.
         skipped, skipped_in_a_row: steps without a finite gradient.
+        halvings: steps (as ``step`` counts them) at which memory was short and ``tokens_per_micro_batch`` was halved.
     """
 
     block: int = 0
@@ -58,6 +59,7 @@ class Progress:
     step: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
+    halvings: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class _InTraining:
         statistics: of the block, or None.
         dropped: one flag a sequence: completions whose tokens weigh 0.
         plans: the steps of each epoch.
+        packing: of their rows.
     """
 
     block: AdvantagedBlock
@@ -77,6 +80,7 @@ class _InTraining:
     statistics: BlockStatistics | None
     dropped: tuple[bool, ...]
     plans: tuple[tuple[StepPlan, ...], ...]
+    packing: Packing
 
 
 class Learner:
@@ -92,6 +96,7 @@ class Learner:
 
     Attributes:
         tokens_per_rank: that each rank trained on in the last step.
+        halved: a message where the last step halved its micro-batches for want of memory.
     """
 
     def __init__(
@@ -106,6 +111,7 @@ class Learner:
     ) -> None:
         self.ranks = ranks
         self.tokens_per_rank: tuple[int, ...] = ()
+        self.halved: str | None = None
         self.recipe, self.algorithm, self.policy, self.reference = recipe, algorithm, policy, reference
         self.reward_weights = reward_weights
         self.optimizer = adamw(
@@ -143,7 +149,9 @@ class Learner:
         plan, train = self._plan(packed, 0, live), self.recipe.train
         itself = not recount and self._may_score_itself(plan)
         trained = [row for row in micro_batches_of(plan, self.ranks) if row]
-        dead = self.ranks.rows_of(self._packing.rows([s for step in plan for s in step.dead], packed.packed.inputs))
+        dead = self.ranks.rows_of(
+            self._packing(packed).rows([s for step in plan for s in step.dead], packed.packed.inputs)
+        )
         return score(
             packed,
             self.policy,
@@ -182,11 +190,16 @@ class Learner:
         """One flag a sequence: completions whose tokens weigh 0."""
         return tuple(truncated and self.algorithm.drop_truncated for truncated in block.truncated)
 
-    @property
-    def _packing(self) -> Packing:
-        train = self.recipe.train
+    def _packing(self, block: PackedBlock) -> Packing:
+        """How rows are filled at this step; a row has room for the longest sequence whatever was halved."""
+        train, progress = self.recipe.train, self.progress
+        limit = train.tokens_per_micro_batch >> sum(step <= progress.step for step in progress.halvings)
         width = self.policy.head().weight.shape[1]
-        return Packing(train.tokens_per_micro_batch, self.policy.shares_prompts, width if train.pack_by_cost else None)
+        return Packing(
+            max(limit, max(block.packed.inputs.lengths, default=0)) if progress.halvings else limit,
+            self.policy.shares_prompts,
+            width if train.pack_by_cost else None,
+        )
 
     def with_advantages(self, scored: ScoredBlock, groups: Sequence[Group]) -> AdvantagedBlock:
         """The block with what each token is worth.
@@ -205,7 +218,7 @@ class Learner:
 
     def begin(self, block: AdvantagedBlock) -> None:
         """Settle what no step may change: the plan of each epoch, dropped completions, statistics of the block."""
-        train, objective = self.recipe.train, self.algorithm.objective
+        objective = self.algorithm.objective
         dropped = self._dropped(block)
         tokens = block.tokens(trained=~torch.tensor(dropped))
         statistics = objective.block_statistics(tokens, generator=self._generator("selection", self.progress.block))
@@ -214,8 +227,12 @@ class Learner:
             tokens if statistics is None else statistics.attach(tokens),
             statistics,
             dropped,
-            tuple(tuple(self._plan(block, epoch, block.live)) for epoch in range(train.epochs_per_block)),
+            self._plans(block),
+            self._packing(block),
         )
+
+    def _plans(self, block: AdvantagedBlock) -> tuple[tuple[StepPlan, ...], ...]:
+        return tuple(tuple(self._plan(block, epoch, block.live)) for epoch in range(self.recipe.train.epochs_per_block))
 
     @property
     def in_training(self) -> bool:
@@ -228,17 +245,11 @@ class Learner:
         """The next optimizer step of the block in training, and its numbers."""
         if self._current is None:
             raise ValueError("no block in training: call begin first")
-        now, progress = self._current, self.progress
-        plan = now.plans[progress.epoch]
+        progress, self.halved = self.progress, None
         place: Numbers = {"block": progress.block + 1, "epoch": progress.epoch + 1}
-        step = plan[progress.step_in_epoch]
-        parts = (now.block.packed, now.tokens, step, self.algorithm.objective, self.algorithm.weighting)
-        options: Any = {"dropped": now.dropped, "num_steps": len(plan), "statistics": now.statistics}
-        micro_batches = step_batch(*parts, **options, scores_itself=now.block.scores_itself)
-        dead = dead_output(*parts, **options, device=self.policy.device, ranks=self.ranks)
-        record = self._optimize(micro_batches, dead, now.statistics)
-        record |= saved_by_packing(step, now.block.packed.inputs, self._packing)
-        record["optimizer/sequences"] += len(step.dead)
+        while (record := self._attempt(self._current)) is None:
+            self._halve(self._current)
+        now, plan = self._current, self._current.plans[progress.epoch]
         progress.step_in_epoch += 1
         if progress.step_in_epoch == len(plan):
             self.controllers.end_epoch(now.block.packed.num_sequences)
@@ -247,28 +258,81 @@ class Learner:
             self.end_block()
         return {"step": progress.step, **place, **record}
 
+    def _attempt(self, now: _InTraining) -> Numbers | None:
+        """The numbers of a step, or None where memory was short and nothing of it has happened."""
+        if now.packing != self._packing(now.block):  # halved since the block began, or in the run that is repeated
+            now = self._current = replace(now, plans=self._plans(now.block), packing=self._packing(now.block))
+        plan = now.plans[self.progress.epoch]
+        step = plan[self.progress.step_in_epoch]
+        parts = (now.block.packed, now.tokens, step, self.algorithm.objective, self.algorithm.weighting)
+        options: Any = {"dropped": now.dropped, "num_steps": len(plan), "statistics": now.statistics}
+        micro_batches = step_batch(*parts, **options, scores_itself=now.block.scores_itself)
+        dead = dead_output(*parts, **options, device=self.policy.device, ranks=self.ranks)
+        outputs = self._outputs(micro_batches, now.statistics)
+        if outputs is None:
+            return None
+        record = self._optimize(micro_batches, outputs if dead is None else [*outputs, dead])
+        record |= saved_by_packing(step, now.block.packed.inputs, now.packing)
+        record["optimizer/sequences"] += len(step.dead)
+        record["optimizer/tokens_per_micro_batch"] = now.packing.tokens_per_row
+        return record
+
+    def _halve(self, now: _InTraining) -> None:
+        """Give the gradients back, and halve what is read at once from this step on.
+
+        Raises:
+            TrainingError: rows have a sequence each already.
+        """
+        for parameter in self.policy.named_parameters().values():
+            parameter.grad = None
+        if self.policy.device.type == "cuda":
+            torch.cuda.empty_cache()
+        before = now.packing.tokens_per_row
+        self.progress.halvings.append(self.progress.step)
+        after = self._packing(now.block).tokens_per_row
+        if after == before:
+            raise TrainingError(
+                needed="memory for the longest sequence in a row of its own",
+                given=f"too little for its {before} tokens",
+                remedy="Set model.gradient_checkpointing or train.activation_memory, lower train.head_memory_budget or "
+                "rollout.sampling.max_new_tokens, or use LoRA.",
+            )
+        self.halved = (
+            f"memory was short in step {self.progress.step + 1}: repeated with micro-batches of {after:,} tokens "
+            f"instead of {before:,}, as all steps from here on (train.tokens_per_micro_batch)"
+        )
+
     def end_block(self) -> None:
         """Go on to the next block; for one without a signal, this is all there is to do."""
         self.progress.block, self.progress.epoch, self._current = self.progress.block + 1, 0, None
 
-    def _optimize(
-        self, micro_batches: list[MicroBatch], dead: MicroBatchOutput | None, statistics: BlockStatistics | None
-    ) -> Numbers:
+    def _outputs(
+        self, micro_batches: list[MicroBatch], statistics: BlockStatistics | None
+    ) -> list[MicroBatchOutput] | None:
+        """Gradients summed over this rank's micro-batches; None where memory is short and no other rank waits."""
+        recipe, progress, ranks = self.recipe, self.progress, self.ranks
+        try:
+            return backward(
+                self.policy,
+                self.algorithm.objective,
+                ranks.rows_of(micro_batches),
+                temperature=recipe.rollout.sampling.temperature,
+                backend=recipe.train.training_backend,
+                beta=self.controllers.beta_in_loss,
+                entropy_coefficient=self.controllers.entropy_coefficient,
+                statistics=statistics,
+                seed=derived_seed(recipe.seed, "step", progress.step, *([ranks.rank] if ranks.rank else [])),
+                value_loss=self.algorithm.value_loss,
+                gather=ranks.gather,
+            )
+        except torch.OutOfMemoryError:
+            if ranks.world > 1:
+                raise
+        return None
+
+    def _optimize(self, micro_batches: list[MicroBatch], outputs: list[MicroBatchOutput]) -> Numbers:
         recipe, progress, ranks = self.recipe, self.progress, self.ranks
         mine = ranks.rows_of(micro_batches)
-        outputs = backward(
-            self.policy,
-            self.algorithm.objective,
-            mine,
-            temperature=recipe.rollout.sampling.temperature,
-            backend=recipe.train.training_backend,
-            beta=self.controllers.beta_in_loss,
-            entropy_coefficient=self.controllers.entropy_coefficient,
-            statistics=statistics,
-            seed=derived_seed(recipe.seed, "step", progress.step, *([ranks.rank] if ranks.rank else [])),
-            value_loss=self.algorithm.value_loss,
-            gather=ranks.gather,
-        )
         ranks.sum_gradients(self.policy.named_parameters().values())
         rate = learning_rate(progress.step, progress.block / recipe.train.blocks, recipe.train.optimizer)
         norm, taken = take_step(self.optimizer, rate=rate, max_grad_norm=recipe.train.max_grad_norm, ranks=ranks)
@@ -276,7 +340,7 @@ class Learner:
         progress.skipped += not taken
         progress.skipped_in_a_row = 0 if taken else progress.skipped_in_a_row + 1
         self.tokens_per_rank = tuple(ranks.everyones(sum(each.tokens.num_tokens for each in mine)))
-        record = step_metrics(outputs if dead is None else [*outputs, dead], ranks) | {
+        record = step_metrics(outputs, ranks) | {
             "optimizer/grad_norm": float(norm),
             "optimizer/learning_rate": rate,
             "optimizer/sequences": sum(each.tokens.num_sequences for each in micro_batches),
@@ -346,7 +410,7 @@ class Learner:
             block.groups,
             block.packed.inputs,
             tokens_per_step=train.tokens_per_step,
-            packing=self._packing,
+            packing=self._packing(block),
             live=live,
             seed=derived_seed(self.recipe.seed, "epoch", self.progress.block, epoch),
         )
@@ -359,7 +423,7 @@ class Learner:
             block.groups,
             block.packed.inputs,
             num_ranks=self.ranks.world,
-            packing=self._packing,
+            packing=self._packing(block),
         )
         return replace(step, micro_batches=tuple(row for of_ranks in zip(*rows, strict=True) for row in of_ranks))
 

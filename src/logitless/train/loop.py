@@ -93,8 +93,9 @@ class Loop:
                 self._hand_over()
                 record |= self._evaluated_if_due()
             self.journal.write(record, self.learner.by_rank)
-            if message := self.learner.check_skipped():
-                self.journal.message(message)
+            for message in (self.learner.halved, self.learner.check_skipped()):
+                if message is not None:
+                    self.journal.message(message)
 
     def _collected(self) -> bool:
         """Whether there is a block to train on; what Ctrl-C interrupts here is given up without a trace.
