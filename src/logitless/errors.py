@@ -53,3 +53,7 @@ class CheckpointError(LogitlessError, RuntimeError):
 
 class TrainingError(LogitlessError, RuntimeError):
     """A run cannot go on (non-finite gradients in a row, no group with a signal)."""
+
+
+class LostRankError(TrainingError):
+    """Another process of the run is gone or does not answer; the message names it where that can be known."""

@@ -19,6 +19,10 @@ if interpreted():
     complete_interpreter()
 
 
+BFLOAT16 = {"model__trained_dtype": "bfloat16"}
+FEW = {"rollout__prompts_per_block": 2, "rollout__completions_per_prompt": 2, "data__held_out": None, "kl": None}
+
+
 def recipe(folder, layers, **changes) -> Recipe:
     changes = {"model__source__head_dim": 16, "train__blocks": 1, "train__epochs_per_block": 1, **changes}
     return tiny_recipe(folder, model__layers=layers, **changes)
@@ -43,6 +47,16 @@ def test_a_run_trains_through_row_invariant_layers_what_it_trains_through_transf
     assert calls
 
 
+def test_recomputed_activations_train_the_same_weights_to_the_last_bit(tmp_path):
+    weights = []
+    for recompute in (False, True):
+        changes = {"model__gradient_checkpointing": recompute, "rollout__sampling": {"max_new_tokens": 3}} | FEW
+        run = start(recipe(tmp_path / str(recompute), "row_invariant", **changes))[0]
+        weights.append(load_checkpoint(run.checkpoints).tensors)
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
 def test_a_run_on_the_cpu_is_refused_where_kernels_cannot_run(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(UnavailableError, match="a model on the CPU"):
@@ -52,9 +66,6 @@ def test_a_run_on_the_cpu_is_refused_where_kernels_cannot_run(tmp_path, monkeypa
 def test_a_plan_names_what_is_not_covered(tmp_path):
     with pytest.raises(UnavailableError, match="the architecture gpt_neox"):
         plan_of(recipe(tmp_path, "row_invariant", model__source__model_type="gpt_neox"))
-
-
-BFLOAT16 = {"model__trained_dtype": "bfloat16"}
 
 
 def reason(tmp_path, device="meta", layers="auto", **changes):

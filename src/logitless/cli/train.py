@@ -5,7 +5,9 @@ import json
 import logging
 from pathlib import Path
 
-from logitless.distributed.ranks import ranks_of_environment
+from logitless.distributed.ranks import ranks_of_environment, restarted
+from logitless.errors import ConfigurationError
+from logitless.train.config import Recipe
 from logitless.train.plan import dry_run
 from logitless.train.recipe import load_recipe
 from logitless.train.run import start
@@ -31,12 +33,32 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(dry_run(recipe))
         return 0
-    with ranks_of_environment(device_of(recipe.model).type) as ranks:
+    timeout = recipe.parallel.timeout_seconds
+    with ranks_of_environment(device_of(recipe.model).type, timeout_seconds=timeout) as ranks:
         logging.getLogger("logitless").setLevel(logging.INFO if ranks.is_first else logging.WARNING)
-        folder, complete = start(recipe, numbered=options.numbered, resume=options.resume, ranks=ranks)
+        folder, complete = start(
+            recipe, numbered=options.numbered, resume=options.resume or _goes_on(recipe, options), ranks=ranks
+        )
         if ranks.is_first:
             print(_ending(folder, complete, options.recipe))
     return 0
+
+
+def _goes_on(recipe: Recipe, options: argparse.Namespace) -> bool:
+    """Whether torchrun has started the processes anew, of a run that had begun: it then goes on by itself.
+
+    Raises:
+        ConfigurationError: under --numbered, where the folder that the run began in is not known.
+    """
+    if not restarted():
+        return False
+    if options.numbered:
+        raise ConfigurationError(
+            needed="one name for a run that torchrun --max-restarts may start again",
+            given="--numbered",
+            remedy="Set the name: --set name=...",
+        )
+    return RunFolder(Path(recipe.output) / recipe.name).config.exists()
 
 
 def _ending(folder: RunFolder, complete: bool, recipe: Path) -> str:

@@ -85,6 +85,24 @@ def pack(pairs: Sequence[tuple[Prompt, Completion]]) -> PackedBatch:
     )
 
 
+def nothing_to_score() -> PackedBatch:
+    """A row of one token and no target: what a rank reads when only others have sequences left, and its shards of the
+    weights are needed.
+
+    Example:
+        >>> batch = nothing_to_score()
+        >>> batch.inputs.lengths, batch.num_tokens
+        ((1,), 0)
+    """
+    one, none = torch.zeros(1, dtype=torch.long), torch.zeros(0, dtype=torch.long)
+    return PackedBatch(
+        inputs=PackedInputs(input_ids=one, position_ids=one, lengths=(1,), source=none, source_counts=(0,)),
+        target=none,
+        turn=none,
+        logp_sampler=torch.zeros(0),
+    )
+
+
 def share_prompts(inputs: PackedInputs) -> SharedInputs | PackedInputs:
     """The same sequences with each prompt once for the sequences that lie side by side and begin with it.
 

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from logitless.distributed.sharding import is_sharded
 from logitless.head import sharded, vocab_parallel
 from logitless.head.contract import logits_dtype, refuse_second_derivative, without_autocast
 from logitless.head.kernels.variants import truncation
@@ -284,7 +285,7 @@ class _TokenScores(torch.autograd.Function):
         hidden, bias, lora_a, lora_b, weight, *whole, target, outside = saved[:10]
         head, scored = _Head(weight, *whole), saved[10:]
         if grad_logp is None and grad_entropy is None:
-            if not sharded.is_sharded(weight):
+            if not is_sharded(weight):
                 return (None,) * 8
             grad_logp = torch.zeros_like(scored[-2])  # the other ranks wait for this one's collectives
         arriving = [gradient for gradient in (grad_logp, grad_entropy) if gradient is not None]
@@ -399,7 +400,7 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of hidden (of these rows), weight, bias, lora_a and lora_b; None where not needed."""
     sums = _Sums(head, rows, slopes, needed, call)
-    travels = sharded.is_sharded(head.weight)
+    travels = is_sharded(head.weight)
     size = tile(len(rows.target), len(head.weight), call.wide, call.memory_budget)
     of_weight = None
     for shard in shards(head.weight, call.product):

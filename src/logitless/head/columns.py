@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from logitless.distributed.sharding import is_sharded
 from logitless.head import sharded, vocab_parallel
 from logitless.head.sharded import Shard
 
@@ -119,13 +120,13 @@ class Columns:
             if self.summed_into.grad is None:
                 return torch.empty_like(self.weight, dtype=torch.float32)
             return self.summed_into.grad
-        if sharded.is_sharded(self.weight):
+        if is_sharded(self.weight):
             return torch.empty_like(shard.weight, dtype=torch.float32)
         return torch.empty_like(self.weight)
 
     def kept_gradient(self, shard: Shard, gradient: Tensor) -> Tensor | None:
         """What this rank keeps of a shard's gradient: the sum over all ranks' rows, where it is the owner."""
-        if not sharded.is_sharded(self.weight):
+        if not is_sharded(self.weight):
             return gradient
         total = sharded.summed_on_owner(gradient, shard, self.weight)
         return None if total is None else total.to(self.weight.dtype)
@@ -135,7 +136,7 @@ class Columns:
         if self.summed_into is not None:
             self.summed_into.grad = gradient
             return None
-        return sharded.like(self.weight, gradient) if sharded.is_sharded(self.weight) else gradient
+        return sharded.like(self.weight, gradient) if is_sharded(self.weight) else gradient
 
     def without_rows(self, dtype: torch.dtype, *, trained: bool) -> Tensor | None:
         """A rank without rows takes part in every broadcast and adds nothing to the weight's gradient."""

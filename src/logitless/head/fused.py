@@ -16,11 +16,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from logitless.distributed.sharding import is_sharded
 from logitless.errors import UnavailableError
 from logitless.float32_sums import sums_in_float32
 from logitless.head.columns import Columns
 from logitless.head.contract import on_device, refuse_second_derivative, without_autocast
-from logitless.head.sharded import is_sharded, summed_like, whole
+from logitless.head.sharded import summed_like, whole
 from logitless.types import LMHead, TokenScores
 
 SHARE = 2

@@ -11,9 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from logitless.errors import InputError, UnavailableError
@@ -81,7 +83,9 @@ def backbone(model: nn.Module) -> PreTrainedModel:
     return inner.base_model
 
 
-def backbone_hidden(model: nn.Module, inputs: PackedInputs | SharedInputs) -> Float[Tensor, "T D"]:
+def backbone_hidden(
+    model: nn.Module, inputs: PackedInputs | SharedInputs, group: ProcessGroup | None = None
+) -> Float[Tensor, "T D"]:
     """Last hidden states of packed sequences; the LM head does not run and no logits exist.
 
     Gradient: through the decoder. ``D`` is what the LM head reads (the final norm has been applied).
@@ -91,9 +95,10 @@ def backbone_hidden(model: nn.Module, inputs: PackedInputs | SharedInputs) -> Fl
             ``logitless_packed`` no mask is built.
         inputs: T tokens of B sequences, on the model's device; each prompt once where ``why_unshared`` says nothing
             against it.
+        group: ranks that share the row, after ``check_sequence_group``; each reads ``rows_of_rank``.
 
     Returns:
-        [T, D] in the decoder's dtype; take the rows ``inputs.source`` for the head.
+        [T, D] in the decoder's dtype; take the rows ``inputs.source`` for the head. With a group this rank's rows.
 
     Raises:
         UnavailableError: the model's attention cannot be packed this way, or a sequence is so long that dynamic rotary
@@ -116,13 +121,78 @@ def backbone_hidden(model: nn.Module, inputs: PackedInputs | SharedInputs) -> Fl
             remedy="Use a model whose positions can restart inside a packed row.",
         )
     check_rotary_lengths(decoder, inputs.longest if isinstance(inputs, SharedInputs) else max(inputs.lengths))
+    mine, further = slice(0, len(inputs.input_ids)), dict[str, Any]()
+    if group is not None:
+        mine = rows_of_rank(len(inputs.input_ids), dist.get_rank(group), dist.get_world_size(group))
+        inputs = _filled_up(inputs, (mine.stop - mine.start) * dist.get_world_size(group))
+        further["sequence_group"] = group
     output = decoder(
-        input_ids=inputs.input_ids[None],
-        position_ids=inputs.position_ids[None],
+        input_ids=inputs.input_ids[None, mine],
+        position_ids=inputs.position_ids[None, mine],
         use_cache=False,
         **_packing_arguments(decoder, inputs),
+        **further,
     )
     return output.last_hidden_state[0]
+
+
+def rows_of_rank(num_tokens: int, rank: int, num_ranks: int) -> slice:
+    """The tokens of a packed row that one of several ranks reads: equally many each, the last ones' partly padding.
+
+    Example:
+        >>> rows_of_rank(5, 1, 2)
+        slice(3, 6, None)
+    """
+    each = -(-num_tokens // num_ranks)
+    return slice(rank * each, (rank + 1) * each)
+
+
+def check_sequence_group(model: nn.Module, num_ranks: int) -> None:
+    """Refuse a model whose sequences cannot be shared by so many ranks.
+
+    Raises:
+        UnavailableError: the heads cannot be dealt out, other attention than the packed one, or rotary frequencies that
+            each rank would have to know the whole sequence for.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        ...                      vocab_size=11, attn_implementation="logitless_packed")
+        >>> check_sequence_group(LlamaForCausalLM(config), 2)
+    """
+    decoder = backbone(model)
+    config = decoder.config.get_text_config()
+    heads = config.num_attention_heads
+    keys = getattr(config, "num_key_value_heads", None) or heads
+    odd = {
+        f"{heads} query heads": heads % num_ranks > 0,
+        f"{keys} key heads": keys % num_ranks > 0 and num_ranks % keys > 0,
+        f"attention {config._attn_implementation}": config._attn_implementation != PACKED,
+        "row-invariant layers": hasattr(decoder, "row_invariant"),
+        "longrope": any(getattr(module, "turns_each_sequence", False) for module in decoder.modules()),
+    }
+    if given := [what for what, holds in odd.items() if holds]:
+        raise UnavailableError(
+            needed=f"packed attention whose heads {num_ranks} processes can share",
+            given=", ".join(given),
+            remedy="Set parallel.sequence to a divisor of the heads, or to 1.",
+        )
+
+
+def _filled_up(inputs: PackedInputs | SharedInputs, num_tokens: int) -> PackedInputs | SharedInputs:
+    """With one more sequence that nothing is predicted from, so that ranks have equally many tokens."""
+    more = num_tokens - len(inputs.input_ids)
+    if not more:
+        return inputs
+    positions = torch.arange(more, device=inputs.input_ids.device)
+    tokens: dict[str, Any] = {
+        "input_ids": torch.cat([inputs.input_ids, torch.zeros_like(positions)]),
+        "position_ids": torch.cat([inputs.position_ids, positions]),
+    }
+    if isinstance(inputs, SharedInputs):
+        return replace(inputs, **tokens, groups=(*inputs.groups, (more, ())))
+    lengths, counts = (*inputs.lengths, more), (*inputs.source_counts, 0)
+    return PackedInputs(**tokens, lengths=lengths, source=inputs.source, source_counts=counts)
 
 
 def _packing_arguments(decoder: PreTrainedModel, inputs: PackedInputs | SharedInputs) -> dict[str, Any]:

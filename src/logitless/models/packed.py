@@ -4,8 +4,10 @@ Equal to running every sequence alone. The sequences' lengths are known on the h
 nothing synchronises. Sequences of one length, a single one included, are a batch as they lie: torch's SDPA, whose
 fastest kernel takes no other row (on an H200 half the time of the next). Other rows on CUDA in bfloat16 or float16 go
 as they are to the variable-length kernel of torch. Everywhere else sequences of similar length are laid side by side,
-padded on the right: under a causal mask no real token sees padding. Called without a layout (decoding with a cache) it
-is transformers' SDPA attention, with grouped queries folded so that keys and values are not repeated.
+padded on the right: under a causal mask no real token sees padding. Called without a layout (decoding with a cache)
+it is transformers' SDPA attention, with grouped queries folded so that keys and values are not repeated. Ranks that
+share a row (``sequence_group``) exchange their tokens for some of the heads before it and back after it; no other layer
+knows.
 
 Where completions share their prompt's tokens (an ``AttentionLayout``), bfloat16 and float16 on CUDA go to
 ``prefix_attention``, which reads a prompt once; everything else repeats the prompt's rows for this one operation, and
@@ -24,13 +26,16 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from logitless.distributed.exchange import exchanged
 from logitless.errors import InputError, UnavailableError
 from logitless.models.attention import MAX_GROUP, MAX_WIDTH, AttentionLayout, prefix_attention
 from logitless.models.repeated_rows import RepeatedRows
@@ -379,6 +384,7 @@ def _attention_layer(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     packed_layout: PackedLayout | AttentionLayout | None = None,
+    sequence_group: ProcessGroup | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer."""
@@ -390,9 +396,15 @@ def _attention_layer(
     if packed_layout is not None:
         _check_layer(module, sliding_window, kwargs.get("is_causal"))
         options: Any = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window}
+        if sequence_group is not None:
+            repeats = max(1, dist.get_world_size(sequence_group) // key.shape[1])  # a key head that several ranks need
+            key, value = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
+            query, key, value = (exchanged(x, sequence_group, split=1, join=2) for x in (query, key, value))
         if isinstance(packed_layout, AttentionLayout):
-            return shared_attention(query, key, value, packed_layout, **options), None
-        return packed_attention(query, key, value, packed_layout, **options), None
+            out = shared_attention(query, key, value, packed_layout, **options)
+        else:
+            out = packed_attention(query, key, value, packed_layout, **options)
+        return out if sequence_group is None else exchanged(out, sequence_group, split=1, join=2), None
     if query.shape[2] == 1 and query.shape[1] != key.shape[1]:
         return _decode_grouped(query, key, value, attention_mask, scaling, dropout), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)

@@ -9,10 +9,12 @@ from typing import Any
 
 from torch import nn
 
+from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError, DataError
 from logitless.models.lm_head import causal_lm
 from logitless.rollout.recorded import read_completions
-from logitless.train.config import Recipe, RecordedEngineSection
+from logitless.train.config import GpuEngineSection, Recipe, RecordedEngineSection
+from logitless.train.policy import Policy
 from logitless.train.setup import Data
 from logitless.types import Completion
 
@@ -33,6 +35,53 @@ def check_before_start(recipe: Recipe, data: Data, model: nn.Module) -> None:
     if isinstance(engine, RecordedEngineSection):
         vocabulary = causal_lm(model).get_input_embeddings().weight.shape[0]
         check_recorded(recipe, data, read_completions(engine.path), vocabulary)
+
+
+def check_arrangement(recipe: Recipe, arrangement: Arrangement) -> None:
+    """Refuse what several processes cannot do together.
+
+    Raises:
+        ConfigurationError: an engine or layers that need what these processes do not have.
+    """
+    world = arrangement.replicate * arrangement.weights
+    if recipe.parallel.deterministic and world & (world - 1):
+        raise ConfigurationError(
+            needed="1, 2, 4, 8, ... processes for parallel.deterministic, which sums along a binary tree",
+            given=str(world),
+            remedy="Start another number of processes, or leave it out.",
+        )
+    if arrangement.is_sharded and isinstance(recipe.rollout.engine, GpuEngineSection):
+        raise ConfigurationError(
+            needed="all weights on every process, at one place in memory, for rollout.engine gpu",
+            given=f"weights sharded over {arrangement.weights}",
+            remedy="Set parallel.replicate to the number of processes, or rollout.engine: {name: transformers}.",
+        )
+    if arrangement.sequence > 1 and (recipe.model.layers != "transformers" or recipe.model.attention != "packed"):
+        raise ConfigurationError(
+            needed="model.layers: transformers and model.attention: packed, which split sequences over processes",
+            given=f"{recipe.model.layers} and {recipe.model.attention} beside parallel.sequence={arrangement.sequence}",
+            remedy="Leave all three out, or set these two.",
+        )
+
+
+def scores_all_rows(recipe: Recipe, arrangement: Arrangement, policy: Policy) -> bool:
+    """Whether a sharded LM head scores the rows of all ranks together, as ``parallel.vocabulary`` says.
+
+    ``auto``: where the hidden states of the largest micro-batches are fewer rows than the weight has.
+
+    Raises:
+        ConfigurationError: ``all_rows`` over several copies of the weights.
+    """
+    chosen = recipe.parallel.vocabulary
+    if chosen == "all_rows" and arrangement.replicate > 1:
+        raise ConfigurationError(
+            needed="one copy of the weights for parallel.vocabulary: all_rows",
+            given=f"parallel.replicate={arrangement.replicate}",
+            remedy="Set parallel.vocabulary: own_rows, or leave it at auto.",
+        )
+    if chosen != "auto" or arrangement.replicate > 1:
+        return chosen == "all_rows"
+    return recipe.train.tokens_per_micro_batch * arrangement.shard < policy.head().weight.shape[0]
 
 
 def check_positions(recipe: Recipe, data: Data, model: nn.Module) -> None:

@@ -270,6 +270,39 @@ class TrainSection(Section):
     training_backend: Backend = Field("auto", description="head backend with gradients")
     scoring_backend: Backend = Field("auto", description="head backend without")
     head_memory_budget: PositiveInt | None = Field(None, description="bytes of logits-like memory; None: chosen")
+    activation_memory: PositiveInt | None = Field(
+        None,
+        description="bytes that the layers may keep of a micro-batch for the backward; as few of them as possible are "
+        "recomputed, or kept on the host, to fit (docs/performance.md); None: no limit",
+    )
+
+
+class ParallelSection(Section):
+    """Several processes, started by torchrun; one process alone needs none of it (docs/scale.md)."""
+
+    shard: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="processes over which the weights of one copy are sharded (FSDP2); auto: all that replicate and "
+        "sequence leave",
+    )
+    replicate: PositiveInt = Field(1, description="copies of the weights")
+    sequence: PositiveInt = Field(
+        1, description="processes that share each sequence (Ulysses); weights are sharded over them too"
+    )
+    vocabulary: Literal["auto", "own_rows", "all_rows"] = Field(
+        "auto",
+        description="where the LM head is sharded. own_rows: each process scores its own tokens, and the shards come "
+        "by; all_rows: each scores the tokens of all against its shard; auto: where fewer bytes travel",
+    )
+    reference: Literal["device", "host"] = Field("device", description="where the reference's shards wait")
+    deterministic: bool = Field(
+        False,
+        description="sum gradients along one tree of micro-batches, so that they have the same bits on 1, 2, 4, ... "
+        "processes; every process then holds all weights",
+    )
+    timeout_seconds: PositiveInt = Field(
+        1800, description="how long processes wait for each other; longer than the longest rollout of one"
+    )
 
 
 class EvaluationSection(Section):
@@ -308,6 +341,7 @@ class Recipe(Section):
         None, discriminator="placement", description="distance to the reference; None: no reference is loaded"
     )
     train: TrainSection = Field(default_factory=TrainSection)
+    parallel: ParallelSection = Field(default_factory=ParallelSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     writers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
@@ -370,6 +404,12 @@ class Recipe(Section):
             "Leave them out; model.trained_dtype: bfloat16 (model.dtype under LoRA) gives products in bfloat16.",
         )
         _require(
+            self.train.activation_memory is None or not (self.model.gradient_checkpointing or self.model.compile),
+            "one way to save activations beside train.activation_memory, and no model.compile",
+            f"model.gradient_checkpointing={self.model.gradient_checkpointing}, model.compile={self.model.compile}",
+            "Leave model.gradient_checkpointing and model.compile out.",
+        )
+        _require(
             self.model.trained_dtype == "float32" or self.model.autocast is None,
             "one dtype of the products",
             f"model.autocast={self.model.autocast} beside model.trained_dtype={self.model.trained_dtype}",
@@ -389,6 +429,13 @@ class Recipe(Section):
                 f"train.scoring_backend={backends[0]}, train.training_backend={backends[1]}",
                 "Leave both at auto.",
             )
+        parallel = self.parallel
+        _require(
+            not parallel.deterministic or (parallel.shard in ("auto", 1) and parallel.sequence == 1),
+            "all weights on every process beside parallel.deterministic",
+            f"parallel.shard={parallel.shard}, parallel.sequence={parallel.sequence}",
+            "Leave both out.",
+        )
         if self.algorithm.correction is not None:
             sampling = self.rollout.sampling
             self.algorithm.correction.check_sampling(

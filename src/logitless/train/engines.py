@@ -31,6 +31,11 @@ class Engines:
         """Each engine once."""
         return (self.training,) if self.training is self.evaluation else (self.training, self.evaluation)
 
+    @property
+    def in_this_process(self) -> bool:
+        """Whether one of them samples with the module that it is handed."""
+        return any(not isinstance(engine, RecordedEngine) for engine in self.distinct)
+
     def load_all(self, weights: Weights, version: int) -> None:
         """Every engine samples with these weights from now on."""
         for engine in self.distinct:

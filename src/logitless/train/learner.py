@@ -19,9 +19,11 @@ from torch import Tensor
 from logitless.data.packing import Packing, StepPlan, plan_epoch
 from logitless.data.shares import rows_by_rank
 from logitless.distributed.ranks import Ranks
+from logitless.distributed.tree import TreeSum, places_in_tree
 from logitless.errors import TrainingError
 from logitless.objective.algorithm import Algorithm
 from logitless.objective.objective import BlockStatistics
+from logitless.objective.over_ranks import GatherOverRanks, one_rank
 from logitless.rollout.engine import Weights
 from logitless.seeds import derived_seed
 from logitless.train import checkpoint as checkpoints
@@ -95,7 +97,7 @@ class Learner:
         ranks: that train the policy together; everything that one rank has to know of the others goes through it.
 
     Attributes:
-        tokens_per_rank: that each rank trained on in the last step.
+        tokens_per_rank: that each rank with sequences of its own trained on in the last step.
         halved: a message where the last step halved its micro-batches for want of memory.
     """
 
@@ -148,10 +150,9 @@ class Learner:
         live = self._live(packed, groups)
         plan, train = self._plan(packed, 0, live), self.recipe.train
         itself = not recount and self._may_score_itself(plan)
-        trained = [row for row in micro_batches_of(plan, self.ranks) if row]
-        dead = self.ranks.rows_of(
-            self._packing(packed).rows([s for step in plan for s in step.dead], packed.packed.inputs)
-        )
+        trained = micro_batches_of(plan, self.ranks)
+        dead_rows = self._packing(packed).rows([s for step in plan for s in step.dead], packed.packed.inputs)
+        dead = self.ranks.rows_of(dead_rows + ((),) * (-len(dead_rows) % self.ranks.data_world))
         return score(
             packed,
             self.policy,
@@ -179,6 +180,8 @@ class Learner:
         do without some sequences reads nothing but rewards for its advantages."""
         if not (self.recipe.train.leave_out_dead and self.algorithm.silent_without_advantage):
             return None
+        if self.recipe.parallel.deterministic:  # their numbers, too, would be added in an order that the ranks decide
+            return None
         advantage = advantages(packed, groups, self.algorithm.advantage, weights=self.reward_weights).advantage
         sequence = packed.packed.sequence
         signal = torch.zeros(packed.packed.num_sequences, dtype=torch.bool)
@@ -193,12 +196,12 @@ class Learner:
     def _packing(self, block: PackedBlock) -> Packing:
         """How rows are filled at this step; a row has room for the longest sequence whatever was halved."""
         train, progress = self.recipe.train, self.progress
-        limit = train.tokens_per_micro_batch >> sum(step <= progress.step for step in progress.halvings)
-        width = self.policy.head().weight.shape[1]
+        halvings = sum(step <= progress.step for step in progress.halvings)
+        limit = train.tokens_per_micro_batch >> halvings
         return Packing(
-            max(limit, max(block.packed.inputs.lengths, default=0)) if progress.halvings else limit,
+            max(limit, max(block.packed.inputs.lengths)) if halvings else limit,
             self.policy.shares_prompts,
-            width if train.pack_by_cost else None,
+            self.policy.hidden_size if train.pack_by_cost else None,
         )
 
     def with_advantages(self, scored: ScoredBlock, groups: Sequence[Group]) -> AdvantagedBlock:
@@ -232,7 +235,9 @@ class Learner:
         )
 
     def _plans(self, block: AdvantagedBlock) -> tuple[tuple[StepPlan, ...], ...]:
-        return tuple(tuple(self._plan(block, epoch, block.live)) for epoch in range(self.recipe.train.epochs_per_block))
+        """The steps of each epoch."""
+        epochs = range(self.recipe.train.epochs_per_block)
+        return tuple(tuple(self._plan(block, epoch, block.live)) for epoch in epochs)
 
     @property
     def in_training(self) -> bool:
@@ -259,7 +264,7 @@ class Learner:
         return {"step": progress.step, **place, **record}
 
     def _attempt(self, now: _InTraining) -> Numbers | None:
-        """The numbers of a step, or None where memory was short and nothing of it has happened."""
+        """The numbers of a step, or None where memory was short and nothing has happened but to gradients."""
         if now.packing != self._packing(now.block):  # halved since the block began, or in the run that is repeated
             now = self._current = replace(now, plans=self._plans(now.block), packing=self._packing(now.block))
         plan = now.plans[self.progress.epoch]
@@ -268,13 +273,11 @@ class Learner:
         options: Any = {"dropped": now.dropped, "num_steps": len(plan), "statistics": now.statistics}
         micro_batches = step_batch(*parts, **options, scores_itself=now.block.scores_itself)
         dead = dead_output(*parts, **options, device=self.policy.device, ranks=self.ranks)
-        outputs = self._outputs(micro_batches, now.statistics)
-        if outputs is None:
-            return None
-        record = self._optimize(micro_batches, outputs if dead is None else [*outputs, dead])
-        record |= saved_by_packing(step, now.block.packed.inputs, now.packing)
-        record["optimizer/sequences"] += len(step.dead)
-        record["optimizer/tokens_per_micro_batch"] = now.packing.tokens_per_row
+        record = self._optimize(micro_batches, dead, now.statistics)
+        if record is not None:
+            record |= saved_by_packing(step, now.block.packed.inputs, now.packing)
+            record["optimizer/sequences"] += len(step.dead)
+            record["optimizer/tokens_per_micro_batch"] = now.packing.tokens_per_row
         return record
 
     def _halve(self, now: _InTraining) -> None:
@@ -306,41 +309,30 @@ class Learner:
         """Go on to the next block; for one without a signal, this is all there is to do."""
         self.progress.block, self.progress.epoch, self._current = self.progress.block + 1, 0, None
 
-    def _outputs(
-        self, micro_batches: list[MicroBatch], statistics: BlockStatistics | None
-    ) -> list[MicroBatchOutput] | None:
-        """Gradients summed over this rank's micro-batches; None where memory is short and no other rank waits."""
+    def _optimize(
+        self, micro_batches: list[MicroBatch], dead: MicroBatchOutput | None, statistics: BlockStatistics | None
+    ) -> Numbers | None:
         recipe, progress, ranks = self.recipe, self.progress, self.ranks
+        self.policy.release()  # whole weights were for sampling
         try:
-            return backward(
-                self.policy,
-                self.algorithm.objective,
-                ranks.rows_of(micro_batches),
-                temperature=recipe.rollout.sampling.temperature,
-                backend=recipe.train.training_backend,
-                beta=self.controllers.beta_in_loss,
-                entropy_coefficient=self.controllers.entropy_coefficient,
-                statistics=statistics,
-                seed=derived_seed(recipe.seed, "step", progress.step, *([ranks.rank] if ranks.rank else [])),
-                value_loss=self.algorithm.value_loss,
-                gather=ranks.gather,
-            )
+            mine, outputs = self._gradients(micro_batches, statistics)
         except torch.OutOfMemoryError:
-            if ranks.world > 1:
+            if ranks.world > 1:  # the others wait for this one
                 raise
-        return None
-
-    def _optimize(self, micro_batches: list[MicroBatch], outputs: list[MicroBatchOutput]) -> Numbers:
-        recipe, progress, ranks = self.recipe, self.progress, self.ranks
-        mine = ranks.rows_of(micro_batches)
-        ranks.sum_gradients(self.policy.named_parameters().values())
+            return None
         rate = learning_rate(progress.step, progress.block / recipe.train.blocks, recipe.train.optimizer)
-        norm, taken = take_step(self.optimizer, rate=rate, max_grad_norm=recipe.train.max_grad_norm, ranks=ranks)
+        norm, taken = take_step(
+            self.optimizer,
+            rate=rate,
+            max_grad_norm=recipe.train.max_grad_norm,
+            ranks=ranks,
+            as_several=recipe.parallel.deterministic,
+        )
         progress.step += 1
         progress.skipped += not taken
         progress.skipped_in_a_row = 0 if taken else progress.skipped_in_a_row + 1
-        self.tokens_per_rank = tuple(ranks.everyones(sum(each.tokens.num_tokens for each in mine)))
-        record = step_metrics(outputs, ranks) | {
+        self.tokens_per_rank = tuple(ranks.gather(torch.tensor([sum(b.tokens.num_tokens for b in mine)])).tolist())
+        record = step_metrics(outputs if dead is None else [*outputs, dead], ranks) | {
             "optimizer/grad_norm": float(norm),
             "optimizer/learning_rate": rate,
             "optimizer/sequences": sum(each.tokens.num_sequences for each in micro_batches),
@@ -349,6 +341,61 @@ class Learner:
         }
         self.controllers.after_step(record, micro_batches, taken=taken)
         return record
+
+    def _gradients(
+        self, micro_batches: list[MicroBatch], statistics: BlockStatistics | None
+    ) -> tuple[list[MicroBatch], list[MicroBatchOutput]]:
+        """This rank's micro-batches and what came of them; gradients are the sums over all ranks."""
+        ranks = self.ranks
+        if self.recipe.parallel.deterministic:
+            return self._summed_in_order(micro_batches, statistics)
+        mine = list(ranks.rows_of(micro_batches))
+        outputs = self._backward(mine, statistics, ranks.gather, *([ranks.data_rank] if ranks.data_rank else []))
+        ranks.sum_gradients(self.policy.named_parameters().values())
+        return mine, outputs
+
+    def _backward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        statistics: BlockStatistics | None,
+        gather: GatherOverRanks,
+        *labels: int,
+    ) -> list[MicroBatchOutput]:
+        recipe = self.recipe
+        return backward(
+            self.policy,
+            self.algorithm.objective,
+            micro_batches,
+            temperature=recipe.rollout.sampling.temperature,
+            backend=recipe.train.training_backend,
+            beta=self.controllers.beta_in_loss,
+            entropy_coefficient=self.controllers.entropy_coefficient,
+            statistics=statistics,
+            seed=derived_seed(recipe.seed, "step", self.progress.step, *labels),
+            value_loss=self.algorithm.value_loss,
+            gather=gather,
+        )
+
+    def _summed_in_order(
+        self, micro_batches: list[MicroBatch], statistics: BlockStatistics | None
+    ) -> tuple[list[MicroBatch], list[MicroBatchOutput]]:
+        """This rank's micro-batches and what came of them; gradients are the sums along the tree of all ranks.
+
+        What is chosen in a micro-batch is chosen in it alone, for which of them run side by side depends on the ranks.
+        """
+        parameters = [p for p in self.policy.named_parameters().values() if p.requires_grad]
+        mine, outputs, total = list[MicroBatch](), list[MicroBatchOutput](), TreeSum()
+        for place in places_in_tree(len(micro_batches), self.ranks.rank, self.ranks.world):
+            if place is not None:
+                mine.append(micro_batches[place])
+                outputs += self._backward(mine[-1:], statistics, one_rank, place)
+            total.add([p.grad for p in parameters])
+            for p in parameters:
+                p.grad = None
+        for p, gradient in zip(parameters, total.whole(), strict=True):
+            p.grad = gradient
+        self.ranks.sum_gradients_in_order(parameters)
+        return mine, outputs
 
     def check_skipped(self) -> str | None:
         """A message where the last step was skipped.
@@ -367,7 +414,7 @@ class Learner:
 
     @property
     def by_rank(self) -> dict[str, tuple[int, ...]]:
-        """Numbers of the last step that are a list, one a rank; none on a single rank."""
+        """Numbers of the last step that are a list, one a rank with sequences of its own; none on a single rank."""
         return {"parallel/tokens_per_rank": self.tokens_per_rank} if self.ranks.world > 1 else {}
 
     # --- what it hands out and goes on from
@@ -417,12 +464,17 @@ class Learner:
         return [self._over_ranks(step, block) for step in steps if step.micro_batches]
 
     def _over_ranks(self, step: StepPlan, block: PackedBlock) -> StepPlan:
-        """The step with the rows of all ranks, as ``Ranks.rows_of`` takes them apart; on one rank the step itself."""
+        """The step with the rows of all ranks, as ``Ranks.rows_of`` takes them apart; on one rank the step itself, and
+        also where any number of ranks is to train on the same rows."""
+        if self.recipe.parallel.deterministic:
+            return replace(
+                step, micro_batches=step.micro_batches + ((),) * (self.ranks.world - len(step.micro_batches))
+            )
         rows = rows_by_rank(
             step,
             block.groups,
             block.packed.inputs,
-            num_ranks=self.ranks.world,
+            num_ranks=self.ranks.data_world,
             packing=self._packing(block),
         )
         return replace(step, micro_batches=tuple(row for of_ranks in zip(*rows, strict=True) for row in of_ranks))

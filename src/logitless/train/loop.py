@@ -29,6 +29,7 @@ from logitless.train.limits import SignalLimit, UnscoredLimit
 from logitless.train.metrics import Numbers
 from logitless.train.prepare import prepare
 from logitless.train.saving import restore_run, save_run
+from logitless.train.shared_checkpoint import SharedSaver
 
 
 class Loop:
@@ -51,7 +52,10 @@ class Loop:
         self.block_metrics: Numbers = {}
         self.without_signal = SignalLimit(max_blocks=train.max_blocks_without_signal)
         self.unscored = UnscoredLimit(max_fraction=train.max_unscored_fraction, max_blocks=train.max_blocks_unscored)
-        self.saver = BackgroundSaver(journal.folder.checkpoints, keep=recipe.checkpoint.keep)
+        root, keep = journal.folder.checkpoints, recipe.checkpoint.keep
+        self.saver: BackgroundSaver | SharedSaver = BackgroundSaver(root, keep=keep)
+        if self.ranks.world > 1:
+            self.saver = SharedSaver(root, keep=keep, ranks=self.ranks)
         self.interrupt = Interrupt(journal.message)
 
     def run(self) -> bool:
@@ -129,6 +133,8 @@ class Loop:
     def _hand_over(self) -> None:
         """Every engine gets the weights as they are now."""
         with self.journal.phase("weights"):
+            if self.engines.in_this_process:
+                self.learner.policy.gather()  # until the next step
             self.engines.load_all(self.learner.weights(), self.learner.version)
 
     def _evaluated_if_due(self) -> Numbers:
@@ -145,9 +151,7 @@ class Loop:
         return found | {"time/evaluation_seconds": seconds[0]}
 
     def save(self) -> None:
-        """Begin a checkpoint of everything."""
-        if not self.ranks.is_first:
-            return
+        """Begin a checkpoint of everything; every rank writes what it alone has."""
         remembered = {
             "block_metrics": self.block_metrics,
             "without_signal_in_a_row": self.without_signal.in_a_row,

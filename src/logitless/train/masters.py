@@ -57,6 +57,24 @@ def master_of(parameter: nn.Parameter) -> nn.Parameter:
     return getattr(parameter, "master", parameter)
 
 
+def raise_to_masters(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
+    """Undo ``lower_to``: each lowered parameter is its float32 master again; returns the dtype that it had.
+
+    Example:
+        >>> layer = nn.Linear(1, 1, bias=False)
+        >>> lower_to(torch.bfloat16, layer.parameters())
+        >>> raise_to_masters(layer.parameters()), layer.weight.dtype
+        (torch.bfloat16, torch.float32)
+    """
+    lowered = [p for p in parameters if master_of(p) is not p]
+    dtype = lowered[0].dtype if lowered else None
+    for parameter in lowered:
+        parameter.grad_dtype = None
+        parameter.data = master_of(parameter).detach()
+        del parameter.master  # type: ignore[attr-defined]
+    return dtype
+
+
 def round_masters(parameters: Iterable[nn.Parameter]) -> None:
     """Write every master, rounded, into its parameter: for masters that were set from outside.
 

@@ -1,5 +1,7 @@
 """A run from its recipe: made anew, or continued from its latest checkpoint."""
 
+import hashlib
+import json
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -7,9 +9,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.ranks import Ranks
 from logitless.errors import ConfigurationError
 from logitless.models.lora import frozen_copy
@@ -20,7 +23,7 @@ from logitless.rollout.environments import environment_of
 from logitless.rollout.tool_environment import tools_of
 from logitless.seeds import derived_seed
 from logitless.train.checkpoint import Checkpoint, checkpoints, clear_remains, damaged, load_checkpoint
-from logitless.train.checks import check_before_start
+from logitless.train.checks import check_arrangement, check_before_start, scores_all_rows
 from logitless.train.collector import Collector
 from logitless.train.config import Recipe, RecordedEngineSection
 from logitless.train.engines import Engines, open_engines
@@ -33,6 +36,7 @@ from logitless.train.optimizer import implementation
 from logitless.train.plan import check_disk, disk
 from logitless.train.policy import AdaptersOff, Policy, Scorer
 from logitless.train.provenance import digest_of_file, digest_of_prompts, record_start
+from logitless.train.provenance import environment as made_with
 from logitless.train.recipe import dump_recipe, load_recipe
 from logitless.train.report import write_report
 from logitless.train.run_folder import (
@@ -91,11 +95,22 @@ def start(
         LogitlessError: anything that is wrong with the recipe, the data, the model or the machine, and a run that
             cannot go on.
     """
+    parallel = recipe.parallel
+    arrangement = Arrangement.of(
+        ranks.world,
+        replicate=parallel.replicate,
+        shard=parallel.shard,
+        sequence=parallel.sequence,
+        whole=parallel.deterministic,
+    )
+    check_arrangement(recipe, arrangement)
+    ranks = ranks.arranged(arrangement)
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
     tokenizer = tokenizer_of(recipe.model)
     if environment is None:
         environment = environment_of(recipe.rollout.environment, tokenizer)
     data = data_of(recipe, tokenizer, tools_of(environment))
+    _check_same_on_all(ranks, recipe, data)
     rewards = rewards_of(recipe, [*data.train, *data.held_out])
     algorithm = algorithm_of(recipe)
     check_writers(recipe.writers)
@@ -145,6 +160,21 @@ def start(
         del model
         ranks.copy_of_first(policy.held().values())
         policy.round_masters()
+        if arrangement.is_sharded:
+            mesh = arrangement.mesh(policy.device.type)
+            policy.shard(mesh)
+            if isinstance(reference, Policy):
+                reference.shard(mesh, on_host=parallel.reference == "host")
+            all_rows = scores_all_rows(recipe, arrangement, policy)
+            for each in (policy, reference):
+                if isinstance(each, Policy):
+                    each.all_rows = all_rows
+        if ranks.sequence is not None:
+            for each in (policy, reference):
+                if isinstance(each, Policy):
+                    each.share_sequences(ranks.sequence)
+        if ranks.world > 1:
+            view.message(f"{ranks.world} processes: {arrangement.words}")
         journal = Journal(folder, view, writers, policy.device, ranks)
         weights = {r.name: r.weight for r in rewards}
         learner = Learner(recipe, algorithm, policy, reference, reward_weights=weights, ranks=ranks)
@@ -161,8 +191,10 @@ def start(
                 view.message("no checkpoint yet: from the beginning")
             journal.seconds["start"] = time.perf_counter() - began
         complete = loop.run()
-        if complete and ranks.is_first:
-            _export(policy, tokenizer, folder)
+        if complete:
+            state = policy.whole_state(keep=ranks.is_first)
+            if ranks.is_first:
+                _export(policy, tokenizer, folder, state)
         progress = learner.progress
         counts = {"blocks": progress.block, "steps": progress.step, "skipped_steps": progress.skipped}
         journal.write_summary({"name": recipe.name, **counts})
@@ -234,9 +266,11 @@ def _policies(
     return policy, reference
 
 
-def _export(policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> None:
+def _export(
+    policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, state: dict[str, Tensor] | None
+) -> None:
     """Leave what was trained in the formats that other programs read."""
-    write_folder_atomically(folder.model, lambda path: policy.save(path, tokenizer))
+    write_folder_atomically(folder.model, lambda path: policy.save(path, tokenizer, state))
     if policy.value_head is not None:
         save_value_head(policy.value_head, folder.value_head)
 
@@ -249,6 +283,20 @@ def _progress(saved: Checkpoint | None) -> dict[str, int]:
         return {name: int(saved.state["progress"][name]) for name in ("block", "step")}
     except (KeyError, TypeError, ValueError) as error:
         raise damaged(saved.folder, error) from error
+
+
+def _check_same_on_all(ranks: Ranks, recipe: Recipe, data: Data) -> None:
+    """Refuse ranks that read another recipe or other data, or run another version."""
+    text = json.dumps(recipe.model_dump(mode="json"), sort_keys=True)
+    versions = made_with(torch.device("cpu"))["packages"]
+    ranks.check_same(
+        {
+            "recipe": hashlib.sha256(text.encode()).hexdigest(),
+            **{f"data ({name})": digest for name, digest in _digests(recipe, data).items()},
+            **{f"version of {name}": version for name, version in versions.items()},
+        },
+        remedy="Start every process with the same command, files and environment.",
+    )
 
 
 def _digests(recipe: Recipe, data: Data) -> dict[str, str]:

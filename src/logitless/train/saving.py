@@ -7,10 +7,11 @@ from logitless.train import checkpoint as checkpoints
 from logitless.train.collector import Collector
 from logitless.train.journal import Journal
 from logitless.train.learner import Learner
+from logitless.train.shared_checkpoint import SharedSaver
 
 
 def save_run(
-    saver: checkpoints.BackgroundSaver,
+    saver: checkpoints.BackgroundSaver | SharedSaver,
     collector: Collector,
     learner: Learner,
     journal: Journal,

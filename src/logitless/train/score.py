@@ -105,7 +105,7 @@ def scores_of(
         for sequences in micro_batches:
             scores = scorer.scores(batch.take(sequences), temperature=temperature, backend=backend)
             found = [getattr(scores, name) for name in _COLUMNS]
-            has_value = scores.value is not None
+            has_value |= scores.value is not None
             absent = torch.full_like(scores.logp, torch.nan, dtype=torch.float32)
             scored.append(torch.stack([absent if v is None else v.float() for v in found], dim=1).cpu())
             places.append(batch.tokens_of(sequences))

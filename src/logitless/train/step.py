@@ -142,7 +142,7 @@ def dead_output(
     """
     if not plan.dead:
         return None
-    mine = [plan.dead[place] for place in ranks.shared(len(plan.dead))]
+    mine = list(ranks.rows_of(plan.dead))
     weights = _weights_of(packed, tokens, plan, weighting, dropped=dropped, num_steps=num_steps)
     part = replace(tokens.take(mine), token_weight=weights(weighting, mine)).to(device)
     with torch.no_grad():
