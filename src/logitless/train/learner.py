@@ -278,6 +278,7 @@ class Learner:
             record |= saved_by_packing(step, now.block.packed.inputs, now.packing)
             record["optimizer/sequences"] += len(step.dead)
             record["optimizer/tokens_per_micro_batch"] = now.packing.tokens_per_row
+            record["optimizer/halvings"] = sum(done < self.progress.step for done in self.progress.halvings)
         return record
 
     def _halve(self, now: _InTraining) -> None:

@@ -198,6 +198,7 @@ METRICS: tuple[Metric, ...] = (
         "step",
         "most tokens read at once: the recipe's, halved where memory was short",
     ),
+    Metric("optimizer/halvings", "1", "sum", "run", "times that memory was short and that number was halved"),
     # What a step did not have to compute
     Metric(
         "saving/dead_sequences",
