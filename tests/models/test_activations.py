@@ -15,21 +15,29 @@ from logitless.models.activations import (
     set_modes,
 )
 from logitless.models.lm_head import backbone_hidden
+from logitless.models.loading import load_model
 from logitless.models.row_invariant import install_row_invariant
 from tests.head.interpreter import interpreted
-from tests.models.test_row_invariant import LENGTHS, hidden_and_gradients, small
+from tests.models.test_row_invariant import COVERED, LENGTHS, ONE_LAYER, hidden_and_gradients, small
 from tests.models.tiny import packed
 
 COSTS = {"keep": 100.0, "selective": 60.0, "recompute": 10.0, "host": 0.0}
 
 
-def a_model(*, fused: bool, name: str = "qwen3"):
-    model = small(name).train()
+def a_model(*, fused: bool):
+    model = small("qwen3").train()
     if fused:
         if not interpreted():
             pytest.skip("needs Triton's interpreter")
         install_row_invariant(model)
     return model
+
+
+@pytest.fixture
+def kernels_that_do_nothing(monkeypatch):
+    """What is kept does not depend on the numbers in it."""
+    if interpreted():
+        monkeypatch.setattr("triton.runtime.interpreter.InterpretedFunction.run", lambda *_, **__: None)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["transformers", "row-invariant"])
@@ -47,6 +55,7 @@ def test_every_mode_gives_the_same_bits(fused):
             assert torch.equal(got[each], gradient), (mode, each)
 
 
+@pytest.mark.usefixtures("kernels_that_do_nothing")
 @pytest.mark.parametrize("fused", [False, True], ids=["transformers", "row-invariant"])
 def test_less_is_kept_from_mode_to_mode(fused):
     found = bytes_per_token(a_model(fused=fused))
@@ -65,17 +74,23 @@ def test_measuring_leaves_the_model_as_it_was():
     assert (layer.gradient_checkpointing, layer._gradient_checkpointing_func) == before
 
 
+@pytest.mark.usefixtures("kernels_that_do_nothing")
 @pytest.mark.parametrize("fused", [False, True], ids=["transformers", "row-invariant"])
-@pytest.mark.parametrize("share", [1.0, 0.6])
+@pytest.mark.parametrize("share", [1.0, 0.8, 0.5, 0.1])
 def test_what_is_kept_is_predicted_within_a_tenth(fused, share):
-    model = a_model(fused=fused, name="gemma3")  # two layers
-    tokens = 60
-    everything = 2 * tokens * bytes_per_token(model)["keep"]
-    plan = fit_activations(model, num_tokens=tokens, budget=round(share * everything))
+    config = {**COVERED["qwen3"], **ONE_LAYER, "num_hidden_layers": 3}
+    model = load_model(config, random_weights=True, seed=1).train()
+    if fused:
+        if not interpreted():
+            pytest.skip("needs Triton's interpreter")
+        install_row_invariant(model)
+    lengths = [100, 250, 17, 233, 200] if fused else [200] * 4  # on a CPU other rows are padded for attention
+    everything = 3 * sum(lengths) * bytes_per_token(model)["keep"]
+    plan = fit_activations(model, num_tokens=sum(lengths), budget=round(share * everything))
     assert plan.num_bytes <= share * everything
     with kept_bytes(model) as kept:
-        hidden = backbone_hidden(model, packed([20, 30, 10]))
-        assert kept() == pytest.approx(plan.num_bytes, rel=0.1)
+        hidden = backbone_hidden(model, packed(lengths))
+        assert kept() == pytest.approx(plan.num_bytes, rel=0.1, abs=20_000)  # tables of positions
     del hidden
 
 
