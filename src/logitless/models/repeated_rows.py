@@ -82,8 +82,10 @@ class _Take(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         rows: RepeatedRows = ctx.rows
         out = grad.new_zeros(ctx.shape)
-        out.index_copy_(0, rows.index[rows.first], grad.index_select(0, rows.first))
-        if rows.again is not None:
+        if rows.again is None:
+            out.index_copy_(0, rows.index, grad)
+        else:
+            out.index_copy_(0, rows.index[rows.first], grad.index_select(0, rows.first))
             wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
             (row, first), *further = rows.again
             total = grad.index_select(0, first).to(wide)

@@ -56,7 +56,7 @@ def check_arrangement(recipe: Recipe, arrangement: Arrangement) -> None:
             given=f"weights sharded over {arrangement.weights}",
             remedy="Set parallel.replicate to the number of processes, or rollout.engine: {name: transformers}.",
         )
-    if arrangement.sequence > 1 and (recipe.model.layers != "transformers" or recipe.model.attention != "packed"):
+    if arrangement.sequence > 1 and (recipe.model.layers == "row_invariant" or recipe.model.attention != "packed"):
         raise ConfigurationError(
             needed="model.layers: transformers and model.attention: packed, which split sequences over processes",
             given=f"{recipe.model.layers} and {recipe.model.attention} beside parallel.sequence={arrangement.sequence}",
