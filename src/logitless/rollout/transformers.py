@@ -89,6 +89,16 @@ class TransformersEngine:
         self.autocast = autocast
         self._sample_with(model, version=0)
 
+    def another(self) -> "TransformersEngine":
+        """An engine with the same settings and a state of its own, for another thread."""
+        return TransformersEngine(
+            self._model,
+            self.tokenizer,
+            max_rows=self.max_rows,
+            prefill_tokens=self.prefill_tokens,
+            autocast=self.autocast,
+        )
+
     def load(self, weights: Weights, version: int) -> None:
         """Sample with ``weights.module``, which is not copied: training it changes what is sampled."""
         self._sample_with(weights.module, version)

@@ -121,7 +121,10 @@ class RecordedEngineSection(Section):
     """Replay completions from a file."""
 
     name: Literal["recorded"] = "recorded"
-    path: str = Field(description="JSONL or Parquet file of completions")
+    path: str = Field(
+        description="JSONL or Parquet file of completions, or the folder of a run with rollout.staleness, which is "
+        "replayed block by block"
+    )
 
 
 class GpuEngineSection(Section):
@@ -241,6 +244,11 @@ class RolloutSection(Section):
         None, description="what answers the policy between its turns; None: a completion is a single turn"
     )
     limits: Limits = Field(default_factory=Limits, description="of an episode, where there is an environment")
+    staleness: NonNegativeInt = Field(
+        0,
+        description="blocks that may be collected ahead while others are trained on, each by weights that have seen at "
+        "most so many blocks less; 0: strictly on policy. What was drawn is logged, so that the run can be repeated",
+    )
     prompts_per_block: PositiveInt = Field(32, description="P, prompts a block")
     completions_per_prompt: PositiveInt = Field(8, description="G, completions a prompt")
     max_rows: PositiveInt = Field(512, description="completions decoded at once, here and in evaluation")
@@ -511,6 +519,13 @@ class Recipe(Section):
             "one dtype of the products",
             f"model.autocast={self.model.autocast} beside model.trained_dtype={self.model.trained_dtype}",
             "Remove model.autocast: products of bfloat16 weights are in bfloat16 as they are.",
+        )
+        named = self.rollout.engine.name
+        _require(
+            self.rollout.staleness == 0 or named in ("transformers", "vllm_server", "recorded"),
+            "an engine beside rollout.staleness that samples while the policy is trained: transformers or vllm_server",
+            f"rollout.staleness={self.rollout.staleness} with {named}",
+            "Set rollout.staleness: 0, or another engine.",
         )
         if isinstance(self.rollout.engine, GpuEngineSection):
             _require(

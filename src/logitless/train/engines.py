@@ -13,6 +13,7 @@ from logitless.errors import UnavailableError
 from logitless.rollout.engine import Engine, PushingEngine, Weights
 from logitless.rollout.http_client import HttpClient, Patience, api_key
 from logitless.rollout.nccl_transfer import NcclSync
+from logitless.rollout.own_copy import OwnCopy, TurnTaking
 from logitless.rollout.probe import Probe, probe_prompt
 from logitless.rollout.recorded import RecordedEngine
 from logitless.rollout.transformers import TransformersEngine
@@ -92,16 +93,21 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
         prefill_tokens=recipe.rollout.prefill_tokens,
         autocast=autocast,
     )
+    ahead = recipe.rollout.staleness > 0
     match recipe.rollout.engine:
         case TransformersEngineSection():
-            return Engines(here, here)
+            return Engines(OwnCopy(here.another()) if ahead else here, here)
         case RecordedEngineSection(path=path):
+            if Path(path).is_dir():  # a run's log, which the collector reads: nothing is sampled for training
+                return Engines(here, here)
             return Engines(RecordedEngine(Path(path)), here)
         case GpuEngineSection(memory=memory):
             gpu = _gpu_engine(recipe, model, tokenizer, memory)
             return Engines(gpu, gpu)
         case VllmServerEngineSection() as section:
             servers = _vllm_servers(recipe, section, tokenizer)
+            if ahead:
+                servers = TurnTaking(servers)
             return Engines(servers, servers)
         case VllmEngineSection() as section:
             vllm = _vllm(recipe, section, tokenizer)
