@@ -385,6 +385,11 @@ class TrainSection(Section):
     training_backend: Backend = Field("auto", description="head backend with gradients")
     scoring_backend: Backend = Field("auto", description="head backend without")
     head_memory_budget: PositiveInt | None = Field(None, description="bytes of logits-like memory; None: chosen")
+    activation_memory: PositiveInt | None = Field(
+        None,
+        description="bytes that the layers may keep of a micro-batch for the backward; as few of them as possible are "
+        "recomputed, or kept on the host, to fit (docs/performance.md); None: no limit",
+    )
 
 
 class ParallelSection(Section):
@@ -512,6 +517,12 @@ class Recipe(Section):
             "model.attention: packed, no model.autocast and no model.compile beside model.layers: row_invariant",
             f"{self.model.attention}, {self.model.autocast}, {self.model.compile}",
             "Leave them out; model.trained_dtype: bfloat16 (model.dtype under LoRA) gives products in bfloat16.",
+        )
+        _require(
+            self.train.activation_memory is None or not (self.model.gradient_checkpointing or self.model.compile),
+            "one way to save activations beside train.activation_memory, and no model.compile",
+            f"model.gradient_checkpointing={self.model.gradient_checkpointing}, model.compile={self.model.compile}",
+            "Leave model.gradient_checkpointing and model.compile out.",
         )
         _require(
             self.model.trained_dtype == "float32" or self.model.autocast is None,

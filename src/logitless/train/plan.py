@@ -118,6 +118,8 @@ def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None
     number = 2 if half else 4
     kept, worked_on = (1, 1) if section.gradient_checkpointing else (17, 0)
     activations = train.tokens_per_micro_batch * width * number * (layers * kept + 17 * worked_on)
+    if train.activation_memory is not None:
+        activations = min(activations, train.activation_memory + train.tokens_per_micro_batch * width * number * 17)
     sampling = sampling_bytes(recipe, config, number)
     parts = {
         "trained weights": sum(p.numel() * p.element_size() for p in trained),
