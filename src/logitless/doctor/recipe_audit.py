@@ -131,8 +131,7 @@ def _filtered_sampling(audited: Audited) -> Iterator[Finding]:
         "top_p": sampling.top_p < 1,
         "top_k": bool(sampling.top_k),
         "min_p": sampling.min_p > 0,
-        "repetition_penalty": sampling.repetition_penalty != 1,
-    }
+    } | dict.fromkeys(sampling.penalties, True)
     if not any(filters.values()):
         return
     said = ", ".join(f"{name}={getattr(sampling, name)}" for name, on in filters.items() if on)
