@@ -23,7 +23,7 @@ from logitless.rollout.environments import environment_of
 from logitless.rollout.tool_environment import tools_of
 from logitless.seeds import derived_seed
 from logitless.train.checkpoint import Checkpoint, checkpoints, clear_remains, damaged, load_checkpoint
-from logitless.train.checks import check_arrangement, check_before_start, scores_all_rows
+from logitless.train.checks import check_arrangement, check_before_start, scores_all_rows, with_layers_of_shards
 from logitless.train.collector import Collector
 from logitless.train.config import Recipe, RecordedEngineSection
 from logitless.train.engines import Engines, open_engines
@@ -126,7 +126,8 @@ def start(
             if ranks.of_first(not folder.is_failed_start() or bool(checkpoints(folder.checkpoints))):
                 saved = load_checkpoint(folder.checkpoints)
         warm = path / WARM_START
-        model = _model(recipe, tokenizer, warm if saved is not None and warm.exists() else None)
+        built = with_layers_of_shards(recipe, arrangement)
+        model = _model(built, tokenizer, warm if saved is not None and warm.exists() else None)
         check_before_start(recipe, data, model)
         if ranks.is_first:
             check_disk(recipe, disk(recipe, model, value_head_of(recipe, algorithm, model)), path)
@@ -156,7 +157,7 @@ def start(
         )
         for writer in writers:
             stack.callback(writer.close)
-        policy, reference = _policies(recipe, algorithm, tokenizer, data, folder, view, model, ranks)
+        policy, reference = _policies(built, algorithm, tokenizer, data, folder, view, model, ranks)
         del model
         ranks.copy_of_first(policy.held().values())
         policy.round_masters()
@@ -312,7 +313,7 @@ def _digests(recipe: Recipe, data: Data) -> dict[str, str]:
     return found
 
 
-_MAY_CHANGE = {"output", "checkpoint", "writers"}
+_MAY_CHANGE = {"output", "checkpoint", "writers", "parallel"}
 _KNOWN_BY_DIGEST = (  # where it stands may change, what is in it not
     *("model.tokenizer", "data.train.path", "data.held_out.path"),
     *("warm_start.data.path", "rollout.engine.path"),
