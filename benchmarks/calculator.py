@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
 from quickstart import ROOT, record
+
+from logitless.train.run_folder import open_run_folder
 
 
 def run(seed: int, output: Path) -> dict[str, Any]:
@@ -24,14 +25,14 @@ def run(seed: int, output: Path) -> dict[str, Any]:
     start, used = time.perf_counter(), _processor_seconds()
     subprocess.run([*command, *(word for s in settings for word in ("--set", s))], cwd=ROOT, check=True)
     folder = output / f"seed-{seed}"
-    blocks = sorted((folder / "rollouts").glob("*.parquet"))
+    blocks = open_run_folder(folder).rollout_blocks()
     return {
         "seed": seed,
         **json.loads((folder / "summary.json").read_text()),
         "wall_clock_seconds": time.perf_counter() - start,
         "processor_seconds": _processor_seconds() - used,
-        "two_turns_first_block": _share_with_two_turns(blocks[0]),
-        "two_turns_last_block": _share_with_two_turns(blocks[-1]),
+        "two_turns_first_block": _share_with_two_turns(folder, blocks[0]),
+        "two_turns_last_block": _share_with_two_turns(folder, blocks[-1]),
     }
 
 
@@ -41,8 +42,8 @@ def _processor_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _share_with_two_turns(block: Path) -> float:
-    turns = pyarrow.parquet.read_table(block, columns=["num_turns"])["num_turns"].to_pylist()
+def _share_with_two_turns(folder: Path, block: int) -> float:
+    turns = [row["num_turns"] for row in open_run_folder(folder).read_block(block)]
     return sum(number == 2 for number in turns) / len(turns)
 
 

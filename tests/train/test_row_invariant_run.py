@@ -3,15 +3,17 @@
 import pytest
 import torch
 
+from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError, UnavailableError
 from logitless.models.lm_head import backbone
 from logitless.models.row_invariant import RowInvariantLayer
 from logitless.train import setup
 from logitless.train.checkpoint import load_checkpoint
+from logitless.train.checks import check_arrangement
 from logitless.train.config import Recipe
 from logitless.train.plan import plan_of
 from logitless.train.run import start
-from logitless.train.setup import effects, own_layers_because, policy_model, tokenizer_of
+from logitless.train.setup import effects, own_layers_because, policy_model, section_for, tokenizer_of
 from tests.head.interpreter import complete_interpreter, interpreted
 from tests.train.tiny import tiny_recipe
 
@@ -101,6 +103,15 @@ def test_a_run_with_layers_auto_goes_on_with_its_own_where_others_cannot_serve_a
     model = policy_model(section, tokenizer_of(section), seed=0, device=torch.device("cpu"))
     assert not hasattr(backbone(model), "row_invariant")
     assert "layers transformers' own, for a model on the CPU" in effects(section, torch.device("cpu"), model)
+
+
+@pytest.mark.parametrize("split", [Arrangement(shard=2), Arrangement(sequence=2)], ids=str)
+def test_auto_keeps_its_own_layers_where_weights_or_sequences_are_split_over_processes(tmp_path, split):
+    automatic = recipe(tmp_path, "auto")
+    assert section_for(automatic.model, split).layers == "transformers"
+    check_arrangement(automatic, split)
+    assert section_for(automatic.model, Arrangement(replicate=2)).layers == "auto"
+    assert section_for(recipe(tmp_path, "row_invariant").model, split).layers == "row_invariant"
 
 
 def test_layers_that_do_not_keep_their_bits_here_are_taken_back_under_auto_and_refused_by_name(tmp_path, monkeypatch):

@@ -438,6 +438,8 @@ For tokens drawn by another engine: `c = exp(D)`, without gradient, times `l_t` 
 
 `truncate` clips c to [min, max], `mask` drops what is outside. Where the sampler gave no value, D is 0 and the token is counted. Sampling
 with top-p, top-k, min-p or a penalty makes the two log-probs those of different distributions: refused unless `filtered_sampling: accept`.
+`normalized: true` divides c, bounded, by its mean over the block's tokens (above the token level: its completions), as verl's
+`rollout_is_batch_normalize` does.
 
 ## Filters
 
@@ -447,6 +449,11 @@ with top-p, top-k, min-p or a penalty makes the two log-probs those of different
 |---|---|---|
 | `off_policy(threshold)` | A >= 0, or the sequence's mean of `logp_sampler - logp` at most the threshold (`logp_old` where there is no sampler's) | DeepSeek-V3.2, arXiv:2512.02556 |
 | `top_entropy(quantile)` | tokens whose entropy is among the highest `quantile` of the trained ones | arXiv:2506.01939 |
+| `sampler_rejection(measure, over, max, min)` | tokens whose measure is within the bounds; or all tokens of a sequence whose sum, mean or largest is | verl's rollout correction (`rollout_rs`) |
+| `second_moment(max_mean)` | the tokens of the block with the smallest D^2, as many as have a mean of at most `max_mean` | M2PO (Zheng et al. 2025) |
+
+`sampler_rejection` measures `k1 = -D`, `k2 = D^2 / 2`, `k3 = exp(D) - 1 - D` or `tv = |p_old - p_sampler|` of the sampled token, D as above. It
+rejects without reweighting; a sampler correction beside it weighs what is kept. verl takes rejected tokens out of the denominator too.
 
 `top_entropy` takes its threshold from the scoring pass, once a block. TRL takes it from each micro-batch (`scope: micro_batch`), and then the result depends
 on the size of one.

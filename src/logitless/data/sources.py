@@ -145,7 +145,7 @@ class GuessingData(Rendered):
 
     Example:
         >>> read_rows(GuessingData(size=1, seed=0, high=9))[0].values
-        {'prompt': 'Find a number from 4 to 7.', 'secret': 6}
+        {'prompt': 'Find a number from 7 to 9.', 'secret': 7}
     """
 
     size: Annotated[int, Field(ge=1)]

@@ -276,7 +276,7 @@ class Ranks:
 
 @contextmanager
 def ranks_of_environment(
-    device: str, environment: Mapping[str, str] = os.environ, *, timeout_seconds: float = 1800.0
+    device: str, environment: Mapping[str, str] = os.environ, *, timeout_seconds: int = 1800
 ) -> Iterator[Ranks]:
     """The ranks that ``torchrun`` started, connected until the end of the block; one alone where it started none.
 

@@ -6,7 +6,7 @@ The weights of the others belong to the whole step and know nothing of it: what 
 import torch
 from torch import Tensor
 
-from logitless.objective.objective import BlockStatistics, Objective
+from logitless.objective.objective import Objective
 from logitless.types import TokenBatch
 
 _TOKENS = 256
@@ -54,7 +54,7 @@ def silent_without_advantage(objective: Objective) -> bool:
         (logp_old + spread(_FARTHEST)).requires_grad_(),
         spread(1.0) + 1.0,
         batch,
-        block=BlockStatistics(torch.tensor(1.0, dtype=torch.float64), selected),
+        block=objective.block_statistics(batch, generator=generator),
         gather=gather,
         generator=generator,
     )

@@ -1,6 +1,6 @@
 """What a training loop needs of anything that samples, and what it hands over after training."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -86,4 +86,14 @@ class ExactEngine(Engine, Protocol):
     @property
     def exact(self) -> bool:
         """Whether ``logp_sampler`` and ``entropy_sampler``, sampled without filters, are the trainer's in every bit."""
+        ...
+
+
+@runtime_checkable
+class PushingEngine(Engine, Protocol):
+    """An engine that pushes weights to another process, and says what that took."""
+
+    @property
+    def hand_over(self) -> Mapping[str, float | int]:
+        """Numbers of the last ``load``, by metric."""
         ...

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from logitless.errors import ConfigurationError, InputError
-from logitless.types import Completion, Prompt
+from logitless.rollout.engine import Engine
+from logitless.rollout.sampling import SamplingOptions
+from logitless.types import Completion, Episode, Prompt
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,24 @@ class BatchedEnvironment(Environment, Protocol):
 
     def replies(self, states: Sequence[Any], turns: Sequence[Completion]) -> list[Reply]:
         """``reply`` of each, in order."""
+        ...
+
+
+@runtime_checkable
+class Driver(Protocol):
+    """Has whole episodes by itself, where a program of somebody else's drives them: see ``harness.HarnessEpisodes``."""
+
+    def episodes(
+        self,
+        engine: Engine,
+        prompts: Sequence[Prompt],
+        *,
+        num_samples: int,
+        options: SamplingOptions,
+        seed: int,
+        limits: "Limits",
+    ) -> tuple[list[Prompt], list[list[Episode]]]:
+        """``num_samples`` episodes of each prompt, and the prompts as the policy read them."""
         ...
 
 

@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from logitless.errors import ConfigurationError
 from logitless.rollout.chat import ChatEnvironment, ChatTurns
-from logitless.rollout.environment import Environment, SingleTurn
+from logitless.rollout.environment import Driver, Environment, SingleTurn
+from logitless.rollout.harness import Harness, HarnessEpisodes
 from logitless.rollout.text_game import GuessingGame
 from logitless.rollout.tool_environment import ToolEnvironment
 
@@ -60,11 +61,11 @@ class OwnEnvironment:
         return environment
 
 
-EnvironmentOptions: TypeAlias = ToolEnvironment | GuessingGame | OwnEnvironment
-"""Of ``rollout.environment``; but for ``own``, each variant is itself the environment."""
+EnvironmentOptions: TypeAlias = ToolEnvironment | GuessingGame | OwnEnvironment | Harness
+"""Of ``rollout.environment``; tools and the game are themselves the environment, the others say how one is made."""
 
 
-def environment_of(options: EnvironmentOptions | None, tokenizer: PreTrainedTokenizerBase) -> Environment:
+def environment_of(options: EnvironmentOptions | None, tokenizer: PreTrainedTokenizerBase) -> Environment | Driver:
     """The environment of a recipe, checked, its messages rendered as the policy reads them.
 
     Args:
@@ -77,6 +78,9 @@ def environment_of(options: EnvironmentOptions | None, tokenizer: PreTrainedToke
     """
     if options is None:
         return SingleTurn()
+    if isinstance(options, Harness):
+        settings: dict[str, Any] = {"format": options.format, "template": options.template}
+        return HarnessEpisodes(options.drive(), tokenizer, options.concurrency, **settings)
     inner = options.made() if isinstance(options, OwnEnvironment) else options
     turns = ChatTurns(tokenizer, template=options.template)
     if isinstance(inner, ToolEnvironment):

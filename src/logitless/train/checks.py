@@ -70,13 +70,6 @@ def check_arrangement(recipe: Recipe, arrangement: Arrangement) -> None:
         )
 
 
-def with_layers_of_shards(recipe: Recipe, arrangement: Arrangement) -> Recipe:
-    """The recipe with what ``model.layers: auto`` is where weights are sharded: transformers' layers."""
-    if not arrangement.is_sharded or recipe.model.layers != "auto":
-        return recipe
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"layers": "transformers"})})
-
-
 def scores_all_rows(recipe: Recipe, arrangement: Arrangement, policy: Policy) -> bool:
     """Whether a sharded LM head scores the rows of all ranks together, as ``parallel.vocabulary`` says.
 

@@ -24,6 +24,7 @@ from logitless.rewards.options import RewardOptions
 from logitless.rollout.environment import Limits
 from logitless.rollout.environments import EnvironmentOptions
 from logitless.rollout.sampling import SamplingOptions
+from logitless.rollout.vllm_api import sampling_fields
 
 AnyReward: TypeAlias = Annotated[RewardOptions | RewardModel, Field(discriminator="name")]
 """Those that read text by rules, and the one that a model gives."""
@@ -66,11 +67,12 @@ class ModelSection(Section):
     attention: Literal["packed", "sdpa", "eager", "flex_attention"] = Field(
         "packed", description="packed: own packed attention; the others: transformers' with a block-diagonal mask"
     )
-    layers: Literal["auto", "transformers", "row_invariant"] = Field(
+    layers: Literal["auto", "transformers", "row_invariant", "liger"] = Field(
         "auto",
         description="transformers: the model's own; row_invariant: fused, and with one set of bits in any packed row "
         "(docs/bits.md), for the families listed there, on a GPU; auto: row_invariant where they serve a model in 16 "
-        "bits, else transformers, and the run says why",
+        "bits, else transformers, and the run says why; liger: Liger's norm, rotary embedding and gated MLP, if they "
+        "agree with plain ones on this GPU",
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward")
@@ -134,12 +136,107 @@ class GpuEngineSection(Section):
     )
 
 
+class FolderWeightsSection(Section):
+    """Whole weights, or what changed of them, in a folder that trainer and servers both see."""
+
+    name: Literal["folder"] = "folder"
+    path: str | None = Field(None, description="None: a private temporary folder")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None, description="that weights are rounded to first, the server's; None: as they are trained"
+    )
+    differences_in_a_row: NonNegativeInt = Field(
+        0, description="pushes that send changed weights alone, where that is shorter, before the next whole one"
+    )
+    loader: Literal["worker", "reload"] = Field(
+        "worker", description="worker: by logitless inside vLLM's workers; reload: by vLLM's reload_weights"
+    )
+    seconds: PositiveFloat = Field(600.0, description="that a server may take to load")
+
+
+class AdapterWeightsSection(Section):
+    """The LoRA adapter alone; the servers hold the base model."""
+
+    name: Literal["adapter"] = "adapter"
+    path: str | None = Field(None, description="None: a private temporary folder")
+
+
+class NcclWeightsSection(Section):
+    """From GPU to GPU, by vLLM's own transfer. Not measured yet."""
+
+    name: Literal["nccl"] = "nccl"
+    address: str = Field("127.0.0.1", description="of this machine, as the servers reach it")
+    port: PositiveInt = Field(29600, description="free on this machine; each further server takes the next")
+
+
+class ProbeSection(Section):
+    """After every push, log-probs of a fixed prompt's continuation: trainer against sampler."""
+
+    max_difference: PositiveFloat | None = Field(
+        None, description="nats; None: 0.001 where everything is float32, else 0.3"
+    )
+    tokens: PositiveInt = Field(144, description="of the prompt, as far as they fit; more than a block of the cache")
+
+
+class VllmServerEngineSection(Section):
+    """Sample on vLLM servers over HTTP."""
+
+    name: Literal["vllm_server"] = "vllm_server"
+    urls: tuple[str, ...] = Field(min_length=1, description="http://127.0.0.1:8000 and the like, one or several")
+    model: str | None = Field(None, description="the servers' name of the model; None: model.source")
+    api_key_file: str | None = Field(None, description="file with the key; the key itself is never in a recipe")
+    api_key_variable: str | None = Field(None, description="environment variable with the key")
+    weights: FolderWeightsSection | AdapterWeightsSection | NcclWeightsSection = Field(
+        default_factory=FolderWeightsSection, discriminator="name", description="the way of the weights"
+    )
+    probe: ProbeSection = Field(default_factory=ProbeSection)
+    request_seconds: PositiveFloat = Field(600.0, description="that one request may take")
+    give_up_seconds: PositiveFloat = Field(300.0, description="that a request is repeated after its first failure")
+    requests_at_once: PositiveInt = Field(64, description="prompts that a server has at a time")
+
+
+class VllmEngineSection(Section):
+    """Sample with vLLM in this process. Sleep and wake are for GPUs, and not measured yet."""
+
+    name: Literal["vllm"] = "vllm"
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="of weights and products")
+    context: PositiveInt | None = Field(
+        None, description="tokens of prompt and completion; None: what the recipe needs at most"
+    )
+    memory_fraction: float = Field(0.4, gt=0, lt=1, description="of the GPU's memory, weights included")
+    sleep: bool = Field(False, description="give the memory away while training; GPUs only")
+    eager: bool = Field(False, description="run without CUDA graphs")
+    probe: ProbeSection = Field(default_factory=ProbeSection)
+
+
+class ParityThresholds(Section):
+    """Bounds of |logp_old - logp_sampler| over a block."""
+
+    mean: PositiveFloat | None = Field(None, description="nats, over tokens")
+    p95: PositiveFloat | None = Field(None, description="nats, over tokens")
+    max: PositiveFloat | None = Field(None, description="nats, over tokens")
+    sequence: PositiveFloat | None = Field(
+        None, description="nats, of the largest |sum over a completion| of logp_old - logp_sampler"
+    )
+
+
+class ParitySection(Section):
+    """The gate between sampler and trainer, at every block whose tokens were drawn from the policy's own softmax."""
+
+    warn: ParityThresholds = Field(default_factory=ParityThresholds, description="above one of them, a message")
+    stop: ParityThresholds = Field(default_factory=ParityThresholds, description="above one of them, the run ends")
+
+
 class RolloutSection(Section):
     """One round of generation: a block."""
 
-    engine: TransformersEngineSection | RecordedEngineSection | GpuEngineSection = Field(
-        default_factory=TransformersEngineSection, discriminator="name", description="what samples"
-    )
+    engine: (
+        TransformersEngineSection
+        | RecordedEngineSection
+        | GpuEngineSection
+        | VllmServerEngineSection
+        | VllmEngineSection
+    ) = Field(default_factory=TransformersEngineSection, discriminator="name", description="what samples")
+    parity: ParitySection = Field(default_factory=ParitySection)
     environment: Annotated[EnvironmentOptions, Field(discriminator="name")] | None = Field(
         None, description="what answers the policy between its turns; None: a completion is a single turn"
     )
@@ -418,6 +515,31 @@ class Recipe(Section):
                 f"train.scoring_backend={backends[0]}, train.training_backend={backends[1]}",
                 "Leave both at auto.",
             )
+        engine = self.rollout.engine
+        if isinstance(engine, VllmServerEngineSection):
+            _require(
+                engine.api_key_file is None or engine.api_key_variable is None,
+                "one place of the API key",
+                "api_key_file and api_key_variable",
+                "Remove one.",
+            )
+            _require(
+                engine.model is not None or isinstance(self.model.source, str),
+                "rollout.engine.model beside a model that is a config",
+                "model: null",
+                "Name the model as the servers do (--served-model-name).",
+            )
+            if isinstance(engine.weights, AdapterWeightsSection):
+                _require(
+                    self.model.lora is not None and self.warm_start is None,
+                    "model.lora and no warm_start, which changes the base model, for pushing an adapter alone",
+                    "no model.lora" if self.model.lora is None else "a warm_start",
+                    "Set rollout.engine.weights: {name: folder}.",
+                )
+        if isinstance(engine, VllmServerEngineSection | VllmEngineSection):
+            for sampling in (self.rollout.sampling, self.evaluation.sampling):
+                if sampling is not None:
+                    sampling_fields(sampling)
         parallel = self.parallel
         _require(
             not parallel.deterministic or (parallel.shard in ("auto", 1) and parallel.sequence == 1),

@@ -8,7 +8,7 @@ from logitless.distributed.ranks import Ranks
 from logitless.rewards.combine import Unscored, reward_statistics
 from logitless.rewards.contract import WeightedReward
 from logitless.rollout.engine import Engine
-from logitless.rollout.environment import Environment, Limits
+from logitless.rollout.environment import Driver, Environment, Limits
 from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
 from logitless.train.config import Recipe
@@ -36,7 +36,7 @@ class Evaluation:
     """
 
     engine: Engine
-    environment: Environment
+    environment: Environment | Driver
     prompts: Sequence[Prompt]
     rewards: Sequence[WeightedReward]
     num_samples: int
@@ -84,7 +84,7 @@ class Evaluation:
 def evaluation_of(
     recipe: Recipe,
     engine: Engine,
-    environment: Environment,
+    environment: Environment | Driver,
     prompts: Sequence[Prompt],
     rewards: Sequence[WeightedReward],
     ranks: Ranks = Ranks.alone(),

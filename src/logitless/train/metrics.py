@@ -171,6 +171,18 @@ METRICS: tuple[Metric, ...] = (
         "block",
         "tokens of a recounted block whose logp_sampler or entropy has another bit than logp_old: 0, or the run ends",
     ),
+    Metric("parity/difference_mean", "nat", "mean", "block", "abs(logp_old - logp_sampler) of completions without lag"),
+    Metric("parity/difference_p95", "nat", "p95", "block", "the same"),
+    Metric("parity/difference_max", "nat", "max", "block", "the same"),
+    Metric(
+        "parity/sequence_difference_max",
+        "nat",
+        "max",
+        "block",
+        "abs of the sum over a completion of logp_old - logp_sampler",
+    ),
+    Metric("parity/sequence_ratio_min", "1", "min", "block", "exp of that sum"),
+    Metric("parity/sequence_ratio_max", "1", "max", "block", "the same"),
     Metric("sampler/missing", "token", "sum", "token", "tokens without logp_sampler"),
     Metric("sampler/correction_mean", "1", "mean", "token", "factor of the sampler correction"),
     Metric("sampler/correction_effective_fraction", "1", "last", "step", "(sum c)^2 / (n sum c^2) of that factor c"),
@@ -212,6 +224,19 @@ METRICS: tuple[Metric, ...] = (
         "sum",
         "step",
         "tokens that each rank trained on, a list by rank; only where there are several",
+    ),
+    # Weights on their way to an engine in another process
+    Metric("weights/pushed_bytes", "byte", "last", "block", "made ready for each server"),
+    Metric("weights/push_seconds", "s", "last", "block", "until the last server had the weights"),
+    Metric(
+        "weights/changed_fraction",
+        "1",
+        "last",
+        "block",
+        "weights whose bits, in the dtype that is pushed, are others than in the push before",
+    ),
+    Metric(
+        "weights/probe_difference_max", "nat", "max", "block", "a fixed prompt's log-probs after the push, both ways"
     ),
     # Speed and memory
     Metric("throughput/rollout_tokens_per_second", "token/s", "mean", "block", "sampled tokens"),

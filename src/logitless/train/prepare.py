@@ -16,6 +16,7 @@ from logitless.train.config import GpuEngineSection, RolloutSection
 from logitless.train.journal import Journal
 from logitless.train.learner import Learner
 from logitless.train.metrics import Numbers
+from logitless.train.parity import check_parity, parity_metrics
 from logitless.train.sampled import check_same, sampled_scores
 from logitless.types import TokenScores
 
@@ -63,6 +64,10 @@ def prepare(collector: Collector, learner: Learner, journal: Journal) -> Prepare
     passed = sampled is None or recount
     if sampled is not None and recount:
         metrics["sampler/mismatched_tokens"] = check_same(sampled, TokenScores(scored.logp_old, scored.entropy_old))
+    if (sampled is None or recount) and not collector.options.sampling.filters_distribution:
+        found = parity_metrics(scored, judged.trained, version=learner.version)
+        metrics |= found
+        check_parity(found, collector.options.parity, journal.message)
     block = learner.with_advantages(scored, judged.trained)
     advantages = advantages_of(block, judged)
     metrics |= scoring_metrics(scored, passed=passed, seconds=seconds[0])

@@ -18,12 +18,12 @@ from logitless.errors import ConfigurationError
 from logitless.models.lora import frozen_copy
 from logitless.models.value_head import ValueHead, save_value_head
 from logitless.objective.algorithm import Algorithm
-from logitless.rollout.environment import Environment
+from logitless.rollout.environment import Driver, Environment
 from logitless.rollout.environments import environment_of
 from logitless.rollout.tool_environment import tools_of
 from logitless.seeds import derived_seed
 from logitless.train.checkpoint import Checkpoint, checkpoints, clear_remains, damaged, load_checkpoint
-from logitless.train.checks import check_arrangement, check_before_start, scores_all_rows, with_layers_of_shards
+from logitless.train.checks import check_arrangement, check_before_start, scores_all_rows
 from logitless.train.collector import Collector
 from logitless.train.config import Recipe, RecordedEngineSection
 from logitless.train.engines import Engines, open_engines
@@ -56,6 +56,7 @@ from logitless.train.setup import (
     effects,
     policy_model,
     rewards_of,
+    section_for,
     set_process,
     tokenizer_of,
     value_head_of,
@@ -73,7 +74,7 @@ def start(
     numbered: bool = False,
     resume: bool = False,
     open_engines: OpenEngines = open_engines,
-    environment: Environment | None = None,
+    environment: Environment | Driver | None = None,
     ranks: Ranks = Ranks.alone(),
 ) -> tuple[RunFolder, bool]:
     """Run a recipe, or continue it.
@@ -105,6 +106,7 @@ def start(
     )
     check_arrangement(recipe, arrangement)
     ranks = ranks.arranged(arrangement)
+    built = recipe.model_copy(update={"model": section_for(recipe.model, arrangement)})
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
     tokenizer = tokenizer_of(recipe.model)
     if environment is None:
@@ -126,7 +128,6 @@ def start(
             if ranks.of_first(not folder.is_failed_start() or bool(checkpoints(folder.checkpoints))):
                 saved = load_checkpoint(folder.checkpoints)
         warm = path / WARM_START
-        built = with_layers_of_shards(recipe, arrangement)
         model = _model(built, tokenizer, warm if saved is not None and warm.exists() else None)
         check_before_start(recipe, data, model)
         if ranks.is_first:
@@ -176,6 +177,8 @@ def start(
                     each.share_sequences(ranks.sequence)
         if ranks.world > 1:
             view.message(f"{ranks.world} processes: {arrangement.words}")
+        if built.model.layers != recipe.model.layers:
+            view.message("layers transformers' own, for weights or sequences are split over processes")
         journal = Journal(folder, view, writers, policy.device, ranks)
         weights = {r.name: r.weight for r in rewards}
         learner = Learner(recipe, algorithm, policy, reference, reward_weights=weights, ranks=ranks)
@@ -314,9 +317,10 @@ def _digests(recipe: Recipe, data: Data) -> dict[str, str]:
 
 
 _MAY_CHANGE = {"output", "checkpoint", "writers", "parallel"}
-_KNOWN_BY_DIGEST = (  # where it stands may change, what is in it not
+_MAY_MOVE = (  # where it stands may change; what is in a file not, which its digest says
     *("model.tokenizer", "data.train.path", "data.held_out.path"),
     *("warm_start.data.path", "rollout.engine.path"),
+    *(f"rollout.engine.{key}" for key in ("urls", "api_key_file", "api_key_variable", "give_up_seconds")),
 )
 
 
@@ -327,7 +331,7 @@ def _check_same(before: Recipe, now: Recipe) -> None:
     def fixed(recipe: Recipe) -> dict[str, Any]:
         kept = {k: v for k, v in recipe.model_dump(mode="json").items() if k not in _MAY_CHANGE}
         kept["train"].pop("blocks")
-        for key in _KNOWN_BY_DIGEST:
+        for key in _MAY_MOVE:
             *sections, last = key.split(".")
             at: Any = kept
             for section in sections:

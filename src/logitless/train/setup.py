@@ -21,7 +21,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from logitless.data.prompts import load_prompts, without_overlap
+from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError, DataError, UnavailableError
+from logitless.models.liger_layers import install_liger_layers
 from logitless.models.lm_head import backbone, causal_lm
 from logitless.models.loading import check_vocabulary, compile_layers, disable_dropout, load_model, load_tokenizer
 from logitless.models.lora import LoraOptions, add_lora, load_adapters
@@ -193,11 +195,19 @@ def after_warm_start(section: ModelSection, model: nn.Module, *, seed: int) -> n
     return model
 
 
+def section_for(section: ModelSection, arrangement: Arrangement) -> ModelSection:
+    """The section as these ranks can run it: where weights or sequences are split, ``auto`` is transformers' layers."""
+    split = arrangement.is_sharded or arrangement.sequence > 1
+    return section.model_copy(update={"layers": "transformers"}) if split and section.layers == "auto" else section
+
+
 def _finish(section: ModelSection, model: nn.Module) -> None:
     """Round what is trained to its dtype, masters keeping what was there, and exchange the layers."""
     if section.trained_dtype != "float32":
         lower_to(getattr(torch, section.trained_dtype), model.parameters())
-    if section.layers != "transformers":
+    if section.layers == "liger":
+        install_liger_layers(model)
+    elif section.layers != "transformers":
         _exchange_layers(section, model)
 
 
@@ -284,6 +294,8 @@ def effects(section: ModelSection, device: torch.device, model: nn.Module) -> li
 def _layers(section: ModelSection, model: nn.Module) -> str:
     if hasattr(backbone(model), "row_invariant"):
         return "row-invariant: a token has one set of bits in any packed row"
+    if section.layers == "liger":
+        return "Liger's norm, rotary embedding and gated MLP"
     reason = own_layers_because(section, model) if section.layers == "auto" else ""
     return "transformers' own" + (f", for {reason}" if reason else "")
 

@@ -7,14 +7,14 @@ boundary, the token is another one; of tokens drawn from float32 logits that is 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from logitless.distributed.ranks import Ranks
 from logitless.rewards.combine import Unscored
 from logitless.rewards.contract import WeightedReward
 from logitless.rollout.engine import Engine
-from logitless.rollout.environment import Environment, Limits
+from logitless.rollout.environment import Driver, Environment, Limits
 from logitless.rollout.play import play
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.judge import judge
@@ -24,7 +24,7 @@ from logitless.types import Completion, Group, Prompt, Verdict
 def sampled_and_judged(
     ranks: Ranks,
     engine: Engine,
-    environment: Environment,
+    environment: Environment | Driver,
     prompts: Sequence[Prompt],
     rewards: Sequence[WeightedReward],
     *,
@@ -51,7 +51,14 @@ def sampled_and_judged(
     mine = [prompts[i] for i in ranks.shared(len(prompts))]
     groups: list[Group] = []
     if mine:
-        episodes = play(engine, mine, environment, num_samples=num_samples, options=options, seed=seed, limits=limits)
+        if isinstance(environment, Driver):
+            mine, episodes = environment.episodes(
+                engine, mine, num_samples=num_samples, options=options, seed=seed, limits=limits
+            )
+        else:
+            episodes = play(
+                engine, mine, environment, num_samples=num_samples, options=options, seed=seed, limits=limits
+            )
         groups = judge(mine, episodes, rewards, unscored=unscored)
     if ranks.world == 1:
         return groups
@@ -60,7 +67,7 @@ def sampled_and_judged(
 
 
 def group_as_json(group: Group) -> dict[str, Any]:
-    """What was sampled and said, without the prompt, which every rank has.
+    """What was sampled and said, and of the prompt, which every rank has, the tokens that were read.
 
     Example:
         >>> prompt = Prompt("7", "2+2=", (4,))
@@ -69,6 +76,7 @@ def group_as_json(group: Group) -> dict[str, Any]:
         True
     """
     return {
+        "prompt_ids": group.prompt.token_ids,
         "completions": [asdict(completion) for completion in group.completions],
         "verdicts": [{name: asdict(verdict) for name, verdict in of.items()} for of in group.verdicts],
         "rewards": group.rewards,
@@ -80,7 +88,7 @@ def group_as_json(group: Group) -> dict[str, Any]:
 def group_of_json(prompt: Prompt, group: Mapping[str, Any]) -> Group:
     """The group that ``group_as_json`` wrote; JSON has lists where it had tuples."""
     return Group(
-        prompt,
+        replace(prompt, token_ids=tuple(group["prompt_ids"])),
         tuple(Completion(**_tuples(each)) for each in group["completions"]),
         tuple({name: Verdict(**_tuples(verdict)) for name, verdict in of.items()} for of in group["verdicts"]),
         tuple(group["rewards"]),

@@ -103,8 +103,8 @@ def variant(hidden: Tensor) -> Variant:
         return Variant(aligned, 2, INTERPRETED, INTERPRETED, INTERPRETED, kept, "ieee")
     capability = torch.cuda.get_device_capability(hidden.device)
     programs = torch.cuda.get_device_properties(hidden.device).multi_processor_count
-    if kept == torch.bfloat16 and capability[0] >= 9 and aligned:
-        return hopper(hidden.shape[1], programs)
+    if kept == torch.bfloat16 and capability[0] in (9, 10) and aligned:  # others have less shared memory
+        return replace(hopper(hidden.shape[1], programs), truncation=truncation(hidden.device, hidden.dtype))
     if kept == torch.bfloat16:
         return Variant(False, programs * 2, PLAIN, PLAIN, PLAIN, kept, precision)
     score = PLAIN if hidden.dtype == torch.float16 else FLOAT32
