@@ -95,7 +95,7 @@ def test_more_processes_need_less_each_and_time_is_only_said_where_speeds_are_kn
     assert found[1].memory_bytes["shards of weights"] == 2 * found[2].memory_bytes["shards of weights"]
     assert found[0].traffic_bytes == {}
     assert found[1].traffic_share is None
-    timed = forecast(recipe, model, Arrangement(2, 2, 1), speeds=Speeds(tokens_per_second=1024, bytes_per_second=1e6))
+    timed = forecast(recipe, model, Arrangement(2, 2, 1), speeds=Speeds(tokens_per_second=1024.0, bytes_per_second=1e6))
     assert timed.compute_seconds == 1
     traffic = sum(timed.traffic_bytes.values())
     assert timed.traffic_seconds == pytest.approx(traffic / 1e6)
