@@ -13,9 +13,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 
-from logitless.bench.machine import write_result
+from logitless.bench.machine import environment, write_result
 from logitless.bench.vllm_process import vllm_server
 from logitless.models.loading import load_tokenizer
 from logitless.train.recipe import load_recipe
@@ -56,22 +57,22 @@ def run(seed: int, url: str, output: Path, settings: list[str]) -> dict[str, Any
     return {"seed": seed, **summary, "largest": largest, "accuracies": accuracies}
 
 
-def compared(runs: list[dict[str, Any]], here: list[dict[str, Any]], prompts: int) -> list[dict[str, Any]]:
+def compared(runs: list[dict[str, Any]], here: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each run beside the one of its seed that sampled in the trainer's process, and what noise allows.
+
+    The same seed draws other tokens on a server, so that two runs differ as two seeds do: by the square root of twice
+    the variance between the recorded runs, which has the noise of 400 held-out completions in it.
 
     Args:
         runs: on a server.
         here: in the trainer's process.
-        prompts: held out, one completion each.
     """
+    finals = [run["accuracy_after"] for run in here]
+    mean = sum(finals) / len(finals)
+    noise = math.sqrt(2 * sum((x - mean) ** 2 for x in finals) / (len(finals) - 1))
     found = []
     for each in runs:
-        other = next(run for run in here if run["seed"] == each["seed"])
-        a, b = each["accuracy_after"], other["accuracy_after"]
-        finals = [run["accuracy_after"] for run in here]
-        mean = sum(finals) / len(finals)
-        between = sum((x - mean) ** 2 for x in finals) / (len(finals) - 1)  # runs that differ in nothing but the seed
-        noise = math.sqrt(a * (1 - a) / prompts + b * (1 - b) / prompts + 2 * between)
+        a, b = each["accuracy_after"], next(run for run in here if run["seed"] == each["seed"])["accuracy_after"]
         found.append(
             {"seed": each["seed"], "server": a, "here": b, "difference": a - b, "two_standard_errors": 2 * noise}
         )
@@ -92,8 +93,9 @@ def main() -> None:
         with vllm_server(model, options.vllm, folder / "server.log", FLAGS) as server:
             runs = [run(seed, server.url, folder, options.set) for seed in options.seeds]
     here = json.loads(HERE.read_text())
-    result = {"machine": here["machine"] | {"vllm": "0.32.0+cpu"}, "settings": options.set, "runs": runs}
-    result["compared"] = compared(runs, here["runs"], prompts=400)
+    machine = {**environment("cpu", ("transformers",)), "threads": torch.get_num_threads(), "vllm": "0.32.0+cpu"}
+    result = {"machine": machine, "settings": options.set, "runs": runs}
+    result["compared"] = compared(runs, here["runs"])
     write_result(options.out, result, indent=2)
     for each in result["compared"]:
         print(each)

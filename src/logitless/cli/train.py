@@ -8,6 +8,7 @@ from pathlib import Path
 from logitless.distributed.ranks import ranks_of_environment, restarted
 from logitless.errors import ConfigurationError
 from logitless.train.config import Recipe
+from logitless.train.explain import explain
 from logitless.train.plan import dry_run
 from logitless.train.recipe import load_recipe
 from logitless.train.run import start
@@ -23,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--dry-run", action="store_true", help="check everything, print the plan, train nothing")
+    mode.add_argument(
+        "--explain", action="store_true", help="print what a batch costs and what each saving takes off; train nothing"
+    )
     mode.add_argument("--resume", action="store_true", help="continue the run of this name from its last checkpoint")
     mode.add_argument("--numbered", action="store_true", help="if the name is taken, use name-2, name-3, ...")
 
@@ -32,6 +36,9 @@ def run(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
     if options.dry_run:
         print(dry_run(recipe))
+        return 0
+    if options.explain:
+        print(explain(recipe))
         return 0
     timeout = recipe.parallel.timeout_seconds
     with ranks_of_environment(device_of(recipe.model).type, timeout_seconds=timeout) as ranks:

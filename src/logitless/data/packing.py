@@ -225,7 +225,7 @@ class Packing:
 
     def num_pairs(self, sequences: Sequence[int], inputs: PackedInputs) -> float:
         """Pairs of a token and one that it attends to, in such a pass."""
-        return sum(pairs for _, pairs in self._parts(sequences, inputs))
+        return float(sum(pairs for _, pairs in self._parts(sequences, inputs)))
 
     def _parts(self, sequences: Sequence[int], inputs: PackedInputs) -> Iterator[tuple[int, float]]:
         """(tokens, pairs) of each prompt and completion, or of each sequence."""

@@ -5,6 +5,7 @@ What a part can check alone it checks itself, when it is made; here is what only
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -32,7 +33,7 @@ def check_before_start(recipe: Recipe, data: Data, model: nn.Module) -> None:
     """
     check_positions(recipe, data, model)
     engine = recipe.rollout.engine
-    if isinstance(engine, RecordedEngineSection):
+    if isinstance(engine, RecordedEngineSection) and not Path(engine.path).is_dir():
         vocabulary = causal_lm(model).get_input_embeddings().weight.shape[0]
         check_recorded(recipe, data, read_completions(engine.path), vocabulary)
 
