@@ -250,7 +250,7 @@ def _block_tokens(audited: Audited) -> Iterator[Finding]:
     if not audited.pretrained:
         return
     rollout = audited.recipe.rollout
-    tokens = rollout.prompts_per_block * rollout.completions_per_prompt * rollout.sampling.max_new_tokens
+    tokens = rollout.prompts_per_block * rollout.completions_per_prompt * rollout.longest_completion
     low, high = BLOCK_TOKENS
     if tokens < low / 2 or tokens > 8 * high:  # completions rarely reach their limit
         few = tokens < low / 2
