@@ -328,7 +328,7 @@ def _digests(recipe: Recipe, data: Data) -> dict[str, str]:
     return found
 
 
-_MAY_CHANGE = {"output", "checkpoint", "writers"}
+_MAY_CHANGE = {"output", "checkpoint", "writers", "parallel"}
 _MAY_MOVE = (  # where it stands may change; what is in a file not, which its digest says
     *("model.tokenizer", "data.train.path", "data.held_out.path"),
     *("warm_start.data.path", "rollout.engine.path"),
