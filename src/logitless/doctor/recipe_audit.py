@@ -131,8 +131,7 @@ def _filtered_sampling(audited: Audited) -> Iterator[Finding]:
         "top_p": sampling.top_p < 1,
         "top_k": bool(sampling.top_k),
         "min_p": sampling.min_p > 0,
-        "repetition_penalty": sampling.repetition_penalty != 1,
-    }
+    } | dict.fromkeys(sampling.penalties, True)
     if not any(filters.values()):
         return
     said = ", ".join(f"{name}={getattr(sampling, name)}" for name, on in filters.items() if on)
@@ -251,7 +250,7 @@ def _block_tokens(audited: Audited) -> Iterator[Finding]:
     if not audited.pretrained:
         return
     rollout = audited.recipe.rollout
-    tokens = rollout.prompts_per_block * rollout.completions_per_prompt * rollout.sampling.max_new_tokens
+    tokens = rollout.prompts_per_block * rollout.completions_per_prompt * rollout.longest_completion
     low, high = BLOCK_TOKENS
     if tokens < low / 2 or tokens > 8 * high:  # completions rarely reach their limit
         few = tokens < low / 2

@@ -57,11 +57,17 @@ def check_arrangement(recipe: Recipe, arrangement: Arrangement) -> None:
             given=f"weights sharded over {arrangement.weights}",
             remedy="Set parallel.replicate to the number of processes, or rollout.engine: {name: transformers}.",
         )
-    if arrangement.sequence > 1 and (recipe.model.layers == "row_invariant" or recipe.model.attention != "packed"):
+    if arrangement.is_sharded and recipe.model.layers == "row_invariant":
         raise ConfigurationError(
-            needed="model.layers: transformers and model.attention: packed, which split sequences over processes",
-            given=f"{recipe.model.layers} and {recipe.model.attention} beside parallel.sequence={arrangement.sequence}",
-            remedy="Leave all three out, or set these two.",
+            needed="all weights on every process for model.layers: row_invariant",
+            given=f"weights sharded over {arrangement.weights}",
+            remedy="Set parallel.replicate to the number of processes, or leave model.layers at auto.",
+        )
+    if arrangement.sequence > 1 and recipe.model.attention != "packed":
+        raise ConfigurationError(
+            needed="model.attention: packed, which splits sequences over processes",
+            given=f"{recipe.model.attention} beside parallel.sequence={arrangement.sequence}",
+            remedy="Leave it out.",
         )
 
 

@@ -124,6 +124,7 @@ def generation_config(saved: SavedPolicy) -> GenerationConfig:
         min_p=sampling.min_p or None,
         repetition_penalty=sampling.repetition_penalty,
         max_new_tokens=sampling.max_new_tokens,
+        min_new_tokens=sampling.min_new_tokens or None,
         bos_token_id=saved.tokenizer.bos_token_id,
         eos_token_id=distinct[0] if len(distinct) == 1 else distinct,
         pad_token_id=saved.tokenizer.eos_token_id if padding is None else padding,

@@ -203,6 +203,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("optimizer/sequences", "completion", "sum", "step", "completions trained on, dead ones included"),
     Metric("optimizer/read_tokens", "token", "sum", "step", "tokens that forward and backward read, prompts included"),
     Metric("optimizer/micro_batches", "1", "sum", "step", "forward and backward passes"),
+    Metric(
+        "optimizer/tokens_per_micro_batch",
+        "token",
+        "last",
+        "step",
+        "most tokens read at once: the recipe's, halved where memory was short",
+    ),
+    Metric("optimizer/halvings", "1", "sum", "run", "times that memory was short and that number was halved"),
     # What a step did not have to compute
     Metric(
         "saving/dead_sequences",

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.ranks import Ranks
 from logitless.errors import ConfigurationError
+from logitless.models.activations import fit_activations
 from logitless.models.lora import frozen_copy
 from logitless.models.value_head import ValueHead, save_value_head
 from logitless.objective.algorithm import Algorithm
@@ -268,6 +269,11 @@ def _policies(
             reference = policy_of(frozen_copy(model, dtype=getattr(torch, section.dtype)))
         else:
             reference = AdaptersOff(policy)
+    if recipe.train.activation_memory is not None:  # after the reference, which is a copy and keeps nothing
+        plan = fit_activations(
+            model, num_tokens=recipe.train.tokens_per_micro_batch, budget=recipe.train.activation_memory
+        )
+        view.message(f"activations: {plan}")
     if policy.value_head is not None:
         num_weights = sum(p.numel() for p in policy.value_head.parameters())
         factor = value_head_section(recipe).learning_rate_factor
@@ -322,7 +328,7 @@ def _digests(recipe: Recipe, data: Data) -> dict[str, str]:
     return found
 
 
-_MAY_CHANGE = {"output", "checkpoint", "writers"}
+_MAY_CHANGE = {"output", "checkpoint", "writers", "parallel"}
 _MAY_MOVE = (  # where it stands may change; what is in a file not, which its digest says
     *("model.tokenizer", "data.train.path", "data.held_out.path"),
     *("warm_start.data.path", "rollout.engine.path"),
