@@ -103,9 +103,9 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
     match recipe.rollout.engine:
         case TransformersEngineSection():
             return Engines(OwnCopy(here.another()) if ahead else here, here)
+        case RecordedEngineSection(path=path) if Path(path).is_dir():
+            return Engines(here, here)  # a run's log, which the collector reads: nothing is sampled for training
         case RecordedEngineSection(path=path):
-            if Path(path).is_dir():  # a run's log, which the collector reads: nothing is sampled for training
-                return Engines(here, here)
             return Engines(RecordedEngine(Path(path)), here)
         case AutoEngineSection(memory=memory):
             if reason := not_on_gpu_because(recipe, model):
