@@ -189,7 +189,8 @@ def plot_profile(results: Sequence[dict[str, Any]], path: Path) -> None:
         axes.text(left[place] + 0.01, place, f"{sum(c.values()):.0f} ms", va="center", fontsize=8)
     axes.invert_yaxis()
     axes.set(xlim=(0, 1.12), xlabel="time of a step, over the longest of the model")
-    figure.legend(fontsize=7, ncols=7, loc="outside lower center")
+    if profiles:
+        figure.legend(fontsize=7, ncols=7, loc="outside lower center")
     figure.savefig(path, dpi=110)
 
 
