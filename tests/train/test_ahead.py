@@ -117,17 +117,12 @@ def test_whoever_waits_can_be_interrupted_and_ask_again(tmp_path):
     collector.close()
 
 
-class Two(Ranks):
-    """As one of two ranks sees them."""
-
-    world = 2
-
-
-def test_several_ranks_are_refused(tmp_path):
+def test_several_ranks_are_refused(tmp_path, monkeypatch):
     arguments = (PROMPTS, Noting(), SingleTurn(), weighted([Length()]), tiny_recipe(tmp_path).rollout)
     settings = {"staleness": 1, "blocks": 1, "log": CollectedBlocks(tmp_path, PROMPTS)}
+    monkeypatch.setattr(Ranks, "world", property(lambda self: 2))
     with pytest.raises(ConfigurationError, match="one rank"):
-        AheadCollector(*arguments, seed=0, ranks=Two(**vars(Ranks.alone())), **settings)
+        AheadCollector(*arguments, seed=0, **settings)
 
 
 def test_a_log_of_other_prompts_or_without_the_block_is_refused(tmp_path):
