@@ -242,6 +242,10 @@ def test_the_tables_show_failures_and_what_was_extrapolated():
         "environment": dict.fromkeys(("gpu", "driver", "torch", "triton", "transformers", "trl"), "1"),
         "model": {"title": "M", "parameters": 1},
         "rows": [row],
+        "profile": [
+            {"contender": "trl", "class": "products", "ms": 3.0},
+            {"contender": "trl", "class": "idle", "ms": 1.0},
+        ],
         "longest": [
             {"contender": "trl", "memory_gb": 24, "completion_tokens": 0, "how": "measured"},
             {"contender": "trl", "memory_gb": 80, "completion_tokens": 4096, "how": "extrapolated"},
@@ -249,8 +253,13 @@ def test_the_tables_show_failures_and_what_was_extrapolated():
     }
     assert "| long | 1 | TRL | out of memory |" in step_report.table([document])
     assert "| M | TRL | none | ~4,096 |" in step_report.longest_table([document])
+    assert step_report.profile_table([document]).splitlines()[2:] == [
+        "| products | 3.0 |",
+        "| idle | 1.0 |",
+        "| the step | 4 |",
+    ]
 
 
 def test_the_committed_table_is_made_from_the_committed_results():
-    pages = [ROOT / "README.md", ROOT / "docs/step.md"]
+    pages = [ROOT / "README.md", ROOT / "docs/step.md", ROOT / "docs/performance.md"]
     assert step_report.update(pages, step_report.load(ROOT / "benchmarks/results"), check=True) == 0

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,13 +122,15 @@ def chromium(profile: Path) -> Iterator[Chromium]:
         os.dup2(63, 3)
         os.dup2(64, 4)
 
-    process = subprocess.Popen(
-        [PROGRAM, *options, f"--user-data-dir={profile}"],
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        close_fds=False,
-        preexec_fn=join_pipes,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on forks beside threads; this one only dups
+        process = subprocess.Popen(
+            [PROGRAM, *options, f"--user-data-dir={profile}"],
+            stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            close_fds=False,
+            preexec_fn=join_pipes,
+        )
     os.close(read_by_it)
     os.close(written_by_it)
     try:

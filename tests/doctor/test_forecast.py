@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from logitless.doctor.forecast import forecast_of
+from logitless.rollout.environment import SingleTurn
 from logitless.train.plan import plan_of
 from tests.train.tiny import tiny_recipe
 
@@ -41,3 +42,17 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
 def test_groups_without_a_signal_are_trained_on_in_the_measured_batch(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, rollout__zero_signal="drop", rewards=[{"name": "regex", "pattern": ".*"}])
     assert forecast_of(recipe, plan_of(recipe)).seconds["training"] > 0
+
+
+def test_the_environment_of_the_recipe_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    class Counting(SingleTurn):
+        def start(self, *arguments: object, **options: object) -> object:
+            started.append(arguments)
+            return super().start(*arguments, **options)
+
+    monkeypatch.setattr("logitless.doctor.forecast.environment_of", lambda *_: Counting())
+    recipe = tiny_recipe(tmp_path)
+    forecast_of(recipe, plan_of(recipe))
+    assert started

@@ -6,6 +6,8 @@ import torch
 from logitless.data.packing import pack, share_prompts
 from logitless.models.lm_head import backbone_hidden, why_unshared
 from logitless.models.loading import disable_dropout, load_model
+from logitless.models.lora import LoraOptions, add_lora
+from logitless.train.policy import AdaptersOff, Policy
 from logitless.types import Completion, Prompt, SharedInputs
 from tests.models.tiny import CONFIGS, tiny
 
@@ -71,3 +73,25 @@ def test_a_layer_that_looks_at_its_neighbours_is_found_by_its_numbers():
     forward = layer.mlp.forward
     layer.mlp.forward = lambda x: forward(x) + torch.roll(x, 1, dims=1)  # a convolution over the row
     assert why_unshared(model) == "its layers give other numbers where a prompt stands once"
+
+
+def test_a_lora_reference_reads_each_prompt_once_with_its_adapters_off():
+    model = add_lora(load_model(GPT2, random_weights=True, seed=3), LoraOptions(rank=2, targets=("c_attn",)), seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+    prompt = Prompt("a", "", (1, 2, 3))
+    batch = pack([(prompt, Completion("a", ids, "", "stop")) for ids in [(4, 5), (6, 7, 8)]])
+    policy = Policy(model.eval())
+    read = []
+    policy.model.get_base_model().transformer.h[0].register_forward_pre_hook(lambda _, given: read.append(given[0]))
+    with torch.no_grad():
+        ours, reference = (
+            each.scores(batch, temperature=1.0, backend="reference").logp for each in (policy, AdaptersOff(policy))
+        )
+        base = load_model(GPT2, random_weights=True, seed=3).eval()
+        expected = Policy(base, share_prompts=False).scores(batch, temperature=1.0, backend="reference").logp
+    assert [hidden.shape[1] for hidden in read] == [3 + 1 + 2] * 2
+    torch.testing.assert_close(reference, expected, rtol=1e-5, atol=1e-5)
+    assert (ours - expected).abs().max() > 1e-3

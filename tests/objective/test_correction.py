@@ -87,9 +87,11 @@ def test_bounds_out_of_order_or_missing_are_refused(options, message):
         SamplerCorrection(**options)
 
 
-@pytest.mark.parametrize("used", [{"top_p": 0.9}, {"top_k": 1}, {"min_p": 0.05}, {"repetition_penalty": 1.1}])
+@pytest.mark.parametrize(
+    "used", [{"top_p": 0.9}, {"top_k": 1}, {"min_p": 0.05}, {"repetition_penalty": 1.1}, {"others": ("logit_bias",)}]
+)
 def test_filtered_sampling_is_refused_unless_accepted_by_name(used):
-    with pytest.raises(ConfigurationError, match=next(iter(used))):
+    with pytest.raises(ConfigurationError, match="logit_bias" if "others" in used else next(iter(used))):
         SamplerCorrection(max=2.0).check_sampling(**used)
     SamplerCorrection(max=2.0, filtered_sampling="accept").check_sampling(**used)
     SamplerCorrection(max=2.0).check_sampling()
@@ -99,7 +101,7 @@ def test_filtered_sampling_is_refused_unless_accepted_by_name(used):
 def test_the_sampling_that_is_not_named_is_unfiltered():
     parameters = inspect.signature(SamplerCorrection.check_sampling).parameters
     defaults = {name: each.default for name, each in parameters.items() if name != "self"}
-    assert defaults == {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert defaults == {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "others": ()}
 
 
 # --- weights of mean 1

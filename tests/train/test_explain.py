@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from logitless.cli.main import main
 from logitless.models.loading import load_model
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.train.explain import Operations, explain
+from logitless.train.recipe import dump_recipe
 from tests.train.tiny import tiny_recipe
 
 LLAMA = {
@@ -76,3 +78,11 @@ def test_the_batch_is_the_same_every_time(tmp_path):
     first = explain(tiny_recipe(tmp_path))
     torch.manual_seed(2)
     assert explain(tiny_recipe(tmp_path)) == first
+
+
+def test_the_command_prints_it_and_trains_nothing(tmp_path, capsys):
+    raw = tmp_path / "tiny.yaml"
+    raw.write_text(dump_recipe(tiny_recipe(tmp_path)))
+    assert main(["train", str(raw), "--explain"]) == 0
+    assert "every second group has none" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()

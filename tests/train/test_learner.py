@@ -9,7 +9,9 @@ from logitless.errors import TrainingError
 from logitless.train.block import pack_groups
 from logitless.train.learner import Learner
 from logitless.train.policy import Policy
+from logitless.train.saving import halvings
 from logitless.train.setup import algorithm_of, device_of, policy_model, tokenizer_of
+from logitless.train.step import backward
 from tests.train.groups import group_of
 from tests.train.tiny import tiny_recipe
 
@@ -160,3 +162,68 @@ def test_a_recount_reads_everything(tmp_path):
     scored = made.score(pack_groups(HALF_DEAD), HALF_DEAD, recount=True)
     assert not scored.scores_itself
     assert not scored.logp_old.isnan().any()
+
+
+# --- memory that is short
+
+
+def short_of_memory(monkeypatch, most: int) -> list[int]:
+    """Passes that read more than ``most`` tokens at once fail, after the first of them; the number of failures."""
+    failures: list[int] = []
+
+    def limited(policy, objective, micro_batches, **options):
+        read = [sum(each.packed.inputs.lengths) for each in micro_batches]
+        if max(read) > most:
+            backward(policy, objective, micro_batches[:1], **options)
+            failures.append(max(read))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return backward(policy, objective, micro_batches, **options)
+
+    monkeypatch.setattr("logitless.train.learner.backward", limited)
+    return failures
+
+
+def test_a_step_short_of_memory_is_repeated_with_smaller_micro_batches_and_equals_itself(tmp_path, monkeypatch):
+    whole, made = learner(tmp_path, train__share_prompts=False), learner(tmp_path, train__share_prompts=False)
+    records = []
+    for each in (whole, made):
+        begin(each)
+    expected = [whole.step() for _ in range(4)]
+    failures = short_of_memory(monkeypatch, 16)
+    records = [made.step()]
+    assert "repeated with micro-batches of 16 tokens instead of 32" in made.halved
+    records += [made.step() for _ in range(3)]
+    assert made.halved is None
+    assert len(failures) == 1
+    assert [r["optimizer/tokens_per_micro_batch"] for r in records] == [16] * 4
+    assert [r["optimizer/halvings"] for r in records] == [1] * 4
+    assert [r["step"] for r in records] == [r["step"] for r in expected]
+    assert records[0]["optimizer/micro_batches"] > expected[0]["optimizer/micro_batches"]
+    for record, wanted in zip(records, expected, strict=True):
+        assert record["optimizer/grad_norm"] == pytest.approx(wanted["optimizer/grad_norm"], rel=1e-4)
+    for found, wanted in zip(weights(made), weights(whole), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_repeats_what_a_run_halved_later_on(tmp_path, monkeypatch):
+    made = learner(tmp_path, train__share_prompts=False)
+    begin(made)
+    first = made.step()
+    failures = short_of_memory(monkeypatch, 16)
+    after = [first, *(made.step() for _ in range(3))]
+    assert [r["optimizer/halvings"] for r in after] == [0, 1, 1, 1]
+    monkeypatch.undo()
+    again = learner(tmp_path, train__share_prompts=False)
+    begin(again)
+    again.progress.halvings = halvings(after)
+    assert [again.step() for _ in range(4)] == after
+    assert len(failures) == 1
+    assert all(map(torch.equal, weights(made), weights(again)))
+
+
+def test_a_sequence_that_does_not_fit_alone_ends_the_run(tmp_path, monkeypatch):
+    made = learner(tmp_path)
+    begin(made)
+    short_of_memory(monkeypatch, 2)
+    with pytest.raises(TrainingError, match="memory for the longest sequence in a row of its own"):
+        made.step()

@@ -73,9 +73,9 @@ def _learner(folder, changes, dtype, arrangement=None, device="cpu"):
     return Learner(recipe, algorithm, policy, reference, reward_weights={"length": 1.0}, ranks=ranks), tokenizer
 
 
-def _groups(folder, changes, dtype):
+def _groups(folder, changes, dtype, device="cpu"):
     """What one rank draws."""
-    learner, tokenizer = _learner(folder, changes, dtype)
+    learner, tokenizer = _learner(folder, changes, dtype, device=device)
     recipe = learner.recipe
     data, engine = data_of(recipe, tokenizer), TransformersEngine(learner.policy.model, tokenizer)
     prompts = list(data.train[:5])
@@ -109,8 +109,8 @@ def _gradients(rank, folder, changes, dtype, groups, arrangement=None, device="c
 
 def _check(tmp_path, changes, num_ranks, arrangement, *, dtype=torch.float64, rtol=1e-12, atol=1e-12, device="cpu"):
     tiny_raw(tmp_path)
-    groups = _groups(tmp_path, changes, dtype)
-    logp, losses, gradients = _gradients(0, tmp_path, changes, dtype, groups)
+    groups = _groups(tmp_path, changes, dtype, device)
+    logp, losses, gradients = _gradients(0, tmp_path, changes, dtype, groups, None, device)
     assert len(losses) > 1
     for found in run_on_ranks(
         num_ranks, _gradients, tmp_path, changes, dtype, groups, arrangement, device, device=device
@@ -121,6 +121,7 @@ def _check(tmp_path, changes, num_ranks, arrangement, *, dtype=torch.float64, rt
         for step, of_one in zip(found[2], gradients, strict=True):
             assert step.keys() == of_one.keys()
             for name, gradient in of_one.items():
+                gradient = gradient.cpu()
                 assert step[name].dtype == gradient.dtype
                 assert gradient.any() or "value_head" in name or "lora_" in name
                 torch.testing.assert_close(step[name], gradient, rtol=rtol, atol=atol)
@@ -155,6 +156,18 @@ def test_in_float64_any_arrangement_has_the_scores_loss_and_gradients_of_one_ran
         rtol = atol = 1e-12
     num_ranks = arrangement.replicate * arrangement.weights
     _check(tmp_path, changes, num_ranks, arrangement, rtol=rtol, atol=atol)
+
+
+def test_bfloat16_weights_with_sharded_masters_have_the_gradients_of_one_rank_to_rounding(tmp_path):
+    changes = {"model__source": LLAMA, "model__trained_dtype": "bfloat16"}
+    _check(tmp_path, changes, 2, Arrangement(1, 2, 1), dtype=None, rtol=0.05, atol=0.01)
+
+
+@pytest.mark.parametrize("arrangement", [Arrangement(1, 2, 1), Arrangement(1, 1, 2)], ids=str)
+def test_adapters_on_a_sharded_base_have_the_gradients_of_one_rank(arrangement, tmp_path):
+    lora = {"rank": 2, "targets": ["q_proj", "down_proj", "lm_head"]}
+    changes = {"model__source": LLAMA, "model__lora": lora, "kl": None}
+    _check(tmp_path, changes, 2, arrangement, dtype=None, rtol=1e-3, atol=1e-5)
 
 
 IN_ORDER = {
@@ -192,3 +205,50 @@ def test_without_the_order_other_numbers_of_ranks_have_other_bits(tmp_path):
     _, _, one = _gradients(0, tmp_path, changes, None, groups)
     (_, _, two), _ = run_on_ranks(2, _gradients, tmp_path, changes, None, groups, Arrangement(2, 1, 1))
     assert any(not torch.equal(b[name], a[name]) for a, b in zip(one, two, strict=True) for name in a)
+
+
+# --- what only GPUs can show ------------------------------------------------------------------------------------------
+
+ON_GPUS = {
+    "shards": ({}, Arrangement(1, 2, 1)),
+    "copies": ({}, Arrangement(2, 1, 1)),
+    "shared sequences": ({}, Arrangement(1, 1, 2)),
+    "a shared vocabulary": ({"parallel__vocabulary": "all_rows"}, Arrangement(1, 2, 1)),
+    "a reference on the host": ({"parallel__reference": "host"}, Arrangement(1, 2, 1)),
+    "shards, a value head, many rows": (
+        {"algorithm": {"preset": "ppo"}, "train__tokens_per_micro_batch": 13},
+        Arrangement(1, 2, 1),
+    ),
+}
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("case", ON_GPUS)
+def test_two_gpus_have_the_gradients_of_one_to_rounding(case, tmp_path):
+    changes, arrangement = ON_GPUS[case]
+    changes = {"model__source": LLAMA, "train__training_backend": "chunked", **changes}
+    _check(tmp_path, changes, 2, arrangement, dtype=torch.float32, rtol=2e-3, atol=2e-4, device="cuda")
+
+
+@pytest.mark.multi_gpu
+def test_bfloat16_weights_with_sharded_masters_have_the_gradients_of_one_gpu_to_rounding(tmp_path):
+    changes = {"model__source": LLAMA, "model__trained_dtype": "bfloat16", "train__training_backend": "chunked"}
+    _check(tmp_path, changes, 2, Arrangement(1, 2, 1), dtype=None, rtol=0.1, atol=0.02, device="cuda")
+
+
+@pytest.mark.multi_gpu
+def test_summed_in_order_two_gpus_have_the_bits_of_one(tmp_path):
+    changes = {
+        "model__source": LLAMA,
+        "parallel__deterministic": True,
+        "train__tokens_per_micro_batch": 17,
+        "train__training_backend": "chunked",
+    }
+    tiny_raw(tmp_path)
+    groups = _groups(tmp_path, changes, None, "cuda")
+    _, losses, gradients = _gradients(0, tmp_path, changes, None, groups, None, "cuda")
+    arrangement = Arrangement(2, 1, 1)
+    for found in run_on_ranks(2, _gradients, tmp_path, changes, None, groups, arrangement, "cuda", device="cuda"):
+        assert found[1] == losses
+        for step, of_one in zip(found[2], gradients, strict=True):
+            assert all(torch.equal(step[name], gradient.cpu()) for name, gradient in of_one.items())

@@ -74,7 +74,7 @@ def test_the_data_set_of_a_killed_run_is_whole_up_to_some_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = create_run_folder(tmp_path, "killed")
-    process = multiprocessing.get_context("fork").Process(target=write_for_ever, args=(folder.path,))
+    process = multiprocessing.get_context("spawn").Process(target=write_for_ever, args=(folder.path,))
     process.start()
     while len(folder.rollout_blocks()) < 5:
         time.sleep(0.01)

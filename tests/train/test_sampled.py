@@ -5,7 +5,7 @@ import torch
 
 from logitless.errors import ConfigurationError, TrainingError
 from logitless.head import fused
-from logitless.rollout import gpu
+from logitless.rollout import steps
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train import prepare
 from logitless.train.plan import plan_of
@@ -84,7 +84,7 @@ def interpreted_head(monkeypatch):
     complete_interpreter()
     sum_products_in_float64()
     monkeypatch.setattr(fused, "why_not", fused._unsupported)
-    monkeypatch.setattr(gpu, "STEPS", 3)
+    monkeypatch.setattr(steps, "STEPS", 3)
 
 
 def test_a_run_scores_only_where_it_recounts_and_its_first_ratio_is_1(tmp_path, monkeypatch, interpreted_head):

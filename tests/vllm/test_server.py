@@ -10,7 +10,7 @@ from logitless.errors import EngineError, InputError
 from logitless.rollout.engine import Weights
 from logitless.rollout.http_client import HttpClient
 from logitless.rollout.probe import scored_tokens
-from logitless.rollout.sampling import SamplingOptions, sampling_logp
+from logitless.rollout.sampling import History, SamplingOptions, sampling_logp
 from logitless.rollout.transformers import TransformersEngine
 from logitless.rollout.vllm_api import VllmServer, request_settings
 from logitless.rollout.weight_folder import WeightFolders
@@ -57,7 +57,7 @@ def _processed(model, prompt, completion, options):
     seen = torch.zeros(logits.shape, dtype=torch.bool)
     for t in range(len(completion)):
         seen[t, list(prompt) + list(completion[:t])] = True
-    logp = sampling_logp(logits, options, seen)
+    logp = sampling_logp(logits, options, History(seen))
     return logp.gather(1, torch.tensor(completion)[:, None])[:, 0]
 
 

@@ -213,6 +213,7 @@ def run(args: argparse.Namespace) -> int:
             release(args.device)
     found = step_report.load(args.output)
     step_report.plot(found, args.output / "step.png")
+    step_report.plot_profile(found, args.output / "step-profile.png")
     print(step_report.table(found))
     return 0
 

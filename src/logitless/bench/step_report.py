@@ -7,11 +7,13 @@ from typing import Any
 
 from logitless import pages
 from logitless.bench.step_contenders import WORKLOADS
+from logitless.bench.step_profile import CLASSES, OTHER
 
 Row = dict[str, Any]
 MARKS = pages.Marks("step")
 LONGEST = pages.Marks("step", "longest")
 SUMMARY = pages.Marks("step", "summary")
+PROFILE = pages.Marks("step", "profile")
 NAMES = {
     "logitless": "logitless",
     "logitless-budget-0": "logitless, memory budget 0",
@@ -46,6 +48,7 @@ def update(documents: Sequence[Path], results: Sequence[dict[str, Any]], *, chec
             MARKS: table(results),
             LONGEST: longest_table(results),
             SUMMARY: summary(results),
+            PROFILE: profile_table(results),
         },
         check=check,
     )
@@ -134,6 +137,61 @@ def summary(results: Sequence[dict[str, Any]]) -> str:
 
 def _is(row: Row, contender: str, workload: str, live: float) -> bool:
     return (row["contender"], row["workload"], row["live"]) == (contender, workload, live)
+
+
+def _profiles(results: Sequence[dict[str, Any]]) -> list[tuple[str, str, dict[str, float]]]:
+    """Model, contender, and milliseconds by class, the last run of each."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for document in results:
+        for contender in reversed(NAMES):
+            rows = [row for row in document["profile"] if row["contender"] == contender]
+            if rows:
+                found[document["model"]["title"], contender] = {row["class"]: row["ms"] for row in rows}
+    return [(title, contender, classes) for (title, contender), classes in found.items()]
+
+
+def _classes(profiles: Sequence[tuple[str, str, dict[str, float]]]) -> list[str]:
+    named = [kind for kind, _ in CLASSES]
+    return [kind for kind in (*named, OTHER, "idle") if any(kind in classes for *_, classes in profiles)]
+
+
+def profile_table(results: Sequence[dict[str, Any]]) -> str:
+    """Markdown: milliseconds of a step by class of kernels, a column a model and contender."""
+    profiles = _profiles(results)
+    if not profiles:
+        return "No results yet: run `logitless bench step` on a GPU."
+    names = [f"{title.partition(',')[0]}, {NAMES[contender]}" for title, contender, _ in profiles]
+    lines = ["| ms | " + " | ".join(names) + " |", "|---|" + "--:|" * len(names)]
+    for kind in _classes(profiles):
+        lines.append(f"| {kind} | " + " | ".join(f"{c[kind]:.1f}" if kind in c else "" for *_, c in profiles) + " |")
+    lines.append("| the step | " + " | ".join(f"{sum(c.values()):.0f}" for *_, c in profiles) + " |")
+    return "\n".join(lines)
+
+
+def plot_profile(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """A bar a model and contender, in parts by class of kernels, as fractions of the longest step of the model."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    profiles = _profiles(results)
+    classes = _classes(profiles)
+    figure = Figure(figsize=(9, 1.2 + 0.55 * len(profiles)), layout="constrained")
+    axes = figure.subplots()
+    longest = {title: max(sum(c.values()) for t, _, c in profiles if t == title) for title, *_ in profiles}
+    labels = [f"{title.partition(',')[0]}: {NAMES[contender]}" for title, contender, _ in profiles]
+    left = [0.0] * len(profiles)
+    for number, kind in enumerate(classes):
+        widths = [c.get(kind, 0.0) / longest[title] for title, _, c in profiles]
+        color: Any = "0.88" if kind == "idle" else colormaps["tab20"].colors[number % 20]  # type: ignore[attr-defined]
+        axes.barh(labels, widths, left=left, color=color, label=kind)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for place, (*_, c) in enumerate(profiles):
+        axes.text(left[place] + 0.01, place, f"{sum(c.values()):.0f} ms", va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 1.12), xlabel="time of a step, over the longest of the model")
+    if profiles:
+        figure.legend(fontsize=7, ncols=7, loc="outside lower center")
+    figure.savefig(path, dpi=110)
 
 
 def longest_table(results: Sequence[dict[str, Any]]) -> str:

@@ -9,13 +9,14 @@ compared with that of the autocast form.
     mfu = (6 body parameters x tokens + 6 V D x scored tokens) / seconds / rate of a large bfloat16 product
 
 over live sequences, each with its own copy of the prompt, with 4 for 6 where the base is frozen; recomputation does not
-count. ``over_...`` say how many times faster than another contender a row is. TRL's trainer does the same work whatever
-the advantages are, so that where some are zero its step is timed on ``long`` alone and stands for itself elsewhere.
+count. ``over_...`` say how many times faster than another contender a row is. TRL's trainer and the autocast form do
+the same work whatever the advantages are, so that where some are zero their steps are timed on ``long`` alone and
+stand for themselves elsewhere; there alone such a step is compared with one of the autocast form.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def cases(
         for workload in workloads
         for live in fractions
         for contender in contenders
-        if live == 1.0 or workload == "long" or not contender.startswith("trl")
+        if live == 1.0 or workload == "long" or FORM[contender] == "row-invariant"
     ]
 
 
@@ -114,6 +115,7 @@ def measure(
     for form in ("autocast", "row-invariant"):
         mine = [case for case in todo if FORM[case.contender] == form]
         unknown = [case for case in todo if case not in mine and not _reference_path(references, shape, case).exists()]
+        unknown = list({(case.workload, _compared(case)): case for case in unknown}.values())
         if not (mine or (form == "autocast" and unknown)):
             continue
         stage = Stage(shape, device, form)
@@ -121,13 +123,15 @@ def measure(
         for case in [*mine, *unknown] if form == "autocast" else mine:
             if not in_time():
                 return
-            rollouts = Rollouts.draw(shape.workload(case.workload), shape.vocabulary).with_live(case.live)
-            path = _reference_path(references, shape, case)
+            drawn = Rollouts.draw(shape.workload(case.workload), shape.vocabulary)
+            rollouts, path = drawn.with_live(case.live), _reference_path(references, shape, case)
             if not path.exists():
-                stage.record(rollouts, path)
+                stage.record(drawn.with_live(_compared(case)), path)
             if case not in mine:
                 continue
             reference = Reference.load(path)
+            if _compared(case) != case.live:
+                reference = replace(reference, change={}, loss=None, grad_norm=None)
             stepper = stage.stepper(case.contender, rollouts)
             if isinstance(stepper, str):
                 keep("rows", [_row(shape, case, rollouts, Timed(failure=stepper), reference, rate)])
@@ -151,13 +155,13 @@ class Reference:
     Args:
         logp: [N] of the policy, with which ``logp_old`` is made.
         change: sampled change of the weights by name.
-        loss, grad_norm: of the step.
+        loss, grad_norm: of the step; None where it was another.
     """
 
     logp: Tensor
     change: dict[str, Tensor]
-    loss: float
-    grad_norm: float
+    loss: float | None
+    grad_norm: float | None
 
     def save(self, path: Path) -> None:
         """Write it."""
@@ -176,7 +180,12 @@ class Reference:
 
 
 def _reference_path(folder: Path, shape: Shape, case: Case) -> Path:
-    return folder / f"{shape.name}-{case.workload.replace('/', '_')}-{case.live:g}.safetensors"
+    return folder / f"{shape.name}-{case.workload.replace('/', '_')}-{_compared(case):g}.safetensors"
+
+
+def _compared(case: Case) -> float:
+    """The live fraction of the step whose log-probs a case takes."""
+    return case.live if case.workload == "long" else 1.0
 
 
 @dataclass
@@ -217,8 +226,8 @@ class Stage:
             install_row_invariant(self.model)
             self_check(self.model)
         autocast = torch.bfloat16 if device == "cuda" and form == "autocast" else None
-        recipe = _recipe(shape, "row_invariant" if fused else "transformers")
-        self.policy = Policy(self.model, autocast=autocast)
+        recipe = _recipe(shape, "row_invariant" if fused else "transformers", saves=form == "row-invariant")
+        self.policy = Policy(self.model, autocast=autocast, share_prompts=recipe.train.share_prompts)
         self.learner = Learner(recipe, ALGORITHM, self.policy, None, reward_weights={})
         held = {name: p for name, p in self.policy.held().items() if p.requires_grad}
         self.held = held
@@ -320,7 +329,8 @@ class Stage:
 
     def _learn(self, rollouts: Rollouts, reference: Reference) -> tuple[float, float]:
         """The learner's own step, its plan and its diagnostics included."""
-        self.learner.begin(_block(rollouts.with_old(reference.logp)))
+        leave_out = self.learner.recipe.train.leave_out_dead
+        self.learner.begin(_block(rollouts.with_old(reference.logp), leave_out_dead=leave_out))
         numbers = self.learner.step()
         return float(numbers["loss/total"] or 0.0), float(numbers["optimizer/grad_norm"] or 0.0)
 
@@ -333,8 +343,10 @@ def _recompute(model: torch.nn.Module, *, on: bool) -> None:
         inner.gradient_checkpointing_disable()
 
 
-def _block(rollouts: Rollouts) -> AdvantagedBlock:
+def _block(rollouts: Rollouts, *, leave_out_dead: bool) -> AdvantagedBlock:
+    """The block as scoring would leave it."""
     packed = rollouts.packed
+    live = tuple(bool(advantage) for advantage in rollouts.advantages)
     assert rollouts.logp_old is not None
     return AdvantagedBlock(
         packed=packed,
@@ -346,11 +358,12 @@ def _block(rollouts: Rollouts) -> AdvantagedBlock:
         value_old=None,
         advantage=rollouts.advantages[packed.sequence],
         value_target=None,
+        live=live if leave_out_dead else None,
     )
 
 
-def _recipe(shape: Shape, layers: str) -> Recipe:
-    """What the learner reads of a recipe; one step over everything."""
+def _recipe(shape: Shape, layers: str, *, saves: bool) -> Recipe:
+    """What the learner reads of a recipe; one step over everything, with every saving or with none."""
     lora = shape.lora_rank is not None
     row_invariant = layers == "row_invariant"
     model = {
@@ -372,6 +385,7 @@ def _recipe(shape: Shape, layers: str) -> Recipe:
             "tokens_per_step": 10**9,
             "tokens_per_micro_batch": WORKLOADS["long"].tokens_per_micro_batch,
             "optimizer": {"learning_rate": LEARNING_RATE},
+            **dict.fromkeys(("share_prompts", "pack_by_cost", "leave_out_dead"), saves),
         },
     }
     return Recipe.model_validate(raw)
@@ -397,7 +411,7 @@ def _row(shape: Shape, case: Case, rollouts: Rollouts, timed: Timed, reference: 
         "peak_bytes": timed.peak_bytes,
         "reserved_bytes": timed.reserved_bytes,
         "loss": timed.loss,
-        "loss_difference": None if timed.loss is None else abs(timed.loss - reference.loss),
+        "loss_difference": None if timed.loss is None or reference.loss is None else abs(timed.loss - reference.loss),
         "grad_norm": timed.grad_norm,
         "grad_norm_difference": _relative(timed.grad_norm, reference.grad_norm),
         "weights_difference": timed.weights_difference,
@@ -406,7 +420,7 @@ def _row(shape: Shape, case: Case, rollouts: Rollouts, timed: Timed, reference: 
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
-    """Rows with their speed over that of others on the same workload; TRL's at live fraction 1 stands for all.
+    """Rows with their speed over that of others on the same workload, at live fraction 1 where those skip nothing.
 
     Example:
         >>> row = {"model": "m", "workload": "long", "live": 0.5, "contender": "logitless", "seconds": 1.0}
@@ -427,7 +441,7 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
         | {
             "over_trl": over(row, "trl", 1.0),
             "over_trl_without_recomputation": over(row, "trl-without-recomputation", 1.0),
-            "over_autocast": over(row, "logitless-autocast", row["live"]),
+            "over_autocast": over(row, "logitless-autocast", 1.0),
             "over_all_live": None if row["live"] == 1.0 else over(row, row["contender"], 1.0),
         }
         for row in rows
@@ -481,8 +495,8 @@ def _difference(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float
     return float((mine - other).norm() / other.norm())
 
 
-def _relative(value: float | None, reference: float) -> float | None:
-    return None if value is None or reference == 0 else abs(value - reference) / abs(reference)
+def _relative(value: float | None, reference: float | None) -> float | None:
+    return None if value is None or not reference else abs(value - reference) / abs(reference)
 
 
 def _first_line(error: Exception) -> str:

@@ -3,7 +3,7 @@
 import argparse
 from typing import Protocol
 
-from logitless.bench import bits, head, settings, step
+from logitless.bench import bits, head, rollout, scale, settings, step
 
 
 class Benchmark(Protocol):
@@ -24,6 +24,8 @@ _BENCHMARKS: dict[str, tuple[Benchmark, str]] = {
     "layers": (settings.LAYERS, "transformers' own layers, Liger's, row-invariant ones"),
     "bits": (bits, "the laws and the price of one set of bits"),
     "head": (head, "the LM head against bare products and other libraries"),
+    "rollout": (rollout, "sampling by each engine against what the device allows, and a whole block"),
+    "scale": (scale, "training steps on several GPUs of this machine"),
     "step": (step, "a whole training step against full logits and TRL's trainer"),
 }
 

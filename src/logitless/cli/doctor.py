@@ -73,12 +73,11 @@ def _source(folder: Path) -> dict[str, Any]:
 
 
 def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dict[str, Any], int]:
-    from logitless.doctor.forecast import forecast_of
+    from logitless.doctor.forecast import forecast_of, prompts_of
     from logitless.doctor.machine import left_on_the_table
     from logitless.doctor.nearest import fit_of
     from logitless.doctor.recipe_audit import audit_recipe
     from logitless.train.plan import GIB
-    from logitless.train.setup import data_of, tokenizer_of
 
     fit = fit_of(path, overrides)
     found: dict[str, Any] = {}
@@ -87,7 +86,7 @@ def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dic
         if fit.changes:
             found["would run with"] = [f"--set '{change}'" for change in fit.changes]
     try:
-        data = data_of(fit.recipe, tokenizer_of(fit.recipe.model))
+        data = prompts_of(fit.recipe)
     except LogitlessError:
         data = None  # said above, among the problems
     audited = audit_recipe(fit.recipe, data)

@@ -4,7 +4,8 @@ The batch is drawn, judged, scored and trained on by the parts of a run, twice: 
 compiled, the allocator finds its blocks), the second is measured. It has as many prompts as one round of decoding
 (``rollout.max_rows`` completions) or the block, if that is less; a block is that many times longer. Nothing is written
 outside a temporary folder. Groups without a signal are trained on here, also where the recipe leaves them out, and a
-warm start is left out: both make a block of the run shorter than it says.
+warm start is left out: both make a block of the run shorter than it says. One process measures, also of a recipe for
+several.
 """
 
 import math
@@ -17,7 +18,8 @@ import torch
 
 from logitless.errors import UnavailableError
 from logitless.models.lora import frozen_copy
-from logitless.rollout.environment import SingleTurn
+from logitless.rollout.environments import environment_of
+from logitless.rollout.tool_environment import tools_of
 from logitless.seeds import derived_seed
 from logitless.train.collector import Collector
 from logitless.train.config import Recipe
@@ -31,6 +33,7 @@ from logitless.train.policy import AdaptersOff, Policy, Scorer
 from logitless.train.prepare import prepare
 from logitless.train.run_folder import create_run_folder
 from logitless.train.setup import (
+    Data,
     algorithm_of,
     data_of,
     device_of,
@@ -96,6 +99,16 @@ class Forecast:
         )
 
 
+def prompts_of(recipe: Recipe) -> Data:
+    """The prompts of a recipe as a start loads them.
+
+    Raises:
+        LogitlessError: what a start would raise.
+    """
+    tokenizer = tokenizer_of(recipe.model)
+    return data_of(recipe, tokenizer, tools_of(environment_of(recipe.rollout.environment, tokenizer)))
+
+
 def forecast_of(recipe: Recipe, plan: Plan) -> Forecast:
     """Measure a batch of a recipe.
 
@@ -149,7 +162,8 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[dict[str, float], int, int]
     """Seconds by phase of the second block, and its completions and sampled tokens."""
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
     tokenizer = tokenizer_of(recipe.model)
-    data = data_of(recipe, tokenizer)
+    environment = environment_of(recipe.rollout.environment, tokenizer)
+    data = data_of(recipe, tokenizer, tools_of(environment))
     rewards = rewards_of(recipe, [*data.train, *data.held_out])
     algorithm = algorithm_of(recipe)
     model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=device_of(recipe.model))
@@ -164,7 +178,7 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[dict[str, float], int, int]
         view = LiveView(2, title="forecast", silent=True)
         journal = Journal(create_run_folder(folder, "forecast"), view, (), policy.device)
         learner = Learner(recipe, algorithm, policy, reference, reward_weights={r.name: r.weight for r in rewards})
-        collector = Collector(data.train, engines.training, SingleTurn(), rewards, recipe.rollout, seed=recipe.seed)
+        collector = Collector(data.train, engines.training, environment, rewards, recipe.rollout, seed=recipe.seed)
         for _ in range(2):
             journal.seconds.clear()
             completions, tokens = _block(engines, collector, learner, journal)

@@ -132,7 +132,7 @@ def _checkpointing(recipe: Recipe) -> Sequence[str]:
 
 
 def _micro_batch(recipe: Recipe) -> Sequence[str]:
-    longest = recipe.data.max_prompt_tokens + recipe.rollout.sampling.max_new_tokens
+    longest = recipe.data.max_prompt_tokens + recipe.rollout.longest_completion
     return [f"train.tokens_per_micro_batch={longest}"] if recipe.train.tokens_per_micro_batch > longest else []
 
 

@@ -7,6 +7,7 @@ no such setting, is in ``IMPOSSIBLE``. Whoever knows better keeps the setting: a
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from logitless.doctor.finding import Finding
@@ -108,7 +109,7 @@ def _across_groups(audited: Audited) -> Iterator[Finding]:
 
 def _repeated_prompts(audited: Audited) -> Iterator[Finding]:
     engine, data = audited.recipe.rollout.engine, audited.data
-    if not isinstance(engine, RecordedEngineSection) or data is None:
+    if not isinstance(engine, RecordedEngineSection) or data is None or Path(engine.path).is_dir():
         return
     prompts = {prompt.id: tuple(prompt.token_ids) for prompt in data.train}
     completions = [c for c in read_completions(engine.path) if prompts.get(c.prompt_id)]
@@ -130,8 +131,7 @@ def _filtered_sampling(audited: Audited) -> Iterator[Finding]:
         "top_p": sampling.top_p < 1,
         "top_k": bool(sampling.top_k),
         "min_p": sampling.min_p > 0,
-        "repetition_penalty": sampling.repetition_penalty != 1,
-    }
+    } | dict.fromkeys(sampling.penalties, True)
     if not any(filters.values()):
         return
     said = ", ".join(f"{name}={getattr(sampling, name)}" for name, on in filters.items() if on)
@@ -250,7 +250,7 @@ def _block_tokens(audited: Audited) -> Iterator[Finding]:
     if not audited.pretrained:
         return
     rollout = audited.recipe.rollout
-    tokens = rollout.prompts_per_block * rollout.completions_per_prompt * rollout.sampling.max_new_tokens
+    tokens = rollout.prompts_per_block * rollout.completions_per_prompt * rollout.longest_completion
     low, high = BLOCK_TOKENS
     if tokens < low / 2 or tokens > 8 * high:  # completions rarely reach their limit
         few = tokens < low / 2

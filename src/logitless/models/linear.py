@@ -9,9 +9,11 @@ split of K, or a tile of the fixed-order kernel, whichever was the fastest of th
 fixed-order kernel (``self_check``). A plan that nobody made holds tiles alone. Gradients need no such rule.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -134,6 +136,7 @@ def everywhere(way: Way) -> Iterator[None]:
 @contextmanager
 def _without_split_k() -> Iterator[None]:
     """cuBLASLt, forbidden to split K, by torch's own switches."""
+    _meet_the_libraries()
     matmul, library = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library()
     before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k
     half = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction_split_k
@@ -146,6 +149,14 @@ def _without_split_k() -> Iterator[None]:
         matmul.allow_bf16_reduced_precision_reduction = before
         matmul.allow_fp16_reduced_precision_reduction = half
         torch.backends.cuda.preferred_blas_library(library)
+
+
+@cache
+def _meet_the_libraries() -> None:
+    """torch says once in a process that the choice of a library is experimental; nobody could act on that."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.backends.cuda.preferred_blas_library(torch.backends.cuda.preferred_blas_library())
 
 
 def library_product(way: str, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -59,9 +59,11 @@ class RepeatedRows:
         return cls(index, first, tuple(again))
 
     def to(self, device: torch.device | str) -> "RepeatedRows":
-        """The same on another device."""
-        again = None if self.again is None else tuple((a.to(device), b.to(device)) for a, b in self.again)
-        return RepeatedRows(self.index.to(device), self.first.to(device), again)
+        """The same on another device, by one transfer."""
+        pairs = self.again or ()
+        tensors = [self.index, self.first, *(tensor for pair in pairs for tensor in pair)]
+        index, first, *rest = torch.cat(tensors).to(device).split([len(each) for each in tensors])  # type: ignore[no-untyped-call]
+        return RepeatedRows(index, first, tuple(zip(rest[::2], rest[1::2], strict=True)) or None)
 
     def take(self, x: Float[Tensor, "T *rest"]) -> Float[Tensor, "U *rest"]:
         """``x[index]``.

@@ -9,9 +9,9 @@ Needs Triton. What it gives up: dropout, quantized weights, positions whose scal
 families that are not listed here. Such a model is left alone, and the report says why.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -21,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from logitless.errors import UnavailableError
 from logitless.float32_sums import add_rows, gradient_dtype, sums_in_float32
+from logitless.models.activations import can_be_made_again
 from logitless.models.attention import AttentionLayout, prefix_attention
 from logitless.models.kernels.gate import gated, gated_backward
 from logitless.models.kernels.norm import norm, norm_backward
@@ -475,6 +476,8 @@ class _Norm(torch.autograd.Function):
         assert out is not None
         ctx.save_for_backward(total, weight)
         ctx.eps, ctx.gemma, ctx.weight_dtype = eps, gemma, gradient_dtype(weight)
+        kept, scale = total.detach(), weight.detach()
+        can_be_made_again(out, lambda: cast(Tensor, norm(kept, scale, eps, gemma=gemma)[1]))
         ctx.set_materialize_grads(False)
         return total, out
 
@@ -507,6 +510,19 @@ class _NormAfter(torch.autograd.Function):
         return grad, grad_delta, grad_weight, None
 
 
+class _Once:
+    """Several results of one call, made when the first of them is asked for and given away one after the other."""
+
+    def __init__(self, make: Callable[[], tuple[Tensor, ...]]) -> None:
+        self._make, self._made = make, dict[int, Tensor]()
+
+    def part(self, number: int) -> Tensor:
+        """The result of this number, to be asked for once a backward pass."""
+        if number not in self._made:
+            self._made = dict(enumerate(self._make()))
+        return self._made.pop(number)
+
+
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -517,7 +533,13 @@ class _Rotary(torch.autograd.Function):
         raw = () if norms is None else (query, key, query_norm, key_norm)
         ctx.save_for_backward(position, cos, sin, *raw)
         ctx.heads, ctx.options = heads, options
-        return rotate(query, key, value, heads, position, cos, sin, norms)
+        turned = rotate(query, key, value, heads, position, cos, sin, norms)
+        if norms is not None:  # which keep queries and keys as they were
+            raw_query, raw_key, raw_value = query.detach(), key.detach(), value.detach()
+            again = _Once(partial(rotate, raw_query, raw_key, raw_value, heads, position, cos, sin, norms))
+            for number, out in enumerate(turned):
+                can_be_made_again(out, partial(again.part, number))
+        return turned
 
     @staticmethod
     def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> tuple[Any, ...]:
@@ -538,7 +560,9 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.gelu = gelu
-        return gated(gate, up, gelu=gelu)
+        out, kept_gate, kept_up = gated(gate, up, gelu=gelu), gate.detach(), up.detach()
+        can_be_made_again(out, lambda: gated(kept_gate, kept_up, gelu=gelu))
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@
 It multiplies the surrogate's loss, not the KL term, and carries no gradient.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -168,12 +169,19 @@ class SamplerCorrection:
         return torch.where(mean > 0, mean, 1.0).to(log_ratio.dtype)
 
     def check_sampling(
-        self, *, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0, repetition_penalty: float = 1.0
+        self,
+        *,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        others: Sequence[str] = (),
     ) -> None:
         """Refuse a correction between two different distributions, unless ``filtered_sampling="accept"``.
 
         Args:
             top_p, top_k, min_p, repetition_penalty: the sampler's settings; the defaults switch each of them off.
+            others: names of further settings in use that change the distribution.
 
         Raises:
             ConfigurationError: one of them is on.
@@ -186,7 +194,7 @@ class SamplerCorrection:
             "top_k": top_k > 0,
             "min_p": min_p > 0,
             "repetition_penalty": repetition_penalty != 1,
-        }
+        } | dict.fromkeys(others, True)
         names = ", ".join(name for name, is_used in used.items() if is_used)
         if names and self.filtered_sampling == "refuse":
             raise ConfigurationError(

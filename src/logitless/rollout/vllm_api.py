@@ -159,7 +159,7 @@ def request_settings(options: SamplingOptions, ends: Sequence[int]) -> dict[str,
         ends: token ids that end a completion.
 
     Raises:
-        InputError: ``min_p`` beside ``top_p`` or ``top_k``, which vLLM applies in another order than is promised.
+        InputError: a bias, or ``min_p`` beside ``top_p`` or ``top_k``: vLLM applies them in another order than said.
 
     Example:
         >>> request_settings(SamplingOptions(max_new_tokens=4, temperature=0.5), [2])["temperature"]
@@ -192,15 +192,21 @@ def sampling_fields(options: SamplingOptions) -> dict[str, Any]:
             given=f"min_p {options.min_p} beside top_p {options.top_p} and top_k {options.top_k}",
             remedy="Leave min_p or the other two out, or sample with rollout.engine: {name: transformers}.",
         )
+    if options.logit_bias:
+        raise InputError(
+            needed="no logit_bias under vLLM, which adds it before a repetition penalty and not after it",
+            given=f"{len(options.logit_bias)} tokens",
+            remedy="Leave it out, or sample with rollout.engine: {name: transformers}.",
+        )
     return {
         "temperature": options.temperature,
         "top_p": options.top_p,
         "top_k": -1 if options.top_k is None else options.top_k,
         "min_p": options.min_p,
         "repetition_penalty": options.repetition_penalty,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "min_tokens": 0,
+        "presence_penalty": options.presence_penalty,
+        "frequency_penalty": options.frequency_penalty,
+        "min_tokens": options.min_new_tokens,
         "ignore_eos": False,
     }
 

@@ -5,6 +5,7 @@ What a part can check alone it checks itself, when it is made; here is what only
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -32,7 +33,7 @@ def check_before_start(recipe: Recipe, data: Data, model: nn.Module) -> None:
     """
     check_positions(recipe, data, model)
     engine = recipe.rollout.engine
-    if isinstance(engine, RecordedEngineSection):
+    if isinstance(engine, RecordedEngineSection) and not Path(engine.path).is_dir():
         vocabulary = causal_lm(model).get_input_embeddings().weight.shape[0]
         check_recorded(recipe, data, read_completions(engine.path), vocabulary)
 
@@ -56,11 +57,17 @@ def check_arrangement(recipe: Recipe, arrangement: Arrangement) -> None:
             given=f"weights sharded over {arrangement.weights}",
             remedy="Set parallel.replicate to the number of processes, or rollout.engine: {name: transformers}.",
         )
-    if arrangement.sequence > 1 and (recipe.model.layers == "row_invariant" or recipe.model.attention != "packed"):
+    if arrangement.is_sharded and recipe.model.layers == "row_invariant":
         raise ConfigurationError(
-            needed="model.layers: transformers and model.attention: packed, which split sequences over processes",
-            given=f"{recipe.model.layers} and {recipe.model.attention} beside parallel.sequence={arrangement.sequence}",
-            remedy="Leave all three out, or set these two.",
+            needed="all weights on every process for model.layers: row_invariant",
+            given=f"weights sharded over {arrangement.weights}",
+            remedy="Set parallel.replicate to the number of processes, or leave model.layers at auto.",
+        )
+    if arrangement.sequence > 1 and recipe.model.attention != "packed":
+        raise ConfigurationError(
+            needed="model.attention: packed, which splits sequences over processes",
+            given=f"{recipe.model.attention} beside parallel.sequence={arrangement.sequence}",
+            remedy="Leave it out.",
         )
 
 

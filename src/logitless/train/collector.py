@@ -77,6 +77,9 @@ class Collector:
             rounds += 1
         return JudgedBlock(tuple(drawn), tuple(kept), rounds)
 
+    def close(self) -> None:
+        """Nothing is under way between two blocks."""
+
     def state_dict(self) -> dict[str, Any]:
         """Where in the prompts it is, as JSON."""
         return self.order.state_dict()

@@ -121,19 +121,31 @@ class RecordedEngineSection(Section):
     """Replay completions from a file."""
 
     name: Literal["recorded"] = "recorded"
-    path: str = Field(description="JSONL or Parquet file of completions")
+    path: str = Field(
+        description="JSONL or Parquet file of completions, or the folder of a run with rollout.staleness, which is "
+        "replayed block by block"
+    )
 
 
-class GpuEngineSection(Section):
-    """Sample on a GPU with the policy itself, by its row-invariant layers: with the bits of training."""
-
-    name: Literal["gpu"] = "gpu"
+class _OnGpu(Section):
     memory: PositiveInt | None = Field(
-        None, description="bytes for keys and values while sampling; None: half of what is free then"
+        None, description="bytes for keys and values while sampling on a GPU; None: half of what is free then"
     )
     recount_every: PositiveInt = Field(
         10, description="blocks after which a scoring pass is made all the same and compared, bit for bit"
     )
+
+
+class GpuEngineSection(_OnGpu):
+    """Sample on a GPU with the policy itself, by its row-invariant layers: with the bits of training."""
+
+    name: Literal["gpu"] = "gpu"
+
+
+class AutoEngineSection(_OnGpu):
+    """`gpu` where the policy runs there with row-invariant layers, else `transformers`; the run says which, and why."""
+
+    name: Literal["auto"] = "auto"
 
 
 class FolderWeightsSection(Section):
@@ -230,17 +242,23 @@ class RolloutSection(Section):
     """One round of generation: a block."""
 
     engine: (
-        TransformersEngineSection
+        AutoEngineSection
+        | TransformersEngineSection
         | RecordedEngineSection
         | GpuEngineSection
         | VllmServerEngineSection
         | VllmEngineSection
-    ) = Field(default_factory=TransformersEngineSection, discriminator="name", description="what samples")
+    ) = Field(default_factory=AutoEngineSection, discriminator="name", description="what samples")
     parity: ParitySection = Field(default_factory=ParitySection)
     environment: Annotated[EnvironmentOptions, Field(discriminator="name")] | None = Field(
         None, description="what answers the policy between its turns; None: a completion is a single turn"
     )
     limits: Limits = Field(default_factory=Limits, description="of an episode, where there is an environment")
+    staleness: NonNegativeInt = Field(
+        0,
+        description="blocks that may be collected ahead while others are trained on, each by weights that have seen at "
+        "most so many blocks less; 0: strictly on policy. What was drawn is logged, so that the run can be repeated",
+    )
     prompts_per_block: PositiveInt = Field(32, description="P, prompts a block")
     completions_per_prompt: PositiveInt = Field(8, description="G, completions a prompt")
     max_rows: PositiveInt = Field(512, description="completions decoded at once, here and in evaluation")
@@ -367,6 +385,11 @@ class TrainSection(Section):
     training_backend: Backend = Field("auto", description="head backend with gradients")
     scoring_backend: Backend = Field("auto", description="head backend without")
     head_memory_budget: PositiveInt | None = Field(None, description="bytes of logits-like memory; None: chosen")
+    activation_memory: PositiveInt | None = Field(
+        None,
+        description="bytes that the layers may keep of a micro-batch for the backward; as few of them as possible are "
+        "recomputed, or kept on the host, to fit (docs/performance.md); None: no limit",
+    )
 
 
 class ParallelSection(Section):
@@ -496,15 +519,28 @@ class Recipe(Section):
             "Leave them out; model.trained_dtype: bfloat16 (model.dtype under LoRA) gives products in bfloat16.",
         )
         _require(
+            self.train.activation_memory is None or not (self.model.gradient_checkpointing or self.model.compile),
+            "one way to save activations beside train.activation_memory, and no model.compile",
+            f"model.gradient_checkpointing={self.model.gradient_checkpointing}, model.compile={self.model.compile}",
+            "Leave model.gradient_checkpointing and model.compile out.",
+        )
+        _require(
             self.model.trained_dtype == "float32" or self.model.autocast is None,
             "one dtype of the products",
             f"model.autocast={self.model.autocast} beside model.trained_dtype={self.model.trained_dtype}",
             "Remove model.autocast: products of bfloat16 weights are in bfloat16 as they are.",
         )
+        named = self.rollout.engine.name
+        _require(
+            self.rollout.staleness == 0 or named in ("transformers", "vllm_server", "recorded"),
+            "an engine beside rollout.staleness that samples while the policy is trained: transformers or vllm_server",
+            f"rollout.staleness={self.rollout.staleness} with {named}",
+            "Set rollout.staleness: 0, or another engine.",
+        )
         if isinstance(self.rollout.engine, GpuEngineSection):
             _require(
-                self.model.layers == "row_invariant",
-                "model.layers: row_invariant under rollout.engine gpu, which decodes through them",
+                self.model.layers != "transformers",
+                "model.layers: row_invariant or auto under rollout.engine gpu, which decodes through them",
                 f"model.layers={self.model.layers}",
                 "Set it.",
             )
@@ -553,7 +589,7 @@ class Recipe(Section):
                 top_p=sampling.top_p,
                 top_k=sampling.top_k or 0,
                 min_p=sampling.min_p,
-                repetition_penalty=sampling.repetition_penalty,
+                others=sampling.penalties,
             )
         return self
 

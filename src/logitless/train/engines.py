@@ -1,6 +1,7 @@
 """The one place where an engine is opened: a recipe names it, a member of a union describes it."""
 
 import importlib.util
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from logitless.distributed.sharding import is_sharded
 from logitless.errors import UnavailableError
+from logitless.models.lm_head import backbone, lm_head
 from logitless.rollout.engine import Engine, PushingEngine, Weights
 from logitless.rollout.http_client import HttpClient, Patience, api_key
 from logitless.rollout.nccl_transfer import NcclSync
+from logitless.rollout.own_copy import OwnCopy, TurnTaking
 from logitless.rollout.probe import Probe, probe_prompt
 from logitless.rollout.recorded import RecordedEngine
 from logitless.rollout.transformers import TransformersEngine
@@ -22,6 +26,7 @@ from logitless.rollout.vllm_server import VllmServerEngine
 from logitless.rollout.weight_sync import AdapterSync, FolderSync, WeightSync
 from logitless.train.config import (
     AdapterWeightsSection,
+    AutoEngineSection,
     FolderWeightsSection,
     GpuEngineSection,
     NcclWeightsSection,
@@ -33,6 +38,8 @@ from logitless.train.config import (
     VllmServerEngineSection,
 )
 from logitless.train.metrics import Numbers
+
+logger = logging.getLogger("logitless")
 
 
 @dataclass(frozen=True)
@@ -92,16 +99,28 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
         prefill_tokens=recipe.rollout.prefill_tokens,
         autocast=autocast,
     )
+    ahead = recipe.rollout.staleness > 0
     match recipe.rollout.engine:
         case TransformersEngineSection():
-            return Engines(here, here)
+            return Engines(OwnCopy(here.another()) if ahead else here, here)
         case RecordedEngineSection(path=path):
+            if Path(path).is_dir():  # a run's log, which the collector reads: nothing is sampled for training
+                return Engines(here, here)
             return Engines(RecordedEngine(Path(path)), here)
+        case AutoEngineSection(memory=memory):
+            if reason := not_on_gpu_because(recipe, model):
+                logger.info("rollout engine: transformers, for %s", reason)
+                return Engines(here, here)
+            logger.info("rollout engine: gpu, with the bits of training")
+            gpu = _gpu_engine(recipe, model, tokenizer, memory)
+            return Engines(gpu, gpu)
         case GpuEngineSection(memory=memory):
             gpu = _gpu_engine(recipe, model, tokenizer, memory)
             return Engines(gpu, gpu)
         case VllmServerEngineSection() as section:
             servers = _vllm_servers(recipe, section, tokenizer)
+            if ahead:
+                servers = TurnTaking(servers)
             return Engines(servers, servers)
         case VllmEngineSection() as section:
             vllm = _vllm(recipe, section, tokenizer)
@@ -175,6 +194,26 @@ def _probe(recipe: Recipe, section: ProbeSection, tokenizer: PreTrainedTokenizer
         section.max_difference or (1e-3 if exact else 0.3),
         autocast=autocast,
     )
+
+
+def not_on_gpu_because(recipe: Recipe, model: nn.Module) -> str:
+    """What keeps ``auto`` from sampling with the bits of training, in words; empty where nothing does."""
+    backends = {recipe.train.scoring_backend, recipe.train.training_backend}
+    if _device_type(model) != "cuda":
+        return f"the model is on {_device_type(model)}"
+    if not hasattr(backbone(model), "row_invariant"):
+        return "its layers are not row-invariant ones"
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        return "its weights are sharded"
+    if lm_head(model).lora_a is not None:
+        return "there is an adapter on the LM head"
+    if not backends <= {"auto", "fused"}:
+        return "the recipe names another backend of the head than the fused one"
+    return ""
+
+
+def _device_type(model: nn.Module) -> str:
+    return next(model.parameters()).device.type
 
 
 def _gpu_engine(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizerBase, memory: int | None) -> Engine:

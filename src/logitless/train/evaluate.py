@@ -13,6 +13,7 @@ from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
 from logitless.train.config import Recipe
 from logitless.train.metrics import Numbers
+from logitless.train.pass_at import success_metrics
 from logitless.train.shared_rollout import sampled_and_judged
 from logitless.types import Prompt
 
@@ -52,7 +53,7 @@ class Evaluation:
 
         Returns:
             The metrics ``evaluation/...``; accuracy is the fraction of all completions whose reward reaches
-            ``success_at``, so an unscorable completion is not a success.
+            ``success_at``, so an unscorable completion is not a success. With several samples a prompt pass@k, too.
         """
         groups = sampled_and_judged(
             self.ranks,
@@ -68,8 +69,9 @@ class Evaluation:
         )
         completions = [c for g in groups for c in g.completions]
         rewards = [r for g in groups for r in g.rewards if r is not None]
+        correct = [sum(r is not None and r >= self.success_at for r in g.rewards) for g in groups]
         found: Numbers = {
-            "evaluation/accuracy": sum(r >= self.success_at for r in rewards) / len(completions),
+            **success_metrics(correct, self.num_samples),
             "evaluation/reward_mean": math.fsum(rewards) / len(rewards) if rewards else math.nan,
             "evaluation/length_mean": sum(c.length for c in completions) / len(completions),
             "evaluation/truncated_fraction": sum(c.finish_reason == "length" for c in completions) / len(completions),

@@ -10,7 +10,7 @@ was stopped.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class Progress:
         step_in_epoch: steps finished of that epoch.
         step: optimizer steps done, skipped ones included.
         skipped, skipped_in_a_row: steps without a finite gradient.
+        halvings: steps (as ``step`` counts them) at which memory was short and ``tokens_per_micro_batch`` was halved.
     """
 
     block: int = 0
@@ -60,6 +61,7 @@ class Progress:
     step: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
+    halvings: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class _InTraining:
         statistics: of the block, or None.
         dropped: one flag a sequence: completions whose tokens weigh 0.
         plans: the steps of each epoch.
+        packing: of their rows.
     """
 
     block: AdvantagedBlock
@@ -79,6 +82,7 @@ class _InTraining:
     statistics: BlockStatistics | None
     dropped: tuple[bool, ...]
     plans: tuple[tuple[StepPlan, ...], ...]
+    packing: Packing
 
 
 class Learner:
@@ -94,6 +98,7 @@ class Learner:
 
     Attributes:
         tokens_per_rank: that each rank with sequences of its own trained on in the last step.
+        halved: a message where the last step halved its micro-batches for want of memory.
     """
 
     def __init__(
@@ -108,6 +113,7 @@ class Learner:
     ) -> None:
         self.ranks = ranks
         self.tokens_per_rank: tuple[int, ...] = ()
+        self.halved: str | None = None
         self.recipe, self.algorithm, self.policy, self.reference = recipe, algorithm, policy, reference
         self.reward_weights = reward_weights
         self.optimizer = adamw(
@@ -145,7 +151,7 @@ class Learner:
         plan, train = self._plan(packed, 0, live), self.recipe.train
         itself = not recount and self._may_score_itself(plan)
         trained = micro_batches_of(plan, self.ranks)
-        dead_rows = self._packing.rows([s for step in plan for s in step.dead], packed.packed.inputs)
+        dead_rows = self._packing(packed).rows([s for step in plan for s in step.dead], packed.packed.inputs)
         dead = self.ranks.rows_of(dead_rows + ((),) * (-len(dead_rows) % self.ranks.data_world))
         return score(
             packed,
@@ -187,11 +193,16 @@ class Learner:
         """One flag a sequence: completions whose tokens weigh 0."""
         return tuple(truncated and self.algorithm.drop_truncated for truncated in block.truncated)
 
-    @property
-    def _packing(self) -> Packing:
-        train = self.recipe.train
-        width = self.policy.hidden_size
-        return Packing(train.tokens_per_micro_batch, self.policy.shares_prompts, width if train.pack_by_cost else None)
+    def _packing(self, block: PackedBlock) -> Packing:
+        """How rows are filled at this step; a row has room for the longest sequence whatever was halved."""
+        train, progress = self.recipe.train, self.progress
+        halvings = sum(step <= progress.step for step in progress.halvings)
+        limit = train.tokens_per_micro_batch >> halvings
+        return Packing(
+            max(limit, max(block.packed.inputs.lengths)) if halvings else limit,
+            self.policy.shares_prompts,
+            self.policy.hidden_size if train.pack_by_cost else None,
+        )
 
     def with_advantages(self, scored: ScoredBlock, groups: Sequence[Group]) -> AdvantagedBlock:
         """The block with what each token is worth.
@@ -210,7 +221,7 @@ class Learner:
 
     def begin(self, block: AdvantagedBlock) -> None:
         """Settle what no step may change: the plan of each epoch, dropped completions, statistics of the block."""
-        train, objective = self.recipe.train, self.algorithm.objective
+        objective = self.algorithm.objective
         dropped = self._dropped(block)
         tokens = block.tokens(trained=~torch.tensor(dropped))
         statistics = objective.block_statistics(tokens, generator=self._generator("selection", self.progress.block))
@@ -219,8 +230,14 @@ class Learner:
             tokens if statistics is None else statistics.attach(tokens),
             statistics,
             dropped,
-            tuple(tuple(self._plan(block, epoch, block.live)) for epoch in range(train.epochs_per_block)),
+            self._plans(block),
+            self._packing(block),
         )
+
+    def _plans(self, block: AdvantagedBlock) -> tuple[tuple[StepPlan, ...], ...]:
+        """The steps of each epoch."""
+        epochs = range(self.recipe.train.epochs_per_block)
+        return tuple(tuple(self._plan(block, epoch, block.live)) for epoch in epochs)
 
     @property
     def in_training(self) -> bool:
@@ -233,17 +250,11 @@ class Learner:
         """The next optimizer step of the block in training, and its numbers."""
         if self._current is None:
             raise ValueError("no block in training: call begin first")
-        now, progress = self._current, self.progress
-        plan = now.plans[progress.epoch]
+        progress, self.halved = self.progress, None
         place: Numbers = {"block": progress.block + 1, "epoch": progress.epoch + 1}
-        step = plan[progress.step_in_epoch]
-        parts = (now.block.packed, now.tokens, step, self.algorithm.objective, self.algorithm.weighting)
-        options: Any = {"dropped": now.dropped, "num_steps": len(plan), "statistics": now.statistics}
-        micro_batches = step_batch(*parts, **options, scores_itself=now.block.scores_itself)
-        dead = dead_output(*parts, **options, device=self.policy.device, ranks=self.ranks)
-        record = self._optimize(micro_batches, dead, now.statistics)
-        record |= saved_by_packing(step, now.block.packed.inputs, self._packing)
-        record["optimizer/sequences"] += len(step.dead)
+        while (record := self._attempt(self._current)) is None:
+            self._halve(self._current)
+        now, plan = self._current, self._current.plans[progress.epoch]
         progress.step_in_epoch += 1
         if progress.step_in_epoch == len(plan):
             self.controllers.end_epoch(now.block.packed.num_sequences)
@@ -252,21 +263,64 @@ class Learner:
             self.end_block()
         return {"step": progress.step, **place, **record}
 
+    def _attempt(self, now: _InTraining) -> Numbers | None:
+        """The numbers of a step, or None where memory was short and nothing has happened but to gradients."""
+        if now.packing != self._packing(now.block):  # halved since the block began, or in the run that is repeated
+            now = self._current = replace(now, plans=self._plans(now.block), packing=self._packing(now.block))
+        plan = now.plans[self.progress.epoch]
+        step = plan[self.progress.step_in_epoch]
+        parts = (now.block.packed, now.tokens, step, self.algorithm.objective, self.algorithm.weighting)
+        options: Any = {"dropped": now.dropped, "num_steps": len(plan), "statistics": now.statistics}
+        micro_batches = step_batch(*parts, **options, scores_itself=now.block.scores_itself)
+        dead = dead_output(*parts, **options, device=self.policy.device, ranks=self.ranks)
+        record = self._optimize(micro_batches, dead, now.statistics)
+        if record is not None:
+            record |= saved_by_packing(step, now.block.packed.inputs, now.packing)
+            record["optimizer/sequences"] += len(step.dead)
+            record["optimizer/tokens_per_micro_batch"] = now.packing.tokens_per_row
+            record["optimizer/halvings"] = sum(done < self.progress.step for done in self.progress.halvings)
+        return record
+
+    def _halve(self, now: _InTraining) -> None:
+        """Give the gradients back, and halve what is read at once from this step on.
+
+        Raises:
+            TrainingError: rows have a sequence each already.
+        """
+        for parameter in self.policy.named_parameters().values():
+            parameter.grad = None
+        if self.policy.device.type == "cuda":
+            torch.cuda.empty_cache()
+        before = now.packing.tokens_per_row
+        self.progress.halvings.append(self.progress.step)
+        after = self._packing(now.block).tokens_per_row
+        if after == before:
+            raise TrainingError(
+                needed="memory for the longest sequence in a row of its own",
+                given=f"too little for its {before} tokens",
+                remedy="Set model.gradient_checkpointing or train.activation_memory, lower train.head_memory_budget or "
+                "rollout.sampling.max_new_tokens, or use LoRA.",
+            )
+        self.halved = (
+            f"memory was short in step {self.progress.step + 1}: repeated with micro-batches of {after:,} tokens "
+            f"instead of {before:,}, as all steps from here on (train.tokens_per_micro_batch)"
+        )
+
     def end_block(self) -> None:
         """Go on to the next block; for one without a signal, this is all there is to do."""
         self.progress.block, self.progress.epoch, self._current = self.progress.block + 1, 0, None
 
     def _optimize(
         self, micro_batches: list[MicroBatch], dead: MicroBatchOutput | None, statistics: BlockStatistics | None
-    ) -> Numbers:
+    ) -> Numbers | None:
         recipe, progress, ranks = self.recipe, self.progress, self.ranks
         self.policy.release()  # whole weights were for sampling
-        if recipe.parallel.deterministic:
-            mine, outputs = self._summed_in_order(micro_batches, statistics)
-        else:
-            mine = list(ranks.rows_of(micro_batches))
-            outputs = self._backward(mine, statistics, ranks.gather, *([ranks.data_rank] if ranks.data_rank else []))
-            ranks.sum_gradients(self.policy.named_parameters().values())
+        try:
+            mine, outputs = self._gradients(micro_batches, statistics)
+        except torch.OutOfMemoryError:
+            if ranks.world > 1:  # the others wait for this one
+                raise
+            return None
         rate = learning_rate(progress.step, progress.block / recipe.train.blocks, recipe.train.optimizer)
         norm, taken = take_step(
             self.optimizer,
@@ -288,6 +342,18 @@ class Learner:
         }
         self.controllers.after_step(record, micro_batches, taken=taken)
         return record
+
+    def _gradients(
+        self, micro_batches: list[MicroBatch], statistics: BlockStatistics | None
+    ) -> tuple[list[MicroBatch], list[MicroBatchOutput]]:
+        """This rank's micro-batches and what came of them; gradients are the sums over all ranks."""
+        ranks = self.ranks
+        if self.recipe.parallel.deterministic:
+            return self._summed_in_order(micro_batches, statistics)
+        mine = list(ranks.rows_of(micro_batches))
+        outputs = self._backward(mine, statistics, ranks.gather, *([ranks.data_rank] if ranks.data_rank else []))
+        ranks.sum_gradients(self.policy.named_parameters().values())
+        return mine, outputs
 
     def _backward(
         self,
@@ -392,7 +458,7 @@ class Learner:
             block.groups,
             block.packed.inputs,
             tokens_per_step=train.tokens_per_step,
-            packing=self._packing,
+            packing=self._packing(block),
             live=live,
             seed=derived_seed(self.recipe.seed, "epoch", self.progress.block, epoch),
         )
@@ -410,7 +476,7 @@ class Learner:
             block.groups,
             block.packed.inputs,
             num_ranks=self.ranks.data_world,
-            packing=self._packing,
+            packing=self._packing(block),
         )
         return replace(step, micro_batches=tuple(row for of_ranks in zip(*rows, strict=True) for row in of_ranks))
 

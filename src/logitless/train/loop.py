@@ -116,8 +116,9 @@ class Loop:
             else:
                 self.unwritten = record
                 self._end_block(self._hand_over(), by_rank=self.learner.by_rank)
-            if message := self.learner.check_skipped():
-                self.journal.message(message)
+            for message in (self.learner.halved, self.learner.check_skipped()):
+                if message is not None:
+                    self.journal.message(message)
 
     def _end_block(self, handed_over: Numbers, *, by_rank: Mapping[str, Sequence[int]]) -> None:
         """Evaluate with the new weights, if it is time, and write the line that the block ends with."""

@@ -203,6 +203,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("optimizer/sequences", "completion", "sum", "step", "completions trained on, dead ones included"),
     Metric("optimizer/read_tokens", "token", "sum", "step", "tokens that forward and backward read, prompts included"),
     Metric("optimizer/micro_batches", "1", "sum", "step", "forward and backward passes"),
+    Metric(
+        "optimizer/tokens_per_micro_batch",
+        "token",
+        "last",
+        "step",
+        "most tokens read at once: the recipe's, halved where memory was short",
+    ),
+    Metric("optimizer/halvings", "1", "sum", "run", "times that memory was short and that number was halved"),
     # What a step did not have to compute
     Metric(
         "saving/dead_sequences",
@@ -256,6 +264,19 @@ METRICS: tuple[Metric, ...] = (
         "evaluation",
         "held-out completions that count as correct; unscorable ones do not",
     ),
+    Metric(
+        "evaluation/accuracy/low", "1", "last", "evaluation", "lower end of its 95 % interval over prompts (Wilson)"
+    ),
+    Metric("evaluation/accuracy/high", "1", "last", "evaluation", "upper end"),
+    Metric(
+        "evaluation/pass_at/{k}",
+        "1",
+        "mean",
+        "evaluation",
+        "chance that one of k samples of a prompt is correct, without bias; k = 2, 4, ... up to samples_per_prompt",
+    ),
+    Metric("evaluation/pass_at/{k}/low", "1", "last", "evaluation", "lower end of its 95 % interval over prompts"),
+    Metric("evaluation/pass_at/{k}/high", "1", "last", "evaluation", "upper end"),
     Metric("evaluation/reward_mean", "reward", "mean", "evaluation", "weighted sum of the functions, held out"),
     Metric("evaluation/{function}/mean", "reward", "mean", "evaluation", "what one function gives, held out"),
     Metric("evaluation/length_mean", "token", "mean", "evaluation", "sampled tokens"),

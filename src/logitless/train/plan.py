@@ -20,7 +20,7 @@ from logitless.models.value_head import ValueHead
 from logitless.rollout.environments import environment_of
 from logitless.rollout.tool_environment import tools_of
 from logitless.train.checks import check_before_start
-from logitless.train.config import GpuEngineSection, Recipe
+from logitless.train.config import AutoEngineSection, GpuEngineSection, Recipe
 from logitless.train.engines import open_engines
 from logitless.train.masters import master_of
 from logitless.train.setup import (
@@ -118,6 +118,8 @@ def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None
     number = 2 if half else 4
     kept, worked_on = (1, 1) if section.gradient_checkpointing else (17, 0)
     activations = train.tokens_per_micro_batch * width * number * (layers * kept + 17 * worked_on)
+    if train.activation_memory is not None:
+        activations = min(activations, train.activation_memory + train.tokens_per_micro_batch * width * number * 17)
     sampling = sampling_bytes(recipe, config, number)
     parts = {
         "trained weights": sum(p.numel() * p.element_size() for p in trained),
@@ -154,7 +156,7 @@ def sampling_bytes(recipe: Recipe, config: Any, number: int) -> int:
     rows = min(rollout.max_rows, rollout.prompts_per_block * rollout.completions_per_prompt)
     length = longest + rollout.longest_completion
     cache = rows * length * config.num_hidden_layers * 2 * kv_heads * head_dim * number
-    if isinstance(rollout.engine, GpuEngineSection) and rollout.engine.memory is not None:
+    if isinstance(rollout.engine, GpuEngineSection | AutoEngineSection) and rollout.engine.memory is not None:
         cache = min(cache, rollout.engine.memory)
     prompts = -(-rows // rollout.completions_per_prompt)
     read_at_once = max(longest, min(rollout.prefill_tokens, prompts * longest))

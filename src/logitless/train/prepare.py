@@ -12,7 +12,7 @@ from logitless.train.block_metrics import (
     value_metrics,
 )
 from logitless.train.collector import Collector
-from logitless.train.config import GpuEngineSection, RolloutSection
+from logitless.train.config import AutoEngineSection, GpuEngineSection, RolloutSection
 from logitless.train.journal import Journal
 from logitless.train.learner import Learner
 from logitless.train.metrics import Numbers
@@ -78,4 +78,5 @@ def prepare(collector: Collector, learner: Learner, journal: Journal) -> Prepare
 
 def _recount_every(options: RolloutSection) -> int:
     """Blocks after which sampled scores are compared with a pass; each of them for an engine that no recipe names."""
-    return options.engine.recount_every if isinstance(options.engine, GpuEngineSection) else 1
+    engine = options.engine
+    return engine.recount_every if isinstance(engine, GpuEngineSection | AutoEngineSection) else 1

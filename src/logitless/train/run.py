@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.ranks import Ranks
 from logitless.errors import ConfigurationError
+from logitless.models.activations import fit_activations
 from logitless.models.lora import frozen_copy
 from logitless.models.value_head import ValueHead, save_value_head
 from logitless.objective.algorithm import Algorithm
@@ -22,9 +23,9 @@ from logitless.rollout.environment import Driver, Environment
 from logitless.rollout.environments import environment_of
 from logitless.rollout.tool_environment import tools_of
 from logitless.seeds import derived_seed
+from logitless.train.ahead import LOG, collector_of
 from logitless.train.checkpoint import Checkpoint, checkpoints, clear_remains, damaged, load_checkpoint
 from logitless.train.checks import check_arrangement, check_before_start, scores_all_rows
-from logitless.train.collector import Collector
 from logitless.train.config import Recipe, RecordedEngineSection
 from logitless.train.engines import Engines, open_engines
 from logitless.train.evaluate import evaluation_of
@@ -35,7 +36,7 @@ from logitless.train.loop import Loop
 from logitless.train.optimizer import implementation
 from logitless.train.plan import check_disk, disk
 from logitless.train.policy import AdaptersOff, Policy, Scorer
-from logitless.train.provenance import digest_of_file, digest_of_prompts, record_start
+from logitless.train.provenance import digest_of_file, digest_of_log, digest_of_prompts, record_start
 from logitless.train.provenance import environment as made_with
 from logitless.train.recipe import dump_recipe, load_recipe
 from logitless.train.report import write_report
@@ -182,9 +183,14 @@ def start(
         journal = Journal(folder, view, writers, policy.device, ranks)
         weights = {r.name: r.weight for r in rewards}
         learner = Learner(recipe, algorithm, policy, reference, reward_weights=weights, ranks=ranks)
-        collector = Collector(
-            data.train, engines.training, environment, rewards, recipe.rollout, seed=recipe.seed, ranks=ranks
+        collector = collector_of(
+            recipe,
+            folder.path,
+            *(data.train, engines.training, environment, rewards, recipe.rollout),
+            seed=recipe.seed,
+            ranks=ranks,
         )
+        stack.callback(collector.close)
         evaluation = evaluation_of(recipe, engines.evaluation, environment, data.held_out, rewards, ranks)
         loop = Loop(recipe, collector, learner, evaluation, journal)
         view.message(f"optimizer AdamW ({implementation(learner.optimizer)})")
@@ -263,6 +269,11 @@ def _policies(
             reference = policy_of(frozen_copy(model, dtype=getattr(torch, section.dtype)))
         else:
             reference = AdaptersOff(policy)
+    if recipe.train.activation_memory is not None:  # after the reference, which is a copy and keeps nothing
+        plan = fit_activations(
+            model, num_tokens=recipe.train.tokens_per_micro_batch, budget=recipe.train.activation_memory
+        )
+        view.message(f"activations: {plan}")
     if policy.value_head is not None:
         num_weights = sum(p.numel() for p in policy.value_head.parameters())
         factor = value_head_section(recipe).learning_rate_factor
@@ -312,11 +323,12 @@ def _digests(recipe: Recipe, data: Data) -> dict[str, str]:
     }
     engine = recipe.rollout.engine
     if isinstance(engine, RecordedEngineSection):
-        found["completions"] = digest_of_file(Path(engine.path))
+        path = Path(engine.path)
+        found["completions"] = digest_of_log(path / LOG) if path.is_dir() else digest_of_file(path)
     return found
 
 
-_MAY_CHANGE = {"output", "checkpoint", "writers"}
+_MAY_CHANGE = {"output", "checkpoint", "writers", "parallel"}
 _MAY_MOVE = (  # where it stands may change; what is in a file not, which its digest says
     *("model.tokenizer", "data.train.path", "data.held_out.path"),
     *("warm_start.data.path", "rollout.engine.path"),

@@ -6,6 +6,7 @@
         lock.json                       while a process writes here
         metrics.jsonl                   one line an optimizer step, see docs/metrics.md
         rollouts/part-000001.parquet    one data set in a few files, one row a completion, see docs/rollouts.md
+        collected/block-000012.json     under rollout.staleness: what was drawn, see ahead.py
         checkpoints/                    see checkpoint.py
         tensorboard/
         model/                          at the end: Hugging Face format, for from_pretrained (an adapter under LoRA)
@@ -281,7 +282,7 @@ WARM_START = "warm_start"
 """Name of the folder with the policy as reinforcement learning began."""
 
 _WRITTEN_FIRST = {
-    *("config.yaml", "provenance.json", "metrics.jsonl", "tensorboard", "wandb", WARM_START),
+    *("config.yaml", "provenance.json", "metrics.jsonl", "tensorboard", "wandb", "collected", WARM_START),
     *(".config.yaml.partial", ".provenance.json.partial", ".metrics.jsonl.partial", ".warm_start.partial"),
 }
 """What is in a run folder before its first block is done, besides lock, rollouts and checkpoints."""

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from logitless.models.kernels.overlap import after_inputs, overlapping
 from logitless.models.kernels.rows import empty_rows
 
 
@@ -41,8 +42,10 @@ def norm_kernel(
     GEMMA: tl.constexpr,
     AFTER: tl.constexpr,  # norm delta and add it, instead of adding it and norming the sum
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One row."""
+    after_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * length
     column = tl.arange(0, BLOCK)
     inside = column < length
@@ -147,7 +150,7 @@ def norm(
     out = None if after else empty_rows(*x.shape, like=x)
     norm_kernel[(x.numel() // length,)](
         x, delta, weight, None if delta is None else total, out, eps, length,
-        GEMMA=gemma, AFTER=after, BLOCK=block, num_warps=row_warps(block),
+        GEMMA=gemma, AFTER=after, BLOCK=block, num_warps=row_warps(block), **overlapping(x.device),
     )  # fmt: skip
     return total, out
 

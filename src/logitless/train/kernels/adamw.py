@@ -26,6 +26,7 @@ def adamw_kernel(
     COPY: tl.constexpr,  # dtype of the copies
     ALIGNED: tl.constexpr,  # whether every address is a multiple of 16 bytes
     BLOCK: tl.constexpr,
+    EVICT: tl.constexpr,  # policy of the cache for numbers that are read once and written once
 ):
     """One part of one tensor, in blocks of ``BLOCK`` elements."""
     part = chunks + tl.program_id(0) * 3
@@ -45,16 +46,16 @@ def adamw_kernel(
     for start in range(0, length, BLOCK):
         at = first + start + tl.arange(0, BLOCK)
         inside = start + tl.arange(0, BLOCK) < length
-        g = tl.load(gradient + at, mask=inside, other=0.0) * factor
-        m = tl.load(moment1 + at, mask=inside, other=0.0)
-        v = tl.load(moment2 + at, mask=inside, other=0.0)
-        w = tl.load(master + at, mask=inside, other=0.0) * decay
+        g = tl.load(gradient + at, mask=inside, other=0.0, eviction_policy=EVICT) * factor
+        m = tl.load(moment1 + at, mask=inside, other=0.0, eviction_policy=EVICT)
+        v = tl.load(moment2 + at, mask=inside, other=0.0, eviction_policy=EVICT)
+        w = tl.load(master + at, mask=inside, other=0.0, eviction_policy=EVICT) * decay
         m = m + rest1 * (g - m)
         v = beta2 * v + rest2 * g * g
         w = w - rate * m / (tl.sqrt(v) / correction + eps)
-        tl.store(moment1 + at, m, mask=inside)
-        tl.store(moment2 + at, v, mask=inside)
-        tl.store(master + at, w, mask=inside)
+        tl.store(moment1 + at, m, mask=inside, eviction_policy=EVICT)
+        tl.store(moment2 + at, v, mask=inside, eviction_policy=EVICT)
+        tl.store(master + at, w, mask=inside, eviction_policy=EVICT)
         tl.store(copy + at, w.to(COPY), mask=inside)
 
 
