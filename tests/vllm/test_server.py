@@ -206,14 +206,22 @@ def test_trap_the_probes_prompt_is_cached_so_that_a_cache_that_was_not_reset_is_
     fresh.close()
 
 
+def _generated(server):
+    """Tokens that the server has sampled since its start."""
+    lines = server.client.get("/metrics").splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+
 def _pushed_while_sampling(server, mode, folder, model):
     """A long completion during which the weights change, with the given way to pause."""
     found = []
     asking = threading.Thread(
         target=lambda: found.extend(_asked(server, tokens=280, ignore_eos=True, stop_token_ids=[]))
     )
+    begun = _generated(server)
     asking.start()
-    time.sleep(0.6)
+    while _generated(server) < begun + 20:  # in the middle of the completion
+        time.sleep(0.005)
     server.client.post(f"/pause?mode={mode}&clear_cache=false")
     _loaded_without_reset(server, folder, model)
     server.resume()
@@ -264,18 +272,22 @@ def test_many_prompts_at_once_keep_their_order(engine, model):
         assert group[1].logp_sampler == pytest.approx(expected, abs=1e-4)
 
 
-def test_kill_9_in_the_middle_of_a_round_continues_on_a_restarted_server_with_the_right_weights(engine, process):
+def test_kill_9_in_the_middle_of_a_round_continues_on_a_restarted_server_with_the_right_weights(
+    engine, process, monkeypatch
+):
     expected = engine.sample(PROMPTS, 8, OPTIONS, seed=SEED)
     many = [*PROMPTS, *(Prompt(f"k{n}", "", PROMPT[n : n + 50]) for n in range(30))]
+    plain, lock, asked = VllmServer.sample, threading.Lock(), []
 
-    def restart():
-        time.sleep(0.5)
-        process.kill()
-        process.start()
+    def killing(self, *arguments, **options):
+        with lock:
+            asked.append(arguments)
+            if len(asked) == 10:  # nine are under way
+                process.kill()
+                process.start()
+        return plain(self, *arguments, **options)
 
-    killer = threading.Thread(target=restart)
-    killer.start()
+    monkeypatch.setattr(VllmServer, "sample", killing)
     groups = engine.sample(many, 8, OPTIONS, seed=SEED)
-    killer.join()
     assert engine._watched[0].restarts > 0
     assert [[c.token_ids for c in g] for g in groups[: len(PROMPTS)]] == [[c.token_ids for c in g] for g in expected]

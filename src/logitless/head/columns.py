@@ -10,7 +10,7 @@ waits for its device.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ class Columns:
 
     weight: Tensor
     group: ProcessGroup | None
-    summed_into: Tensor | None = None
+    summed_into: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def adds(self) -> bool:

@@ -236,7 +236,7 @@ class _Call:
 
     def columns(self, weight: Tensor) -> Columns:
         """Which columns the rows meet, and who holds them."""
-        return Columns(weight.detach(), self.group, weight if sums_in_float32(weight) else None)
+        return Columns(weight.detach(), self.group, summed_into=weight if sums_in_float32(weight) else None)
 
     def head(self, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None) -> LMHead:
         """The head of these tensors, cut off from autograd."""
