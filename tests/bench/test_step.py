@@ -10,8 +10,17 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from logitless.bench import step, step_report
-from logitless.bench.step_contenders import CONTENDERS, SHAPES, InstalledTRL, Rollouts, Workload, _padded
+from logitless.bench import step, step_profile, step_report, step_rows
+from logitless.bench.step_contenders import (
+    CONTENDERS,
+    SHAPES,
+    TINY,
+    WORKLOADS,
+    InstalledTRL,
+    Rollouts,
+    Workload,
+    _padded,
+)
 from logitless.errors import ConfigurationError, UnavailableError
 
 pytestmark = pytest.mark.filterwarnings("default")  # of transformers, accelerate and TRL
@@ -30,7 +39,7 @@ if importlib.util.find_spec("trl") is None:
 def options(folder, *more):
     parser = argparse.ArgumentParser()
     step.add_arguments(parser)
-    sizes = ["--steps", "2", "--prompt-tokens", "8", "--completion-tokens", "24", "--lengths", "16,40"]
+    sizes = ["--workloads", "long", "--steps", "1", "--lengths", "16,40", "--references", str(folder / "references")]
     return parser.parse_args(["--device", "cpu", "--models", "tiny", *sizes, "--output", str(folder), *more])
 
 
@@ -42,57 +51,107 @@ def folder(tmp_path_factory):
     return folder
 
 
+def document_in(folder):
+    return json.loads((folder / "step-tiny.json").read_text())
+
+
 def test_a_run_leaves_complete_rows_of_every_contender(folder):
-    document = json.loads((folder / "step-tiny.json").read_text())
-    assert {row["contender"] for row in document["rollouts"]} == set(CONTENDERS)
+    document = document_in(folder)
+    found = [(row["contender"], row["live"]) for row in document["rows"]]
+    assert sorted(found) == sorted((name, live) for name in step_rows.CONTENDERS for live in step_rows.LIVE)
+    for row in document["rows"]:
+        assert (row["model"], row["workload"], row["failure"]) == ("tiny", "long", None)
+        assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds"])
+        own = [r for r in document["rows"] if r["live"] == 1.0 and r["contender"] == "trl"]
+        assert row["over_trl"] == pytest.approx(own[0]["seconds"] / row["seconds"])
+        assert row["over_trl_without_recomputation"] > 0
     assert [(row["contender"], row["completion_tokens"]) for row in document["lengths"]] == [
         (name, length) for length in (16, 40) for name in CONTENDERS
     ]
-    full = document["rollouts"][0]["seconds"]
-    for row in document["rollouts"]:
-        assert row.keys() == FIELDS | {"ratio_to_full"}
-        assert row["ratio_to_full"] == pytest.approx(row["seconds"] / full)
-        assert row["runs"] == 2
-    for row in document["rollouts"] + document["lengths"]:
+    for row in document["lengths"]:
         assert row.keys() >= FIELDS
         assert row["failure"] is None
-        assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds"])
     assert document["longest"] == []
     assert {"gpu", "driver", "torch", "triton", "transformers", "trl"} <= document["environment"].keys()
     assert (folder / "step.png").stat().st_size > 0
 
 
-def test_every_contender_computes_the_same_loss_and_gradient(folder):
-    document = json.loads((folder / "step-tiny.json").read_text())
-    for rows in (document["rollouts"], document["lengths"][:4], document["lengths"][4:]):
-        full = rows[0]
-        assert full["grad_norm"] > 0.1
+def test_every_contender_computes_the_same_loss_gradient_and_step(folder):
+    document = document_in(folder)
+    for row in document["rows"]:
+        assert row["grad_norm"] > 0.1
+        assert row["loss_difference"] < 1e-6
+        assert row["grad_norm_difference"] < 1e-5
+        assert row["weights_difference"] < 1e-2
+    for rows in (document["lengths"][:4], document["lengths"][4:]):
         for row in rows[1:]:
-            assert row["loss"] == pytest.approx(full["loss"], abs=1e-6)
-            assert row["grad_norm"] == pytest.approx(full["grad_norm"], rel=1e-5)
+            assert row["loss"] == pytest.approx(rows[0]["loss"], abs=1e-6)
+            assert row["grad_norm"] == pytest.approx(rows[0]["grad_norm"], rel=1e-5)
 
 
-def test_a_second_run_measures_nothing_again_and_another_workload_everything(folder, capsys):
+def test_half_of_the_groups_have_no_advantage_and_weigh_in_no_flops():
+    rollouts = Rollouts.draw(WORKLOADS["512/64-256"].shrunk(64), 41)
+    half = rollouts.with_live(0.5)
+    assert len(half.live_sequences) == rollouts.packed.num_sequences // 2
+    whole, some = (step_rows.floating_point_operations(TINY, each) for each in (rollouts, half))
+    assert 0.3 * whole < some < 0.7 * whole
+
+
+def test_the_operations_of_a_step_are_those_of_its_products():
+    """6 a weight of the body and a token, 6 a weight of the matrix and a scored token."""
+    rollouts = Rollouts.draw(WORKLOADS["long"].shrunk(64), 41)
+    config = TINY.config
+    width, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
+    attention = width * (width + width + 2 * width // 2)  # query, output; a key and a value head of two
+    body = layers * (attention + 3 * width * inner + 2 * width) + width
+    matrix = config["vocab_size"] * width
+    assert step_rows.floating_point_operations(TINY, rollouts) == 6 * (
+        body * rollouts.num_tokens + matrix * rollouts.packed.num_tokens
+    )
+
+
+def test_a_second_run_measures_nothing_again_but_what_it_is_told_to(folder):
     before = (folder / "step-tiny.json").read_text()
     step.run(options(folder))
     assert (folder / "step-tiny.json").read_text() == before
-    step.run(options(folder, "--completion-tokens", "16", "--lengths", ""))
-    assert json.loads((folder / "step-tiny.json").read_text())["lengths"] == []
-    assert "logitless, memory budget 0" in capsys.readouterr().out
+    step.run(options(folder, "--again", "trl", "--parts", "rows"))
+    rows = document_in(folder)["rows"]
+    assert len(rows) == len(json.loads(before)["rows"])
+    assert [r for r in rows if r["contender"] == "trl"] != [
+        r for r in json.loads(before)["rows"] if r["contender"] == "trl"
+    ]
+
+
+def test_no_row_is_begun_when_the_time_is_over(tmp_path):
+    step.run(options(tmp_path, "--minutes", "0", "--parts", "rows"))
+    assert not (tmp_path / "step-tiny.json").exists()
 
 
 def test_a_trainer_that_is_not_installed_is_recorded_as_such_and_tried_again(tmp_path, monkeypatch):
     def missing(*_args, **_more):
         raise UnavailableError(needed="TRL to compare with", given="none", remedy="pip install 'logitless[trl]'.")
 
+    few = ("--parts", "rows", "--contenders", "trl", "--live", "1")
     with monkeypatch.context() as patch:
         patch.setattr(InstalledTRL, "__init__", missing)
-        step.run(options(tmp_path, "--lengths", "16", "--steps", "1"))
-    row = json.loads((tmp_path / "step-tiny.json").read_text())["rollouts"][-1]
+        step.run(options(tmp_path, *few))
+    (row,) = document_in(tmp_path)["rows"]
     assert (row["contender"], row["seconds"]) == ("trl", None)
     assert "TRL to compare with" in row["failure"]
-    step.run(options(tmp_path, "--lengths", "16", "--steps", "1"))
-    assert json.loads((tmp_path / "step-tiny.json").read_text())["rollouts"][-1]["failure"] is None
+    step.run(options(tmp_path, *few))
+    assert document_in(tmp_path)["rows"][-1]["failure"] is None
+
+
+def test_a_kernel_is_told_by_its_name():
+    known = {
+        "row_product": "head",
+        "attention_forward": "attention",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>": "elementwise",
+        "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda": "copies and casts",
+        "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN": "products",
+        "adamw_kernel": "optimizer",
+    }
+    assert {name: step_profile.kernel_class(name) for name in known} == known
 
 
 def test_an_unknown_model_is_refused(tmp_path):
@@ -177,21 +236,30 @@ def test_the_time_of_a_step_is_predicted_through_the_two_longest_measured():
 # --- documents --------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_shows_failures_and_what_was_extrapolated():
-    row = {"contender": "trl", "seconds": None, "failure": "out of memory", "tokens": 9}
+def test_the_tables_show_failures_and_what_was_extrapolated():
+    row = {"workload": "long", "live": 1.0, "contender": "trl", "seconds": None, "failure": "out of memory"}
     document = {
         "environment": dict.fromkeys(("gpu", "driver", "torch", "triton", "transformers", "trl"), "1"),
-        "workload": {"prompts": 1, "completions_per_prompt": 8, "completion_tokens": 16},
         "model": {"title": "M", "parameters": 1},
-        "rollouts": [row],
+        "rows": [row],
+        "profile": [
+            {"contender": "trl", "class": "products", "ms": 3.0},
+            {"contender": "trl", "class": "idle", "ms": 1.0},
+        ],
         "longest": [
             {"contender": "trl", "memory_gb": 24, "completion_tokens": 0, "how": "measured"},
             {"contender": "trl", "memory_gb": 80, "completion_tokens": 4096, "how": "extrapolated"},
         ],
     }
-    assert "| TRL | out of memory |  |  |  |  |  | none | ~4,096 |" in step_report.table([document])
+    assert "| long | 1 | TRL | out of memory |" in step_report.table([document])
+    assert "| M | TRL | none | ~4,096 |" in step_report.longest_table([document])
+    assert step_report.profile_table([document]).splitlines()[2:] == [
+        "| products | 3.0 |",
+        "| idle | 1.0 |",
+        "| the step | 4 |",
+    ]
 
 
 def test_the_committed_table_is_made_from_the_committed_results():
-    pages = [ROOT / "README.md", ROOT / "docs/step.md"]
+    pages = [ROOT / "README.md", ROOT / "docs/step.md", ROOT / "docs/performance.md"]
     assert step_report.update(pages, step_report.load(ROOT / "benchmarks/results"), check=True) == 0

@@ -5,7 +5,9 @@ import pytest
 from logitless.cli.main import main
 
 
-@pytest.mark.parametrize(("benchmark", "option"), [("head", "--contenders"), ("step", "--probe-seconds")])
+@pytest.mark.parametrize(
+    ("benchmark", "option"), [("head", "--contenders"), ("step", "--probe-seconds"), ("scale", "--layouts")]
+)
 def test_a_benchmark_says_what_it_measures(benchmark, option, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["bench", benchmark, "--help"])

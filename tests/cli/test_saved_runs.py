@@ -127,6 +127,9 @@ def test_the_export_brings_tokenizer_generation_settings_and_a_card(run, tmp_pat
     generation = GenerationConfig.from_pretrained(folder)
     assert (generation.max_new_tokens, generation.eos_token_id, generation.top_k) == (6, 2, 0)
     card = (folder / "README.md").read_text(encoding="utf-8")
+    for name in ("reward", "held_out_accuracy"):
+        assert f"]({name}.svg)" in card
+        assert (folder / f"{name}.svg").read_text(encoding="utf-8").startswith("<svg")
     front = yaml.safe_load(card.split("---")[1])
     assert front["tags"] == ["logitless"]
     provenance = json.loads(run.provenance.read_text())

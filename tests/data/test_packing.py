@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from logitless.data.packing import pack, plan_epoch
+from logitless.data.packing import Packing, pack, plan_epoch, share_prompts
 from logitless.errors import InputError
-from logitless.types import Completion, PackedInputs, Prompt
+from logitless.types import Completion, PackedInputs, Prompt, SharedInputs
 
 
 def _prompt(*ids: int) -> Prompt:
@@ -121,3 +121,127 @@ def test_the_order_follows_the_seed():
 def test_a_sequence_over_the_micro_batch_limit_is_refused_with_a_remedy():
     with pytest.raises(InputError, match=r"tokens_per_micro_batch = 8 .*given one of 9.*Raise"):
         plan_epoch([[0]], _inputs([9]), tokens_per_step=8, tokens_per_micro_batch=8, seed=0)
+
+
+# --- prompts that stand once
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    groups=st.lists(
+        st.tuples(st.integers(1, 5), st.lists(st.integers(0, 6), min_size=1, max_size=5)), min_size=1, max_size=5
+    ),
+    data=st.data(),
+)
+def test_every_sequence_can_be_read_off_a_row_in_which_each_prompt_stands_once(groups, data):
+    numbers = iter(range(1000))
+    pairs = []
+    for length, completions in groups:
+        prompt = _prompt(*(next(numbers) for _ in range(length)))
+        pairs += [(prompt, _completion(prompt, *(next(numbers) for _ in range(n)))) for n in completions]
+    order = data.draw(st.permutations(range(len(pairs))))
+    batch = pack(pairs).take(order)
+    shared = share_prompts(batch.inputs)
+    assert torch.equal(shared.input_ids[shared.source], batch.inputs.input_ids[batch.inputs.source])
+    assert torch.equal(shared.position_ids[shared.source], batch.inputs.position_ids[batch.inputs.source])
+    if not isinstance(shared, SharedInputs):
+        return
+    at, found = 0, []
+    for prompt, completions in shared.groups:
+        ids, first = shared.input_ids.tolist(), at
+        at += prompt
+        for length in completions:
+            assert shared.position_ids[at : at + length].tolist() == list(range(prompt, prompt + length))
+            found.append(tuple(ids[first : first + prompt] + ids[at : at + length]))
+            at += length
+    assert at == len(shared.input_ids)
+    assert found == [(p.token_ids + c.token_ids)[:-1] for p, c in (pairs[s] for s in order) if c.token_ids]
+
+
+def test_neighbours_without_a_prompt_in_common_are_left_as_they_are():
+    a, b = _prompt(1), _prompt(2)
+    batch = pack([(a, _completion(a, 3)), (b, _completion(b, 4)), (a, _completion(a, 5))])
+    assert share_prompts(batch.inputs) is batch.inputs
+
+
+# --- rows by cost
+
+
+def _block(groups: list[tuple[int, list[int]]]) -> tuple[list[list[int]], PackedInputs]:
+    """Groups of (prompt tokens, scored tokens of each completion)."""
+    pairs, members = [], []
+    for number, (length, completions) in enumerate(groups):
+        prompt = _prompt(*([number] * length))
+        members.append(list(range(len(pairs), len(pairs) + len(completions))))
+        pairs += [(prompt, _completion(prompt, *([9] * n))) for n in completions]
+    return members, pack(pairs).inputs
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    groups=st.lists(
+        st.tuples(st.integers(1, 8), st.lists(st.integers(0, 12), min_size=1, max_size=6)), min_size=1, max_size=8
+    ),
+    share=st.booleans(),
+    by_cost=st.booleans(),
+    room=st.integers(19, 60),
+)
+def test_rows_have_every_scored_sequence_once_stay_within_their_size_and_repeat(groups, share, by_cost, room):
+    members, inputs = _block(groups)
+    packing = Packing(room, share_prompts=share, hidden_size=4 if by_cost else None)
+    everyone = [s for group in members for s in group]
+    rows = packing.rows(everyone, inputs)
+    assert rows == packing.rows(everyone, inputs)
+    assert sorted(s for row in rows for s in row) == [s for s in everyone if inputs.source_counts[s]]
+    for row in rows:
+        ids = torch.zeros(sum(inputs.lengths), dtype=torch.long)
+        taken = PackedInputs(
+            ids, ids, inputs.lengths, inputs.source, inputs.source_counts, inputs.prompt, inputs.prompt_lengths
+        ).take(row)
+        read = share_prompts(taken) if share else taken
+        assert packing.num_tokens(row, inputs) == len(read.input_ids) <= room
+
+
+def test_rows_are_as_few_as_in_order_and_their_costs_closer():
+    _, inputs = _block([(64, [400, 30, 30, 30]), (64, [30] * 4), (64, [350, 40]), (64, [30] * 6)] * 4)
+    everyone = list(range(len(inputs.lengths)))
+    in_order, by_cost = Packing(1200), Packing(1200, hidden_size=64)
+
+    def spread(packing: Packing) -> tuple[int, float]:
+        costs = [by_cost.cost(row, inputs) for row in packing.rows(everyone, inputs)]
+        return len(costs), max(costs) / min(costs)
+
+    assert spread(by_cost)[0] <= spread(in_order)[0]
+    assert spread(by_cost)[1] < 1.2 < spread(in_order)[1]
+
+
+def test_a_group_longer_than_a_row_reads_its_prompt_once_in_each_of_the_fewest_rows():
+    _, inputs = _block([(10, [11] * 6)])  # 10 + 6 * 10 tokens to read
+    assert [len(row) for row in Packing(40, hidden_size=8).rows(range(6), inputs)] == [3, 3]
+
+
+def test_long_attention_counts_in_a_rows_cost():
+    _, inputs = _block([(1, [100]), (2, [50]), (3, [50])])  # 100, 51 and 52 tokens
+    assert Packing(110, hidden_size=1).cost([0], inputs) == pytest.approx(100 + 100**2 / 12)
+    pairs = [(4, [11, 21])]  # 4 + 10 + 20 tokens; 8 + (40 + 50) + (80 + 200) pairs
+    _, shared = _block(pairs)
+    assert Packing(110, hidden_size=1).cost([0, 1], shared) == pytest.approx(34 + 378 / 6)
+
+
+# --- dead sequences
+
+
+def test_dead_sequences_are_in_no_row_and_a_group_without_a_live_one_does_not_read_its_prompt():
+    members, inputs = _block([(4, [3, 3]), (4, [3, 3])])
+    [step] = plan_epoch(
+        members, inputs, tokens_per_step=99, packing=Packing(99), live=[True, False, False, False], seed=0
+    )
+    assert sorted(step.sequences) == [0, 1, 2, 3]
+    assert (step.micro_batches, sorted(step.dead)) == (((0,),), [1, 2, 3])
+
+
+def test_a_step_without_a_live_sequence_keeps_its_cheapest_for_a_gradient_of_zeros():
+    members, inputs = _block([(4, [3, 2, 0]), (4, [3, 3])])
+    steps = plan_epoch(members, inputs, tokens_per_step=5, packing=Packing(99), live=[False] * 5, seed=0)
+    assert [len(step.micro_batches) for step in steps] == [1, 1]
+    assert {step.micro_batches[0] for step in steps} == {(1,), (3,)}

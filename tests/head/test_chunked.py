@@ -2,6 +2,7 @@
 
 import weakref
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from logitless.head import chunked
 from logitless.head.api import token_scores
 from logitless.head.chunked import MIN_COLUMNS, MIN_ROWS, tile
 from logitless.head.sharded import is_sharded
 from logitless.types import LMHead
-from tests.head.cases import DEVICES, Case, assert_same, problem, run
+from tests.head.cases import DEVICES, Case, assert_same, problem, run, truth
+from tests.head.interpreter import complete_interpreter, interpreted
 
 
 class Allocations(TorchDispatchMode):
@@ -208,3 +211,79 @@ def test_non_contiguous_hidden_states_and_weights_score_the_same():
     strided = token_scores(hidden.T.contiguous().T, LMHead(weight.T.contiguous().T), given.target, backend="chunked")
     plain = token_scores(hidden, weight, given.target, backend="chunked")
     torch.testing.assert_close(strided.logp, plain.logp, atol=1e-13, rtol=0)
+
+
+ONE_PASS = {
+    "plain": Case(9, 700, 12, dtype=torch.float32),
+    "everything": Case(9, 700, 12, True, 3.0, 0.5, "per token", 3, dtype=torch.float32),
+    "frozen": Case(9, 700, 12, temperature=0.7, trained=False, dtype=torch.float32),
+}
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    pytest.importorskip("triton")
+    if not interpreted():
+        pytest.skip("needs Triton's interpreter")
+    complete_interpreter()
+    monkeypatch.setattr(chunked, "_has_kernels", lambda device: True)
+
+
+@pytest.mark.parametrize("name", ONE_PASS)
+def test_one_pass_over_a_tile_gives_what_torchs_operations_give(name, kernels):
+    given = problem(ONE_PASS[name])
+    found = run(given, "chunked", memory_budget=3 * 4 * 9 * 512)  # two blocks of columns
+    assert_same(found, truth(given), 5e-6)
+
+
+def test_one_pass_keeps_masked_columns_and_rows_that_are_no_numbers_apart(kernels):
+    given = problem(replace(ONE_PASS["everything"], softcap=None))
+    with torch.no_grad():
+        given.head.bias[[0, 5, 600]] = float("-inf")
+        given.target[2] = 600
+    with mock.patch.object(chunked, "_has_kernels", return_value=False):
+        expected = run(given, "chunked")
+    with torch.no_grad():
+        given.hidden[4] = float("nan")
+    found = run(given, "chunked")
+    rows = [i for i in range(9) if i != 4]
+    for name in ("logp", "entropy", "grad_hidden"):
+        torch.testing.assert_close(found[name][rows], expected[name][rows], atol=1e-5, rtol=1e-5)
+        assert found[name][4].isnan().all()
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_tiles_gradient_is_rounded_once_and_wide_where_it_is_asked_for(entropy, kernels):
+    from logitless.head.kernels import launch
+
+    z = torch.randn(3, 5000)
+    slopes = [torch.rand(3) for _ in range(6)]
+    if not entropy:
+        slopes[5] = None
+    target = torch.tensor([7, 4999, -1])
+    p = torch.exp(z - slopes[0][:, None]) * slopes[1][:, None]
+    weight = slopes[4][:, None]
+    if entropy:
+        weight = weight + slopes[5][:, None] * (z - slopes[0][:, None] + slopes[2][:, None])
+    expected = p * weight
+    expected[[0, 1], target[:2]] = slopes[3][:2]
+    product = z.clone()
+    narrow = launch.tile_gradient(product, None, target, None, slopes, torch.bfloat16, wide=True)
+    torch.testing.assert_close(product, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(narrow, product.bfloat16())
+    product = z.clone()
+    assert torch.equal(launch.tile_gradient(product, None, target, None, slopes, torch.bfloat16, wide=False), narrow)
+    assert torch.equal(product, z)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [896, 4096, 8192])
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_log_probs_of_16_bit_products_obey_the_accuracy_law(width):
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(256, width, device="cuda", generator=generator).bfloat16()
+    weight = (torch.randn(128256, width, device="cuda", generator=generator) * 4 / width**0.5).bfloat16()
+    target = torch.randint(0, 128256, (256,), device="cuda", generator=generator)
+    logp = token_scores(hidden, weight, target, backend="chunked").logp
+    exact = (hidden.double() @ weight.double().T).log_softmax(1).gather(1, target[:, None])[:, 0]
+    assert float((logp.double() - exact).abs().max()) <= (1e-4 if width <= 4096 else 2.5e-4)

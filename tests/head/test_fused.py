@@ -245,6 +245,28 @@ def test_nothing_is_kept_without_a_gradient(device, monkeypatch):
         assert not fused.token_scores(inputs.hidden, inputs.head, inputs.target).logp.requires_grad
 
 
+@pytest.mark.parametrize("live", [0, 1, 9, 17, 40])
+@pytest.mark.parametrize("whole", [True, False])
+def test_programs_that_share_a_tile_add_up_to_it_however_few_rows_are_live(live, whole, device):
+    from logitless.head.kernels import launch, variants
+
+    g = torch.Generator().manual_seed(live)
+    k, w = (torch.randn(n, m, generator=g).bfloat16().to(device) for n, m in ((40, 520), (520, 24)))
+    used = variants.variant(w)
+    tile = replace(used.hidden, rows=16, columns=16, depth=16)
+    few = replace(used, programs=7 if whole else 24, hidden=tile, tma=False)
+    sharing = launch.Sharing.of(40, 24, 520, tile, few, whole=whole)
+    assert 1 < sharing.most <= 8
+    base, factor = (torch.randn(40, n, generator=g).to(device) for n in (24, 1))
+    slots = torch.randperm(40, generator=g).to(device)
+    out = torch.full((40, 24), 7.0, device=device)
+    count = torch.tensor([live], dtype=torch.int32, device=device)
+    launch.row_product(k, w, out, count, few, row_of_slot=slots, factor=factor[:, 0], base=base, whole=whole)
+    expected = torch.full((40, 24), 7.0, device=device).double()
+    expected[slots[:live]] = factor[:live].double() * (base[:live].double() + k[:live].double() @ w.double())
+    torch.testing.assert_close(out.double(), expected, atol=1e-3, rtol=1e-5)
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=40))
 def test_compaction_puts_every_live_row_in_one_slot_and_moves_none_twice(live):

@@ -246,8 +246,8 @@ def _refused(rank):
 def test_a_weight_that_is_sharded_otherwise_is_refused():
     for errors in run_on_ranks(2, _refused):
         assert [error.split(";")[0] for error in errors] == [
-            "needed a weight sharded by rows over a mesh of one dimension",
-            "needed a weight sharded by rows over a mesh of one dimension",
+            "needed a weight sharded by rows over a mesh of one dimension, or of two: copies and shards",
+            "needed a weight sharded by rows over a mesh of one dimension, or of two: copies and shards",
             "needed a machine and tensors on which backend='reference' can run",
             "needed one way of sharding the weight",
         ]

@@ -67,3 +67,24 @@ def test_a_kernel_that_several_shapes_share_is_compiled_once_and_before_the_chec
         call()
     assert {length for _, length in ran} == {256}
     assert {tile for tile, _ in ran} == {*tiles.values(), check.REFERENCE}
+
+
+def test_a_second_library_is_looked_at_where_times_are_compared_and_where_the_first_failed(monkeypatch):
+    looked = []
+
+    def product(library, rows, weight, bias, out):
+        looked.append((library, len(rows)))
+        out.copy_(rows @ weight.t())
+        if library == "cublas" and len(rows) in (16, 1024):
+            out[0, 0] += 1
+
+    monkeypatch.setattr(check, "library_product", product)
+    rows, weight = torch.randn(1280, 4).round(), torch.randn(3, 4).round()  # exact in any order
+    reference, plan, finding = rows @ weight.t(), Plan({}), check.LinearFinding()
+    for library in ("cublas", "cublaslt"):
+        check._look_at(
+            library, (1, 16, 768, 1024, 1280), rows, weight, None, torch.empty(1280, 3), reference, plan, finding
+        )
+    assert finding.failed == {"cublas": [16, 1024]}
+    assert [count for library, count in looked if library == "cublaslt"] == [1, 16, 1024]
+    assert plan.ways == {1: "cublas", 16: "cublaslt", 768: "cublas", 1024: "cublaslt", 1280: "cublas"}

@@ -7,7 +7,7 @@ from logitless.errors import ConfigurationError
 from logitless.objective.correction import SamplerCorrection
 from logitless.objective.divergence import KLPenalty
 from logitless.objective.entropy import AdaptiveEntropy, EntropyBonus
-from logitless.objective.filters import OffPolicy, TopEntropy
+from logitless.objective.filters import OffPolicy, SamplerRejection, SecondMoment, TopEntropy
 from logitless.objective.objective import Objective
 from logitless.objective.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio, TurnRatio
 from logitless.objective.surrogate import (
@@ -50,13 +50,23 @@ SURROGATES = [
     Importance(),
     Nll(),
 ]
-FILTERS = [(), (OffPolicy(0.1),), (TopEntropy(0.5),), (OffPolicy(0.1), TopEntropy(0.5))]
+FILTERS = [
+    (),
+    (OffPolicy(0.1),),
+    (TopEntropy(0.5),),
+    (OffPolicy(0.1), TopEntropy(0.5)),
+    (SamplerRejection(0.5, min=-0.5),),
+    (SamplerRejection(0.05, "k3", "sequence_mean"), SecondMoment(0.2)),
+    (SamplerRejection(0.3, "tv", "sequence_max"),),
+]
 CORRECTIONS = [
     None,
     SamplerCorrection(max=1.2),
     SamplerCorrection("token", "mask", min=0.5, max=2.0),
     SamplerCorrection("sequence", max=2.0),
     SamplerCorrection("geometric", "mask", min=0.5, max=2.0),
+    SamplerCorrection(max=1.2, normalized=True),
+    SamplerCorrection("sequence", max=2.0, normalized=True),
 ]
 PENALTIES = [
     None,

@@ -6,14 +6,17 @@ import math
 import pytest
 import torch
 
-from logitless.errors import ConfigurationError
+from logitless.errors import ConfigurationError, InputError
 from logitless.objective.correction import (
     SamplerCorrection,
     bounded_weight,
     correction_log_weight,
     sampler_log_ratio,
 )
+from logitless.objective.objective import Objective
 from logitless.objective.ranges import Ranges
+from logitless.objective.surrogate import Reinforce
+from logitless.types import TokenBatch
 
 # Sequence A of tokens 0, 1, B of token 2.
 RANGES = Ranges(torch.tensor([0, 0, 1]), 2, torch.ones(3, dtype=torch.bool))
@@ -84,9 +87,11 @@ def test_bounds_out_of_order_or_missing_are_refused(options, message):
         SamplerCorrection(**options)
 
 
-@pytest.mark.parametrize("used", [{"top_p": 0.9}, {"top_k": 1}, {"min_p": 0.05}, {"repetition_penalty": 1.1}])
+@pytest.mark.parametrize(
+    "used", [{"top_p": 0.9}, {"top_k": 1}, {"min_p": 0.05}, {"repetition_penalty": 1.1}, {"others": ("logit_bias",)}]
+)
 def test_filtered_sampling_is_refused_unless_accepted_by_name(used):
-    with pytest.raises(ConfigurationError, match=next(iter(used))):
+    with pytest.raises(ConfigurationError, match="logit_bias" if "others" in used else next(iter(used))):
         SamplerCorrection(max=2.0).check_sampling(**used)
     SamplerCorrection(max=2.0, filtered_sampling="accept").check_sampling(**used)
     SamplerCorrection(max=2.0).check_sampling()
@@ -96,4 +101,58 @@ def test_filtered_sampling_is_refused_unless_accepted_by_name(used):
 def test_the_sampling_that_is_not_named_is_unfiltered():
     parameters = inspect.signature(SamplerCorrection.check_sampling).parameters
     defaults = {name: each.default for name, each in parameters.items() if name != "self"}
-    assert defaults == {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert defaults == {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "others": ()}
+
+
+# --- weights of mean 1
+
+
+def test_normalized_weights_by_hand():
+    # c = 2, 1, 1 after truncation at 2 (from 4, 1, 1); over tokens the mean is 4/3, over completions (2 and 1) 3/2.
+    log_ratio = torch.tensor([4.0, 1.0, 1.0]).log()
+    token = SamplerCorrection(max=2.0, normalized=True)
+    mean = token.block_mean(log_ratio, RANGES)
+    assert mean.item() == pytest.approx(4 / 3)
+    assert token(log_ratio, RANGES, mean).tolist() == pytest.approx([1.5, 0.75, 0.75])
+    sequence = SamplerCorrection("sequence", max=2.0, normalized=True)
+    mean = sequence.block_mean(log_ratio, RANGES)
+    assert mean.item() == pytest.approx(1.5)
+    assert sequence(log_ratio, RANGES, mean).tolist() == pytest.approx([4 / 3, 4 / 3, 2 / 3])
+
+
+def test_sequences_and_tokens_that_do_not_count_are_not_in_the_mean():
+    ranges = Ranges(torch.tensor([0, 0, 1, 2]), 4, torch.tensor([True, False, False, True]))
+    log_ratio = torch.tensor([2.0, 1.0, 1.0, 4.0]).log()
+    assert SamplerCorrection(mode="mask").block_mean(log_ratio, ranges).item() == pytest.approx(3.0)
+    by_sequence = SamplerCorrection("geometric", "mask").block_mean(log_ratio, ranges)
+    assert by_sequence.item() == pytest.approx(3.0)  # of sequences 0 (2) and 2 (4)
+
+
+def test_weights_that_are_all_masked_stay_0():
+    correction = SamplerCorrection("token", "mask", max=0.5, normalized=True)
+    log_ratio = torch.zeros(3)
+    mean = correction.block_mean(log_ratio, RANGES)
+    assert mean.item() == 1.0
+    assert correction(log_ratio, RANGES, mean).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_normalized_correction_needs_the_blocks_mean():
+    with pytest.raises(InputError, match="block_statistics"):
+        SamplerCorrection(max=2.0, normalized=True)(torch.zeros(3), RANGES)
+
+
+def test_an_objective_divides_by_the_mean_of_the_whole_block_however_it_is_cut():
+    objective = Objective(surrogate=Reinforce(), correction=SamplerCorrection(max=9.0, normalized=True))
+    block = TokenBatch(
+        sequence=torch.tensor([0, 1]),
+        num_sequences=2,
+        advantage=torch.ones(2),
+        token_weight=torch.ones(2),
+        logp_old=torch.tensor([3.0, 1.0]).log() - 2.0,
+        logp_sampler=torch.full((2,), -2.0),
+    )
+    statistics = objective.block_statistics(block)
+    whole = objective(torch.full((2,), -1.0), None, block, block=statistics)
+    assert whole.correction.tolist() == pytest.approx([1.5, 0.5])
+    halves = [objective(torch.full((1,), -1.0), None, block.take([i]), block=statistics) for i in range(2)]
+    assert sum(half.loss.item() for half in halves) == pytest.approx(whole.loss.item())

@@ -51,7 +51,7 @@ def test_every_composition_agrees_with_the_cpu_repeats_bitwise_and_never_synchro
     for objective in objectives():
         statistics = objective.block_statistics(batch, generator=torch.Generator().manual_seed(0))
         expected, *gradients = evaluate(objective, logp, entropy, batch, statistics)
-        narrow = replace(statistics, entropy_threshold=statistics.entropy_threshold.cuda(), selected=None)
+        narrow = replace(statistics, thresholds={n: t.cuda() for n, t in statistics.thresholds.items()}, selected=None)
         evaluate(objective, *scores, on_gpu, narrow)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")

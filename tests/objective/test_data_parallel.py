@@ -40,6 +40,7 @@ ESTIMATORS = [
     adv.ReinforcePP(gamma=0.9),
     adv.Gae(gamma=0.9),
     adv.Gae(gamma=0.9, action="turn", clip=1.0),
+    adv.GroupTurns(gamma=0.9),
 ]
 WEIGHTINGS = [TokenMean(), SequenceMean(), ConstantLength(7), SequenceSum(), TokenMean("block")]
 

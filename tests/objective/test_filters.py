@@ -7,8 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from logitless.errors import ConfigurationError
-from logitless.objective.filters import OffPolicy, TopEntropy, off_policy_keep, quantile
+from logitless.errors import ConfigurationError, InputError
+from logitless.objective.filters import (
+    FilterInputs,
+    OffPolicy,
+    SamplerRejection,
+    SecondMoment,
+    TopEntropy,
+    WholeBlock,
+    off_policy_keep,
+    quantile,
+    sampler_divergence,
+    second_moment_bound,
+)
+from logitless.objective.over_ranks import one_rank
 from logitless.objective.ranges import Ranges
 
 
@@ -65,4 +77,127 @@ def test_top_entropy_keeps_a_fraction_from_the_top():
 def test_a_filter_that_settles_nothing_once_a_block_has_no_threshold_to_give():
     assert not OffPolicy(0.5).settles_once_a_block
     with pytest.raises(NotImplementedError, match="off_policy"):
-        OffPolicy(0.5).block_threshold(torch.zeros(1), torch.ones(1, dtype=torch.bool))
+        OffPolicy(0.5).block_threshold(WholeBlock(torch.ones(1, dtype=torch.bool)))
+
+
+# --- rejection of what the sampler and the old policy disagree about
+
+
+def _inputs(log_ratio, sequence, logp_old=None, counted=None):
+    log_ratio = torch.tensor(log_ratio, dtype=torch.float64)
+    counted = torch.ones(len(log_ratio), dtype=torch.bool) if counted is None else torch.tensor(counted)
+    return FilterInputs(
+        logp=torch.zeros_like(log_ratio),
+        advantage=torch.ones_like(log_ratio),
+        trained=counted,
+        sequences=Ranges(torch.tensor(sequence), max(sequence) + 1, counted),
+        gather=one_rank,
+        logp_old=torch.full_like(log_ratio, -1.0) if logp_old is None else torch.tensor(logp_old, dtype=torch.float64),
+        sampler_log_ratio=log_ratio,
+    )
+
+
+def test_each_measure_by_hand():
+    # p_old = 1/4, p_sampler = 1/2: D = -log 2
+    old = torch.tensor([0.25], dtype=torch.float64).log()
+    log_ratio = torch.tensor([0.5], dtype=torch.float64).log()
+    expected = {"k1": math.log(2), "k2": math.log(2) ** 2 / 2, "k3": 0.5 - 1 + math.log(2), "tv": 0.25}
+    for measure, value in expected.items():
+        assert sampler_divergence(log_ratio, old, measure).item() == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("over", "expected"),
+    [
+        # k2 of D = 1, 0, 0.2, 0.2: 0.5, 0, 0.02, 0.02; the bound is 0.3
+        ("token", [False, True, True, True]),
+        ("sequence_sum", [False, False, True, True]),
+        ("sequence_mean", [True, True, True, True]),  # 0.25, 0.02
+        ("sequence_max", [False, False, True, True]),
+    ],
+)
+def test_a_token_goes_by_itself_or_by_its_sequence(over, expected):
+    kept = SamplerRejection(0.3, "k2", over).kept(_inputs([1.0, 0.0, 0.2, 0.2], [0, 0, 1, 1]))
+    assert kept.tolist() == expected
+
+
+def test_k1_has_two_bounds_and_its_sum_lets_differences_cancel():
+    inputs = _inputs([1.0, -1.0, 0.4, 0.0], [0, 0, 1, 1])
+    assert SamplerRejection(0.5, min=-0.3).kept(inputs).tolist() == [False, False, False, True]
+    assert SamplerRejection(0.5).kept(inputs).tolist() == [
+        True,
+        False,
+        True,
+        True,
+    ]  # k1 = -D: too likely for the sampler
+    assert SamplerRejection(0.5, "k1", "sequence_sum", min=-0.3).kept(inputs).tolist() == [True, True, False, False]
+
+
+def test_a_token_at_a_bound_is_kept():
+    assert SamplerRejection(0.5, min=-0.5).kept(_inputs([0.5, -0.5], [0, 1])).tolist() == [True, True]
+
+
+def test_tokens_that_do_not_count_do_not_reject_their_sequence():
+    inputs = _inputs([9.0, 0.1], [0, 0], counted=[False, True])
+    for over in ("sequence_sum", "sequence_mean", "sequence_max"):
+        assert SamplerRejection(0.3, "k2", over).kept(inputs)[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max": -1.0, "measure": "k2"},
+        {"max": 1.0, "measure": "tv", "min": 0.1},
+        {"max": 1.0, "min": 2.0},
+        {"max": 1.0, "min": 0.5},
+        {"max": -0.5, "min": -1.0},
+        {"max": 1.0, "over": "sequence_max"},
+    ],
+)
+def test_bounds_and_measures_that_do_not_go_together_are_refused(options):
+    with pytest.raises(ConfigurationError):
+        SamplerRejection(**options)
+
+
+def test_a_rejection_needs_the_samplers_log_probs():
+    with pytest.raises(InputError, match="logp_sampler"):
+        SamplerRejection(1.0).kept(FilterInputs(**{**vars(_inputs([0.0], [0])), "sampler_log_ratio": None}))
+
+
+@settings(deadline=None)
+@given(
+    values=st.lists(st.floats(-3, 3, width=32), max_size=30),
+    ignored=st.integers(0, 5),
+    bound=st.floats(0.001, 4),
+)
+def test_the_second_moment_of_what_stays_is_within_its_bound_and_no_more_could_stay(values, ignored, bound):
+    log_ratio = torch.tensor([*values, *[9.0] * ignored], dtype=torch.float64)
+    counted = torch.tensor([True] * len(values) + [False] * ignored, dtype=torch.bool)
+    edge = second_moment_bound(log_ratio, counted, bound)
+    squares = torch.tensor(values, dtype=torch.float64).square()
+    stays = squares <= edge
+    if stays.any():
+        assert squares[stays].mean() <= bound * (1 + 1e-9)
+    more = squares[~stays]
+    if len(more):
+        longer = torch.cat([squares[stays], more[more == more.min()]])
+        assert longer.mean() > bound * (1 - 1e-9)
+
+
+def test_the_most_extreme_tokens_of_a_block_go_first():
+    # D^2 = 0.01, 0.04, 0.25, 1: means of prefixes 0.01, 0.025, 0.1, 0.325
+    log_ratio = [0.1, -0.2, 0.5, -1.0]
+    inputs = _inputs(log_ratio, [0, 0, 1, 1])
+    for bound, expected in ((0.005, [0, 0, 0, 0]), (0.03, [1, 1, 0, 0]), (0.11, [1, 1, 1, 0]), (1.0, [1, 1, 1, 1])):
+        rule = SecondMoment(bound)
+        block = WholeBlock(torch.ones(4, dtype=torch.bool), sampler_log_ratio=torch.tensor(log_ratio).double())
+        settled = FilterInputs(**{**vars(inputs), "thresholds": {"second_moment": rule.block_threshold(block)}})
+        assert rule.kept(settled).tolist() == [bool(x) for x in expected]
+
+
+def test_the_second_moment_is_settled_for_the_block_or_refused():
+    assert SecondMoment().settles_once_a_block
+    with pytest.raises(InputError, match="block_statistics"):
+        SecondMoment().kept(_inputs([0.1], [0]))
+    with pytest.raises(ConfigurationError, match=r"0\.04"):
+        SecondMoment(0.0)

@@ -93,7 +93,7 @@ def test_a_block_threshold_is_compared_with_the_entropy_of_the_scoring_pass():
     objective = Objective(surrogate=Reinforce(), filters=(TopEntropy(0.5),))
     block = batch_of(4, entropy_old=[1, 2, 3, 4])
     statistics = objective.block_statistics(block)
-    assert statistics.entropy_threshold.item() == 2.5
+    assert statistics.thresholds["top_entropy"].item() == 2.5
     output, _, _ = run(objective, block, [-1] * 4, [9, 9, 0, 0], block=statistics)
     assert output.dropped["top_entropy"].tolist() == [True, True, False, False]
 
@@ -313,7 +313,7 @@ def test_nothing_is_settled_once_a_block_unless_a_part_says_so():
     block = batch_of(2)
     assert Objective().block_statistics(block) is None
     assert Objective(filters=(TopEntropy(0.2, scope="micro_batch"),)).block_statistics(block) is None
-    assert BlockStatistics(entropy_threshold=torch.tensor(1.0)).attach(block) is block
+    assert BlockStatistics({"top_entropy": torch.tensor(1.0)}).attach(block) is block
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

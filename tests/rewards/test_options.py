@@ -50,6 +50,7 @@ def test_a_wrong_entry_is_refused_by_name(entry, place):
 def test_every_kind_has_its_own_name_is_frozen_and_survives_the_resolved_recipe():
     needed = {"function": {"path": "a:b"}, "regex": {"pattern": "a"}, "reasoning_gym": {"task": "chain_sum"}}
     needed |= {"overlong": {"max_length": 9, "buffer": 3}, "json_schema": {"schema": {"type": "object"}}}
+    needed |= {"judge": {"url": "http://127.0.0.1:8000/v1", "model": "j"}}
     for kind in KINDS:
         name = next(field.default for field in dataclasses.fields(kind) if field.name == "name")
         reward = ENTRIES.validate_python([{"name": name, **needed.get(name, {})}])[0]

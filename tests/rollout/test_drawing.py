@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from logitless.rollout.drawing import draw_tokens, key_of
-from logitless.rollout.sampling import SamplingOptions, sampling_logp
+from logitless.rollout.sampling import History, SamplingOptions, sampling_logp
 from tests.models.kernels import ahead
 
 pytest.importorskip("triton")
@@ -36,8 +36,8 @@ def positions(count):
 def test_logp_is_that_of_the_processed_distribution_and_nothing_filtered_out_is_drawn(name):
     options, logits = SamplingOptions(max_new_tokens=1, **OPTIONS[name]), rows(6)
     seen = torch.rand(logits.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.3
-    drawn = draw_tokens(logits, keys(6), positions(6), options, seen)
-    expected = sampling_logp(logits, options, seen).gather(1, drawn.token[:, None])[:, 0]
+    drawn = draw_tokens(logits, keys(6), positions(6), options, History(seen))
+    expected = sampling_logp(logits, options, History(seen)).gather(1, drawn.token[:, None])[:, 0]
     assert drawn.finite.all()
     assert expected.isfinite().all()
     if name == "temperature":
@@ -52,8 +52,8 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(name):
     options = SamplingOptions(max_new_tokens=1, **OPTIONS[name])
     logits = rows(1, 6).expand(count, -1).contiguous()
     seen = torch.zeros(logits.shape, dtype=torch.bool, device=DEVICE)
-    token = draw_tokens(logits, keys(count), positions(count), options, seen).token
-    wanted = sampling_logp(logits[:1], options, seen[:1]).exp()[0] * count
+    token = draw_tokens(logits, keys(count), positions(count), options, History(seen)).token
+    wanted = sampling_logp(logits[:1], options, History(seen[:1])).exp()[0] * count
     found = torch.bincount(token, minlength=6)
     kept = wanted > 0
     statistic = ((found - wanted).square() / wanted)[kept].sum()
@@ -108,5 +108,7 @@ def test_what_is_impossible_is_no_fault_unless_nothing_is_possible():
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_kernels_compile_without_spilling_for(capability):
     found = [ahead.Kernel(*kernel) for kernel in ahead.run("tests.rollout.draw_ahead", str(capability))]
-    assert [kernel.name for kernel in found] == ["draw_kernel"] * 2 + ["filter_kernel"] * 2
+    assert {kernel.name for kernel in found} == {
+        *("draw_kernel", "finish_kernel", "filter_kernel", "begin_kernel", "end_kernel", "copy_pages_kernel")
+    }
     assert max(kernel.spilled for kernel in found) <= 0

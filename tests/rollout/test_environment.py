@@ -3,10 +3,14 @@
 import pytest
 
 from logitless.data.packing import pack
-from logitless.errors import InputError
-from logitless.rollout.environment import Environment, Reply, SingleTurn, play
+from logitless.errors import ConfigurationError, InputError
+from logitless.rewards.combine import weighted
+from logitless.rewards.exact import Exact
+from logitless.rollout.environment import Environment, Limits, Reply, SingleTurn
+from logitless.rollout.play import play
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.transformers import TransformersEngine
+from logitless.train.judge import judge
 from logitless.types import Completion, Prompt
 from tests.models.tiny import tiny
 from tests.rollout.test_transformers import prompts, tokenizer
@@ -94,13 +98,94 @@ def test_an_episode_ends_where_the_environment_is_done_or_a_turn_is_cut(engine):
 
 def test_no_episode_has_more_turns_than_are_allowed():
     engine = Echo()
-    play(engine, [Prompt("7", "", (4,))], AskAgain(), num_samples=1, options=OPTIONS, seed=0, max_turns=1)
+    play(
+        engine, [Prompt("7", "", (4,))], AskAgain(), num_samples=1, options=OPTIONS, seed=0, limits=Limits(max_turns=1)
+    )
     assert len(engine.asked) == 1
 
 
 def test_an_answer_without_tokens_is_refused():
-    with pytest.raises(InputError, match="chat template"):
-        Reply(messages=({"role": "tool", "content": "4"},))
+    class Mute(AskAgain):
+        def reply(self, state, turn):
+            return Reply(messages=({"role": "tool", "content": "4"},))
+
+    with pytest.raises(InputError, match="ChatEnvironment"):
+        played(Mute())
+    with pytest.raises(InputError, match="1 messages"):
+        Reply(messages=({"role": "tool", "content": "4"},), failure="broken")
+
+
+def played(environment, engine=None, **limits):
+    """The one episode of one prompt."""
+    engine, given = engine or Echo(), Limits(**limits)
+    [[episode]] = play(
+        engine, [Prompt("7", "", (4,))], environment, num_samples=1, options=OPTIONS, seed=0, limits=given
+    )
+    return episode
+
+
+def test_an_episode_that_a_limit_ends_is_cut_and_one_that_the_environment_ends_is_not():
+    assert played(AskAgain(), max_turns=2).completion.finish_reason == "stop"
+    cut = played(AskAgain(), max_turns=1).completion
+    assert cut.finish_reason == "length"
+    assert cut.token_ids == (1, 1)  # what would have been answered is not there
+
+
+@pytest.mark.parametrize(("max_tokens", "turns"), [(8, 2), (7, 1)])
+def test_a_turn_begins_only_where_it_fits_into_the_tokens_of_the_episode(max_tokens, turns):
+    # A turn of 2 tokens and an answer of 2; the next may have 4.
+    episode = played(AskAgain(), max_tokens=max_tokens)
+    assert episode.num_turns == turns
+    assert episode.completion.finish_reason == ("stop" if turns == 2 else "length")
+
+
+def test_no_turn_begins_after_the_seconds_of_an_episode():
+    times = iter([0.0, 1.0, 3.0, 6.0])
+
+    class Forever(AskAgain):
+        def reply(self, state, turn):
+            return Reply(messages=({"role": "user", "content": "again"},), token_ids=(8,))
+
+    [[episode]] = play(
+        Echo(),
+        [Prompt("7", "", (4,))],
+        Forever(),
+        num_samples=1,
+        options=OPTIONS,
+        seed=0,
+        limits=Limits(max_seconds=5.0),
+        clock=lambda: next(times),
+    )
+    assert episode.num_turns == 3
+    assert episode.completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize("limits", [{"max_turns": 0}, {"max_tokens": -1}, {"max_seconds": float("nan")}])
+def test_limits_are_positive(limits):
+    with pytest.raises(ConfigurationError, match="positive"):
+        Limits(**limits)
+
+
+def test_an_environment_that_raises_ends_its_episodes_without_a_reward():
+    class Broken(AskAgain):
+        def reply(self, state, turn):
+            raise RuntimeError("no more")
+
+    episode = played(Broken())
+    assert "RuntimeError: no more" in episode.failure
+    prompt = Prompt("7", "", (4,), columns={"answer": "go on"})
+    [group] = judge([prompt], [[episode]], weighted([Exact()]), unscored="leave_out")
+    assert group.rewards == (None,)
+    verdict = group.verdicts[0]["exact"]
+    assert (verdict.score, verdict.status) == (None, "error")
+    assert "no more" in verdict.message
+    assert "Traceback" in verdict.traceback
+
+
+def test_tokens_know_the_weights_that_drew_them_where_these_changed_between_turns():
+    completion = played(AskAgain()).completion
+    assert completion.weights_version == 1
+    assert completion.token_versions == (1, 1, 1, 1, 2, 2)
 
 
 def test_both_are_environments():

@@ -11,10 +11,11 @@ from logitless.head import fused
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import load_model
 from logitless.models.lora import LoraOptions, add_lora
-from logitless.rollout import gpu
+from logitless.rollout import steps
 from logitless.rollout.engine import Weights
 from logitless.rollout.gpu import GpuEngine
-from logitless.rollout.sampling import SamplingOptions, sampling_logp
+from logitless.rollout.sampling import History, SamplingOptions, sampling_logp
+from logitless.rollout.steps import Steps
 from logitless.train.policy import Policy
 from logitless.types import Prompt
 from tests.models.tiny import CONFIGS
@@ -32,7 +33,8 @@ PROMPTS = [Prompt("a", "", (3, 4, 5)), Prompt("b", "", (6,)), Prompt("c", "", tu
 def interpreted_head(monkeypatch):
     """The fused head, whose bits training has on a GPU, under the interpreter; and a look every few steps."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(gpu, "STEPS", 3)
+        monkeypatch.setattr(steps, "STEPS", 3)
+        monkeypatch.setattr(steps, "ALONE_BELOW", 0)
         monkeypatch.setattr(fused, "why_not", fused._unsupported)
     else:  # poison is written by a kernel of its own before every launch, which a captured graph would repeat
         torch.utils.deterministic.fill_uninitialized_memory = False
@@ -116,9 +118,42 @@ def test_with_filters_logp_is_that_of_the_filtered_distribution_of_a_plain_forwa
             seen = torch.stack([torch.bincount(ids[0, : first + t].cpu(), minlength=11) > 0 for t in range(4)]).to(
                 DEVICE
             )
-            expected = sampling_logp(logits, options, seen).gather(1, ids[0, first:, None])[:, 0]
+            expected = sampling_logp(logits, options, History(seen)).gather(1, ids[0, first:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected.cpu(), rtol=1e-3, atol=1e-3)
             assert completion.entropy_sampler is None
+
+
+def test_penalties_bias_and_minimum_give_the_logp_of_a_plain_forward_and_hold_ends_back():
+    engine = engine_of(model_of(end_bias=2.0))
+    settings = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "logit_bias": ((5, -2.0),), "min_new_tokens": 3}
+    options = SamplingOptions(max_new_tokens=5, **settings)
+    for prompt, group in zip(PROMPTS[:2], engine.sample(PROMPTS[:2], 2, options, seed=1), strict=True):
+        for completion in group:
+            assert completion.length > 3 or completion.finish_reason == "length"
+            ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]], device=DEVICE)
+            first, count = len(prompt.token_ids), completion.length
+            with torch.no_grad():
+                logits = engine._model(input_ids=ids, use_cache=False).logits[0, first - 1 : -1]
+            drawn = ids[0, first:].cpu()
+            counts = torch.stack([torch.bincount(drawn[:t], minlength=11) for t in range(count)]).to(DEVICE)
+            history = History(None, counts, torch.arange(count, device=DEVICE), torch.tensor([2], device=DEVICE))
+            expected = sampling_logp(logits, options, history).gather(1, ids[0, first:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected.cpu(), rtol=1e-3, atol=1e-3)
+
+
+def test_the_steps_are_kept_from_call_to_call_and_made_anew_where_the_model_has_moved():
+    model = model_of(end_bias=0.0)
+    engine, options = engine_of(model), SamplingOptions(max_new_tokens=2)
+    engine.sample(PROMPTS[:1], 2, options, seed=1)
+    kept = engine._steps
+    engine.sample(PROMPTS[:1], 1, options, seed=1)
+    assert engine._steps is kept
+    engine.sample(PROMPTS[2:], 1, options, seed=1)  # more pages
+    assert engine._steps is not kept
+    kept = engine._steps
+    model.lm_head.weight.data = model.lm_head.weight.data.clone()
+    engine.sample(PROMPTS[:1], 1, options, seed=1)
+    assert engine._steps is not kept
 
 
 def test_greedy_completions_are_the_same_and_certain():
@@ -132,14 +167,14 @@ def test_out_of_memory_puts_rows_back_and_gives_the_same_tokens(monkeypatch, cap
     expected = engine_of().sample(PROMPTS[:2], 2, options, seed=1)
     calls = []
 
-    def failing(*arguments):
-        calls.append(len(arguments[1]))
+    def failing(self, place, rows, drawing):
+        calls.append(len(place.slots))
         if len(calls) == 2:
             raise torch.OutOfMemoryError("no room")
-        return step(*arguments)
+        return run(self, place, rows, drawing)
 
-    step = gpu.decode_step
-    monkeypatch.setattr(gpu, "decode_step", failing)
+    run = Steps.run
+    monkeypatch.setattr(Steps, "run", failing)
     with caplog.at_level(logging.WARNING, "logitless"):
         assert engine_of().sample(PROMPTS[:2], 2, options, seed=1) == expected
     assert "at most 2 rows" in caplog.text
@@ -150,7 +185,7 @@ def test_out_of_memory_with_a_single_row_is_raised(monkeypatch):
     def failing(*_):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(gpu, "decode_step", failing)
+    monkeypatch.setattr(Steps, "run", failing)
     with pytest.raises(torch.OutOfMemoryError):
         engine_of().sample(PROMPTS[:1], 1, SamplingOptions(max_new_tokens=2), seed=1)
 
@@ -159,7 +194,7 @@ def test_ctrl_c_leaves_an_engine_that_samples_as_before(monkeypatch):
     engine, options = engine_of(), SamplingOptions(max_new_tokens=3)
     expected = engine.sample(PROMPTS[:1], 1, options, seed=1)
     with monkeypatch.context() as patch:
-        patch.setattr(gpu, "draw_tokens", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(steps, "draw_tokens", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             engine.sample(PROMPTS[:1], 1, options, seed=1)
     assert engine.sample(PROMPTS[:1], 1, options, seed=1) == expected

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from logitless.errors import ConfigurationError
-from logitless.rollout.sampling import SamplingOptions, draw, sampling_logp
+from logitless.rollout.sampling import History, SamplingOptions, draw, penalized, sampling_logp
 
 
 @settings(max_examples=50, deadline=None)
@@ -46,7 +46,22 @@ def test_the_distribution_is_that_of_the_processors_of_transformers(temperature,
     )
     seen = torch.zeros(5, 40, dtype=torch.bool).scatter(1, ids, True)
     expected = theirs(ids, logits.clone()).softmax(-1)
-    torch.testing.assert_close(sampling_logp(logits, options, seen).exp(), expected)
+    torch.testing.assert_close(sampling_logp(logits, options, History(seen)).exp(), expected)
+
+
+def test_presence_and_frequency_are_taken_off_what_the_completion_has_and_bias_is_added():
+    """z - presence [n > 0] - frequency n + bias, as OpenAI's API has them."""
+    options = SamplingOptions(max_new_tokens=4, presence_penalty=0.5, frequency_penalty=0.25, logit_bias=((3, -100.0),))
+    counts = torch.tensor([[0, 1, 3, 0]])
+    found = penalized(torch.ones(1, 4), options, History(counts=counts))
+    assert found.tolist() == [[1.0, 0.25, -0.25, -99.0]]
+
+
+def test_no_end_can_be_drawn_before_the_minimum_is_reached():
+    options = SamplingOptions(max_new_tokens=4, min_new_tokens=2)
+    history = History(num_drawn=torch.tensor([0, 1, 2]), ends=torch.tensor([2, 0]))
+    found = penalized(torch.zeros(3, 4), options, history).isfinite()
+    assert found.tolist() == [[False, True, False, True]] * 2 + [[True] * 4]
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_it():
@@ -86,6 +101,11 @@ def test_a_filtered_token_is_never_drawn(seed, u):
         {"top_k": 0},
         {"min_p": 2.0},
         {"repetition_penalty": 0.0},
+        {"presence_penalty": float("nan")},
+        {"frequency_penalty": float("inf")},
+        {"logit_bias": ((3, float("nan")),)},
+        {"logit_bias": ((3, 1.0), (3, 2.0))},
+        {"min_new_tokens": 5},
         {"stop": ("",)},
         {"temperature": 0.0, "top_p": 0.9},
     ],
@@ -112,6 +132,10 @@ def test_an_unknown_key_in_a_recipe_is_an_error():
         ({"top_p": 0.9}, True),
         ({"min_p": 0.1}, True),
         ({"repetition_penalty": 1.1}, True),
+        ({"presence_penalty": 0.5}, True),
+        ({"frequency_penalty": 0.5}, True),
+        ({"logit_bias": ((3, 1.0),)}, True),
+        ({"min_new_tokens": 1}, True),
     ],
 )
 def test_filters_are_told_from_a_plain_temperature(options, filters):

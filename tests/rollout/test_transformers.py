@@ -12,8 +12,9 @@ from logitless.errors import InputError, TrainingError, UnavailableError
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import compile_layers
 from logitless.models.lora import LoraOptions, add_lora
+from logitless.rollout.completions import stop_ids
 from logitless.rollout.engine import Weights
-from logitless.rollout.sampling import SamplingOptions, draw, sampling_logp
+from logitless.rollout.sampling import History, SamplingOptions, draw, sampling_logp
 from logitless.rollout.transformers import TransformersEngine, _GrowingLayer
 from logitless.types import Completion, Prompt
 from tests.models.tiny import CONFIGS, tiny
@@ -60,7 +61,7 @@ def logp_alone(model: nn.Module, prompt: Prompt, completion: Completion, options
     seen = torch.stack(
         [torch.bincount(ids[0, : len(prompt.token_ids) + t], minlength=61) > 0 for t in range(completion.length)]
     )
-    logp = sampling_logp(logits, options, seen)
+    logp = sampling_logp(logits, options, History(seen))
     return logp.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
 
 
@@ -272,6 +273,25 @@ def test_ended_rows_leave_the_batch():
     assert rows[0] == (2, 3), "prompts are read once, not once a sample"
     assert rows[1][0] > 40
     assert rows[-1][0] < 10
+
+
+def test_logp_sampler_includes_penalties_bias_and_minimum():
+    asked = prompts(3)
+    settings = {"presence_penalty": 0.6, "frequency_penalty": 0.3, "logit_bias": ((5, -3.0),), "min_new_tokens": 3}
+    options = SamplingOptions(max_new_tokens=8, **settings)
+    engine = engine_of()
+    ends = torch.tensor(stop_ids(engine.tokenizer, engine._model, options))
+    for prompt, group in zip(asked, engine.sample(asked, 2, options, seed=0), strict=True):
+        for completion in group:
+            ids, count = torch.tensor([[*prompt.token_ids, *completion.token_ids]]), completion.length
+            first = len(prompt.token_ids)
+            with torch.no_grad():
+                logits = tiny("llama")(input_ids=ids, use_cache=False).logits[0, first - 1 : -1].float()
+            counts = torch.stack([torch.bincount(ids[0, first : first + t], minlength=61) for t in range(count)])
+            history = History(None, counts, torch.arange(count), ends)
+            expected = sampling_logp(logits, options, history).gather(1, ids[0, first:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected, rtol=1e-4, atol=1e-4)
+            assert completion.length > 3 or completion.finish_reason == "length"
 
 
 def test_the_cache_grows_beyond_its_first_room():

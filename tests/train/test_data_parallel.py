@@ -12,7 +12,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from logitless.distributed import Ranks
-from logitless.rollout.environment import SingleTurn, play
+from logitless.rollout.environment import SingleTurn
+from logitless.rollout.play import play
 from logitless.rollout.transformers import TransformersEngine
 from logitless.train import checkpoint as checkpoints
 from logitless.train import learner as learner_module
@@ -191,7 +192,7 @@ def _advantaged(folder, changes):
     prompts = list(data.train[:5])
     episodes = play(engine, prompts, SingleTurn(), num_samples=4, options=recipe.rollout.sampling, seed=7)
     groups = judge(prompts, episodes, rewards_of(recipe, prompts), unscored=recipe.rollout.unscored)
-    return learner.with_advantages(learner.score(pack_groups(groups)), groups)
+    return learner.with_advantages(learner.score(pack_groups(groups), groups), groups)
 
 
 def _gradients(rank, folder, changes, block):
@@ -248,12 +249,12 @@ SHORT = [
 ]
 
 
-def test_the_quickstart_under_torchrun_is_the_quickstart(tmp_path):
+def test_the_quickstart_on_four_ranks_under_torchrun_is_the_quickstart(tmp_path):
     settings = [*SHORT, f"output={tmp_path}"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     for_both = [argument for each in settings for argument in ("--set", each)]
     child = subprocess.run(
-        [*torchrun, "-m", "logitless", "train", "recipes/quickstart.yaml", "--set", "name=two", *for_both],
+        [*torchrun, "-m", "logitless", "train", "recipes/quickstart.yaml", "--set", "name=four", *for_both],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
@@ -263,7 +264,7 @@ def test_the_quickstart_under_torchrun_is_the_quickstart(tmp_path):
     assert child.returncode == 0, child.stderr
     assert child.stdout.count("finished: ") == 1  # the first rank speaks, the other is silent
     assert child.stdout.count("block 3/3") == len(
-        [record for record in RunFolder(tmp_path / "two").read_metrics() if record["block"] == 3]
+        [record for record in RunFolder(tmp_path / "four").read_metrics() if record["block"] == 3]
     )
     one, _ = start(load_recipe(ROOT / "recipes/quickstart.yaml", [*settings, "name=one"]))
-    _assert_alike(one, RunFolder(tmp_path / "two"), 2)
+    _assert_alike(one, RunFolder(tmp_path / "four"), 4)

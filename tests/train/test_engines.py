@@ -1,8 +1,14 @@
 """An engine that keeps weights of its own samples what one in this process samples, for it gets them when it must."""
 
+import logging
+
 import pytest
 
+from logitless.models.char_tokenizer import character_tokenizer
+from logitless.models.loading import load_model
 from logitless.rollout.recorded import write_completions
+from logitless.rollout.transformers import TransformersEngine
+from logitless.train import engines as engines_module
 from logitless.train.engines import Engines, open_engines
 from logitless.train.metrics import repeatable
 from logitless.train.run import start
@@ -114,3 +120,29 @@ def test_a_recorded_file_is_trained_on_while_the_policy_is_evaluated(tmp_path):
     assert len(one.distinct) == 1
     assert type(other.evaluation) is type(one.evaluation)
     assert other.distinct == (other.training, other.evaluation)
+
+
+def test_auto_samples_with_transformers_where_nothing_has_the_bits_of_training_and_says_why(tmp_path, caplog):
+    recipe = tiny_recipe(tmp_path)
+    assert recipe.rollout.engine.name == "auto"
+    model = load_model(recipe.model.source, random_weights=True)
+    with caplog.at_level(logging.INFO, "logitless"):
+        engines = open_engines(recipe, model, character_tokenizer("abcdefgh"))
+    assert isinstance(engines.training, TransformersEngine)
+    assert "rollout engine: transformers, for the model is on cpu" in caplog.text
+
+
+def test_auto_takes_the_engine_with_the_bits_of_training_where_the_layers_have_them(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    from logitless.models.row_invariant import install_row_invariant
+    from logitless.rollout.gpu import GpuEngine
+
+    recipe = tiny_recipe(tmp_path)
+    model = load_model(recipe.model.source, random_weights=True)
+    install_row_invariant(model)
+    monkeypatch.setattr(engines_module, "_device_type", lambda model: "cuda")
+    engines = open_engines(recipe, model, character_tokenizer("abcdefgh"))
+    assert isinstance(engines.training, GpuEngine)
+    assert engines.evaluation is engines.training
+    named = tiny_recipe(tmp_path, train__scoring_backend="chunked")
+    assert "another backend" in engines_module.not_on_gpu_because(named, model)

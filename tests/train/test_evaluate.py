@@ -40,8 +40,12 @@ def _evaluate(rewards, **changes):
 
 def test_accuracy_counts_completions_that_reach_the_threshold():
     found = _evaluate(weighted([Exact()]))
+    ends = {name: found.pop(name) for name in list(found) if name.endswith(("/low", "/high"))}
+    assert ends["evaluation/accuracy/low"] < 0.25 < ends["evaluation/accuracy/high"]
+    assert ends["evaluation/pass_at/2/low"] < 0.5 < ends["evaluation/pass_at/2/high"]
     assert found == {
         "evaluation/accuracy": 0.25,
+        "evaluation/pass_at/2": 0.5,  # one of two prompts has a correct answer among its two
         "evaluation/reward_mean": 0.25,
         "evaluation/length_mean": (3 + 2 + 3 + 5) / 4,
         "evaluation/truncated_fraction": 0.25,

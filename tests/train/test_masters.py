@@ -11,7 +11,15 @@ from torch import nn
 from logitless.errors import ConfigurationError
 from logitless.train.checkpoint import load_checkpoint
 from logitless.train.config import Recipe
-from logitless.train.masters import MasterAdamW, chunks_of, fused_update, lower_to, master_of
+from logitless.train.masters import (
+    MasterAdamW,
+    chunks_of,
+    clip_factor,
+    fused_update,
+    gradient_norm,
+    lower_to,
+    master_of,
+)
 from logitless.train.run import start
 from tests.head.interpreter import complete_interpreter, interpreted
 from tests.train.tiny import tiny_recipe
@@ -84,13 +92,43 @@ def test_frozen_and_float64_weights_are_left_alone():
     assert master_of(layer.weight) is layer.weight
 
 
-@pytest.mark.parametrize("sizes", [(1, 3), (1025, 70000, 64)])
-def test_the_fused_update_equals_torch(sizes: tuple[int, ...]):
+def where_kernels_run() -> str:
     if interpreted():
         complete_interpreter()
     elif not torch.cuda.is_available():
         pytest.skip("needs Triton's interpreter or a GPU")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def test_the_norm_in_one_pass_is_that_of_all_gradients_together():
+    device = where_kernels_run()
+    gradients = [torch.randn(n, device=device) for n in (1, 3, 1025, 70000)]
+    parameters = [nn.Parameter(torch.zeros_like(g)) for g in gradients]
+    expected = torch.cat(gradients).double().norm()
+    # Sums of squares of 1024 lanes, each of up to 64 numbers, then of parts in float64.
+    assert abs(float(gradient_norm(chunks_of(parameters), gradients)) / float(expected) - 1) < 64 * 2**-24
+    gradients[2][7] = torch.inf
+    assert not torch.isfinite(gradient_norm(chunks_of(parameters), gradients))
+
+
+def test_a_norm_that_is_not_finite_leaves_masters_moments_and_copies_as_they_are():
+    device = where_kernels_run()
+    master, copy = nn.Parameter(torch.randn(70, device=device)), torch.ones(70, dtype=torch.bfloat16, device=device)
+    moments = [torch.full_like(master, 0.5).detach() for _ in range(2)]
+    before = master.detach().clone()
+    fused_update(
+        chunks_of([master]), [master], [torch.full_like(master, torch.nan)], [moments[0]], [moments[1]], [copy],
+        scale=clip_factor(torch.tensor(torch.nan, device=device), 1.0),
+        rate=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY, step=1,
+    )  # fmt: skip
+    assert torch.equal(master, before)
+    assert torch.equal(copy, torch.ones_like(copy))
+    assert all(torch.equal(m, torch.full_like(m, 0.5)) for m in moments)
+
+
+@pytest.mark.parametrize("sizes", [(1, 3), (1025, 70000, 64)])
+def test_the_fused_update_equals_torch(sizes: tuple[int, ...]):
+    device = where_kernels_run()
     ours = [nn.Parameter(torch.randn(n, device=device)) for n in sizes]
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
     moments = [[torch.zeros_like(p) for p in ours] for _ in range(2)]
@@ -104,6 +142,7 @@ def test_the_fused_update_equals_torch(sizes: tuple[int, ...]):
             gradients,
             *moments,
             copies,
+            scale=torch.full((1,), 0.5, device=device),
             rate=RATE,
             betas=BETAS,
             eps=EPS,
@@ -111,7 +150,7 @@ def test_the_fused_update_equals_torch(sizes: tuple[int, ...]):
             step=step,
         )
         for p, g in zip(theirs, gradients, strict=True):
-            p.grad = g
+            p.grad = g / 2
         reference.step()
     for our, their, copy in zip(ours, theirs, copies, strict=True):
         # Each step moves a weight by at most about 2 RATE, computed in a dozen float32 operations.

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from logitless.train.plots import Line, _stretches, _thinned, bar_plot, heat_map, line_plot
+from logitless.train.plots import Line, _stretches, bar_plot, heat_map, line_plot, smoothed, thinned
 
 
 def test_a_plot_is_an_svg_document_that_is_the_same_every_time():
@@ -29,14 +29,14 @@ def test_a_logarithmic_axis_with_values_of_zero_is_drawn():
 
 
 def test_a_short_line_keeps_its_points_and_its_gaps():
-    x, y = _thinned(Line("a", (1, 2, 3), (0.5, None, math.inf)))
+    x, y = thinned(Line("a", (1, 2, 3), (0.5, None, math.inf)))
     assert x == [1.0, 2.0, 3.0]
     assert y[0] == 0.5
     assert math.isnan(y[1])
 
 
 def test_a_long_line_is_drawn_as_means_over_equal_stretches():
-    x, y = _thinned(Line("a", tuple(range(1200)), tuple(float(n % 3) if n % 3 else None for n in range(1200))))
+    x, y = thinned(Line("a", tuple(range(1200)), tuple(float(n % 3) if n % 3 else None for n in range(1200))))
     assert len(x) == len(y) == 400
     assert x[:2] == [1.0, 4.0]  # of 0, 1, 2 and of 3, 4, 5
     assert y[:2] == [1.5, 1.5]  # of 1 and 2, the gap left out
@@ -68,3 +68,16 @@ def test_bars_are_named():
     drawn = bar_plot({"rollout": 2, "training": 3.5}, x_label="seconds")
     assert "rollout" in drawn
     assert drawn.index("training") < drawn.index("rollout")
+
+
+def test_a_smoothed_line_is_the_running_mean_of_what_is_there():
+    assert smoothed([1.0, 1.0, 1.0]) == pytest.approx([1.0, 1.0, 1.0])
+    # Three points keep 1 - 1/3 of the weight: (2/3 * 0 + 3) / (2/3 + 1) = 1.8; (2/3 * 3 + 3) / (4/9 + 2/3 + 1) = 45/19
+    assert smoothed([0.0, 3.0, 3.0]) == pytest.approx([0.0, 1.8, 45 / 19])
+
+
+def test_a_noisy_line_is_drawn_faint_below_its_mean_and_an_exact_one_alone():
+    line = Line("noise", tuple(range(100)), tuple(n % 7 for n in range(100)))
+    both, alone = (line_plot([line], x_label="x", y_label="y", smooth=smooth) for smooth in (True, False))
+    assert both.count("stroke-opacity: 0.3") == 1
+    assert "stroke-opacity: 0.3" not in alone

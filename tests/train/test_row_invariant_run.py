@@ -3,20 +3,26 @@
 import pytest
 import torch
 
+from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError, UnavailableError
 from logitless.models.lm_head import backbone
 from logitless.models.row_invariant import RowInvariantLayer
 from logitless.train import setup
 from logitless.train.checkpoint import load_checkpoint
+from logitless.train.checks import check_arrangement
 from logitless.train.config import Recipe
 from logitless.train.plan import plan_of
 from logitless.train.run import start
-from logitless.train.setup import effects, own_layers_because, policy_model, tokenizer_of
+from logitless.train.setup import effects, own_layers_because, policy_model, section_for, tokenizer_of
 from tests.head.interpreter import complete_interpreter, interpreted
 from tests.train.tiny import tiny_recipe
 
 if interpreted():
     complete_interpreter()
+
+
+BFLOAT16 = {"model__trained_dtype": "bfloat16"}
+FEW = {"rollout__prompts_per_block": 2, "rollout__completions_per_prompt": 2, "data__held_out": None, "kl": None}
 
 
 def recipe(folder, layers, **changes) -> Recipe:
@@ -43,6 +49,16 @@ def test_a_run_trains_through_row_invariant_layers_what_it_trains_through_transf
     assert calls
 
 
+def test_recomputed_activations_train_the_same_weights_to_the_last_bit(tmp_path):
+    weights = []
+    for recompute in (False, True):
+        changes = {"model__gradient_checkpointing": recompute, "rollout__sampling": {"max_new_tokens": 3}} | FEW
+        run = start(recipe(tmp_path / str(recompute), "row_invariant", **changes))[0]
+        weights.append(load_checkpoint(run.checkpoints).tensors)
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
 def test_a_run_on_the_cpu_is_refused_where_kernels_cannot_run(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(UnavailableError, match="a model on the CPU"):
@@ -52,9 +68,6 @@ def test_a_run_on_the_cpu_is_refused_where_kernels_cannot_run(tmp_path, monkeypa
 def test_a_plan_names_what_is_not_covered(tmp_path):
     with pytest.raises(UnavailableError, match="the architecture gpt_neox"):
         plan_of(recipe(tmp_path, "row_invariant", model__source__model_type="gpt_neox"))
-
-
-BFLOAT16 = {"model__trained_dtype": "bfloat16"}
 
 
 def reason(tmp_path, device="meta", layers="auto", **changes):
@@ -90,6 +103,15 @@ def test_a_run_with_layers_auto_goes_on_with_its_own_where_others_cannot_serve_a
     model = policy_model(section, tokenizer_of(section), seed=0, device=torch.device("cpu"))
     assert not hasattr(backbone(model), "row_invariant")
     assert "layers transformers' own, for a model on the CPU" in effects(section, torch.device("cpu"), model)
+
+
+@pytest.mark.parametrize("split", [Arrangement(shard=2), Arrangement(sequence=2)], ids=str)
+def test_auto_keeps_its_own_layers_where_weights_or_sequences_are_split_over_processes(tmp_path, split):
+    automatic = recipe(tmp_path, "auto")
+    assert section_for(automatic.model, split).layers == "transformers"
+    check_arrangement(automatic, split)
+    assert section_for(automatic.model, Arrangement(replicate=2)).layers == "auto"
+    assert section_for(recipe(tmp_path, "row_invariant").model, split).layers == "row_invariant"
 
 
 def test_layers_that_do_not_keep_their_bits_here_are_taken_back_under_auto_and_refused_by_name(tmp_path, monkeypatch):

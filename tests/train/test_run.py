@@ -398,3 +398,18 @@ def test_a_recipe_of_python_with_relative_paths_is_written_with_whole_ones(tmp_p
     monkeypatch.chdir(folder.path)
     assert load_recipe(folder.config) == recipe
     assert recipe.data.train.path == tmp_path / "train.jsonl"
+
+
+@pytest.mark.parametrize("share", [1.0, 0.2])
+def test_a_run_that_may_keep_few_activations_is_the_same_run(tmp_path, share):
+    plain, _ = start(tiny_recipe(tmp_path / "plain", train__blocks=1))
+    budget = round(share * 32 * 2000)  # of 32 tokens at about 2 KB a layer
+    limited, _ = start(tiny_recipe(tmp_path / "limited", train__blocks=1, train__activation_memory=budget))
+    for a, b in zip(plain.read_metrics(), limited.read_metrics(), strict=True):
+        assert a.get("loss/total") == b.get("loss/total")
+        assert a.get("optimizer/grad_norm") == b.get("optimizer/grad_norm")
+
+
+def test_two_ways_to_save_activations_are_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"beside train\.activation_memory"):
+        tiny_recipe(tmp_path, model__gradient_checkpointing=True, train__activation_memory=1000)

@@ -128,7 +128,7 @@ def test_rollouts_hold_every_completion_with_what_was_said_of_it(tmp_path):
     groups = fake_groups(3, 12)
     advantages = [[0.25 * number for number in range(8)] for _ in groups]
     path = folder.write_rollouts(3, groups, advantages)
-    assert path.name == "block-000003.parquet"
+    assert path.name == "part-000003.parquet"
     ((number, rows),) = folder.read_rollouts()
     assert number == 3
     assert len(rows) == 32
@@ -193,6 +193,6 @@ def test_a_whole_run_is_read_back(tmp_path):
 
 def test_a_rollout_file_that_is_not_parquet_is_named(tmp_path):
     folder = create_run_folder(tmp_path, "toy")
-    (folder.rollouts / "block-000001.parquet").write_bytes(b"not Parquet")
-    with pytest.raises(DataError, match="block-000001"):
+    (folder.rollouts / "part-000001.parquet").write_bytes(b"not Parquet")
+    with pytest.raises(DataError, match="part-000001"):
         list(folder.read_rollouts())

@@ -5,7 +5,7 @@ import torch
 
 from logitless.errors import ConfigurationError, TrainingError
 from logitless.head import fused
-from logitless.rollout import gpu
+from logitless.rollout import steps
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train import prepare
 from logitless.train.plan import plan_of
@@ -84,7 +84,7 @@ def interpreted_head(monkeypatch):
     complete_interpreter()
     sum_products_in_float64()
     monkeypatch.setattr(fused, "why_not", fused._unsupported)
-    monkeypatch.setattr(gpu, "STEPS", 3)
+    monkeypatch.setattr(steps, "STEPS", 3)
 
 
 def test_a_run_scores_only_where_it_recounts_and_its_first_ratio_is_1(tmp_path, monkeypatch, interpreted_head):
@@ -96,7 +96,7 @@ def test_a_run_scores_only_where_it_recounts_and_its_first_ratio_is_1(tmp_path, 
         return scores(self, batch, **options)
 
     monkeypatch.setattr(Policy, "scores", counted)
-    run, complete = start(tiny_recipe(tmp_path, **SMALL, train__blocks=2))
+    run, complete = start(tiny_recipe(tmp_path, **SMALL, train__blocks=2, train__leave_out_dead=False))
     assert complete
     lines = [line for line in run.read_metrics() if "loss/total" in line]
     assert [line.get("sampler/mismatched_tokens") for line in lines] == [0, None]

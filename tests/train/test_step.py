@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from logitless.data.packing import StepPlan, pack, plan_epoch
+from logitless.data.packing import Packing, StepPlan, pack, plan_epoch
 from logitless.errors import InputError
 from logitless.models.loading import disable_dropout, load_model
 from logitless.models.value_head import value_head_for
@@ -16,11 +16,11 @@ from logitless.objective.objective import Objective
 from logitless.objective.presets import algorithm
 from logitless.objective.surrogate import KlCov
 from logitless.objective.value import ValueLoss
-from logitless.objective.weighting import MicroBatchTokenMean, SequenceMean, TokenMean
+from logitless.objective.weighting import MicroBatchTokenMean, SequenceMean, TokenMean, TurnMean
 from logitless.train.block import micro_batches_of
 from logitless.train.policy import Policy
 from logitless.train.score import scores_of
-from logitless.train.step import MicroBatch, backward, step_batch, step_metrics
+from logitless.train.step import MicroBatch, backward, dead_output, step_batch, step_metrics
 from logitless.types import Completion, Prompt, TokenBatch
 
 # LayerNorm and learned positions: unlike RMSNorm and rotary embeddings they stay in float64 when the weights are.
@@ -339,6 +339,96 @@ def test_a_step_without_a_token_is_refused():
         _gradient(policy, _block(policy), StepPlan((5,), ()), *_composition("grpo"))
 
 
+# --- what is not computed twice, or for nothing ---------------------------------------------------------------------
+
+SILENT = (0, 4)  # sequences of advantage 0, and of weight 0
+LEFT_OUT = 6
+
+
+def _with_silent(policy: Policy) -> MicroBatch:
+    block = _block(policy)
+    silent = torch.isin(block.tokens.sequence, torch.tensor(SILENT))
+    return _with(block, advantage=block.tokens.advantage.masked_fill(silent, 0.0))
+
+
+def _plan(block: MicroBatch, *, share: bool, by_cost: bool, leave_out: bool) -> StepPlan:
+    live = [s not in (*SILENT, LEFT_OUT) for s in range(8)]
+    [plan] = plan_epoch(
+        [range(4), range(4, 8)],
+        block.packed.inputs,
+        tokens_per_step=1000,
+        packing=Packing(30, share_prompts=share, hidden_size=4 if by_cost else None),
+        live=live if leave_out else None,
+        seed=0,
+    )
+    return plan
+
+
+SAVINGS = [(share, by_cost, leave_out) for share in (0, 1) for by_cost in (0, 1) for leave_out in (0, 1)]
+
+
+@pytest.mark.parametrize(("preset", "parameters"), PRESETS)
+def test_every_saving_alone_and_together_leaves_loss_and_gradient_to_1e12(preset, parameters):
+    found = algorithm(preset, parameters)
+    assert found.silent_without_advantage
+    options = {"beta": 0.0, "dropped": [s == LEFT_OUT for s in range(8)]}
+    shared, apart = _policy(), _policy(share_prompts=False)
+    block = _with_silent(shared)
+    plain = _plan(block, share=False, by_cost=False, leave_out=False)
+    whole = _gradient(apart, block, plain, found.objective, found.weighting, **options)
+    assert whole[1].abs().max() > 1e-3
+    for share, by_cost, leave_out in SAVINGS:
+        plan = _plan(block, share=bool(share), by_cost=bool(by_cost), leave_out=bool(leave_out))
+        assert sorted(plan.dead) == ([0, 4, 6] if leave_out else [])
+        policy = shared if share else apart
+        _assert_same(_gradient(policy, block, plan, found.objective, found.weighting, **options), whole, 1e-12)
+
+
+def test_the_numbers_of_a_first_step_count_dead_sequences_as_scoring_saw_them():
+    policy = _policy()
+    block, found = _with_silent(policy), algorithm("dapo")
+    logp = scores_of(
+        policy, block.packed, [tuple(s for s in range(8) if s != 5)], temperature=TEMPERATURE, backend="chunked"
+    )
+    block = _with(block, logp_old=logp.logp.double(), entropy_old=logp.entropy.double())
+    options = {"dropped": [s == LEFT_OUT for s in range(8)], "num_steps": 1, "statistics": None}
+    numbers = []
+    for leave_out in (False, True):
+        plan = _plan(block, share=True, by_cost=True, leave_out=leave_out)
+        outputs = _gradient(
+            policy, block, plan, found.objective, found.weighting, beta=0.0, dropped=options["dropped"]
+        )[2]
+        dead = dead_output(block.packed, block.tokens, plan, found.objective, found.weighting, **options)
+        assert (dead is not None) == leave_out
+        numbers.append(step_metrics(outputs if dead is None else [*outputs, dead]))
+    assert numbers[0].keys() == numbers[1].keys()
+    assert numbers[1] == pytest.approx(numbers[0], rel=1e-5, abs=1e-6)
+    assert numbers[0]["optimizer/tokens"] == sum(COMPLETION_LENGTHS) - COMPLETION_LENGTHS[LEFT_OUT]
+
+
+def test_a_step_that_scores_itself_has_ratio_1_and_the_gradient_of_its_own_log_probs():
+    policy = _policy()
+    block, found = _block(policy), algorithm("grpo")
+    plan = _plan(block, share=True, by_cost=True, leave_out=False)
+    [own, *_] = [policy.scores(block.packed.take(range(8)), temperature=TEMPERATURE, backend="chunked").logp.detach()]
+    scored = _with(block, logp_old=own)
+    expected = _gradient(policy, scored, plan, found.objective, found.weighting, beta=0.0)
+    for parameter in policy.model.parameters():
+        parameter.grad = None
+    parts = step_batch(
+        block.packed, block.tokens, plan, found.objective, found.weighting,
+        dropped=[False] * 8, num_steps=1, statistics=None, scores_itself=True,
+    )  # fmt: skip
+    assert all(part.tokens.logp_old is None for part in parts)
+    outputs = backward(
+        policy, found.objective, parts, temperature=TEMPERATURE, backend="chunked", beta=0.0,
+        entropy_coefficient=None, statistics=None, seed=0,
+    )  # fmt: skip
+    gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
+    assert all((output.policy.token_log_ratio == 0).all() for output in outputs)
+    assert (gradient - expected[1]).abs().max() <= 1e-12 * expected[1].abs().max()
+
+
 # --- PPO ------------------------------------------------------------------------------------------------------------
 
 CLIP = 0.4
@@ -473,3 +563,23 @@ def test_a_value_loss_of_a_policy_without_a_value_head_is_refused():
     policy.value_head = None
     with pytest.raises(InputError, match="value head"):
         _gradient(policy, block, WHOLE, *_ppo(), beta=0.0)
+
+
+def test_turns_weigh_the_same_however_long_they_are_and_however_the_step_is_cut():
+    prompt = Prompt("7", "", (1, 2))
+    two = Completion("7", (3, 4, 5, 6), "", "stop", trained=(True, True, False, True), turn=(0, 0, 0, 1))
+    one = Completion("7", (3,), "", "stop")
+    empty = Completion("7", (), "", "stop")
+    packed = pack([(prompt, each) for each in (two, one, empty, two)])
+    n = packed.num_tokens
+    tokens = TokenBatch(packed.sequence, 4, torch.zeros(n), torch.ones(n), logp_old=torch.zeros(n), turn=packed.turn)
+    found = []
+    for rows in [((0, 1, 3),), ((0,), (1,), (3,))]:
+        plan = StepPlan((0, 1, 2, 3), rows)
+        options = {"dropped": [False] * 3 + [True], "num_steps": 1, "statistics": None}
+        micro_batches = step_batch(packed, tokens, plan, algorithm("grpo").objective, TurnMean(), **options)
+        found.append(torch.cat([each.tokens.token_weight for each in micro_batches]))
+    # Five turns with a token, two of them dropped, which stay in the number: 1/5 each, over the tokens of the turn.
+    wanted = torch.tensor([0.1, 0.1, 0.2, 0.2, 0.0, 0.0, 0.0])
+    torch.testing.assert_close(found[0], wanted)
+    torch.testing.assert_close(found[1], wanted)

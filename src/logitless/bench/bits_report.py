@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +14,38 @@ _KINDS = {"train_forward": "forward", "train_step": "forward and backward", "dec
 _GOALS = {"train_forward": 1.0, "train_step": 0.9, "decode": 1.03}
 
 
-def load(folder: Path) -> list[dict[str, Any]]:
-    """Documents of all cards in a folder.
+@dataclass(frozen=True)
+class Results:
+    """Documents of all cards: laws and prices, and times of attention."""
+
+    bits: tuple[Mapping[str, Any], ...]
+    attention: tuple[Mapping[str, Any], ...] = ()
+
+
+def load(folder: Path) -> Results:
+    """What a folder has.
 
     Raises:
-        DataError: there are none.
+        DataError: there are no laws and prices.
     """
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("bits-*.json"))]
-    if not found:
+    bits, attention = (
+        tuple(json.loads(path.read_text()) for path in sorted(folder.glob(f"{kind}-*.json")))
+        for kind in ("bits", "attention")
+    )
+    if not bits:
         raise DataError(
             needed=f"a file bits-*.json in {folder}", given="none", remedy="Run `logitless bench bits` on a GPU."
         )
-    return found
+    return Results(bits, attention)
 
 
-def update(documents: Sequence[Path], results: Sequence[Mapping[str, Any]], *, check: bool) -> int:
+def update(documents: Sequence[Path], results: Results, *, check: bool) -> int:
     """Rewrites the tables between the marks of each document; with ``check``, 1 if one is out of date."""
     tables = {
-        Marks("bits", "laws"): "\n\n".join(laws_table(r) for r in results),
-        Marks("bits", "price"): "\n\n".join(price_table(r) for r in results),
-        Marks("bits", "kernels"): "\n\n".join(kernels_table(r) for r in results),
+        Marks("bits", "attention"): "\n\n".join(attention_table(r) for r in results.attention),
+        Marks("bits", "laws"): "\n\n".join(laws_table(r) for r in results.bits),
+        Marks("bits", "price"): "\n\n".join(price_table(r) for r in results.bits),
+        Marks("bits", "kernels"): "\n\n".join(kernels_table(r) for r in results.bits),
     }
     return pages.update(documents, tables, check=check)
 
@@ -119,6 +132,38 @@ def kernels_table(document: Mapping[str, Any]) -> str:
         chosen = "; ".join(f"{way} at {', '.join(rows)}" for way, rows in ways.items())
         failed = "; ".join(f"{way}: {', '.join(map(str, rows))}" for way, rows in found["failed"].items())
         lines.append(f"| {shape} | {chosen} | {failed} |")
+    return "\n".join(lines)
+
+
+def attention_table(document: Mapping[str, Any]) -> str:
+    """Milliseconds of attention, forward and backward together, and FlashAttention-2's over ours.
+
+    Example:
+        >>> names = ("logitless", "logitless-unshared", "flash-attention-2")
+        >>> rows = [{"shape": "4,2,64", "workload": "w", "contender": c, "forward_ms": 1.0, "backward_ms": t}
+        ...         for c, t in zip(names, (1.0, 2.0, 3.0))]
+        >>> here = dict.fromkeys(("gpu", "driver", "torch", "triton"), "x")
+        >>> print(attention_table({"environment": here, "rows": rows}).splitlines()[-1])
+        | 4,2,64; w | 2 | 3 | 4 | 1.3 to 2.0 |  |  |
+    """
+    times: dict[tuple[str, str], dict[str, float]] = {}
+    for row in document["rows"]:
+        case = times.setdefault((row["shape"], row["workload"]), {})
+        case[row["contender"]] = row["forward_ms"] + row["backward_ms"]
+    lines = [
+        f"{_title(document)}: milliseconds, forward and backward",
+        "",
+        "| heads, key heads, width; workload | prompt shared | unshared | FlashAttention-2, unshared "
+        "| its time over ours | cuDNN | FlexAttention, shared mask |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for (shape, workload), case in times.items():
+        ours, unshared, theirs = (case[name] for name in ("logitless", "logitless-unshared", "flash-attention-2"))
+        low, high = sorted((f"{theirs / unshared:.1f}", f"{theirs / ours:.1f}"), key=float)
+        ratio = low if low == high else f"{low} to {high}"
+        cells = [f"{ours:.3g}", f"{unshared:.3g}", f"{theirs:.3g}", ratio]
+        cells += [f"{case[name]:.3g}" if name in case else "" for name in ("cudnn", "flex")]
+        lines.append(f"| {shape}; {workload} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

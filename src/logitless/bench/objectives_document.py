@@ -353,6 +353,7 @@ _ADVANTAGES: Mapping[str, str] = {
     "leave_one_out": "A = reward - mean of the others of its group",
     "raw": "A = reward",
     "reinforce_pp": "A_t = whiten( sum_{u >= t in S(t)} gamma^(u-t) reward_u )",
+    "group_turns": "A = (G - mean_group G) / (std_group G + 1e-4), G being what a turn and those after it earn",
     "gae": "A_t = whiten( sum_{u >= t in S(t)} (gamma lambda_)^(u-t) (reward_u + gamma V_{u+1} - V_u) )",
 }
 _WEIGHTINGS: Mapping[str, str] = {
@@ -360,6 +361,7 @@ _WEIGHTINGS: Mapping[str, str] = {
     "sequence_mean": "w_t = 1 / (B_all |S(t)|)",
     "constant_length": "w_t = 1 / (B_all max_new_tokens)",
     "sequence_sum": "w_t = 1 / B_all",
+    "turn_mean": "w_t = 1 / (K_all |turn(t)|)",
     "micro_batch_token_mean": "w_t = 1 / (num_micro_batches N_micro)",
 }
 
@@ -436,6 +438,8 @@ For tokens drawn by another engine: `c = exp(D)`, without gradient, times `l_t` 
 
 `truncate` clips c to [min, max], `mask` drops what is outside. Where the sampler gave no value, D is 0 and the token is counted. Sampling
 with top-p, top-k, min-p or a penalty makes the two log-probs those of different distributions: refused unless `filtered_sampling: accept`.
+`normalized: true` divides c, bounded, by its mean over the block's tokens (above the token level: its completions), as verl's
+`rollout_is_batch_normalize` does.
 
 ## Filters
 
@@ -445,6 +449,11 @@ with top-p, top-k, min-p or a penalty makes the two log-probs those of different
 |---|---|---|
 | `off_policy(threshold)` | A >= 0, or the sequence's mean of `logp_sampler - logp` at most the threshold (`logp_old` where there is no sampler's) | DeepSeek-V3.2, arXiv:2512.02556 |
 | `top_entropy(quantile)` | tokens whose entropy is among the highest `quantile` of the trained ones | arXiv:2506.01939 |
+| `sampler_rejection(measure, over, max, min)` | tokens whose measure is within the bounds; or all tokens of a sequence whose sum, mean or largest is | verl's rollout correction (`rollout_rs`) |
+| `second_moment(max_mean)` | the tokens of the block with the smallest D^2, as many as have a mean of at most `max_mean` | M2PO (Zheng et al. 2025) |
+
+`sampler_rejection` measures `k1 = -D`, `k2 = D^2 / 2`, `k3 = exp(D) - 1 - D` or `tv = |p_old - p_sampler|` of the sampled token, D as above. It
+rejects without reweighting; a sampler correction beside it weighs what is kept. verl takes rejected tokens out of the denominator too.
 
 `top_entropy` takes its threshold from the scoring pass, once a block. TRL takes it from each micro-batch (`scope: micro_batch`), and then the result depends
 on the size of one.
@@ -457,6 +466,7 @@ on the size of one.
 | `sequence_mean` | `1 / (B_all length)` | GRPO, GSPO, SAPO, GMPO; verl `seq-mean-token-mean` |
 | `constant_length` | `1 / (B_all max_new_tokens)` | Dr. GRPO; verl `seq-mean-token-sum-norm` |
 | `sequence_sum` | `1 / B_all` | LUSPO, RLOO, Fast-LLM's GSPO; verl `seq-mean-token-sum` |
+| `turn_mean` | `1 / (K_all turn length)`, K_all being the turns | several turns: each counts the same |
 | `micro_batch_token_mean` | `1 / (num_micro_batches N_micro)` | TRL's `bnpo` |
 
 `scope: step` counts over the optimizer step; `scope: block` over the whole block, so that a step with more tokens counts more (TRL's

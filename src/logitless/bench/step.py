@@ -1,10 +1,13 @@
-"""``logitless bench step``: what the head is worth in a whole optimizer step, beside an ordinary and TRL's trainer.
+"""``logitless bench step``: a whole optimizer step, beside TRL's trainer and an ordinary one.
 
-One random-weight model takes the same step again and again: forward, loss, backward, gradient clipping and AdamW with
-a learning rate of 0, so that every contender meets the same policy and loss and gradient norm must agree. Contenders
-take turns; every ratio is against full logits in the same turns. Three parts: a step over recorded rollouts of unequal
-lengths; a step on one sequence, by length; and the longest sequence that fits into a card's memory, found by running
-under a limit on what this process may take (which stands in for the card), not by a formula.
+Models with random weights take the same step again and again: forward, loss, backward, gradient clipping and AdamW.
+Three parts, each measured where it is missing, so that a run that was cut short goes on where it ended:
+
+    rows      a step over recorded rollouts of five workloads, with every sequence live or half of the groups
+              (``step_rows``), and what its kernels take on one of them
+    lengths   a step on one sequence, by length, under three heads and TRL
+    longest   the longest sequence that fits into a card's memory, found by running under a limit on what this process
+              may take (which stands in for the card), not by a formula
 """
 
 import argparse
@@ -20,14 +23,26 @@ from typing import Any
 
 import torch
 
-from logitless.bench import step_report
+from logitless.bench import step_report, step_rows
 from logitless.bench.machine import environment, release, write_result
-from logitless.bench.step_contenders import CONTENDERS, SHAPES, TINY, Rollouts, Shape, Trainer, Workload, trainer
+from logitless.bench.step_contenders import (
+    CONTENDERS,
+    SHAPES,
+    TINY,
+    WORKLOADS,
+    Rollouts,
+    Shape,
+    Trainer,
+    Workload,
+    trainer,
+)
+from logitless.bench.step_rows import OUT_OF_MEMORY
 from logitless.errors import ConfigurationError, UnavailableError
 from logitless.train.config import OptimizerSection
 from logitless.train.optimizer import adamw, take_step
 from logitless.train.policy import Policy
 
+PARTS = ("rows", "lengths", "longest")
 PACKAGES = ("triton", "transformers", "trl", "accelerate", "peft")
 LENGTHS = (2048, 8192, 32768, 65536)
 MEMORY = (24, 80, 141)
@@ -42,8 +57,6 @@ MULTIPLE = 128
 PROBES = 6
 PATIENCE = 3.0
 """A step on one sequence that should take more seconds is timed at once, without one to warm up."""
-
-OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass
@@ -138,19 +151,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``logitless bench step``."""
     names = ",".join(shape.name for shape in SHAPES if shape is not TINY)
     parser.add_argument("--models", default=names, help=f"by commas, of {names},{TINY.name}")
-    parser.add_argument("--steps", type=int, default=4, help="timed steps of each contender on the rollouts")
-    parser.add_argument("--prompts", type=int, default=Workload.prompts, help="P of the rollouts; 8 completions each")
-    parser.add_argument("--prompt-tokens", type=int, default=Workload.prompt_tokens, help="mean length of a prompt")
-    parser.add_argument(
-        "--completion-tokens", type=int, default=Workload.completion_tokens, help="longest completion of the rollouts"
-    )
+    parser.add_argument("--parts", default=",".join(PARTS), help="what to measure, by commas")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="of the rows, by commas")
+    parser.add_argument("--contenders", default=",".join(step_rows.CONTENDERS), help="of the rows, by commas")
+    parser.add_argument("--live", default="1,0.5", help="of the rows: fractions of groups with an advantage, by commas")
+    parser.add_argument("--again", default="", help="contenders whose rows are thrown away first, by commas")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of each contender, fewer where they are slow")
+    parser.add_argument("--minutes", type=float, default=9.0, help="after which nothing more of the rows is begun")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="completion tokens of single sequences")
     parser.add_argument("--memory", default=",".join(map(str, MEMORY)), help="cards, in GB, to search a length for")
-    parser.add_argument("--skip-search", action="store_true", help="leave the longest sequences out")
     parser.add_argument(
         "--probe-seconds", type=float, default=12.0, help="a longer step is not run but its length extrapolated"
     )
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder of the JSON files")
+    parser.add_argument(
+        "--references",
+        type=Path,
+        default=Path("runs/step-references"),
+        help="folder that keeps what steps are compared with",
+    )
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the tool itself with --models tiny")
     parser.add_argument("--table", type=Path, nargs="*", help="documents whose table to rewrite; measures nothing")
     parser.add_argument("--check", action="store_true", help="with --table: fail if a document is out of date")
@@ -166,67 +185,109 @@ def run(args: argparse.Namespace) -> int:
         )
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as the trainer does
     args.output.mkdir(parents=True, exist_ok=True)
-    workload = Workload(args.prompts, prompt_tokens=args.prompt_tokens, completion_tokens=args.completion_tokens)
-    lengths = tuple(int(n) for n in args.lengths.split(",") if n)
-    memory = () if args.skip_search else tuple(int(n) for n in args.memory.split(",") if n)
-    for shape in [_shape(name) for name in args.models.split(",")]:
-        path = args.output / shape.file
-        measure(shape, workload, lengths, memory, path, args.device, args.steps, args.probe_seconds)
-        release(args.device)
-    results = step_report.load(args.output)
-    step_report.plot(results, args.output / "step.png")
-    print(step_report.table(results))
+    end = time.monotonic() + 60 * args.minutes
+    parts = _among("a part", args.parts, PARTS)
+    workloads = _among("a workload", args.workloads, tuple(WORKLOADS))
+    contenders = _among("a contender", args.contenders, step_rows.CONTENDERS)
+    live = [float(each) for each in args.live.split(",")]
+    again = _among("a contender", args.again, step_rows.CONTENDERS)
+    names = _among("a model", args.models, tuple(shape.name for shape in SHAPES))
+    for shape in [next(shape for shape in SHAPES if shape.name == name) for name in names]:
+        results = Results(args.output / shape.file, shape, args.device)
+        if "rows" in parts:
+            results.forget(again)
+            step_rows.measure(
+                shape,
+                args.device,
+                [case for case in step_rows.cases(workloads, contenders, live) if not results.has(case)],
+                args.references,
+                steps=args.steps,
+                keep=results.keep,
+                in_time=lambda: time.monotonic() < end,
+            )
+            release(args.device)
+        if "lengths" in parts or "longest" in parts:
+            lengths = tuple(int(n) for n in args.lengths.split(",") if n) if "lengths" in parts else ()
+            memory = tuple(int(n) for n in args.memory.split(",") if n) if "longest" in parts else ()
+            _measure_lengths(results, shape, lengths, memory, args.device, args.probe_seconds)
+            release(args.device)
+    found = step_report.load(args.output)
+    step_report.plot(found, args.output / "step.png")
+    step_report.plot_profile(found, args.output / "step-profile.png")
+    print(step_report.table(found))
     return 0
 
 
-def _shape(name: str) -> Shape:
-    found = next((shape for shape in SHAPES if shape.name == name), None)
-    if found is None:
-        raise ConfigurationError(
-            needed=f"a model among {', '.join(shape.name for shape in SHAPES)}",
-            given=repr(name),
-            remedy="Name one of them, or several by commas.",
-        )
-    return found
+def _among(what: str, given: str, known: Sequence[str]) -> list[str]:
+    """Names by commas, each of them known."""
+    names = [name for name in given.split(",") if name]
+    for name in names:
+        if name not in known:
+            raise ConfigurationError(
+                needed=f"{what} among {', '.join(known)}",
+                given=repr(name),
+                remedy="Name one of them, or several by commas.",
+            )
+    return names
 
 
-def measure(
-    shape: Shape,
-    workload: Workload,
-    lengths: tuple[int, ...],
-    memory: tuple[int, ...],
-    path: Path,
-    device: str,
-    steps: int,
-    probe_seconds: float,
-) -> None:
-    """Measures what ``path`` does not have yet, and writes it after every part."""
-    here = {"environment": environment(device, PACKAGES), "workload": asdict(workload)}
-    found = json.loads(path.read_text()) if path.exists() else {}
-    if {name: found.get(name) for name in here} != here:
-        found = {}
-    bench = Bench(shape, workload, device)
-    document: dict[str, Any] = here | {
-        "model": {
-            "name": shape.name,
-            "title": shape.title,
-            "parameters": sum(p.numel() for p in bench.model.parameters()),
-            "trained_parameters": sum(p.numel() for p in bench.model.parameters() if p.requires_grad),
-        },
-        "rollouts": _known(found.get("rollouts", [])),
-        "lengths": _known(found.get("lengths", [])),
-        "longest": found.get("longest", []),
-    }
+class Results:
+    """The file of one model: what it has is not measured again on the same machine with the same packages.
 
-    def keep(part: str, rows: list[dict[str, Any]]) -> None:
-        document[part] += rows
-        write_result(path, document)
+    Args:
+        path: of the file.
+        shape: of the model.
+        device: measured on.
+    """
+
+    def __init__(self, path: Path, shape: Shape, device: str) -> None:
+        self.path, self.here = path, environment(device, PACKAGES)
+        found = json.loads(path.read_text()) if path.exists() else {}
+        with torch.device("meta"):
+            model = shape.build("meta")
+        self.document: dict[str, Any] = {
+            "environment": found.get("environment", self.here),
+            "model": {
+                "name": shape.name,
+                "title": shape.title,
+                "parameters": sum(p.numel() for p in model.parameters()),
+                "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            },
+            "rows": _known(found.get("rows", [])),
+            "profile": found.get("profile", []),
+            "lengths_environment": found.get("lengths_environment", self.here),
+            "lengths": _known(found.get("lengths", [])),
+            "longest": found.get("longest", []),
+        }
+
+    def has(self, case: step_rows.Case) -> bool:
+        """Whether a case needs no measurement; rows of another machine are thrown away."""
+        if self.document["environment"] != self.here:
+            self.document |= {"environment": self.here, "rows": [], "profile": []}
+        return any(case.names(row) for row in self.document["rows"])
+
+    def forget(self, contenders: Sequence[str]) -> None:
+        """Throw away rows and profiles of these."""
+        for part in ("rows", "profile"):
+            self.document[part] = [row for row in self.document[part] if row["contender"] not in contenders]
+
+    def keep(self, part: str, rows: list[dict[str, Any]]) -> None:
+        """Add rows to a part, print them and write the file."""
+        self.document[part] += rows
+        self.document["rows"] = step_rows.with_ratios(self.document["rows"])
+        write_result(self.path, self.document)
         for row in rows:
             print(part, json.dumps(row), flush=True)
 
-    if {row["contender"] for row in document["rollouts"]} != set(CONTENDERS):
-        document["rollouts"] = []
-        keep("rollouts", _on_rollouts(bench, steps))
+
+def _measure_lengths(
+    results: Results, shape: Shape, lengths: tuple[int, ...], memory: tuple[int, ...], device: str, probe_seconds: float
+) -> None:
+    """Measures single sequences that the file does not have yet, and writes it after every length."""
+    document, workload = results.document, shape.workload("long")
+    if document["lengths_environment"] != results.here:
+        document |= {"lengths_environment": results.here, "lengths": [], "longest": []}
+    bench = Bench(shape, workload, device)
     for length in lengths:
         known = {row["contender"] for row in document["lengths"] if row["completion_tokens"] == length}
         missing = [
@@ -236,34 +297,18 @@ def measure(
         ]
         if missing:
             slow = {n for n in missing if _predicted_seconds(document["lengths"], n, length) > PATIENCE}
-            keep("lengths", _on_one_sequence(bench, length, missing, slow))
+            results.keep("lengths", _on_one_sequence(bench, length, missing, slow))
     if device == "cuda":
         for gigabytes in memory:
             known = {row["contender"] for row in document["longest"] if row["memory_gb"] == gigabytes}
             for name in SEARCHED:
                 if name not in known:
-                    keep("longest", _longest_row(bench, name, gigabytes, document["lengths"], probe_seconds))
+                    results.keep("longest", _longest_row(bench, name, gigabytes, document["lengths"], probe_seconds))
 
 
 def _known(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What need not be measured again: another failure may be gone with a package that was missing."""
     return [row for row in rows if row["failure"] in (None, OUT_OF_MEMORY)]
-
-
-def _on_rollouts(bench: Bench, steps: int) -> list[dict[str, Any]]:
-    """Rows of the step over rollouts, contenders in turns."""
-    rollouts = Rollouts.draw(bench.workload, bench.shape.vocabulary)
-    bench.record(rollouts)
-    found = {name: Measurement() for name in CONTENDERS}
-    for turn in range(steps + 1):
-        for name, measurement in found.items():
-            if measurement.failure is None:
-                bench.step(name, measurement, timed=turn > 0)
-    rows = [{"contender": name, **measurement.row(rollouts.num_tokens)} for name, measurement in found.items()]
-    full = rows[0]["seconds"]
-    for row in rows:
-        row["ratio_to_full"] = None if full is None or row["seconds"] is None else row["seconds"] / full
-    return rows
 
 
 def _on_one_sequence(bench: Bench, length: int, names: Sequence[str], slow: Collection[str]) -> list[dict[str, Any]]:

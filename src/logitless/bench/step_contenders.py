@@ -1,8 +1,9 @@
 """Who is measured by ``logitless bench step``: one model, one optimizer, one set of rollouts, several trainers.
 
 Every contender computes the loss of the same sequences (DAPO's, the default of TRL) and leaves the gradient in the same
-parameters. The first three share the trainer's packing and objective and differ in nothing but the head; TRL's trainer
-is the installed one, called micro-batch by micro-batch on the padded tensors that it would have made of the rollouts.
+parameters. ``step_rows`` steps this library's ``Learner`` and TRL's trainer; on single sequences of growing length
+three heads are compared inside this library's packing and objective. TRL's trainer is the installed one, called
+micro-batch by micro-batch on the padded tensors that it would have made of the rollouts.
 """
 
 import random
@@ -56,6 +57,10 @@ class Shape:
     @property
     def file(self) -> str:
         return f"step-{self.name}.json"
+
+    def workload(self, name: str) -> "Workload":
+        """One of ``WORKLOADS``, shrunk for the model to try the tool with."""
+        return WORKLOADS[name].shrunk(64) if self is TINY else WORKLOADS[name]
 
     @property
     def vocabulary(self) -> int:
@@ -161,9 +166,10 @@ class Workload:
     Args:
         prompts, completions_per_prompt: P and G.
         prompt_tokens: mean length of a prompt; lengths spread by a quarter around it.
-        completion_tokens: longest completion; lengths are uniform from an eighth of it.
+        completion_tokens: longest completion.
         tokens_per_micro_batch: the most tokens in a packed row.
         sequences_per_micro_batch: TRL's ``per_device_train_batch_size``.
+        shortest_completion: lengths are uniform from here to the longest; None: an eighth of that.
     """
 
     prompts: int = 2
@@ -172,6 +178,31 @@ class Workload:
     completion_tokens: int = 2048
     tokens_per_micro_batch: int = 16384
     sequences_per_micro_batch: int = 8
+    shortest_completion: int | None = None
+
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest completion."""
+        return self.completion_tokens // 8 if self.shortest_completion is None else self.shortest_completion
+
+    def shrunk(self, by: int) -> "Workload":
+        """The same with shorter prompts and completions, to try the tool itself."""
+        return replace(
+            self,
+            prompt_tokens=max(4, self.prompt_tokens // by),
+            completion_tokens=self.completion_tokens // by,
+            shortest_completion=max(1, self.shortest // by),
+        )
+
+
+WORKLOADS: Mapping[str, Workload] = {
+    "long": Workload(),
+    "512/64-256": Workload(8, 8, 512, 256, shortest_completion=64),
+    "512/128-1024": Workload(8, 8, 512, 1024, shortest_completion=128),
+    "128/512-2048": Workload(8, 8, 128, 2048, shortest_completion=512),
+    "2048/128-512": Workload(4, 16, 2048, 512, shortest_completion=128),
+}
+"""Tokens of a prompt / of the completions; P x G is 2 x 8 for the first, 4 x 16 for the last and 8 x 8 between."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +244,8 @@ class Rollouts:
             prompt = Prompt(str(p), "", tuple(chance.randrange(vocabulary) for _ in range(length)))
             right = chance.randint(1, size - 1)
             for c in range(size):
-                pairs.append((prompt, _completion(prompt, chance.randint(longest // 8, longest), vocabulary, chance)))
+                length = chance.randint(workload.shortest, longest)
+                pairs.append((prompt, _completion(prompt, length, vocabulary, chance)))
                 rewards.append(float(c < right))
         group = torch.arange(workload.prompts).repeat_interleave(size)
         assert ALGORITHM.advantage is not None
@@ -234,6 +266,25 @@ class Rollouts:
         pairs = [(prompt, _completion(prompt, completion_tokens, vocabulary, chance))]
         workload = replace(workload, tokens_per_micro_batch=workload.prompt_tokens + completion_tokens)
         return cls(pack(pairs), torch.ones(1), ((0,),), workload)
+
+    def with_live(self, live: float) -> "Rollouts":
+        """Only this fraction of the groups has an advantage; the others, evenly spread, were all right or all wrong.
+
+        Example:
+            >>> rollouts = Rollouts.draw(Workload(prompts=4, prompt_tokens=4, completion_tokens=16), 41).with_live(0.5)
+            >>> [bool(rollouts.advantages[list(group)].any()) for group in rollouts.groups]
+            [True, False, True, False]
+        """
+        advantages = self.advantages.clone()
+        for number, group in enumerate(self.groups):
+            if int((number + 1) * live + 0.5) == int(number * live + 0.5):
+                advantages[list(group)] = 0.0
+        return replace(self, advantages=advantages)
+
+    @property
+    def live_sequences(self) -> list[int]:
+        """Those with an advantage."""
+        return [s for s in range(self.packed.num_sequences) if self.advantages[s] != 0]
 
     @property
     def plan(self) -> StepPlan:
@@ -261,7 +312,11 @@ class Rollouts:
 
     def recorded(self, policy: Policy) -> "Rollouts":
         """With log-probabilities of a sampler that lagged a little: the policy's own and seeded noise."""
-        logp = scores_of(policy, self.packed, self.plan.micro_batches, temperature=1.0, backend="auto").logp
+        micro_batches = self.plan.micro_batches
+        return self.with_old(scores_of(policy, self.packed, micro_batches, temperature=1.0, backend="auto").logp)
+
+    def with_old(self, logp: Tensor) -> "Rollouts":
+        """The same from the policy's log-probs [N]."""
         noise = STALENESS * torch.randn(len(logp), generator=torch.Generator().manual_seed(1))
         return replace(self, logp_old=logp + noise)
 
@@ -351,13 +406,20 @@ class InstalledTRL:
         optimizer: handed to the trainer; the caller steps it.
         workload: for the sizes of TRL's configuration.
         autocast: whether products are in bfloat16.
+        recomputation: TRL's default; the caller sets the model's own to the same.
 
     Raises:
         UnavailableError: no TRL, or not one that can be imported.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, workload: Workload, *, autocast: bool
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        workload: Workload,
+        *,
+        autocast: bool,
+        recomputation: bool = True,
     ) -> None:
         try:
             import trl
@@ -378,6 +440,7 @@ class InstalledTRL:
                 folder,
                 use_cpu=next(model.parameters()).device.type == "cpu",
                 bf16=autocast,
+                gradient_checkpointing=recomputation,
                 gradient_checkpointing_kwargs={"use_reentrant": False},
                 per_device_train_batch_size=size,
                 gradient_accumulation_steps=steps,

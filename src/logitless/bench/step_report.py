@@ -1,4 +1,4 @@
-"""The table and the plot of ``logitless bench step``, made from its JSON files and from nothing else."""
+"""The tables and the plot of ``logitless bench step``, made from its JSON files and from nothing else."""
 
 import json
 from collections.abc import Sequence
@@ -6,10 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from logitless import pages
+from logitless.bench.step_contenders import WORKLOADS
+from logitless.bench.step_profile import CLASSES, OTHER
 
 Row = dict[str, Any]
 MARKS = pages.Marks("step")
+LONGEST = pages.Marks("step", "longest")
+SUMMARY = pages.Marks("step", "summary")
+PROFILE = pages.Marks("step", "profile")
 NAMES = {
+    "logitless": "logitless",
+    "logitless-budget-0": "logitless, memory budget 0",
+    "logitless-autocast": "logitless, autocast",
+    "trl": "TRL",
+    "trl-without-recomputation": "TRL, no recomputation",
+}
+HEADS = {
     "full-logits": "full logits",
     "logitless": "logitless",
     "logitless-budget-0": "logitless, memory budget 0",
@@ -30,7 +42,16 @@ def load(folder: Path) -> list[dict[str, Any]]:
 
 def update(documents: Sequence[Path], results: Sequence[dict[str, Any]], *, check: bool) -> int:
     """Rewrites the table in each document; with ``check``, 1 if one is out of date."""
-    return pages.update(documents, {MARKS: table(results)}, check=check)
+    return pages.update(
+        documents,
+        {
+            MARKS: table(results),
+            LONGEST: longest_table(results),
+            SUMMARY: summary(results),
+            PROFILE: profile_table(results),
+        },
+        check=check,
+    )
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
@@ -40,49 +61,155 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     e = results[0]["environment"]
     lines = [
         f"{e['gpu']}, driver {e['driver']}, torch {e['torch']}, triton {e['triton']}, transformers "
-        f"{e['transformers']}, TRL {e['trl']}. Tokens are the rollouts' own, padding not counted; peak memory is "
-        "everything PyTorch had allocated, weights and optimizer included; GB are 10^9 bytes. The longest sequence is "
-        "in completion tokens, one sequence a micro-batch; ~ is extrapolated from measured peaks, the others ran "
-        "under the limit.",
+        f"{e['transformers']}, TRL {e['trl']}. Tokens are the rollouts' own, each completion with its prompt, padding "
+        "not counted; peak memory is everything PyTorch had allocated, weights and optimizer included; GB are 10^9 "
+        "bytes. Differences are from the autocast form: of the loss, and relative of the gradient's norm and of one "
+        "step's change of the weights.",
         "",
     ]
     for document in results:
-        lines += [*_model_table(document), ""]
+        if document["rows"]:
+            lines += [*_model_table(document), ""]
     return "\n".join(lines).rstrip()
 
 
+COLUMNS = (
+    *("workload", "live", "", "tokens/s", "step", "MFU", "over TRL", "over TRL without recomputation"),
+    *("over autocast", "peak GB", "loss", "gradient norm", "weights"),
+)
+
+
 def _model_table(document: dict[str, Any]) -> list[str]:
-    w = document["workload"]
-    cards = sorted({row["memory_gb"] for row in document["longest"]})
-    tokens = max(row["tokens"] for row in document["rollouts"])
-    columns = ("tokens/s", "step", "over full logits", "peak GB", "loss", "gradient norm")
-    header = [*columns, *(f"longest in {card} GB" for card in cards)]
     lines = [
-        f"**{document['model']['title']}** ({w['prompts']} x {w['completions_per_prompt']} completions of up to "
-        f"{w['completion_tokens']} tokens, {tokens} tokens a step)",
+        f"**{document['model']['title']}**",
         "",
-        "| | " + " | ".join(header) + " |",
-        "|---|" + "--:|" * len(header),
+        "| " + " | ".join(COLUMNS) + " |",
+        "|---|--:|---|" + "--:|" * (len(COLUMNS) - 3),
     ]
-    for contender, name in NAMES.items():
-        row = next((r for r in document["rollouts"] if r["contender"] == contender), None)
-        if row is None:
-            continue
-        cells = [row["failure"], *[""] * (len(columns) - 1)] if row["seconds"] is None else _numbers(row)
-        cells += [_longest(document["longest"], contender, card) for card in cards]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    order = list(NAMES)
+    rows = sorted(document["rows"], key=lambda r: (_place(r["workload"]), -r["live"], order.index(r["contender"])))
+    for row in rows:
+        first = [row["workload"], f"{row['live']:g}", NAMES[row["contender"]]]
+        cells = [row["failure"], *[""] * (len(COLUMNS) - 4)] if row["seconds"] is None else _numbers(row)
+        lines.append("| " + " | ".join([*first, *cells]) + " |")
     return lines
 
 
+def _place(workload: str) -> int:
+    return list(WORKLOADS).index(workload)
+
+
 def _numbers(row: Row) -> list[str]:
+    def shown(name: str, form: str) -> str:
+        return "–" if row[name] is None else form.format(row[name])
+
     return [
         f"{row['tokens_per_second']:,.0f}",
-        f"{row['seconds']:.3g} s",
-        "–" if row["ratio_to_full"] is None else f"{row['ratio_to_full']:.2f}x",
+        f"{1000 * row['seconds']:.0f} ms",
+        shown("mfu", "{:.0%}"),
+        shown("over_trl", "{:.2f}x"),
+        shown("over_trl_without_recomputation", "{:.2f}x"),
+        shown("over_autocast", "{:.2f}x"),
         "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.1f}",
-        f"{row['loss']:.5f}",
-        f"{row['grad_norm']:.4g}",
+        shown("loss_difference", "{:.1e}"),
+        shown("grad_norm_difference", "{:.1e}"),
+        shown("weights_difference", "{:.2f}"),
     ]
+
+
+def summary(results: Sequence[dict[str, Any]]) -> str:
+    """Markdown: how many times faster than TRL's default a step is, a row a model, a column a workload."""
+    found = [document for document in results if document["rows"]]
+    names = [name for name in WORKLOADS if any(row["workload"] == name for d in found for row in d["rows"])]
+    if not names:
+        return "No results yet: run `logitless bench step` on a GPU."
+    lines = ["| | " + " | ".join(f"{name} | half live" for name in names) + " |", "|---|" + "--:|--:|" * len(names)]
+    for document in found:
+        cells = []
+        for name in names:
+            for live in (1.0, 0.5):
+                row = next((r for r in document["rows"] if _is(r, "logitless", name, live)), None)
+                over = None if row is None else row["over_trl"]
+                cells.append("–" if over is None else f"{over:.1f}x")
+        lines.append(f"| {document['model']['title']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _is(row: Row, contender: str, workload: str, live: float) -> bool:
+    return (row["contender"], row["workload"], row["live"]) == (contender, workload, live)
+
+
+def _profiles(results: Sequence[dict[str, Any]]) -> list[tuple[str, str, dict[str, float]]]:
+    """Model, contender, and milliseconds by class, the last run of each."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for document in results:
+        for contender in reversed(NAMES):
+            rows = [row for row in document["profile"] if row["contender"] == contender]
+            if rows:
+                found[document["model"]["title"], contender] = {row["class"]: row["ms"] for row in rows}
+    return [(title, contender, classes) for (title, contender), classes in found.items()]
+
+
+def _classes(profiles: Sequence[tuple[str, str, dict[str, float]]]) -> list[str]:
+    named = [kind for kind, _ in CLASSES]
+    return [kind for kind in (*named, OTHER, "idle") if any(kind in classes for *_, classes in profiles)]
+
+
+def profile_table(results: Sequence[dict[str, Any]]) -> str:
+    """Markdown: milliseconds of a step by class of kernels, a column a model and contender."""
+    profiles = _profiles(results)
+    if not profiles:
+        return "No results yet: run `logitless bench step` on a GPU."
+    names = [f"{title.partition(',')[0]}, {NAMES[contender]}" for title, contender, _ in profiles]
+    lines = ["| ms | " + " | ".join(names) + " |", "|---|" + "--:|" * len(names)]
+    for kind in _classes(profiles):
+        lines.append(f"| {kind} | " + " | ".join(f"{c[kind]:.1f}" if kind in c else "" for *_, c in profiles) + " |")
+    lines.append("| the step | " + " | ".join(f"{sum(c.values()):.0f}" for *_, c in profiles) + " |")
+    return "\n".join(lines)
+
+
+def plot_profile(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """A bar a model and contender, in parts by class of kernels, as fractions of the longest step of the model."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    profiles = _profiles(results)
+    classes = _classes(profiles)
+    figure = Figure(figsize=(9, 1.2 + 0.55 * len(profiles)), layout="constrained")
+    axes = figure.subplots()
+    longest = {title: max(sum(c.values()) for t, _, c in profiles if t == title) for title, *_ in profiles}
+    labels = [f"{title.partition(',')[0]}: {NAMES[contender]}" for title, contender, _ in profiles]
+    left = [0.0] * len(profiles)
+    for number, kind in enumerate(classes):
+        widths = [c.get(kind, 0.0) / longest[title] for title, _, c in profiles]
+        color: Any = "0.88" if kind == "idle" else colormaps["tab20"].colors[number % 20]  # type: ignore[attr-defined]
+        axes.barh(labels, widths, left=left, color=color, label=kind)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for place, (*_, c) in enumerate(profiles):
+        axes.text(left[place] + 0.01, place, f"{sum(c.values()):.0f} ms", va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 1.12), xlabel="time of a step, over the longest of the model")
+    if profiles:
+        figure.legend(fontsize=7, ncols=7, loc="outside lower center")
+    figure.savefig(path, dpi=110)
+
+
+def longest_table(results: Sequence[dict[str, Any]]) -> str:
+    """Markdown: the longest sequence a model, contender and card."""
+    found = [document for document in results if document["longest"]]
+    if not found:
+        return "No results yet: run `logitless bench step --parts lengths,longest` on a GPU."
+    cards = sorted({row["memory_gb"] for document in found for row in document["longest"]})
+    lines = [
+        "| | | " + " | ".join(f"{card} GB" for card in cards) + " |",
+        "|---|---|" + "--:|" * len(cards),
+    ]
+    for document in found:
+        for contender, name in HEADS.items():
+            cells = [_longest(document["longest"], contender, card) for card in cards]
+            if any(cells):
+                lines.append(f"| {document['model']['title']} | {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def _longest(rows: Sequence[Row], contender: str, card: int) -> str:
@@ -101,7 +228,7 @@ def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(5 * max(1, len(results)), 6.4), layout="constrained")
     axes = figure.subplots(2, max(1, len(results)), squeeze=False, sharex="col")
     for (memory, speed), document in zip(axes.T, results, strict=False):
-        for color, (contender, name) in zip(("C3", "C0", "C1", "C2"), NAMES.items(), strict=True):
+        for color, (contender, name) in zip(("C3", "C0", "C1", "C2"), HEADS.items(), strict=True):
             rows = [r for r in document["lengths"] if r["contender"] == contender and r["seconds"] is not None]
             rows = sorted(rows, key=lambda r: r["completion_tokens"])
             lengths = [r["completion_tokens"] for r in rows]

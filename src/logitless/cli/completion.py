@@ -8,7 +8,7 @@ import argparse
 import importlib
 from collections.abc import Iterator
 
-from logitless.cli.main import COMMANDS
+from logitless.cli.main import COMMANDS, module_of
 from logitless.train.shipped import shipped_recipes
 
 _SCRIPT = """\
@@ -47,7 +47,7 @@ def script() -> str:
     found: dict[str, list[str]] = {}
     for command in COMMANDS:
         parser = argparse.ArgumentParser()
-        importlib.import_module(f"logitless.cli.{command}").add_arguments(parser)
+        importlib.import_module(module_of(command)).add_arguments(parser)
         for below, words in _words(parser):
             found[f'"{command} {below}"' if below else f'"{command} "*'] = words
     for action in ("show", "copy"):

@@ -1,86 +1,104 @@
-"""``logitless doctor``: versions, devices, head backends and optional packages of this machine."""
+"""``logitless doctor [RECIPE]``: what this machine can run, what a recipe would take on it, and known mistakes.
+
+Without a recipe: versions, devices, backends, engines, attention, walls. With one: whether it runs here, settings that
+are often a mistake, what is left on the table, and a forecast of time and memory from one measured batch; exit status 1
+where it cannot run, with the nearest settings that would. ``--source FOLDER`` reads someone's training code, runs none
+of it, and lists places worth a look; exit status 0 with or without findings.
+"""
 
 import argparse
-import importlib.metadata
-import importlib.util
+import dataclasses
 import json
-import platform
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from logitless.head.api import why_not
-from logitless.rewards.sandbox import walls_of
-from logitless.types import LMHead
-
-OPTIONAL = {
-    "triton": "triton",
-    "peft": "lora",
-    "datasets": "data",
-    "reasoning_gym": "rewards",
-    "math_verify": "rewards",
-    "langdetect": "rewards",
-    "nltk": "rewards",
-    "trl": "trl",
-    "liger_kernel": "liger",
-}
+from logitless.errors import LogitlessError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The form of the output."""
+    """The recipe or the source, and the form of the output."""
+    parser.add_argument("recipe", type=Path, nargs="?", help="YAML file; without it the machine is described")
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="replace a value (repeatable)"
+    )
+    parser.add_argument(
+        "--source", type=Path, metavar="FOLDER", help="read training code, and list places worth a look"
+    )
+    parser.add_argument("--no-measure", action="store_true", help="with a recipe: the plan alone, no measured batch")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what was found; nothing is an error."""
-    found = findings()
+    """Print what was found; 1 where a recipe cannot run here."""
+    if options.source is not None:
+        found, status = _source(options.source), 0
+    elif options.recipe is not None:
+        found, status = _recipe(options.recipe, options.overrides, measure=not options.no_measure)
+    else:
+        from logitless.doctor.machine import findings
+
+        found, status = findings(), 0
     if options.json:
         print(json.dumps(found, indent=2))
-        return 0
-    for section, entries in found.items():
-        print(section)
-        for name, value in entries.items():
-            print(f"  {name:30s} {value}")
-    return 0
+    else:
+        print("\n".join(line for section, entries in found.items() for line in _section(section, entries)))
+    return status
 
 
-def findings() -> dict[str, dict[str, Any]]:
-    """Sections of names and values; a backend's value is "runs" or the reason why not."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    head = LMHead(torch.zeros(8, 16, device=device, dtype=torch.bfloat16))
-    hidden = torch.zeros(1, 16, device=device, dtype=torch.bfloat16)
-    machine: dict[str, Any] = {"python": platform.python_version(), "cpu threads": torch.get_num_threads()}
-    for index in range(torch.cuda.device_count()):
-        card = torch.cuda.get_device_properties(index)
-        machine[f"cuda:{index}"] = f"{card.name}, {card.total_memory / 2**30:.0f} GiB, {card.major}.{card.minor}"
-    return {
-        "machine": machine,
-        "packages": {name: importlib.metadata.version(name) for name in ("logitless", "torch", "transformers")},
-        "optional": {
-            module: "installed" if importlib.util.find_spec(module) else f"absent: pip install 'logitless[{extra}]'"
-            for module, extra in OPTIONAL.items()
-        },
-        "walls around a model's text": {
-            "programs (code)": str(walls_of("program")),
-            "graders (math, reasoning_gym)": str(walls_of("grader")),
-        },
-        "one set of bits": bits(),
-        "head backends": {name: why_not(name, hidden, head) or "runs" for name in ("reference", "chunked", "fused")},
-    }
+def _section(title: str, entries: Any) -> Sequence[str]:
+    if isinstance(entries, dict):
+        return [title, *(f"  {name:30s} {value}" for name, value in entries.items())]
+    if isinstance(entries, str):
+        return [title, *(f"  {line}" for line in entries.splitlines())]
+    lines = [str(_finding(entry)) if isinstance(entry, dict) else entry for entry in entries]
+    return [title, *(f"  {line}" for entry in lines for line in entry.splitlines())]
 
 
-def bits() -> dict[str, str]:
-    """Which kernels may serve here for a layer of an 8B model, or why none; docs/bits.md says what for."""
-    if not torch.cuda.is_available():
-        return {"row-invariant layers": "no: they need a CUDA device"}
-    if importlib.util.find_spec("triton") is None:
-        return {"row-invariant layers": "no: pip install 'logitless[triton]'"}
-    from logitless.models.self_check import check_layer, rows_in_words
+def _finding(entry: dict[str, Any]) -> str:
+    from logitless.doctor.finding import Finding
 
-    report = check_layer(torch.device("cuda", torch.cuda.current_device()))
-    same = "the bits of the packed row" if report.exact else f"OTHER BITS than the packed row: {report.attention}"
-    found = {"attention, decoded": same}
-    for shape, finding in report.linear.items():
-        refused = {way: rows_in_words(rows) for way, rows in finding.failed.items()}
-        found[f"product {shape}"] = "; ".join(f"{way} not at rows {rows}" for way, rows in refused.items()) or "all"
+    return str(Finding(**entry))
+
+
+def _source(folder: Path) -> dict[str, Any]:
+    from logitless.doctor.source_audit import NUM_RULES, audit_source
+
+    findings, unread = audit_source(folder)
+    found: dict[str, Any] = {f"{folder}: worth a look": [dataclasses.asdict(each) for each in findings]}
+    if unread:
+        found["not read"] = unread
+    found["done"] = f"{len(findings) or 'nothing'} found by {NUM_RULES} rules; nothing was run"
     return found
+
+
+def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dict[str, Any], int]:
+    from logitless.doctor.forecast import forecast_of, prompts_of
+    from logitless.doctor.machine import left_on_the_table
+    from logitless.doctor.nearest import fit_of
+    from logitless.doctor.recipe_audit import audit_recipe
+    from logitless.train.plan import GIB
+
+    fit = fit_of(path, overrides)
+    found: dict[str, Any] = {}
+    if fit.problems:
+        found["cannot run here"] = list(fit.problems)
+        if fit.changes:
+            found["would run with"] = [f"--set '{change}'" for change in fit.changes]
+    try:
+        data = prompts_of(fit.recipe)
+    except LogitlessError:
+        data = None  # said above, among the problems
+    audited = audit_recipe(fit.recipe, data)
+    found["audit"] = [dataclasses.asdict(each) for each in audited] or ["nothing found"]
+    if fit.plan is None:
+        return found, 1
+    found["plan"] = {
+        **{name: f"{size / GIB:.3f} GiB" for name, size in fit.plan.memory_bytes.items()},
+        "total": f"{fit.plan.total_bytes / GIB:.3f} GiB",
+    }
+    if fit.changes is not None:
+        found["left on the table"] = left_on_the_table(fit.recipe, fit.plan) or ["nothing found"]
+    if measure and not fit.problems:
+        found["forecast"] = str(forecast_of(fit.recipe, fit.plan))
+    return found, int(bool(fit.problems))

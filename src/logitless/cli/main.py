@@ -14,9 +14,11 @@ from logitless.errors import LogitlessError
 COMMANDS = {
     "recipes": "list, print and copy the recipes that come with logitless",
     "train": "run a recipe",
+    "plan": "forecast memory, messages and time of a recipe on several GPUs",
     "report": "write report.html for a run folder",
     "show": "print a sampled group of a run with its verdicts",
     "sample": "complete prompts with a checkpoint of a run",
+    "serve-engine": "offer the engine of a recipe or a run to OpenAI clients on this machine",
     "export": "write a checkpoint of a run as a folder that other programs load",
     "score": "judge a file of responses with a suite or a reward function",
     "parity": "compare losses and gradients between backends and against other libraries",
@@ -52,14 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         if name == chosen:  # the others' imports are not worth waiting for
-            importlib.import_module(f"logitless.cli.{name}").add_arguments(command)
+            importlib.import_module(module_of(name)).add_arguments(command)
     options = parser.parse_args(given)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for noisy in ("httpx", "urllib3", "filelock", "absl"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     with patient_output():
         try:
-            status: int = importlib.import_module(f"logitless.cli.{options.command}").run(options)
+            status: int = importlib.import_module(module_of(options.command)).run(options)
         except LogitlessError as error:
             if options.verbose:
                 raise
@@ -69,6 +71,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"logitless {options.command}: stopped by Ctrl-C", file=sys.stderr)
             return 128 + signal.SIGINT
     return status
+
+
+def module_of(command: str) -> str:
+    """Where a command lives.
+
+    Example:
+        >>> module_of("serve-engine")
+        'logitless.cli.serve_engine'
+    """
+    return f"logitless.cli.{command.replace('-', '_')}"
 
 
 if __name__ == "__main__":

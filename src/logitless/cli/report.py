@@ -1,25 +1,27 @@
-"""``logitless report RUN``: the self-contained report of a run, finished or not."""
+"""``logitless report RUN``: the self-contained report of a run, finished or not. ``RUN RUN ...`` compares several."""
 
 import argparse
 from pathlib import Path
 
-from logitless.errors import ConfigurationError
+from logitless.train.compare import write_comparison
 from logitless.train.report import write_report
+from logitless.train.run_folder import open_run_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The run folder."""
-    parser.add_argument("run", type=Path, help="run folder, for example runs/quickstart")
+    """The run folders."""
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder, for example runs/quickstart")
+    parser.add_argument(
+        "--out", type=Path, default=Path("comparison.html"), help="page of several runs (default: comparison.html)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write ``report.html`` into the run folder and say where it is."""
-    folder: Path = options.run
-    if not (folder / "config.yaml").is_file():
-        raise ConfigurationError(
-            needed=f"a run folder with a config.yaml at {folder}",
-            given="none",
-            remedy="Name a folder that `logitless train` wrote.",
-        )
-    print(write_report(folder))
+    """Write ``report.html`` into the run folder, or a comparison, and say where it is."""
+    for folder in options.runs:
+        open_run_folder(folder)
+    if len(options.runs) == 1:
+        print(write_report(options.runs[0]))
+    else:
+        print(write_comparison(options.runs, options.out))
     return 0

@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the group."""
     folder = open_run_folder(options.run)
     block = options.block if options.block is not None else max(folder.rollout_blocks(), default=1)
-    groups = [list(rows) for _, rows in groupby(folder.read_block(block), key=lambda row: row["prompt_id"])]
+    groups = [list(rows) for _, rows in groupby(folder.read_block(block), key=lambda row: row["group"])]
     if not 1 <= options.group <= len(groups):
         raise ConfigurationError(
             needed=f"a group of block {block}, 1 to {len(groups)}",
@@ -51,10 +51,19 @@ def _page(title: str, rows: Sequence[Mapping[str, Any]]) -> list[Rule | Text]:
     for number, row in enumerate(rows, start=1):
         said = [f"{number} of {len(rows)}", f"reward {_number(row['reward'])}"]
         said += [f"advantage {_number(row['advantage'])}", f"{row['num_tokens']} tokens", f"ended by {_end(row)}"]
-        page += [Rule(", ".join(said), align="left"), Text(visible(row["completion"]))]
+        page += [Rule(", ".join(said), align="left"), *_said(row)]
         for name, verdict in json.loads(row["verdicts"]).items():
             page.append(Text(f"  {visible(name)}: {_verdict(verdict)}", style="dim"))
     return page
+
+
+def _said(row: Mapping[str, Any]) -> list[Text]:
+    """The text of a completion, or of several turns what everybody said after the prompt."""
+    if not row.get("conversation"):
+        return [Text(visible(row["completion"]))]
+    messages = json.loads(row["conversation"])
+    first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
+    return [Text(visible(f"{message['role']}: {message['content']}")) for message in messages[first:]]
 
 
 def _verdict(verdict: Mapping[str, Any]) -> str:

@@ -5,7 +5,10 @@ import json
 import logging
 from pathlib import Path
 
-from logitless.distributed.ranks import ranks_of_environment
+from logitless.distributed.ranks import ranks_of_environment, restarted
+from logitless.errors import ConfigurationError
+from logitless.train.config import Recipe
+from logitless.train.explain import explain
 from logitless.train.plan import dry_run
 from logitless.train.recipe import load_recipe
 from logitless.train.run import start
@@ -21,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--dry-run", action="store_true", help="check everything, print the plan, train nothing")
+    mode.add_argument(
+        "--explain", action="store_true", help="print what a batch costs and what each saving takes off; train nothing"
+    )
     mode.add_argument("--resume", action="store_true", help="continue the run of this name from its last checkpoint")
     mode.add_argument("--numbered", action="store_true", help="if the name is taken, use name-2, name-3, ...")
 
@@ -31,12 +37,35 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(dry_run(recipe))
         return 0
-    with ranks_of_environment(device_of(recipe.model).type) as ranks:
+    if options.explain:
+        print(explain(recipe))
+        return 0
+    timeout = recipe.parallel.timeout_seconds
+    with ranks_of_environment(device_of(recipe.model).type, timeout_seconds=timeout) as ranks:
         logging.getLogger("logitless").setLevel(logging.INFO if ranks.is_first else logging.WARNING)
-        folder, complete = start(recipe, numbered=options.numbered, resume=options.resume, ranks=ranks)
+        folder, complete = start(
+            recipe, numbered=options.numbered, resume=options.resume or _goes_on(recipe, options), ranks=ranks
+        )
         if ranks.is_first:
             print(_ending(folder, complete, options.recipe))
     return 0
+
+
+def _goes_on(recipe: Recipe, options: argparse.Namespace) -> bool:
+    """Whether torchrun has started the processes anew, of a run that had begun: it then goes on by itself.
+
+    Raises:
+        ConfigurationError: under --numbered, where the folder that the run began in is not known.
+    """
+    if not restarted():
+        return False
+    if options.numbered:
+        raise ConfigurationError(
+            needed="one name for a run that torchrun --max-restarts may start again",
+            given="--numbered",
+            remedy="Set the name: --set name=...",
+        )
+    return RunFolder(Path(recipe.output) / recipe.name).config.exists()
 
 
 def _ending(folder: RunFolder, complete: bool, recipe: Path) -> str:

@@ -58,6 +58,7 @@ def load_prompts(
     *,
     max_prompt_tokens: int,
     too_long: Literal["drop", "error"] = "drop",
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> PromptSet:
     """The prompts of a data set, tokenized exactly as an engine reads them.
 
@@ -69,6 +70,7 @@ def load_prompts(
         tokenizer: the policy's.
         max_prompt_tokens: longer prompts are dropped and counted, or an error.
         too_long: which of the two.
+        tools: that the chat template is to tell the policy of, as OpenAI's API takes them.
 
     Returns:
         The prompts and the counts of what was read, kept and dropped.
@@ -95,7 +97,12 @@ def load_prompts(
         ((0, 1, 2), 1)
     """
     return prompts_of_rows(
-        read_rows(options), options, tokenizer, max_prompt_tokens=max_prompt_tokens, too_long=too_long
+        read_rows(options),
+        options,
+        tokenizer,
+        max_prompt_tokens=max_prompt_tokens,
+        too_long=too_long,
+        tools=tools,
     )
 
 
@@ -106,13 +113,14 @@ def prompts_of_rows(
     *,
     max_prompt_tokens: int,
     too_long: Literal["drop", "error"] = "drop",
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> PromptSet:
     """``load_prompts`` of rows that are there already, under our column names.
 
     Args:
         rows: with a column ``prompt``.
         options: how a row becomes text: ``system`` and ``template``.
-        tokenizer, max_prompt_tokens, too_long: as there.
+        tokenizer, max_prompt_tokens, too_long, tools: as there.
 
     Example:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
@@ -134,7 +142,7 @@ def prompts_of_rows(
     filled = [(row, row_id) for row, row_id in zip(rows, ids, strict=True) if not _is_empty(row)]
     messages = [_messages(row, options, tokenizer) for row, _ in filled]
     texts = [
-        _plain_text(row, options) if conversation is None else _chat_text(row, conversation, tokenizer)
+        _plain_text(row, options) if conversation is None else _chat_text(row, conversation, tokenizer, tools)
         for (row, _), conversation in zip(filled, messages, strict=True)
     ]
     places = [row.place for row, _ in filled]
@@ -382,11 +390,17 @@ def _plain_text(row: Row, options: Rendered) -> str:
     return prompt if options.template is None else options.template.format(prompt=prompt, system=options.system)
 
 
-def _chat_text(row: Row, messages: Sequence[Mapping[str, str]], tokenizer: PreTrainedTokenizerBase) -> str:
+def _chat_text(
+    row: Row,
+    messages: Sequence[Mapping[str, str]],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> str:
     from jinja2 import TemplateError
 
+    of_tools: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **of_tools)
     except TemplateError as error:
         raise DataError(
             needed="a conversation that the tokenizer's chat template accepts",

@@ -5,6 +5,7 @@ Gives up streaming: a data set of prompts is held in memory, so that ids can be 
 
 import difflib
 import json
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,7 +128,41 @@ class ReasoningGymData(Rendered):
     name: Literal["reasoning_gym"] = "reasoning_gym"
 
 
-DataOptions: TypeAlias = Annotated[FileData | HubData | ReasoningGymData, Field(discriminator="name")]
+@dataclass(frozen=True, kw_only=True)
+class GuessingData(Rendered):
+    """Prompts of the guessing game, `rollout.environment: {name: guessing}`: a range each, and a number in it.
+
+    Each row has the column ``secret``. Two rows may name one range; their numbers are drawn apart.
+
+    Args:
+        size: number of rows.
+        seed: rows of another seed are other rows.
+        low, high: every range lies between them.
+        system, template: as for ``FileData``.
+
+    Raises:
+        ConfigurationError: ``low`` is not below ``high``.
+
+    Example:
+        >>> read_rows(GuessingData(size=1, seed=0, high=9))[0].values
+        {'prompt': 'Find a number from 7 to 9.', 'secret': 7}
+    """
+
+    size: Annotated[int, Field(ge=1)]
+    seed: int
+    low: int = 1
+    high: int = 100
+    name: Literal["guessing"] = "guessing"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.low < self.high:
+            raise ConfigurationError(
+                needed="low below high", given=f"low={self.low}, high={self.high}", remedy="Raise high."
+            )
+
+
+DataOptions: TypeAlias = Annotated[FileData | HubData | ReasoningGymData | GuessingData, Field(discriminator="name")]
 """A field of this type in a pydantic model is told apart by ``name``; unknown keys are errors."""
 
 
@@ -163,6 +198,8 @@ def read_rows(options: DataOptions) -> tuple[Row, ...]:
             rows, origin = _hub_rows(options), options.dataset
         case ReasoningGymData():
             return _reasoning_gym_rows(options)
+        case GuessingData():
+            return _guessing_rows(options)
     if not any(row.values for row in rows):
         raise DataError(needed="at least one row", given=f"none in {origin}", remedy="Check the path or the split.")
     return _renamed(rows, options.columns, origin)
@@ -300,6 +337,16 @@ def _reasoning_gym_rows(options: ReasoningGymData) -> tuple[Row, ...]:
         )
         for number, entry in enumerate(entries)
     )
+
+
+def _guessing_rows(options: GuessingData) -> tuple[Row, ...]:
+    generator, rows = random.Random(options.seed), []
+    for number in range(options.size):
+        low, high = sorted(generator.sample(range(options.low, options.high + 1), 2))
+        secret = generator.randint(low, high)
+        asked = f"Find a number from {low} to {high}."
+        rows.append(Row(f"guessing, row {number}", {"prompt": asked, "secret": secret}))
+    return tuple(rows)
 
 
 def _renamed(rows: Sequence[Row], columns: Mapping[str, str], origin: str) -> tuple[Row, ...]:

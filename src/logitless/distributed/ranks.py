@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,11 +17,17 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
+from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.gather import gather_over_group
+from logitless.distributed.roll import Roll
+from logitless.distributed.sharding import is_sharded
 from logitless.distributed.shares import every_nth, in_order
 from logitless.distributed.sums import sum_over_group
-from logitless.errors import ConfigurationError, LogitlessError, TrainingError, UnavailableError
+from logitless.distributed.tree import TreeSum
+from logitless.errors import ConfigurationError, LogitlessError, LostRankError, UnavailableError
 
 _Item = TypeVar("_Item")
 BUCKET_BYTES = 64 * 2**20  # of gradients that are summed in one collective; bounds the copy
@@ -34,6 +40,7 @@ class Ranks:
     Args:
         data: ranks that hold different sequences; None for one rank alone.
         sequence: ranks that hold parts of the same sequences; None where every sequence lies on one rank.
+        all: every rank of the run; None where ``data`` has them all.
 
     Example:
         >>> ranks = Ranks.alone()
@@ -43,29 +50,53 @@ class Ranks:
 
     data: dist.ProcessGroup | None = None
     sequence: dist.ProcessGroup | None = None
+    all: dist.ProcessGroup | None = None
+    _derived: "list[Ranks]" = field(default_factory=list, init=False, repr=False, compare=False)
 
     @classmethod
     def alone(cls) -> "Ranks":
         """One process; no process group need exist."""
         return cls()
 
+    def arranged(self, arrangement: Arrangement) -> "Ranks":
+        """The same ranks with groups for each dimension; a collective where there is more than one."""
+        if self.world == 1:
+            return self
+        data, sequence = arrangement.groups()
+        self._derived.append(Ranks(data, sequence, self._everyone))
+        return self._derived[-1]
+
     @property
     def rank(self) -> int:
+        """Of this process among all, from 0."""
+        return 0 if self._everyone is None else dist.get_rank(self._everyone)
+
+    @property
+    def world(self) -> int:
+        """How many processes there are."""
+        return 1 if self._everyone is None else dist.get_world_size(self._everyone)
+
+    @property
+    def data_rank(self) -> int:
         """Of this process among those that hold different sequences, from 0."""
         return 0 if self.data is None else dist.get_rank(self.data)
 
     @property
-    def world(self) -> int:
+    def data_world(self) -> int:
         """How many ranks hold different sequences."""
         return 1 if self.data is None else dist.get_world_size(self.data)
 
     @property
     def is_first(self) -> bool:
         """Whether this is the one process that writes files, metrics and the live view."""
-        return self.rank == 0 and (self.sequence is None or dist.get_rank(self.sequence) == 0)
+        return self.rank == 0
+
+    @property
+    def _everyone(self) -> dist.ProcessGroup | None:
+        return self.data if self.all is None else self.all
 
     def sum(self, part: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
-        """``sum_r part_r`` on every rank, differentiable; see ``sum_over_group``."""
+        """``sum_r part_r`` over ranks with different sequences, differentiable; see ``sum_over_group``."""
         with _all_present():
             return sum_over_group(self.data)(part)
 
@@ -75,7 +106,7 @@ class Ranks:
             return sum_over_group(self.sequence)(part)
 
     def gather(self, rows: Shaped[Tensor, "n *rest"]) -> Shaped[Tensor, "m *rest"]:
-        """Everyone's rows on every rank, end to end in the order of ranks; see ``gather_over_group``."""
+        """The rows of all ranks with different sequences, end to end in their order; see ``gather_over_group``."""
         with _all_present():
             return gather_over_group(self.data)(rows)
 
@@ -100,11 +131,13 @@ class Ranks:
         Raises:
             TypeError: a value that is not JSON.
         """
-        if self.data is None:
+        if self._everyone is None:
             return [value]
         encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = self.gather(torch.tensor([len(encoded)])).tolist()
-        return [json.loads(part.numpy().tobytes()) for part in torch.split(self.gather(encoded), lengths)]
+        gather = gather_over_group(self._everyone)
+        with _all_present():
+            lengths = gather(torch.tensor([len(encoded)])).tolist()
+            return [json.loads(part.numpy().tobytes()) for part in torch.split(gather(encoded), lengths)]
 
     def of_first(self, value: Any) -> Any:
         """The value that rank 0 gave, on every rank; the others' is not read and may be None."""
@@ -124,13 +157,15 @@ class Ranks:
     def rows_of(self, rows: Sequence[_Item]) -> Sequence[_Item]:
         """This rank's of the rows of all ranks, which come in turn: the first of every rank, then the second.
 
+        Ranks that share a sequence have the same rows.
+
         Not a collective.
 
         Example:
             >>> Ranks.alone().rows_of((7, 8))
             (7, 8)
         """
-        return rows[self.rank :: self.world]
+        return rows[self.data_rank :: self.data_world]
 
     def together(self, mine: list[Any]) -> list[Any]:
         """What the ranks made of their ``shared`` places, in the order of the whole; JSON.
@@ -147,10 +182,33 @@ class Ranks:
         Args:
             tensors: of the same shapes on every rank, in the same order.
         """
-        if self.data is not None:
+        if self._everyone is not None:
             with _all_present(), torch.no_grad():
                 for tensor in tensors:
-                    dist.broadcast(tensor, group=self.data, group_src=0)
+                    dist.broadcast(tensor, group=self._everyone, group_src=0)
+
+    def check_same(self, what: Mapping[str, str], remedy: str) -> None:
+        """Refuse to go on where something is not the same on every rank.
+
+        Args:
+            what: digests or versions by name.
+            remedy: for the error.
+
+        Raises:
+            ConfigurationError: on every rank, with the names that differ and the ranks that are alone with theirs.
+
+        Example:
+            >>> Ranks.alone().check_same({"recipe": "a1"}, "Start all with the same.")
+        """
+        said = self.everyones(dict(what))
+        differ = [name for name in what if any(each.get(name) != said[0].get(name) for each in said)]
+        if differ:
+            others = [rank for rank, each in enumerate(said) if each != said[0]]
+            raise ConfigurationError(
+                needed=f"the same {', '.join(differ)} on all {self.world} ranks",
+                given=f"others on rank {', '.join(map(str, others))} than on rank 0",
+                remedy=remedy,
+            )
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -166,32 +224,59 @@ class Ranks:
         Determinism: buckets are filled in the order of the parameters, so the same ranks add in the same order.
 
         Args:
-            parameters: the same on every rank, in the same order; frozen ones are left out.
+            parameters: the same on every rank, in the same order; frozen ones are left out, and sharded ones, whose
+                gradients FSDP2 has summed.
         """
-        if self.data is None:
+        if self._everyone is None:
             return
-        trained = [p for p in parameters if p.requires_grad]
+        trained = [p for p in parameters if p.requires_grad and not is_sharded(p)]
         if not trained:
             return
         with _all_present():
             has = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8, device=trained[0].device)
-            dist.all_reduce(has, op=dist.ReduceOp.MAX, group=self.data)
+            dist.all_reduce(has, op=dist.ReduceOp.MAX, group=self._everyone)
             for bucket in _buckets([p for p, there in zip(trained, has.tolist(), strict=True) if there]):
                 self._sum_bucket(bucket)
 
+    def sum_gradients_in_order(self, parameters: Iterable[nn.Parameter]) -> None:
+        """``sum_gradients`` along the tree of ``tree.py``: the bits do not depend on the number of ranks.
+
+        What it costs: every rank gets every other's gradients, where a sum needs two of them in all.
+
+        Args:
+            parameters: whole on every rank, with the sums of this rank's subtree.
+        """
+        if self._everyone is None:
+            return
+        trained = [p for p in parameters if p.requires_grad]
+        with _all_present():
+            for bucket in _buckets(trained, BUCKET_BYTES // self.world):
+                there = torch.tensor([p.grad is not None for p in bucket], dtype=torch.uint8, device=bucket[0].device)
+                everyones = [torch.empty_like(there) for _ in range(self.world)]
+                dist.all_gather(everyones, there, group=self._everyone)
+                flat = _flat(bucket)
+                parts = [torch.empty_like(flat) for _ in range(self.world)]
+                dist.all_gather(parts, flat, group=self._everyone)
+                split = [torch.split(part, [p.numel() for p in bucket]) for part in parts]
+                for i, p in enumerate(bucket):
+                    has = [bool(row[i]) for row in everyones]
+                    total = TreeSum()
+                    for rank in range(self.world):
+                        total.add([split[rank][i] if has[rank] else None])
+                    (found,) = total.whole()
+                    if found is not None:
+                        _set_gradient(p, found)
+
     def _sum_bucket(self, bucket: list[nn.Parameter]) -> None:
-        dtype = _sum_dtype(bucket[0])
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).to(dtype) for p in bucket])
-        dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=self.data)
+        flat = _flat(bucket)
+        dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=self._everyone)
         for p, total in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
-            if p.grad is None:
-                p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
-            p.grad.copy_(total.view_as(p))
+            _set_gradient(p, total)
 
 
 @contextmanager
 def ranks_of_environment(
-    device: str, environment: Mapping[str, str] = os.environ, *, timeout_seconds: float = 1800.0
+    device: str, environment: Mapping[str, str] = os.environ, *, timeout_seconds: int = 1800
 ) -> Iterator[Ranks]:
     """The ranks that ``torchrun`` started, connected until the end of the block; one alone where it started none.
 
@@ -203,7 +288,7 @@ def ranks_of_environment(
         device: ``"cuda"`` or ``"cpu"``. On CUDA the GPU of this rank's number on its machine becomes the current one.
         environment: variables.
         timeout_seconds: how long a rank waits for the others in one collective; longer than the longest rollout or
-            checkpoint of one rank.
+            checkpoint of one rank. Past it, whoever waits ends with an error that names the ranks that are missing.
 
     Raises:
         ConfigurationError: some of the variables are missing or are not numbers that fit together.
@@ -231,20 +316,66 @@ def ranks_of_environment(
             )
         torch.cuda.set_device(local)
         backend = "cpu:gloo,cuda:nccl"
+    address = f"tcp://{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+    timeout = timedelta(seconds=timeout_seconds)
+    store, _, _ = next(rendezvous(address, rank, world, timeout=timeout))
+    life = environment.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives a restart
     dist.init_process_group(
-        backend,
-        init_method=f"tcp://{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=timeout_seconds),
+        backend, store=PrefixStore(f"life-{life}", store), rank=rank, world_size=world, timeout=timeout
     )
     ranks = Ranks(data=dist.group.WORLD)
     try:
-        yield ranks
+        with _called_by_name(Roll(PrefixStore(f"roll-{life}", store), rank, world)):
+            yield ranks
     finally:
         # A group that is still referred to would end its threads with the interpreter, which can abort the process.
-        object.__setattr__(ranks, "data", None)
+        for each in (ranks, *ranks._derived):
+            for name in ("data", "sequence", "all"):
+                object.__setattr__(each, name, None)
         dist.destroy_process_group()
+
+
+def restarted(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether ``torchrun --max-restarts`` has started these processes anew after one of them failed.
+
+    Example:
+        >>> restarted({}), restarted({"TORCHELASTIC_RESTART_COUNT": "1"})
+        (False, True)
+    """
+    return environment.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
+
+
+@contextmanager
+def _called_by_name(roll: Roll) -> Iterator[None]:
+    """What ends this rank is written down; if it is that another is gone, the error says which."""
+    try:
+        yield
+    except Exception as error:
+        lost = isinstance(error, LostRankError) or (type(error) is RuntimeError and _is_of_connection(error))
+        try:
+            roll.say(f"{type(error).__name__}: {error}", lost=lost)
+            others = roll.of_others() if lost else ""
+        except RuntimeError:  # the rank with the store is gone too
+            others = "the rank that started first, and perhaps others"
+        if not lost:
+            raise
+        raise LostRankError(
+            needed=f"all {dist.get_world_size()} ranks",
+            given=f"on rank {dist.get_rank()}, without {others} ({_in_short(error)})",
+            remedy="Look for the message of the rank that failed first; --resume goes on from the last checkpoint.",
+        ) from error
+
+
+def _in_short(error: Exception) -> str:
+    """The first line of torch's word for it."""
+    cause = error.__cause__ if isinstance(error.__cause__, RuntimeError) else error
+    return str(cause).strip().split("\n")[0][:200]
+
+
+def _is_of_connection(error: RuntimeError) -> bool:
+    """Whether torch says that another process is gone: in a collective of FSDP2, which is not called here."""
+    text = str(error).lower()
+    return any(word in text for word in ("gloo", "nccl", "connection closed", "connection reset", "timed out"))
 
 
 def _numbers(environment: Mapping[str, str]) -> tuple[int, int, int]:
@@ -266,14 +397,27 @@ def _sum_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
 
-def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def _flat(bucket: list[nn.Parameter]) -> Tensor:
+    """The gradients end to end, in the dtype of their sum; 0 where there is none."""
+    dtype = _sum_dtype(bucket[0])
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).to(dtype) for p in bucket])
+
+
+def _set_gradient(parameter: nn.Parameter, total: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+    parameter.grad.copy_(total.view_as(parameter))
+
+
+def _buckets(parameters: list[nn.Parameter], most_bytes: int | None = None) -> Iterator[list[nn.Parameter]]:
     """The parameters in order, cut where a bucket is full or the dtype or device of the sum changes."""
+    most_bytes = BUCKET_BYTES if most_bytes is None else most_bytes
     bucket: list[nn.Parameter] = []
     size = 0
     for p in parameters:
         num_bytes = p.numel() * _sum_dtype(p).itemsize
         differs = bucket and (_sum_dtype(p), p.device) != (_sum_dtype(bucket[0]), bucket[0].device)
-        if bucket and (differs or size + num_bytes > BUCKET_BYTES):
+        if bucket and (differs or size + num_bytes > most_bytes):
             yield bucket
             bucket, size = [], 0
         bucket.append(p)
@@ -292,7 +436,7 @@ def _all_present() -> Iterator[None]:
     except RuntimeError as error:
         if not dist.is_initialized():
             raise
-        raise TrainingError(
+        raise LostRankError(
             needed=f"all {dist.get_world_size()} ranks",
             given=f"an end of the connection to one of them on rank {dist.get_rank()} ({error})",
             remedy="Look for the message of the rank that failed first.",

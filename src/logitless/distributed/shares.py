@@ -44,7 +44,21 @@ def sequence_cost(length: int, hidden_size: int) -> float:
         >>> sequence_cost(1200, hidden_size=100)
         2400.0
     """
-    return length + length * length / (12 * hidden_size)
+    return length + attention_cost(length * length / 2, hidden_size)
+
+
+def attention_cost(pairs: float, hidden_size: int) -> float:
+    """Work of attention over so many pairs of tokens, in tokens of a short sequence: ``pairs / (6 D)``.
+
+    Args:
+        pairs: of a token and one that it attends to; of a causal sequence about ``length^2 / 2``.
+        hidden_size: D; 0 leaves attention out.
+
+    Example:
+        >>> attention_cost(1200 * 1200 / 2, hidden_size=100)
+        1200.0
+    """
+    return pairs / (6 * hidden_size) if hidden_size else 0.0
 
 
 def every_nth(count: int, rank: int, num_ranks: int) -> range:

@@ -8,10 +8,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from logitless.distributed.sharding import is_sharded
 from logitless.errors import InputError, UnavailableError
 from logitless.head import chunked, reference
 from logitless.head.contract import Backend, checked, without_autocast
-from logitless.head.sharded import is_sharded
 from logitless.types import LMHead, TokenScores
 
 logger = logging.getLogger("logitless")

@@ -1,13 +1,16 @@
-"""Scores by blocks of the vocabulary in pure torch, on any device: nothing of size N x V exists beyond a budget.
+"""Scores by blocks of the vocabulary, on any device: nothing of size N x V exists beyond a budget.
 
 Equal to ``reference`` to rounding. Forward and backward each form the logits once (four matrix products where the
-bare minimum is three); what this gives up is the speed of the fused kernels, which keep the exponentials.
+bare minimum is three); what this gives up is the speed of the fused kernels, which keep the exponentials. What is done
+with a tile of logits is pure torch, as the products are, or on a GPU with Triton one pass of a kernel
+(``kernels/tiles.py``).
 
 The vocabulary is outermost: a block of columns meets all rows, so that the weight's gradient of a block is one product,
 rounded once, and needs no [V, D] buffer in float32. Only where the rows alone exceed the budget are they cut too.
 """
 
 import functools
+import importlib.util
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,8 +20,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from logitless.distributed.sharding import is_sharded
 from logitless.head import sharded, vocab_parallel
 from logitless.head.contract import logits_dtype, refuse_second_derivative, without_autocast
+from logitless.head.kernels.variants import truncation
 from logitless.head.sharded import Shard, shards
 from logitless.head.vocab_parallel import Partial, merged
 from logitless.types import LMHead, TokenScores
@@ -94,10 +99,13 @@ def token_scores(
         outside = last
     else:
         outside = None if last == 1 else torch.full_like(target, last, dtype=logits_dtype(hidden.dtype))
+    wide = logits_dtype(hidden.dtype)
     call = _Call(
         product=hidden.dtype,
         narrow=_multiplied_in(hidden),
-        wide=logits_dtype(hidden.dtype),
+        wide=wide,
+        one_pass=_has_kernels(hidden.device) and wide == torch.float32,
+        gain=1 + truncation(hidden.device, _multiplied_in(hidden)) * hidden.shape[1],
         inside=None if head.softcap is None else head.scale / head.softcap,
         lora_scale=head.lora_scale,
         memory_budget=default_budget(hidden.device) if memory_budget is None else memory_budget,
@@ -153,12 +161,16 @@ class _Call(NamedTuple):
         product: the dtype that operands are rounded to.
         narrow: the dtype in which the wide products then take them.
         wide: the dtype of their results, of logits and of every sum.
+        one_pass: whether kernels go over a tile, each once, in place of torch's operations.
+        gain: of the wide products, what undoes the mean error of matrix units that truncate (docs/numerics.md).
         inside: logits are ``outside * tanh(inside * product)``, or with None ``outside * product``.
     """
 
     product: torch.dtype
     narrow: torch.dtype
     wide: torch.dtype
+    one_pass: bool
+    gain: float
     inside: float | None
     lora_scale: float
     memory_budget: int
@@ -273,7 +285,7 @@ class _TokenScores(torch.autograd.Function):
         hidden, bias, lora_a, lora_b, weight, *whole, target, outside = saved[:10]
         head, scored = _Head(weight, *whole), saved[10:]
         if grad_logp is None and grad_entropy is None:
-            if not sharded.is_sharded(weight):
+            if not is_sharded(weight):
                 return (None,) * 8
             grad_logp = torch.zeros_like(scored[-2])  # the other ranks wait for this one's collectives
         arriving = [gradient for gradient in (grad_logp, grad_entropy) if gradient is not None]
@@ -339,6 +351,10 @@ def _partial(head: _Head, rows: _Rows, call: _Call) -> Partial:
 def _tile_sums(rows: _Rows, block: _Head, call: _Call) -> Tensor:
     """``Partial`` of one tile as [4, n]; two buffers of its size."""
     z = _product(rows, block, call)
+    if call.one_pass:
+        from logitless.head.kernels import launch
+
+        return launch.tile_sums(z, rows.outside, rows.target, call.inside)
     if call.inside is not None:
         z.mul_(call.inside).tanh_()
     if rows.outside is not None:
@@ -384,7 +400,7 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of hidden (of these rows), weight, bias, lora_a and lora_b; None where not needed."""
     sums = _Sums(head, rows, slopes, needed, call)
-    travels = sharded.is_sharded(head.weight)
+    travels = is_sharded(head.weight)
     size = tile(len(rows.target), len(head.weight), call.wide, call.memory_budget)
     of_weight = None
     for shard in shards(head.weight, call.product):
@@ -433,9 +449,9 @@ class _Sums:
     def add(self, some: slice, first_column: int, block: _Head, of_weight: Tensor | None) -> None:
         """Add a tile, the weight's gradient to ``of_weight``."""
         slopes = self.slopes.cut(some)
-        u = _logit_gradient(self.rows.cut(some, first_column), block, slopes, self.call)
+        wide = self.of_bias is not None or self.of_lora_b is not None or self.of_low is not None
+        u, narrow = _logit_gradient(self.rows.cut(some, first_column), block, slopes, self.call, wide=wide)
         columns = slice(first_column, first_column + u.shape[1])
-        narrow = u.to(self.call.narrow)
         if of_weight is not None and self.scaled is not None:
             _add_product(of_weight, narrow.T, self.scaled[some])
         if self.of_hidden is not None:
@@ -464,9 +480,13 @@ class _Sums:
         return of_hidden, of_lora_a
 
 
-def _logit_gradient(rows: _Rows, block: _Head, slopes: _Slopes, call: _Call) -> Tensor:
-    """u of ``_Slopes`` for one tile; three buffers of its size at most."""
+def _logit_gradient(rows: _Rows, block: _Head, slopes: _Slopes, call: _Call, *, wide: bool) -> tuple[Tensor, Tensor]:
+    """u of ``_Slopes`` for one tile, where ``wide`` asks for it, and as operand; three buffers of its size at most."""
     z = _product(rows, block, call)
+    if call.one_pass:
+        from logitless.head.kernels import launch
+
+        return z, launch.tile_gradient(z, rows.outside, rows.target, call.inside, slopes[:-1], call.narrow, wide=wide)
     tanh = None
     if call.inside is not None:
         tanh = z.mul_(call.inside).tanh_()
@@ -489,7 +509,9 @@ def _logit_gradient(rows: _Rows, block: _Head, slopes: _Slopes, call: _Call) -> 
         weight = slopes.over
     u *= weight[:, None]
     _write_target(u, rows.target, slopes.at_target)
-    return u if tanh is None else u.mul_(tanh.square_().neg_().add_(1))
+    if tanh is not None:
+        u.mul_(tanh.square_().neg_().add_(1))
+    return u, u.to(call.narrow)
 
 
 def _product(rows: _Rows, block: _Head, call: _Call) -> Tensor:
@@ -497,7 +519,8 @@ def _product(rows: _Rows, block: _Head, call: _Call) -> Tensor:
     if call.narrow == call.wide:
         z = rows.hidden @ block.weight.T
     else:
-        z = torch.mm(rows.hidden, block.weight.T, out_dtype=call.wide)
+        z = rows.hidden.new_empty(len(rows.hidden), len(block.weight), dtype=call.wide)
+        torch.addmm(z, rows.hidden, block.weight.T, out_dtype=call.wide, beta=0, alpha=call.gain, out=z)
     if rows.low is not None and block.lora_b is not None:
         z.addmm_(rows.low, block.lora_b.T)
     return z if block.bias is None else z.add_(block.bias)
@@ -532,6 +555,11 @@ def _multiplied_in(hidden: Tensor) -> torch.dtype:
     if hidden.dtype in (torch.float32, torch.float64) or _float32_output(hidden.device, hidden.dtype):
         return hidden.dtype
     return torch.float32
+
+
+def _has_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels run there."""
+    return device.type == "cuda" and torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
 
 
 @functools.cache

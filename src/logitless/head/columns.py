@@ -10,13 +10,14 @@ waits for its device.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from logitless.distributed.sharding import is_sharded
 from logitless.head import sharded, vocab_parallel
 from logitless.head.sharded import Shard
 
@@ -31,6 +32,7 @@ class Columns:
     Args:
         weight: [V, D] whole, this rank's rows of it (with ``group``), or a DTensor sharded by rows.
         group: the ranks that hold other columns of the same rows, or None.
+        summed_into: the parameter itself where products add to its float32 gradient (``float32_sums``), or None.
 
     Example:
         >>> columns = Columns(torch.zeros(11, 4), None)
@@ -42,6 +44,12 @@ class Columns:
 
     weight: Tensor
     group: ProcessGroup | None
+    summed_into: Tensor | None = field(default=None, kw_only=True)
+
+    @property
+    def adds(self) -> bool:
+        """Whether there is a gradient already that products are to add to."""
+        return self.summed_into is not None and self.summed_into.grad is not None
 
     @property
     def shared(self) -> bool:
@@ -107,24 +115,33 @@ class Columns:
         return torch.stack(parts, dim=1)
 
     def room_for_gradient(self, shard: Shard) -> Tensor:
-        """Where the gradient of a shard goes: float32 where it is to be summed over ranks."""
-        if sharded.is_sharded(self.weight):
+        """Where the gradient of a shard goes: float32 where it is to be summed, over ranks or with what is there."""
+        if self.summed_into is not None:
+            if self.summed_into.grad is None:
+                return torch.empty_like(self.weight, dtype=torch.float32)
+            return self.summed_into.grad
+        if is_sharded(self.weight):
             return torch.empty_like(shard.weight, dtype=torch.float32)
         return torch.empty_like(self.weight)
 
     def kept_gradient(self, shard: Shard, gradient: Tensor) -> Tensor | None:
         """What this rank keeps of a shard's gradient: the sum over all ranks' rows, where it is the owner."""
-        if not sharded.is_sharded(self.weight):
+        if not is_sharded(self.weight):
             return gradient
         total = sharded.summed_on_owner(gradient, shard, self.weight)
         return None if total is None else total.to(self.weight.dtype)
 
     def as_weight(self, gradient: Tensor | None) -> Tensor | None:
-        """The kept gradient, sharded as the weight is."""
-        return sharded.like(self.weight, gradient) if sharded.is_sharded(self.weight) else gradient
+        """The kept gradient, sharded as the weight is; None where it lies in the parameter's already."""
+        if self.summed_into is not None:
+            self.summed_into.grad = gradient
+            return None
+        return sharded.like(self.weight, gradient) if is_sharded(self.weight) else gradient
 
     def without_rows(self, dtype: torch.dtype, *, trained: bool) -> Tensor | None:
         """A rank without rows takes part in every broadcast and adds nothing to the weight's gradient."""
+        if self.summed_into is not None:
+            return None
         mine = None
         for shard in self.shards_in_turn(dtype):
             if trained:

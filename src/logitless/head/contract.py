@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from logitless.distributed.sharding import is_sharded
 from logitless.errors import InputError, UnavailableError
-from logitless.head.sharded import is_sharded
 from logitless.types import LMHead
 
 Backend = Literal["reference", "chunked", "fused"]

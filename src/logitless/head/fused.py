@@ -16,10 +16,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from logitless.distributed.sharding import is_sharded
 from logitless.errors import UnavailableError
+from logitless.float32_sums import sums_in_float32
 from logitless.head.columns import Columns
 from logitless.head.contract import on_device, refuse_second_derivative, without_autocast
-from logitless.head.sharded import is_sharded, summed_like, whole
+from logitless.head.sharded import summed_like, whole
 from logitless.types import LMHead, TokenScores
 
 SHARE = 2
@@ -113,23 +115,24 @@ def peak_bytes(
         >>> peak_bytes(16384, 4096, 128256, memory_budget=2**40) // 2**20
         4141
         >>> peak_bytes(16384, 4096, 128256, memory_budget=0) // 2**20
-        581
+        453
         >>> peak_bytes(16384, 4096, 128256, memory_budget=0, shards=8) // 2**20
-        956
+        828
     """
     from logitless.head import passes
     from logitless.head.kernels import launch, variants
 
     gpu = variants.hopper(width, 132)
 
-    def shares(rows: int, columns: int) -> int:
-        parts = launch.row_parts(rows, width, columns, gpu.hidden, gpu)
-        return 4 * parts * rows * width if parts > 1 else 0
+    def shares(rows: int, columns: int, *, whole: bool) -> int:
+        return 4 * width * launch.Sharing.of(rows, width, columns, gpu.hidden, gpu, whole=whole).room
 
     most = -(-vocabulary // shards)
     plan = MemoryPlan.of(num_rows, shards * (-(-most // 8) * 8), torch.bfloat16, memory_budget=memory_budget)
     anew = num_rows - plan.kept_rows
-    total = plan.kept_bytes + 2 * num_rows * width + VECTORS * num_rows
+    total = plan.kept_bytes + VECTORS * num_rows
+    if plan.kept_rows or shared:
+        total += 2 * num_rows * width
     if shared:
         total += 4 * num_rows * width
     if shards > 1:
@@ -138,8 +141,8 @@ def peak_bytes(
         columns = passes.block_width(anew, width, most, variant=gpu)
         total += 2 * anew * columns + (4 * anew * width if columns < vocabulary else 0)
         total += 4 * columns * width if plan.kept_rows else 0
-        return total + shares(anew, columns)
-    return total + shares(plan.kept_rows, most)
+        return total + shares(anew, columns, whole=columns >= vocabulary)
+    return total + shares(plan.kept_rows, most, whole=shards == 1)
 
 
 @torch.compiler.disable
@@ -158,7 +161,8 @@ def token_scores(
 
         E_v = exp(z_v - a);   S = sum_{v != y} E_v;   logp = -log1p(S exp(a - z_y));   a = z_y, or the given anchor
 
-    Gradient: through both results to hidden, weight, bias and LoRA factors; formed only for inputs that require grad
+    Gradient: through both results to hidden, weight, bias and LoRA factors (that of a bfloat16 parameter with a float32
+        gradient is added to ``weight.grad`` by the product itself); formed only for inputs that require grad
     and only for rows whose incoming gradient is not zero, without waiting for the device. An entropy gradient costs
     one pass over the kept exponentials (with a softcap: the rows are made anew). It cannot be differentiated again.
     Kept exponentials serve one backward; a second one through the same graph makes them anew.
@@ -232,7 +236,7 @@ class _Call:
 
     def columns(self, weight: Tensor) -> Columns:
         """Which columns the rows meet, and who holds them."""
-        return Columns(weight.detach(), self.group)
+        return Columns(weight.detach(), self.group, summed_into=weight if sums_in_float32(weight) else None)
 
     def head(self, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None) -> LMHead:
         """The head of these tensors, cut off from autograd."""
@@ -263,7 +267,7 @@ class _TokenScores(torch.autograd.Function):
 
         ctx.set_materialize_grads(False)
         ctx.call, ctx.kept = call, None
-        columns = call.columns(weight)
+        columns = ctx.columns = call.columns(weight)
         small = [whole(x) for x in (bias, lora_a, lora_b)]
         given = (hidden, weight, bias, lora_a, lora_b, *small)
         if not len(hidden):
@@ -318,7 +322,7 @@ class _TokenScores(torch.autograd.Function):
             if not is_sharded(weight):
                 return (None,) * 5 + not_differentiated
             grad_logp = hidden.new_zeros(len(hidden), dtype=torch.float32)  # the other ranks wait for this one
-        columns = ctx.call.columns(weight)
+        columns = ctx.columns
         of_small: Sequence[Tensor | None]
         if not len(hidden):
             of_hidden = torch.zeros_like(hidden) if needed.hidden else None

@@ -219,7 +219,8 @@ def gradients(
         )
     if num_kept < len(hidden):
         rows = slice(num_kept, None)
-        anew = _anew(state.part(rows), logit.part(rows), hidden[rows], place[rows], how, head, needed)
+        lent = sink.lend_hidden() if kept is None else None
+        anew = _anew(state.part(rows), logit.part(rows), hidden[rows], place[rows], how, head, needed, lent)
         width = block_width(len(anew.part.hidden), hidden.shape[1], columns.most, variant=how.variant)
         block = torch.empty(len(anew.part.hidden), width, dtype=how.variant.kept, device=hidden.device)
     for shard in columns.shards_in_turn(hidden.dtype):
@@ -233,10 +234,10 @@ def gradients(
                 pieces.append((before, here[:, first : first + width]))
             if anew is not None and block is not None:
                 anew.logit_gradient(sink.multiplied, first, block)
-                some = block[:, : len(shard.weight) - first]
-                sink.add_rows(anew.part, some, first)
-                pieces.append((anew.part, some))
+                pieces.append((anew.part, block[:, : len(shard.weight) - first]))
             sink.add_columns(pieces, first)
+            if anew is not None:  # last: the rows' gradient may lie where their hidden states do
+                sink.add_rows(*pieces[-1], first)
         sink.close(shard)
     return sink.gradients()
 
@@ -348,11 +349,12 @@ def _from_kept(
 
 
 def _anew(
-    state: State, logit: _LogitGradient, hidden: Tensor, place: Tensor, how: Form, head: LMHead, needed: Needed
+    state: State, logit: _LogitGradient, hidden: Tensor, place: Tensor, how: Form, head: LMHead, needed: Needed,
+    lent: Tensor | None,
 ) -> _Anew:  # fmt: skip
-    """Live rows first, with all that their logit gradients are made of."""
+    """Live rows first, with all that their logit gradients are made of; ``lent`` is room for their hidden states."""
     chosen = launch.compaction(logit.live)
-    rows = launch.gather_rows(hidden, chosen.source, None, chosen.taken, hidden.dtype)
+    rows = launch.gather_rows(hidden, chosen.source, None, chosen.taken, hidden.dtype, lent)
     low = _low_columns(rows, None, chosen, head, how) if needed.bias or needed.lora_b else None
     moved = state.part(chosen.source)
     row_of_slot = place[chosen.source]
@@ -373,10 +375,16 @@ class _Sink:
         self._dtype = hidden.dtype
         dtype = torch.float32 if columns.shared else hidden.dtype  # what is still to be summed is not rounded
         self._hidden = torch.zeros_like(hidden, dtype=dtype) if needed.hidden else None
+        self._lent = False
         self._weight: Tensor | None = None
         self._mine: Tensor | None = None
         self._columns: Tensor | None = None
         self._lora_a: Tensor | None = None
+
+    def lend_hidden(self) -> Tensor | None:
+        """The gradient of the hidden states, for another use until the last ``add_rows``; None where it is in use."""
+        self._lent = self._hidden is not None and self._hidden.dtype == self._dtype
+        return self._hidden if self._lent else None
 
     def open(self, shard: Shard) -> None:
         """Blocks of this shard come next."""
@@ -400,12 +408,13 @@ class _Sink:
         block = slice(first, first + k.shape[1])
         among_all = slice(multiplied.first + block.start, multiplied.first + block.stop)
         last = among_all.stop >= len(head.weight)
+        whole = last and among_all.start == 0
         before = None if among_all.start == 0 else sums.wide
         if head.lora_a is not None and head.lora_b is not None and (self._needed.hidden or self._needed.lora_a):
             narrow = _padded(head.lora_b[among_all].to(multiplied.product))
             low, sums.low = (None, _zeros(k, narrow)) if among_all.start == 0 else (sums.low, sums.low)
             assert sums.low is not None
-            launch.row_product(k, narrow, sums.low, count, variant, base=low)
+            launch.row_product(k, narrow, sums.low, count, variant, base=low, whole=whole)
             if last:
                 moved = (sums.low * head.lora_scale).to(variant.kept)[:, : len(head.lora_a)]
                 if self._needed.lora_a:
@@ -418,9 +427,12 @@ class _Sink:
             return
         weight = multiplied.weight[block, : part.hidden.shape[1]]
         if last:
+            if self._lent:
+                self._hidden.zero_()  # rows that are not live keep this
             launch.row_product(
-                k, weight, self._hidden, count, variant, row_of_slot=part.row_of_slot, factor=part.factor, base=before
-            )
+                k, weight, self._hidden, count, variant, row_of_slot=part.row_of_slot, factor=part.factor, base=before,
+                whole=whole,
+            )  # fmt: skip
             sums.wide = None
         else:
             if sums.wide is None:
@@ -435,7 +447,8 @@ class _Sink:
         block = slice(first, first + pieces[0][1].shape[1])
         among_all = slice(self.multiplied.first + block.start, self.multiplied.first + block.stop)
         if self._weight is not None:
-            self._chain([(k, part.hidden, part.chosen.taken) for part, k in pieces], self._weight[block])
+            products = [(k, part.hidden, part.chosen.taken) for part, k in pieces]
+            self._chain(products, self._weight[block], adds=self._of_ranks.adds)
         low = [(k, part.low, part.chosen.taken) for part, k in pieces if part.low is not None]
         if low:
             if self._columns is None:
@@ -457,11 +470,11 @@ class _Sink:
             lora_b=_like(head.lora_b, None if columns is None else columns[:, :rank]) if self._needed.lora_b else None,
         )
 
-    def _chain(self, products: list[tuple[Tensor, Tensor, Tensor]], out: Tensor) -> None:
-        """The sum of k.T @ h over all (k, h, taken), float32 until the last."""
-        base = None
+    def _chain(self, products: list[tuple[Tensor, Tensor, Tensor]], out: Tensor, *, adds: bool = False) -> None:
+        """The sum of k.T @ h over all (k, h, taken), float32 until the last; with ``adds`` on top of ``out``."""
+        base = out if adds else None
         for k, h, taken in products[:-1]:
-            wide = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+            wide = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
             launch.column_product(k, h, wide, taken, self._form.variant, base=base)
             base = wide
         k, h, taken = products[-1]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from logitless.distributed.sharding import is_sharded
 from logitless.errors import InputError
 
 
@@ -26,16 +27,6 @@ class Shard(NamedTuple):
     first: int
     weight: Tensor
     owner: int
-
-
-def is_sharded(weight: Tensor) -> bool:
-    """Whether this is a DTensor.
-
-    Example:
-        >>> is_sharded(torch.zeros(2, 2))
-        False
-    """
-    return hasattr(weight, "placements")
 
 
 def shards(weight: Tensor, dtype: torch.dtype) -> Iterator[Shard]:
@@ -69,10 +60,14 @@ def most_rows(weight: Tensor) -> int:
 
 
 def summed_on_owner(gradient: Tensor, shard: Shard, weight: Tensor) -> Tensor | None:
-    """The sum of all ranks' gradients of a shard, on its owner; None on the others."""
+    """The sum of all ranks' gradients of a shard, on its owner in each copy of the weight; None on the others."""
     group = _group(weight)
     dist.reduce(gradient, group=group, group_dst=shard.owner)
-    return gradient if shard.owner == dist.get_rank(group) else None
+    if shard.owner != dist.get_rank(group):
+        return None
+    if (copies := _copies(weight)) is not None:
+        dist.all_reduce(gradient, group=copies)
+    return gradient
 
 
 def like(weight: Tensor, local: Tensor | None) -> Tensor:
@@ -136,10 +131,17 @@ def _local(weight: Any) -> Tensor:
 
 
 def _group(weight: Any) -> ProcessGroup:
-    if weight.device_mesh.ndim != 1 or not weight.placements[0].is_shard(0):
+    """The ranks that have one copy of the weight together."""
+    *copies, rows = weight.placements
+    if not rows.is_shard(0) or len(copies) > 1 or not all(placement.is_replicate() for placement in copies):
         raise InputError(
-            needed="a weight sharded by rows over a mesh of one dimension",
+            needed="a weight sharded by rows over a mesh of one dimension, or of two: copies and shards",
             given=f"placements {tuple(weight.placements)} over a mesh of {weight.device_mesh.ndim} dimensions",
             remedy="Give the gathered weight: weight.full_tensor(grad_placements=...).",
         )
-    return weight.device_mesh.get_group()
+    return weight.device_mesh.get_group(len(copies))
+
+
+def _copies(weight: Any) -> ProcessGroup | None:
+    """The ranks that have this rank's rows; None where it alone has them."""
+    return None if weight.device_mesh.ndim == 1 else weight.device_mesh.get_group(0)

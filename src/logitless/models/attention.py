@@ -15,7 +15,7 @@ Gives up: anything but causal attention with an optional window and softcap, and
 Rows of no sequence (padding at the end) must hold finite numbers, and give zeros.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -178,7 +178,7 @@ class AttentionLayout:
             columns = (prefix_row[segment], prefix_length[segment], row[segment], length[segment], first)
             return table(columns, order, self.device)
 
-        return self._kept(("query", tokens, num_key_heads, window), make)
+        return self.kept(("query", tokens, num_key_heads, window), make)
 
     def key_tiles(self, keys: int, num_key_heads: int, window: int | None) -> tuple[Tensor, Tensor, int]:
         """Tiles of keys with their rows of queries, those that are cut into parts, and the number of parts.
@@ -210,9 +210,10 @@ class AttentionLayout:
             several = torch.nonzero(is_cut)[:, 0]
             return tiles, table((first, last, before, parts), several, self.device), int(parts[is_cut].sum())
 
-        return self._kept(("key", keys, num_key_heads, window), make)
+        return self.kept(("key", keys, num_key_heads, window), make)
 
-    def _kept(self, name: Any, make: Any) -> Any:
+    def kept(self, name: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` gave when ``name`` was first asked for."""
         if name not in self._tables:
             self._tables[name] = make()
         return self._tables[name]

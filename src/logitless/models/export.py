@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from logitless.distributed.sharding import whole
 from logitless.errors import InputError
 
 
 def merged_tensors(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Every weight by its Hugging Face name, adapters merged; the model stays as it is.
 
+    A sharded weight is made whole by all ranks together, which read in step.
     ``W + scale * B @ A`` in the dtype of W where a layer has an adapter; one merged weight is held at a time. A tied
     weight comes once, under its first name. What is not adapted is the model's own tensor, not a copy.
 
@@ -67,10 +69,12 @@ def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """
     import peft
 
-    yield from peft.get_peft_model_state_dict(model, save_embedding_layers=False).items()
+    for name, tensor in peft.get_peft_model_state_dict(model, save_embedding_layers=False).items():
+        yield name, whole(tensor)
 
 
 def _rounded(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+    weight = whole(weight)
     return weight if dtype is None else weight.to(dtype)
 
 
@@ -86,7 +90,7 @@ def _merged(layer: nn.Module, which: str, weight: Tensor, name: str, dtype: torc
     if which != "weight":
         return _rounded(weight, dtype)
     with torch.no_grad():
-        change = lora.get_delta_weight(active[0])
+        weight, change = whole(weight), whole(lora.get_delta_weight(active[0]))
         if dtype is None:
             return weight + change.to(weight.dtype)
         return (weight.float() + change.float()).to(dtype)

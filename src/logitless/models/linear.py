@@ -9,14 +9,17 @@ split of K, or a tile of the fixed-order kernel, whichever was the fastest of th
 fixed-order kernel (``self_check``). A plan that nobody made holds tiles alone. Gradients need no such rule.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from logitless.float32_sums import add_product, end_to_end, float32_product, gradient_dtype, sums_in_float32
 from logitless.models.kernels.linear import INTERPRETED, Tile, fixed_order_product
 from logitless.models.kernels.rows import FEW_ROWS, MOST_ROWS, checked_count, checked_count_below, empty_rows, widened
 
@@ -133,6 +136,7 @@ def everywhere(way: Way) -> Iterator[None]:
 @contextmanager
 def _without_split_k() -> Iterator[None]:
     """cuBLASLt, forbidden to split K, by torch's own switches."""
+    _meet_the_libraries()
     matmul, library = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library()
     before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k
     half = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction_split_k
@@ -145,6 +149,14 @@ def _without_split_k() -> Iterator[None]:
         matmul.allow_bf16_reduced_precision_reduction = before
         matmul.allow_fp16_reduced_precision_reduction = half
         torch.backends.cuda.preferred_blas_library(library)
+
+
+@cache
+def _meet_the_libraries() -> None:
+    """torch says once in a process that the choice of a library is experimental; nobody could act on that."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.backends.cuda.preferred_blas_library(torch.backends.cuda.preferred_blas_library())
 
 
 def library_product(way: str, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -219,7 +231,8 @@ class Projection:
 def project(x: Tensor, projections: Sequence[Projection], columns: Sequence[int] | None = None) -> tuple[Tensor, ...]:
     """Every projection of the same rows.
 
-    Gradient: to x, weights, biases and LoRA factors, by torch's own products.
+    Gradient: to x, weights, biases and LoRA factors, by torch's own products; those of bfloat16 weights with float32
+        gradients add to ``weight.grad`` themselves (``float32_sums``).
 
     Args:
         x: [T, K].
@@ -240,29 +253,6 @@ def lay_end_to_end(tensors: Sequence[Tensor]) -> None:
     whole = torch.cat([t.detach() for t in tensors])
     for tensor, part in zip(tensors, whole.split([len(t) for t in tensors]), strict=True):  # type: ignore[no-untyped-call]
         tensor.data = part
-
-
-def end_to_end(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """The tensor whose consecutive rows these are; None where they are not, or one of them is None.
-
-    Example:
-        >>> whole = torch.arange(12.0).reshape(6, 2)
-        >>> end_to_end([whole[:2], whole[2:5]]).shape, end_to_end([whole[:2], whole[3:]])
-        (torch.Size([5, 2]), None)
-    """
-    first = tensors[0]
-    if first is None or not first.is_contiguous():
-        return None
-    place, rows = first.storage_offset(), 0
-    storage = first.untyped_storage().data_ptr()
-    for tensor in tensors:
-        if tensor is None or not tensor.is_contiguous() or tensor.shape[1:] != first.shape[1:]:
-            return None
-        if tensor.untyped_storage().data_ptr() != storage or tensor.storage_offset() != place:
-            return None
-        place += tensor.numel()
-        rows += len(tensor)
-    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def side_by_side(columns: Sequence[Tensor]) -> Tensor | None:
@@ -300,6 +290,8 @@ class _Project(torch.autograd.Function):
         ]
         ctx.save_for_backward(x, *tensors, *low_ranks)
         ctx.scales = scales
+        ctx.summed = [w for w in weights if w is not None and sums_in_float32(w)]
+        ctx.bias_dtypes = [None if b is None else gradient_dtype(b) for b in biases]
         return outs[0].split(columns, 1) if columns else outs  # type: ignore[no-untyped-call]
 
     @staticmethod
@@ -321,22 +313,27 @@ class _Project(torch.autograd.Function):
             for g, w in zip(grads[1:], weights[1:], strict=True):
                 grad_x.addmm_(g, w)
         out: list[Tensor | None] = [None] * (4 * count)
-        if weight is not None and grad is not None and all(needed[0::4]):
+        summed = len(ctx.summed) == count
+        if summed and grad is not None:
+            add_product(ctx.summed, grad, x)
+        elif weight is not None and grad is not None and all(needed[0::4]):
             out[0::4] = (grad.t() @ x).split([len(w) for w in weights])
         for i, (g, a, b, scale) in enumerate(zip(grads, lora_as, lora_bs, ctx.scales, strict=True)):
-            if needed[4 * i] and out[4 * i] is None:
+            if summed and grad is None:
+                add_product([ctx.summed[i]], g, x)
+            elif needed[4 * i] and not summed and out[4 * i] is None:
                 out[4 * i] = g.t() @ x
             if needed[4 * i + 1]:
-                out[4 * i + 1] = g.sum(0)
+                out[4 * i + 1] = g.sum(0, dtype=ctx.bias_dtypes[i])
             if a is None:
                 continue
             back = (g @ b.to(x.dtype)) * scale  # [T, R]
             if grad_x is not None:
                 grad_x.addmm_(back, a.to(x.dtype))
             if needed[4 * i + 2]:
-                out[4 * i + 2] = (back.t() @ x).to(a.dtype)
+                out[4 * i + 2] = float32_product(back.t(), x).to(a.dtype)
             if needed[4 * i + 3]:
-                out[4 * i + 3] = (g.t() @ low_ranks[i]).to(b.dtype) * scale
+                out[4 * i + 3] = float32_product(g.t(), low_ranks[i]).to(b.dtype) * scale
         return grad_x, None, None, *out
 
 

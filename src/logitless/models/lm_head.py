@@ -7,18 +7,22 @@ and ``verify_packing`` compare numbers with the model's own forward pass and ref
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from logitless.errors import InputError, UnavailableError
+from logitless.models.attention import AttentionLayout, PromptGroup
 from logitless.models.packed import PACKED, PackedLayout
-from logitless.models.rotary import check_rotary_lengths, scaling_begins
-from logitless.types import LMHead, PackedInputs
+from logitless.models.rotary import LongRotary, check_rotary_lengths, scaling_begins
+from logitless.types import LMHead, PackedInputs, SharedInputs
 
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
@@ -79,7 +83,9 @@ def backbone(model: nn.Module) -> PreTrainedModel:
     return inner.base_model
 
 
-def backbone_hidden(model: nn.Module, inputs: PackedInputs) -> Float[Tensor, "T D"]:
+def backbone_hidden(
+    model: nn.Module, inputs: PackedInputs | SharedInputs, group: ProcessGroup | None = None
+) -> Float[Tensor, "T D"]:
     """Last hidden states of packed sequences; the LM head does not run and no logits exist.
 
     Gradient: through the decoder. ``D`` is what the LM head reads (the final norm has been applied).
@@ -87,10 +93,12 @@ def backbone_hidden(model: nn.Module, inputs: PackedInputs) -> Float[Tensor, "T 
     Args:
         model: a transformers causal LM, PEFT-wrapped or not, with any attention implementation; with
             ``logitless_packed`` no mask is built.
-        inputs: T tokens of B sequences, on the model's device.
+        inputs: T tokens of B sequences, on the model's device; each prompt once where ``why_unshared`` says nothing
+            against it.
+        group: ranks that share the row, after ``check_sequence_group``; each reads ``rows_of_rank``.
 
     Returns:
-        [T, D] in the decoder's dtype; take the rows ``inputs.source`` for the head.
+        [T, D] in the decoder's dtype; take the rows ``inputs.source`` for the head. With a group this rank's rows.
 
     Raises:
         UnavailableError: the model's attention cannot be packed this way, or a sequence is so long that dynamic rotary
@@ -112,42 +120,167 @@ def backbone_hidden(model: nn.Module, inputs: PackedInputs) -> Float[Tensor, "T 
             given=type(decoder).__name__,
             remedy="Use a model whose positions can restart inside a packed row.",
         )
-    check_rotary_lengths(decoder, max(inputs.lengths))
+    check_rotary_lengths(decoder, inputs.longest if isinstance(inputs, SharedInputs) else max(inputs.lengths))
+    mine, further = slice(0, len(inputs.input_ids)), dict[str, Any]()
+    if group is not None:
+        mine = rows_of_rank(len(inputs.input_ids), dist.get_rank(group), dist.get_world_size(group))
+        inputs = _filled_up(inputs, (mine.stop - mine.start) * dist.get_world_size(group))
+        further["sequence_group"] = group
     output = decoder(
-        input_ids=inputs.input_ids[None],
-        position_ids=inputs.position_ids[None],
+        input_ids=inputs.input_ids[None, mine],
+        position_ids=inputs.position_ids[None, mine],
         use_cache=False,
         **_packing_arguments(decoder, inputs),
+        **further,
     )
     return output.last_hidden_state[0]
 
 
-def _packing_arguments(decoder: PreTrainedModel, inputs: PackedInputs) -> dict[str, Any]:
+def rows_of_rank(num_tokens: int, rank: int, num_ranks: int) -> slice:
+    """The tokens of a packed row that one of several ranks reads: equally many each, the last ones' partly padding.
+
+    Example:
+        >>> rows_of_rank(5, 1, 2)
+        slice(3, 6, None)
+    """
+    each = -(-num_tokens // num_ranks)
+    return slice(rank * each, (rank + 1) * each)
+
+
+def check_sequence_group(model: nn.Module, num_ranks: int) -> None:
+    """Refuse a model whose sequences cannot be shared by so many ranks.
+
+    Raises:
+        UnavailableError: the heads cannot be dealt out, other attention than the packed one, or rotary frequencies that
+            each rank would have to know the whole sequence for.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        ...                      vocab_size=11, attn_implementation="logitless_packed")
+        >>> check_sequence_group(LlamaForCausalLM(config), 2)
+    """
+    decoder = backbone(model)
+    config = decoder.config.get_text_config()
+    heads = config.num_attention_heads
+    keys = getattr(config, "num_key_value_heads", None) or heads
+    odd = {
+        f"{heads} query heads": heads % num_ranks > 0,
+        f"{keys} key heads": keys % num_ranks > 0 and num_ranks % keys > 0,
+        f"attention {config._attn_implementation}": config._attn_implementation != PACKED,
+        "row-invariant layers": hasattr(decoder, "row_invariant"),
+        "longrope": any(getattr(module, "turns_each_sequence", False) for module in decoder.modules()),
+    }
+    if given := [what for what, holds in odd.items() if holds]:
+        raise UnavailableError(
+            needed=f"packed attention whose heads {num_ranks} processes can share",
+            given=", ".join(given),
+            remedy="Set parallel.sequence to a divisor of the heads, or to 1.",
+        )
+
+
+def _filled_up(inputs: PackedInputs | SharedInputs, num_tokens: int) -> PackedInputs | SharedInputs:
+    """With one more sequence that nothing is predicted from, so that ranks have equally many tokens."""
+    more = num_tokens - len(inputs.input_ids)
+    if not more:
+        return inputs
+    positions = torch.arange(more, device=inputs.input_ids.device)
+    tokens: dict[str, Any] = {
+        "input_ids": torch.cat([inputs.input_ids, torch.zeros_like(positions)]),
+        "position_ids": torch.cat([inputs.position_ids, positions]),
+    }
+    if isinstance(inputs, SharedInputs):
+        return replace(inputs, **tokens, groups=(*inputs.groups, (more, ())))
+    lengths, counts = (*inputs.lengths, more), (*inputs.source_counts, 0)
+    return PackedInputs(**tokens, lengths=lengths, source=inputs.source, source_counts=counts)
+
+
+def _packing_arguments(decoder: PreTrainedModel, inputs: PackedInputs | SharedInputs) -> dict[str, Any]:
     """What keeps sequences apart, besides positions that restart. A mask of four dimensions is used as it is."""
     config, device = decoder.config.get_text_config(), inputs.input_ids.device
     attention = config._attn_implementation
+    layout: AttentionLayout | PackedLayout
+    if isinstance(inputs, SharedInputs):
+        layout = AttentionLayout([PromptGroup(*group) for group in inputs.groups], device)
+    else:
+        layout = PackedLayout(inputs.lengths, device)
     if hasattr(decoder, "row_invariant"):
-        return {"packed_layout": PackedLayout(inputs.lengths, device)}
+        return {"packed_layout": layout}
     if attention == PACKED:
         # The layout does the work; NaN so that a layer which adds the mask anyway is noticed.
         mask = torch.full((1, 1, 1, 1), float("nan"), device=device)
-        return {"attention_mask": mask, "packed_layout": PackedLayout(inputs.lengths, device)}
-    kinds = getattr(config, "layer_types", None) or []
-    windowed = any(kind != "full_attention" for kind in kinds) or (
-        not kinds and getattr(config, "sliding_window", None)
-    )
-    if attention not in ("sdpa", "eager") or windowed:
+        return {"attention_mask": mask, "packed_layout": layout}
+    if not _takes_mask(decoder):
         return {}  # transformers makes a mask for each kind of layer from the positions
-    sequence = torch.repeat_interleave(
-        torch.arange(len(inputs.lengths), device=device),
-        torch.tensor(inputs.lengths, device=device),
-        output_size=len(inputs.input_ids),
-    )
-    allowed = (sequence[:, None] == sequence).tril()[None, None]
+    allowed = (_shared_mask(layout) if isinstance(layout, AttentionLayout) else _packed_mask(layout))[None, None]
     if attention == "sdpa":
         return {"attention_mask": allowed}
     dtype = decoder.dtype
     return {"attention_mask": torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)}
+
+
+def _takes_mask(decoder: PreTrainedModel) -> bool:
+    """Whether one mask of ours serves all of a decoder's layers."""
+    config = decoder.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or []
+    windowed = any(kind != "full_attention" for kind in kinds) or (
+        not kinds and getattr(config, "sliding_window", None)
+    )
+    return config._attn_implementation in ("sdpa", "eager") and not windowed
+
+
+def _packed_mask(layout: PackedLayout) -> Bool[Tensor, "T T"]:
+    """Which token sees which."""
+    lengths = torch.tensor(layout.lengths, device=layout.device)
+    sequence = torch.repeat_interleave(
+        torch.arange(len(layout.lengths), device=layout.device), lengths, output_size=layout.num_tokens
+    )
+    return (sequence[:, None] == sequence).tril()
+
+
+def _shared_mask(layout: AttentionLayout) -> Bool[Tensor, "T T"]:
+    """The same where completions see their prompt."""
+    pieces, rows = layout.segments, torch.arange(layout.num_tokens)
+    piece = torch.repeat_interleave(torch.arange(len(pieces.length)), pieces.length)
+    first, length = pieces.prefix_row[piece][:, None], pieces.prefix_length[piece][:, None]
+    in_prompt = (rows >= first) & (rows < first + length)
+    return ((piece[:, None] == piece) | in_prompt).tril().to(layout.device)
+
+
+def why_unshared(model: nn.Module) -> str | None:
+    """What keeps completions of a model from sharing their prompt's tokens in a packed row; None where they can.
+
+    Layers that a name promises to be causal attention are asked for numbers: a few tokens, with and without sharing.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=11)).eval()
+        >>> why_unshared(model)
+    """
+    decoder = backbone(model)
+    if hasattr(decoder, "row_invariant"):
+        return None
+    config = decoder.config.get_text_config()
+    if any(isinstance(module, LongRotary) for module in decoder.modules()):
+        return "its rotary factors (longrope) are chosen by where positions restart"
+    if config._attn_implementation != PACKED and not _takes_mask(decoder):
+        return f"its attention ({config._attn_implementation}) makes masks from positions that restart"
+    inner = causal_lm(model)
+    if _is_meta(inner):
+        return None
+    prompt, completions = 4, (3, 2)
+    probe = _probe(inner, [prompt + n for n in completions])
+    ids = probe.input_ids.clone()
+    ids[prompt + completions[0] :][:prompt] = ids[:prompt]
+    rows = torch.cat([torch.arange(prompt + completions[0]), prompt + completions[0] + prompt + torch.arange(2)])
+    rows = rows.to(ids.device)
+    shared = SharedInputs(ids[rows], probe.position_ids[rows], ((prompt, completions),), rows[:0])
+    with torch.no_grad(), _evaluating(inner):
+        apart = backbone_hidden(model, replace(probe, input_ids=ids))[rows]
+        together = backbone_hidden(model, shared)
+    if not _close(together, apart, next(inner.parameters()).dtype):
+        return "its layers give other numbers where a prompt stands once"
+    return None
 
 
 def _accepts_position_ids(decoder: PreTrainedModel) -> bool:

@@ -2,14 +2,14 @@
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from logitless.errors import CheckpointError, ConfigurationError, InputError, UnavailableError
@@ -134,8 +134,13 @@ def load_adapters(model: nn.Module, folder: str | Path) -> nn.Module:
         ) from error
 
 
-def save_adapters(model: nn.Module, folder: str | Path) -> None:
+def save_adapters(model: nn.Module, folder: str | Path, state: Mapping[str, Tensor] | None = None) -> None:
     """Write the adapters alone, in PEFT's format with safetensors.
+
+    Args:
+        model: PEFT-wrapped.
+        folder: that need not exist.
+        state: its weights by name, where the model does not hold them whole.
 
     Raises:
         InputError: the model has none.
@@ -153,7 +158,7 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
     """
     _check_peft(model)
     try:
-        model.save_pretrained(str(folder), save_embedding_layers=False)  # type: ignore[operator]
+        model.save_pretrained(str(folder), save_embedding_layers=False, state_dict=state)  # type: ignore[operator]
     except OSError as error:
         raise CheckpointError(
             needed="a folder that can be written",

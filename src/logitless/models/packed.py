@@ -4,13 +4,20 @@ Equal to running every sequence alone. The sequences' lengths are known on the h
 nothing synchronises. Sequences of one length, a single one included, are a batch as they lie: torch's SDPA, whose
 fastest kernel takes no other row (on an H200 half the time of the next). Other rows on CUDA in bfloat16 or float16 go
 as they are to the variable-length kernel of torch. Everywhere else sequences of similar length are laid side by side,
-padded on the right: under a causal mask no real token sees padding. Called without a layout (decoding with a cache) it
-is transformers' SDPA attention, with grouped queries folded so that keys and values are not repeated.
+padded on the right: under a causal mask no real token sees padding. Called without a layout (decoding with a cache)
+it is transformers' SDPA attention, with grouped queries folded so that keys and values are not repeated. Ranks that
+share a row (``sequence_group``) exchange their tokens for some of the heads before it and back after it; no other layer
+knows.
+
+Where completions share their prompt's tokens (an ``AttentionLayout``), bfloat16 and float16 on CUDA go to
+``prefix_attention``, which reads a prompt once; everything else repeats the prompt's rows for this one operation, and
+does what it would do without sharing.
 
 Gives up: attention softcaps, sinks, position biases (ALiBi) and chunked attention. For those use ``attention="eager"``,
 ``"sdpa"`` or ``"flex_attention"``, which build transformers' block-diagonal mask from restarting positions.
 """
 
+import importlib.util
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,15 +26,19 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from logitless.distributed.exchange import exchanged
 from logitless.errors import InputError, UnavailableError
-from logitless.models.attention import AttentionLayout
+from logitless.models.attention import MAX_GROUP, MAX_WIDTH, AttentionLayout, prefix_attention
+from logitless.models.repeated_rows import RepeatedRows
 
 PACKED = "logitless_packed"
 _OTHER_ATTENTION = 'Load the model with attention="eager", "sdpa" or "flex_attention".'
@@ -188,12 +199,7 @@ def packed_attention(
         >>> packed_attention(q, k, v, PackedLayout((3, 2))).shape
         torch.Size([1, 5, 1, 8])
     """
-    if query.shape[0] != 1 or not query.shape[2] == key.shape[2] == layout.num_tokens:
-        raise InputError(
-            needed=f"one packed row of {layout.num_tokens} tokens",
-            given=f"queries {tuple(query.shape)} and keys {tuple(key.shape)}",
-            remedy="Use a decoder without cross-attention or cache, or another attention implementation.",
-        )
+    _check_row(query, key, layout.num_tokens)
     dtype = torch.get_autocast_dtype("cuda") if query.is_cuda and torch.is_autocast_enabled("cuda") else query.dtype
     window = None if sliding_window is None or sliding_window >= layout.max_length else sliding_window
     as_batch = layout.is_even and window is None
@@ -206,6 +212,68 @@ def packed_attention(
     if layout.inverse is not None:
         out = out.index_select(0, layout.inverse)
     return out[None]
+
+
+def shared_attention(
+    query: Float[Tensor, "1 H T E"],
+    key: Float[Tensor, "1 K T E"],
+    value: Float[Tensor, "1 K T F"],
+    layout: AttentionLayout,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+) -> Float[Tensor, "1 T H F"]:
+    """Causal attention within each sequence of a row in which completions share their prompt.
+
+    Equal to ``packed_attention`` of the row with every prompt repeated; a prompt's gradient is summed over its
+    completions in float32.
+
+    Args, Raises: as ``packed_attention``.
+
+    Example:
+        >>> from logitless.models.attention import PromptGroup
+        >>> q = k = v = torch.randn(1, 1, 5, 8)
+        >>> shared_attention(q, k, v, AttentionLayout([PromptGroup(2, (1, 2))])).shape
+        torch.Size([1, 5, 1, 8])
+    """
+    _check_row(query, key, layout.num_tokens)
+    dtype = torch.get_autocast_dtype("cuda") if query.is_cuda and torch.is_autocast_enabled("cuda") else query.dtype
+    if _shared_kernel_runs(query, key, value, dtype, dropout):
+        q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
+        return prefix_attention(q, k, v, layout, scale=scaling, window=sliding_window)[0][None]
+    whole, repeated, kept = layout.kept("repeated", lambda: _repeated(layout))
+    query, key, value = (repeated.take(x[0].transpose(0, 1)).transpose(0, 1)[None] for x in (query, key, value))
+    out = packed_attention(query, key, value, whole, scaling=scaling, dropout=dropout, sliding_window=sliding_window)
+    return out.index_select(1, kept)
+
+
+def _repeated(layout: AttentionLayout) -> tuple[PackedLayout, RepeatedRows, Int[Tensor, "T"]]:
+    """The row with every prompt repeated, the rows that it takes, and where each row is found again."""
+    whole, rows = layout.unshared()
+    repeated = RepeatedRows.of(rows.cpu())  # every row is taken: first[t] is a place of row t
+    lengths = tuple(prompt for prompt, _ in whole.groups)
+    return PackedLayout(lengths, layout.device), repeated.to(layout.device), repeated.first.to(layout.device)
+
+
+def _shared_kernel_runs(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype, dropout: float) -> bool:
+    return (
+        query.is_cuda
+        and dtype in (torch.bfloat16, torch.float16)
+        and dropout == 0
+        and query.shape[-1] == value.shape[-1] <= MAX_WIDTH
+        and query.shape[1] // key.shape[1] <= MAX_GROUP
+        and importlib.util.find_spec("triton") is not None
+    )
+
+
+def _check_row(query: Tensor, key: Tensor, num_tokens: int) -> None:
+    if query.shape[0] != 1 or not query.shape[2] == key.shape[2] == num_tokens:
+        raise InputError(
+            needed=f"one packed row of {num_tokens} tokens",
+            given=f"queries {tuple(query.shape)} and keys {tuple(key.shape)}",
+            remedy="Use a decoder without cross-attention or cache, or another attention implementation.",
+        )
 
 
 def _bucket_attention(
@@ -315,7 +383,8 @@ def _attention_layer(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    packed_layout: PackedLayout | None = None,
+    packed_layout: PackedLayout | AttentionLayout | None = None,
+    sequence_group: ProcessGroup | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer."""
@@ -326,10 +395,16 @@ def _attention_layer(
             )
     if packed_layout is not None:
         _check_layer(module, sliding_window, kwargs.get("is_causal"))
-        out = packed_attention(
-            query, key, value, packed_layout, scaling=scaling, dropout=dropout, sliding_window=sliding_window
-        )
-        return out, None
+        options: Any = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window}
+        if sequence_group is not None:
+            repeats = max(1, dist.get_world_size(sequence_group) // key.shape[1])  # a key head that several ranks need
+            key, value = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
+            query, key, value = (exchanged(x, sequence_group, split=1, join=2) for x in (query, key, value))
+        if isinstance(packed_layout, AttentionLayout):
+            out = shared_attention(query, key, value, packed_layout, **options)
+        else:
+            out = packed_attention(query, key, value, packed_layout, **options)
+        return out if sequence_group is None else exchanged(out, sequence_group, split=1, join=2), None
     if query.shape[2] == 1 and query.shape[1] != key.shape[1]:
         return _decode_grouped(query, key, value, attention_mask, scaling, dropout), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)

@@ -198,6 +198,8 @@ class DecodeLayout(NamedTuple):
         page_table: each row's pages, from position 0 on; entries behind its position may hold anything.
         position: of each row's query, whose key is in the cache already; -1 for a row without a query.
         shared: None: no row shares pages, or each reads them for itself.
+        reach: more than any row's position, which saves programs that would find nothing to do; None: as far as the
+            pages go.
 
     Example:
         >>> layout = DecodeLayout.of([(0, 1, 2), (0, 1, 3)], positions=(130, 140), groups=[((0, 1), 2)])
@@ -208,6 +210,7 @@ class DecodeLayout(NamedTuple):
     page_table: Int[Tensor, "R P"]
     position: Int[Tensor, "R"]
     shared: SharedPages | None = None
+    reach: int | None = None
 
     @classmethod
     def of(
@@ -277,6 +280,7 @@ def decode_attention(
     choice = attention_tiles(launch.Heads.of(query, cache.key).padded, query.dtype, query.device)
     form = launch.Form(query.shape[2] ** -0.5 if scale is None else scale, window, softcap)
     output, log_sum_exp = launch.decode(
-        query, cache.key, cache.value, layout.page_table, layout.position, layout.shared, form, choice
-    )
+        query, cache.key, cache.value, layout.page_table, layout.position, layout.shared, form, choice,
+        reach=layout.reach,
+    )  # fmt: skip
     return output, log_sum_exp

@@ -9,9 +9,9 @@ Needs Triton. What it gives up: dropout, quantized weights, positions whose scal
 families that are not listed here. Such a model is left alone, and the report says why.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from logitless.errors import UnavailableError
+from logitless.float32_sums import add_rows, gradient_dtype, sums_in_float32
+from logitless.models.activations import can_be_made_again
 from logitless.models.attention import AttentionLayout, prefix_attention
 from logitless.models.kernels.gate import gated, gated_backward
 from logitless.models.kernels.norm import norm, norm_backward
@@ -155,7 +157,7 @@ class RowInvariantDecoder:
             assert position_ids is not None
             rows = self.row_invariant.packed_rows(packed_layout, position_ids.flatten())
         with torch.autocast(input_ids.device.type, enabled=False):
-            residual, delta = own.embed_tokens(input_ids.flatten()), None
+            residual, delta = _embedded(own.embed_tokens, input_ids.flatten()), None
             for layer in own.layers[: own.config.num_hidden_layers]:
                 residual, delta = layer(residual, delta, rows=rows)
             _, hidden = _add_and_norm(residual, delta, own.norm, self.row_invariant.gemma)
@@ -444,6 +446,27 @@ def _is_ours(kind: type) -> bool:
     return bool(kind.__bases__) and kind.__bases__[0] in (RowInvariantDecoder, RowInvariantLayer)
 
 
+def _embedded(layer: nn.Module, ids: Tensor) -> Tensor:
+    if type(layer) is nn.Embedding and layer.padding_idx is None and sums_in_float32(layer.weight):
+        return _Embedded.apply(layer.weight, ids)  # type: ignore[no-untyped-call, no-any-return]
+    return cast(Tensor, layer(ids))
+
+
+class _Embedded(torch.autograd.Function):
+    """Rows of a weight that sums its gradient in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight = weight
+        return weight.detach()[ids]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        add_rows(ctx.weight, grad, *ctx.saved_tensors)
+        return None, None
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -452,7 +475,9 @@ class _Norm(torch.autograd.Function):
         total, out = norm(x, weight, eps, delta=delta, gemma=gemma)
         assert out is not None
         ctx.save_for_backward(total, weight)
-        ctx.eps, ctx.gemma = eps, gemma
+        ctx.eps, ctx.gemma, ctx.weight_dtype = eps, gemma, gradient_dtype(weight)
+        kept, scale = total.detach(), weight.detach()
+        can_be_made_again(out, lambda: cast(Tensor, norm(kept, scale, eps, gemma=gemma)[1]))
         ctx.set_materialize_grads(False)
         return total, out
 
@@ -463,7 +488,7 @@ class _Norm(torch.autograd.Function):
         if grad_out is not None:
             grad, grad_weight = norm_backward(
                 total, weight, ctx.eps, grad_out.contiguous(), grad_total,
-                gemma=ctx.gemma, weight_needed=ctx.needs_input_grad[2],
+                gemma=ctx.gemma, weight_dtype=ctx.weight_dtype if ctx.needs_input_grad[2] else None,
             )  # fmt: skip
         return grad, grad if ctx.needs_input_grad[1] else None, grad_weight, None, None
 
@@ -472,16 +497,30 @@ class _NormAfter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(delta, weight)
-        ctx.eps = eps
+        ctx.eps, ctx.weight_dtype = eps, gradient_dtype(weight)
         return norm(x, weight, eps, delta=delta, gemma=True, after=True)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         delta, weight = ctx.saved_tensors
+        weight_dtype = ctx.weight_dtype if ctx.needs_input_grad[2] else None
         grad_delta, grad_weight = norm_backward(
-            delta, weight, ctx.eps, grad.contiguous(), None, gemma=True, weight_needed=ctx.needs_input_grad[2]
+            delta, weight, ctx.eps, grad.contiguous(), None, gemma=True, weight_dtype=weight_dtype
         )
         return grad, grad_delta, grad_weight, None
+
+
+class _Once:
+    """Several results of one call, made when the first of them is asked for and given away one after the other."""
+
+    def __init__(self, make: Callable[[], tuple[Tensor, ...]]) -> None:
+        self._make, self._made = make, dict[int, Tensor]()
+
+    def part(self, number: int) -> Tensor:
+        """The result of this number, to be asked for once a backward pass."""
+        if number not in self._made:
+            self._made = dict(enumerate(self._make()))
+        return self._made.pop(number)
 
 
 class _Rotary(torch.autograd.Function):
@@ -494,7 +533,13 @@ class _Rotary(torch.autograd.Function):
         raw = () if norms is None else (query, key, query_norm, key_norm)
         ctx.save_for_backward(position, cos, sin, *raw)
         ctx.heads, ctx.options = heads, options
-        return rotate(query, key, value, heads, position, cos, sin, norms)
+        turned = rotate(query, key, value, heads, position, cos, sin, norms)
+        if norms is not None:  # which keep queries and keys as they were
+            raw_query, raw_key, raw_value = query.detach(), key.detach(), value.detach()
+            again = _Once(partial(rotate, raw_query, raw_key, raw_value, heads, position, cos, sin, norms))
+            for number, out in enumerate(turned):
+                can_be_made_again(out, partial(again.part, number))
+        return turned
 
     @staticmethod
     def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> tuple[Any, ...]:
@@ -515,7 +560,9 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.gelu = gelu
-        return gated(gate, up, gelu=gelu)
+        out, kept_gate, kept_up = gated(gate, up, gelu=gelu), gate.detach(), up.detach()
+        can_be_made_again(out, lambda: gated(kept_gate, kept_up, gelu=gelu))
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

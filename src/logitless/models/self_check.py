@@ -25,6 +25,7 @@ import torch
 import triton
 from torch import Tensor, nn
 
+from logitless.float32_sums import end_to_end
 from logitless.models import attention, linear, paged_attention
 from logitless.models.kernels.linear import REFERENCE, Tile, fixed_order_product
 from logitless.models.kernels.rotary import Heads
@@ -36,7 +37,6 @@ from logitless.models.linear import (
     Shape,
     Way,
     default_tiles,
-    end_to_end,
     library_product,
     set_plan,
 )
@@ -253,22 +253,10 @@ def check_linear(shape: Shape, *, thorough: bool = False, few_only: bool = False
     rows = normal(counts[-1], shape.length)
     reference = fixed_order_product(rows, weight, REFERENCE, bias=bias, dtype=shape.out_dtype)
     plan.tiles = _checked_tiles(plan.tiles, rows, weight, bias, reference, finding)
-    same: dict[Library, Tensor] = {}
     out = torch.empty_like(reference)
     libraries = LIBRARIES if shape.out_dtype == shape.dtype else LIBRARIES[:1]
     for library in libraries:
-        flags = []
-        for count in counts:
-            library_product(library, rows[:count], weight, bias, out[:count])
-            flags.append(_differs(out[:count], reference[:count]))
-        same[library] = ~torch.stack(flags)
-    for library, flag in same.items():
-        bad = [count for count, good in zip(counts, flag.tolist(), strict=True) if not good]
-        if bad:
-            finding.failed[library] = bad
-        for count in counts:
-            if count not in bad:
-                plan.ways.setdefault(count, library)
+        _look_at(library, counts, rows, weight, bias, out, reference, plan, finding)
     weights = _copies(weight)
     for count in FEW_ROWS:
         candidates: list[Way] = [library for library in libraries if count not in finding.failed.get(library, ())]
@@ -284,6 +272,28 @@ def check_linear(shape: Shape, *, thorough: bool = False, few_only: bool = False
         plan.ways[count] = best if times[best] < _WORTH * times[usual] else usual
     finding.ways = {count: way_name(plan.ways.get(count) or plan.tile(count)) for count in counts}
     return plan, finding
+
+
+def _look_at(
+    library: Library, counts: Sequence[int], rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor,
+    reference: Tensor, plan: Plan, finding: LinearFinding,
+) -> None:  # fmt: skip
+    """Notes where a library has other bits, and plans it where it has the same and nothing is planned.
+
+    Where rows are many, no times are compared, so that one library with the same bits is enough.
+    """
+    wanted = [count for count in counts if count <= FEW_ROWS[-1] or count not in plan.ways]
+    flags = []
+    for count in wanted:
+        library_product(library, rows[:count], weight, bias, out[:count])
+        flags.append(_differs(out[:count], reference[:count]))
+    differs = torch.stack(flags).tolist() if flags else []
+    bad = [count for count, flag in zip(wanted, differs, strict=True) if flag]
+    if bad:
+        finding.failed[library] = bad
+    for count in wanted:
+        if count not in bad:
+            plan.ways.setdefault(count, library)
 
 
 def _checked_tiles(

@@ -1,14 +1,16 @@
 """An algorithm as data: the loss and what goes with it."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from logitless.errors import ConfigurationError
 from logitless.objective.advantage import Advantage
+from logitless.objective.dead import silent_without_advantage
 from logitless.objective.kl_control import KLControl
 from logitless.objective.objective import Objective
 from logitless.objective.ranges import Grain
 from logitless.objective.value import ValueLoss
-from logitless.objective.weighting import Weighting
+from logitless.objective.weighting import MicroBatchTokenMean, Weighting
 
 _FINENESS: tuple[Grain, ...] = ("token", "turn", "sequence")
 
@@ -68,6 +70,19 @@ class Algorithm:
             False
         """
         return self.objective.kl is not None
+
+    @cached_property
+    def silent_without_advantage(self) -> bool:
+        """Whether a sequence of advantage 0 (or weight 0) can be left out of a step that still counts it.
+
+        Example:
+            >>> from logitless.objective.presets import algorithm
+            >>> algorithm("grpo").silent_without_advantage, algorithm("bnpo").silent_without_advantage
+            (True, False)
+        """
+        own_mean = isinstance(self.weighting, MicroBatchTokenMean)  # of each micro-batch, whoever is in it
+        steered = self.kl_in_reward or self.kl_control is not None
+        return not (own_mean or steered) and self.value_loss is None and silent_without_advantage(self.objective)
 
     def check_completions(self, completions_per_prompt: int) -> None:
         """Refuse a single completion a prompt where the advantage compares completions.

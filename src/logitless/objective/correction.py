@@ -4,6 +4,7 @@
 It multiplies the surrogate's loss, not the KL term, and carries no gradient.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -11,8 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from logitless.errors import ConfigurationError
+from logitless.errors import ConfigurationError, InputError
 from logitless.objective.inputs import check_choices, shaped
+from logitless.objective.over_ranks import GatherOverRanks, one_rank
 from logitless.objective.ranges import Ranges
 
 Level = Literal["token", "sequence", "geometric"]
@@ -78,6 +80,8 @@ class SamplerCorrection:
         level: ``token``; ``sequence``, the whole sequence's weight; ``geometric``, its geometric mean.
         mode: ``truncate`` clips c to [min, max]; ``mask`` drops what lies outside, and without bounds keeps c as it is.
         min, max: bounds of c.
+        normalized: divide c, bounded, by its mean over the block's tokens (its completions, above the token level), so
+            that a correction does not change the size of the loss; the block's weights have mean 1.
         filtered_sampling: what to do where sampling used top-p, top-k, min-p or a penalty, so that ``logp_sampler`` is
             of another distribution than ``logp_old``: ``refuse`` or ``accept``; ``check_sampling`` asks.
 
@@ -95,6 +99,7 @@ class SamplerCorrection:
     mode: Mode = "truncate"
     min: float | None = None
     max: float | None = None
+    normalized: bool = False
     filtered_sampling: Literal["refuse", "accept"] = "refuse"
     name: Literal["sampler"] = field(default="sampler", kw_only=True)
 
@@ -112,18 +117,71 @@ class SamplerCorrection:
                 remedy="Bounds are of c itself, around 1.",
             )
 
-    def __call__(self, log_ratio: Float[Tensor, "N"], sequences: Ranges) -> Float[Tensor, "N"]:
-        """The bounded c of each token from its ``sampler_log_ratio``."""
+    def __call__(
+        self, log_ratio: Float[Tensor, "N"], sequences: Ranges, mean: Float[Tensor, ""] | None = None
+    ) -> Float[Tensor, "N"]:
+        """The bounded c of each token from its ``sampler_log_ratio``.
+
+        Args:
+            log_ratio: [N].
+            sequences: the sequences as ranges.
+            mean: of ``block_mean``, where c is normalized.
+
+        Raises:
+            InputError: the mean is missing.
+        """
         weight = correction_log_weight(log_ratio, sequences, self.level).exp()
-        return bounded_weight(weight, self.mode, self.min, self.max)
+        bounded = bounded_weight(weight, self.mode, self.min, self.max)
+        if not self.normalized:
+            return bounded
+        if mean is None:
+            raise InputError(
+                needed="the block's mean of the sampler correction",
+                given="None",
+                remedy="Pass block=objective.block_statistics(whole_block), or set normalized: false.",
+            )
+        return bounded / mean
+
+    def block_mean(
+        self, log_ratio: Float[Tensor, "N"], sequences: Ranges, gather: GatherOverRanks = one_rank
+    ) -> Float[Tensor, ""]:
+        """The mean of the bounded c: over the counted tokens, or above the token level over the sequences with any.
+
+        1 where nothing is counted, or every c is 0.
+
+        Source: verl's ``rollout_is_batch_normalize``.
+
+        Example:
+            >>> two = Ranges(torch.tensor([0, 0, 1]), 2, torch.tensor([True, True, True]))
+            >>> SamplerCorrection(max=4.0).block_mean(torch.tensor([4.0, 1.0, 1.0]).log(), two)
+            tensor(2.)
+            >>> SamplerCorrection(level="sequence", max=4.0).block_mean(torch.tensor([4.0, 1.0, 1.0]).log(), two)
+            tensor(2.5000)
+        """
+        weight = bounded_weight(
+            correction_log_weight(log_ratio, sequences, self.level).exp(), self.mode, self.min, self.max
+        )
+        share = sequences.counted.double()
+        if self.level != "token":
+            share = share / sequences.spread(sequences.counts.clamp(min=1.0))
+        total, number = gather(share * weight.double()).sum(), gather(share).sum()
+        mean = total / number.clamp(min=torch.finfo(torch.float64).tiny)
+        return torch.where(mean > 0, mean, 1.0).to(log_ratio.dtype)
 
     def check_sampling(
-        self, *, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0, repetition_penalty: float = 1.0
+        self,
+        *,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        others: Sequence[str] = (),
     ) -> None:
         """Refuse a correction between two different distributions, unless ``filtered_sampling="accept"``.
 
         Args:
             top_p, top_k, min_p, repetition_penalty: the sampler's settings; the defaults switch each of them off.
+            others: names of further settings in use that change the distribution.
 
         Raises:
             ConfigurationError: one of them is on.
@@ -136,7 +194,7 @@ class SamplerCorrection:
             "top_k": top_k > 0,
             "min_p": min_p > 0,
             "repetition_penalty": repetition_penalty != 1,
-        }
+        } | dict.fromkeys(others, True)
         names = ", ".join(name for name, is_used in used.items() if is_used)
         if names and self.filtered_sampling == "refuse":
             raise ConfigurationError(

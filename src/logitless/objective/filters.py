@@ -1,6 +1,7 @@
 """Filters: tokens whose policy loss is dropped, without gradient, and whose weight stays in every denominator."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -75,7 +76,8 @@ class FilterInputs:
         logp_old, logp_sampler: [N], None where the batch has none; NaN in the latter where the engine gave no value.
         entropy: [N] of current values, or None.
         entropy_old: [N] of the scoring pass, or None.
-        block_threshold: of ``block_threshold``, for a filter that ``settles_once_a_block``; None where nobody asked it.
+        sampler_log_ratio: [N] ``logp_old - logp_sampler``, 0 where the engine gave no value; None without either.
+        thresholds: of ``block_threshold`` by name, for filters that are settled once a block.
     """
 
     logp: Float[Tensor, "N"]
@@ -87,7 +89,23 @@ class FilterInputs:
     logp_sampler: Float[Tensor, "N"] | None = None
     entropy: Float[Tensor, "N"] | None = None
     entropy_old: Float[Tensor, "N"] | None = None
-    block_threshold: Float[Tensor, ""] | None = None
+    sampler_log_ratio: Float[Tensor, "N"] | None = None
+    thresholds: Mapping[str, Float[Tensor, ""]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WholeBlock:
+    """What a threshold of the block is made of: the block's tokens over all ranks, before its first step.
+
+    Args:
+        trained: [n] tokens with a weight.
+        entropy_old: [n] of the scoring pass, or None.
+        sampler_log_ratio: [n] ``logp_old - logp_sampler``, or None.
+    """
+
+    trained: Bool[Tensor, "n"]
+    entropy_old: Float[Tensor, "n"] | None = None
+    sampler_log_ratio: Float[Tensor, "n"] | None = None
 
 
 class TokenFilter(ABC):
@@ -107,8 +125,14 @@ class TokenFilter(ABC):
         """Whether it keeps tokens by a threshold of the whole block's scoring pass."""
         return False
 
-    def block_threshold(self, entropy_old: Float[Tensor, "n"], trained: Bool[Tensor, "n"]) -> Float[Tensor, ""]:
+    @property
+    def needs(self) -> frozenset[str]:
+        """Fields of ``TokenBatch`` that it cannot do without."""
+        return frozenset()
+
+    def block_threshold(self, block: WholeBlock) -> Float[Tensor, ""]:
         """That threshold, from the tokens of the block on all ranks."""
+        del block
         raise NotImplementedError(f"{self.name!r} has no threshold of the block")
 
     @abstractmethod
@@ -170,8 +194,12 @@ class TopEntropy(TokenFilter):
     def settles_once_a_block(self) -> bool:
         return self.scope == "block"
 
-    def block_threshold(self, entropy_old: Float[Tensor, "n"], trained: Bool[Tensor, "n"]) -> Float[Tensor, ""]:
-        return self.threshold(entropy_old, trained)
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"entropy_old"} if self.scope == "block" else ())
+
+    def block_threshold(self, block: WholeBlock) -> Float[Tensor, ""]:
+        return self.threshold(required(block.entropy_old, "entropy_old"), block.trained)
 
     def kept(self, inputs: FilterInputs) -> Bool[Tensor, "N"]:
         """True from the threshold on.
@@ -180,7 +208,7 @@ class TopEntropy(TokenFilter):
             InputError: the entropy, or the block's threshold, is missing.
         """
         if self.scope == "block":
-            return above_threshold(inputs.entropy_old, inputs.block_threshold)
+            return above_threshold(inputs.entropy_old, inputs.thresholds.get(self.name))
         entropy = required(inputs.entropy, "entropy")
         return entropy >= self.threshold(inputs.gather(entropy), inputs.gather(inputs.trained))
 
@@ -210,4 +238,182 @@ def above_threshold(entropy_old: Float[Tensor, "N"] | None, threshold: Float[Ten
     return entropy_old >= threshold
 
 
-Filter = OffPolicy | TopEntropy
+Measure = Literal["k1", "k2", "k3", "tv"]
+Over = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
+
+
+@shaped
+def sampler_divergence(
+    log_ratio: Float[Tensor, "N"], logp_old: Float[Tensor, "N"], measure: Measure
+) -> Float[Tensor, "N"]:
+    """How far the old policy is from the sampler at a token, D = logp_old - logp_sampler:
+
+        k1 = -D      k2 = D^2 / 2      k3 = exp(D) - 1 - D      tv = |exp(logp_old) - exp(logp_sampler)|
+
+    k1 to k3 are estimators of KL(sampler || old), for tokens are drawn from the sampler; tv is the total variation of
+    the token against all others.
+
+    Source: http://joschu.net/blog/kl-approx.html; tv, DPPO, arXiv:2602.04879 (binary TV).
+
+    Example:
+        >>> D, old = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
+        >>> [round(sampler_divergence(D, old, measure).item(), 4) for measure in ("k1", "k2", "k3", "tv")]
+        [0.6931, 0.2402, 0.1931, 0.25]
+    """
+    if measure == "k1":
+        return -log_ratio
+    if measure == "k2":
+        return log_ratio.square() / 2
+    if measure == "k3":
+        return torch.expm1(log_ratio) - log_ratio
+    return (logp_old.exp() - (logp_old - log_ratio).exp()).abs()
+
+
+@dataclass(frozen=True)
+class SamplerRejection(TokenFilter):
+    """Drop tokens, or whole sequences, at which the old policy is too far from the sampler; the others keep weight 1.
+
+    It stands alone or beside a ``SamplerCorrection``, which weighs what is kept.
+
+    Args:
+        measure: see ``sampler_divergence``.
+        over: ``token``; else the sequence goes by the sum, the mean or the largest of its tokens.
+        max: largest that is kept; nats, or a probability for tv.
+        min: smallest that is kept, of k1 alone, which has a sign: tokens that the old policy likes far better.
+
+    Raises:
+        ConfigurationError: bounds out of order, a ``min`` for a measure that has none, or the largest k1 of a sequence.
+
+    Source: verl's rollout correction, in which rejected tokens leave the denominator, too; here a filter leaves weights
+        as they are.
+
+    Example:
+        >>> SamplerRejection(measure="k2", over="sequence_max", max=0.02).name
+        'sampler_rejection'
+    """
+
+    max: float
+    measure: Measure = "k1"
+    over: Over = "token"
+    min: float | None = None
+    name: Literal["sampler_rejection"] = field(default="sampler_rejection", kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        low = -float("inf") if self.min is None else self.min
+        if self.measure != "k1" and (self.min is not None or self.max <= 0):
+            raise ConfigurationError(
+                needed=f"a positive max and no min for {self.measure}, which is 0 where both agree and never below",
+                given=f"min={self.min}, max={self.max}",
+                remedy="Set max alone, or measure: k1.",
+            )
+        if not low < self.max or (self.measure == "k1" and not low < 0 < self.max):
+            raise ConfigurationError(
+                needed="min < 0 < max, for k1 is 0 where both agree",
+                given=f"min={self.min}, max={self.max}",
+                remedy="Use for example min: -0.7 and max: 0.7, ratios of 2 and 1/2.",
+            )
+        if self.measure == "k1" and self.over == "sequence_max":
+            raise ConfigurationError(
+                needed="a measure without a sign for the largest of a sequence",
+                given="k1",
+                remedy="Set measure to k2, k3 or tv.",
+            )
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"logp_old", "logp_sampler"})
+
+    def kept(self, inputs: FilterInputs) -> Bool[Tensor, "N"]:
+        """True within the bounds. A token whose ``logp_sampler`` is unknown counts as one where both agree.
+
+        Raises:
+            InputError: the batch has no ``logp_old`` or no ``logp_sampler``.
+        """
+        log_ratio = required(inputs.sampler_log_ratio, "logp_sampler")
+        distance = sampler_divergence(log_ratio, required(inputs.logp_old, "logp_old"), self.measure)
+        if self.over == "token":
+            return self._within(distance)
+        if self.over == "sequence_max":  # no token over the bound: a sum, which sequences split over ranks have too
+            over = (~self._within(distance)).to(distance.dtype)
+            return inputs.sequences.spread(inputs.sequences.sum(over)) == 0
+        whole = inputs.sequences.sum(distance) if self.over == "sequence_sum" else inputs.sequences.mean(distance)
+        return inputs.sequences.spread(self._within(whole).to(distance.dtype)) == 1
+
+    def _within(self, distance: Float[Tensor, "..."]) -> Bool[Tensor, "..."]:
+        inside = distance <= self.max
+        return inside if self.min is None else inside & (distance >= self.min)
+
+
+@shaped
+def second_moment_bound(
+    log_ratio: Float[Tensor, "n"], counted: Bool[Tensor, "n"], max_mean: float
+) -> Float[Tensor, ""]:
+    """The largest ``D^2`` that may stay so that the mean of D^2 over all that stay is at most ``max_mean``; -1 if none.
+
+    Equals: sort D^2; the longest prefix whose mean is at most ``max_mean``, and that cuts no tie, stays. Means of a
+    sorted prefix never fall.
+
+    Example:
+        >>> second_moment_bound(torch.tensor([0.1, -0.2, 3.0]), torch.tensor([True, True, True]), 0.04)
+        tensor(0.0400)
+    """
+    squares = torch.where(counted, log_ratio.square(), torch.inf).sort().values
+    places = torch.arange(1, len(squares) + 1, device=squares.device, dtype=torch.float64)
+    last_of_its_size = squares < torch.cat([squares[1:], squares.new_full((1,), torch.nan)])
+    stays = (squares.double().cumsum(0) / places <= max_mean) & (last_of_its_size | (places == len(squares)))
+    return torch.where(stays, squares, -1.0).amax(0) if len(squares) else squares.new_full((), -1.0)
+
+
+@dataclass(frozen=True)
+class SecondMoment(TokenFilter):
+    """Drop the tokens of a stale block whose log-ratio is most extreme, until its second moment is small.
+
+    Args:
+        max_mean: of ``(logp_old - logp_sampler)^2`` over the kept tokens of the block, nats^2; 0.04.
+
+    Raises:
+        ConfigurationError: a bound that is not positive.
+
+    Source: M2PO (Zheng et al. 2025), with the mask over the block, and once: between the policy that scored it and the
+        one that drew it. Later steps on the block are bounded by the surrogate.
+    """
+
+    max_mean: float = 0.04
+    name: Literal["second_moment"] = field(default="second_moment", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not self.max_mean > 0:
+            raise ConfigurationError(
+                needed="a positive max_mean", given=str(self.max_mean), remedy="Use 0.04, as the paper does."
+            )
+
+    @property
+    def settles_once_a_block(self) -> bool:
+        return True
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"logp_old", "logp_sampler"})
+
+    def block_threshold(self, block: WholeBlock) -> Float[Tensor, ""]:
+        return second_moment_bound(required(block.sampler_log_ratio, "logp_sampler"), block.trained, self.max_mean)
+
+    def kept(self, inputs: FilterInputs) -> Bool[Tensor, "N"]:
+        """True up to the block's bound.
+
+        Raises:
+            InputError: the batch has no ``logp_sampler``, or nobody settled the block.
+        """
+        log_ratio = required(inputs.sampler_log_ratio, "logp_sampler")
+        bound = inputs.thresholds.get(self.name)
+        if bound is None:
+            raise InputError(
+                needed="the block's bound on the second moment",
+                given="None",
+                remedy="Pass block=objective.block_statistics(whole_block).",
+            )
+        return log_ratio.square() <= bound
+
+
+Filter = OffPolicy | TopEntropy | SamplerRejection | SecondMoment

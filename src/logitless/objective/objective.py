@@ -21,7 +21,7 @@ from logitless.errors import ConfigurationError, InputError
 from logitless.objective.correction import SamplerCorrection, sampler_log_ratio
 from logitless.objective.divergence import KLPenalty
 from logitless.objective.entropy import EntropyBonus, entropy_mean
-from logitless.objective.filters import Filter, FilterInputs, above_threshold
+from logitless.objective.filters import Filter, FilterInputs, WholeBlock, above_threshold
 from logitless.objective.inputs import required
 from logitless.objective.over_ranks import GatherOverRanks, one_rank
 from logitless.objective.ranges import Grain, Ranges, SumOverRanks
@@ -47,12 +47,14 @@ class BlockStatistics:
     """What is settled once a block, from the scoring pass, so that no optimizer step depends on how it is cut.
 
     Args:
-        entropy_threshold: entropy from which ``TopEntropy`` keeps a token, or None.
+        thresholds: by which filters keep tokens, by their names.
         selected: [N] tokens of the block that a covariance loss picked, or None.
+        correction_mean: of the sampler correction, which is divided by it; None where it is not.
     """
 
-    entropy_threshold: Float[Tensor, ""] | None = None
+    thresholds: Mapping[str, Float[Tensor, ""]] = field(default_factory=dict)
     selected: Bool[Tensor, "N"] | None = None
+    correction_mean: Float[Tensor, ""] | None = None
 
     def attach(self, block: TokenBatch) -> TokenBatch:
         """The block with ``selected``, which ``TokenBatch.take`` carries into every micro-batch."""
@@ -174,15 +176,26 @@ class Objective:
         conditions = {
             "logp_old": self.surrogate.reads != "none"
             or self.correction is not None
+            or any("logp_old" in each.needs for each in self.filters)
             or (self.kl is not None and self.kl.ratio_corrected is not None),
             "logp_ref": self.kl is not None,
-            "logp_sampler": self.correction is not None,
+            "logp_sampler": self.correction is not None or any("logp_sampler" in each.needs for each in self.filters),
             "turn": self.ratio.averages == "turn",
-            "entropy_old": any(each.settles_once_a_block for each in self.filters),
+            "entropy_old": any("entropy_old" in each.needs for each in self.filters),
             "entropy_weight": self.entropy_bonus is not None,
             "selected": self.surrogate.selects == "block",
         }
         return frozenset(name for name, is_needed in conditions.items() if is_needed)
+
+    @property
+    def reads_scoring_pass(self) -> bool:
+        """Whether a part settles something for the whole block, from ``logp_old`` or ``entropy_old``, before any step.
+
+        Example:
+            >>> Objective().reads_scoring_pass
+            False
+        """
+        return self.surrogate.selects == "block" or any(each.settles_once_a_block for each in self.filters)
 
     def __call__(
         self,
@@ -260,20 +273,34 @@ class Objective:
             >>> block = TokenBatch(
             ...     sequence=torch.tensor([0, 0, 0]), num_sequences=1, advantage=torch.zeros(3),
             ...     token_weight=torch.ones(3), entropy_old=torch.tensor([0.1, 0.2, 0.9]))
-            >>> objective.block_statistics(block).entropy_threshold
-            tensor(0.2000)
+            >>> objective.block_statistics(block).thresholds
+            {'top_entropy': tensor(0.2000)}
         """
         trained = block.token_weight != 0
-        threshold = selected = None
-        for each in self.filters:
-            if each.settles_once_a_block:
-                threshold = each.block_threshold(gather(required(block.entropy_old, "entropy_old")), gather(trained))
+        selected = correction_mean = log_ratio = None
+        if block.logp_old is not None and block.logp_sampler is not None:
+            log_ratio = torch.where(trained, sampler_log_ratio(block.logp_old, block.logp_sampler), 0.0)
+        settled = [each for each in self.filters if each.settles_once_a_block]
+        thresholds: dict[str, Tensor] = {}
+        if settled:
+            entropy = block.entropy_old
+            whole = WholeBlock(
+                gather(trained),
+                None if entropy is None else gather(entropy),
+                None if log_ratio is None else gather(log_ratio),
+            )
+            thresholds = {each.name: each.block_threshold(whole) for each in settled}
+        if self.correction is not None and self.correction.normalized:
+            sequences = Ranges(block.sequence, block.num_sequences, trained)
+            correction_mean = self.correction.block_mean(required(log_ratio, "logp_sampler"), sequences, gather)
         if self.surrogate.selects == "block":
             logp_old = required(block.logp_old, "logp_old")
             selected = self.surrogate.select(
                 SelectionInputs(logp_old, block.advantage, trained, gather=gather, generator=generator)
             )
-        return None if threshold is None and selected is None else BlockStatistics(threshold, selected)
+        if not thresholds and selected is None and correction_mean is None:
+            return None
+        return BlockStatistics(thresholds, selected, correction_mean)
 
     def entropy_weight(
         self,
@@ -300,7 +327,7 @@ class Objective:
         kept = step.token_weight != 0
         for each in self.filters:
             if each.narrows_entropy_bonus and each.settles_once_a_block:
-                kept = kept & above_threshold(step.entropy_old, None if block is None else block.entropy_threshold)
+                kept = kept & above_threshold(step.entropy_old, None if block is None else block.thresholds[each.name])
         number = sum_over_ranks(kept.double().sum()).clamp(min=1.0)
         return (kept.double() / number).to(step.token_weight.dtype)
 
@@ -448,7 +475,10 @@ class _Step:
         if self.objective.correction is None:
             return None
         missing = "logp_old" if self.logp_old is None else "logp_sampler"
-        return self.objective.correction(required(self.sampler_log_ratio, missing), self.sequences)
+        log_ratio = required(self.sampler_log_ratio, missing)
+        return self.objective.correction(
+            log_ratio, self.sequences, None if self.block is None else self.block.correction_mean
+        )
 
     def surrogate(self, correction: Tensor | None) -> SurrogateTerms:
         surrogate = self.objective.surrogate
@@ -479,7 +509,8 @@ class _Step:
             logp_sampler=self.logp_sampler,
             entropy=self.entropy,
             entropy_old=self.batch.entropy_old,
-            block_threshold=None if self.block is None else self.block.entropy_threshold,
+            sampler_log_ratio=self.sampler_log_ratio,
+            thresholds={} if self.block is None else self.block.thresholds,
         )
 
     def in_bonus(self, dropped: Mapping[str, Tensor]) -> Tensor:

@@ -101,6 +101,11 @@ class _Weighting(ABC):
         return self
 
     @property
+    def counts_turns(self) -> bool:
+        """Whether its counts are those of turns: call it with the trained tokens of each, and totals of turns."""
+        return False
+
+    @property
     def spans_block(self) -> bool:
         """Whether it is normalised over a whole block, so that ``Totals`` must be the block's."""
         return False
@@ -256,6 +261,34 @@ class SequenceSum(_Scoped):
 
 
 @dataclass(frozen=True)
+class TurnMean(_Scoped):
+    """Every assistant turn counts the same, and every token of it: a long turn is not worth more than a short one.
+
+    ``w_t = num_steps / (K_all * |turn(t)|)``
+
+    It is called with the trained tokens of every turn where others are called with those of every sequence, and with
+    totals whose ``num_sequences`` is K_all, the turns with a trained token.
+
+    Args:
+        scope: as in ``TokenMean``.
+
+    Example:
+        >>> TurnMean()((3, 1), Totals.of((3, 1)))  # two turns, of one sequence or of two
+        tensor([0.1667, 0.1667, 0.1667, 0.5000])
+    """
+
+    scope: Scope = "step"
+    name: Literal["turn_mean"] = "turn_mean"
+
+    @property
+    def counts_turns(self) -> bool:
+        return True
+
+    def _denominator(self, counts: Tensor, _kept: Tensor, totals: Totals) -> Tensor:
+        return totals.num_sequences * counts.double()
+
+
+@dataclass(frozen=True)
 class MicroBatchTokenMean(_Weighting):
     """Token mean of each micro-batch, averaged over the micro-batches: the one that depends on how a step is cut.
 
@@ -276,7 +309,7 @@ class MicroBatchTokenMean(_Weighting):
         )  # of a step, whatever the scope
 
 
-Weighting = TokenMean | SequenceMean | ConstantLength | SequenceSum | MicroBatchTokenMean
+Weighting = TokenMean | SequenceMean | ConstantLength | SequenceSum | TurnMean | MicroBatchTokenMean
 
 
 def _counts(token_counts: TokenCounts, truncated: Sequence[bool] | None) -> tuple[Int[Tensor, "B"], Bool[Tensor, "B"]]:

@@ -10,6 +10,7 @@ from logitless.rewards.format import Format
 from logitless.rewards.gate import MinimumLength, Relevance
 from logitless.rewards.instruction_reward import InstructionReward
 from logitless.rewards.json_schema import JsonSchema
+from logitless.rewards.judge import Judge
 from logitless.rewards.length import Length
 from logitless.rewards.math import Math
 from logitless.rewards.overlong import Overlong
@@ -24,6 +25,7 @@ RewardOptions: TypeAlias = Annotated[
     | Format
     | Function
     | InstructionReward
+    | Judge
     | JsonSchema
     | Length
     | Math

@@ -56,12 +56,32 @@ def fingerprint(output: str) -> str:
     return hashlib.sha256("\n".join(lines).encode(errors="surrogatepass")).hexdigest()
 
 
+def run_tool(program: str, test_seconds: float, memory_bytes: int, walled: bool) -> dict[str, Any]:
+    """What a program prints, errors included, and how it ended: ``{"printed": ..., "ended": "well"|"badly"|"late"}``.
+
+    A run that the machine did not let have the processor is ``idle``.
+    """
+    try:
+        printed, in_time, status = _ran(program, "", test_seconds, memory_bytes, walled, with_errors=True)
+    except TimeoutError as error:
+        return {"idle": str(error)}
+    return {"printed": printed, "ended": "late" if not in_time else "well" if status == 0 else "badly"}
+
+
 def output_of(source: str, given: str, test_seconds: float, memory_bytes: int, walled: bool) -> str | None:
     """What a program prints, or None where it fails, or goes over time, memory or output size.
 
     Raises:
         TimeoutError: it wanted to compute, and other processes had the processor.
     """
+    printed, in_time, status = _ran(source, given, test_seconds, memory_bytes, walled)
+    return printed if in_time and status == 0 else None
+
+
+def _ran(
+    source: str, given: str, test_seconds: float, memory_bytes: int, walled: bool, *, with_errors: bool = False
+) -> tuple[str, bool, int]:
+    """What a program printed (with its errors, if they are wanted), whether it ended in time, and its exit status."""
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         tempfile.TemporaryFile() as standard_input,
@@ -76,18 +96,18 @@ def output_of(source: str, given: str, test_seconds: float, memory_bytes: int, w
             [sys.executable, *confinement.INTERPRETER_OPTIONS, "program.py"],
             environment | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             folder,
-            (standard_input.fileno(), printed.fileno(), nowhere.fileno()),
+            (standard_input.fileno(), printed.fileno(), (printed if with_errors else nowhere).fileno()),
             _limits(test_seconds, memory_bytes, walled),
             walled,
         )
         try:
-            succeeded = _ends_within(process, test_seconds)
+            in_time = _ends_within(process, test_seconds)
         finally:
             os.kill(process, signal.SIGKILL)
             _, status = os.waitpid(process, 0)
             end_children()
         printed.seek(0)
-        return printed.read(MAX_OUTPUT_BYTES).decode(errors="replace") if succeeded and status == 0 else None
+        return printed.read(MAX_OUTPUT_BYTES).decode(errors="replace"), in_time, status
 
 
 def spy(*arguments: Any) -> list[str]:

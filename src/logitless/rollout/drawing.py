@@ -8,14 +8,11 @@ import hashlib
 import math
 from typing import Any, NamedTuple
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from logitless.errors import UnavailableError
-from logitless.rollout.sampling import SamplingOptions, penalized
-
-_HIGH = 0x7F800000  # the rank of infinity; those of finite numbers lie between it and its opposite
+from logitless.rollout.sampling import History, SamplingOptions, penalized
 
 
 class Drawn(NamedTuple):
@@ -49,9 +46,9 @@ def draw_tokens(
     key: Int[Tensor, "R"],
     position: Int[Tensor, "R"],
     options: SamplingOptions,
-    seen: Bool[Tensor, "R V"] | None = None,
+    history: History | None = None,
 ) -> Drawn:
-    """A token a row from ``sampling_logp(logits, options, seen)``, at temperature 0 the most likely one.
+    """A token a row from ``sampling_logp(logits, options, history)``, at temperature 0 the most likely one.
 
     At temperature 0 the lowest of equally likely tokens is taken. Tokens as likely as the last one that top-p keeps are
     all kept, as with top-k. Nothing waits for the device, so that it can be captured in a graph.
@@ -59,15 +56,15 @@ def draw_tokens(
     Args:
         logits: float32, on CUDA (on the CPU under Triton's interpreter alone).
         key: int64, of each row's completion.
-        position: int32; with the key it settles the noise.
+        position: int32; with the key it settles the noise. A row at position -1 is empty: anything comes of it.
         options: the same for all rows.
-        seen: tokens each row already has; needed when there is a repetition penalty.
+        history: of the rows, where the options need it.
 
     Raises:
         UnavailableError: there is no Triton.
     """
     kernels = _kernels()
-    logits = penalized(logits, options, seen)
+    logits = penalized(logits, options, history)
     lowest = log_normaliser = None
     temperature = options.temperature or 1.0
     if options.filters_distribution and options.temperature > 0:
@@ -78,16 +75,15 @@ def draw_tokens(
             top_p=options.top_p,
             log_min_p=math.log(options.min_p) if options.min_p > 0 else None,
         )
-    best = kernels.draw_rows(
-        logits, key, position, temperature=temperature, noise=options.temperature > 0, lowest=lowest
+    token, logp, finite = kernels.draw_rows(
+        logits,
+        key,
+        position,
+        temperature=temperature,
+        noise=options.temperature > 0,
+        lowest=lowest,
+        log_normaliser=log_normaliser,
     )
-    token, rank = 0xFFFFFFFF - (best & 0xFFFFFFFF), best >> 32
-    finite = (rank < _HIGH) & (rank > -_HIGH - 1)
-    logp = None
-    if log_normaliser is not None:
-        logp = logits.gather(1, token[:, None])[:, 0] / temperature - log_normaliser
-    elif options.temperature == 0:
-        logp = torch.where(finite, 0.0, torch.nan)
     return Drawn(token, logp, finite)
 
 

@@ -1,10 +1,11 @@
 """What a training loop needs of anything that samples, and what it hands over after training."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from logitless.models.export import adapter_tensors, merged_tensors
@@ -39,10 +40,16 @@ class Weights:
     adapter: NamedTensors | None = None
 
     @classmethod
-    def of(cls, module: nn.Module) -> "Weights":
-        """Of a model that this process holds as a whole."""
-        has_adapter = hasattr(module, "peft_config")
-        return cls(module, partial(merged_tensors, module), partial(adapter_tensors, module) if has_adapter else None)
+    def of(cls, module: nn.Module, *, dtype: torch.dtype | None = None) -> "Weights":
+        """Of a model.
+
+        Args:
+            module: whole in this process, or sharded: then all ranks read the tensors, each of which is made whole in
+                turn, and ``module`` can sample only while its weights are gathered.
+            dtype: that tensors are rounded to; None: each in its own.
+        """
+        tensors = partial(merged_tensors, module, dtype=dtype)
+        return cls(module, tensors, partial(adapter_tensors, module) if hasattr(module, "peft_config") else None)
 
 
 @runtime_checkable
@@ -79,4 +86,14 @@ class ExactEngine(Engine, Protocol):
     @property
     def exact(self) -> bool:
         """Whether ``logp_sampler`` and ``entropy_sampler``, sampled without filters, are the trainer's in every bit."""
+        ...
+
+
+@runtime_checkable
+class PushingEngine(Engine, Protocol):
+    """An engine that pushes weights to another process, and says what that took."""
+
+    @property
+    def hand_over(self) -> Mapping[str, float | int]:
+        """Numbers of the last ``load``, by metric."""
         ...

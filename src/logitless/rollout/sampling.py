@@ -1,7 +1,7 @@
 """How completions are sampled: the options, and the distribution they make of a model's logits."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,6 +22,10 @@ class SamplingOptions:
         min_p: drops tokens less likely than this times the most likely one; 0 keeps all.
         repetition_penalty: divides positive and multiplies negative logits of tokens that the prompt or the completion
             already has; 1 is none.
+        presence_penalty: taken from the logits of tokens that the completion already has; 0 is none.
+        frequency_penalty: the same for every time that it has them; 0 is none.
+        logit_bias: (token, number) pairs, added to the token's logit.
+        min_new_tokens: tokens before which none can be drawn that would end the completion; stop strings still do.
         stop: strings that end a completion; the text ends before the string, the token ids include it.
         stop_token_ids: ends beside the tokenizer's and the model's own EOS tokens.
 
@@ -41,6 +45,10 @@ class SamplingOptions:
     top_k: int | None = None
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
 
@@ -58,6 +66,25 @@ class SamplingOptions:
                 self.repetition_penalty,
                 "Use 1 for none.",
             ),
+            (
+                not all(abs(x) < float("inf") for x in (self.presence_penalty, self.frequency_penalty)),
+                "finite penalties",
+                f"presence_penalty {self.presence_penalty}, frequency_penalty {self.frequency_penalty}",
+                "Use 0 for none.",
+            ),
+            (
+                any(token < 0 or not abs(bias) < float("inf") for token, bias in self.logit_bias)
+                or len({token for token, _ in self.logit_bias}) < len(self.logit_bias),
+                "tokens of at least 0, each once, with finite numbers in logit_bias",
+                self.logit_bias,
+                "Use for example -100 to keep a token from being drawn.",
+            ),
+            (
+                not 0 <= self.min_new_tokens <= self.max_new_tokens,
+                "min_new_tokens from 0 to max_new_tokens",
+                self.min_new_tokens,
+                "Use 0 for none.",
+            ),
             ("" in self.stop, "stop strings with characters", "an empty one", "Leave it out."),
             (
                 self.temperature == 0 and filters,
@@ -72,13 +99,30 @@ class SamplingOptions:
     @property
     def filters_distribution(self) -> bool:
         """Whether tokens are sampled from something else than the model's softmax at this temperature."""
-        return (
-            self.temperature == 0
-            or self.top_p < 1
-            or self.top_k is not None
-            or self.min_p > 0
-            or self.repetition_penalty != 1
-        )
+        filters = self.top_p < 1 or self.top_k is not None or self.min_p > 0
+        return self.temperature == 0 or filters or bool(self.penalties)
+
+    @property
+    def penalties(self) -> tuple[str, ...]:
+        """Names of the settings in use that change logits before anything else.
+
+        Example:
+            >>> SamplingOptions(max_new_tokens=8, min_new_tokens=2).penalties
+            ('min_new_tokens',)
+        """
+        used = {
+            "repetition_penalty": self.repetition_penalty != 1,
+            "presence_penalty": self.presence_penalty != 0,
+            "frequency_penalty": self.frequency_penalty != 0,
+            "logit_bias": bool(self.logit_bias),
+            "min_new_tokens": self.min_new_tokens > 0,
+        }
+        return tuple(name for name, is_used in used.items() if is_used)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether they depend on what a row has drawn."""
+        return bool(set(self.penalties) - {"logit_bias"})
 
     def greedy(self) -> "SamplingOptions":
         """The same, taking the most likely token.
@@ -90,24 +134,40 @@ class SamplingOptions:
         return replace(self, temperature=0.0, top_p=1.0, top_k=None, min_p=0.0)
 
 
+class History(NamedTuple):
+    """What rows have drawn so far, as far as the options ask about it.
+
+    Args:
+        seen: tokens of the prompt or the completion; for a repetition penalty.
+        counts: how often the completion has each token; for presence and frequency penalties.
+        num_drawn: tokens of the completion; for a minimum.
+        ends: tokens that end a completion; for a minimum.
+    """
+
+    seen: Bool[Tensor, "R V"] | None = None
+    counts: Int[Tensor, "R V"] | None = None
+    num_drawn: Int[Tensor, "R"] | None = None
+    ends: Int[Tensor, "E"] | None = None
+
+
 def sampling_logp(
-    logits: Float[Tensor, "R V"], options: SamplingOptions, seen: Bool[Tensor, "R V"] | None = None
+    logits: Float[Tensor, "R V"], options: SamplingOptions, history: History | None = None
 ) -> Float[Tensor, "R V"]:
     """Log-probabilities of the distribution that tokens are sampled from, ``-inf`` where filtered out.
 
-    In this order: repetition penalty, temperature, top-k, top-p, min-p, each on what the one before left.
+    In this order: penalties, bias and minimum, temperature, top-k, top-p, min-p, each on what the one before left.
 
     Args:
         logits: of the model, float32; temperature must not be 0.
         options: the settings.
-        seen: tokens each row already has; needed when there is a repetition penalty.
+        history: of the rows, where the options need it.
 
     Example:
         >>> logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
         >>> sampling_logp(logits, SamplingOptions(max_new_tokens=1, top_k=2)).exp()
         tensor([[0.6250, 0.3750, 0.0000]])
     """
-    logits = penalized(logits, options, seen) / options.temperature
+    logits = penalized(logits, options, history) / options.temperature
     if options.top_k is not None and options.top_k < logits.shape[-1]:
         least = torch.topk(logits, options.top_k).values[:, -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))
@@ -122,23 +182,41 @@ def sampling_logp(
     return logits.log_softmax(-1)
 
 
-def penalized(
-    logits: Float[Tensor, "R V"], options: SamplingOptions, seen: Bool[Tensor, "R V"] | None
-) -> Float[Tensor, "R V"]:
-    """Logits after the repetition penalty.
+def penalized(logits: Float[Tensor, "R V"], options: SamplingOptions, history: History | None) -> Float[Tensor, "R V"]:
+    """Logits after the penalties, the bias and the minimum, in this order.
 
-    Source: Keskar et al. 2019 (CTRL), section 4.1, with negative logits multiplied.
+        z > 0: z / repetition, else z * repetition, of tokens seen;   - presence [n > 0] - frequency n;   + bias
+
+    where n counts the token in the completion. Before the minimum, tokens that end a completion get -inf.
+
+    Source: Keskar et al. 2019 (CTRL), section 4.1, with negative logits multiplied; OpenAI's API for the other two.
 
     Example:
-        >>> options = SamplingOptions(max_new_tokens=1, repetition_penalty=2.0)
-        >>> penalized(torch.tensor([[4.0, -4.0, 4.0]]), options, torch.tensor([[True, True, False]]))
-        tensor([[ 2., -8.,  4.]])
+        >>> options = SamplingOptions(max_new_tokens=1, repetition_penalty=2.0, logit_bias=((2, -1.0),))
+        >>> penalized(torch.tensor([[4.0, -4.0, 4.0]]), options, History(seen=torch.tensor([[True, True, False]])))
+        tensor([[ 2., -8.,  3.]])
     """
-    if options.repetition_penalty == 1:
-        return logits
-    assert seen is not None
-    penalty = options.repetition_penalty
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    if options.repetition_penalty != 1:
+        assert history is not None
+        assert history.seen is not None
+        penalty = options.repetition_penalty
+        logits = torch.where(history.seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    if options.presence_penalty != 0 or options.frequency_penalty != 0:
+        assert history is not None
+        assert history.counts is not None
+        logits = logits - options.presence_penalty * (history.counts > 0) - options.frequency_penalty * history.counts
+    if options.logit_bias:
+        logits = logits.clone()
+        for token, bias in options.logit_bias:
+            logits[:, token] += bias
+    if options.min_new_tokens > 0:
+        assert history is not None
+        assert history.num_drawn is not None
+        assert history.ends is not None
+        early = (history.num_drawn < options.min_new_tokens)[:, None]
+        held_back = torch.zeros_like(logits[0], dtype=torch.bool).index_fill_(0, history.ends, True)
+        logits = logits.masked_fill(early & held_back, float("-inf"))
+    return logits
 
 
 def draw(logp: Float[Tensor, "R V"], uniform: Float[Tensor, "R"]) -> Int[Tensor, "R"]:

@@ -35,7 +35,7 @@ from logitless.rollout.completions import (
     with_stop_string,
 )
 from logitless.rollout.engine import Weights
-from logitless.rollout.sampling import SamplingOptions, draw, penalized, sampling_logp
+from logitless.rollout.sampling import History, SamplingOptions, draw, penalized, sampling_logp
 from logitless.types import Completion, Prompt
 
 # Not cuDNN's, which spends milliseconds on a plan for every new length, that is on every step.
@@ -88,6 +88,16 @@ class TransformersEngine:
         self.tokenizer, self.max_rows, self.prefill_tokens = tokenizer, max_rows, prefill_tokens
         self.autocast = autocast
         self._sample_with(model, version=0)
+
+    def another(self) -> "TransformersEngine":
+        """An engine with the same settings and a state of its own, for another thread."""
+        return TransformersEngine(
+            self._model,
+            self.tokenizer,
+            max_rows=self.max_rows,
+            prefill_tokens=self.prefill_tokens,
+            autocast=self.autocast,
+        )
 
     def load(self, weights: Weights, version: int) -> None:
         """Sample with ``weights.module``, which is not copied: training it changes what is sampled."""
@@ -191,7 +201,8 @@ class TransformersEngine:
 
         batch, logits = self._read_prompts(prompts, rows, options)
         for step in range(max_new):
-            token, logp = _next_token(logits, noise[batch.row, step], options, batch.seen)
+            history = batch.history(step, ends) if options.needs_history else None
+            token, logp = _next_token(logits, noise[batch.row, step], options, history)
             tokens[batch.row, step] = token
             logps[batch.row, step] = logp
             without_token = ~logp.isfinite()
@@ -256,9 +267,11 @@ class TransformersEngine:
         mask = F.pad(attended, (0, options.max_new_tokens), value=1) if padded else None
         positions = (attended.cumsum(1) - 1).clamp(min=0)
         logits = self._forward(ids, None if mask is None else attended, positions, cache)
-        seen = None
+        seen = counts = None
         if options.repetition_penalty != 1:
             seen = torch.zeros(logits.shape, device=device).scatter_add_(1, ids, attended.float()) > 0
+        if options.presence_penalty != 0 or options.frequency_penalty != 0:
+            counts = torch.zeros(logits.shape, dtype=torch.int32, device=device)
         batch = _Batch(
             row=torch.arange(len(sequences), device=device),
             ended=torch.zeros(len(sequences), dtype=torch.bool, device=device),
@@ -267,6 +280,7 @@ class TransformersEngine:
             width=ids.shape[1],
             mask=mask,
             seen=seen,
+            counts=counts,
         )
         index = torch.repeat_interleave(
             torch.arange(len(sequences), device=device), torch.tensor(num_samples, device=device)
@@ -278,6 +292,8 @@ class TransformersEngine:
         """Append one token to every row; the logits of the next."""
         if batch.seen is not None:
             batch.seen.scatter_(1, token[:, None], True)
+        if batch.counts is not None:
+            batch.counts.scatter_add_(1, token[:, None], torch.ones_like(token[:, None], dtype=torch.int32))
         batch.width += 1
         mask = None if batch.mask is None else batch.mask[:, : batch.width]
         logits = self._forward(token[:, None], mask, batch.position[:, None], batch.cache)
@@ -345,6 +361,7 @@ class _Batch:
         width: columns in the cache.
         mask: [R, width + new tokens] 1 where a column is a token of the row; None without padding.
         seen: [R, V] tokens of the row so far, where a repetition penalty asks for them.
+        counts: [R, V] of tokens drawn so far, where another penalty asks for them.
     """
 
     row: Int[Tensor, "R"]
@@ -354,6 +371,11 @@ class _Batch:
     width: int
     mask: Int[Tensor, "R W"] | None
     seen: Bool[Tensor, "R V"] | None
+    counts: Int[Tensor, "R V"] | None
+
+    def history(self, step: int, ends: Int[Tensor, "E"]) -> History:
+        """What the rows have drawn before a step."""
+        return History(self.seen, self.counts, torch.full_like(self.row, step), ends)
 
     def keep_live(self) -> Int[Tensor, "K"]:
         """Remove ended rows; returns the indices that stay."""
@@ -367,6 +389,7 @@ class _Batch:
         self.cache.batch_select_indices(index)
         self.mask = None if self.mask is None else self.mask[index]
         self.seen = None if self.seen is None else self.seen[index]
+        self.counts = None if self.counts is None else self.counts[index]
 
 
 def _side_by_side(batches: Sequence[_Batch], width: int, max_new_tokens: int) -> _Batch:
@@ -388,6 +411,7 @@ def _side_by_side(batches: Sequence[_Batch], width: int, max_new_tokens: int) ->
     for index, layer in enumerate(cache.layers):
         layer.replace([each.cache.layers[index].take() for each in batches], rows, width)  # type: ignore[attr-defined]
     seen = [batch.seen for batch in batches if batch.seen is not None]
+    counts = [batch.counts for batch in batches if batch.counts is not None]
     return _Batch(
         row=torch.cat([batch.row for batch in batches]),
         ended=torch.cat([batch.ended for batch in batches]),
@@ -396,6 +420,7 @@ def _side_by_side(batches: Sequence[_Batch], width: int, max_new_tokens: int) ->
         width=width,
         mask=None if masks is None else torch.cat(masks),
         seen=torch.cat(seen) if seen else None,
+        counts=torch.cat(counts) if counts else None,
     )
 
 
@@ -464,14 +489,14 @@ def _next_token(
     logits: Float[Tensor, "R V"],
     uniform: Float[Tensor, "R"],
     options: SamplingOptions,
-    seen: Bool[Tensor, "R V"] | None,
+    history: History | None,
 ) -> tuple[Int[Tensor, "R"], Float[Tensor, "R"]]:
     """A token a row and its log-probability under the distribution it was drawn from; NaN where there is none."""
     if options.temperature == 0:
-        logits = penalized(logits, options, seen)
+        logits = penalized(logits, options, history)
         token = logits.argmax(-1)  # that of a NaN, where there is one
         return token, torch.where(logits.gather(1, token[:, None])[:, 0].isfinite(), 0.0, torch.nan)
-    logp = sampling_logp(logits, options, seen)
+    logp = sampling_logp(logits, options, history)
     token = draw(logp, uniform)
     return token, logp.gather(1, token[:, None])[:, 0]
 

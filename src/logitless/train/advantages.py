@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.advantage import Advantage, AdvantageInputs, turn_index
+from logitless.objective.advantage import Advantage, AdvantageInputs, AdvantageOutput, turn_index
 from logitless.objective.divergence import kl_in_reward
 from logitless.objective.inputs import required
 from logitless.objective.over_ranks import SumOverRanks, one_rank
@@ -42,8 +42,41 @@ def with_advantages(
     Raises:
         ConfigurationError: rewards of turns beside an estimator that reads the functions and not their sum.
     """
+    kl = None
+    if kl_beta and estimator is not None:
+        kl = kl_beta * kl_in_reward(block.logp_old, required(block.logp_ref, "logp_ref"))
+    found = advantages(
+        block, groups, estimator, weights=weights, kl=kl, values=block.value_old, sum_over_ranks=sum_over_ranks
+    )
+    return AdvantagedBlock(**vars(block), advantage=found.advantage, value_target=found.value_target)
+
+
+def advantages(
+    block: PackedBlock,
+    groups: Sequence[Group],
+    estimator: Advantage | None,
+    *,
+    weights: Mapping[str, float],
+    kl: Float[Tensor, "N"] | None = None,
+    values: Float[Tensor, "N"] | None = None,
+    sum_over_ranks: SumOverRanks = one_rank,
+) -> AdvantageOutput:
+    """What each token is worth; of a block that nobody has scored, where the estimator reads no scores.
+
+    Args:
+        block: packed.
+        groups: in the order they were packed.
+        estimator: of the algorithm; None gives 0.
+        weights: of the reward functions.
+        kl: [N] taken off the rewards, or None.
+        values: [N] of the value head, or None.
+        sum_over_ranks: where other ranks hold other groups of the block.
+
+    Raises:
+        ConfigurationError: as ``with_advantages``.
+    """
     if estimator is None:
-        return AdvantagedBlock(**vars(block), advantage=torch.zeros(block.packed.num_tokens), value_target=None)
+        return AdvantageOutput(torch.zeros(block.packed.num_tokens))
     turn_rewards = rewards_of_turns(block, groups)
     if turn_rewards is not None and estimator.reads_functions:
         raise ConfigurationError(
@@ -54,9 +87,6 @@ def with_advantages(
     rewards, group = rewards_of_groups(groups)
     if turn_rewards is not None:  # what is left for the end
         rewards = rewards - torch.tensor([sum(paid) for g in groups for paid in _paid(g)], dtype=rewards.dtype)
-    kl = None
-    if kl_beta:
-        kl = kl_beta * kl_in_reward(block.logp_old, required(block.logp_ref, "logp_ref"))
     scores = [[number(v[name].score) for name in weights] for g in groups for v in g.verdicts]
     inputs = AdvantageInputs(
         rewards=rewards,
@@ -67,10 +97,9 @@ def with_advantages(
         turn=block.packed.turn,
         scores=torch.tensor(scores),
         weights=torch.tensor(list(weights.values())),
-        values=block.value_old,
+        values=values,
     )
-    found = estimator(inputs, sum_over_ranks)
-    return AdvantagedBlock(**vars(block), advantage=found.advantage, value_target=found.value_target)
+    return estimator(inputs, sum_over_ranks)
 
 
 def rewards_of_turns(block: PackedBlock, groups: Sequence[Group]) -> Float[Tensor, "K"] | None:

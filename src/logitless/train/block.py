@@ -11,7 +11,7 @@ Each stage is frozen, and is everything that the one before it was: what takes a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -61,16 +61,20 @@ class ScoredBlock(PackedBlock):
     """A packed block with what a pass without gradient says of each token; nats, float32.
 
     Args:
-        logp_old: [N] under the policy as it is before the block is trained on.
+        logp_old: [N] under the policy as it is before the block is trained on; NaN where nobody asked for it.
         entropy_old: [N] of the same pass.
         logp_ref: [N] under the reference; None where the recipe has none.
         value_old: [N] of the value head; None where there is none.
+        live: one flag a sequence: those that can change a gradient, and are trained on; None: all.
+        scores_itself: whether the forward pass of the only step says ``logp_old`` of the live sequences.
     """
 
     logp_old: Float[Tensor, "N"]
     entropy_old: Float[Tensor, "N"]
     logp_ref: Float[Tensor, "N"] | None
     value_old: Float[Tensor, "N"] | None
+    live: tuple[bool, ...] | None = field(default=None, kw_only=True)
+    scores_itself: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)

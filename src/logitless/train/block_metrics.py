@@ -45,7 +45,26 @@ def block_metrics(block: JudgedBlock, *, seconds: float) -> Numbers:
         "length/prompt_mean": sum(len(g.prompt.token_ids) for g in drawn) / len(drawn),
     }
     speed = {"time/rollout_seconds": seconds, "throughput/rollout_tokens_per_second": sum(lengths) / seconds}
-    return metrics | verdict_metrics(drawn) | speed
+    return metrics | turn_metrics(drawn) | verdict_metrics(drawn) | speed
+
+
+def turn_metrics(groups: Sequence[Group]) -> Numbers:
+    """How many turns completions have and what an environment added to them; nothing where all are single turns.
+
+    Example:
+        >>> turn_metrics([])
+        {}
+    """
+    completions = [c for g in groups for c in g.completions]
+    if not any(c.turn is not None for c in completions):
+        return {}
+    turns = [1 if c.turn is None else 1 + max(c.turn, default=0) for c in completions]
+    given = [0 if c.trained is None else c.trained.count(False) for c in completions]
+    return {
+        "rollout/turns_mean": sum(turns) / len(turns),
+        "rollout/turns_max": max(turns),
+        "rollout/environment_tokens_mean": sum(given) / len(given),
+    }
 
 
 def lag_metrics(block: JudgedBlock, *, version: int) -> Numbers:
@@ -60,10 +79,21 @@ def lag_metrics(block: JudgedBlock, *, version: int) -> Numbers:
     return {"rollout/lag_mean": sum(lags) / len(lags), "rollout/lag_max": max(lags)} if lags else {}
 
 
-def scoring_metrics(block: ScoredBlock, *, passes: int, seconds: float) -> Numbers:
-    """How fast the tokens were scored, in so many passes over them: the policy's and the reference's."""
-    num_scored = block.packed.num_tokens * passes
-    return {"time/scoring_seconds": seconds, "throughput/scoring_tokens_per_second": num_scored / seconds}
+def scoring_metrics(block: ScoredBlock, *, passed: bool, seconds: float) -> Numbers:
+    """How fast the tokens were scored by the passes of policy and reference over them, and how many needed none.
+
+    Args:
+        block: scored.
+        passed: whether the policy made a pass for what is not left to the training step.
+        seconds: that it took.
+    """
+    known = int((~block.logp_old.isnan()).sum()) if passed else 0
+    num_scored = known + (0 if block.logp_ref is None else int((~block.logp_ref.isnan()).sum()))
+    return {
+        "time/scoring_seconds": seconds,
+        "throughput/scoring_tokens_per_second": num_scored / seconds,
+        "saving/scored_tokens": block.packed.num_tokens - known,
+    }
 
 
 def training_metrics(record: Numbers, *, seconds: float) -> Numbers:

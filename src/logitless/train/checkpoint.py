@@ -11,8 +11,8 @@ the earlier checkpoints as they were. Tensors are safetensors, everything else J
 It is the state of the training, in the dtypes of the training. Frozen weights are not in it (they come from where the
 run took them), and it is no Hugging Face folder: that is an export, which a finished run leaves in ``model/``.
 
-A tensor may be cut into pieces that stand in several files, so that ranks can each write their own; one process writes
-whole tensors.
+A tensor may be cut into pieces that stand in several files: with several ranks each writes its own shards
+(``shared_checkpoint.py``), and any number of ranks reads them. One process writes whole tensors.
 """
 
 import hashlib
@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from logitless.distributed.sharding import is_sharded, local_part, part_of, sharded_like, start_and_shape
 from logitless.errors import CheckpointError
 from logitless.train.tensor_files import dtype_name, num_bytes, read_places, read_tensor, write_tensors
 
@@ -119,11 +120,7 @@ class BackgroundSaver:
         """
         self.wait()
         content = json.dumps(state).encode()
-        device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
-        stream = None
-        if device is not None:  # copies wait for what was queued before them, and not for what is queued later
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream(device))
+        stream = reading_stream(tensors)
 
         def write() -> None:
             try:
@@ -147,6 +144,16 @@ class BackgroundSaver:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+
+def reading_stream(tensors: Mapping[str, Tensor]) -> torch.cuda.Stream | None:
+    """A stream whose copies wait for what was queued before them, and not for what is queued later; None on the CPU."""
+    device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+    if device is None:
+        return None
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
 
 
 def checkpoints(root: Path) -> list[Path]:
@@ -318,7 +325,7 @@ def restore_parameters(parameters: Mapping[str, nn.Parameter], tensors: Mapping[
                     given=f"{tuple(value.shape)} in {value.dtype}",
                     remedy="Resume with the recipe and the model that the run was started with.",
                 )
-            parameter.copy_(value)
+            local_part(parameter).copy_(part_of(value, parameter))
 
 
 def optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -341,7 +348,10 @@ def restore_optimizer(
             parameter = parameters[parameter_name]
             on_host = key == "step" and not optimizer.defaults.get("fused")
             value = tensors[name]
-            optimizer.state[parameter][key] = value if on_host else value.to(parameter.device)
+            if value.shape == parameter.shape:
+                optimizer.state[parameter][key] = sharded_like(value, parameter)
+            else:
+                optimizer.state[parameter][key] = value if on_host else value.to(parameter.device)
 
 
 def random_tensors() -> dict[str, Tensor]:
@@ -386,44 +396,110 @@ def _age(name: str) -> tuple[int, int] | None:
 
 
 def _write(root: Path, block: int, step: int, tensors: Mapping[str, Tensor], state: bytes, keep: int) -> Path:
-    final = root / f"block-{block:06d}-step-{step:06d}"
+    final = root / folder_name(block, step)
     if final.exists():  # the same moment of a deterministic run
         return final
-    partial = root / f".saving-{final.name}"
+    partial = begun(final)
+    try:
+        put_in_place(partial, final, write_pieces(partial, tensors), state, keep)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise no_room(final, error) from error
+    return final
+
+
+def folder_name(block: int, step: int) -> str:
+    """Of a checkpoint.
+
+    Example:
+        >>> folder_name(3, 12)
+        'block-000003-step-000012'
+    """
+    return f"block-{block:06d}-step-{step:06d}"
+
+
+def begun(final: Path) -> Path:
+    """The empty hidden folder in which a checkpoint is written before it appears as ``final``.
+
+    Raises:
+        CheckpointError: the disk is not writable.
+    """
+    partial = final.with_name(f".saving-{final.name}")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        index: dict[str, Any] = {}
-        for number, names in enumerate(_files(tensors), start=1):
-            file = f"tensors-{number:05d}.safetensors"
-            sums = write_tensors(partial / file, {name: tensors[name] for name in names})
-            for name in names:
-                shape = list(tensors[name].shape)
-                piece = {"file": file, "start": [0] * len(shape), "shape": shape, "sha256": sums[name]}
-                index[name] = {"dtype": dtype_name(tensors[name].dtype), "shape": shape, "pieces": [piece]}
-        described = {
-            "schema_number": SCHEMA_NUMBER,
-            "block": block,
-            "step": step,
-            "state_sha256": hashlib.sha256(state).hexdigest(),
-            "tensors": index,
-        }
-        _write_file(partial / "state.json", state)
-        _write_file(partial / "index.json", json.dumps(described).encode())
-        _flush_folder(partial)
-        partial.rename(final)
-        _flush_folder(root)
-        for old in checkpoints(root)[:-keep]:
-            removed = old.rename(old.with_name(f".removing-{old.name}"))  # at once: half a checkpoint is never seen
-            shutil.rmtree(removed)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(
-            needed=f"room and permission to write {final}",
-            given=str(error),
-            remedy="Free disk space or choose another `output`, then continue with --resume from the last checkpoint.",
-        ) from error
-    return final
+        raise no_room(final, error) from error
+    return partial
+
+
+def write_pieces(folder: Path, tensors: Mapping[str, Tensor], *, prefix: str = "tensors") -> dict[str, Any]:
+    """Write tensors, or of sharded ones the part that is here, to files of their own.
+
+    Args:
+        folder: exists.
+        tensors: by name.
+        prefix: of the files' names.
+
+    Returns:
+        What the index says of each: dtype, shape of the whole, and the piece that was written.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    places = {name: start_and_shape(tensor) for name, tensor in tensors.items()}
+    parts = {  # a rank beyond the last row of a small tensor has nothing of it
+        name: local_part(tensor)
+        for name, tensor in tensors.items()
+        if not (is_sharded(tensor) and 0 in places[name][1])
+    }
+    index: dict[str, Any] = {}
+    for number, names in enumerate(_files(parts), start=1):
+        file = f"{prefix}-{number:05d}.safetensors"
+        sums = write_tensors(folder / file, {name: parts[name] for name in names})
+        for name in names:
+            start, shape = places[name]
+            piece = {"file": file, "start": start, "shape": shape, "sha256": sums[name]}
+            index[name] = {
+                "dtype": dtype_name(tensors[name].dtype),
+                "shape": list(tensors[name].shape),
+                "pieces": [piece],
+            }
+    return index
+
+
+def put_in_place(partial: Path, final: Path, index: Mapping[str, Any], state: bytes, keep: int) -> None:
+    """Write the index and the state, rename the folder, and delete all checkpoints but the latest ``keep``.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    age = _age(final.name)
+    assert age is not None
+    described = {
+        "schema_number": SCHEMA_NUMBER,
+        "block": age[0],
+        "step": age[1],
+        "state_sha256": hashlib.sha256(state).hexdigest(),
+        "tensors": index,
+    }
+    _write_file(partial / "state.json", state)
+    _write_file(partial / "index.json", json.dumps(described).encode())
+    _flush_folder(partial)
+    partial.rename(final)
+    _flush_folder(final.parent)
+    for old in checkpoints(final.parent)[:-keep]:
+        removed = old.rename(old.with_name(f".removing-{old.name}"))  # at once: half a checkpoint is never seen
+        shutil.rmtree(removed)
+
+
+def no_room(final: Path, error: Exception | str) -> CheckpointError:
+    """The error for a checkpoint that could not be written."""
+    return CheckpointError(
+        needed=f"room and permission to write {final}",
+        given=str(error),
+        remedy="Free disk space or choose another `output`, then continue with --resume from the last checkpoint.",
+    )
 
 
 def _files(tensors: Mapping[str, Tensor]) -> list[list[str]]:

@@ -5,14 +5,17 @@ What a part can check alone it checks itself, when it is made; here is what only
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError, DataError
 from logitless.models.lm_head import causal_lm
 from logitless.rollout.recorded import read_completions
-from logitless.train.config import Recipe, RecordedEngineSection
+from logitless.train.config import GpuEngineSection, Recipe, RecordedEngineSection
+from logitless.train.policy import Policy
 from logitless.train.setup import Data
 from logitless.types import Completion
 
@@ -30,9 +33,62 @@ def check_before_start(recipe: Recipe, data: Data, model: nn.Module) -> None:
     """
     check_positions(recipe, data, model)
     engine = recipe.rollout.engine
-    if isinstance(engine, RecordedEngineSection):
+    if isinstance(engine, RecordedEngineSection) and not Path(engine.path).is_dir():
         vocabulary = causal_lm(model).get_input_embeddings().weight.shape[0]
         check_recorded(recipe, data, read_completions(engine.path), vocabulary)
+
+
+def check_arrangement(recipe: Recipe, arrangement: Arrangement) -> None:
+    """Refuse what several processes cannot do together.
+
+    Raises:
+        ConfigurationError: an engine or layers that need what these processes do not have.
+    """
+    world = arrangement.replicate * arrangement.weights
+    if recipe.parallel.deterministic and world & (world - 1):
+        raise ConfigurationError(
+            needed="1, 2, 4, 8, ... processes for parallel.deterministic, which sums along a binary tree",
+            given=str(world),
+            remedy="Start another number of processes, or leave it out.",
+        )
+    if arrangement.is_sharded and isinstance(recipe.rollout.engine, GpuEngineSection):
+        raise ConfigurationError(
+            needed="all weights on every process, at one place in memory, for rollout.engine gpu",
+            given=f"weights sharded over {arrangement.weights}",
+            remedy="Set parallel.replicate to the number of processes, or rollout.engine: {name: transformers}.",
+        )
+    if arrangement.is_sharded and recipe.model.layers == "row_invariant":
+        raise ConfigurationError(
+            needed="all weights on every process for model.layers: row_invariant",
+            given=f"weights sharded over {arrangement.weights}",
+            remedy="Set parallel.replicate to the number of processes, or leave model.layers at auto.",
+        )
+    if arrangement.sequence > 1 and recipe.model.attention != "packed":
+        raise ConfigurationError(
+            needed="model.attention: packed, which splits sequences over processes",
+            given=f"{recipe.model.attention} beside parallel.sequence={arrangement.sequence}",
+            remedy="Leave it out.",
+        )
+
+
+def scores_all_rows(recipe: Recipe, arrangement: Arrangement, policy: Policy) -> bool:
+    """Whether a sharded LM head scores the rows of all ranks together, as ``parallel.vocabulary`` says.
+
+    ``auto``: where the hidden states of the largest micro-batches are fewer rows than the weight has.
+
+    Raises:
+        ConfigurationError: ``all_rows`` over several copies of the weights.
+    """
+    chosen = recipe.parallel.vocabulary
+    if chosen == "all_rows" and arrangement.replicate > 1:
+        raise ConfigurationError(
+            needed="one copy of the weights for parallel.vocabulary: all_rows",
+            given=f"parallel.replicate={arrangement.replicate}",
+            remedy="Set parallel.vocabulary: own_rows, or leave it at auto.",
+        )
+    if chosen != "auto" or arrangement.replicate > 1:
+        return chosen == "all_rows"
+    return recipe.train.tokens_per_micro_batch * arrangement.shard < policy.head().weight.shape[0]
 
 
 def check_positions(recipe: Recipe, data: Data, model: nn.Module) -> None:
@@ -45,17 +101,19 @@ def check_positions(recipe: Recipe, data: Data, model: nn.Module) -> None:
     limit = positions(config)
     if limit is None:
         return
-    evaluation = recipe.evaluation.sampling or recipe.rollout.sampling
-    for prompts, sampling, key in (
-        (data.train, recipe.rollout.sampling, "rollout.sampling.max_new_tokens"),
-        (data.held_out, evaluation, "evaluation.sampling.max_new_tokens"),
+    rollout, of_turn = recipe.rollout, "sampling.max_new_tokens"
+    evaluated = (recipe.evaluation.sampling or rollout.sampling).max_new_tokens
+    several = (rollout.longest_completion, "rollout.limits.max_tokens")
+    for prompts, (most, key) in (
+        (data.train, several if rollout.environment else (rollout.sampling.max_new_tokens, f"rollout.{of_turn}")),
+        (data.held_out, several if rollout.environment else (evaluated, f"evaluation.{of_turn}")),
     ):
         longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
-        last = longest + sampling.max_new_tokens - 1  # the last token is drawn and not read
+        last = longest + most - 1  # the last token is drawn and not read
         if prompts and last > limit:
             raise ConfigurationError(
                 needed=f"sequences of at most {limit} tokens, as many positions as the model knows",
-                given=f"prompts of up to {longest} tokens and {key}={sampling.max_new_tokens}",
+                given=f"prompts of up to {longest} tokens and {key}={most}",
                 remedy=f"Lower {key} to at most {max(0, limit - longest + 1)}, or data.max_prompt_tokens.",
             )
 

@@ -8,7 +8,7 @@ from logitless.data.prompts import PromptOrder
 from logitless.distributed.ranks import Ranks
 from logitless.rewards.contract import WeightedReward
 from logitless.rollout.engine import Engine
-from logitless.rollout.environment import Environment
+from logitless.rollout.environment import Driver, Environment
 from logitless.seeds import derived_seed
 from logitless.train.block import JudgedBlock
 from logitless.train.config import RolloutSection
@@ -34,7 +34,7 @@ class Collector:
         self,
         prompts: Sequence[Prompt],
         engine: Engine,
-        environment: Environment,
+        environment: Environment | Driver,
         rewards: Sequence[WeightedReward],
         options: RolloutSection,
         *,
@@ -70,11 +70,15 @@ class Collector:
                 options=sampling,
                 unscored=options.unscored,
                 seed=derived_seed(self.seed, "rollout", block, rounds),
+                limits=options.limits,
             )
             drawn += groups
             kept += [True] * len(groups) if options.zero_signal == "keep" else signal(groups)
             rounds += 1
         return JudgedBlock(tuple(drawn), tuple(kept), rounds)
+
+    def close(self) -> None:
+        """Nothing is under way between two blocks."""
 
     def state_dict(self) -> dict[str, Any]:
         """Where in the prompts it is, as JSON."""

@@ -4,12 +4,13 @@ Each section is a frozen pydantic model; parts with variants (surrogates, advant
 told apart by ``name``, so a variant has only its own knobs. ``docs/configuration.md`` is generated from these types.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from logitless.data.prompts import DataOptions
 from logitless.errors import ConfigurationError
+from logitless.models.reward_model import RewardModel
 from logitless.objective.advantage import Advantage
 from logitless.objective.correction import SamplerCorrection
 from logitless.objective.divergence import KLPenalty
@@ -20,7 +21,13 @@ from logitless.objective.value import ValueLoss
 from logitless.objective.weighting import Weighting
 from logitless.rewards.combine import Unscored
 from logitless.rewards.options import RewardOptions
+from logitless.rollout.environment import Limits
+from logitless.rollout.environments import EnvironmentOptions
 from logitless.rollout.sampling import SamplingOptions
+from logitless.rollout.vllm_api import sampling_fields
+
+AnyReward: TypeAlias = Annotated[RewardOptions | RewardModel, Field(discriminator="name")]
+"""Those that read text by rules, and the one that a model gives."""
 
 Backend = Literal["auto", "reference", "chunked", "fused"]
 
@@ -60,11 +67,12 @@ class ModelSection(Section):
     attention: Literal["packed", "sdpa", "eager", "flex_attention"] = Field(
         "packed", description="packed: own packed attention; the others: transformers' with a block-diagonal mask"
     )
-    layers: Literal["auto", "transformers", "row_invariant"] = Field(
+    layers: Literal["auto", "transformers", "row_invariant", "liger"] = Field(
         "auto",
         description="transformers: the model's own; row_invariant: fused, and with one set of bits in any packed row "
         "(docs/bits.md), for the families listed there, on a GPU; auto: row_invariant where they serve a model in 16 "
-        "bits, else transformers, and the run says why",
+        "bits, else transformers, and the run says why; liger: Liger's norm, rotary embedding and gated MLP, if they "
+        "agree with plain ones on this GPU",
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward")
@@ -113,26 +121,143 @@ class RecordedEngineSection(Section):
     """Replay completions from a file."""
 
     name: Literal["recorded"] = "recorded"
-    path: str = Field(description="JSONL or Parquet file of completions")
+    path: str = Field(
+        description="JSONL or Parquet file of completions, or the folder of a run with rollout.staleness, which is "
+        "replayed block by block"
+    )
 
 
-class GpuEngineSection(Section):
-    """Sample on a GPU with the policy itself, by its row-invariant layers: with the bits of training."""
-
-    name: Literal["gpu"] = "gpu"
+class _OnGpu(Section):
     memory: PositiveInt | None = Field(
-        None, description="bytes for keys and values while sampling; None: half of what is free then"
+        None, description="bytes for keys and values while sampling on a GPU; None: half of what is free then"
     )
     recount_every: PositiveInt = Field(
         10, description="blocks after which a scoring pass is made all the same and compared, bit for bit"
     )
 
 
+class GpuEngineSection(_OnGpu):
+    """Sample on a GPU with the policy itself, by its row-invariant layers: with the bits of training."""
+
+    name: Literal["gpu"] = "gpu"
+
+
+class AutoEngineSection(_OnGpu):
+    """`gpu` where the policy runs there with row-invariant layers, else `transformers`; the run says which, and why."""
+
+    name: Literal["auto"] = "auto"
+
+
+class FolderWeightsSection(Section):
+    """Whole weights, or what changed of them, in a folder that trainer and servers both see."""
+
+    name: Literal["folder"] = "folder"
+    path: str | None = Field(None, description="None: a private temporary folder")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None, description="that weights are rounded to first, the server's; None: as they are trained"
+    )
+    differences_in_a_row: NonNegativeInt = Field(
+        0, description="pushes that send changed weights alone, where that is shorter, before the next whole one"
+    )
+    loader: Literal["worker", "reload"] = Field(
+        "worker", description="worker: by logitless inside vLLM's workers; reload: by vLLM's reload_weights"
+    )
+    seconds: PositiveFloat = Field(600.0, description="that a server may take to load")
+
+
+class AdapterWeightsSection(Section):
+    """The LoRA adapter alone; the servers hold the base model."""
+
+    name: Literal["adapter"] = "adapter"
+    path: str | None = Field(None, description="None: a private temporary folder")
+
+
+class NcclWeightsSection(Section):
+    """From GPU to GPU, by vLLM's own transfer. Not measured yet."""
+
+    name: Literal["nccl"] = "nccl"
+    address: str = Field("127.0.0.1", description="of this machine, as the servers reach it")
+    port: PositiveInt = Field(29600, description="free on this machine; each further server takes the next")
+
+
+class ProbeSection(Section):
+    """After every push, log-probs of a fixed prompt's continuation: trainer against sampler."""
+
+    max_difference: PositiveFloat | None = Field(
+        None, description="nats; None: 0.001 where everything is float32, else 0.3"
+    )
+    tokens: PositiveInt = Field(144, description="of the prompt, as far as they fit; more than a block of the cache")
+
+
+class VllmServerEngineSection(Section):
+    """Sample on vLLM servers over HTTP."""
+
+    name: Literal["vllm_server"] = "vllm_server"
+    urls: tuple[str, ...] = Field(min_length=1, description="http://127.0.0.1:8000 and the like, one or several")
+    model: str | None = Field(None, description="the servers' name of the model; None: model.source")
+    api_key_file: str | None = Field(None, description="file with the key; the key itself is never in a recipe")
+    api_key_variable: str | None = Field(None, description="environment variable with the key")
+    weights: FolderWeightsSection | AdapterWeightsSection | NcclWeightsSection = Field(
+        default_factory=FolderWeightsSection, discriminator="name", description="the way of the weights"
+    )
+    probe: ProbeSection = Field(default_factory=ProbeSection)
+    request_seconds: PositiveFloat = Field(600.0, description="that one request may take")
+    give_up_seconds: PositiveFloat = Field(300.0, description="that a request is repeated after its first failure")
+    requests_at_once: PositiveInt = Field(64, description="prompts that a server has at a time")
+
+
+class VllmEngineSection(Section):
+    """Sample with vLLM in this process. Sleep and wake are for GPUs, and not measured yet."""
+
+    name: Literal["vllm"] = "vllm"
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="of weights and products")
+    context: PositiveInt | None = Field(
+        None, description="tokens of prompt and completion; None: what the recipe needs at most"
+    )
+    memory_fraction: float = Field(0.4, gt=0, lt=1, description="of the GPU's memory, weights included")
+    sleep: bool = Field(False, description="give the memory away while training; GPUs only")
+    eager: bool = Field(False, description="run without CUDA graphs")
+    probe: ProbeSection = Field(default_factory=ProbeSection)
+
+
+class ParityThresholds(Section):
+    """Bounds of |logp_old - logp_sampler| over a block."""
+
+    mean: PositiveFloat | None = Field(None, description="nats, over tokens")
+    p95: PositiveFloat | None = Field(None, description="nats, over tokens")
+    max: PositiveFloat | None = Field(None, description="nats, over tokens")
+    sequence: PositiveFloat | None = Field(
+        None, description="nats, of the largest |sum over a completion| of logp_old - logp_sampler"
+    )
+
+
+class ParitySection(Section):
+    """The gate between sampler and trainer, at every block whose tokens were drawn from the policy's own softmax."""
+
+    warn: ParityThresholds = Field(default_factory=ParityThresholds, description="above one of them, a message")
+    stop: ParityThresholds = Field(default_factory=ParityThresholds, description="above one of them, the run ends")
+
+
 class RolloutSection(Section):
     """One round of generation: a block."""
 
-    engine: TransformersEngineSection | RecordedEngineSection | GpuEngineSection = Field(
-        default_factory=TransformersEngineSection, discriminator="name", description="what samples"
+    engine: (
+        AutoEngineSection
+        | TransformersEngineSection
+        | RecordedEngineSection
+        | GpuEngineSection
+        | VllmServerEngineSection
+        | VllmEngineSection
+    ) = Field(default_factory=AutoEngineSection, discriminator="name", description="what samples")
+    parity: ParitySection = Field(default_factory=ParitySection)
+    environment: Annotated[EnvironmentOptions, Field(discriminator="name")] | None = Field(
+        None, description="what answers the policy between its turns; None: a completion is a single turn"
+    )
+    limits: Limits = Field(default_factory=Limits, description="of an episode, where there is an environment")
+    staleness: NonNegativeInt = Field(
+        0,
+        description="blocks that may be collected ahead while others are trained on, each by weights that have seen at "
+        "most so many blocks less; 0: strictly on policy. What was drawn is logged, so that the run can be repeated",
     )
     prompts_per_block: PositiveInt = Field(32, description="P, prompts a block")
     completions_per_prompt: PositiveInt = Field(8, description="G, completions a prompt")
@@ -147,6 +272,12 @@ class RolloutSection(Section):
         "leave_out",
         description="a completion that a function could not judge: sum the others, or drop the completion (no reward)",
     )
+
+    @property
+    def longest_completion(self) -> int:
+        """Tokens that a completion can have, those that its environment writes included."""
+        most = self.sampling.max_new_tokens
+        return most if self.environment is None else self.limits.max_tokens or most
 
 
 class AlgorithmSection(Section):
@@ -222,6 +353,24 @@ class TrainSection(Section):
     epochs_per_block: PositiveInt = Field(1, description="E, passes over a block")
     tokens_per_step: PositiveInt = Field(65536, description="scored tokens an optimizer step aims at")
     tokens_per_micro_batch: PositiveInt = Field(16384, description="most tokens read at once; memory and speed only")
+    share_prompts: bool = Field(
+        True,
+        description="read a prompt once for all its completions in a packed row; a model whose attention cannot "
+        "(longrope, masks made by transformers) says so and reads it each time",
+    )
+    pack_by_cost: bool = Field(
+        True, description="fill packed rows by the work they make, attention included; false: in order"
+    )
+    leave_out_dead: bool = Field(
+        True,
+        description="keep sequences that can change no gradient out of forward and backward: advantage or weight 0, "
+        "under an algorithm without a KL, an entropy bonus or a value loss",
+    )
+    reuse_logp: bool = Field(
+        True,
+        description="take logp_old from the training pass itself where a block is used once, by one step, and nothing "
+        "reads it before",
+    )
     drop_truncated: bool = Field(False, description="give no weight to tokens of completions cut at the limit")
     max_grad_norm: PositiveFloat | None = Field(
         1.0, description="global norm to clip at; a value head has a norm of its own"
@@ -236,6 +385,39 @@ class TrainSection(Section):
     training_backend: Backend = Field("auto", description="head backend with gradients")
     scoring_backend: Backend = Field("auto", description="head backend without")
     head_memory_budget: PositiveInt | None = Field(None, description="bytes of logits-like memory; None: chosen")
+    activation_memory: PositiveInt | None = Field(
+        None,
+        description="bytes that the layers may keep of a micro-batch for the backward; as few of them as possible are "
+        "recomputed, or kept on the host, to fit (docs/performance.md); None: no limit",
+    )
+
+
+class ParallelSection(Section):
+    """Several processes, started by torchrun; one process alone needs none of it (docs/scale.md)."""
+
+    shard: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="processes over which the weights of one copy are sharded (FSDP2); auto: all that replicate and "
+        "sequence leave",
+    )
+    replicate: PositiveInt = Field(1, description="copies of the weights")
+    sequence: PositiveInt = Field(
+        1, description="processes that share each sequence (Ulysses); weights are sharded over them too"
+    )
+    vocabulary: Literal["auto", "own_rows", "all_rows"] = Field(
+        "auto",
+        description="where the LM head is sharded. own_rows: each process scores its own tokens, and the shards come "
+        "by; all_rows: each scores the tokens of all against its shard; auto: where fewer bytes travel",
+    )
+    reference: Literal["device", "host"] = Field("device", description="where the reference's shards wait")
+    deterministic: bool = Field(
+        False,
+        description="sum gradients along one tree of micro-batches, so that they have the same bits on 1, 2, 4, ... "
+        "processes; every process then holds all weights",
+    )
+    timeout_seconds: PositiveInt = Field(
+        1800, description="how long processes wait for each other; longer than the longest rollout of one"
+    )
 
 
 class EvaluationSection(Section):
@@ -265,7 +447,7 @@ class Recipe(Section):
     data: DataSection
     warm_start: WarmStartSection | None = None
     rollout: RolloutSection
-    rewards: tuple[RewardOptions, ...] = Field(min_length=1, description="several are summed with their weights")
+    rewards: tuple[AnyReward, ...] = Field(min_length=1, description="several are summed with their weights")
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
     value_head: ValueHeadSection | None = Field(
         None, description="None: its defaults where the algorithm has a value loss, else no value head"
@@ -274,6 +456,7 @@ class Recipe(Section):
         None, discriminator="placement", description="distance to the reference; None: no reference is loaded"
     )
     train: TrainSection = Field(default_factory=TrainSection)
+    parallel: ParallelSection = Field(default_factory=ParallelSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     writers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
@@ -282,12 +465,26 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> "Recipe":
-        longest = self.data.max_prompt_tokens + self.rollout.sampling.max_new_tokens - 1
+        rollout = self.rollout
+        of_turns = [each.max_new_tokens for each in (rollout.sampling, self.evaluation.sampling) if each is not None]
+        _require(
+            rollout.environment is None or (rollout.limits.max_tokens or 0) >= max(of_turns),
+            f"rollout.limits.max_tokens beside an environment, of at least {max(of_turns)}, one turn's tokens",
+            str(rollout.limits.max_tokens),
+            "Set it to the tokens of a whole episode, what the environment says included.",
+        )
+        _require(
+            rollout.environment is not None or rollout.limits == Limits(),
+            "rollout.environment beside rollout.limits",
+            "limits for single turns, which sampling.max_new_tokens bounds",
+            "Leave rollout.limits out.",
+        )
+        longest = self.data.max_prompt_tokens + rollout.longest_completion - 1
         _require(
             longest <= self.train.tokens_per_micro_batch,
             f"train.tokens_per_micro_batch of at least {longest}, one sequence of the longest prompt and completion",
             str(self.train.tokens_per_micro_batch),
-            "Raise it, or lower data.max_prompt_tokens or rollout.sampling.max_new_tokens.",
+            "Raise it, or lower data.max_prompt_tokens or rollout.sampling.max_new_tokens (rollout.limits.max_tokens).",
         )
         _require(
             self.rollout.sampling.temperature > 0,
@@ -322,15 +519,28 @@ class Recipe(Section):
             "Leave them out; model.trained_dtype: bfloat16 (model.dtype under LoRA) gives products in bfloat16.",
         )
         _require(
+            self.train.activation_memory is None or not (self.model.gradient_checkpointing or self.model.compile),
+            "one way to save activations beside train.activation_memory, and no model.compile",
+            f"model.gradient_checkpointing={self.model.gradient_checkpointing}, model.compile={self.model.compile}",
+            "Leave model.gradient_checkpointing and model.compile out.",
+        )
+        _require(
             self.model.trained_dtype == "float32" or self.model.autocast is None,
             "one dtype of the products",
             f"model.autocast={self.model.autocast} beside model.trained_dtype={self.model.trained_dtype}",
             "Remove model.autocast: products of bfloat16 weights are in bfloat16 as they are.",
         )
+        named = self.rollout.engine.name
+        _require(
+            self.rollout.staleness == 0 or named in ("transformers", "vllm_server", "recorded"),
+            "an engine beside rollout.staleness that samples while the policy is trained: transformers or vllm_server",
+            f"rollout.staleness={self.rollout.staleness} with {named}",
+            "Set rollout.staleness: 0, or another engine.",
+        )
         if isinstance(self.rollout.engine, GpuEngineSection):
             _require(
-                self.model.layers == "row_invariant",
-                "model.layers: row_invariant under rollout.engine gpu, which decodes through them",
+                self.model.layers != "transformers",
+                "model.layers: row_invariant or auto under rollout.engine gpu, which decodes through them",
                 f"model.layers={self.model.layers}",
                 "Set it.",
             )
@@ -341,13 +551,45 @@ class Recipe(Section):
                 f"train.scoring_backend={backends[0]}, train.training_backend={backends[1]}",
                 "Leave both at auto.",
             )
+        engine = self.rollout.engine
+        if isinstance(engine, VllmServerEngineSection):
+            _require(
+                engine.api_key_file is None or engine.api_key_variable is None,
+                "one place of the API key",
+                "api_key_file and api_key_variable",
+                "Remove one.",
+            )
+            _require(
+                engine.model is not None or isinstance(self.model.source, str),
+                "rollout.engine.model beside a model that is a config",
+                "model: null",
+                "Name the model as the servers do (--served-model-name).",
+            )
+            if isinstance(engine.weights, AdapterWeightsSection):
+                _require(
+                    self.model.lora is not None and self.warm_start is None,
+                    "model.lora and no warm_start, which changes the base model, for pushing an adapter alone",
+                    "no model.lora" if self.model.lora is None else "a warm_start",
+                    "Set rollout.engine.weights: {name: folder}.",
+                )
+        if isinstance(engine, VllmServerEngineSection | VllmEngineSection):
+            for sampling in (self.rollout.sampling, self.evaluation.sampling):
+                if sampling is not None:
+                    sampling_fields(sampling)
+        parallel = self.parallel
+        _require(
+            not parallel.deterministic or (parallel.shard in ("auto", 1) and parallel.sequence == 1),
+            "all weights on every process beside parallel.deterministic",
+            f"parallel.shard={parallel.shard}, parallel.sequence={parallel.sequence}",
+            "Leave both out.",
+        )
         if self.algorithm.correction is not None:
             sampling = self.rollout.sampling
             self.algorithm.correction.check_sampling(
                 top_p=sampling.top_p,
                 top_k=sampling.top_k or 0,
                 min_p=sampling.min_p,
-                repetition_penalty=sampling.repetition_penalty,
+                others=sampling.penalties,
             )
         return self
 

@@ -18,11 +18,13 @@ from pydantic import BaseModel
 
 from logitless import pages
 from logitless.objective.presets import PRESETS
+from logitless.train import rollout_data
 from logitless.train.config import Recipe
 from logitless.train.metrics import metrics_page
 
 PAGE = Path("docs/configuration.md")
 METRICS_PAGE = Path("docs/metrics.md")
+ROLLOUTS_PAGE = Path("docs/rollouts.md")
 
 INTRODUCTION = """# Configuration
 
@@ -283,9 +285,9 @@ def _presets() -> str:
 
 
 def main() -> int:
-    """Write the pages on recipes and metrics, or with ``--check`` say whether they are current."""
-    written = pages.text_page(PAGE, page), pages.text_page(METRICS_PAGE, metrics_page)
-    return pages.main("logitless.train.document", *written)
+    """Write the pages on recipes, metrics and rollouts, or with ``--check`` say whether they are current."""
+    texts = ((PAGE, page), (METRICS_PAGE, metrics_page), (ROLLOUTS_PAGE, rollout_data.page))
+    return pages.main("logitless.train.document", *(pages.text_page(path, text) for path, text in texts))
 
 
 if __name__ == "__main__":

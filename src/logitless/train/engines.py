@@ -1,5 +1,8 @@
 """The one place where an engine is opened: a recipe names it, a member of a union describes it."""
 
+import importlib.util
+import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,11 +10,36 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from logitless.distributed.sharding import is_sharded
 from logitless.errors import UnavailableError
-from logitless.rollout.engine import Engine, Weights
+from logitless.models.lm_head import backbone, lm_head
+from logitless.rollout.engine import Engine, PushingEngine, Weights
+from logitless.rollout.http_client import HttpClient, Patience, api_key
+from logitless.rollout.nccl_transfer import NcclSync
+from logitless.rollout.own_copy import OwnCopy, TurnTaking
+from logitless.rollout.probe import Probe, probe_prompt
 from logitless.rollout.recorded import RecordedEngine
 from logitless.rollout.transformers import TransformersEngine
-from logitless.train.config import GpuEngineSection, Recipe, RecordedEngineSection, TransformersEngineSection
+from logitless.rollout.vllm import VllmEngine
+from logitless.rollout.vllm_api import VllmServer
+from logitless.rollout.vllm_server import VllmServerEngine
+from logitless.rollout.weight_sync import AdapterSync, FolderSync, WeightSync
+from logitless.train.config import (
+    AdapterWeightsSection,
+    AutoEngineSection,
+    FolderWeightsSection,
+    GpuEngineSection,
+    NcclWeightsSection,
+    ProbeSection,
+    Recipe,
+    RecordedEngineSection,
+    TransformersEngineSection,
+    VllmEngineSection,
+    VllmServerEngineSection,
+)
+from logitless.train.metrics import Numbers
+
+logger = logging.getLogger("logitless")
 
 
 @dataclass(frozen=True)
@@ -31,10 +59,19 @@ class Engines:
         """Each engine once."""
         return (self.training,) if self.training is self.evaluation else (self.training, self.evaluation)
 
-    def load_all(self, weights: Weights, version: int) -> None:
-        """Every engine samples with these weights from now on."""
+    @property
+    def in_this_process(self) -> bool:
+        """Whether one of them samples, or probes a sampler, with the module that it is handed."""
+        return any(not isinstance(engine, RecordedEngine) for engine in self.distinct)
+
+    def load_all(self, weights: Weights, version: int) -> Numbers:
+        """Every engine samples with these weights from now on; what those that push them somewhere say of it."""
+        numbers: Numbers = {}
         for engine in self.distinct:
             engine.load(weights, version)
+            if isinstance(engine, PushingEngine):
+                numbers |= engine.hand_over
+        return numbers
 
     def close(self) -> None:
         """Give back what they hold."""
@@ -62,14 +99,121 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
         prefill_tokens=recipe.rollout.prefill_tokens,
         autocast=autocast,
     )
+    ahead = recipe.rollout.staleness > 0
     match recipe.rollout.engine:
         case TransformersEngineSection():
-            return Engines(here, here)
+            return Engines(OwnCopy(here.another()) if ahead else here, here)
+        case RecordedEngineSection(path=path) if Path(path).is_dir():
+            return Engines(here, here)  # a run's log, which the collector reads: nothing is sampled for training
         case RecordedEngineSection(path=path):
             return Engines(RecordedEngine(Path(path)), here)
+        case AutoEngineSection(memory=memory):
+            if reason := not_on_gpu_because(recipe, model):
+                logger.info("rollout engine: transformers, for %s", reason)
+                return Engines(here, here)
+            logger.info("rollout engine: gpu, with the bits of training")
+            gpu = _gpu_engine(recipe, model, tokenizer, memory)
+            return Engines(gpu, gpu)
         case GpuEngineSection(memory=memory):
             gpu = _gpu_engine(recipe, model, tokenizer, memory)
             return Engines(gpu, gpu)
+        case VllmServerEngineSection() as section:
+            servers = _vllm_servers(recipe, section, tokenizer)
+            if ahead:
+                servers = TurnTaking(servers)
+            return Engines(servers, servers)
+        case VllmEngineSection() as section:
+            vllm = _vllm(recipe, section, tokenizer)
+            return Engines(vllm, vllm)
+
+
+def _vllm_servers(recipe: Recipe, section: VllmServerEngineSection, tokenizer: PreTrainedTokenizerBase) -> Engine:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UnavailableError(
+            needed="one trainer process under rollout.engine vllm_server, for each would push the weights",
+            given=f"{os.environ['WORLD_SIZE']} ranks",
+            remedy="Start one, or sample with rollout.engine: {name: transformers}.",
+        )
+    key = api_key(section.api_key_file, section.api_key_variable)
+    servers = [VllmServer(HttpClient(url, api_key=key, seconds=section.request_seconds)) for url in section.urls]
+    patience = Patience(give_up_seconds=section.give_up_seconds)
+    served = section.model or str(recipe.model.source)
+    match section.weights:
+        case FolderWeightsSection() as way:
+            sync: WeightSync = FolderSync(
+                served,
+                patience,
+                root=None if way.path is None else Path(way.path),
+                dtype=None if way.dtype is None else getattr(torch, way.dtype),
+                differences_in_a_row=way.differences_in_a_row,
+                loader=way.loader,
+                seconds=way.seconds,
+            )
+        case AdapterWeightsSection(path=path):
+            sync = AdapterSync(patience, root=None if path is None else Path(path))
+        case NcclWeightsSection(address=address, port=port):
+            sync = NcclSync(served, patience, address=address, port=port)
+    dtypes = {recipe.model.trained_dtype, getattr(section.weights, "dtype", None)}
+    return VllmServerEngine(
+        servers,
+        sync,
+        tokenizer,
+        probe=_probe(recipe, section.probe, tokenizer, exact=dtypes <= {"float32", None}),
+        patience=patience,
+        requests_at_once=section.requests_at_once,
+    )
+
+
+def _vllm(recipe: Recipe, section: VllmEngineSection, tokenizer: PreTrainedTokenizerBase) -> Engine:
+    if importlib.util.find_spec("vllm") is None:
+        raise UnavailableError(
+            needed="vLLM, for rollout.engine vllm",
+            given="none",
+            remedy="Install logitless[vllm], or sample on a server with rollout.engine: {name: vllm_server}.",
+        )
+    evaluation = recipe.evaluation.sampling or recipe.rollout.sampling
+    longest = max(recipe.rollout.sampling.max_new_tokens, evaluation.max_new_tokens)
+    return VllmEngine(
+        tokenizer,
+        dtype=section.dtype,
+        context=section.context or recipe.data.max_prompt_tokens + longest,
+        memory_fraction=section.memory_fraction,
+        sleep=section.sleep,
+        eager=section.eager,
+        max_rows=recipe.rollout.max_rows,
+        probe=_probe(recipe, section.probe, tokenizer, exact=section.dtype == "float32"),
+    )
+
+
+def _probe(recipe: Recipe, section: ProbeSection, tokenizer: PreTrainedTokenizerBase, *, exact: bool) -> Probe:
+    """The probe of a recipe; without a bound of its own, a narrow one where both sides are float32."""
+    exact = exact and recipe.model.autocast is None and recipe.model.trained_dtype == "float32"
+    autocast = None if recipe.model.autocast is None else getattr(torch, recipe.model.autocast)
+    return Probe(
+        probe_prompt(tokenizer, section.tokens),
+        section.max_difference or (1e-3 if exact else 0.3),
+        autocast=autocast,
+    )
+
+
+def not_on_gpu_because(recipe: Recipe, model: nn.Module) -> str:
+    """What keeps ``auto`` from sampling with the bits of training, in words; empty where nothing does."""
+    backends = {recipe.train.scoring_backend, recipe.train.training_backend}
+    if _device_type(model) != "cuda":
+        return f"the model is on {_device_type(model)}"
+    if not hasattr(backbone(model), "row_invariant"):
+        return "its layers are not row-invariant ones"
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        return "its weights are sharded"
+    if lm_head(model).lora_a is not None:
+        return "there is an adapter on the LM head"
+    if not backends <= {"auto", "fused"}:
+        return "the recipe names another backend of the head than the fused one"
+    return ""
+
+
+def _device_type(model: nn.Module) -> str:
+    return next(model.parameters()).device.type
 
 
 def _gpu_engine(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizerBase, memory: int | None) -> Engine:

@@ -8,11 +8,12 @@ from logitless.distributed.ranks import Ranks
 from logitless.rewards.combine import Unscored, reward_statistics
 from logitless.rewards.contract import WeightedReward
 from logitless.rollout.engine import Engine
-from logitless.rollout.environment import Environment
+from logitless.rollout.environment import Driver, Environment, Limits
 from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
 from logitless.train.config import Recipe
 from logitless.train.metrics import Numbers
+from logitless.train.pass_at import success_metrics
 from logitless.train.shared_rollout import sampled_and_judged
 from logitless.types import Prompt
 
@@ -32,10 +33,11 @@ class Evaluation:
         success_at: reward from which a completion counts as correct.
         seed: the same every time, too.
         ranks: that share the prompts; every rank gets the same numbers.
+        limits: of an episode.
     """
 
     engine: Engine
-    environment: Environment
+    environment: Environment | Driver
     prompts: Sequence[Prompt]
     rewards: Sequence[WeightedReward]
     num_samples: int
@@ -44,13 +46,14 @@ class Evaluation:
     success_at: float
     seed: int
     ranks: Ranks = field(default_factory=Ranks.alone)
+    limits: Limits = field(default_factory=Limits)
 
     def __call__(self) -> Numbers:
         """Sample and judge every held-out prompt.
 
         Returns:
             The metrics ``evaluation/...``; accuracy is the fraction of all completions whose reward reaches
-            ``success_at``, so an unscorable completion is not a success.
+            ``success_at``, so an unscorable completion is not a success. With several samples a prompt pass@k, too.
         """
         groups = sampled_and_judged(
             self.ranks,
@@ -62,11 +65,13 @@ class Evaluation:
             options=self.sampling,
             unscored=self.unscored,
             seed=self.seed,
+            limits=self.limits,
         )
         completions = [c for g in groups for c in g.completions]
         rewards = [r for g in groups for r in g.rewards if r is not None]
+        correct = [sum(r is not None and r >= self.success_at for r in g.rewards) for g in groups]
         found: Numbers = {
-            "evaluation/accuracy": sum(r >= self.success_at for r in rewards) / len(completions),
+            **success_metrics(correct, self.num_samples),
             "evaluation/reward_mean": math.fsum(rewards) / len(rewards) if rewards else math.nan,
             "evaluation/length_mean": sum(c.length for c in completions) / len(completions),
             "evaluation/truncated_fraction": sum(c.finish_reason == "length" for c in completions) / len(completions),
@@ -81,7 +86,7 @@ class Evaluation:
 def evaluation_of(
     recipe: Recipe,
     engine: Engine,
-    environment: Environment,
+    environment: Environment | Driver,
     prompts: Sequence[Prompt],
     rewards: Sequence[WeightedReward],
     ranks: Ranks = Ranks.alone(),
@@ -99,4 +104,5 @@ def evaluation_of(
         success_at=options.success_at,
         seed=derived_seed(recipe.seed, "evaluation"),
         ranks=ranks,
+        limits=rollout.limits,
     )

@@ -19,6 +19,7 @@ from logitless.models.export import merged_tensors
 from logitless.models.lm_head import causal_lm
 from logitless.models.lora import save_adapters
 from logitless.train.config import Recipe
+from logitless.train.plots import Line, line_plot
 from logitless.train.recipe import NAMES_OR_PATHS, PATHS
 from logitless.train.run_folder import RunFolder, write_folder_atomically
 from logitless.train.saved_policy import SavedPolicy
@@ -87,6 +88,7 @@ def export_policy(saved: SavedPolicy, folder: RunFolder, target: Path, *, form: 
     check_target(target)
     generation = generation_config(saved)
     card = model_card(saved, folder, form=form, dtype=dtype)
+    curves = _curves(folder, saved.step)
 
     def write(path: Path) -> None:
         model = saved.policy.model
@@ -100,6 +102,8 @@ def export_policy(saved: SavedPolicy, folder: RunFolder, target: Path, *, form: 
         generation.save_pretrained(str(path))
         saved.tokenizer.save_pretrained(str(path))
         (path / "README.md").write_text(card, encoding="utf-8")
+        for name, svg in curves.items():
+            (path / f"{name}.svg").write_text(svg, encoding="utf-8")
 
     write_folder_atomically(target, write)
 
@@ -120,6 +124,7 @@ def generation_config(saved: SavedPolicy) -> GenerationConfig:
         min_p=sampling.min_p or None,
         repetition_penalty=sampling.repetition_penalty,
         max_new_tokens=sampling.max_new_tokens,
+        min_new_tokens=sampling.min_new_tokens or None,
         bos_token_id=saved.tokenizer.bos_token_id,
         eos_token_id=distinct[0] if len(distinct) == 1 else distinct,
         pad_token_id=saved.tokenizer.eos_token_id if padding is None else padding,
@@ -148,6 +153,7 @@ def model_card(saved: SavedPolicy, folder: RunFolder, *, form: Form, dtype: torc
         f" (`{recipe.algorithm.preset}`), {begun}: {learnt}, {saved.block} blocks, {saved.step} optimizer steps.",
         f"Weights in {str(dtype).removeprefix('torch.')}, from `{saved.source.name}` of the run.",
         *("", "## Made with", "", *_made_with(folder), "", "## Numbers", "", *_numbers(folder, saved.step)),
+        *(f"\n![{name.replace('_', ' ')}]({name}.svg)" for name in _curves(folder, saved.step)),
         *("", "## Recipe", "", "```yaml", _shown_recipe(recipe).strip(), "```", ""),
     ]
     return "\n".join(lines)
@@ -209,6 +215,19 @@ def _numbers(folder: RunFolder, step: int) -> list[str]:
     ]
     head = ["step", *(_CARD_METRICS[name] for name in names)]
     return [f"| {' | '.join(row)} |" for row in (head, ["---:"] * len(head), *rows)]
+
+
+def _curves(folder: RunFolder, step: int) -> dict[str, str]:
+    """Learning curves up to the step, by the name of their file: reward, and accuracy where the run was evaluated."""
+    records = [record for record in folder.read_metrics() if record["step"] <= step]
+    found = {}
+    for name, metric, smooth in (("reward", "reward/mean", True), ("held_out_accuracy", "evaluation/accuracy", False)):
+        points = [(record["step"], record[metric]) for record in records if record.get(metric) is not None]
+        if len(points) > 1:
+            line = Line(name, tuple(x for x, _ in points), tuple(y for _, y in points))
+            label = name.replace("_", " ")
+            found[name] = line_plot([line], x_label="optimizer step", y_label=label, smooth=smooth)
+    return found
 
 
 def _shown_recipe(recipe: Recipe) -> str:

@@ -23,7 +23,8 @@ def judge(
     """A group of each prompt: its completions with what was said of them.
 
     A reward that reads text is given the completion's text; an ``EpisodeReward`` is given the whole episode. What the
-    environment paid at the turns is added to the weighted sum of the rewards.
+    environment paid at the turns is added to the weighted sum of the rewards. An episode that its environment could not
+    go on with is an ``error`` under every reward.
 
     Args:
         prompts: may repeat.
@@ -54,6 +55,7 @@ def judge(
                 tuple(verdicts[:n]),
                 tuple(totals[:n]),
                 paid if any(paid) else (),
+                tuple(e.messages for e in of_prompt) if any(e.num_turns > 1 for e in of_prompt) else (),
             )
         )
         verdicts, totals = verdicts[n:], totals[n:]
@@ -72,14 +74,21 @@ def _verdicts(pairs: Sequence[tuple[Prompt, Episode]], rewards: Sequence[Weighte
         columns,
         completion_ids=[episode.completion.token_ids for _, episode in pairs],
     )
-    if len(reading) == len(rewards):
-        return said
     for entry in rewards:
         if isinstance(entry.reward, EpisodeReward):
             found = entry.reward.episode_verdicts([episode for _, episode in pairs], columns)
             for of_row, verdict in zip(said, found, strict=True):
                 of_row[entry.name] = verdict
-    return [{entry.name: row[entry.name] for entry in rewards} for row in said]
+    return [
+        {entry.name: _failed(episode) if episode.failure else row[entry.name] for entry in rewards}
+        for row, (_, episode) in zip(said, pairs, strict=True)
+    ]
+
+
+def _failed(episode: Episode) -> Verdict:
+    """What is said of an episode that its environment could not go on with."""
+    first, _, trace = episode.failure.partition("\n")
+    return Verdict(score=None, status="error", message=f"the environment failed: {first}", traceback=trace)
 
 
 def _total(

@@ -10,31 +10,34 @@ was stopped.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from logitless.data.packing import StepPlan, plan_epoch
+from logitless.data.packing import Packing, StepPlan, plan_epoch
 from logitless.data.shares import rows_by_rank
 from logitless.distributed.ranks import Ranks
+from logitless.distributed.tree import TreeSum, places_in_tree
 from logitless.errors import TrainingError
 from logitless.objective.algorithm import Algorithm
 from logitless.objective.objective import BlockStatistics
+from logitless.objective.over_ranks import GatherOverRanks, one_rank
 from logitless.rollout.engine import Weights
 from logitless.seeds import derived_seed
 from logitless.train import checkpoint as checkpoints
-from logitless.train.advantages import with_advantages
+from logitless.train.advantages import advantages, with_advantages
 from logitless.train.block import AdvantagedBlock, PackedBlock, ScoredBlock, micro_batches_of
 from logitless.train.config import Recipe
 from logitless.train.control import Controllers
 from logitless.train.metrics import Numbers
 from logitless.train.optimizer import adamw, learning_rate, take_step
 from logitless.train.policy import Policy, Scorer
-from logitless.train.score import score
+from logitless.train.savings import saved_by_packing
+from logitless.train.score import ScoringRows, score
 from logitless.train.setup import value_head_section
-from logitless.train.step import MicroBatch, backward, step_batch, step_metrics
+from logitless.train.step import MicroBatch, MicroBatchOutput, backward, dead_output, step_batch, step_metrics
 from logitless.train.stored import load_block, stored_block
 from logitless.types import Group, TokenBatch, TokenScores
 
@@ -49,6 +52,7 @@ class Progress:
         step_in_epoch: steps finished of that epoch.
         step: optimizer steps done, skipped ones included.
         skipped, skipped_in_a_row: steps without a finite gradient.
+        halvings: steps (as ``step`` counts them) at which memory was short and ``tokens_per_micro_batch`` was halved.
     """
 
     block: int = 0
@@ -57,6 +61,7 @@ class Progress:
     step: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
+    halvings: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class _InTraining:
         statistics: of the block, or None.
         dropped: one flag a sequence: completions whose tokens weigh 0.
         plans: the steps of each epoch.
+        packing: of their rows.
     """
 
     block: AdvantagedBlock
@@ -76,6 +82,7 @@ class _InTraining:
     statistics: BlockStatistics | None
     dropped: tuple[bool, ...]
     plans: tuple[tuple[StepPlan, ...], ...]
+    packing: Packing
 
 
 class Learner:
@@ -90,7 +97,8 @@ class Learner:
         ranks: that train the policy together; everything that one rank has to know of the others goes through it.
 
     Attributes:
-        tokens_per_rank: that each rank trained on in the last step.
+        tokens_per_rank: that each rank with sequences of its own trained on in the last step.
+        halved: a message where the last step halved its micro-batches for want of memory.
     """
 
     def __init__(
@@ -105,6 +113,7 @@ class Learner:
     ) -> None:
         self.ranks = ranks
         self.tokens_per_rank: tuple[int, ...] = ()
+        self.halved: str | None = None
         self.recipe, self.algorithm, self.policy, self.reference = recipe, algorithm, policy, reference
         self.reward_weights = reward_weights
         self.optimizer = adamw(
@@ -120,22 +129,79 @@ class Learner:
 
     # --- before training on a block
 
-    def score(self, packed: PackedBlock, sampled: TokenScores | None = None) -> ScoredBlock:
-        """The block under policy and reference, in the packing of the first epoch, so that its first ratio is 1.
+    def score(
+        self,
+        packed: PackedBlock,
+        groups: Sequence[Group],
+        sampled: TokenScores | None = None,
+        *,
+        recount: bool = False,
+    ) -> ScoredBlock:
+        """The block under policy and reference, in the rows of the first epoch, so that its first ratio is 1.
+
+        What the only step of a block reads itself is left to it, and what an engine said of the tokens is taken.
 
         Args:
             packed: has a token.
+            groups: that were packed.
             sampled: scores by an engine with the policy's bits, which need no pass of the policy.
+            recount: make the pass over everything all the same.
         """
+        live = self._live(packed, groups)
+        plan, train = self._plan(packed, 0, live), self.recipe.train
+        itself = not recount and self._may_score_itself(plan)
+        trained = micro_batches_of(plan, self.ranks)
+        dead_rows = self._packing(packed).rows([s for step in plan for s in step.dead], packed.packed.inputs)
+        dead = self.ranks.rows_of(dead_rows + ((),) * (-len(dead_rows) % self.ranks.data_world))
         return score(
             packed,
             self.policy,
             self.reference,
-            [row for row in micro_batches_of(self._plan(packed, 0), self.ranks) if row],
+            ScoringRows([*([] if itself else trained), *dead], trained, left_to_training=itself),
             temperature=self.recipe.rollout.sampling.temperature,
-            backend=self.recipe.train.scoring_backend,
+            backend=train.scoring_backend,
             ranks=self.ranks,
-            sampled=sampled,
+            sampled=None if recount else sampled,
+            live=live,
+        )
+
+    def _may_score_itself(self, plan: Sequence[StepPlan]) -> bool:
+        """Whether the one step of a block may take ``logp_old`` from its own pass: nothing reads it before."""
+        return (
+            self.recipe.train.reuse_logp
+            and self.recipe.train.epochs_per_block == len(plan) == 1
+            and self.policy.value_head is None
+            and not self.algorithm.kl_in_reward
+            and not self.algorithm.objective.reads_scoring_pass
+        )
+
+    def _live(self, packed: PackedBlock, groups: Sequence[Group]) -> tuple[bool, ...] | None:
+        """One flag a sequence: whether it can change a gradient; None where nobody is left out. An algorithm that can
+        do without some sequences reads nothing but rewards for its advantages."""
+        if not (self.recipe.train.leave_out_dead and self.algorithm.silent_without_advantage):
+            return None
+        if self.recipe.parallel.deterministic:  # their numbers, too, would be added in an order that the ranks decide
+            return None
+        advantage = advantages(packed, groups, self.algorithm.advantage, weights=self.reward_weights).advantage
+        sequence = packed.packed.sequence
+        signal = torch.zeros(packed.packed.num_sequences, dtype=torch.bool)
+        signal[sequence[advantage != 0]] = True
+        dropped = self._dropped(packed)
+        return tuple(has and not left_out for has, left_out in zip(signal.tolist(), dropped, strict=True))
+
+    def _dropped(self, block: PackedBlock) -> tuple[bool, ...]:
+        """One flag a sequence: completions whose tokens weigh 0."""
+        return tuple(truncated and self.algorithm.drop_truncated for truncated in block.truncated)
+
+    def _packing(self, block: PackedBlock) -> Packing:
+        """How rows are filled at this step; a row has room for the longest sequence whatever was halved."""
+        train, progress = self.recipe.train, self.progress
+        halvings = sum(step <= progress.step for step in progress.halvings)
+        limit = train.tokens_per_micro_batch >> halvings
+        return Packing(
+            max(limit, max(block.packed.inputs.lengths)) if halvings else limit,
+            self.policy.shares_prompts,
+            self.policy.hidden_size if train.pack_by_cost else None,
         )
 
     def with_advantages(self, scored: ScoredBlock, groups: Sequence[Group]) -> AdvantagedBlock:
@@ -155,8 +221,8 @@ class Learner:
 
     def begin(self, block: AdvantagedBlock) -> None:
         """Settle what no step may change: the plan of each epoch, dropped completions, statistics of the block."""
-        train, objective = self.recipe.train, self.algorithm.objective
-        dropped = tuple(truncated and self.algorithm.drop_truncated for truncated in block.truncated)
+        objective = self.algorithm.objective
+        dropped = self._dropped(block)
         tokens = block.tokens(trained=~torch.tensor(dropped))
         statistics = objective.block_statistics(tokens, generator=self._generator("selection", self.progress.block))
         self._current = _InTraining(
@@ -164,8 +230,14 @@ class Learner:
             tokens if statistics is None else statistics.attach(tokens),
             statistics,
             dropped,
-            tuple(tuple(self._plan(block, epoch)) for epoch in range(train.epochs_per_block)),
+            self._plans(block),
+            self._packing(block),
         )
+
+    def _plans(self, block: AdvantagedBlock) -> tuple[tuple[StepPlan, ...], ...]:
+        """The steps of each epoch."""
+        epochs = range(self.recipe.train.epochs_per_block)
+        return tuple(tuple(self._plan(block, epoch, block.live)) for epoch in epochs)
 
     @property
     def in_training(self) -> bool:
@@ -178,20 +250,11 @@ class Learner:
         """The next optimizer step of the block in training, and its numbers."""
         if self._current is None:
             raise ValueError("no block in training: call begin first")
-        now, progress = self._current, self.progress
-        plan = now.plans[progress.epoch]
+        progress, self.halved = self.progress, None
         place: Numbers = {"block": progress.block + 1, "epoch": progress.epoch + 1}
-        micro_batches = step_batch(
-            now.block.packed,
-            now.tokens,
-            plan[progress.step_in_epoch],
-            self.algorithm.objective,
-            self.algorithm.weighting,
-            dropped=now.dropped,
-            num_steps=len(plan),
-            statistics=now.statistics,
-        )
-        record = self._optimize(micro_batches, now.statistics)
+        while (record := self._attempt(self._current)) is None:
+            self._halve(self._current)
+        now, plan = self._current, self._current.plans[progress.epoch]
         progress.step_in_epoch += 1
         if progress.step_in_epoch == len(plan):
             self.controllers.end_epoch(now.block.packed.num_sequences)
@@ -200,34 +263,77 @@ class Learner:
             self.end_block()
         return {"step": progress.step, **place, **record}
 
+    def _attempt(self, now: _InTraining) -> Numbers | None:
+        """The numbers of a step, or None where memory was short and nothing has happened but to gradients."""
+        if now.packing != self._packing(now.block):  # halved since the block began, or in the run that is repeated
+            now = self._current = replace(now, plans=self._plans(now.block), packing=self._packing(now.block))
+        plan = now.plans[self.progress.epoch]
+        step = plan[self.progress.step_in_epoch]
+        parts = (now.block.packed, now.tokens, step, self.algorithm.objective, self.algorithm.weighting)
+        options: Any = {"dropped": now.dropped, "num_steps": len(plan), "statistics": now.statistics}
+        micro_batches = step_batch(*parts, **options, scores_itself=now.block.scores_itself)
+        dead = dead_output(*parts, **options, device=self.policy.device, ranks=self.ranks)
+        record = self._optimize(micro_batches, dead, now.statistics)
+        if record is not None:
+            record |= saved_by_packing(step, now.block.packed.inputs, now.packing)
+            record["optimizer/sequences"] += len(step.dead)
+            record["optimizer/tokens_per_micro_batch"] = now.packing.tokens_per_row
+            record["optimizer/halvings"] = sum(done < self.progress.step for done in self.progress.halvings)
+        return record
+
+    def _halve(self, now: _InTraining) -> None:
+        """Give the gradients back, and halve what is read at once from this step on.
+
+        Raises:
+            TrainingError: rows have a sequence each already.
+        """
+        for parameter in self.policy.named_parameters().values():
+            parameter.grad = None
+        if self.policy.device.type == "cuda":
+            torch.cuda.empty_cache()
+        before = now.packing.tokens_per_row
+        self.progress.halvings.append(self.progress.step)
+        after = self._packing(now.block).tokens_per_row
+        if after == before:
+            raise TrainingError(
+                needed="memory for the longest sequence in a row of its own",
+                given=f"too little for its {before} tokens",
+                remedy="Set model.gradient_checkpointing or train.activation_memory, lower train.head_memory_budget or "
+                "rollout.sampling.max_new_tokens, or use LoRA.",
+            )
+        self.halved = (
+            f"memory was short in step {self.progress.step + 1}: repeated with micro-batches of {after:,} tokens "
+            f"instead of {before:,}, as all steps from here on (train.tokens_per_micro_batch)"
+        )
+
     def end_block(self) -> None:
         """Go on to the next block; for one without a signal, this is all there is to do."""
         self.progress.block, self.progress.epoch, self._current = self.progress.block + 1, 0, None
 
-    def _optimize(self, micro_batches: list[MicroBatch], statistics: BlockStatistics | None) -> Numbers:
+    def _optimize(
+        self, micro_batches: list[MicroBatch], dead: MicroBatchOutput | None, statistics: BlockStatistics | None
+    ) -> Numbers | None:
         recipe, progress, ranks = self.recipe, self.progress, self.ranks
-        mine = ranks.rows_of(micro_batches)
-        outputs = backward(
-            self.policy,
-            self.algorithm.objective,
-            mine,
-            temperature=recipe.rollout.sampling.temperature,
-            backend=recipe.train.training_backend,
-            beta=self.controllers.beta_in_loss,
-            entropy_coefficient=self.controllers.entropy_coefficient,
-            statistics=statistics,
-            seed=derived_seed(recipe.seed, "step", progress.step, *([ranks.rank] if ranks.rank else [])),
-            value_loss=self.algorithm.value_loss,
-            gather=ranks.gather,
-        )
-        ranks.sum_gradients(self.policy.named_parameters().values())
+        self.policy.release()  # whole weights were for sampling
+        try:
+            mine, outputs = self._gradients(micro_batches, statistics)
+        except torch.OutOfMemoryError:
+            if ranks.world > 1:  # the others wait for this one
+                raise
+            return None
         rate = learning_rate(progress.step, progress.block / recipe.train.blocks, recipe.train.optimizer)
-        norm, taken = take_step(self.optimizer, rate=rate, max_grad_norm=recipe.train.max_grad_norm, ranks=ranks)
+        norm, taken = take_step(
+            self.optimizer,
+            rate=rate,
+            max_grad_norm=recipe.train.max_grad_norm,
+            ranks=ranks,
+            as_several=recipe.parallel.deterministic,
+        )
         progress.step += 1
         progress.skipped += not taken
         progress.skipped_in_a_row = 0 if taken else progress.skipped_in_a_row + 1
-        self.tokens_per_rank = tuple(ranks.everyones(sum(each.tokens.num_tokens for each in mine)))
-        record = step_metrics(outputs, ranks) | {
+        self.tokens_per_rank = tuple(ranks.gather(torch.tensor([sum(b.tokens.num_tokens for b in mine)])).tolist())
+        record = step_metrics(outputs if dead is None else [*outputs, dead], ranks) | {
             "optimizer/grad_norm": float(norm),
             "optimizer/learning_rate": rate,
             "optimizer/sequences": sum(each.tokens.num_sequences for each in micro_batches),
@@ -236,6 +342,61 @@ class Learner:
         }
         self.controllers.after_step(record, micro_batches, taken=taken)
         return record
+
+    def _gradients(
+        self, micro_batches: list[MicroBatch], statistics: BlockStatistics | None
+    ) -> tuple[list[MicroBatch], list[MicroBatchOutput]]:
+        """This rank's micro-batches and what came of them; gradients are the sums over all ranks."""
+        ranks = self.ranks
+        if self.recipe.parallel.deterministic:
+            return self._summed_in_order(micro_batches, statistics)
+        mine = list(ranks.rows_of(micro_batches))
+        outputs = self._backward(mine, statistics, ranks.gather, *([ranks.data_rank] if ranks.data_rank else []))
+        ranks.sum_gradients(self.policy.named_parameters().values())
+        return mine, outputs
+
+    def _backward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        statistics: BlockStatistics | None,
+        gather: GatherOverRanks,
+        *labels: int,
+    ) -> list[MicroBatchOutput]:
+        recipe = self.recipe
+        return backward(
+            self.policy,
+            self.algorithm.objective,
+            micro_batches,
+            temperature=recipe.rollout.sampling.temperature,
+            backend=recipe.train.training_backend,
+            beta=self.controllers.beta_in_loss,
+            entropy_coefficient=self.controllers.entropy_coefficient,
+            statistics=statistics,
+            seed=derived_seed(recipe.seed, "step", self.progress.step, *labels),
+            value_loss=self.algorithm.value_loss,
+            gather=gather,
+        )
+
+    def _summed_in_order(
+        self, micro_batches: list[MicroBatch], statistics: BlockStatistics | None
+    ) -> tuple[list[MicroBatch], list[MicroBatchOutput]]:
+        """This rank's micro-batches and what came of them; gradients are the sums along the tree of all ranks.
+
+        What is chosen in a micro-batch is chosen in it alone, for which of them run side by side depends on the ranks.
+        """
+        parameters = [p for p in self.policy.named_parameters().values() if p.requires_grad]
+        mine, outputs, total = list[MicroBatch](), list[MicroBatchOutput](), TreeSum()
+        for place in places_in_tree(len(micro_batches), self.ranks.rank, self.ranks.world):
+            if place is not None:
+                mine.append(micro_batches[place])
+                outputs += self._backward(mine[-1:], statistics, one_rank, place)
+            total.add([p.grad for p in parameters])
+            for p in parameters:
+                p.grad = None
+        for p, gradient in zip(parameters, total.whole(), strict=True):
+            p.grad = gradient
+        self.ranks.sum_gradients_in_order(parameters)
+        return mine, outputs
 
     def check_skipped(self) -> str | None:
         """A message where the last step was skipped.
@@ -254,7 +415,7 @@ class Learner:
 
     @property
     def by_rank(self) -> dict[str, tuple[int, ...]]:
-        """Numbers of the last step that are a list, one a rank; none on a single rank."""
+        """Numbers of the last step that are a list, one a rank with sequences of its own; none on a single rank."""
         return {"parallel/tokens_per_rank": self.tokens_per_rank} if self.ranks.world > 1 else {}
 
     # --- what it hands out and goes on from
@@ -290,27 +451,32 @@ class Learner:
         if state["block"] is not None:
             self.begin(load_block(tensors, state["block"]))
 
-    def _plan(self, block: PackedBlock, epoch: int) -> list[StepPlan]:
+    def _plan(self, block: PackedBlock, epoch: int, live: Sequence[bool] | None) -> list[StepPlan]:
         """The optimizer steps of an epoch; completions that are all empty make none."""
         train = self.recipe.train
         steps = plan_epoch(
             block.groups,
             block.packed.inputs,
             tokens_per_step=train.tokens_per_step,
-            tokens_per_micro_batch=train.tokens_per_micro_batch,
+            packing=self._packing(block),
+            live=live,
             seed=derived_seed(self.recipe.seed, "epoch", self.progress.block, epoch),
         )
         return [self._over_ranks(step, block) for step in steps if step.micro_batches]
 
     def _over_ranks(self, step: StepPlan, block: PackedBlock) -> StepPlan:
-        """The step with the rows of all ranks, as ``Ranks.rows_of`` takes them apart; on one rank the step itself."""
+        """The step with the rows of all ranks, as ``Ranks.rows_of`` takes them apart; on one rank the step itself, and
+        also where any number of ranks is to train on the same rows."""
+        if self.recipe.parallel.deterministic:
+            return replace(
+                step, micro_batches=step.micro_batches + ((),) * (self.ranks.world - len(step.micro_batches))
+            )
         rows = rows_by_rank(
             step,
             block.groups,
             block.packed.inputs,
-            num_ranks=self.ranks.world,
-            hidden_size=self.policy.head().weight.shape[1],
-            tokens_per_micro_batch=self.recipe.train.tokens_per_micro_batch,
+            num_ranks=self.ranks.data_world,
+            packing=self._packing(block),
         )
         return replace(step, micro_batches=tuple(row for of_ranks in zip(*rows, strict=True) for row in of_ranks))
 

@@ -14,8 +14,10 @@ With several ranks each runs this loop. They share the prompts of a round and th
 rank has whole, and so every rank plans, weighs and decides alike. The first one writes.
 """
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
+from logitless.errors import EngineError
 from logitless.train.block_metrics import training_metrics
 from logitless.train.checkpoint import BackgroundSaver, Checkpoint, checkpoints, damaged
 from logitless.train.collector import Collector
@@ -29,6 +31,7 @@ from logitless.train.limits import SignalLimit, UnscoredLimit
 from logitless.train.metrics import Numbers
 from logitless.train.prepare import prepare
 from logitless.train.saving import restore_run, save_run
+from logitless.train.shared_checkpoint import SharedSaver
 
 
 class Loop:
@@ -49,26 +52,45 @@ class Loop:
         self.collector, self.learner, self.evaluation, self.journal = collector, learner, evaluation, journal
         self.engines = Engines(collector.engine, evaluation.engine)
         self.block_metrics: Numbers = {}
+        self.unwritten: Numbers = {}
         self.without_signal = SignalLimit(max_blocks=train.max_blocks_without_signal)
         self.unscored = UnscoredLimit(max_fraction=train.max_unscored_fraction, max_blocks=train.max_blocks_unscored)
-        self.saver = BackgroundSaver(journal.folder.checkpoints, keep=recipe.checkpoint.keep)
+        root, keep = journal.folder.checkpoints, recipe.checkpoint.keep
+        self.saver: BackgroundSaver | SharedSaver = BackgroundSaver(root, keep=keep)
+        if self.ranks.world > 1:
+            self.saver = SharedSaver(root, keep=keep, ranks=self.ranks)
         self.interrupt = Interrupt(journal.message)
 
     def run(self) -> bool:
-        """Train to the end, or to Ctrl-C; returns whether the run is complete. Either way a checkpoint is saved."""
+        """Train to the end, or to Ctrl-C; returns whether the run is complete. Either way a checkpoint is saved.
+
+        Raises:
+            EngineError: an engine elsewhere is gone for good; a checkpoint of what was done until then is saved.
+        """
         with self.interrupt.heard():
             self._hand_over()
             if self.ranks.of_first(not checkpoints(self.journal.folder.checkpoints)):
                 self.journal.write({"step": 0, "block": 1, "epoch": 1, **self._evaluated()})
                 self.save()
                 self.saver.wait()  # from here on there is something to go on from
-            while self._done < self.recipe.train.blocks and not self._stopping():
-                self._block()
-                if self._stopping() or self._done % self.recipe.checkpoint.every_blocks == 0:
-                    self.save()
-            self.save()
-            self.saver.wait()
+            try:
+                self._blocks()
+            except EngineError:
+                self.save()
+                self.saver.wait()
+                raise
         return self._done == self.recipe.train.blocks
+
+    def _blocks(self) -> None:
+        """Every block that there is left, and the last checkpoint."""
+        if self.unwritten:  # a block that is trained on, and whose weights reached no engine
+            self._end_block({}, by_rank={})
+        while self._done < self.recipe.train.blocks and not self._stopping():
+            self._block()
+            if self._stopping() or self._done % self.recipe.checkpoint.every_blocks == 0:
+                self.save()
+        self.save()
+        self.saver.wait()
 
     @property
     def _done(self) -> int:
@@ -89,12 +111,20 @@ class Loop:
                 record = self.learner.step()
             record |= training_metrics(record, seconds=seconds[0]) | self.block_metrics
             self.block_metrics = {}
-            if not self.learner.in_training:
-                self._hand_over()
-                record |= self._evaluated_if_due()
-            self.journal.write(record, self.learner.by_rank)
-            if message := self.learner.check_skipped():
-                self.journal.message(message)
+            if self.learner.in_training:
+                self.journal.write(record, self.learner.by_rank)
+            else:
+                self.unwritten = record
+                self._end_block(self._hand_over(), by_rank=self.learner.by_rank)
+            for message in (self.learner.halved, self.learner.check_skipped()):
+                if message is not None:
+                    self.journal.message(message)
+
+    def _end_block(self, handed_over: Numbers, *, by_rank: Mapping[str, Sequence[int]]) -> None:
+        """Evaluate with the new weights, if it is time, and write the line that the block ends with."""
+        record = self.unwritten | handed_over | self._evaluated_if_due()
+        self.unwritten = {}
+        self.journal.write(record, by_rank)
 
     def _collected(self) -> bool:
         """Whether there is a block to train on; what Ctrl-C interrupts here is given up without a trace.
@@ -108,6 +138,9 @@ class Loop:
         except KeyboardInterrupt:
             self.collector.load_state_dict(before)
             return False
+        except EngineError:
+            self.collector.load_state_dict(before)
+            raise
         self.block_metrics = prepared.metrics
         self.unscored.see(prepared.judged.drawn)
         if prepared.block is None:
@@ -121,14 +154,17 @@ class Loop:
         """Write the metrics of a block with nothing to train on."""
         place: Numbers = {"step": self.learner.progress.step, "block": self._done + 1, "epoch": 1}
         self.learner.end_block()
-        self.journal.write({**place, **self.block_metrics, **self._evaluated_if_due()})
+        self.unwritten = {**place, **self.block_metrics}
+        self._end_block({}, by_rank={})
         self.journal.message(f"block {self._done}: no group with a signal, no step taken")
         self.block_metrics = {}
 
-    def _hand_over(self) -> None:
+    def _hand_over(self) -> Numbers:
         """Every engine gets the weights as they are now."""
         with self.journal.phase("weights"):
-            self.engines.load_all(self.learner.weights(), self.learner.version)
+            if self.engines.in_this_process:
+                self.learner.policy.gather()  # until the next step
+            return self.engines.load_all(self.learner.weights(), self.learner.version)
 
     def _evaluated_if_due(self) -> Numbers:
         """Held-out metrics at the end of the block just finished, where they are asked for."""
@@ -144,11 +180,10 @@ class Loop:
         return found | {"time/evaluation_seconds": seconds[0]}
 
     def save(self) -> None:
-        """Begin a checkpoint of everything."""
-        if not self.ranks.is_first:
-            return
+        """Begin a checkpoint of everything; every rank writes what it alone has."""
         remembered = {
             "block_metrics": self.block_metrics,
+            "unwritten": self.unwritten,
             "without_signal_in_a_row": self.without_signal.in_a_row,
             "unscored_in_a_row": self.unscored.in_a_row,
         }
@@ -160,6 +195,7 @@ class Loop:
         remembered = restore_run(self.collector, self.learner, self.journal, saved)
         try:
             self.block_metrics = dict(remembered["block_metrics"])
+            self.unwritten = dict(remembered.get("unwritten", {}))
             self.without_signal.in_a_row = remembered["without_signal_in_a_row"]
             self.unscored.in_a_row = remembered["unscored_in_a_row"]
         except KeyError as error:

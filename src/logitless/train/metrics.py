@@ -12,7 +12,9 @@ from typing import Any, Literal, TypeAlias
 from logitless.data.sources import nearest
 from logitless.errors import InputError
 
-Unit = Literal["1", "nat", "reward", "token", "completion", "group", "prompt", "step", "block", "s", "token/s", "byte"]
+Unit = Literal[
+    "1", "nat", "reward", "token", "turn", "completion", "group", "prompt", "step", "block", "s", "token/s", "byte"
+]  # fmt: skip
 Aggregation = Literal["mean", "std", "p95", "min", "max", "sum", "last"]
 Over = Literal["token", "completion", "group", "constraint", "step", "block", "run", "evaluation"]
 
@@ -39,7 +41,7 @@ class Metric:
         description: what it is, in one clause.
 
     Example:
-        >>> Metric("length/mean", "token", "mean", "completion", "sampled tokens, the stop token included").unit
+        >>> Metric("length/mean", "token", "mean", "completion", "tokens of a completion").unit
         'token'
     """
 
@@ -108,7 +110,16 @@ METRICS: tuple[Metric, ...] = (
     # Age and lengths of completions
     Metric("rollout/lag_mean", "step", "mean", "completion", "age in optimizer steps of the weights that drew a block"),
     Metric("rollout/lag_max", "step", "max", "completion", "the same"),
-    Metric("length/mean", "token", "mean", "completion", "sampled tokens, the stop token included"),
+    Metric("rollout/turns_mean", "turn", "mean", "completion", "assistant turns, where an environment answers"),
+    Metric("rollout/turns_max", "turn", "max", "completion", "the same"),
+    Metric("rollout/environment_tokens_mean", "token", "mean", "completion", "tokens that the environment wrote"),
+    Metric(
+        "length/mean",
+        "token",
+        "mean",
+        "completion",
+        "its tokens, the stop token and those of an environment included",
+    ),
     Metric("length/min", "token", "min", "completion", "the shortest completion"),
     Metric("length/max", "token", "max", "completion", "the longest completion"),
     Metric("length/truncated_fraction", "1", "mean", "completion", "completions cut at max_new_tokens"),
@@ -160,6 +171,18 @@ METRICS: tuple[Metric, ...] = (
         "block",
         "tokens of a recounted block whose logp_sampler or entropy has another bit than logp_old: 0, or the run ends",
     ),
+    Metric("parity/difference_mean", "nat", "mean", "block", "abs(logp_old - logp_sampler) of completions without lag"),
+    Metric("parity/difference_p95", "nat", "p95", "block", "the same"),
+    Metric("parity/difference_max", "nat", "max", "block", "the same"),
+    Metric(
+        "parity/sequence_difference_max",
+        "nat",
+        "max",
+        "block",
+        "abs of the sum over a completion of logp_old - logp_sampler",
+    ),
+    Metric("parity/sequence_ratio_min", "1", "min", "block", "exp of that sum"),
+    Metric("parity/sequence_ratio_max", "1", "max", "block", "the same"),
     Metric("sampler/missing", "token", "sum", "token", "tokens without logp_sampler"),
     Metric("sampler/correction_mean", "1", "mean", "token", "factor of the sampler correction"),
     Metric("sampler/correction_effective_fraction", "1", "last", "step", "(sum c)^2 / (n sum c^2) of that factor c"),
@@ -176,15 +199,52 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("optimizer/learning_rate", "1", "last", "step", "learning rate of this step; a value head's is a multiple"),
     Metric("optimizer/skipped_steps", "step", "sum", "run", "steps not taken because a gradient was not finite"),
-    Metric("optimizer/tokens", "token", "sum", "step", "tokens trained on"),
-    Metric("optimizer/sequences", "completion", "sum", "step", "completions trained on"),
+    Metric("optimizer/tokens", "token", "sum", "step", "tokens trained on, those of dead sequences included"),
+    Metric("optimizer/sequences", "completion", "sum", "step", "completions trained on, dead ones included"),
+    Metric("optimizer/read_tokens", "token", "sum", "step", "tokens that forward and backward read, prompts included"),
     Metric("optimizer/micro_batches", "1", "sum", "step", "forward and backward passes"),
+    Metric(
+        "optimizer/tokens_per_micro_batch",
+        "token",
+        "last",
+        "step",
+        "most tokens read at once: the recipe's, halved where memory was short",
+    ),
+    Metric("optimizer/halvings", "1", "sum", "run", "times that memory was short and that number was halved"),
+    # What a step did not have to compute
+    Metric(
+        "saving/dead_sequences",
+        "completion",
+        "sum",
+        "step",
+        "completions left out of forward and backward: they can change no gradient; numbers over tokens count them as "
+        "at scoring",
+    ),
+    Metric("saving/dead_tokens", "token", "sum", "step", "tokens that were not read for that, prompts included"),
+    Metric(
+        "saving/shared_tokens", "token", "sum", "step", "tokens of prompts that were read once for several completions"
+    ),
+    Metric("saving/work_fraction", "1", "last", "step", "share of forward and backward that both took off"),
+    Metric("saving/scored_tokens", "token", "sum", "block", "tokens whose logp_old needed no pass"),
     Metric(
         "parallel/tokens_per_rank",
         "token",
         "sum",
         "step",
         "tokens that each rank trained on, a list by rank; only where there are several",
+    ),
+    # Weights on their way to an engine in another process
+    Metric("weights/pushed_bytes", "byte", "last", "block", "made ready for each server"),
+    Metric("weights/push_seconds", "s", "last", "block", "until the last server had the weights"),
+    Metric(
+        "weights/changed_fraction",
+        "1",
+        "last",
+        "block",
+        "weights whose bits, in the dtype that is pushed, are others than in the push before",
+    ),
+    Metric(
+        "weights/probe_difference_max", "nat", "max", "block", "a fixed prompt's log-probs after the push, both ways"
     ),
     # Speed and memory
     Metric("throughput/rollout_tokens_per_second", "token/s", "mean", "block", "sampled tokens"),
@@ -204,6 +264,19 @@ METRICS: tuple[Metric, ...] = (
         "evaluation",
         "held-out completions that count as correct; unscorable ones do not",
     ),
+    Metric(
+        "evaluation/accuracy/low", "1", "last", "evaluation", "lower end of its 95 % interval over prompts (Wilson)"
+    ),
+    Metric("evaluation/accuracy/high", "1", "last", "evaluation", "upper end"),
+    Metric(
+        "evaluation/pass_at/{k}",
+        "1",
+        "mean",
+        "evaluation",
+        "chance that one of k samples of a prompt is correct, without bias; k = 2, 4, ... up to samples_per_prompt",
+    ),
+    Metric("evaluation/pass_at/{k}/low", "1", "last", "evaluation", "lower end of its 95 % interval over prompts"),
+    Metric("evaluation/pass_at/{k}/high", "1", "last", "evaluation", "upper end"),
     Metric("evaluation/reward_mean", "reward", "mean", "evaluation", "weighted sum of the functions, held out"),
     Metric("evaluation/{function}/mean", "reward", "mean", "evaluation", "what one function gives, held out"),
     Metric("evaluation/length_mean", "token", "mean", "evaluation", "sampled tokens"),

@@ -1,13 +1,14 @@
 """AdamW and its learning rate, as functions of the step, so that nothing about the schedule has to be saved."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from logitless.distributed.ranks import Ranks
+from logitless.distributed.sharding import is_sharded, local_part, sum_over_shards
 from logitless.train.config import OptimizerSection
 from logitless.train.masters import MasterAdamW, master_of
 
@@ -89,7 +90,12 @@ def learning_rate(step: int, progress: float, options: OptimizerSection) -> floa
 
 
 def take_step(
-    optimizer: torch.optim.Optimizer, *, rate: float, max_grad_norm: float | None, ranks: Ranks = Ranks.alone()
+    optimizer: torch.optim.Optimizer,
+    *,
+    rate: float,
+    max_grad_norm: float | None,
+    ranks: Ranks = Ranks.alone(),
+    as_several: bool = False,
 ) -> tuple[Float[Tensor, ""], bool]:
     """Clip the summed gradients by their global norm and step, unless a gradient is not finite.
 
@@ -101,26 +107,57 @@ def take_step(
         rate: learning rate of this step; a parameter group with a ``rate_factor`` takes that multiple of it.
         max_grad_norm: norm to clip at; None leaves gradients as they are.
         ranks: that hold the same sums of gradients, and step or pass over together.
+        as_several: one rank steps as several do, by the same operations.
 
     Returns:
         The norm of the model's gradient before clipping, and whether the step was taken. Gradients are freed either
         way.
     """
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("rate_factor", 1.0)
     if isinstance(optimizer, MasterAdamW):
         optimizer.take_gradients()
+        if optimizer.fuses and ranks.world == 1 and not as_several:
+            norm, taken = optimizer.clipped_step(max_grad_norm)
+            optimizer.zero_grad(set_to_none=True)
+            return norm, taken
     model, value_head = list[nn.Parameter](), list[nn.Parameter]()
     for group in optimizer.param_groups:
         part = value_head if "rate_factor" in group else model
         part += [p for p in group["params"] if p.grad is not None]
     parts = [model, value_head] if value_head else [model]
-    norms = [torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in parts]
+    norms = [gradient_norm(part) for part in parts]
     finite = not ranks.any(not bool(torch.isfinite(torch.stack(norms)).all()))
     if finite:
         if max_grad_norm is not None:
             for part, norm in zip(parts, norms, strict=True):
-                torch.nn.utils.clip_grads_with_norm_(part, max_grad_norm, norm)
-        for group in optimizer.param_groups:
-            group["lr"] = rate * group.get("rate_factor", 1.0)
+                _clip(part, max_grad_norm, norm)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norms[0], finite
+
+
+def gradient_norm(parameters: Sequence[nn.Parameter]) -> Float[Tensor, ""]:
+    """The Euclidean norm of all gradients together; those of shards are summed over the ranks that have them.
+
+    Example:
+        >>> weight = nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> float(gradient_norm([weight]))
+        5.0
+    """
+    sharded = [p for p in parameters if is_sharded(p)]
+    plain = [p.grad for p in parameters if not is_sharded(p) and p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(plain)
+    if not sharded:
+        return norm
+    mine = torch.nn.utils.get_total_norm([local_part(p.grad) for p in sharded if p.grad is not None])
+    return (norm.square().to(mine) + sum_over_shards(mine.square(), sharded[0])).sqrt()
+
+
+def _clip(parameters: Sequence[nn.Parameter], max_norm: float, norm: Float[Tensor, ""]) -> None:
+    """torch's own clipping; of shards, by the same factor, the part that this rank has."""
+    torch.nn.utils.clip_grads_with_norm_([p for p in parameters if not is_sharded(p)], max_norm, norm)
+    mine = [local_part(p.grad) for p in parameters if is_sharded(p) and p.grad is not None]
+    if mine:
+        torch._foreach_mul_(mine, (max_norm / (norm + 1e-6)).clamp(max=1.0))

@@ -17,8 +17,10 @@ from logitless.errors import UnavailableError
 from logitless.head.chunked import default_budget
 from logitless.models.lm_head import causal_lm
 from logitless.models.value_head import ValueHead
+from logitless.rollout.environments import environment_of
+from logitless.rollout.tool_environment import tools_of
 from logitless.train.checks import check_before_start
-from logitless.train.config import GpuEngineSection, Recipe
+from logitless.train.config import AutoEngineSection, GpuEngineSection, Recipe
 from logitless.train.engines import open_engines
 from logitless.train.masters import master_of
 from logitless.train.setup import (
@@ -73,7 +75,7 @@ def plan_of(recipe: Recipe) -> Plan:
         LogitlessError: whatever a real start would raise before its first rollout.
     """
     tokenizer = tokenizer_of(recipe.model)
-    data = data_of(recipe, tokenizer)
+    data = data_of(recipe, tokenizer, tools_of(environment_of(recipe.rollout.environment, tokenizer)))
     rewards_of(recipe, [*data.train, *data.held_out])
     algorithm = algorithm_of(recipe)
     check_writers(recipe.writers)
@@ -83,7 +85,7 @@ def plan_of(recipe: Recipe) -> Plan:
     open_engines(recipe, model, tokenizer).close()
     rollout, train = recipe.rollout, recipe.train
     completions = rollout.prompts_per_block * rollout.completions_per_prompt
-    tokens = completions * rollout.sampling.max_new_tokens
+    tokens = completions * rollout.longest_completion
     steps = train.epochs_per_block * max(1, min(round(tokens / train.tokens_per_step), rollout.prompts_per_block))
     return Plan(
         completions_per_block=completions,
@@ -116,6 +118,8 @@ def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None
     number = 2 if half else 4
     kept, worked_on = (1, 1) if section.gradient_checkpointing else (17, 0)
     activations = train.tokens_per_micro_batch * width * number * (layers * kept + 17 * worked_on)
+    if train.activation_memory is not None:
+        activations = min(activations, train.activation_memory + train.tokens_per_micro_batch * width * number * 17)
     sampling = sampling_bytes(recipe, config, number)
     parts = {
         "trained weights": sum(p.numel() * p.element_size() for p in trained),
@@ -150,9 +154,9 @@ def sampling_bytes(recipe: Recipe, config: Any, number: int) -> int:
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rows = min(rollout.max_rows, rollout.prompts_per_block * rollout.completions_per_prompt)
-    length = longest + rollout.sampling.max_new_tokens
+    length = longest + rollout.longest_completion
     cache = rows * length * config.num_hidden_layers * 2 * kv_heads * head_dim * number
-    if isinstance(rollout.engine, GpuEngineSection) and rollout.engine.memory is not None:
+    if isinstance(rollout.engine, GpuEngineSection | AutoEngineSection) and rollout.engine.memory is not None:
         cache = min(cache, rollout.engine.memory)
     prompts = -(-rows // rollout.completions_per_prompt)
     read_at_once = max(longest, min(rollout.prefill_tokens, prompts * longest))
@@ -169,7 +173,7 @@ def disk(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None) 
         trained += list(value_head.parameters())
     size = sum(master_of(p).numel() * master_of(p).element_size() for p in trained)
     rollout = recipe.rollout
-    tokens = rollout.prompts_per_block * rollout.completions_per_prompt * rollout.sampling.max_new_tokens
+    tokens = rollout.prompts_per_block * rollout.completions_per_prompt * rollout.longest_completion
     parts = {"checkpoints": (recipe.checkpoint.keep + 1) * 3 * size, "model": size}
     if recipe.warm_start is not None:
         parts["warm start"] = size

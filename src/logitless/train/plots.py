@@ -14,12 +14,18 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodF
 Number = float | int
 
 COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#ca8a04", "#0891b2", "#db2777", "#64748b")
+_WIDTH = 4.7
+"""Inches. A plot is shown as wide as its card, and on a telephone letters still have eight pixels and more."""
+
 _MAX_POINTS = 400
+_SMOOTHED_FROM = 40
+"""Points from which a noisy line is drawn faint, with a smoothed one over it."""
+
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "logitless",
     "font.family": ["sans-serif"],
-    "font.size": 9.0,
+    "font.size": 10.5,
     "text.parse_math": False,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -33,7 +39,7 @@ _STYLE = {
     "text.color": "#0f172a",
     "axes.labelcolor": "#475569",
     "legend.frameon": False,
-    "legend.fontsize": 8.0,
+    "legend.fontsize": 9.5,
 }
 
 
@@ -60,6 +66,7 @@ def line_plot(
     level: tuple[str, Number] | None = None,
     log: bool = False,
     unit_interval: bool = False,
+    smooth: bool = True,
 ) -> str:
     """Curves over a common axis.
 
@@ -69,6 +76,7 @@ def line_plot(
         level: a label and the height of a horizontal line.
         log: logarithmic y axis, where there is a positive value.
         unit_interval: y from 0 to 1.
+        smooth: draw a noisy line faint, and its running mean over it; for numbers that are drawn at random.
 
     Returns:
         An ``<svg>`` document.
@@ -78,15 +86,19 @@ def line_plot(
         1
     """
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(5.4, 2.9), layout="constrained")
+        figure = Figure(figsize=(_WIDTH, 2.8), layout="constrained")
         axes = figure.add_subplot()
         for number, line in enumerate(lines):
-            x, y = _thinned(line)
+            x, y = thinned(line)
+            colour = COLOURS[number % len(COLOURS)]
+            if smooth and len(x) >= _SMOOTHED_FROM:
+                axes.plot(x, y, color=colour, linewidth=0.8, alpha=0.3)
+                y = smoothed(y)
             axes.plot(
                 x,
                 y,
                 label=line.label,
-                color=COLOURS[number % len(COLOURS)],
+                color=colour,
                 linewidth=1.6,
                 linestyle="--" if line.dashed else "-",
                 marker="o" if len(x) <= 30 else None,
@@ -106,7 +118,7 @@ def line_plot(
         if unit_interval:
             axes.set_ylim(-0.02, 1.02)
         if len(lines) > 1 or level is not None:
-            figure.legend(loc="outside upper left", ncols=4)
+            figure.legend(loc="outside upper left", ncols=3)
         return _svg(figure)
 
 
@@ -148,7 +160,7 @@ def heat_map(
     edges = numpy.array([*starts, x[-1] + 1], dtype=float) - 0.5
     height = 2.9 if y_names is None else max(1.6, 0.9 + 0.24 * len(rows))
     with matplotlib.rc_context(_STYLE | {"axes.grid": False}):
-        figure = Figure(figsize=(5.4, height), layout="constrained")
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
         axes = figure.add_subplot()
         row_edges = numpy.arange(len(rows) + 1, dtype=float) if y_edges is None else numpy.array(y_edges, dtype=float)
         mesh = axes.pcolormesh(edges, row_edges, numpy.ma.masked_invalid(thinned), cmap="Blues", vmin=0.0, vmax=1.0)
@@ -173,7 +185,7 @@ def bar_plot(values: Mapping[str, Number], *, x_label: str) -> str:
     """
     names = sorted(values, key=lambda name: -values[name])
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(5.4, max(1.3, 0.6 + 0.27 * len(names))), layout="constrained")
+        figure = Figure(figsize=(_WIDTH, max(1.3, 0.6 + 0.27 * len(names))), layout="constrained")
         axes = figure.add_subplot()
         bars = axes.barh(names, [values[name] for name in names], color=COLOURS[0], height=0.62)
         axes.bar_label(bars, fmt="{:.3g}", padding=3, fontsize=8, color="#475569")
@@ -184,7 +196,26 @@ def bar_plot(values: Mapping[str, Number], *, x_label: str) -> str:
         return _svg(figure)
 
 
-def _thinned(line: Line) -> tuple[list[float], list[float]]:
+def smoothed(y: Sequence[float]) -> list[float]:
+    """The exponential running mean of a line over about a fifteenth of its length; gaps stay gaps.
+
+    ``m_t = sum_k w^k y_{t-k} / sum_k w^k``, over the points that are there
+
+    Example:
+        >>> smoothed([2.0, 2.0, math.nan, 2.0])
+        [2.0, 2.0, nan, 2.0]
+    """
+    keep = 1 - 1 / max(3.0, len(y) / 15)
+    total = weight = 0.0
+    found = []
+    for value in y:
+        if math.isfinite(value):
+            total, weight = keep * total + value, keep * weight + 1
+        found.append(total / weight if math.isfinite(value) else math.nan)
+    return found
+
+
+def thinned(line: Line) -> tuple[list[float], list[float]]:
     """The line as means over at most ``_MAX_POINTS`` equal stretches of its points."""
     y = [math.nan if value is None else float(value) for value in line.y]
     if len(y) <= _MAX_POINTS:

@@ -7,21 +7,34 @@ code, the same packing and the same head.
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedTokenizerBase
 
+from logitless.data.packing import nothing_to_score
+from logitless.data.packing import share_prompts as with_shared_prompts
+from logitless.distributed.exchange import pieced_together
+from logitless.distributed.sharding import ShardedModel, is_sharded, whole
+from logitless.errors import UnavailableError
 from logitless.head import token_scores
+from logitless.head.all_rows import token_scores_of_all
 from logitless.head.contract import logits_dtype
-from logitless.models.lm_head import backbone_hidden, lm_head
+from logitless.models.lm_head import backbone_hidden, check_sequence_group, lm_head, rows_of_rank, why_unshared
 from logitless.models.lora import adapters_off, save_adapters
+from logitless.models.repeated_rows import RepeatedRows
+from logitless.models.units import units_of
 from logitless.models.value_head import ValueHead
 from logitless.rollout.engine import Weights
 from logitless.train.config import Backend
-from logitless.train.masters import master_of, round_masters
-from logitless.types import LMHead, PackedBatch, TokenScores
+from logitless.train.masters import master_of, raise_to_masters, round_masters
+from logitless.types import LMHead, PackedBatch, SharedInputs, TokenScores
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @runtime_checkable
@@ -41,6 +54,15 @@ class Policy:
         autocast: dtype of the products, or None for those of the weights.
         memory_budget: bytes the head may spend on logits-like blocks; None lets the head choose.
         value_head: predicts returns from the same hidden states, for algorithms with a value loss; or None.
+        share_prompts: read a prompt once for the sequences that lie side by side and begin with it, where the model's
+            attention can (``why_unshared``).
+
+    Attributes:
+        shares_prompts: whether it does.
+        unshared_because: what the model has that keeps it from it; None where there is nothing, or nobody asked.
+        sharded: what FSDP2 made of the model; None while this rank has all weights.
+        sequence: ranks that read parts of the same rows; or None.
+        all_rows: whether a sharded head scores the rows of all ranks together (``token_scores_of_all``).
     """
 
     def __init__(
@@ -50,11 +72,57 @@ class Policy:
         autocast: torch.dtype | None = None,
         memory_budget: int | None = None,
         value_head: ValueHead | None = None,
+        share_prompts: bool = True,
     ) -> None:
         self.model, self.autocast, self.memory_budget = model, autocast, memory_budget
         self.value_head = value_head
         self.device = next(model.parameters()).device
         self.is_adapter = hasattr(model, "peft_config")
+        self.unshared_because = why_unshared(model) if share_prompts else None
+        self.shares_prompts = share_prompts and self.unshared_because is None
+        self.sharded: ShardedModel | None = None
+        self.sequence: ProcessGroup | None = None
+        self.all_rows = False
+
+    def share_sequences(self, group: ProcessGroup) -> None:
+        """From now on every rank of a group reads some tokens of each row, and has the scores of all.
+
+        Raises:
+            UnavailableError: see ``check_sequence_group``.
+        """
+        check_sequence_group(self.model, dist.get_world_size(group))
+        self.sequence = group
+
+    def shard(self, mesh: "DeviceMesh", *, on_host: bool = False) -> None:
+        """Cut the model's weights over the ranks of a mesh, which must hold equal ones; masters become the shards.
+
+        Args:
+            mesh: of ``Arrangement.mesh``.
+            on_host: shards wait in the host's memory; for a reference.
+
+        Raises:
+            UnavailableError: weights outside of the decoder and its LM head, or frozen ones of another dtype than
+                trained ones that are held as masters.
+        """
+        dtype = raise_to_masters(self.model.parameters())
+        others = {p.dtype for p in self.model.parameters() if not p.requires_grad} - {dtype}
+        if dtype is not None and others:
+            raise UnavailableError(
+                needed="one dtype of all weights that are gathered together",
+                given=f"trained ones in {dtype} beside frozen ones in {', '.join(map(str, others))}",
+                remedy="Set model.dtype and model.trained_dtype alike, or give every process a copy (replicate).",
+            )
+        self.sharded = ShardedModel(self.model, units_of(self.model), mesh, dtype=dtype, on_host=on_host)
+
+    def gather(self) -> None:
+        """Make all weights whole on this rank, for sampling; they are let go by ``release``. A collective."""
+        if self.sharded is not None:
+            self.sharded.gather()
+
+    def release(self) -> None:
+        """Let go of other ranks' weights."""
+        if self.sharded is not None:
+            self.sharded.release()
 
     def scores(self, batch: PackedBatch, *, temperature: float, backend: Backend) -> TokenScores:
         """logp, entropy and, with a value head, value [N] of the batch's targets, from one pass of the backbone.
@@ -62,33 +130,58 @@ class Policy:
         Differentiable unless called under ``torch.no_grad``.
 
         Args:
-            batch: moved to the model's device.
+            batch: on the CPU, best; what is read of it is moved to the model's device.
             temperature: divides the logits, as in sampling.
             backend: of the head.
         """
         if not batch.num_tokens:
-            return self._no_scores()
-        batch = batch.to(self.device)
+            if self.sharded is None or self.sharded.is_whole:
+                return self._no_scores()
+            batch = nothing_to_score()  # other ranks need this one's shards
+        inputs = with_shared_prompts(batch.inputs.to("cpu")) if self.shares_prompts else batch.inputs
+        source, target = inputs.source, batch.target
+        places = None
+        if self.sequence is not None:  # a rank's last row may predict the first token of the next one's
+            own = rows_of_rank(len(inputs.input_ids), dist.get_rank(self.sequence), dist.get_world_size(self.sequence))
+            places = ((source >= own.start) & (source < own.stop)).nonzero().squeeze(1)
+            source, target = source[places] - own.start, target[places.to(target.device)]
         with self._autocast():
-            hidden = backbone_hidden(self.model, batch.inputs)
-        rows = hidden.index_select(0, batch.inputs.source)
-        scores = token_scores(
+            hidden = backbone_hidden(self.model, inputs.to(self.device), self.sequence)
+        if isinstance(inputs, SharedInputs):  # the first targets of a group have a row in common
+            rows = RepeatedRows.of(source).to(self.device).take(hidden)
+        else:
+            rows = hidden.index_select(0, source.to(self.device))
+        head = self.head()
+        of_all = self.all_rows and is_sharded(head.weight)
+        scores = (token_scores_of_all if of_all else token_scores)(
             rows if self.autocast is None else rows.to(self.autocast),
-            self.head(),
-            batch.target,
+            head,
+            target.to(self.device),
             temperature=temperature,
             backend=backend,
             memory_budget=self.memory_budget,
         )
-        return scores if self.value_head is None else replace(scores, value=self.value_head(rows))
+        if self.value_head is not None:
+            scores = replace(scores, value=self.value_head(rows))
+        if self.sequence is None or places is None:
+            return scores
+        columns = [each for each in (scores.logp, scores.entropy, scores.value) if each is not None]
+        found = pieced_together(torch.stack(columns, 1), places.to(self.device), batch.num_tokens, self.sequence)
+        return TokenScores(*found.unbind(1))
+
+    @property
+    def hidden_size(self) -> int:
+        """D."""
+        return self.head().weight.shape[1]
 
     def head(self) -> LMHead:
         """The LM head, read from the model now: its LoRA factors are absent while adapters are off."""
         return lm_head(self.model)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Of the model and, under ``value_head.``, of the value head; some are frozen under LoRA."""
-        named = dict(self.model.named_parameters())
+        """Of the model and, under ``value_head.``, of the value head; some are frozen under LoRA. Shards where it is
+        sharded, also while its weights are whole."""
+        named = dict(self.model.named_parameters()) if self.sharded is None else dict(self.sharded.parameters)
         if self.value_head is not None:
             named |= {f"value_head.{name}": p for name, p in self.value_head.named_parameters()}
         return named
@@ -102,18 +195,48 @@ class Policy:
         round_masters(self.named_parameters().values())
 
     def weights(self) -> Weights:
-        """What an engine samples with; the value head is no part of it."""
-        return Weights.of(self.model)
+        """What an engine samples with; the value head is no part of it. Of a sharded model the tensors are made whole
+        one after the other, in the dtype of its products, and all ranks read them together."""
+        return Weights.of(self.model, dtype=None if self.sharded is None else self.sharded.dtype)
 
-    def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    def whole_state(self, *, keep: bool = True) -> dict[str, Tensor] | None:
+        """The weights that ``save`` writes of a sharded model, whole in the host's memory; None where it needs no help.
+
+        A collective: one tensor at a time is whole on a device.
+
+        Args:
+            keep: on this rank; the others only take part.
+        """
+        if self.sharded is None:
+            return None
+        self.release()
+        found: dict[int, Tensor] = {}
+        state = {}
+        for name, weight in self.model.state_dict(keep_vars=True).items():
+            if self.is_adapter and not weight.requires_grad:
+                continue
+            if id(weight) not in found:  # tied weights stay one
+                full = whole(weight.detach())
+                if self.sharded.dtype is not None and full.is_floating_point():
+                    full = full.to(self.sharded.dtype)
+                found[id(weight)] = full.cpu() if keep else full.new_empty(0)
+            state[name] = found[id(weight)]
+        return state
+
+    def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase, state: dict[str, Tensor] | None = None) -> None:
         """Write the weights (under LoRA the adapter) and the tokenizer in Hugging Face format, as safetensors.
 
         A value head is not part of the language model: ``save_value_head`` writes it to a file of its own.
+
+        Args:
+            folder: that need not exist.
+            tokenizer: of the model.
+            state: of ``whole_state``.
         """
         if self.is_adapter:
-            save_adapters(self.model, folder)
+            save_adapters(self.model, folder, state)
         else:
-            self.model.save_pretrained(str(folder))  # type: ignore[operator]
+            self.model.save_pretrained(str(folder), state_dict=state)  # type: ignore[operator]
         tokenizer.save_pretrained(str(folder))
 
     def _no_scores(self) -> TokenScores:

@@ -12,10 +12,11 @@ from logitless.train.block_metrics import (
     value_metrics,
 )
 from logitless.train.collector import Collector
-from logitless.train.config import GpuEngineSection, RolloutSection
+from logitless.train.config import AutoEngineSection, GpuEngineSection, RolloutSection
 from logitless.train.journal import Journal
 from logitless.train.learner import Learner
 from logitless.train.metrics import Numbers
+from logitless.train.parity import check_parity, parity_metrics
 from logitless.train.sampled import check_same, sampled_scores
 from logitless.types import TokenScores
 
@@ -59,13 +60,17 @@ def prepare(collector: Collector, learner: Learner, journal: Journal) -> Prepare
         sampled = None
     recount = sampled is not None and done % _recount_every(collector.options) == 0
     with journal.phase("scoring") as seconds:
-        scored = learner.score(packed, None if recount else sampled)
-    passes = (sampled is None or recount) + (scored.logp_ref is not None)
+        scored = learner.score(packed, judged.trained, sampled, recount=recount)
+    passed = sampled is None or recount
     if sampled is not None and recount:
         metrics["sampler/mismatched_tokens"] = check_same(sampled, TokenScores(scored.logp_old, scored.entropy_old))
+    if (sampled is None or recount) and not collector.options.sampling.filters_distribution:
+        found = parity_metrics(scored, judged.trained, version=learner.version)
+        metrics |= found
+        check_parity(found, collector.options.parity, journal.message)
     block = learner.with_advantages(scored, judged.trained)
     advantages = advantages_of(block, judged)
-    metrics |= scoring_metrics(scored, passes=passes, seconds=seconds[0])
+    metrics |= scoring_metrics(scored, passed=passed, seconds=seconds[0])
     metrics |= advantage_metrics(advantages, learner.algorithm.advantage) | value_metrics(block)
     journal.write_rollouts(done + 1, judged, advantages)
     return Prepared(judged, block, metrics)
@@ -73,4 +78,5 @@ def prepare(collector: Collector, learner: Learner, journal: Journal) -> Prepare
 
 def _recount_every(options: RolloutSection) -> int:
     """Blocks after which sampled scores are compared with a pass; each of them for an engine that no recipe names."""
-    return options.engine.recount_every if isinstance(options.engine, GpuEngineSection) else 1
+    engine = options.engine
+    return engine.recount_every if isinstance(engine, GpuEngineSection | AutoEngineSection) else 1

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from logitless.errors import CheckpointError, ConfigurationError
+from logitless.errors import CheckpointError, ConfigurationError, DataError
 from logitless.train.run_folder import RunFolder, write_atomically
 from logitless.types import Prompt
 
@@ -92,6 +92,22 @@ def digest_of_file(path: Path) -> str:
     """SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_of_log(folder: Path) -> str:
+    """SHA-256 of a run's log: of the digests of its blocks, in order.
+
+    Raises:
+        DataError: there is none.
+    """
+    files = sorted(folder.glob("block-*.json"))
+    if not files:
+        raise DataError(
+            needed=f"a log of collected blocks at {folder}",
+            given="none",
+            remedy="Name the folder of a run with rollout.staleness above 0, or a file of completions.",
+        )
+    return hashlib.sha256("".join(map(digest_of_file, files)).encode()).hexdigest()
 
 
 def _shown(value: object) -> str:

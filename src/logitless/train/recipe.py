@@ -43,7 +43,7 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 
 PATHS = (
     *("data.train.path", "data.held_out.path", "warm_start.data.path"),
-    *("rollout.engine.path", "value_head.source"),
+    *("rollout.engine.path", "rollout.engine.api_key_file", "rollout.engine.weights.path", "value_head.source"),
 )
 """Keys whose value is the path of a file that the run reads."""
 

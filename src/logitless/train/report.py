@@ -1,5 +1,8 @@
 """``report.html``: one self-contained page on a run, finished or not; it loads nothing and runs no script.
 
+Each plot has its values as a table below it, and each of some sampled groups a page of its own inside the page, opened
+by its address (``#block-12-group-3``), with its completions side by side.
+
 Everything is read from the run folder. What a run did not record has no plot; a run without a summary is described by
 its metrics. Texts of prompts and completions are shown escaped, whatever they hold.
 """
@@ -9,8 +12,9 @@ import html
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,9 @@ from logitless.train.plots import Line, Number, bar_plot, heat_map, line_plot
 from logitless.train.run_folder import RunFolder, open_run_folder, write_atomically
 
 _MAX_PROMPT_CHARACTERS, _MAX_COMPLETION_CHARACTERS = 240, 1500
+_GROUP_CHARACTERS = 6000
+_GROUP_BLOCKS, _GROUPS_OF_BLOCK = 5, 4
+_TABLE_ROWS = 25
 _HISTOGRAM_BINS = 12
 
 
@@ -68,11 +75,12 @@ def _page(folder: RunFolder) -> str:
         _cost(records, summary),
         _graders(records),
         _samples(rollouts),
+        _group_pages(folder, rollouts.blocks),
         f"<section><h2>Recipe</h2><details><summary>config.yaml</summary><pre>{html.escape(config_text)}</pre>"
         "</details></section>",
     ]
     name = html.escape(folder.path.name)
-    return f"{_BEFORE.replace('TITLE', name)}{''.join(sections)}{_AFTER}"
+    return f"{BEFORE.replace('TITLE', name)}{''.join(sections)}{AFTER}"
 
 
 def _mapping(text: str) -> dict[str, Any]:
@@ -190,12 +198,15 @@ class _Curves:
 
 
 _FRACTION = {"y_label": "fraction", "unit_interval": True}
+_EXACT = {"smooth": False}
+"""Of numbers that are not drawn at random."""
+
 _CURVES = (
     _Curves(
         "Held-out accuracy",
         "Held-out completions that count as correct, under the evaluation's sampling settings.",
         {"evaluation/accuracy": "accuracy"},
-        _FRACTION,
+        _FRACTION | _EXACT,
     ),
     _Curves(
         "KL to the reference",
@@ -203,7 +214,9 @@ _CURVES = (
         {"kl_ref/k3_mean": "mean", "kl_ref/k3_p95": "95th percentile"},
         {"y_label": "nat per token"},
     ),
-    _Curves("KL coefficient", "Beta, as the controller moved it.", {"kl_ref/beta": "beta"}, {"y_label": "beta"}),
+    _Curves(
+        "KL coefficient", "Beta, as the controller moved it.", {"kl_ref/beta": "beta"}, {"y_label": "beta"} | _EXACT
+    ),
     _Curves(
         "Entropy",
         "Of the policy's next-token distribution, mean over trained tokens.",
@@ -263,7 +276,10 @@ _CURVES = (
         {"y_label": "norm"},
     ),
     _Curves(
-        "Learning rate", "Of each step.", {"optimizer/learning_rate": "learning rate"}, {"y_label": "learning rate"}
+        "Learning rate",
+        "Of each step.",
+        {"optimizer/learning_rate": "learning rate"},
+        {"y_label": "learning rate"} | _EXACT,
     ),
 )
 
@@ -280,8 +296,8 @@ def _curves(records: Sequence[Mapping[str, Any]], target: Number | None) -> str:
     cards = []
     for curves in (reward, *_CURVES):
         level = ("target", target) if target is not None and curves.title == "KL to the reference" else None
-        cards.append(_card(curves.title, curves.caption, _plot(records, curves, level=level)))
-    return _grid("Training", cards)
+        cards.append(_drawn(records, curves, level=level))
+    return grid_of("Training", cards)
 
 
 def _over_blocks(rollouts: _Rollouts) -> str:
@@ -302,7 +318,7 @@ def _over_blocks(rollouts: _Rollouts) -> str:
             value_label="pass rate",
         )
         cards.append(_card("Constraints over time", "Pass rate of each constraint in each block.", plot))
-    return _grid("Blocks", cards)
+    return grid_of("Blocks", cards)
 
 
 def _histograms(by_block: Mapping[int, Sequence[float]]) -> str | None:
@@ -336,14 +352,14 @@ def _cost(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> s
         {"y_label": "token/s", "log": True},
     )
     cards = [
-        _card(throughput.title, throughput.caption, _plot(records, throughput)),
+        _drawn(records, throughput),
         _card(
             "Time by phase",
             "Seconds of the whole run.",
             bar_plot(seconds, x_label="seconds") if isinstance(seconds, dict) and seconds else None,
         ),
     ]
-    return _grid("Cost", cards)
+    return grid_of("Cost", cards)
 
 
 def _graders(records: Sequence[Mapping[str, Any]]) -> str:
@@ -358,7 +374,7 @@ def _graders(records: Sequence[Mapping[str, Any]]) -> str:
         return ""
     statuses = ("graded", "spoiled", "error", "timeout", "missing")
     rows = [[function, *(str(totals[function][status]) for status in statuses)] for function in totals]
-    return f"<section><h2>Verdicts</h2>{_table(['function', *statuses], rows)}</section>"
+    return f"<section><h2>Verdicts</h2>{table_of(['function', *statuses], rows)}</section>"
 
 
 def _samples(rollouts: _Rollouts) -> str:
@@ -376,40 +392,124 @@ def _samples(rollouts: _Rollouts) -> str:
         ]
         for row in chosen
     ]
-    table = _table(["block", "prompt", "completion", "reward", "advantage", "tokens"], rows)
+    table = table_of(["block", "prompt", "completion", "reward", "advantage", "tokens"], rows)
     note = "The best and the worst completion of the first prompts, in the first and in the last block."
-    return f"<section><h2>Samples</h2><p class=note>{note}</p>{table}</section>"
+    return f"<section class=samples><h2>Samples</h2><p class=note>{note}</p>{table}</section>"
 
 
-def _plot(
-    records: Sequence[Mapping[str, Any]], curves: _Curves, *, level: tuple[str, Number] | None = None
-) -> str | None:
-    """A plot of those metrics that the run has, or None."""
+def _group_pages(folder: RunFolder, blocks: Sequence[int]) -> str:
+    """A list of groups of a few blocks, and the page of each."""
+    if not blocks:
+        return ""
+    count = min(len(blocks), _GROUP_BLOCKS)
+    chosen = [blocks[round((len(blocks) - 1) * number / max(1, count - 1))] for number in range(count)]
+    links, pages = [], []
+    for block in chosen:
+        groups = list(_by_group(folder.read_block(block)))[:_GROUPS_OF_BLOCK]
+        names = [f"block-{block}-group-{number}" for number in range(1, len(groups) + 1)]
+        described = (
+            f'<a href="#{name}">group {number}, {_rewards_in_words(group)}</a>'
+            for number, (name, group) in enumerate(zip(names, groups, strict=True), start=1)
+        )
+        links.append(f"<li>block {block}: {' · '.join(described)}</li>")
+        pages += [_group_page(name, group) for name, group in zip(names, groups, strict=True)]
+    note = "Some groups with all their completions; any other: <code>logitless show RUN --block N --group N</code>"
+    listed = f"<p class=note>{note}</p><ul class=groups>{''.join(links)}</ul>"
+    return f"<section id=groups><h2>Groups</h2>{listed}</section>{''.join(pages)}"
+
+
+def _by_group(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    for _, group in groupby(rows, key=lambda row: (row.get("group"), row["prompt_id"])):
+        yield list(group)
+
+
+def _rewards_in_words(group: Sequence[Mapping[str, Any]]) -> str:
+    rewards = [row["reward"] for row in group if row["reward"] is not None]
+    if not rewards:
+        return "no reward"
+    low, high = min(rewards), max(rewards)
+    return f"rewards {_short(low)}" if low == high else f"rewards {_short(low)} to {_short(high)}"
+
+
+def _group_page(name: str, group: Sequence[Mapping[str, Any]]) -> str:
+    """The prompt, and below it every completion, the best first."""
+    ranked = sorted(group, key=lambda row: -math.inf if row["reward"] is None else -row["reward"])
+    cards = []
+    for row in ranked:
+        facts = [
+            f"reward {_short(row['reward'])}",
+            f"advantage {_short(row['advantage'])}",
+            f"{row['num_tokens']} tokens",
+        ]
+        facts += ["cut at the limit"] if row["finish_reason"] == "length" else []
+        said = [
+            f"{function}: {verdict['status']} {_short(verdict['score'])}"
+            for function, verdict in json.loads(row["verdicts"]).items()
+        ]
+        cards.append(
+            f"<article><p class=facts>{html.escape(', '.join(facts))}</p>"
+            f"<pre>{html.escape(_shortened(row['completion'], _GROUP_CHARACTERS))}</pre>"
+            f"<p class=note>{html.escape('; '.join(said))}</p></article>"
+        )
+    title = html.escape(name.replace("-", " ").replace(" group", ", group"))
+    prompt = html.escape(_shortened(group[0]["prompt"], _GROUP_CHARACTERS))
+    return (
+        f'<section class=page id="{name}"><p><a href="#groups">← back to the run</a></p><h2>{title}</h2>'
+        f"<pre class=prompt>{prompt}</pre><div class=side>{''.join(cards)}</div></section>"
+    )
+
+
+def _drawn(records: Sequence[Mapping[str, Any]], curves: _Curves, *, level: tuple[str, Number] | None = None) -> str:
+    """The card of those metrics that the run has, with their values; empty without any."""
     lines = []
     for name, label in curves.labels.items():
         points = [(record["step"], record[name]) for record in records if name in record]
         if any(y is not None for _, y in points):
             lines.append(Line(label, tuple(x for x, _ in points), tuple(y for _, y in points)))
-    return line_plot(lines, x_label="optimizer step", level=level, **curves.options) if lines else None
+    return card_of(curves.title, curves.caption, lines, level=level, **curves.options) if lines else ""
 
 
-def _card(title: str, caption: str, plot: str | None) -> str:
+def card_of(title: str, caption: str, lines: Sequence[Line], **options: Any) -> str:
+    """A plot over the optimizer steps with its values below it.
+
+    Args:
+        title, caption: of the card.
+        lines: at least one.
+        options: of ``line_plot``.
+    """
+    plot = line_plot(lines, x_label="optimizer step", **options)
+    return _card(title, caption, plot, _values(lines))
+
+
+def _values(lines: Sequence[Line]) -> str:
+    """Some points of each line, the first and the last among them, as a folded table."""
+    by_line = [dict(zip(line.x, line.y, strict=True)) for line in lines]
+    steps = sorted({step for values in by_line for step in values})
+    if len(steps) > _TABLE_ROWS:
+        last = len(steps) - 1
+        steps = [steps[round(last * row / (_TABLE_ROWS - 1))] for row in range(_TABLE_ROWS)]
+    rows = [[f"{step:g}", *(_short(values.get(step)) for values in by_line)] for step in steps]
+    table = table_of(["step", *(line.label for line in lines)], rows)
+    return f"<details class=values><summary>values</summary>{table}</details>"
+
+
+def _card(title: str, caption: str, plot: str | None, below: str = "") -> str:
     if plot is None:
         return ""
     source = base64.b64encode(plot.encode()).decode()
     title, caption = html.escape(title), html.escape(caption)
     return (
         f"<figure><h3>{title}</h3><figcaption>{caption}</figcaption>"
-        f'<img alt="{title}" src="data:image/svg+xml;base64,{source}"></figure>'
+        f'<img alt="{title}" src="data:image/svg+xml;base64,{source}">{below}</figure>'
     )
 
 
-def _grid(title: str, cards: Iterable[str]) -> str:
+def grid_of(title: str, cards: Iterable[str]) -> str:
     drawn = "".join(cards)
     return f"<section><h2>{html.escape(title)}</h2><div class=grid>{drawn}</div></section>" if drawn else ""
 
 
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table_of(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
     body = "".join(f"<tr>{''.join(f'<td><div>{html.escape(cell)}</div></td>' for cell in row)}</tr>" for row in rows)
     return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
@@ -436,39 +536,64 @@ def _shortened(text: str, limit: int) -> str:
     return f"{text[:head]} […{len(text) - limit} characters…] {text[head - limit :]}"
 
 
-_BEFORE = """<!doctype html>
+BEFORE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>TITLE</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
 <style>
-:root { --ink: #0f172a; --soft: #64748b; --line: #e2e8f0; --paper: #f8fafc; }
+:root { color-scheme: light dark; --ink: #0f172a; --soft: #64748b; --line: #e2e8f0; --paper: #f8fafc; --card: #fff;
+  --head: #f1f5f9; --link: #2563eb; }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 2rem 1.5rem 4rem; max-width: 1180px; background: var(--paper); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
-h1 { margin: 0; font-size: 1.9rem; letter-spacing: -0.02em; }
+h1 { margin: 0; font-size: 1.9rem; letter-spacing: -0.02em; overflow-wrap: anywhere; }
 header p, .note, figcaption { margin: 0.1rem 0 0; color: var(--soft); }
 h2 { margin: 2.4rem 0 0.8rem; font-size: 1.15rem; }
 h3 { margin: 0; font-size: 0.98rem; }
+a { color: var(--link); }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 0.9rem; margin-top: 1.4rem; }
-.tile, figure, table, details { background: #fff; border: 1px solid var(--line); border-radius: 10px; }
+.tile, figure, table, details, article { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
 .tile { padding: 0.8rem 1rem; color: var(--soft); }
 .value { color: var(--ink); font-size: 1.55rem; font-weight: 650; letter-spacing: -0.01em; white-space: nowrap; }
 .value small { color: var(--soft); font-size: 1rem; font-weight: 400; }
 .grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 440px), 1fr)); gap: 0.9rem; }
-figure { margin: 0; padding: 0.9rem 1rem 0.6rem; }
+figure { margin: 0; padding: 0.9rem 1rem 0.6rem; min-width: 0; }
 figcaption { font-size: 0.85rem; }
 figure img { display: block; width: 100%; margin-top: 0.5rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: separate; border-spacing: 0; width: 100%; font-size: 0.88rem; overflow: hidden; }
-th { background: #f1f5f9; text-align: left; font-weight: 600; }
+th { background: var(--head); text-align: left; font-weight: 600; }
 th, td { padding: 0.45rem 0.7rem; border-bottom: 1px solid var(--line); vertical-align: top; }
 tbody tr:last-child td { border-bottom: 0; }
 td div { max-height: 10.5em; overflow-y: auto; }
 td { white-space: pre-wrap; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
+.samples td:nth-child(2), .samples td:nth-child(3) { min-width: 14rem; }
 td:not(:nth-child(2)):not(:nth-child(3)) { white-space: nowrap; }
 details { padding: 0.6rem 1rem; }
+details.values { border: 0; padding: 0.2rem 0 0; font-size: 0.85rem; color: var(--soft); }
+.values td, .values th { padding: 0.15rem 0.6rem; }
 summary { cursor: pointer; }
-pre { overflow-x: auto; font-size: 0.85rem; }
+pre { overflow-x: auto; font-size: 0.85rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+.groups { padding-left: 1.1rem; line-height: 1.9; }
+.page { display: none; }
+.page:target { display: block; }
+.side { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr)); gap: 0.9rem; }
+article { padding: 0.7rem 1rem; min-width: 0; }
+article pre { max-height: 24em; overflow-y: auto; }
+.facts { margin: 0; font-weight: 600; font-size: 0.88rem; }
+@media (max-width: 600px) { body { padding: 1rem 0.6rem 3rem; } figure { padding: 0.7rem 0.5rem 0.4rem; } }
+@media screen and (prefers-color-scheme: dark) {
+  :root { --ink: #e2e8f0; --soft: #94a3b8; --line: #334155; --paper: #0f172a; --card: #1e293b; --head: #273449;
+    --link: #93c5fd; }
+  figure img { filter: invert(0.93) hue-rotate(180deg); }
+}
+@media print {
+  body { max-width: none; padding: 0; background: #fff; }
+  .grid { grid-template-columns: 1fr 1fr; }
+  figure, .tile, tr, article { break-inside: avoid; }
+  .scroll, td div, article pre { overflow: visible; max-height: none; }
+  details.values, .groups { display: none; }
+}
 </style></head><body>
 """
-_AFTER = "</body></html>\n"
+AFTER = "</body></html>\n"

@@ -1,5 +1,7 @@
 """A run from its recipe: made anew, or continued from its latest checkpoint."""
 
+import hashlib
+import json
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -7,19 +9,23 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.ranks import Ranks
 from logitless.errors import ConfigurationError
+from logitless.models.activations import fit_activations
 from logitless.models.lora import frozen_copy
 from logitless.models.value_head import ValueHead, save_value_head
 from logitless.objective.algorithm import Algorithm
-from logitless.rollout.environment import Environment, SingleTurn
+from logitless.rollout.environment import Driver, Environment
+from logitless.rollout.environments import environment_of
+from logitless.rollout.tool_environment import tools_of
 from logitless.seeds import derived_seed
+from logitless.train.ahead import LOG, collector_of
 from logitless.train.checkpoint import Checkpoint, checkpoints, clear_remains, damaged, load_checkpoint
-from logitless.train.checks import check_before_start
-from logitless.train.collector import Collector
+from logitless.train.checks import check_arrangement, check_before_start, scores_all_rows
 from logitless.train.config import Recipe, RecordedEngineSection
 from logitless.train.engines import Engines, open_engines
 from logitless.train.evaluate import evaluation_of
@@ -30,7 +36,8 @@ from logitless.train.loop import Loop
 from logitless.train.optimizer import implementation
 from logitless.train.plan import check_disk, disk
 from logitless.train.policy import AdaptersOff, Policy, Scorer
-from logitless.train.provenance import digest_of_file, digest_of_prompts, record_start
+from logitless.train.provenance import digest_of_file, digest_of_log, digest_of_prompts, record_start
+from logitless.train.provenance import environment as made_with
 from logitless.train.recipe import dump_recipe, load_recipe
 from logitless.train.report import write_report
 from logitless.train.run_folder import (
@@ -50,6 +57,7 @@ from logitless.train.setup import (
     effects,
     policy_model,
     rewards_of,
+    section_for,
     set_process,
     tokenizer_of,
     value_head_of,
@@ -67,7 +75,7 @@ def start(
     numbered: bool = False,
     resume: bool = False,
     open_engines: OpenEngines = open_engines,
-    environment: Environment | None = None,
+    environment: Environment | Driver | None = None,
     ranks: Ranks = Ranks.alone(),
 ) -> tuple[RunFolder, bool]:
     """Run a recipe, or continue it.
@@ -79,7 +87,7 @@ def start(
             with, but for its number of blocks, its output folder, checkpoints and writers.
         open_engines: what opens the engines, from the recipe, the model and its tokenizer; for engines that no recipe
             names.
-        environment: what answers the policy; None for single turns.
+        environment: what answers the policy, its messages with their tokens; None for the recipe's.
         ranks: that train together; each calls this with the same recipe, and the first one writes.
 
     Returns:
@@ -89,9 +97,23 @@ def start(
         LogitlessError: anything that is wrong with the recipe, the data, the model or the machine, and a run that
             cannot go on.
     """
+    parallel = recipe.parallel
+    arrangement = Arrangement.of(
+        ranks.world,
+        replicate=parallel.replicate,
+        shard=parallel.shard,
+        sequence=parallel.sequence,
+        whole=parallel.deterministic,
+    )
+    check_arrangement(recipe, arrangement)
+    ranks = ranks.arranged(arrangement)
+    built = recipe.model_copy(update={"model": section_for(recipe.model, arrangement)})
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
     tokenizer = tokenizer_of(recipe.model)
-    data = data_of(recipe, tokenizer)
+    if environment is None:
+        environment = environment_of(recipe.rollout.environment, tokenizer)
+    data = data_of(recipe, tokenizer, tools_of(environment))
+    _check_same_on_all(ranks, recipe, data)
     rewards = rewards_of(recipe, [*data.train, *data.held_out])
     algorithm = algorithm_of(recipe)
     check_writers(recipe.writers)
@@ -107,7 +129,7 @@ def start(
             if ranks.of_first(not folder.is_failed_start() or bool(checkpoints(folder.checkpoints))):
                 saved = load_checkpoint(folder.checkpoints)
         warm = path / WARM_START
-        model = _model(recipe, tokenizer, warm if saved is not None and warm.exists() else None)
+        model = _model(built, tokenizer, warm if saved is not None and warm.exists() else None)
         check_before_start(recipe, data, model)
         if ranks.is_first:
             check_disk(recipe, disk(recipe, model, value_head_of(recipe, algorithm, model)), path)
@@ -137,17 +159,38 @@ def start(
         )
         for writer in writers:
             stack.callback(writer.close)
-        policy, reference = _policies(recipe, algorithm, tokenizer, data, folder, view, model, ranks)
+        policy, reference = _policies(built, algorithm, tokenizer, data, folder, view, model, ranks)
         del model
         ranks.copy_of_first(policy.held().values())
         policy.round_masters()
+        if arrangement.is_sharded:
+            mesh = arrangement.mesh(policy.device.type)
+            policy.shard(mesh)
+            if isinstance(reference, Policy):
+                reference.shard(mesh, on_host=parallel.reference == "host")
+            all_rows = scores_all_rows(recipe, arrangement, policy)
+            for each in (policy, reference):
+                if isinstance(each, Policy):
+                    each.all_rows = all_rows
+        if ranks.sequence is not None:
+            for each in (policy, reference):
+                if isinstance(each, Policy):
+                    each.share_sequences(ranks.sequence)
+        if ranks.world > 1:
+            view.message(f"{ranks.world} processes: {arrangement.words}")
+        if built.model.layers != recipe.model.layers:
+            view.message("layers transformers' own, for weights or sequences are split over processes")
         journal = Journal(folder, view, writers, policy.device, ranks)
         weights = {r.name: r.weight for r in rewards}
         learner = Learner(recipe, algorithm, policy, reference, reward_weights=weights, ranks=ranks)
-        environment = environment or SingleTurn()
-        collector = Collector(
-            data.train, engines.training, environment, rewards, recipe.rollout, seed=recipe.seed, ranks=ranks
+        collector = collector_of(
+            recipe,
+            folder.path,
+            *(data.train, engines.training, environment, rewards, recipe.rollout),
+            seed=recipe.seed,
+            ranks=ranks,
         )
+        stack.callback(collector.close)
         evaluation = evaluation_of(recipe, engines.evaluation, environment, data.held_out, rewards, ranks)
         loop = Loop(recipe, collector, learner, evaluation, journal)
         view.message(f"optimizer AdamW ({implementation(learner.optimizer)})")
@@ -158,8 +201,10 @@ def start(
                 view.message("no checkpoint yet: from the beginning")
             journal.seconds["start"] = time.perf_counter() - began
         complete = loop.run()
-        if complete and ranks.is_first:
-            _export(policy, tokenizer, folder)
+        if complete:
+            state = policy.whole_state(keep=ranks.is_first)
+            if ranks.is_first:
+                _export(policy, tokenizer, folder, state)
         progress = learner.progress
         counts = {"blocks": progress.block, "steps": progress.step, "skipped_steps": progress.skipped}
         journal.write_summary({"name": recipe.name, **counts})
@@ -197,7 +242,13 @@ def _policies(
 
     def policy_of(model: nn.Module, value_head: ValueHead | None = None) -> Policy:
         autocast = None if section.autocast is None else getattr(torch, section.autocast)
-        return Policy(model, autocast=autocast, memory_budget=recipe.train.head_memory_budget, value_head=value_head)
+        return Policy(
+            model,
+            autocast=autocast,
+            memory_budget=recipe.train.head_memory_budget,
+            value_head=value_head,
+            share_prompts=recipe.train.share_prompts,
+        )
 
     for line in effects(section, device_of(section), model):
         view.message(line)
@@ -210,12 +261,19 @@ def _policies(
         ranks.barrier()
         model = after_warm_start(section, model, seed=recipe.seed)
     policy = policy_of(model, value_head_of(recipe, algorithm, model))
+    if policy.unshared_because is not None:
+        view.message(f"prompts are read for each completion: {policy.unshared_because}")
     reference: Scorer | None = None
     if recipe.kl is not None:
         if section.lora is None:
             reference = policy_of(frozen_copy(model, dtype=getattr(torch, section.dtype)))
         else:
             reference = AdaptersOff(policy)
+    if recipe.train.activation_memory is not None:  # after the reference, which is a copy and keeps nothing
+        plan = fit_activations(
+            model, num_tokens=recipe.train.tokens_per_micro_batch, budget=recipe.train.activation_memory
+        )
+        view.message(f"activations: {plan}")
     if policy.value_head is not None:
         num_weights = sum(p.numel() for p in policy.value_head.parameters())
         factor = value_head_section(recipe).learning_rate_factor
@@ -223,9 +281,11 @@ def _policies(
     return policy, reference
 
 
-def _export(policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: RunFolder) -> None:
+def _export(
+    policy: Policy, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, state: dict[str, Tensor] | None
+) -> None:
     """Leave what was trained in the formats that other programs read."""
-    write_folder_atomically(folder.model, lambda path: policy.save(path, tokenizer))
+    write_folder_atomically(folder.model, lambda path: policy.save(path, tokenizer, state))
     if policy.value_head is not None:
         save_value_head(policy.value_head, folder.value_head)
 
@@ -240,6 +300,20 @@ def _progress(saved: Checkpoint | None) -> dict[str, int]:
         raise damaged(saved.folder, error) from error
 
 
+def _check_same_on_all(ranks: Ranks, recipe: Recipe, data: Data) -> None:
+    """Refuse ranks that read another recipe or other data, or run another version."""
+    text = json.dumps(recipe.model_dump(mode="json"), sort_keys=True)
+    versions = made_with(torch.device("cpu"))["packages"]
+    ranks.check_same(
+        {
+            "recipe": hashlib.sha256(text.encode()).hexdigest(),
+            **{f"data ({name})": digest for name, digest in _digests(recipe, data).items()},
+            **{f"version of {name}": version for name, version in versions.items()},
+        },
+        remedy="Start every process with the same command, files and environment.",
+    )
+
+
 def _digests(recipe: Recipe, data: Data) -> dict[str, str]:
     """Of everything that the run reads as it goes."""
     found = {
@@ -249,14 +323,16 @@ def _digests(recipe: Recipe, data: Data) -> dict[str, str]:
     }
     engine = recipe.rollout.engine
     if isinstance(engine, RecordedEngineSection):
-        found["completions"] = digest_of_file(Path(engine.path))
+        path = Path(engine.path)
+        found["completions"] = digest_of_log(path / LOG) if path.is_dir() else digest_of_file(path)
     return found
 
 
-_MAY_CHANGE = {"output", "checkpoint", "writers"}
-_KNOWN_BY_DIGEST = (  # where it stands may change, what is in it not
+_MAY_CHANGE = {"output", "checkpoint", "writers", "parallel"}
+_MAY_MOVE = (  # where it stands may change; what is in a file not, which its digest says
     *("model.tokenizer", "data.train.path", "data.held_out.path"),
     *("warm_start.data.path", "rollout.engine.path"),
+    *(f"rollout.engine.{key}" for key in ("urls", "api_key_file", "api_key_variable", "give_up_seconds")),
 )
 
 
@@ -267,7 +343,7 @@ def _check_same(before: Recipe, now: Recipe) -> None:
     def fixed(recipe: Recipe) -> dict[str, Any]:
         kept = {k: v for k, v in recipe.model_dump(mode="json").items() if k not in _MAY_CHANGE}
         kept["train"].pop("blocks")
-        for key in _KNOWN_BY_DIGEST:
+        for key in _MAY_MOVE:
             *sections, last = key.split(".")
             at: Any = kept
             for section in sections:

@@ -5,7 +5,8 @@
         provenance.json                 versions, device, commit of each start, digests of the data
         lock.json                       while a process writes here
         metrics.jsonl                   one line an optimizer step, see docs/metrics.md
-        rollouts/block-000012.parquet   one row a completion
+        rollouts/part-000001.parquet    one data set in a few files, one row a completion, see docs/rollouts.md
+        collected/block-000012.json     under rollout.staleness: what was drawn, see ahead.py
         checkpoints/                    see checkpoint.py
         tensorboard/
         model/                          at the end: Hugging Face format, for from_pretrained (an adapter under LoRA)
@@ -17,21 +18,20 @@ A file is written beside its place, flushed to disk and renamed. ``metrics.jsonl
 its last line, which is then left out when it is read and removed when the run goes on.
 """
 
-import io
 import json
 import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 from safetensors import SafetensorError
 
 from logitless.errors import CheckpointError, ConfigurationError, DataError, InputError, TrainingError
+from logitless.train import rollout_data
 from logitless.train.checkpoint import checkpoints, is_first
 from logitless.train.metrics import Line, check_names
 from logitless.train.run_lock import LOCK
@@ -66,7 +66,7 @@ class RunFolder:
 
     @property
     def rollouts(self) -> Path:
-        """One Parquet file a block."""
+        """The data set of completions: every ``*.parquet`` in it is a part."""
         return self.path / "rollouts"
 
     @property
@@ -114,8 +114,7 @@ class RunFolder:
         found = {path.name for path in self.path.iterdir() if path.name not in (LOCK, "rollouts", "checkpoints")}
         if found and not (self.config.name in found and found <= _WRITTEN_FIRST):
             return False
-        blocks = [path.name for path in self.rollouts.glob("*.parquet")]
-        return blocks in ([], [_rollouts_name(1)]) and all(map(is_first, checkpoints(self.checkpoints)))
+        return self.rollout_blocks() in ([], [1]) and all(map(is_first, checkpoints(self.checkpoints)))
 
     def remove_after_failed_start(self, kind: type[BaseException] | None, *rest: object) -> None:
         """As an exit of a context: after an error before anything was rolled out, leave nothing."""
@@ -190,10 +189,9 @@ class RunFolder:
     def write_rollouts(
         self, block: int, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]] | None = None
     ) -> Path:
-        """Write every completion of a block with what was said of it.
+        """Add every completion of a block with what was said of it to the run's data set (docs/rollouts.md).
 
-        Columns: ``block``, ``prompt_id``, ``prompt``, ``completion``, ``num_tokens``, ``finish_reason``, ``reward``,
-        ``advantage``, ``verdicts`` (JSON: by function, status, score, detail and message) and ``reward/<function>``.
+        Rows of this block and of later ones, which a run that goes on samples again, are replaced.
 
         Args:
             block: from 1.
@@ -213,44 +211,55 @@ class RunFolder:
                 f"{[len(group.completions) for group in groups]}",
                 remedy="Give None for a completion without an advantage.",
             )
-        functions = list(dict.fromkeys(name for group in groups for verdicts in group.verdicts for name in verdicts))
         rows = [
             {
                 "block": block,
+                "group": number,
+                "sample": sample,
                 "prompt_id": group.prompt.id,
                 "prompt": group.prompt.text,
                 "completion": completion.text,
                 "num_tokens": completion.length,
                 "finish_reason": completion.finish_reason,
+                "weights_version": completion.weights_version,
                 "reward": reward,
                 "advantage": advantage,
                 "verdicts": json.dumps({name: asdict(verdict) for name, verdict in verdicts.items()}),
-                **{f"reward/{name}": verdicts[name].score if name in verdicts else None for name in functions},
+                "num_turns": 1 if completion.turn is None else 1 + max(completion.turn, default=0),
+                "conversation": None if messages is None else json.dumps(messages, default=str),
+                **{f"reward/{name}": verdict.score for name, verdict in verdicts.items()},
             }
-            for group, of_group in zip(groups, advantages, strict=True)
-            for completion, verdicts, reward, advantage in zip(
-                group.completions, group.verdicts, group.rewards, of_group, strict=True
+            for number, (group, of_group) in enumerate(zip(groups, advantages, strict=True), start=1)
+            for sample, (completion, verdicts, reward, advantage, messages) in enumerate(
+                zip(
+                    group.completions,
+                    group.verdicts,
+                    group.rewards,
+                    of_group,
+                    group.conversations or [None] * len(group.completions),
+                    strict=True,
+                ),
+                start=1,
             )
         ]
-        schema = pyarrow.schema([*_ROLLOUT_COLUMNS, *((f"reward/{name}", pyarrow.float64()) for name in functions)])
-        buffer = io.BytesIO()
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), buffer, compression="zstd")
-        path = self.rollouts / _rollouts_name(block)
-        write_atomically(path, buffer.getvalue())
-        return path
+        try:
+            return rollout_data.append(self.rollouts, block, rows, write_atomically)
+        except OSError as error:
+            raise _cannot_write(self.rollouts, error) from error
 
     def read_rollouts(self) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-        """The number and the rows of each block, in order, one block in memory at a time.
+        """The number and the rows of each block, in order, one part in memory at a time.
 
         Raises:
             DataError: a file that is not Parquet.
         """
-        for block in self.rollout_blocks():
-            yield block, self.read_block(block)
+        for table in rollout_data.parts(self.rollouts):
+            for block, rows in groupby(table.to_pylist(), key=lambda row: row["block"]):
+                yield block, list(rows)
 
     def rollout_blocks(self) -> list[int]:
         """Numbers of the blocks whose completions are there, in order."""
-        return sorted(int(path.stem.removeprefix("block-")) for path in self.rollouts.glob("block-*.parquet"))
+        return rollout_data.blocks(self.rollouts)
 
     def read_block(self, block: int) -> list[dict[str, Any]]:
         """The rows of one block, one a completion; those of a group stand together.
@@ -259,46 +268,24 @@ class RunFolder:
             ConfigurationError: the block is not there.
             DataError: its file is not Parquet.
         """
-        there, path = self.rollout_blocks(), self.rollouts / _rollouts_name(block)
+        there = self.rollout_blocks()
         if block not in there:
             raise ConfigurationError(
                 needed=f"a block of {self.path}",
                 given=f"block {block}, and there are {f'{there[0]} to {there[-1]}' if there else 'none'}",
                 remedy="Name one that is there.",
             )
-        try:
-            rows: list[dict[str, Any]] = pyarrow.parquet.read_table(path).to_pylist()
-        except pyarrow.ArrowException as error:
-            raise DataError(
-                needed=f"Parquet in {path}", given=str(error), remedy="Delete this file; a run never leaves such."
-            ) from error
-        return rows
+        return rollout_data.read(self.rollouts, block)
 
 
 WARM_START = "warm_start"
 """Name of the folder with the policy as reinforcement learning began."""
 
 _WRITTEN_FIRST = {
-    *("config.yaml", "provenance.json", "metrics.jsonl", "tensorboard", "wandb", WARM_START),
+    *("config.yaml", "provenance.json", "metrics.jsonl", "tensorboard", "wandb", "collected", WARM_START),
     *(".config.yaml.partial", ".provenance.json.partial", ".metrics.jsonl.partial", ".warm_start.partial"),
 }
 """What is in a run folder before its first block is done, besides lock, rollouts and checkpoints."""
-
-_ROLLOUT_COLUMNS = (
-    ("block", pyarrow.int64()),
-    ("prompt_id", pyarrow.string()),
-    ("prompt", pyarrow.string()),
-    ("completion", pyarrow.string()),
-    ("num_tokens", pyarrow.int64()),
-    ("finish_reason", pyarrow.string()),
-    ("reward", pyarrow.float64()),
-    ("advantage", pyarrow.float64()),
-    ("verdicts", pyarrow.string()),
-)
-
-
-def _rollouts_name(block: int) -> str:
-    return f"block-{block:06d}.parquet"
 
 
 def create_run_folder(root: Path, name: str, *, unique: bool = False) -> RunFolder:

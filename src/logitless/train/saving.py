@@ -1,16 +1,17 @@
 """The state of a run as a whole: what its parts hold, into one checkpoint and out of it again."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from logitless.train import checkpoint as checkpoints
 from logitless.train.collector import Collector
 from logitless.train.journal import Journal
 from logitless.train.learner import Learner
+from logitless.train.shared_checkpoint import SharedSaver
 
 
 def save_run(
-    saver: checkpoints.BackgroundSaver,
+    saver: checkpoints.BackgroundSaver | SharedSaver,
     collector: Collector,
     learner: Learner,
     journal: Journal,
@@ -37,6 +38,22 @@ def save_run(
     )
 
 
+def halvings(records: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Steps at which a run halved its micro-batches, those after its checkpoint included, for it to repeat them.
+
+    Args:
+        records: of ``metrics.jsonl``, before what comes after the checkpoint is removed.
+
+    Example:
+        >>> halvings([{"step": 1, "optimizer/halvings": 0}, {"step": 2, "optimizer/halvings": 2}, {"step": 3}])
+        [1, 1]
+    """
+    found: list[int] = []
+    for record in records:
+        found += [record["step"] - 1] * (int(record.get("optimizer/halvings") or 0) - len(found))
+    return found
+
+
 def restore_run(
     collector: Collector, learner: Learner, journal: Journal, saved: checkpoints.Checkpoint
 ) -> Mapping[str, Any]:
@@ -55,6 +72,7 @@ def restore_run(
     try:
         of_loop = dict(saved.state["loop"])
         learner.load_state(saved.tensors, saved.state)
+        learner.progress.halvings = halvings(journal.folder.read_metrics())
         collector.load_state_dict(saved.state["collector"])
         checkpoints.restore_random(saved.tensors, saved.state["random"])
         journal.load_state_dict(saved.state["journal"])

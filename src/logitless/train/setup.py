@@ -9,7 +9,7 @@ import logging
 import os
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from logitless.data.prompts import load_prompts, without_overlap
+from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError, DataError, UnavailableError
+from logitless.models.liger_layers import install_liger_layers
 from logitless.models.lm_head import backbone, causal_lm
 from logitless.models.loading import check_vocabulary, compile_layers, disable_dropout, load_model, load_tokenizer
 from logitless.models.lora import LoraOptions, add_lora, load_adapters
@@ -88,6 +90,16 @@ _SDPA: dict[str, tuple[Callable[[bool], Any], Callable[[], Any]]] = {
     "cudnn": (torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled),
     "math": (torch.backends.cuda.enable_math_sdp, torch.backends.cuda.math_sdp_enabled),
 }
+
+
+def sdpa_allowed() -> list[str]:
+    """Kernels that scaled_dot_product_attention may choose from, as the process is set.
+
+    Example:
+        >>> "math" in sdpa_allowed()
+        True
+    """
+    return [name for name, (_, enabled) in _SDPA.items() if enabled()]
 
 
 def set_process(section: ModelSection, *, seed: int) -> None:
@@ -183,11 +195,19 @@ def after_warm_start(section: ModelSection, model: nn.Module, *, seed: int) -> n
     return model
 
 
+def section_for(section: ModelSection, arrangement: Arrangement) -> ModelSection:
+    """The section as these ranks can run it: where weights or sequences are split, ``auto`` is transformers' layers."""
+    split = arrangement.is_sharded or arrangement.sequence > 1
+    return section.model_copy(update={"layers": "transformers"}) if split and section.layers == "auto" else section
+
+
 def _finish(section: ModelSection, model: nn.Module) -> None:
     """Round what is trained to its dtype, masters keeping what was there, and exchange the layers."""
     if section.trained_dtype != "float32":
         lower_to(getattr(torch, section.trained_dtype), model.parameters())
-    if section.layers != "transformers":
+    if section.layers == "liger":
+        install_liger_layers(model)
+    elif section.layers != "transformers":
         _exchange_layers(section, model)
 
 
@@ -255,7 +275,7 @@ def effects(section: ModelSection, device: torch.device, model: nn.Module) -> li
     frozen = [p for p in model.parameters() if not p.requires_grad]
     checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     compiled = any(module._compiled_call_impl is not None for module in model.modules())
-    sdpa = [name for name, (_, enabled) in _SDPA.items() if enabled()]
+    sdpa = sdpa_allowed()
     lines = [
         f"device {device}" + (f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""),
         f"trained: {sum(p.numel() for p in trained):,} weights in {_dtypes(trained)}",
@@ -274,6 +294,8 @@ def effects(section: ModelSection, device: torch.device, model: nn.Module) -> li
 def _layers(section: ModelSection, model: nn.Module) -> str:
     if hasattr(backbone(model), "row_invariant"):
         return "row-invariant: a token has one set of bits in any packed row"
+    if section.layers == "liger":
+        return "Liger's norm, rotary embedding and gated MLP"
     reason = own_layers_because(section, model) if section.layers == "auto" else ""
     return "transformers' own" + (f", for {reason}" if reason else "")
 
@@ -282,8 +304,15 @@ def _dtypes(parameters: Sequence[nn.Parameter]) -> str:
     return ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})) or "none"
 
 
-def data_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Data:
+def data_of(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] | None = None
+) -> Data:
     """Load all prompts of a recipe; held-out texts are removed from training.
+
+    Args:
+        recipe: checked.
+        tokenizer: of the policy.
+        tools: of the environment, that prompts tell of.
 
     Raises:
         DataError: nothing is left to train on, and whatever the sources raise.
@@ -300,6 +329,7 @@ def data_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Data:
             tokenizer,
             max_prompt_tokens=section.max_prompt_tokens,
             too_long=section.too_long,
+            tools=tools,
         )
         counts[name] = dict(found.counts)
         return found.prompts
@@ -357,7 +387,7 @@ def algorithm_of(recipe: Recipe) -> Algorithm:
         preset,
         objective=replace(preset.objective, **parts, kl=penalty),
         advantage=section.advantage or preset.advantage,
-        weighting=weighting.for_rollouts_of(recipe.rollout.sampling.max_new_tokens),
+        weighting=weighting.for_rollouts_of(recipe.rollout.longest_completion),
         value_loss=section.value_loss or preset.value_loss,
         kl_control=None if kl is None else kl.control,
         kl_in_reward=kl is not None and kl.placement == "reward",

@@ -7,14 +7,15 @@ boundary, the token is another one; of tokens drawn from float32 logits that is 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from logitless.distributed.ranks import Ranks
 from logitless.rewards.combine import Unscored
 from logitless.rewards.contract import WeightedReward
 from logitless.rollout.engine import Engine
-from logitless.rollout.environment import Environment, play
+from logitless.rollout.environment import Driver, Environment, Limits
+from logitless.rollout.play import play
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.judge import judge
 from logitless.types import Completion, Group, Prompt, Verdict
@@ -23,7 +24,7 @@ from logitless.types import Completion, Group, Prompt, Verdict
 def sampled_and_judged(
     ranks: Ranks,
     engine: Engine,
-    environment: Environment,
+    environment: Environment | Driver,
     prompts: Sequence[Prompt],
     rewards: Sequence[WeightedReward],
     *,
@@ -31,6 +32,7 @@ def sampled_and_judged(
     options: SamplingOptions,
     unscored: Unscored,
     seed: int,
+    limits: Limits = Limits(),
 ) -> list[Group]:
     """The judged groups of all prompts, in order, on every rank.
 
@@ -44,11 +46,19 @@ def sampled_and_judged(
         options: of sampling.
         unscored: what a completion is worth that some of the functions could not judge.
         seed: of this round.
+        limits: of an episode.
     """
     mine = [prompts[i] for i in ranks.shared(len(prompts))]
     groups: list[Group] = []
     if mine:
-        episodes = play(engine, mine, environment, num_samples=num_samples, options=options, seed=seed)
+        if isinstance(environment, Driver):
+            mine, episodes = environment.episodes(
+                engine, mine, num_samples=num_samples, options=options, seed=seed, limits=limits
+            )
+        else:
+            episodes = play(
+                engine, mine, environment, num_samples=num_samples, options=options, seed=seed, limits=limits
+            )
         groups = judge(mine, episodes, rewards, unscored=unscored)
     if ranks.world == 1:
         return groups
@@ -57,7 +67,7 @@ def sampled_and_judged(
 
 
 def group_as_json(group: Group) -> dict[str, Any]:
-    """What was sampled and said, without the prompt, which every rank has.
+    """What was sampled and said, and of the prompt, which every rank has, the tokens that were read.
 
     Example:
         >>> prompt = Prompt("7", "2+2=", (4,))
@@ -66,21 +76,24 @@ def group_as_json(group: Group) -> dict[str, Any]:
         True
     """
     return {
+        "prompt_ids": group.prompt.token_ids,
         "completions": [asdict(completion) for completion in group.completions],
         "verdicts": [{name: asdict(verdict) for name, verdict in of.items()} for of in group.verdicts],
         "rewards": group.rewards,
         "turn_rewards": group.turn_rewards,
+        "conversations": group.conversations,
     }
 
 
 def group_of_json(prompt: Prompt, group: Mapping[str, Any]) -> Group:
     """The group that ``group_as_json`` wrote; JSON has lists where it had tuples."""
     return Group(
-        prompt,
+        replace(prompt, token_ids=tuple(group["prompt_ids"])),
         tuple(Completion(**_tuples(each)) for each in group["completions"]),
         tuple({name: Verdict(**_tuples(verdict)) for name, verdict in of.items()} for of in group["verdicts"]),
         tuple(group["rewards"]),
         tuple(tuple(of) for of in group["turn_rewards"]),
+        tuple(tuple(of) for of in group["conversations"]),
     )
 
 

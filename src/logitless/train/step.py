@@ -4,10 +4,11 @@
          + coefficient * sum over micro-batches of (value_weight * value_loss).sum()
 
 The weights belong to the step and are made before its first forward pass, so the cut into micro-batches changes memory
-and speed and nothing else.
+and speed and nothing else. Dead sequences are in no micro-batch, and count in the weights as ever; ``dead_output`` puts
+what scoring said of them into the step's numbers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from logitless.data.packing import StepPlan
 from logitless.distributed.ranks import Ranks
 from logitless.errors import InputError
+from logitless.objective.advantage import turn_index
 from logitless.objective.diagnostics import step_diagnostics
 from logitless.objective.inputs import required
 from logitless.objective.objective import BlockStatistics, Objective, ObjectiveOutput
@@ -37,14 +39,16 @@ class MicroBatch:
     Args:
         packed: what the policy scores.
         tokens: the same tokens as the objective reads them, weights included.
+        scores_itself: whether the policy, as it is now, says ``logp_old`` and ``entropy_old``, which are None then.
     """
 
     packed: PackedBatch
     tokens: TokenBatch
+    scores_itself: bool = False
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         """The same on another device."""
-        return MicroBatch(self.packed.to(device), self.tokens.to(device))
+        return replace(self, packed=self.packed.to(device), tokens=self.tokens.to(device))
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ def step_batch(
     dropped: Sequence[bool],
     num_steps: int,
     statistics: BlockStatistics | None,
+    scores_itself: bool = False,
 ) -> list[MicroBatch]:
     """The micro-batches of a step with their weights, which sum as the weighting says over the whole step.
 
@@ -87,23 +92,16 @@ def step_batch(
         dropped: one flag a sequence of the block: truncated completions whose tokens weigh 0.
         num_steps: of the epoch, for weightings with ``scope="block"``.
         statistics: of the block.
+        scores_itself: whether the step's own forward pass is to say ``logp_old``.
 
     Returns:
         One a row of the plan, on the CPU.
     """
-    counts = packed.inputs.source_counts
-    over = range(packed.num_sequences) if weighting.spans_block else plan.sequences
-    totals = replace(
-        Totals.of(tuple(counts[s] for s in over), [dropped[s] for s in over]),
-        num_steps=float(num_steps) if weighting.spans_block else 1.0,
-        num_micro_batches=max(1, sum(bool(row) for row in plan.micro_batches)),
-    )
-
-    def weights(each: Weighting, row: Sequence[int]) -> Tensor:
-        return each(tuple(counts[s] for s in row), totals, [dropped[s] for s in row], tokens.advantage.dtype)
-
+    weights = _weights_of(packed, tokens, plan, weighting, dropped=dropped, num_steps=num_steps)
     rows = plan.micro_batches
     parts = [replace(tokens.take(row), token_weight=weights(weighting, row)) for row in rows]
+    if scores_itself:
+        parts = [replace(part, logp_old=None, entropy_old=None) for part in parts]
     bonus, sizes = objective.entropy_bonus, [p.num_tokens for p in parts]
     further: dict[str, Any] = {}
     if parts and (bonus is not None or tokens.value_target is not None):
@@ -116,7 +114,85 @@ def step_batch(
         if tokens.value_target is not None:
             further["value_weight"] = torch.split(value_weight(whole), sizes)
     weighted = [replace(part, **{name: of[i] for name, of in further.items()}) for i, part in enumerate(parts)]
-    return [MicroBatch(packed.take(row), part) for row, part in zip(rows, weighted, strict=True)]
+    return [MicroBatch(packed.take(row), part, scores_itself) for row, part in zip(rows, weighted, strict=True)]
+
+
+def dead_output(
+    packed: PackedBatch,
+    tokens: TokenBatch,
+    plan: StepPlan,
+    objective: Objective,
+    weighting: Weighting,
+    *,
+    dropped: Sequence[bool],
+    num_steps: int,
+    statistics: BlockStatistics | None,
+    device: torch.device | str = "cpu",
+    ranks: Ranks = Ranks.alone(),
+) -> MicroBatchOutput | None:
+    """What the step's dead sequences add to its numbers: their loss and gradient are 0, the rest is as at scoring.
+
+    Args:
+        packed, tokens, plan, objective, weighting, dropped, num_steps, statistics: as in ``step_batch``.
+        device: of the other outputs.
+        ranks: that share them.
+
+    Returns:
+        The part of this rank; None where the step leaves out none.
+    """
+    if not plan.dead:
+        return None
+    mine = list(ranks.rows_of(plan.dead))
+    weights = _weights_of(packed, tokens, plan, weighting, dropped=dropped, num_steps=num_steps)
+    part = replace(tokens.take(mine), token_weight=weights(weighting, mine)).to(device)
+    with torch.no_grad():
+        output = objective(required(part.logp_old, "logp_old"), part.entropy_old, part, block=statistics)
+    return MicroBatchOutput(replace(output, grad_logp=torch.zeros_like(output.token_loss)))
+
+
+def _weights_of(
+    packed: PackedBatch,
+    tokens: TokenBatch,
+    plan: StepPlan,
+    weighting: Weighting,
+    *,
+    dropped: Sequence[bool],
+    num_steps: int,
+) -> Callable[[Weighting, Sequence[int]], Tensor]:
+    """The weights of some sequences of the step under a weighting, normalised as the algorithm's is."""
+    counts = packed.inputs.source_counts
+    runs = _turn_counts(packed) if weighting.counts_turns else []
+    over = range(packed.num_sequences) if weighting.spans_block else plan.sequences
+
+    def counted(each: Weighting, sequences: Sequence[int]) -> tuple[tuple[int, ...], list[bool]]:
+        """Trained tokens of what a weighting counts, sequences or turns, and whether each is dropped."""
+        of_each = [runs[s] for s in sequences] if each.counts_turns else [counts[s : s + 1] for s in sequences]
+        flags = [dropped[s] for s, of in zip(sequences, of_each, strict=True) for _ in of]
+        return tuple(n for of in of_each for n in of), flags
+
+    totals = replace(
+        Totals.of(*counted(weighting, over)),
+        num_steps=float(num_steps) if weighting.spans_block else 1.0,
+        num_micro_batches=max(1, sum(bool(row) for row in plan.micro_batches)),
+    )
+
+    def weights(each: Weighting, row: Sequence[int]) -> Tensor:
+        numbers, flags = counted(each, row)
+        return each(numbers, totals, flags, tokens.advantage.dtype)
+
+    return weights
+
+
+def _turn_counts(packed: PackedBatch) -> list[tuple[int, ...]]:
+    """Trained tokens of each turn of each sequence; none for a sequence without any."""
+    sequence = packed.sequence.cpu()
+    action = turn_index(sequence, packed.turn.cpu())
+    sizes = torch.bincount(action)
+    owner = sequence[sizes.cumsum(0) - sizes].tolist()
+    found: list[list[int]] = [[] for _ in range(packed.num_sequences)]
+    for s, size in zip(owner, sizes.tolist(), strict=True):
+        found[s].append(size)
+    return [tuple(of_turns) for of_turns in found]
 
 
 def backward(
@@ -158,19 +234,21 @@ def backward(
     outputs = []
     generator = torch.Generator().manual_seed(seed)
     for batch in micro_batches:
-        on_device = batch.to(policy.device)
-        scores = policy.scores(on_device.packed, temperature=temperature, backend=backend)
+        tokens = batch.tokens.to(policy.device)
+        scores = policy.scores(batch.packed, temperature=temperature, backend=backend)
+        if batch.scores_itself:
+            tokens = replace(tokens, logp_old=scores.logp.detach(), entropy_old=scores.entropy.detach())
         policy_output = objective(
             scores.logp,
             scores.entropy,
-            on_device.tokens,
+            tokens,
             beta=beta,
             entropy_coefficient=entropy_coefficient,
             block=statistics,
             gather=gather,
             generator=generator,
         )
-        value_output = None if value_loss is None else value_loss(required(scores.value, "value"), on_device.tokens)
+        value_output = None if value_loss is None else value_loss(required(scores.value, "value"), tokens)
         outputs.append(MicroBatchOutput(policy_output, value_output))
         outputs[-1].loss.backward()  # type: ignore[no-untyped-call]
     return outputs

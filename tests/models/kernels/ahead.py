@@ -63,6 +63,7 @@ def _type(value: Any) -> str:
         torch.float32: "fp32",
         torch.int32: "i32",
         torch.int64: "i64",
+        torch.bool: "i1",
     }
     if isinstance(value, Tensor):
         return "*" + dtypes[value.dtype]

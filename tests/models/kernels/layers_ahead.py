@@ -32,7 +32,9 @@ def main() -> None:
         for gemma in (False, True):
             for delta in (None, x):
                 norm(x, weight[0], 1e-6, delta=delta, gemma=gemma)
-                norm_backward(x, weight[0], 1e-6, x, delta, gemma=gemma, weight_needed=delta is None)
+                norm_backward(
+                    x, weight[0], 1e-6, x, delta, gemma=gemma, weight_dtype=torch.float32 if delta is None else None
+                )
         norm(x, weight[0], 1e-6, delta=x, gemma=True, after=True)
         for gelu in (False, True):
             gated(x[:, :128], x[:, 128:], gelu=gelu)

@@ -65,7 +65,7 @@ def test_gradients_of_a_norm_are_those_of_float64(gemma):
     v, w = x.double().requires_grad_(), weight.double().requires_grad_()
     out = v * (v.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * (1 + w if gemma else w)
     (out * grad + v * beside).sum().backward()
-    grad_x, grad_weight = norm_backward(x, weight, 1e-5, grad, beside, gemma=gemma, weight_needed=True)
+    grad_x, grad_weight = norm_backward(x, weight, 1e-5, grad, beside, gemma=gemma, weight_dtype=weight.dtype)
     assert relative(grad_x, v.grad) < 1e-6
     assert relative(grad_weight, w.grad) < 1e-6
 

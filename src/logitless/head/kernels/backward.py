@@ -189,26 +189,44 @@ def store_rows(
 
 
 @triton.jit
+def share_parts(num_rows, num_tiles, most, room, PROGRAMS: tl.constexpr):
+    """Into how many parts a tile's sum is cut: the fewest that do not leave programs idle for longer than more would.
+
+    Tiles come in rounds of PROGRAMS; a last round that is nearly empty takes as long as a full one. A number of parts
+    is worth it where it saves a 32nd; those of all rows must find room in ``room`` rows.
+    """
+    best = 1
+    rounds = tl.cdiv(num_tiles, PROGRAMS)
+    for parts in range(2, most + 1):
+        some = tl.cdiv(num_tiles * parts, PROGRAMS)
+        better = (some * best * 32 < rounds * parts * 31) & (num_rows * parts <= room)
+        best = tl.where(better, parts, best)
+        rounds = tl.where(better, some, rounds)
+    return best
+
+
+@triton.jit(do_not_specialize=["most", "room"])
 def row_product(
     k,  # [slots, V] of row stride k_stride, or its TMA descriptor
     w,  # [V, D] of row stride w_stride, or its TMA descriptor
     base,  # [slots, D] of row stride ``stride``, or None
-    out,  # out [rows, D] of row stride ``stride``, one after the other for several parts
+    out,  # out [rows, D] of row stride ``stride``; with SHARED [room, D] float32, the parts of all rows in turn
     row_of_slot,  # [slots], or None for the slot itself
     factor,  # [slots] float32, or None for 1
     count,  # [1] int32
-    V, D, k_stride, w_stride, stride, parts, part_stride,
-    TMA: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    V, D, k_stride, w_stride, stride, most, room,
+    SHARED: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """out[row_of_slot[j]] = factor[j] * (base[j] + sum_v k[j, v] w[v]), for j < count.
 
-    Summed over v in float32, rounded once. With several ``parts`` each sums its own share of the columns v and writes
-    it ``part_stride`` elements after the part before it.
+    Summed over v in float32, rounded once. With SHARED several programs share a tile, each with its part of the
+    columns v, and ``sum_parts`` adds up what they write.
     """
     num_rows = tl.load(count).to(tl.int32)
     num_m = tl.cdiv(num_rows, BM)
     num_n = tl.cdiv(D, BN)
+    parts = share_parts(num_rows, num_m * num_n, most, room, PROGRAMS) if SHARED else 1
     num_steps = tl.cdiv(V, BK * parts)
     for share in tl.range(tl.program_id(0), num_m * num_n * parts, PROGRAMS, flatten=TMA):
         m, n = tile_place(share // parts, num_m, num_n, GROUP)
@@ -233,7 +251,9 @@ def row_product(
                 a = a.to(tl.float32)
                 b = b.to(tl.float32)
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
-        place = out + part.to(tl.int64) * part_stride
+        place = out
+        if SHARED:
+            place += part.to(tl.int64) * num_rows * stride
         if SPLIT:
             left, right = halves(acc, BM, BN)
             cols = first + tl.arange(0, BN // 2)
@@ -244,20 +264,24 @@ def row_product(
             store_rows(acc, slot, slot_ok, cols, base, place, row_of_slot, factor, D, stride)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most", "room"])
 def sum_parts(
-    shares,  # [parts, slots, D] float32
-    parts, part_stride,
+    shares,  # [room, D] float32: the parts of all rows in turn
+    tiles_across,  # of ``row_product``, as are most and room
+    most, room,
     base,  # [slots, D] of row stride ``stride``, or None
     out,  # out [rows, D] of row stride ``stride``
     row_of_slot,  # [slots], or None for the slot itself
     factor,  # [slots] float32, or None for 1
     count,  # [1] int32
-    D, stride, BLOCK: tl.constexpr,
+    D, stride, BM: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[row_of_slot[j]] = factor[j] * (base[j] + the sum of shares[part, j] over the parts), for j < count."""
+    """out[row_of_slot[j]] = factor[j] * (base[j] + the sum of share j over the parts), for j < count."""
     slot = tl.program_id(0).to(tl.int64)
-    if slot < tl.load(count):
+    num_rows = tl.load(count).to(tl.int32)
+    if slot < num_rows:
+        parts = share_parts(num_rows, tl.cdiv(num_rows, BM) * tiles_across, most, room, PROGRAMS)
+        part_stride = tl.cast(num_rows, tl.int64) * D
         row = slot if row_of_slot is None else tl.load(row_of_slot + slot).to(tl.int64)
         scale = 1.0
         if factor is not None:

@@ -1,6 +1,7 @@
 """Kernels as functions of tensors: shapes in, grid and descriptors out. Nothing here waits for the device."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -9,8 +10,11 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from logitless.head.kernels import backward, forward
+from logitless.head.kernels import backward, forward, tiles
 from logitless.head.kernels.variants import Tile, Variant
+
+FEW_ROUNDS, FEW_PARTS = 6, 8
+"""Up to so many rounds of tiles are cut into parts, up to so many: an idle last round would weigh too much there."""
 
 LOWEST = forward.LOWEST.value
 """Bits; the least anchor there is."""
@@ -276,10 +280,12 @@ def move_rows(kept: Tensor, chosen: Compaction, variant: Variant) -> None:
     )
 
 
-def gather_rows(x: Tensor, row_of_slot: Tensor, factor: Tensor | None, count: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of x in slot order, times ``factor`` [slots], zeros in the slots that are not taken."""
+def gather_rows(
+    x: Tensor, row_of_slot: Tensor, factor: Tensor | None, count: Tensor, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """Rows of x in slot order, times ``factor`` [slots], zeros in the slots that are not taken; in ``out`` if given."""
     n, d = len(row_of_slot), x.shape[1]
-    out = torch.empty(n, d, dtype=dtype, device=x.device)
+    out = torch.empty(n, d, dtype=dtype, device=x.device) if out is None else out
     backward.gather_rows[(n,)](
         x, row_of_slot, factor, count, out, d, BLOCK=min(4096, triton.next_power_of_2(d)), num_warps=4
     )
@@ -288,42 +294,63 @@ def gather_rows(x: Tensor, row_of_slot: Tensor, factor: Tensor | None, count: Te
 
 def row_product(
     k: Tensor, w: Tensor, out: Tensor, count: Tensor, variant: Variant, *, row_of_slot: Tensor | None = None,
-    factor: Tensor | None = None, base: Tensor | None = None,
+    factor: Tensor | None = None, base: Tensor | None = None, whole: bool = False,
 ) -> None:  # fmt: skip
-    """out[row_of_slot[j]] = factor[j] (base[j] + k[j] @ w) for the taken slots."""
+    """out[row_of_slot[j]] = factor[j] (base[j] + k[j] @ w) for the taken slots; ``whole``: w has all columns."""
     v, stride = w.shape
     k = k[:, :v]
     for strip, tile in _strips(variant, variant.hidden, len(k), stride):
         width = strip.stop - strip.start
         tma = variant.tma and _aligned(k, w[:, strip])
-        parts = row_parts(len(k), width, v, tile, variant)
+        sharing = Sharing.of(len(k), width, v, tile, variant, whole=whole)
         end = (_strip(base, strip), out[:, strip], row_of_slot, factor)
-        shares = torch.empty(parts, len(k), width, dtype=torch.float32, device=k.device) if parts > 1 else None
+        shares = torch.empty(sharing.room, width, dtype=torch.float32, device=k.device) if sharing.most > 1 else None
         before, to, row, scale = end if shares is None else (None, shares, None, None)
-        backward.row_product[_grid(variant, len(k), width, tile, parts)](
+        backward.row_product[_grid(variant, len(k), width, tile, sharing.most)](
             _tiles(k, (tile.rows, tile.depth), tma), _tiles(w[:, strip], (tile.depth, tile.columns), tma),
             before, to, row, scale, count, v, width, k.stride(0), w.stride(0), stride if shares is None else width,
-            parts, len(k) * width, TMA=tma, SPLIT=_wide(to, tile), UPCAST=not variant.narrow,
+            *sharing, SHARED=shares is not None, TMA=tma, SPLIT=_wide(to, tile), UPCAST=not variant.narrow,
             PRECISION=variant.precision, **_blocks(variant, tile),
         )  # fmt: skip
         if shares is not None:
             backward.sum_parts[(len(k),)](
-                shares, parts, len(k) * width, *end, count, width, stride,
-                BLOCK=min(1024, triton.next_power_of_2(width)), num_warps=4,
+                shares, triton.cdiv(width, tile.columns), *sharing, *end, count, width, stride, BM=tile.rows,
+                PROGRAMS=variant.programs, BLOCK=min(1024, triton.next_power_of_2(width)), num_warps=4,
             )  # fmt: skip
 
 
-def row_parts(rows: int, width: int, vocabulary: int, tile: Tile, variant: Variant) -> int:
-    """How many programs share one tile's sum over the vocabulary: few rows have too few tiles for all programs.
+class Sharing(NamedTuple):
+    """How programs may share the tiles of ``row_product``; the number of live rows, on the device, says how they do.
 
-    Example:
-        >>> from logitless.head.kernels.variants import hopper
-        >>> gpu = hopper(896, 132)
-        >>> row_parts(16384, 896, 151936, gpu.hidden, gpu), row_parts(1024, 896, 151936, gpu.hidden, gpu)
-        (1, 4)
+    Args:
+        most: parts of a tile's sum; 1 for programs that share nothing.
+        room: rows that the parts of all live rows take at most.
     """
-    tiles = max(1, triton.cdiv(rows, tile.rows) * triton.cdiv(width, tile.columns))
-    return max(1, min(variant.programs // tiles, vocabulary // (4 * tile.depth)))
+
+    most: int
+    room: int
+
+    @classmethod
+    def of(cls, rows: int, width: int, vocabulary: int, tile: Tile, variant: Variant, *, whole: bool) -> "Sharing":
+        """Where tiles are few: fewer than a few rounds of programs, or without ``whole`` than half a round.
+
+        Example:
+            >>> from logitless.head.kernels.variants import hopper
+            >>> gpu = hopper(896, 132)
+            >>> Sharing.of(16384, 896, 151936, gpu.hidden, gpu, whole=True)
+            Sharing(most=8, room=25344)
+            >>> Sharing.of(16384, 4096, 151936, gpu.hidden, gpu, whole=True).most
+            1
+        """
+        across = triton.cdiv(width, tile.columns)
+        tiles = max(1, triton.cdiv(rows, tile.rows) * across)
+        rounds = FEW_ROUNDS if whole else 0.5
+        if tiles > rounds * variant.programs:
+            return cls(1, 0)
+        most = min(max(FEW_PARTS, variant.programs // tiles), vocabulary // (4 * tile.depth))
+        if most < 2:
+            return cls(1, 0)
+        return cls(most, max(rows, min(most * rows, FEW_ROUNDS * variant.programs * tile.rows // across)))
 
 
 def column_product(
@@ -340,6 +367,36 @@ def column_product(
             _strip(base, strip), out[:, strip], count, v, width, k.stride(0), h.stride(0), stride, TMA=tma,
             SPLIT=_wide(out, tile), UPCAST=not variant.narrow, PRECISION=variant.precision, **_blocks(variant, tile),
         )  # fmt: skip
+
+
+def tile_sums(product: Tensor, outside: Tensor | None, target: Tensor, inside: float | None) -> Tensor:
+    """Maximum, S, T and target's logit [4, n] of a tile of products [n, columns], which is read once."""
+    n, columns = product.shape
+    sums = product.new_empty(4, n)
+    tiles.tile_sums[(n,)](
+        product, outside, target, sums, inside or 1.0, columns, product.stride(0), SOFTCAP=inside is not None,
+        BLOCK=4096, num_warps=8,
+    )  # fmt: skip
+    return sums
+
+
+def tile_gradient(
+    product: Tensor, outside: Tensor | None, target: Tensor, inside: float | None, slopes: Sequence[Tensor | None],
+    dtype: torch.dtype, *, wide: bool,
+) -> Tensor:  # fmt: skip
+    """u of a tile of products in ``dtype``, and with ``wide`` in place of the products too, which are read once.
+
+    Args:
+        slopes: [n] each: top, over, offset, at_target, grad_logp and grad_entropy of ``chunked._Slopes``.
+    """
+    n, columns = product.shape
+    in_place = dtype == product.dtype
+    narrow = product if in_place else product.new_empty(n, columns, dtype=dtype)
+    tiles.tile_gradient[(n, triton.cdiv(columns, 4096))](
+        product, narrow, outside, target, *slopes, inside or 1.0, columns, product.stride(0),
+        SOFTCAP=inside is not None, WIDE=wide and not in_place, BLOCK=4096, num_warps=8,
+    )  # fmt: skip
+    return narrow
 
 
 def _row_operands(operands: Operands, rows: Rows, tile: Tile, tma: bool) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from logitless.models.kernels.attention_forward import LN2, add_block, empty, load_rows, merge
+from logitless.models.kernels.overlap import after_inputs
 
 
 @triton.jit
@@ -43,6 +44,20 @@ def load_page(
     if E < WIDTH:
         ok = ok & (column[None, :] < E)
     return tl.load(key + base + place, mask=ok, other=0.0), tl.load(value + base + place, mask=ok, other=0.0)
+
+
+@triton.jit
+def split_pages(page_table, row, split, max_pages, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
+    """Pages of a row's split, at once: one that is looked up block by block is waited for block by block."""
+    slot = split * (SPLIT // BLOCK) + tl.arange(0, SPLIT // BLOCK)
+    return tl.load(page_table + row.to(tl.int64) * max_pages + slot, mask=slot < max_pages, other=0)
+
+
+@triton.jit
+def page_at(pages, at, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
+    """The page of the block at position ``at`` of the split that these are the pages of."""
+    inside = tl.arange(0, SPLIT // BLOCK) == at % SPLIT // BLOCK
+    return tl.sum(tl.where(inside, pages, 0), 0)
 
 
 @triton.jit
@@ -84,8 +99,10 @@ def decode_shared(
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """The shared blocks of one split, for a tile of a group's rows times query heads."""
+    after_inputs(OVERLAP)
     tile_count = tl.cdiv(group_size * R, BM)
     group = tl.program_id(0) // tile_count
     tile = tl.program_id(0) % tile_count
@@ -107,8 +124,9 @@ def decode_shared(
             column = tl.arange(0, WIDTH)
             queries = load_rows(query, row, row_ok, head, query_stride, column, E, WIDTH)
             m, s, o = empty(BM, WIDTH)
+            pages = split_pages(page_table, leader, split, max_pages, BLOCK, SPLIT)
             for at in range(split * SPLIT, stop, BLOCK):
-                page = tl.load(page_table + leader.to(tl.int64) * max_pages + at // BLOCK)
+                page = page_at(pages, at, BLOCK, SPLIT)
                 keys, values = load_page(key, value, page, BLOCK, key_head, key_stride, column, BLOCK, E, WIDTH)
                 m, s, o = add_block(
                     queries, keys, values, m, s, o, query_position, at + tl.arange(0, BLOCK), window, inner, gain,
@@ -149,8 +167,10 @@ def decode_own(
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One split of one row, from its first block that is not shared; with a single split, the result."""
+    after_inputs(OVERLAP)
     row = tl.program_id(0)
     key_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -165,7 +185,10 @@ def decode_own(
     shared = start * 0
     if row_shared_pages is not None:
         shared = tl.load(row_shared_pages + row) * BLOCK
-    if split * SPLIT < end:
+    own = split * SPLIT < end
+    if not DIRECT:
+        own = own & ((split + 1) * SPLIT > shared)  # else its result is where ``decode_shared`` has left it
+    if own:
         m, s, o = empty(BM, WIDTH)
         if row_shared_pages is not None:
             if split * SPLIT < shared:
@@ -174,8 +197,9 @@ def decode_own(
         if start < end:
             queries = load_rows(query, row + tl.zeros((BM,), tl.int32), head_ok, head, query_stride, column, E, WIDTH)
             positions = query_position + tl.zeros((BM,), tl.int32)
+            pages = split_pages(page_table, row, split, max_pages, BLOCK, SPLIT)
             for at in range(start, end, BLOCK):
-                page = tl.load(page_table + row.to(tl.int64) * max_pages + at // BLOCK)
+                page = page_at(pages, at, BLOCK, SPLIT)
                 keys, values = load_page(key, value, page, end - at, key_head, key_stride, column, BLOCK, E, WIDTH)
                 m, s, o = add_block(
                     queries, keys, values, m, s, o, positions, at + tl.arange(0, BLOCK), window, inner, gain,
@@ -223,8 +247,10 @@ def merge_splits(
     HEADS: tl.constexpr,  # R padded to a power of two
     SPLIT: tl.constexpr,
     WINDOWED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """A row's splits in order, for the query heads of one key head."""
+    after_inputs(OVERLAP)
     row = tl.program_id(0)
     i = tl.arange(0, HEADS)
     head = tl.program_id(1) * R + i

@@ -10,6 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from logitless.models.kernels import attention_backward, attention_decode, attention_forward, attention_tiles
 from logitless.models.kernels.attention_tiles import AttentionTiles
+from logitless.models.kernels.overlap import overlapping
 from logitless.models.kernels.rows import empty_rows
 
 
@@ -158,21 +159,22 @@ def key_gradient(
 
 def decode(
     query: Tensor, key: Tensor, value: Tensor, page_table: Tensor, position: Tensor,
-    shared: tuple[Tensor, Tensor, Tensor] | None, form: Form, choice: AttentionTiles,
+    shared: tuple[Tensor, Tensor, Tensor] | None, form: Form, choice: AttentionTiles, *, reach: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output [rows, H, E] and log-sum-exp [rows, H] of one query a row.
 
     Args:
         key, value: [pages * BLOCK, K, E].
         shared: members [groups, size], shared pages by group and by row; None when no row shares.
+        reach: more than any position; None: what the page table holds.
     """
     heads = Heads.of(query, key)
     rows, num_heads, width = query.shape
     device = query.device
     max_pages = page_table.shape[1]
-    splits = triton.cdiv(max_pages * attention_tiles.BLOCK, attention_tiles.SPLIT)
+    splits = triton.cdiv(reach or max_pages * attention_tiles.BLOCK, attention_tiles.SPLIT)
     direct = splits == 1
-    tile = choice.decode_few if rows * heads.num_key * splits <= 4 * attention_tiles.PROCESSORS else choice.decode
+    tile = choice.decode_few if rows * heads.num_key * splits <= choice.few else choice.decode
     output = empty_rows(rows, num_heads, width, like=query)
     log_sum_exp = torch.empty(rows, num_heads, dtype=torch.float32, device=device)
     state_rows = 0 if direct and shared is None else rows
@@ -180,6 +182,7 @@ def decode(
     o = torch.empty(state_rows, splits, num_heads, heads.padded, dtype=torch.float32, device=device)
     form_and_heads = form.arguments | heads.arguments
     blocks = {"BLOCK": attention_tiles.BLOCK, "SPLIT": attention_tiles.SPLIT, "PRECISION": choice.precision}
+    blocks |= overlapping(device)
     if shared is not None:
         members, group_pages, _ = shared
         groups, size = members.shape
@@ -198,7 +201,7 @@ def decode(
         attention_decode.merge_splits[(rows, heads.num_key)](
             m, s, o, position, output, log_sum_exp, splits, form.window or 0, H=num_heads, R=heads.group, E=width,
             WIDTH=heads.padded, HEADS=triton.next_power_of_2(heads.group), SPLIT=attention_tiles.SPLIT,
-            WINDOWED=form.window is not None, num_warps=4,
+            WINDOWED=form.window is not None, num_warps=4, **overlapping(device),
         )  # fmt: skip
     return output, log_sum_exp
 

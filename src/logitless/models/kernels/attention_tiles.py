@@ -51,7 +51,7 @@ class AttentionTiles:
         decode: of a row's own keys. 16 rows on one warp or 64 on four, here and below: 16 or 32 rows on two or four
             warps add up a row of a block in another order (on an H200 2 to 7% of log-sum-exps differ, and too few
             outputs to notice).
-        decode_few: the same where programs are too few to fill the GPU.
+        decode_few: the same where programs are too few to fill the GPU: at most ``few``.
         decode_shared: of keys that a group shares.
         precision: how float32 operands are multiplied (irrelevant for 16-bit ones).
     """
@@ -63,6 +63,7 @@ class AttentionTiles:
     decode_few: QueryTile
     decode_shared: QueryTile
     precision: str = "ieee"
+    few: int = 4 * PROCESSORS
 
 
 INTERPRETED = AttentionTiles(
@@ -96,9 +97,10 @@ def hopper_tiles(width: int) -> AttentionTiles:
             forward=QueryTile(128, 8, 3, tma=True, registers=128),
             query_gradient=QueryTile(128, 8, 3, tma=True, registers=128),
             key_gradient=KeyTile(64, 128, 4, 2, tma_terms=True),
-            decode=QueryTile(16, 1, 2),
+            decode=QueryTile(16, 1, 3),
             decode_few=QueryTile(64, 4, 3),
-            decode_shared=QueryTile(64, 4, 2),
+            decode_shared=QueryTile(64, 4, 5),
+            few=PROCESSORS,
         )
     if width <= 128:
         return AttentionTiles(
@@ -107,7 +109,8 @@ def hopper_tiles(width: int) -> AttentionTiles:
             key_gradient=KeyTile(64, 64, 4, 2, tma_rows=True, tma_terms=True),
             decode=QueryTile(16, 1, 2),
             decode_few=QueryTile(64, 4, 3),
-            decode_shared=QueryTile(64, 4, 2),
+            decode_shared=QueryTile(64, 4, 3),
+            few=8 * PROCESSORS,
         )
     return AttentionTiles(
         forward=QueryTile(128, 8, 2, tma=True),

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from logitless.models.kernels.overlap import after_inputs, overlapping
 from logitless.models.kernels.rows import empty_rows
 
 
@@ -40,8 +41,10 @@ def gate_kernel(
     width,  # I
     GELU: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """A block of a row's columns."""
+    after_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -88,7 +91,9 @@ def gated(gate: Tensor, up: Tensor, *, gelu: bool, out: Tensor | None = None) ->
     """``act(gate) * up`` [T, I]; both may be columns of one wider tensor, with the same row stride."""
     out = empty_rows(*gate.shape, like=gate) if out is None else out
     grid, block = _grid(gate)
-    gate_kernel[grid](gate, up, out, gate.stride(0), gate.shape[1], GELU=gelu, BLOCK=block, num_warps=4)
+    gate_kernel[grid](
+        gate, up, out, gate.stride(0), gate.shape[1], GELU=gelu, BLOCK=block, num_warps=4, **overlapping(gate.device)
+    )
     return out
 
 

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from logitless.models.kernels.overlap import after_inputs, overlapping
 from logitless.models.kernels.rows import empty_rows
 
 
@@ -79,8 +80,10 @@ def product_kernel(
     SWAPPED: tl.constexpr,
     TMA: tl.constexpr,
     EVEN: tl.constexpr,  # whether DEPTH divides K
+    OVERLAP: tl.constexpr,
 ):
     """One tile of the output."""
+    after_inputs(OVERLAP)
     tile = tl.program_id(0)
     num_m = tl.cdiv(num_rows, ROWS)
     num_n = tl.cdiv(num_columns, COLUMNS)
@@ -163,6 +166,6 @@ def fixed_order_product(
         x, w, bias, None if add_to_out is None else out, out, 1.0 if add_to_out is None else add_to_out,
         num_rows, num_columns, length, rows.stride(0), out.stride(0),
         ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=_GROUP, SWAPPED=tile.swapped, TMA=tile.tma,
-        EVEN=length % tile.depth == 0, num_warps=tile.warps, num_stages=tile.stages,
+        EVEN=length % tile.depth == 0, num_warps=tile.warps, num_stages=tile.stages, **overlapping(rows.device),
     )  # fmt: skip
     return out

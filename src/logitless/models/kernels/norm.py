@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from logitless.models.kernels.overlap import after_inputs, overlapping
 from logitless.models.kernels.rows import empty_rows
 
 
@@ -41,8 +42,10 @@ def norm_kernel(
     GEMMA: tl.constexpr,
     AFTER: tl.constexpr,  # norm delta and add it, instead of adding it and norming the sum
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One row."""
+    after_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * length
     column = tl.arange(0, BLOCK)
     inside = column < length
@@ -147,14 +150,14 @@ def norm(
     out = None if after else empty_rows(*x.shape, like=x)
     norm_kernel[(x.numel() // length,)](
         x, delta, weight, None if delta is None else total, out, eps, length,
-        GEMMA=gemma, AFTER=after, BLOCK=block, num_warps=row_warps(block),
+        GEMMA=gemma, AFTER=after, BLOCK=block, num_warps=row_warps(block), **overlapping(x.device),
     )  # fmt: skip
     return total, out
 
 
 def norm_backward(
     v: Tensor, weight: Tensor, eps: float, grad_out: Tensor, grad_total: Tensor | None, *, gemma: bool,
-    weight_needed: bool,
+    weight_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Gradients of what was normed and of the weight.
 
@@ -162,7 +165,7 @@ def norm_backward(
         v: [T, D] what was normed.
         grad_out: [T, D] gradient of ``norm(v)``.
         grad_total: [T, D] gradient that reached v by the residual stream; added.
-        weight_needed: whether the weight's gradient is wanted.
+        weight_dtype: of the weight's gradient; None where it is not wanted.
     """
     length = v.shape[-1]
     rows = v.numel() // length
@@ -170,12 +173,12 @@ def norm_backward(
     grad_v = torch.empty_like(v)
     per_program = max(1, triton.cdiv(rows, 1056)) if v.is_cuda else triton.cdiv(rows, 2)
     programs = triton.cdiv(rows, per_program)
-    parts = torch.empty(programs, length, dtype=torch.float32, device=v.device) if weight_needed else None
+    parts = torch.empty(programs, length, dtype=torch.float32, device=v.device) if weight_dtype else None
     norm_backward_kernel[(programs,)](
         v, weight, grad_out, grad_total, grad_v, parts, eps, rows, length, per_program,
         GEMMA=gemma, BLOCK=block, num_warps=row_warps(block),
     )  # fmt: skip
-    return grad_v, None if parts is None else sum_parts(parts, weight.dtype)
+    return grad_v, None if parts is None or weight_dtype is None else sum_parts(parts, weight_dtype)
 
 
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:

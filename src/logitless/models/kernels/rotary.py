@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.models.kernels.norm import sum_parts
+from logitless.models.kernels.overlap import after_inputs, overlapping
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,10 @@ def rotary_kernel(
     ROTARY: tl.constexpr,  # R
     BLOCK: tl.constexpr,  # power of two, at least E
     GEMMA: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Some heads of one token: of the query, the key or the value."""
+    after_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     p = tl.load(position + row).to(tl.int64) * ROTARY
@@ -301,6 +304,7 @@ def rotate(
         0.0 if norms is None else norms.eps, query.stride(0), key.stride(0), value.stride(0),
         QUERY_HEADS=heads.query, KEY_HEADS=heads.key, HEADS=heads.together, WIDTH=heads.width, ROTARY=heads.rotary,
         BLOCK=heads.block, GEMMA=norms is not None and norms.gemma, num_warps=heads.warps,
+        **overlapping(query.device),
     )  # fmt: skip
     return query_out, key_out, value_out
 

@@ -10,7 +10,7 @@ import bisect
 import torch
 from torch import Tensor
 
-FEW_ROWS = (1, 16, 32, 64, 128, 256, 512)
+FEW_ROWS = (1, 16, 32, 64, 128, 192, 256, 384, 512)
 CHECKED_ROWS = (*FEW_ROWS, *range(768, 16384 + 1, 256))
 MOST_ROWS = CHECKED_ROWS[-1]
 

@@ -1,7 +1,7 @@
 """Advantages: from rewards to the number that says how much each token is to be made likelier; a file a family.
 
 ``group_relative`` and ``batch_relative`` compare the completions of one prompt, ``token_returns`` and ``value_based``
-look along a sequence. All are called alike, see ``contract``.
+look along a sequence, ``turns`` does both. All are called alike, see ``contract``.
 
 Groups are found by id, never by position. NaN stands for an unscorable completion: its advantage is 0 and it enters no
 statistic. Standard deviations are Bessel-corrected and ``EPSILON`` is added to them. Nothing here is differentiated.
@@ -35,6 +35,7 @@ from logitless.objective.advantage.group_relative import (
 from logitless.objective.advantage.rewards import combine_rewards, has_signal
 from logitless.objective.advantage.runs import discounted_returns, pay_at_last_token, turn_index
 from logitless.objective.advantage.token_returns import ReinforcePP, reinforce_pp
+from logitless.objective.advantage.turns import GroupTurns, group_turns
 from logitless.objective.advantage.value_based import Gae, gae
 from logitless.objective.advantage.whitening import EPSILON, clip, num_clipped, whiten
 
@@ -50,6 +51,7 @@ Advantage = (
     | ReinforcePPBaseline
     | Gdpo
     | ReinforcePP
+    | GroupTurns
     | Gae
 )
 
@@ -64,6 +66,7 @@ __all__ = [
     "Gdpo",
     "GroupCentered",
     "GroupStandardized",
+    "GroupTurns",
     "LeaveOneOut",
     "MaxRl",
     "OnePerCompletion",
@@ -80,6 +83,7 @@ __all__ = [
     "gdpo",
     "group_centered",
     "group_standardized",
+    "group_turns",
     "has_signal",
     "leave_one_out",
     "max_rl",

@@ -12,12 +12,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 QUARTER = 256
 """Columns whose noise comes from one output of Philox, which has four."""
 
 TILE = 4 * QUARTER
 
+PROGRAMS = 1056
+"""Programs that fill a large GPU."""
+
+LN2 = tl.constexpr(0.6931471805599453)
+_NOTHING = tl.constexpr(-(1 << 63))  # where there was no column
+_HIGHEST = tl.constexpr(0x7F800000)  # what ordered(inf) is
 _NAN = tl.constexpr(0x7FFFFFFF)
 _LOWEST = tl.constexpr(-0x7F800001)  # what ordered(-inf) is
 _FIXED = tl.constexpr(1 << 40)  # the largest probability in fixed point: 2^18 columns of it fit into int64
@@ -31,26 +38,37 @@ def ordered(x):
 
 
 @triton.jit
-def gumbel(bits):
-    """-log(-log(1 - u)), u = (bits + 1/2) / 2^32; small u, which win, keep all their digits."""
-    u = (bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0)
-    series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0)))
-    whole = -tl.log(tl.maximum(1.0 - u, 2.9802322e-08))
-    return -tl.log(tl.where(u < 0.0009765625, series, whole))
+def _log(x, FAST: tl.constexpr):
+    """FAST: the processor's own logarithm, whose error is below 2^-22 of 1 near 1, else of the result."""
+    return (libdevice.fast_log2f(x) if FAST else tl.log2(x)) * LN2
 
 
 @triton.jit
-def _best_of(row, column, columns, temperature, lowest, bits, NOISE: tl.constexpr, FILTER: tl.constexpr):
-    """The highest (score, lowest column) of some columns in one int64; a NaN is higher than anything."""
+def gumbel(bits, FAST: tl.constexpr):
+    """-log(-log(1 - u)), u = (bits + 1/2) / 2^32; small u, which win, keep all their digits."""
+    u = (bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0)
+    series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0 + u * (0.25 + u * 0.2))))
+    whole = -_log(tl.maximum(1.0 - u, 2.9802322e-08), FAST)
+    return -_log(tl.where(u < 0.0625, series, whole), FAST)
+
+
+@triton.jit
+def _better(
+    best, at, row, column, columns, temperature, lowest, bits,
+    SCALED: tl.constexpr, NOISE: tl.constexpr, FILTER: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """The higher score of two and its column, lane by lane; a NaN is higher than anything and stays."""
     inside = column < columns
-    z = tl.load(row + column, mask=inside, other=float("-inf")).to(tl.float32) / temperature
+    z = tl.load(row + column, mask=inside, other=float("-inf")).to(tl.float32)
+    if SCALED:
+        z = z / temperature
     score = z
+    if NOISE:
+        score = z + gumbel(bits, FAST)
     if FILTER:
         score = tl.where(z < lowest, float("-inf"), score)
-    if NOISE:
-        score = score + gumbel(bits)
-    rank = tl.where(z != z, _NAN, ordered(score)).to(tl.int64)
-    return tl.max((rank << 32) | (0xFFFFFFFF - column.to(tl.int64)), 0)
+    higher = ((score > best) | (z != z) | (at < 0)) & inside & (best == best)
+    return tl.where(higher, score, best), tl.where(higher, column, at)
 
 
 @triton.jit
@@ -59,30 +77,76 @@ def draw_kernel(
     lowest,  # [R] float32, of the logits over temperature that may be drawn; or None
     key,  # [R] int64
     position,  # [R] int32
-    best,  # [R, tiles] int64
+    best,  # [R, parts] int64
     columns,  # V
     stride,
     temperature,
+    SCALED: tl.constexpr,
     NOISE: tl.constexpr,
     FILTER: tl.constexpr,
+    FAST: tl.constexpr,
     QUARTER: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """One tile of one row."""
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Some tiles of one row."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    where = tl.load(position + row)
     lane = tl.arange(0, QUARTER)
     none = tl.zeros([QUARTER], tl.int32)
-    a, b, c, d = none, none, none, none
-    if NOISE:
-        a, b, c, d = tl.philox(tl.load(key + row), tile * QUARTER + lane, none + tl.load(position + row), none, none)
-    least = 0.0
-    if FILTER:
-        least = tl.load(lowest + row)
-    start, first = logits + row * stride, tile * 4 * QUARTER + lane
-    x = _best_of(start, first, columns, temperature, least, a, NOISE, FILTER)
-    x = tl.maximum(x, _best_of(start, first + QUARTER, columns, temperature, least, b, NOISE, FILTER))
-    x = tl.maximum(x, _best_of(start, first + 2 * QUARTER, columns, temperature, least, c, NOISE, FILTER))
-    x = tl.maximum(x, _best_of(start, first + 3 * QUARTER, columns, temperature, least, d, NOISE, FILTER))
-    tl.store(best + row * tl.num_programs(1) + tile, x)
+    high = tl.full([QUARTER], float("-inf"), tl.float32)
+    at = none - 1
+    if where >= 0:
+        least = 0.0
+        if FILTER:
+            least = tl.load(lowest + row)
+        start = logits + row * stride
+        seed = tl.load(key + row)
+        first_tile = part * TILES
+        for tile in range(first_tile, tl.minimum(first_tile + TILES, tl.cdiv(columns, 4 * QUARTER))):
+            a, b, c, d = none, none, none, none
+            if NOISE:
+                a, b, c, d = tl.philox(seed, tile * QUARTER + lane, none + where, none, none)
+            column = tile * 4 * QUARTER + lane
+            high, at = _better(high, at, start, column, columns, temperature, least, a, SCALED, NOISE, FILTER, FAST)
+            column += QUARTER
+            high, at = _better(high, at, start, column, columns, temperature, least, b, SCALED, NOISE, FILTER, FAST)
+            column += QUARTER
+            high, at = _better(high, at, start, column, columns, temperature, least, c, SCALED, NOISE, FILTER, FAST)
+            column += QUARTER
+            high, at = _better(high, at, start, column, columns, temperature, least, d, SCALED, NOISE, FILTER, FAST)
+    rank = tl.where(high != high, _NAN, ordered(high)).to(tl.int64)
+    x = tl.where(at < 0, _NOTHING, (rank << 32) | (0xFFFFFFFF - at.to(tl.int64)))
+    tl.store(best + row * tl.num_programs(1) + part, tl.max(x, 0))
+
+
+@triton.jit(do_not_specialize=["parts"])
+def finish_kernel(
+    best,  # [R, parts] int64
+    logits,  # [R, V], read where there is a ``log_normaliser``
+    log_normaliser,  # [R] float32 or None
+    token,  # [R] int64, written, as all below
+    logp,  # [R] float32 or None
+    finite,  # [R] bool
+    parts,
+    stride,
+    temperature,
+    BLOCK: tl.constexpr,
+):
+    """One row: its token, whether there was a distribution, and the token's log-prob in it."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    x = tl.max(tl.load(best + row * parts + i, mask=i < parts, other=_NOTHING), 0)
+    drawn = tl.where(x == _NOTHING, 0, 0xFFFFFFFF - (x & 0xFFFFFFFF))
+    rank = x >> 32
+    sound = (rank < _HIGHEST) & (rank > -_HIGHEST - 1)
+    tl.store(token + row, drawn)
+    tl.store(finite + row, sound)
+    if logp is not None:
+        if log_normaliser is not None:
+            z = tl.load(logits + row * stride + drawn).to(tl.float32) / temperature
+            tl.store(logp + row, z - tl.load(log_normaliser + row))
+        else:
+            tl.store(logp + row, tl.where(sound, 0.0, float("nan")))
 
 
 @triton.jit
@@ -158,17 +222,32 @@ def filter_kernel(
 
 
 def draw_rows(
-    logits: Tensor, key: Tensor, position: Tensor, *, temperature: float, noise: bool, lowest: Tensor | None
-) -> Tensor:
-    """[R] int64: rank of the highest score above 32 bits that count down from the lowest column that has it."""
+    logits: Tensor, key: Tensor, position: Tensor, *, temperature: float, noise: bool, lowest: Tensor | None,
+    log_normaliser: Tensor | None,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """(token [R] int64, logp [R], finite [R] bool); a row at position -1 draws token 0.
+
+    Args:
+        log_normaliser: [R] of the filtered distribution; without it and with noise there is no logp.
+    """
     rows, columns = logits.shape
     tiles = triton.cdiv(columns, TILE)
-    best = logits.new_empty(rows, tiles, dtype=torch.int64)
-    draw_kernel[(rows, tiles)](
-        logits, lowest, key, position, best, columns, logits.stride(0), float(temperature),
-        NOISE=noise, FILTER=lowest is not None, QUARTER=QUARTER, num_warps=4,
+    each = 1  # tiles of a program: as many as leave programs enough for any GPU
+    while each < 16 and rows * tiles >= 2 * each * PROGRAMS:
+        each *= 2
+    parts = triton.cdiv(tiles, each)
+    best = logits.new_empty(rows, parts, dtype=torch.int64)
+    token, finite = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows, dtype=torch.bool)
+    logp = logits.new_empty(rows, dtype=torch.float32) if log_normaliser is not None or not noise else None
+    draw_kernel[(rows, parts)](
+        logits, lowest, key, position, best, columns, logits.stride(0), float(temperature), SCALED=temperature != 1,
+        NOISE=noise, FILTER=lowest is not None, FAST=logits.is_cuda, QUARTER=QUARTER, TILES=each, num_warps=4,
     )  # fmt: skip
-    return best.amax(1)
+    finish_kernel[(rows,)](
+        best, logits, log_normaliser, token, logp, finite, parts, logits.stride(0), float(temperature),
+        BLOCK=triton.next_power_of_2(parts), num_warps=1,
+    )  # fmt: skip
+    return token, logp, finite
 
 
 def filter_rows(

@@ -1,0 +1,41 @@
+"""Recipe lines that benchmarks of settings found best on this machine: they write them, ``logitless doctor`` reads."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from logitless.bench.machine import environment
+
+FOLDER = "LOGITLESS_SETTINGS"
+"""Environment variable with the folder of result files."""
+
+
+def settings_folder() -> Path:
+    """Where ``bench attention | precision | optimizer | compile | layers`` keep what they measured."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get(FOLDER) or cache / "logitless" / "settings")
+
+
+def recommended_here() -> list[str]:
+    """Lines of every result file whose machine and torch are these.
+
+    Example:
+        >>> isinstance(recommended_here(), list)
+        True
+    """
+    return list(_lines(settings_folder()))
+
+
+def _lines(folder: Path) -> Iterator[str]:
+    here = environment("cuda" if torch.cuda.is_available() else "cpu", ())
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+        try:
+            found: Mapping[str, Any] = json.loads(path.read_text())
+        except (OSError, ValueError):
+            continue  # cut short; the benchmark writes it again
+        if all(found.get("environment", {}).get(name) == value for name, value in here.items()):
+            yield from (f"{line} — bench {path.stem}" for line in found.get("recommended", ()))

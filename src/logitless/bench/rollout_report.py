@@ -1,0 +1,94 @@
+"""Tables and pictures of ``logitless bench rollout``, from its result files."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from logitless import pages
+from logitless.pages import Marks
+
+
+def documents(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The result files of a kind, such as ``rollout``."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{kind}-*.json"))]
+
+
+def update(paths: Sequence[Path], folder: Path, *, check: bool) -> int:
+    """Rewrites the tables between the marks of each document; with ``check``, 1 if one is out of date."""
+    tables = {
+        Marks("rollout", "speed"): "\n\n".join(speed_table(each) for each in documents(folder, "rollout")),
+        Marks("rollout", "step"): "\n\n".join(step_table(each) for each in documents(folder, "decode-step")),
+    }
+    return pages.update(paths, tables, check=check)
+
+
+def speed_table(document: Mapping[str, Any]) -> str:
+    """Tokens a second and the share of the roofline, by model, workload and engine.
+
+    Example:
+        >>> row = {"model": "m", "workload": "w", "engine": "gpu", "tokens_per_second": 1e3, "peak_bytes": 2**30}
+        >>> row |= {"roofline_tokens_per_second": 4e3, "first_seconds": 7.0}
+        >>> here = dict.fromkeys(("gpu", "driver", "torch", "triton"), "x")
+        >>> print(speed_table({"environment": here, "rows": [row]}).splitlines()[-1])
+        | m | w | gpu | 1,000 | 25% | 7.0 s | 1.0 GiB |
+    """
+    here = document["environment"]
+    title = f"**{here['gpu']}**, driver {here['driver']}, torch {here['torch']}, Triton {here['triton']}"
+    return "\n".join([title, "", *_speed_lines(document["rows"])])
+
+
+def _speed_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield "| model | workload | engine | tokens/s | of the roofline | first call | memory in use |"
+    yield "|---|---|---|--:|--:|--:|--:|"
+    for row in rows:
+        share = row["tokens_per_second"] / row["roofline_tokens_per_second"]
+        yield (
+            f"| {row['model']} | {row['workload']} | {row['engine']} | {row['tokens_per_second']:,.0f} | {share:.0%} |"
+            f" {row['first_seconds']:.1f} s | {row['peak_bytes'] / 2**30:.1f} GiB |"
+        )
+
+
+def step_table(document: Mapping[str, Any]) -> str:
+    """Microseconds of a decoding step by part and number of rows.
+
+    Example:
+        >>> print(step_table({"rows": [{"num_rows": 64, "part": "logits", "microseconds": 79.0}]}).splitlines()[-2])
+        | logits | 79 |
+    """
+    counts = sorted({row["num_rows"] for row in document["rows"]})
+    found = {(row["part"], row["num_rows"]): row["microseconds"] for row in document["rows"]}
+    lines = ["| microseconds a step | " + " | ".join(f"{count} rows" for count in counts) + " |"]
+    lines.append("|---|" + "--:|" * len(counts))
+    for part in dict.fromkeys(row["part"] for row in document["rows"]):
+        cells = (f"{found[part, count]:.0f}" if (part, count) in found else "" for count in counts)
+        lines.append(f"| {part} | " + " | ".join(cells) + " |")
+    sums = (f"{sum(us for (_, at), us in found.items() if at == count):.0f}" for count in counts)
+    return "\n".join([*lines, "| together | " + " | ".join(sums) + " |"])
+
+
+def plot_step(document: Mapping[str, Any], path: Path) -> None:
+    """A step of each number of rows as a bar of its parts."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams |= {"svg.hashsalt": "step", "svg.fonttype": "none"}
+    import matplotlib.pyplot as plt
+
+    counts = sorted({row["num_rows"] for row in document["rows"]})
+    parts = list(dict.fromkeys(row["part"] for row in document["rows"]))
+    figure, axes = plt.subplots(figsize=(9, 2.6))
+    left = dict.fromkeys(counts, 0.0)
+    for part, colour in zip(parts, plt.get_cmap("tab20").colors, strict=False):  # type: ignore[attr-defined]
+        label: str | None = part
+        for row in (row for row in document["rows"] if row["part"] == part):
+            count, width = row["num_rows"], row["microseconds"]
+            axes.barh(counts.index(count), width, left=left[count], color=colour, label=label, height=0.6)
+            left[count], label = left[count] + width, None  # once in the legend
+    axes.set_yticks(range(len(counts)), [f"{count} rows" for count in counts])
+    axes.set_xlabel("microseconds of a step, kernel by kernel")
+    axes.set_title(f"A decoding step of {document['model']}, {document['environment']['gpu']}", loc="left")
+    axes.legend(frameon=False, fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.45, -0.25))
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)

@@ -1,0 +1,75 @@
+"""``logitless serve-engine RECIPE|RUN``: the recipe's engine behind an OpenAI endpoint on loopback."""
+
+import argparse
+import sys
+import threading
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from logitless.errors import ConfigurationError
+from logitless.rollout.engine import Engine
+from logitless.rollout.serving import EngineServer
+from logitless.rollout.transformers import TransformersEngine
+from logitless.train.config import Recipe
+from logitless.train.engines import open_engines
+from logitless.train.recipe import load_recipe
+from logitless.train.run_folder import open_run_folder
+from logitless.train.saved_policy import load_policy
+from logitless.train.setup import device_of, policy_model, set_process, tokenizer_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to serve, and where."""
+    parser.add_argument("source", type=Path, help="a recipe's YAML file, or a run folder")
+    parser.add_argument("--checkpoint", default="latest", metavar="WHICH", help="of a run (default: latest)")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="of a recipe")
+    parser.add_argument("--port", type=int, default=8000, help="on 127.0.0.1; 0 takes a free one (default 8000)")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same completions (default 0)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until Ctrl-C."""
+    recipe, engine, tokenizer, version = _opened(options)
+    try:
+        server = EngineServer(
+            engine,
+            tokenizer,
+            recipe.rollout.sampling,
+            seed=options.seed,
+            port=options.port,
+            version=version,
+            name=recipe.name,
+        )
+    except OSError as error:
+        raise ConfigurationError(
+            needed=f"port {options.port} on 127.0.0.1",
+            given=str(error),
+            remedy="Name another --port; 0 takes a free one.",
+        ) from error
+    with server:
+        print(server.url, flush=True)
+        print(f"weights of version {version}; Ctrl-C ends it", file=sys.stderr)
+        threading.Event().wait()
+    return 0
+
+
+def _opened(options: argparse.Namespace) -> tuple[Recipe, Engine, PreTrainedTokenizerBase, int]:
+    """A recipe with its engine, which has the weights of the run or those that the run would begin with."""
+    if options.source.is_dir():
+        saved = load_policy(open_run_folder(options.source), options.checkpoint)
+        rollout = saved.recipe.rollout
+        engine = TransformersEngine(
+            saved.policy.model,
+            saved.tokenizer,
+            max_rows=rollout.max_rows,
+            prefill_tokens=rollout.prefill_tokens,
+            autocast=saved.policy.autocast,
+        )
+        engine.load(saved.policy.weights(), saved.step)
+        return saved.recipe, engine, saved.tokenizer, saved.step
+    recipe = load_recipe(options.source, options.overrides)
+    set_process(recipe.model, seed=recipe.seed)
+    tokenizer = tokenizer_of(recipe.model)
+    model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=device_of(recipe.model))
+    return recipe, open_engines(recipe, model, tokenizer).training, tokenizer, 0

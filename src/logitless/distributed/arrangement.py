@@ -1,0 +1,114 @@
+"""How the ranks of a run are laid out: which hold the same weights, which a shard of them, which parts of one sequence.
+
+    rank = (replica * shard + place) * sequence + part
+
+    replicate 2, shard 2, sequence 2:   weights   [0 1 2 3] [4 5 6 7]        shards of one copy
+                                        data      [0 2 4 6] [1 3 5 7]        different sequences
+                                        sequence  [0 1] [2 3] [4 5] [6 7]    parts of the same sequences
+
+Ranks that share a sequence have different tokens of it, so that weights are sharded over them as well.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch.distributed as dist
+
+from logitless.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Auto = Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Numbers of ranks along each dimension.
+
+    Args:
+        replicate: copies of the weights.
+        shard: ranks of one copy that hold different sequences.
+        sequence: ranks that hold parts of the same sequences.
+
+    Example:
+        >>> Arrangement.of(8, replicate=2, shard="auto", sequence=2)
+        Arrangement(replicate=2, shard=2, sequence=2)
+    """
+
+    replicate: int = 1
+    shard: int = 1
+    sequence: int = 1
+
+    @classmethod
+    def of(
+        cls, world: int, *, replicate: int = 1, shard: int | Auto = "auto", sequence: int = 1, whole: bool = False
+    ) -> "Arrangement":
+        """The arrangement of so many ranks.
+
+        Args:
+            world: ranks that there are.
+            replicate, shard, sequence: wanted; ``shard="auto"`` is what the others leave.
+            whole: every rank is to hold all weights: what ``auto`` leaves is then replicated, not sharded.
+
+        Raises:
+            ConfigurationError: their product is another number.
+        """
+        if shard == "auto":
+            left, rest = divmod(world, replicate * sequence)
+            if left and not rest:
+                return cls(replicate * left, 1, sequence) if whole else cls(replicate, left, sequence)
+        elif replicate * shard * sequence == world:
+            return cls(replicate, shard, sequence)
+        raise ConfigurationError(
+            needed=f"parallel.replicate * shard * sequence = {world}, the number of processes",
+            given=f"{replicate} * {shard} * {sequence}",
+            remedy="Leave shard at auto, or start another number of processes (torchrun --nproc-per-node).",
+        )
+
+    @property
+    def weights(self) -> int:
+        """Ranks over which one copy of the weights is sharded."""
+        return self.shard * self.sequence
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank holds less than all weights."""
+        return self.weights > 1
+
+    @property
+    def words(self) -> str:
+        """For a person.
+
+        Example:
+            >>> Arrangement(2, 4, 1).words
+            '2 copies of the weights, each sharded over 4'
+        """
+        copies = "1 copy" if self.replicate == 1 else f"{self.replicate} copies"
+        cut = f", {'each ' if self.replicate > 1 else ''}sharded over {self.weights}" if self.is_sharded else ""
+        split = f"; every sequence split over {self.sequence}" if self.sequence > 1 else ""
+        return f"{copies} of the weights{cut}{split}"
+
+    def mesh(self, device: str) -> "DeviceMesh":
+        """For FSDP2: (replicate, weights), or weights alone where there is one copy. A collective."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if self.replicate == 1:
+            return init_device_mesh(device, (self.weights,), mesh_dim_names=("weights",))
+        return init_device_mesh(device, (self.replicate, self.weights), mesh_dim_names=("replicate", "weights"))
+
+    def groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+        """This rank's groups of ranks with other sequences, and with parts of the same ones. A collective."""
+        world = self.replicate * self.shard * self.sequence
+        if self.sequence == 1:
+            group = dist.group.WORLD
+            assert group is not None
+            return group, None
+        data, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+            [list(range(part, world, self.sequence)) for part in range(self.sequence)]
+        )
+        sequence, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+            [list(range(first, first + self.sequence)) for first in range(0, world, self.sequence)]
+        )
+        assert data is not None
+        return data, sequence

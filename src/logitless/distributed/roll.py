@@ -1,0 +1,59 @@
+"""Who is missing: what ranks leave in the store that they met in, so that a broken connection gets a name.
+
+A rank whose collective fails knows that another is gone, not which. So each that ends with an error writes it down; one
+that only lost its connection then looks who has written what. A rank that says nothing was killed, or hangs.
+"""
+
+import json
+import time
+
+from torch._C._distributed_c10d import Store
+
+GRACE_SECONDS = 5.0
+"""How long a rank waits for the words of the others, which notice a lost connection at about the same time."""
+
+
+class Roll:
+    """The words of all ranks.
+
+    Args:
+        store: that the ranks met in.
+        rank: this one.
+        world: how many there are.
+
+    Example:
+        >>> from torch.distributed import HashStore
+        >>> roll = Roll(HashStore(), 0, 1)
+        >>> roll.say("out of memory", lost=False)
+        >>> roll.of_others()
+        'no other rank'
+    """
+
+    def __init__(self, store: Store, rank: int, world: int) -> None:
+        self._store, self._rank, self._world = store, rank, world
+
+    def say(self, text: str, *, lost: bool) -> None:
+        """Write down why this rank ends.
+
+        Args:
+            text: the error.
+            lost: whether it is no more than a lost connection.
+        """
+        self._store.set(self._key(self._rank), json.dumps({"text": text, "lost": lost}))
+
+    def of_others(self) -> str:
+        """Which ranks said nothing, and what those said that had more to say than a lost connection."""
+        others = [rank for rank in range(self._world) if rank != self._rank]
+        until = time.monotonic() + GRACE_SECONDS
+        silent = others
+        while silent and time.monotonic() < until:
+            silent = [rank for rank in silent if not self._store.check([self._key(rank)])]
+            time.sleep(0.05)
+        found = [f"rank {rank}, which says nothing: killed, or hung" for rank in silent]
+        for rank in others:
+            if rank not in silent and not (said := json.loads(self._store.get(self._key(rank))))["lost"]:
+                found.append(f"rank {rank}: {said['text']}")
+        return "; ".join(found) or "no other rank"
+
+    def _key(self, rank: int) -> str:
+        return f"ended/{rank}"

@@ -1,0 +1,212 @@
+"""What a recipe will take on this machine: time and memory of a block, from one measured batch, beside the plan.
+
+The batch is drawn, judged, scored and trained on by the parts of a run, twice: the first time warms up (kernels are
+compiled, the allocator finds its blocks), the second is measured. It has as many prompts as one round of decoding
+(``rollout.max_rows`` completions) or the block, if that is less; a block is that many times longer. Nothing is written
+outside a temporary folder. Groups without a signal are trained on here, also where the recipe leaves them out, and a
+warm start is left out: both make a block of the run shorter than it says. One process measures, also of a recipe for
+several.
+"""
+
+import math
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from logitless.errors import UnavailableError
+from logitless.models.lora import frozen_copy
+from logitless.rollout.environments import environment_of
+from logitless.rollout.tool_environment import tools_of
+from logitless.seeds import derived_seed
+from logitless.train.collector import Collector
+from logitless.train.config import Recipe
+from logitless.train.engines import Engines, open_engines
+from logitless.train.journal import Journal
+from logitless.train.learner import Learner
+from logitless.train.live_view import LiveView, duration
+from logitless.train.memory import peak_memory
+from logitless.train.plan import GIB, Plan
+from logitless.train.policy import AdaptersOff, Policy, Scorer
+from logitless.train.prepare import prepare
+from logitless.train.run_folder import create_run_folder
+from logitless.train.setup import (
+    Data,
+    algorithm_of,
+    data_of,
+    device_of,
+    policy_model,
+    rewards_of,
+    set_process,
+    tokenizer_of,
+    value_head_of,
+)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A block as the measured batch foretells it.
+
+    Args:
+        planned_bytes: of the plan, worst case.
+        peak_bytes: that the measured batch held.
+        seconds: of one block, by phase.
+        blocks: of the run.
+        completions: that were drawn, and
+        tokens: their sampled tokens.
+        share: of a block's completions that were drawn.
+        also_held: what else ``peak_bytes`` counts, in words.
+
+    Example:
+        >>> forecast = Forecast(10, 9, {"rollout": 2.0, "training": 1.0}, 100, 32, 320, 1.0)
+        >>> forecast.block_seconds, forecast.mean_length
+        (3.0, 10.0)
+    """
+
+    planned_bytes: int
+    peak_bytes: int
+    seconds: Mapping[str, float]
+    blocks: int
+    completions: int
+    tokens: int
+    share: float
+    also_held: str = ""
+
+    @property
+    def block_seconds(self) -> float:
+        """All phases of one block; evaluation and checkpoints are not among them."""
+        return math.fsum(self.seconds.values())
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of a completion."""
+        return self.tokens / self.completions
+
+    def __str__(self) -> str:
+        by_phase = ", ".join(f"{phase} {value:.3g} s" for phase, value in self.seconds.items())
+        return "\n".join(
+            [
+                f"  {'measured':18s} {self.completions} completions of {self.mean_length:.0f} tokens, "
+                f"{self.share:.0%} of a block",
+                f"  {'a block':18s} {self.block_seconds:.3g} s ({by_phase})",
+                f"  {'the run':18s} {duration(self.blocks * self.block_seconds)} in {self.blocks} blocks, evaluation "
+                "and checkpoints not counted",
+                f"  {'memory':18s} {self.peak_bytes / GIB:.2f} GiB held{self.also_held}; planned "
+                f"{self.planned_bytes / GIB:.2f} GiB at the greatest lengths",
+            ]
+        )
+
+
+def prompts_of(recipe: Recipe) -> Data:
+    """The prompts of a recipe as a start loads them.
+
+    Raises:
+        LogitlessError: what a start would raise.
+    """
+    tokenizer = tokenizer_of(recipe.model)
+    return data_of(recipe, tokenizer, tools_of(environment_of(recipe.rollout.environment, tokenizer)))
+
+
+def forecast_of(recipe: Recipe, plan: Plan) -> Forecast:
+    """Measure a batch of a recipe.
+
+    Args:
+        recipe: checked; its plan fits into this machine.
+        plan: of the recipe.
+
+    Raises:
+        LogitlessError: what a start would raise.
+        UnavailableError: the batch does not fit into the GPU after all.
+    """
+    device = device_of(recipe.model)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    batch = _one_round(recipe)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            seconds, completions, tokens = _measured(batch, Path(folder))
+        except torch.OutOfMemoryError as error:
+            raise UnavailableError(
+                needed=f"memory for {batch.rollout.prompts_per_block} prompts on {device}",
+                given=str(error).partition(". ")[0],
+                remedy="Lower what the plan shows to be large.",
+            ) from error
+    rollout = recipe.rollout
+    rows = rollout.prompts_per_block * rollout.completions_per_prompt
+    drawn = batch.rollout.prompts_per_block * rollout.completions_per_prompt
+    rounds = math.ceil(rows / rollout.max_rows) / math.ceil(drawn / rollout.max_rows)
+    times = {"rollout": rounds}
+    return Forecast(
+        planned_bytes=plan.total_bytes,
+        peak_bytes=peak_memory(device),
+        seconds={phase: value * times.get(phase, rows / drawn) for phase, value in seconds.items()},
+        blocks=recipe.train.blocks,
+        completions=completions,
+        tokens=tokens,
+        share=drawn / rows,
+        also_held="" if device.type == "cuda" else " by the whole process, torch's own included",
+    )
+
+
+def _one_round(recipe: Recipe) -> Recipe:
+    """The recipe with a block that is one round of decoding, every group of which is trained on."""
+    rollout = recipe.rollout
+    prompts = min(rollout.prompts_per_block, math.ceil(rollout.max_rows / rollout.completions_per_prompt))
+    changed = rollout.model_copy(update={"prompts_per_block": prompts, "zero_signal": "keep"})
+    return recipe.model_copy(update={"rollout": changed})
+
+
+def _measured(recipe: Recipe, folder: Path) -> tuple[dict[str, float], int, int]:
+    """Seconds by phase of the second block, and its completions and sampled tokens."""
+    set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
+    tokenizer = tokenizer_of(recipe.model)
+    environment = environment_of(recipe.rollout.environment, tokenizer)
+    data = data_of(recipe, tokenizer, tools_of(environment))
+    rewards = rewards_of(recipe, [*data.train, *data.held_out])
+    algorithm = algorithm_of(recipe)
+    model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=device_of(recipe.model))
+    engines = open_engines(recipe, model, tokenizer)
+    try:
+        policy = _policy(recipe, model, value_head_of(recipe, algorithm, model))
+        reference: Scorer | None = None
+        if recipe.kl is not None and recipe.model.lora is not None:
+            reference = AdaptersOff(policy)
+        elif recipe.kl is not None:
+            reference = _policy(recipe, frozen_copy(model, dtype=getattr(torch, recipe.model.dtype)))
+        view = LiveView(2, title="forecast", silent=True)
+        journal = Journal(create_run_folder(folder, "forecast"), view, (), policy.device)
+        learner = Learner(recipe, algorithm, policy, reference, reward_weights={r.name: r.weight for r in rewards})
+        collector = Collector(data.train, engines.training, environment, rewards, recipe.rollout, seed=recipe.seed)
+        for _ in range(2):
+            journal.seconds.clear()
+            completions, tokens = _block(engines, collector, learner, journal)
+        return dict(journal.seconds), completions, tokens
+    finally:
+        engines.close()
+
+
+def _policy(recipe: Recipe, model: torch.nn.Module, value_head: object = None) -> Policy:
+    autocast = None if recipe.model.autocast is None else getattr(torch, recipe.model.autocast)
+    budget = recipe.train.head_memory_budget
+    return Policy(model, autocast=autocast, memory_budget=budget, value_head=value_head)  # type: ignore[arg-type]
+
+
+def _block(engines: Engines, collector: Collector, learner: Learner, journal: Journal) -> tuple[int, int]:
+    """Draw a block and train on it; how many completions and sampled tokens it had."""
+    with journal.phase("weights"):
+        engines.load_all(learner.weights(), learner.version)
+    prepared = prepare(collector, learner, journal)
+    if prepared.block is None:
+        raise UnavailableError(
+            needed="a sampled token to measure with",
+            given="completions without one",
+            remedy="Check the stop strings and token ids of rollout.sampling.",
+        )
+    learner.begin(prepared.block)
+    while learner.in_training:
+        with journal.phase("training"):
+            learner.step()
+    drawn = [completion for group in prepared.judged.drawn for completion in group.completions]
+    return len(drawn), sum(completion.length for completion in drawn)

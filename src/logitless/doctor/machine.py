@@ -1,0 +1,193 @@
+"""What is installed on this machine, what of logitless would run on it, and settings that are left on the table."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from logitless.bench.machine import environment
+from logitless.bench.recommended import recommended_here
+from logitless.head.api import why_not
+from logitless.rewards.sandbox import walls_of
+from logitless.train.config import Recipe
+from logitless.train.plan import Plan
+from logitless.train.setup import device_of, sdpa_allowed
+from logitless.types import LMHead
+
+OPTIONAL = {
+    "triton": "triton",
+    "peft": "lora",
+    "datasets": "data",
+    "reasoning_gym": "rewards",
+    "math_verify": "rewards",
+    "langdetect": "rewards",
+    "nltk": "rewards",
+    "trl": "trl",
+    "liger_kernel": "liger",
+    "verifiers": "verifiers",
+}
+"""Packages, and the extra that brings each."""
+
+_OTHERS = ("vllm", "bitsandbytes", "wandb", "trackio")
+"""Packages that are used where they are, and that no extra brings."""
+
+Sections = dict[str, dict[str, Any]]
+
+
+def findings() -> Sections:
+    """Sections of names and values; what would not run has the reason in place of "runs".
+
+    Example:
+        >>> findings()["head backends"]["chunked"]
+        'runs'
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    head = LMHead(torch.zeros(8, 16, device=device, dtype=torch.bfloat16))
+    hidden = torch.zeros(1, 16, device=device, dtype=torch.bfloat16)
+    installed = {
+        module: "installed" if importlib.util.find_spec(module) else f"absent: pip install 'logitless[{extra}]'"
+        for module, extra in OPTIONAL.items()
+    }
+    others = {name: "installed" if importlib.util.find_spec(name) else "absent" for name in _OTHERS}
+    return {
+        "machine": _hardware(device),
+        "packages": {name: importlib.metadata.version(name) for name in ("logitless", "torch", "transformers")},
+        "optional": installed | others,
+        "walls around a model's text": {
+            "programs (code)": str(walls_of("program")),
+            "graders (math, reasoning_gym)": str(walls_of("grader")),
+        },
+        "one set of bits": bits(),
+        "head backends": {name: why_not(name, hidden, head) or "runs" for name in ("reference", "chunked", "fused")},
+        "engines": _engines(),
+        "attention": _attention(),
+        "settings": dict(_settings()),
+    }
+
+
+def _hardware(device: str) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "cpu": f"{_processor()}, {os.cpu_count()} threads, torch uses {torch.get_num_threads()}",
+    }
+    if device == "cuda":
+        found["driver"] = f"{environment(device, ())['driver']}, CUDA {torch.version.cuda}"
+    for index in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(index)
+        found[f"cuda:{index}"] = f"{card.name}, {card.total_memory / 2**30:.0f} GiB, {card.major}.{card.minor}"
+    return found
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in _lines(info) if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.is_file() else []
+
+
+def bits() -> dict[str, str]:
+    """Which kernels may serve here for a layer of an 8B model, or why none; docs/bits.md says what for."""
+    if not torch.cuda.is_available():
+        return {"row-invariant layers": "no: they need a CUDA device"}
+    if importlib.util.find_spec("triton") is None:
+        return {"row-invariant layers": "no: pip install 'logitless[triton]'"}
+    from logitless.models.self_check import check_layer, rows_in_words
+
+    report = check_layer(torch.device("cuda", torch.cuda.current_device()))
+    same = "the bits of the packed row" if report.exact else f"OTHER BITS than the packed row: {report.attention}"
+    found = {"attention, decoded": same}
+    for shape, finding in report.linear.items():
+        refused = {way: rows_in_words(rows) for way, rows in finding.failed.items()}
+        found[f"product {shape}"] = "; ".join(f"{way} not at rows {rows}" for way, rows in refused.items()) or "all"
+    return found
+
+
+def _engines() -> dict[str, str]:
+    gpu = "runs"
+    if not torch.cuda.is_available():
+        gpu = "no: it needs a CUDA device"
+    elif importlib.util.find_spec("triton") is None:
+        gpu = "no: pip install 'logitless[triton]'"
+    return {"transformers": "runs", "recorded": "runs", "gpu": gpu}
+
+
+def _attention() -> dict[str, str]:
+    cuda = torch.cuda.is_available()
+    may = ", ".join(name for name in sdpa_allowed() if cuda or name in ("flash", "math"))
+    return {
+        "packed": "runs",
+        "sdpa": f"runs, by {may}",
+        "eager": "runs, and holds length x length numbers a head",
+        "flex_attention": "runs, compiled at first use" if cuda else "no: its backward needs a CUDA device",
+        "xformers": "never needed",
+    }
+
+
+def _settings() -> Iterator[tuple[str, str]]:
+    """What the environment decides before a recipe does."""
+    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    yield "allocator", allocator or "not set: a recipe's model.allocator holds (default expandable_segments:True)"
+    yield "float32 products", "full precision unless model.matmul_precision says high (TF32) or medium"
+    threads = os.environ.get("OMP_NUM_THREADS")
+    yield "OMP_NUM_THREADS", threads or "not set: torch takes every core"
+    if torch.cuda.device_count() > 1:
+        name = torch.cuda.get_device_name(0)
+        off = os.environ.get("NCCL_P2P_DISABLE")
+        needs = "GeForce RTX 40" in name and off != "1"
+        hint = "; cards of the 4000 series have no peer-to-peer: if the first collective hangs, set it to 1"
+        yield "NCCL_P2P_DISABLE", (off or "not set") + (hint if needs else "")
+
+
+def left_on_the_table(recipe: Recipe, plan: Plan) -> list[str]:
+    """Settings of a recipe that cost speed or memory on this machine without giving anything, one line each.
+
+    Args:
+        recipe: runs here.
+        plan: of the recipe.
+    """
+    return [*_left(recipe, plan, device_of(recipe.model)), *recommended_here()]
+
+
+def _left(recipe: Recipe, plan: Plan, device: torch.device) -> Iterator[str]:
+    model, rollout = recipe.model, recipe.rollout
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        float32 = model.autocast is None and model.trained_dtype == "float32"
+        if float32 and capability >= (8, 0):
+            yield (
+                "model.autocast: bfloat16, or model.trained_dtype: bfloat16 — every product is in float32, several "
+                "times slower here"
+            )
+        if model.matmul_precision == "highest" and capability >= (8, 0) and float32:
+            yield "model.matmul_precision: high — float32 products without TF32"
+        if model.attention == "eager":
+            yield "model.attention: packed — eager holds length x length numbers a head"
+        if model.allocator is None and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+            yield "model.allocator: expandable_segments:True — lengths differ from block to block"
+        free, total = torch.cuda.mem_get_info(device)
+        if model.gradient_checkpointing and _without_checkpointing(plan) < free:
+            yield (
+                f"model.gradient_checkpointing: false — about a quarter of the backbone's work is done twice, and "
+                f"{free / 2**30:.0f} of {total / 2**30:.0f} GiB are free"
+            )
+    completions = rollout.prompts_per_block * rollout.completions_per_prompt
+    if rollout.max_rows < completions and device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        if plan.total_bytes < free / 4:
+            yield f"rollout.max_rows: {completions} — {rollout.max_rows} rows are decoded at once, and memory is free"
+    if "reference" in (recipe.train.training_backend, recipe.train.scoring_backend):
+        yield "train.training_backend: auto — the reference backend holds all logits"
+
+
+def _without_checkpointing(plan: Plan) -> int:
+    """Bytes if every layer kept its activations; they are 18 times as many a layer as its input alone."""
+    activations = sum(size for name, size in plan.memory_bytes.items() if name.startswith("activations"))
+    return plan.total_bytes + 17 * activations

@@ -1,0 +1,188 @@
+"""Why a recipe cannot run on this machine, and the nearest settings with which it can."""
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from logitless.errors import LogitlessError
+from logitless.head.api import why_not
+from logitless.train.config import GpuEngineSection, Recipe
+from logitless.train.plan import GIB, Plan, plan_of
+from logitless.train.recipe import load_recipe
+from logitless.train.setup import device_of
+from logitless.train.writers import check_writers
+from logitless.types import LMHead
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether a recipe runs here.
+
+    Args:
+        problems: why not; empty where it does.
+        changes: ``key=value`` for ``--set``, with which it would; None where none were found.
+        recipe: with the changes, or as it is.
+        plan: of that recipe; None where it has none.
+    """
+
+    problems: tuple[str, ...]
+    changes: tuple[str, ...] | None
+    recipe: Recipe
+    plan: Plan | None
+
+
+def fit_of(path: Path, overrides: Sequence[str], memory: int | None = None) -> Fit:
+    """Check a recipe against this machine.
+
+    Args:
+        path, overrides: of ``load_recipe``.
+        memory: bytes that the run may hold; None: what is free on its device.
+
+    Raises:
+        ConfigurationError: the recipe is invalid anywhere.
+    """
+    recipe = load_recipe(path, overrides)
+    problems, changes = [], []
+    for said, remedy in _lacking(recipe):
+        problems.append(said)
+        changes += [each for each in remedy if each not in changes]
+    changed = load_recipe(path, [*overrides, *changes])
+    try:
+        plan = plan_of(changed)
+        limit = free_memory(device_of(changed.model)) if memory is None else memory
+    except LogitlessError as error:
+        return Fit((*problems, str(error)), None, recipe, None)
+    if plan.total_bytes > limit:
+        problems.append(
+            f"the plan holds {plan.total_bytes / GIB:.2f} GiB, and {limit / GIB:.2f} GiB are free on "
+            f"{device_of(changed.model)}"
+        )
+        found = _smaller(path, [*overrides, *changes], limit)
+        if found is None:
+            return Fit(tuple(problems), None, recipe, plan)
+        changes += found
+        changed = load_recipe(path, [*overrides, *changes])
+        plan = plan_of(changed)
+    return Fit(tuple(problems), tuple(changes), changed, plan)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that a new process may take: free on the GPU, or on a CPU available and within the container's limit.
+
+    Example:
+        >>> free_memory(torch.device("cpu")) > 0
+        True
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    found = []
+    meminfo, limit, used = (
+        Path("/proc/meminfo"),
+        Path("/sys/fs/cgroup/memory.max"),
+        Path("/sys/fs/cgroup/memory.current"),
+    )
+    if meminfo.is_file():
+        lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    if limit.is_file() and limit.read_text().strip().isdigit() and used.is_file():
+        found.append(int(limit.read_text()) - int(used.read_text()))
+    if not found:  # no Linux
+        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return max(0, min(found))
+
+
+def _lacking(recipe: Recipe) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(what is not here, the settings that do without it)."""
+    model, train = recipe.model, recipe.train
+    try:
+        device = device_of(model)
+    except LogitlessError as error:
+        yield str(error), ("model.device=auto",)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    no_kernels = device.type != "cuda" or importlib.util.find_spec("triton") is None
+    lacks = "Triton" if device.type == "cuda" else "a GPU"
+    if model.layers == "row_invariant" and no_kernels:
+        engine = isinstance(recipe.rollout.engine, GpuEngineSection)
+        also = ("rollout.engine={name: transformers}",) if engine else ()
+        yield f"model.layers: row_invariant needs {lacks}", ("model.layers=transformers", *also)
+    for key, backend in (("training_backend", train.training_backend), ("scoring_backend", train.scoring_backend)):
+        if backend != "auto":
+            head = LMHead(torch.zeros(8, 16, device=device))
+            reason = why_not(backend, torch.zeros(1, 16, device=device), head)
+            if reason is not None:
+                yield f"train.{key}: {backend} cannot run here: {reason}", (f"train.{key}=auto",)
+    try:
+        check_writers(recipe.writers)
+    except LogitlessError as error:
+        left = [name for name in recipe.writers if name == "tensorboard" or importlib.util.find_spec(name)]
+        yield str(error), (f"writers=[{', '.join(left)}]",)
+    if model.lora is not None and importlib.util.find_spec("peft") is None:
+        yield "model.lora needs peft: pip install 'logitless[lora]'", ()
+
+
+Change = Callable[[Recipe], Sequence[str]]
+
+
+def _checkpointing(recipe: Recipe) -> Sequence[str]:
+    return [] if recipe.model.gradient_checkpointing else ["model.gradient_checkpointing=true"]
+
+
+def _micro_batch(recipe: Recipe) -> Sequence[str]:
+    longest = recipe.data.max_prompt_tokens + recipe.rollout.longest_completion
+    return [f"train.tokens_per_micro_batch={longest}"] if recipe.train.tokens_per_micro_batch > longest else []
+
+
+def _rows(rows: int) -> Change:
+    return lambda recipe: [f"rollout.max_rows={rows}"] if recipe.rollout.max_rows > rows else []
+
+
+def _prefill(recipe: Recipe) -> Sequence[str]:
+    return ["rollout.prefill_tokens=2048"] if recipe.rollout.prefill_tokens > 2048 else []
+
+
+def _head(recipe: Recipe) -> Sequence[str]:
+    least, budget = 2**28, recipe.train.head_memory_budget
+    return [f"train.head_memory_budget={least}"] if budget is None or budget > least else []
+
+
+def _lora(recipe: Recipe) -> Sequence[str]:
+    if recipe.model.lora is not None or importlib.util.find_spec("peft") is None:
+        return []
+    low = [] if recipe.model.trained_dtype == "bfloat16" else ["model.autocast=bfloat16"]
+    return ["model.lora={rank: 16, alpha: 32}", "model.dtype=bfloat16", *low, "train.optimizer.learning_rate=1e-5"]
+
+
+_SMALLER: tuple[Change, ...] = (
+    *(_checkpointing, _micro_batch, _rows(128), _rows(32), _prefill, _head, _lora),
+    *(_rows(8),),
+)
+"""What saves memory, what changes results least first: LoRA is another method, and comes late."""
+
+
+def _smaller(path: Path, overrides: Sequence[str], limit: int) -> list[str] | None:
+    """The changes with which the plan fits, those left out that are not needed; None if it never does."""
+
+    def fits(changes: Sequence[Sequence[str]]) -> bool:
+        flat = [each for change in changes for each in change]
+        try:
+            return plan_of(load_recipe(path, [*overrides, *flat])).total_bytes <= limit
+        except LogitlessError:
+            return False
+
+    taken: list[Sequence[str]] = []
+    for change in _SMALLER:
+        wanted = change(load_recipe(path, [*overrides, *(each for of in taken for each in of)]))
+        if not wanted:
+            continue
+        taken.append(wanted)
+        if fits(taken):
+            needed = list(taken)
+            for each in taken[:-1]:
+                fewer = [other for other in needed if other is not each]
+                needed = fewer if fits(fewer) else needed
+            return [each for change in needed for each in change]
+    return None

@@ -1,0 +1,603 @@
+"""The rules of ``audit_source``: each reads one file, or all of them, and points at places."""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from logitless.doctor.finding import Finding
+from logitless.doctor.source_code import (
+    Function,
+    Module,
+    Terms,
+    argument_of,
+    called,
+    keyword,
+    terms_of,
+    without_conversions,
+    words_of,
+)
+
+_SCHULMAN = "Schulman 2020, Approximating KL Divergence"
+_REWARD_WORDS = {"reward", "rewards", "return", "returns", "advantage", "advantages", "score", "scores", "adv"}
+
+
+def centred_over_batch(module: Module) -> Iterator[Finding]:
+    """``rewards - rewards.mean()`` over all dimensions, where nothing says that it is one group."""
+    if "mean" not in module.text:
+        return
+    for node in module.nodes:
+        if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub)):
+            continue
+        mean: ast.expr | None = node.right
+        if isinstance(mean, ast.Name):
+            mean = next(iter(module.assigned(mean.id, node)), None)
+        averaged = None if mean is None else argument_of(mean, "mean")
+        if averaged is None or not words_of(node.left) & words_of(averaged) & _REWARD_WORDS:
+            continue
+        around = module.parents.get(node)
+        covariance = (
+            isinstance(around, ast.BinOp) and isinstance(around.op, ast.Mult) and "mean" in words_of(around.right)
+        )
+        if not covariance and not _one_group(module, node, averaged):
+            yield Finding(
+                "centred over the batch",
+                module.place(node),
+                module.line(node),
+                "A mean over everything compares completions of different prompts: whoever drew an easy prompt is "
+                "praised. GRPO's baseline is the mean of one prompt's completions.",
+                "Give the mean the group's dimension, or say in a name that this is one group.",
+                "arXiv:2402.03300, sec. 4.1; over the batch on purpose: REINFORCE++, arXiv:2501.03262",
+            )
+
+
+def _one_group(module: Module, node: ast.AST, averaged: ast.expr) -> bool:
+    """Whether names or loops around say that the values are those of one group, or they are a slice."""
+    if isinstance(averaged, ast.Subscript) or _mentions_group(averaged):
+        return True
+    if isinstance(averaged, ast.Name):
+        latest = module.assigned(averaged.id, node)[:1]
+        if any(isinstance(value, ast.Subscript) or _mentions_group(value) for value in latest):
+            return True
+    for above in module.above(node):
+        if isinstance(above, Function) and "group" in above.name.lower():
+            return True
+        if isinstance(above, ast.For) and (_mentions_group(above.iter) or _mentions_group(above.target)):
+            return True
+    return False
+
+
+def _mentions_group(node: ast.AST) -> bool:
+    return any(word.startswith("group") for word in words_of(node))
+
+
+_GROUP_COUNTS = re.compile(
+    r"num_generations|group_size|n_samples|num_samples|num_rollouts|rollout_n|samples_per|num_pre"
+)
+
+
+def groups_shuffled(module: Module) -> Iterator[Finding]:
+    """A shuffle in a function that later reads rows as (groups, completions)."""
+    for call in module.calls("shuffle", "randperm", "permutation"):
+        scope = module.scope_of(call)
+        if scope is module.tree:
+            continue
+        for later in ast.walk(scope):
+            if (
+                isinstance(later, ast.Call)
+                and called(later) in ("view", "reshape")
+                and later.lineno > call.lineno
+                and _GROUP_COUNTS.search(ast.unparse(later))
+                and words_of(later) & _REWARD_WORDS
+            ):
+                yield Finding(
+                    "groups shuffled",
+                    module.place(call),
+                    f"{module.line(call)}, and below {module.line(later)}",
+                    "Rows are read as groups by their position after an order has been drawn: if it is the rows' own, "
+                    "completions of different prompts are compared.",
+                    "Shuffle whole groups, or after advantages are known.",
+                    "arXiv:2402.03300, sec. 4.1",
+                )
+                break
+
+
+def estimator_named(module: Module) -> Iterator[Finding]:
+    """Code of k1, k2 or k3 in a branch, a function or a variable with the name of another one."""
+    for where, claimed, expressions in _claims(module):
+        found = {kind: each for each in expressions if (kind := _estimator(module, each)) is not None}
+        if len(found) > 1:
+            found.pop("k1", None)  # the difference that the other ones are made of
+        for kind, expression in found.items():
+            if kind not in claimed:
+                wanted = " or ".join(sorted(claimed))
+                yield Finding(
+                    "KL estimator under another name",
+                    module.place(expression),
+                    f"{module.line(expression)} is {_SAID[kind]}, and {where} says {wanted}",
+                    "k1, k2 and k3 differ in bias, sign and, in a loss, in the gradient that they give.",
+                    "Rename it, or write the other formula.",
+                    f"{_SCHULMAN}; gradients: arXiv:2506.09477",
+                )
+
+
+_SAID = {"k1": "k1", "k2": "k2", "k3": "k3", "2 k2": "a square without its half, twice k2"}
+_NAMES = {"k1": {"k1"}, "kl": {"k1"}, "k2": {"k2"}, "mse": {"k2"}, "k3": {"k3"}, "low_var_kl": {"k3"}}
+_Claim = tuple[str, set[str], list[ast.expr]]
+
+
+def _claims(module: Module) -> Iterator[_Claim]:
+    """(who says it, what it says, the expressions that should be it)."""
+    for node in module.nodes:
+        if isinstance(node, ast.If) and (names := _compared(node.test)):
+            values = [each for statement in node.body for each in _values(statement)]
+            yield f"the branch of {' or '.join(map(repr, sorted(names)))}", _kinds(names), values
+        elif isinstance(node, Function) and (named := re.findall(r"(?:^|_)(k[123])(?:$|_)", node.name)):
+            yield f"{node.name}()", set(named), [each for s in node.body for each in _values(s)]
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                name = target.id if isinstance(target, ast.Name) else ""
+                if named := re.findall(r"(?:^|_)(k[123])(?:$|_)", name):
+                    yield f"the name {name}", set(named), [node.value]
+
+
+def _compared(test: ast.expr) -> set[str]:
+    """Estimators that a condition compares with: of ``x == "k1"`` and ``x in ("kl", "k1")``."""
+    if not (isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq | ast.In)):
+        return set()
+    constants = [n.value for n in ast.walk(test.comparators[0]) if isinstance(n, ast.Constant)]
+    names = {value for value in constants if isinstance(value, str) and value in _NAMES}
+    return names if len(names) == len(constants) else set()
+
+
+def _kinds(names: set[str]) -> set[str]:
+    return {kind for name in names for kind in _NAMES[name]}
+
+
+def _values(statement: ast.stmt) -> Iterator[ast.expr]:
+    """What is assigned and returned, outside branches that say something themselves."""
+    if isinstance(statement, ast.Assign | ast.Return) and statement.value is not None:
+        yield statement.value
+    elif isinstance(statement, ast.With):
+        for inner in statement.body:
+            yield from _values(inner)
+
+
+def _estimator(module: Module, expression: ast.expr) -> str | None:
+    """k1, k2, k3 or ``2 k2``, or None where it is none of them."""
+    expression = without_conversions(expression)
+    if _k3_argument(module, expression) is not None:
+        return "k3"
+    square, half = _square(expression)
+    if square is not None and _is_log_ratio(module, square):
+        return "k2" if half else "2 k2"
+    return "k1" if _is_difference(terms_of(expression)) and _is_log_ratio(module, expression) else None
+
+
+def _k3_argument(module: Module, expression: ast.expr) -> Terms | None:
+    """``d`` of ``exp(d) - d - 1``."""
+    if not isinstance(expression, ast.BinOp):
+        return None
+    for each in ast.walk(expression):
+        if not isinstance(each, ast.expr):
+            continue
+        value = next(iter(module.assigned(each.id, expression)), None) if isinstance(each, ast.Name) else each
+        for name, one in (("exp", Counter({"1": -1})), ("expm1", Counter())):
+            inner = None if value is None else argument_of(without_conversions(value), name)
+            if inner is None:
+                continue
+            d = terms_of(inner)
+            rest = Counter(terms_of(expression))
+            if rest.pop(ast.unparse(each), 0) != 1:
+                continue
+            wanted = Counter({key: -n for key, n in d.items()})
+            wanted.update(one)
+            if {k: n for k, n in wanted.items() if n} == dict(rest):
+                return d
+    return None
+
+
+def _square(expression: ast.expr) -> tuple[ast.expr | None, bool]:
+    """What is squared, and whether the square is halved."""
+    half = False
+    if isinstance(expression, ast.BinOp) and isinstance(expression.op, ast.Mult | ast.Div):
+        parts = [(expression.left, expression.right), (expression.right, expression.left)]
+        for part, factor in parts[: 1 if isinstance(expression.op, ast.Div) else 2]:
+            wanted = 2.0 if isinstance(expression.op, ast.Div) else 0.5
+            if isinstance(factor, ast.Constant) and factor.value == wanted:
+                expression, half = without_conversions(part), True
+                break
+    if isinstance(expression, ast.BinOp) and isinstance(expression.op, ast.Pow):
+        two = isinstance(expression.right, ast.Constant) and expression.right.value == 2
+        return (expression.left if two else None), half
+    return argument_of(expression, "square"), half
+
+
+def _is_difference(terms: Terms) -> bool:
+    return sorted(terms.values()) == [-1, 1]
+
+
+def _is_log_ratio(module: Module, expression: ast.expr) -> bool:
+    words = words_of(expression)
+    if isinstance(expression, ast.Name):
+        words |= {word for value in module.assigned(expression.id, expression) for word in words_of(value)}
+    return bool(words & {"log", "logp", "logps", "logprob", "logprobs", "logr", "ratio", "kl", "logpi"})
+
+
+def k3_reversed(module: Module) -> Iterator[Finding]:
+    """``exp(d) - d - 1`` with ``d = logp - logp_ref``; for samples of the policy it is ``logp_ref - logp``."""
+    if "exp" not in module.text:
+        return
+    for node in module.nodes:
+        if not isinstance(node, ast.BinOp) or isinstance(module.parents.get(node), ast.BinOp):
+            continue
+        d = _k3_argument(module, node)
+        if d is None:
+            continue
+        if len(d) == 1:  # a name: the difference that it was made of
+            (name, sign), *_ = d.items()
+            made = [terms for value in module.assigned(name, node) if _is_difference(terms := terms_of(value))]
+            d = Counter({term: sign * n for term, n in made[0].items()}) if made else Counter()
+        reference = [n for term, n in d.items() if words_of(ast.parse(term)) & {"ref", "reference", "base"}]
+        if len(d) == 2 and len(reference) == 1 and reference[0] < 0:
+            yield Finding(
+                "k3 the wrong way round",
+                module.place(node),
+                module.line(node),
+                "With tokens drawn from the policy, exp(d) - d - 1 estimates KL(policy || reference) for "
+                "d = logp_ref - logp; with the sign turned it estimates nothing of the kind, and explodes where the "
+                "policy moved.",
+                "Turn the difference round.",
+                _SCHULMAN,
+            )
+
+
+_REFERENCE = re.compile(r"(^|_)(ref|reference)(_|$)|^(ref|reference)_?(model|policy)|(model|policy)_?ref$")
+
+
+def reference_left_trainable(module: Module) -> Iterator[Finding]:
+    """A reference model that is made here, and neither frozen nor put into evaluation mode in this file."""
+    for node in module.nodes:
+        if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)):
+            continue
+        made = _made_by(node.value)
+        if called(made) not in ("from_pretrained", "deepcopy", "from_config"):
+            continue
+        target = node.targets[0]
+        name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
+        if not _REFERENCE.search(name.lower()):
+            continue
+        settings = [call for call in module.calls("eval", "requires_grad_") if name in ast.unparse(call.func)]
+        done = {called(call) for call in settings} | set(re.findall("eval|requires_grad_", ast.unparse(node.value)))
+        frozen = "requires_grad_" in done or _frozen_in_loop(module, name) or _only_without_gradient(module, name)
+        evaluates = "eval" in done or called(made) == "from_pretrained"
+        lacks = [] if frozen else [f"{name}.requires_grad_(False)"]
+        lacks += [] if evaluates else [f"{name}.eval()"]
+        if lacks:
+            yield Finding(
+                "reference left trainable",
+                module.place(node),
+                f"{module.line(node)}, without {' and '.join(lacks)}",
+                "A reference with gradients costs their memory, and an optimizer may step it; with dropout on, its "
+                "log-probs are of another function each time.",
+                "Freeze it and call eval() where it is made.",
+                "torch documentation, Module.requires_grad_ and Module.eval",
+            )
+
+
+def _made_by(call: ast.Call) -> ast.Call:
+    """``f(...)`` of ``f(...).to(device).eval()``."""
+    while called(call) in ("to", "cuda", "eval", "requires_grad_", "half", "bfloat16"):
+        inner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        if not isinstance(inner, ast.Call):
+            break
+        call = inner
+    return call
+
+
+def _frozen_in_loop(module: Module, name: str) -> bool:
+    """``for p in ref.parameters(): p.requires_grad = False``, or the like by ``get_parameter``."""
+    return any(
+        isinstance(node, ast.For) and name in ast.unparse(node) and "requires_grad = False" in ast.unparse(node)
+        for node in module.nodes
+    )
+
+
+_SET_UP = (
+    *("eval", "requires_grad_", "to", "cpu", "cuda", "prepare", "disable", "initialize", "isinstance", "print"),
+    *("from_pretrained", "deepcopy", "parameters", "named_parameters", "get_parameter", "generate"),
+)
+"""Calls on a model, or with one, that make no graph."""
+
+_NO_GRADIENT = ("no_grad", "inference_mode")
+
+
+def _only_without_gradient(module: Module, name: str) -> bool:
+    """Whether every use of a model as a function, or as an argument, stands where no gradient is recorded."""
+    uses = [
+        node
+        for node in module.nodes
+        if isinstance(node, ast.Call)
+        and not called(node).startswith(_SET_UP)
+        and name
+        in {ast.unparse(node.func).rpartition(".")[2], *(ast.unparse(a).rpartition(".")[2] for a in _given(node))}
+    ]
+    handed_on = any(called(use).endswith("Trainer") for use in uses)  # who freezes it, or should
+    return bool(uses) and (handed_on or all(_without_gradient(module, use) for use in uses))
+
+
+def _given(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(each.value for each in call.keywords)]
+
+
+def _without_gradient(module: Module, node: ast.AST) -> bool:
+    for above in module.above(node):
+        if isinstance(above, ast.With) and any(n in ast.unparse(i) for i in above.items for n in _NO_GRADIENT):
+            return True
+        if isinstance(above, Function) and any(n in ast.unparse(d) for d in above.decorator_list for n in _NO_GRADIENT):
+            return True
+    return False
+
+
+def prompt_in_loss(module: Module) -> Iterator[Finding]:
+    """Labels that are the whole input, or a loss that is masked by the attention mask alone."""
+    if "labels" not in module.text and "attention_mask" not in module.text:
+        return
+    for node in module.nodes:
+        if isinstance(node, ast.Assign) and _is_whole_input(node.value):
+            name = ast.unparse(node.targets[0])
+            whole = isinstance(node.targets[0], ast.Name | ast.Attribute | ast.Subscript)
+            if whole and re.search(r"\blabels\b", name) and not _masked_later(module, node, name):
+                yield _prompt_finding(module, node)
+        elif isinstance(node, ast.Call) and (labels := keyword(node, "labels")) is not None:
+            masked = any("completion_mask" in (each.arg or "") for each in node.keywords)
+            if _is_whole_input(labels) and not masked:
+                yield _prompt_finding(module, node)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            one, other = words_of(node.left), words_of(node.right)
+            if "loss" in one | other and {"attention", "mask"} <= (other if "loss" in one else one):
+                yield _prompt_finding(module, node)
+
+
+def _is_whole_input(value: ast.expr) -> bool:
+    return re.fullmatch(r"[\w.\[\]'\"]*\binput_ids\b['\"\]]*(\.clone\(\)|\.copy\(\))?", ast.unparse(value)) is not None
+
+
+def _masked_later(module: Module, node: ast.Assign, name: str) -> bool:
+    scope = module.scope_of(node)
+    for later in ast.walk(scope):
+        if isinstance(later, ast.Assign) and later is not node and later.lineno >= node.lineno:
+            target = later.targets[0]
+            if ast.unparse(target).startswith(name) and "-100" in ast.unparse(later):
+                return True
+        if (
+            isinstance(later, ast.Call)
+            and called(later) in ("masked_fill", "masked_fill_")
+            and name in ast.unparse(later)
+        ):
+            return True
+    return False
+
+
+def _prompt_finding(module: Module, node: ast.AST) -> Finding:
+    return Finding(
+        "prompt tokens in the loss",
+        module.place(node),
+        module.line(node),
+        "Every token of the input is trained on, the prompt among them, which the policy did not write.",
+        "Give prompt and padding the label -100, or multiply by a mask of the completion.",
+        "arXiv:2203.02155, sec. 3.5: the loss is of the policy's own tokens; transformers, ignore_index",
+    )
+
+
+def reentrant_unset(module: Module) -> Iterator[Finding]:
+    """Gradient checkpointing without ``use_reentrant``."""
+    for call in module.calls("gradient_checkpointing_enable", "checkpoint"):
+        is_torch = called(call) == "checkpoint" and re.search(
+            r"checkpoint\.checkpoint$|^checkpoint$", ast.unparse(call.func)
+        )
+        if called(call) == "checkpoint":
+            if not (is_torch and len(call.args) >= 2 and "torch.utils" in module.text):
+                continue  # a method of that name
+        elif call.args or isinstance(keyword(call, "gradient_checkpointing_kwargs"), ast.Name | ast.Attribute):
+            continue  # settings come from elsewhere
+        if "use_reentrant" not in ast.unparse(call) and all(each.arg is not None for each in call.keywords):
+            yield _reentrant_finding(module, call)
+    for call in (node for node in module.nodes if isinstance(node, ast.Call)):
+        on = keyword(call, "gradient_checkpointing")
+        is_config = called(call).endswith(("Config", "Arguments"))
+        if is_config and isinstance(on, ast.Constant) and on.value is True and "use_reentrant" not in module.text:
+            yield _reentrant_finding(module, call)
+
+
+def _reentrant_finding(module: Module, call: ast.Call) -> Finding:
+    return Finding(
+        "use_reentrant unset",
+        module.place(call),
+        module.line(call),
+        "torch then takes the reentrant form (transformers before 5 did, too), which needs an input that requires a "
+        "gradient: under LoRA, whose embedding is frozen, gradients are silently missing.",
+        "Set use_reentrant=False.",
+        "torch documentation, torch.utils.checkpoint",
+    )
+
+
+def float16_alone(module: Module) -> Iterator[Finding]:
+    """Autocast to float16, by its default or by name, in a file that knows no bfloat16."""
+    knows_bfloat16 = re.search(r"bfloat16|bf16", module.text) is not None
+    for call in module.calls("autocast"):
+        dtype = keyword(call, "dtype")
+        text = ast.unparse(call)
+        named = dtype is not None and ast.unparse(dtype).endswith("float16") and "bfloat16" not in ast.unparse(dtype)
+        by_default = dtype is None and "enabled=False" not in text and "cpu" not in text and "bfloat16" not in text
+        if (named or by_default) and not (knows_bfloat16 and not by_default):
+            how = "float16 by name" if named else "float16, autocast's default on CUDA"
+            yield _float16_finding(module, call, how, "GradScaler" in module.text)
+    if knows_bfloat16:
+        return
+    for call in (node for node in module.nodes if isinstance(node, ast.Call)):
+        on = keyword(call, "fp16")
+        if isinstance(on, ast.Constant) and on.value is True:
+            yield _float16_finding(module, call, "fp16=True", True)
+
+
+def _float16_finding(module: Module, call: ast.Call, how: str, scaled: bool) -> Finding:
+    return Finding(
+        "float16 alone",
+        module.place(call),
+        f"{module.line(call)}: {how}{'' if scaled else ', and no GradScaler in this file'}",
+        "Small gradients of log-probs become 0 below 6e-8 and large ones infinite above 65,504, unless a scaler holds "
+        "them between.",
+        "Use bfloat16 where the card has it, or a GradScaler and a look at skipped steps; float16 has more digits, and "
+        "for agreement with the sampler some prefer it.",
+        "torch documentation, automatic mixed precision; for float16: arXiv:2510.26788",
+    )
+
+
+def xformers_required(module: Module) -> Iterator[Finding]:
+    """xFormers imported without a way around it, or asked for by name."""
+    for node in module.nodes:
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [node.module or ""]
+        imported = any(name.split(".")[0] == "xformers" for name in names)
+        guarded = any(isinstance(above, ast.Try | ast.If | Function) for above in module.above(node))
+        asked = isinstance(node, ast.Call) and called(node) == "enable_xformers_memory_efficient_attention"
+        if (imported and not guarded) or asked:
+            yield Finding(
+                "xFormers required",
+                module.place(node),
+                module.line(node),
+                "Its wheels are built for one version of torch each; on another one the whole program does not start, "
+                "and torch has had the same kernels since 2.0.",
+                "Use scaled_dot_product_attention (attn_implementation='sdpa'), or import it in a try.",
+                "torch documentation, scaled_dot_product_attention",
+            )
+
+
+def low_precision_masters(module: Module) -> Iterator[Finding]:
+    """torch's optimizer over a model that this file loads in bfloat16 or float16."""
+    if re.search(r"deepspeed|FSDP|fully_shard|get_peft_model|LoraConfig", module.text):
+        return
+    lowered: dict[str, ast.Assign] = {}
+    for node in module.nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and isinstance(node.targets[0], ast.Name):
+            dtype = keyword(node.value, "torch_dtype") or keyword(node.value, "dtype")
+            if (
+                called(node.value) == "from_pretrained"
+                and dtype is not None
+                and re.search("float16|half", ast.unparse(dtype))
+            ):
+                lowered[node.targets[0].id] = node
+    for call in module.calls("Adam", "AdamW", "SGD"):
+        for name, node in lowered.items():
+            if call.args and re.match(rf"{name}\.(named_)?parameters\b", ast.unparse(call.args[0])):
+                yield Finding(
+                    "low-precision master weights",
+                    module.place(call),
+                    f"{module.line(call)}, of {module.line(node)}",
+                    "bfloat16 has 8 bits: at a learning rate of 1e-6 almost every step is smaller than half a unit in "
+                    "the last place of its weight, and is lost.",
+                    "Keep float32 weights and autocast, or an optimizer with float32 masters or stochastic rounding.",
+                    "arXiv:1710.03740, sec. 3.1; docs/numerics.md",
+                )
+
+
+def temperature_forgotten(modules: Sequence[Module]) -> Iterator[Finding]:
+    """Sampling at a temperature that no log-prob of the whole tree is divided by."""
+    divided = re.compile(
+        r"logits[\w\[\]:, .()-]*\s*/\s*[\w.]*temp|\.div_?\([\w.]*temp|/=\s*[\w.]*temp|temperature=[\w.]*temperature"
+    )
+    if any(divided.search(module.text) for module in modules):
+        return
+    for module in modules:
+        if not re.search(r"log_?softmax|log_?probs?|logps", module.text):
+            continue
+        for call in module.calls("SamplingParams", "GenerationConfig", "generate"):
+            value = keyword(call, "temperature")
+            if isinstance(value, ast.Constant) and isinstance(value.value, int | float) and value.value not in (0, 1):
+                yield Finding(
+                    "temperature forgotten in the loss",
+                    module.place(call),
+                    module.line(call),
+                    "Tokens come from softmax(logits / temperature), and no logits of this tree are divided by it: the "
+                    "log-probs that are trained belong to another policy than the one that sampled.",
+                    "Divide the logits by the same temperature, or sample at 1.",
+                    "TRL's and verl's trainers divide; docs/head.md, temperature",
+                )
+
+
+def settings_at_default(modules: Sequence[Module]) -> Iterator[Finding]:
+    """Settings of the process that a tree which trains never makes; one finding each."""
+    training = next((module for module in modules if any(True for _ in module.calls("backward"))), None)
+    if training is None:
+        return
+    first = next(training.calls("backward"))
+    text = "\n".join(module.text for module in modules)
+    if not re.search(r"allow_tf32|set_float32_matmul_precision|fp32_precision|\btf32\b", text):
+        yield Finding(
+            "TF32 at its default",
+            training.place(first),
+            "this tree trains and never sets the precision of float32 products",
+            "torch's default is full float32: on an Ampere card or later, float32 products run several times slower "
+            "than under TF32, with 10 bits instead of 23.",
+            "Decide: torch.set_float32_matmul_precision('high'), or 'highest' written down.",
+            "torch documentation, CUDA semantics, TF32",
+        )
+    if not re.search(r"PYTORCH_(CUDA_)?ALLOC_CONF", text):
+        yield Finding(
+            "allocator at its default",
+            training.place(first),
+            "this tree trains and never mentions PYTORCH_CUDA_ALLOC_CONF",
+            "Lengths differ from batch to batch, and on a small card the allocator's cache falls to pieces long before "
+            "memory is really full.",
+            "Set expandable_segments:True before the first CUDA call, or say in the README who does.",
+            "torch documentation, CUDA memory management",
+        )
+    if re.search(r"""init_process_group\(.{0,40}nccl|backend=["']nccl|deepspeed\.init_distributed""", text) and (
+        "NCCL_P2P_DISABLE" not in text
+    ):
+        yield Finding(
+            "NCCL on consumer cards",
+            training.place(first),
+            "this tree trains over NCCL and never mentions NCCL_P2P_DISABLE",
+            "GeForce cards of the 4000 series have no peer-to-peer transfers: with some drivers the first collective "
+            "hangs instead of falling back.",
+            "Say so in the README, or set NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 on such cards, and nowhere else.",
+            "NCCL documentation, NCCL_P2P_DISABLE; accelerate sets both on these cards",
+        )
+
+
+def peer_to_peer_off(module: Module) -> Iterator[Finding]:
+    """Peer-to-peer transfers switched off for every card."""
+    for node in module.nodes:
+        if isinstance(node, ast.Assign) and any("NCCL_P2P_DISABLE" in ast.unparse(target) for target in node.targets):
+            if any(isinstance(above, ast.If) for above in module.above(node)):
+                continue
+            yield Finding(
+                "peer-to-peer switched off everywhere",
+                module.place(node),
+                module.line(node),
+                "Right on cards without peer-to-peer; on cards with NVLink it sends every gradient through the host.",
+                "Set it only where the card has none, or from outside.",
+                "NCCL documentation, NCCL_P2P_DISABLE",
+            )
+
+
+RULES: tuple[Callable[[Module], Iterator[Finding]], ...] = (
+    centred_over_batch,
+    groups_shuffled,
+    estimator_named,
+    k3_reversed,
+    reference_left_trainable,
+    prompt_in_loss,
+    reentrant_unset,
+    float16_alone,
+    xformers_required,
+    low_precision_masters,
+    peer_to_peer_off,
+)
+TREE_RULES: tuple[Callable[[Sequence[Module]], Iterator[Finding]], ...] = (temperature_forgotten, settings_at_default)

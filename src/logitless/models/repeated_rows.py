@@ -1,0 +1,97 @@
+"""Rows of a matrix, some of them taken several times, whose gradient is one deterministic sum.
+
+Equal to ``x[index]``. torch adds the gradients of a row that was taken several times with atomics, in whatever order
+and in the dtype of x; here they are added in the order of ``index``, in float32 (float64 for float64 numbers).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RepeatedRows:
+    """Which rows are taken, and where each of them is found again.
+
+    Args:
+        index: [U] rows of x.
+        first: [U'] the first place of every row that is taken.
+        again: for every row that is taken more than once, (row [K], its first place [K]), and for each further turn
+            (which of the K [J], place [J]); None where no row is taken twice.
+
+    Example:
+        >>> rows = RepeatedRows.of(torch.tensor([1, 1, 0]))
+        >>> x = torch.tensor([[1.0], [2.0], [3.0]], requires_grad=True)
+        >>> rows.take(x).flatten().tolist()
+        [2.0, 2.0, 1.0]
+        >>> rows.take(x).sum().backward()
+        >>> x.grad.flatten().tolist()
+        [1.0, 2.0, 0.0]
+    """
+
+    index: Int[Tensor, "U"]
+    first: Int[Tensor, "U2"]
+    again: tuple[tuple[Tensor, Tensor], ...] | None
+
+    @classmethod
+    def of(cls, index: Int[Tensor, "U"]) -> "RepeatedRows":
+        """The rows of an index on the CPU."""
+        order = torch.argsort(index, stable=True)
+        ordered = index[order]
+        begins = torch.ones(len(index), dtype=torch.bool)
+        begins[1:] = ordered[1:] != ordered[:-1]
+        owner = begins.long().cumsum(0) - 1  # of each place, in sorted order
+        starts = torch.nonzero(begins)[:, 0]
+        turn = torch.arange(len(index)) - starts[owner] if len(index) else starts
+        first = order[starts]
+        counts = torch.bincount(owner, minlength=len(starts))
+        several = torch.nonzero(counts > 1)[:, 0]
+        if not len(several):
+            return cls(index, first, None)
+        slot = torch.full((len(starts),), -1).scatter(0, several, torch.arange(len(several)))
+        again = [(ordered[starts[several]], first[several])]
+        for number in range(1, int(counts.max())):
+            places = torch.nonzero(turn == number)[:, 0]
+            again.append((slot[owner[places]], order[places]))
+        return cls(index, first, tuple(again))
+
+    def to(self, device: torch.device | str) -> "RepeatedRows":
+        """The same on another device, by one transfer."""
+        pairs = self.again or ()
+        tensors = [self.index, self.first, *(tensor for pair in pairs for tensor in pair)]
+        index, first, *rest = torch.cat(tensors).to(device).split([len(each) for each in tensors])  # type: ignore[no-untyped-call]
+        return RepeatedRows(index, first, tuple(zip(rest[::2], rest[1::2], strict=True)) or None)
+
+    def take(self, x: Float[Tensor, "T *rest"]) -> Float[Tensor, "U *rest"]:
+        """``x[index]``.
+
+        Gradient: to x, each row's the sum over its places, in their order and in float32; deterministic.
+        """
+        taken: Tensor = _Take.apply(x, self)  # type: ignore[no-untyped-call]
+        return taken
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: RepeatedRows) -> Tensor:
+        ctx.rows, ctx.shape = rows, x.shape
+        return x.index_select(0, rows.index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        rows: RepeatedRows = ctx.rows
+        out = grad.new_zeros(ctx.shape)
+        if rows.again is None:
+            out.index_copy_(0, rows.index, grad)
+        else:
+            out.index_copy_(0, rows.index[rows.first], grad.index_select(0, rows.first))
+            wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+            (row, first), *further = rows.again
+            total = grad.index_select(0, first).to(wide)
+            for slot, place in further:
+                total.index_add_(0, slot, grad.index_select(0, place).to(wide))  # each slot once: no order to choose
+            out.index_copy_(0, row, total.to(grad.dtype))
+        return out, None

@@ -1,0 +1,150 @@
+"""What an environment says, as the tokens that stand between two turns of the policy.
+
+    ... <sampled tokens of a turn> <end of turn> <messages> <header of an assistant's message> <next turn> ...
+                                   `----------- between: made here, once -----------------'
+
+The text of a sampled turn is never tokenized: its tokens stay as they were drawn, whatever a tokenizer would make of
+their text. What follows them is cut out of the chat template's own rendering of a stand-in conversation, so that there
+is no second copy of any model's format. Gives up templates that rewrite a conversation as it grows (Qwen 3 drops the
+thoughts of earlier turns): here what was said stays.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from logitless.errors import ConfigurationError
+from logitless.rollout.environment import Environment, Reply, replies_of
+from logitless.types import Completion, Prompt
+
+_STAND_IN = "(what the policy says)"
+
+
+class ChatTurns:
+    """Renders what stands between two turns of the policy.
+
+    Args:
+        tokenizer: of the policy.
+        template: plain text around ``{reply}``, used instead of the tokenizer's chat template.
+
+    Raises:
+        ConfigurationError: neither a template nor a chat template, or a template without ``{reply}``.
+
+    Example:
+        >>> from logitless.models.char_tokenizer import character_tokenizer
+        >>> turns = ChatTurns(character_tokenizer("ab=\\n"), template="={reply}\\n")
+        >>> turns.between(Completion("7", (3, 2), "a", "stop"), [{"role": "tool", "content": "b"}])
+        (5, 4, 6)
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, template: str | None = None) -> None:
+        self.tokenizer, self.template = tokenizer, template
+        if template is None and not tokenizer.chat_template:
+            raise ConfigurationError(
+                needed="a chat template for an environment to speak in",
+                given="a tokenizer without one",
+                remedy="Set rollout.environment.template to plain text with {reply}.",
+            )
+        if template is not None and "{reply}" not in template:
+            raise ConfigurationError(
+                needed="a template with {reply}", given=repr(template), remedy="Write for example '\\n{reply}\\n'."
+            )
+        self._special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special and t.content]
+
+    def check(self, role: str) -> None:
+        """The chat template takes messages of this role after an assistant's.
+
+        Raises:
+            ConfigurationError: it does not.
+        """
+        self._text([{"role": role, "content": "4", "name": "tool", "tool_call_id": "000000000"}])
+
+    def between(self, turn: Completion, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """The tokens from the end of a turn to where the next one begins.
+
+        The end of the turn is left out where the policy said it itself.
+
+        Args:
+            turn: the policy's.
+            messages: what is said then. Special tokens in their texts are removed: nobody speaks for another role.
+
+        Raises:
+            ConfigurationError: the chat template refuses the messages.
+        """
+        ids: list[int] = self.tokenizer(self._text(messages), add_special_tokens=False)["input_ids"]
+        said_it = bool(ids) and turn.token_ids[-1:] == (ids[0],) and ids[0] in self.tokenizer.added_tokens_decoder
+        return tuple(ids[1:] if said_it else ids)
+
+    def _text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        from jinja2 import TemplateError
+
+        plain = [{**message, "content": self._without_special(message.get("content", ""))} for message in messages]
+        if self.template is not None:
+            return self.template.replace("{reply}", "\n".join(message["content"] for message in plain))
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}]
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                [*before, *plain], tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise ConfigurationError(
+                needed="a chat template that takes what the environment says",
+                given=f"roles {[message['role'] for message in messages]} ({error})",
+                remedy="Let tools answer as the user (rollout.environment.role: user), or set its template.",
+            ) from error
+        _, found, after = text.partition(_STAND_IN)
+        if not found:
+            raise ConfigurationError(
+                needed="a chat template that shows what an assistant said",
+                given="one that leaves it out",
+                remedy="Set rollout.environment.template to plain text with {reply}.",
+            )
+        return after
+
+    def _without_special(self, text: str) -> str:
+        while found := [token for token in self._special if token in text]:
+            for token in found:
+                text = text.replace(token, "")
+        return text
+
+
+class ChatEnvironment:
+    """An environment whose messages have their tokens.
+
+    Args:
+        inner: speaks in messages.
+        turns: renders them.
+    """
+
+    def __init__(self, inner: Environment, turns: ChatTurns) -> None:
+        self.inner, self.turns = inner, turns
+
+    @property
+    def schemas(self) -> list[dict[str, Any]] | None:
+        """Of the inner environment's tools, where it has any."""
+        return getattr(self.inner, "schemas", None)
+
+    def start(self, prompt: Prompt, *, seed: int) -> Any:
+        """The inner environment's state."""
+        return self.inner.start(prompt, seed=seed)
+
+    def reply(self, state: Any, turn: Completion) -> Reply:
+        """The inner environment's reply, with tokens."""
+        return self.replies([state], [turn])[0]
+
+    def replies(self, states: Sequence[Any], turns: Sequence[Completion]) -> list[Reply]:
+        """The inner environment's replies, with tokens; what the tokenizer cannot say is the environment's failure."""
+        said = replies_of(self.inner, states, turns)
+        return [self._rendered(reply, turn) for reply, turn in zip(said, turns, strict=True)]
+
+    def _rendered(self, reply: Reply, turn: Completion) -> Reply:
+        if reply.ends or reply.token_ids:
+            return reply
+        try:
+            return replace(reply, token_ids=self.turns.between(turn, reply.messages))
+        except ConfigurationError:
+            raise
+        except Exception as error:  # the tokenizers library raises no class of its own
+            return Reply(reply.reward, failure=f"{error} in {[message.get('content') for message in reply.messages]}")

@@ -1,0 +1,91 @@
+"""The environments a recipe can name, told apart by ``name``, and how one is made ready for a policy."""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, TypeAlias
+
+from transformers import PreTrainedTokenizerBase
+
+from logitless.errors import ConfigurationError
+from logitless.rollout.chat import ChatEnvironment, ChatTurns
+from logitless.rollout.environment import Driver, Environment, SingleTurn
+from logitless.rollout.harness import Harness, HarnessEpisodes
+from logitless.rollout.text_game import GuessingGame
+from logitless.rollout.tool_environment import ToolEnvironment
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnEnvironment:
+    """An environment of yours, by the import path of what makes it; it runs in this process, with your rights.
+
+    Args:
+        factory: `package.module:function`; what it returns has `start` and `reply`. For environments of `verifiers`:
+            `logitless.integrations.verifiers:environment`.
+        options: what the function is called with.
+        template: plain text around `{reply}`, used instead of the tokenizer's chat template.
+
+    Example:
+        >>> OwnEnvironment(factory="logitless.rollout.environment:SingleTurn").made()
+        <logitless.rollout.environment.SingleTurn object at ...>
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    name: Literal["own"] = "own"
+    factory: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    template: str | None = None
+
+    def made(self) -> Environment:
+        """The environment.
+
+        Raises:
+            ConfigurationError: the path cannot be imported, or gives something else.
+        """
+        module, _, name = self.factory.partition(":")
+        try:
+            environment = getattr(importlib.import_module(module), name)(**self.options)
+        except (ImportError, AttributeError, ValueError, TypeError) as error:
+            raise ConfigurationError(
+                needed="an import path like 'package.module:function' that makes an environment",
+                given=f"{self.factory!r} ({error})",
+                remedy="Correct rollout.environment.factory or its options.",
+            ) from error
+        if not isinstance(environment, Environment):
+            raise ConfigurationError(
+                needed="an environment, with start and reply",
+                given=f"{type(environment).__name__} of {self.factory}",
+                remedy="See logitless.rollout.environment.Environment.",
+            )
+        return environment
+
+
+EnvironmentOptions: TypeAlias = ToolEnvironment | GuessingGame | OwnEnvironment | Harness
+"""Of ``rollout.environment``; tools and the game are themselves the environment, the others say how one is made."""
+
+
+def environment_of(options: EnvironmentOptions | None, tokenizer: PreTrainedTokenizerBase) -> Environment | Driver:
+    """The environment of a recipe, checked, its messages rendered as the policy reads them.
+
+    Args:
+        options: of the recipe; None for single turns.
+        tokenizer: of the policy.
+
+    Raises:
+        ConfigurationError: it cannot be made, or the chat template does not take what it says.
+        UnavailableError: this machine lacks what its tools need.
+    """
+    if options is None:
+        return SingleTurn()
+    if isinstance(options, Harness):
+        settings: dict[str, Any] = {"format": options.format, "template": options.template}
+        return HarnessEpisodes(options.drive(), tokenizer, options.concurrency, **settings)
+    inner = options.made() if isinstance(options, OwnEnvironment) else options
+    turns = ChatTurns(tokenizer, template=options.template)
+    if isinstance(inner, ToolEnvironment):
+        inner.check()
+        turns.check(inner.role)
+    elif isinstance(inner, GuessingGame):
+        turns.check("user")
+    return ChatEnvironment(inner, turns)

@@ -1,0 +1,164 @@
+"""Memory for pages at addresses that stay, so that CUDA graphs outlive it: training has it between two blocks.
+
+A graph holds the addresses that it was captured with. Here a range of addresses is reserved once, as large as the
+device; memory is put behind its first bytes when sampling begins and taken away when it ends. Nothing of this is in
+torch, so the driver is called. On a CPU it is ordinary memory.
+"""
+
+import ctypes
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_OUT_OF_MEMORY = 2
+_PINNED, _DEVICE, _READ_WRITE = 1, 1, 3  # of the driver's enumerations
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Properties(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("security", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+class _Bytes:
+    """What torch makes a tensor of without copying."""
+
+    def __init__(self, address: int, count: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (count,), "typestr": "|u1", "data": (address, False), "version": 2}
+
+
+class PageMemory:
+    """Equal parts of memory whose addresses stay, however much of each is in use.
+
+    Args:
+        parts: how many.
+        device: of the memory.
+
+    Example:
+        >>> memory = PageMemory(2, torch.device("cpu"))
+        >>> memory.open(100).shape
+        torch.Size([2, 100])
+        >>> memory.close()
+    """
+
+    def __init__(self, parts: int, device: torch.device) -> None:
+        self.parts, self.device = parts, device
+        self._first, self._span, self._unit = 0, 0, 1
+        self._mapped: list[int] = []  # addresses of parts that have memory
+        self._size = 0
+        if device.type == "cuda":
+            self._reserve()
+
+    def open(self, part_bytes: int) -> Tensor:
+        """[parts, part_bytes] uint8, uninitialised, its rows as far apart as ever.
+
+        Raises:
+            torch.OutOfMemoryError: there is not so much.
+        """
+        if self.device.type != "cuda":
+            return torch.empty(self.parts, part_bytes, dtype=torch.uint8)
+        self.close()
+        size = -(-part_bytes // self._unit) * self._unit
+        try:
+            self._map(size)
+        except torch.OutOfMemoryError:
+            self.close()
+            torch.cuda.empty_cache()  # what torch keeps for later
+            try:
+                self._map(size)
+            except torch.OutOfMemoryError:
+                self.close()
+                raise
+        whole: Any = torch.as_tensor(_Bytes(self._first, self._span * (self.parts - 1) + size), device=self.device)
+        return whole.as_strided((self.parts, part_bytes), (self._span, 1))
+
+    def close(self) -> None:
+        """Gives the memory back, when the device has done what uses it."""
+        if not self._mapped:
+            return
+        torch.cuda.synchronize(self.device)
+        for address in self._mapped:
+            _driver("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(self._size))
+        self._mapped = []
+
+    def __del__(self) -> None:
+        if self._span:
+            with suppress(Exception):  # a process that ends may have no driver any more
+                self.close()
+                _driver("cuMemAddressFree", ctypes.c_uint64(self._first), ctypes.c_size_t(self._span * self.parts))
+
+    def _properties(self) -> _Properties:
+        return _Properties(type=_PINNED, location=_Location(_DEVICE, self.device.index or 0))
+
+    def _reserve(self) -> None:
+        torch.cuda.synchronize(self.device)  # makes the device's context this thread's
+        unit, properties = ctypes.c_size_t(), self._properties()
+        _driver("cuMemGetAllocationGranularity", ctypes.byref(unit), ctypes.byref(properties), 0)
+        self._unit = unit.value
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        self._span = -(-total // self.parts // self._unit) * self._unit
+        first = ctypes.c_uint64()
+        _driver(
+            "cuMemAddressReserve",
+            ctypes.byref(first),
+            ctypes.c_size_t(self._span * self.parts),
+            ctypes.c_size_t(0),
+            ctypes.c_uint64(0),
+            ctypes.c_ulonglong(0),
+        )
+        self._first = first.value
+
+    def _map(self, size: int) -> None:
+        self._size = size
+        properties = self._properties()
+        access = _Access(properties.location, _READ_WRITE)
+        for part in range(self.parts):
+            address, handle = self._first + part * self._span, ctypes.c_ulonglong()
+            _driver(
+                "cuMemCreate",
+                ctypes.byref(handle),
+                ctypes.c_size_t(size),
+                ctypes.byref(properties),
+                ctypes.c_ulonglong(0),
+            )
+            try:
+                _driver(
+                    "cuMemMap",
+                    ctypes.c_uint64(address),
+                    ctypes.c_size_t(size),
+                    ctypes.c_size_t(0),
+                    handle,
+                    ctypes.c_ulonglong(0),
+                )
+            finally:
+                _driver("cuMemRelease", handle)  # the mapping holds it
+            self._mapped.append(address)
+            _driver(
+                "cuMemSetAccess",
+                ctypes.c_uint64(address),
+                ctypes.c_size_t(size),
+                ctypes.byref(access),
+                ctypes.c_size_t(1),
+            )
+
+
+def _driver(name: str, *arguments: Any) -> None:
+    result = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
+    if result == _OUT_OF_MEMORY:
+        raise torch.OutOfMemoryError(f"{name} found no memory")
+    if result:
+        raise RuntimeError(f"the CUDA driver's {name} failed with error {result}")

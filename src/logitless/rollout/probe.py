@@ -1,0 +1,125 @@
+"""After every push: do trainer and sampler give the same tokens the same log-probs?
+
+The server samples a few tokens after a fixed prompt, long enough to be cached, and the trainer's own model scores them.
+Stale weights, stale caches of them, log-probs of another distribution and another model all show. What it cannot see:
+weights that differ by less than the two implementations do, which in bfloat16 is what an optimizer step changes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedTokenizerBase
+
+from logitless.errors import EngineError
+from logitless.models.lm_head import causal_lm
+from logitless.rollout.completions import evaluating
+from logitless.rollout.sampling import SamplingOptions
+from logitless.rollout.vllm_api import Sampled
+
+TEMPERATURE = 0.8
+"""Not 1: so that log-probs of raw logits, which a server gives by default, are noticed."""
+
+Ask = Callable[[Sequence[int], int, SamplingOptions, int], list[Sampled]]
+"""(prompt, number of samples, options, seed) -> samples."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A fixed prompt and how far two log-probs of a token after it may be apart.
+
+    Args:
+        prompt: token ids.
+        max_difference: nats.
+        num_samples, new_tokens: that are sampled.
+        autocast: dtype of the trainer's products, or None for that of the weights.
+    """
+
+    prompt: tuple[int, ...]
+    max_difference: float
+    num_samples: int = 2
+    new_tokens: int = 8
+    autocast: torch.dtype | None = None
+
+    def within(self, context: int) -> "Probe":
+        """The same with a prompt that leaves room for the tokens that are sampled.
+
+        Example:
+            >>> Probe((4, 5, 6), 0.1, new_tokens=2).within(4).prompt
+            (4, 5)
+        """
+        return replace(self, prompt=self.prompt[: max(1, context - self.new_tokens)])
+
+    def check(self, ask: Ask, model: nn.Module, *, where: str, version: int) -> float:
+        """The largest difference in nats.
+
+        Args:
+            ask: the sampler.
+            model: the trainer's, with the weights that were pushed.
+            where: for the error.
+            version: of the weights, for the error.
+
+        Raises:
+            EngineError: it is above ``max_difference``.
+        """
+        options = SamplingOptions(max_new_tokens=self.new_tokens, temperature=TEMPERATURE)
+        worst, sampler, trainer = -1.0, 0.0, 0.0
+        for sampled in ask(self.prompt, self.num_samples, options, version):
+            scored = scored_tokens(model, self.prompt, sampled.token_ids, TEMPERATURE, self.autocast)
+            for a, b in zip(sampled.logp, scored, strict=True):
+                if not abs(a - b) <= worst:  # NaN is worse than anything
+                    worst, sampler, trainer = abs(a - b), a, b
+        if not worst <= self.max_difference:
+            raise EngineError(
+                needed=f"log-probs of {where} within {self.max_difference:g} nats of the trainer's, after weights of"
+                f" version {version} were pushed",
+                given=f"{sampler:.6f} there and {trainer:.6f} here, {worst:.3g} apart",
+                remedy="docs/servers.md, under 'the probe', lists what it has found: weights or caches that are stale,"
+                " another dtype than the trainer's, a server without --logprobs-mode processed_logprobs.",
+            )
+        return worst
+
+
+def probe_prompt(tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[int, ...]:
+    """Ordinary tokens, the same every time.
+
+    Args:
+        tokenizer: no special token of it is taken.
+        length: tokens.
+
+    Example:
+        >>> from logitless.models.char_tokenizer import character_tokenizer
+        >>> probe_prompt(character_tokenizer("abc"), 4) == probe_prompt(character_tokenizer("abc"), 4)
+        True
+    """
+    ordinary = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder))
+    return tuple(np.random.default_rng(0).choice(ordinary, length).tolist())
+
+
+def scored_tokens(
+    model: nn.Module,
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    temperature: float,
+    autocast: torch.dtype | None = None,
+) -> list[float]:
+    """The model's log-probs of a completion's tokens, from full logits of one row.
+
+    Args:
+        model: a causal LM, PEFT-wrapped or not.
+        prompt, completion: token ids.
+        temperature: divides the logits.
+        autocast: dtype of the products, or None for that of the weights.
+    """
+    inner: Any = causal_lm(model)
+    device = next(inner.parameters()).device
+    ids = torch.tensor([[*prompt, *completion]], device=device)
+    with torch.no_grad(), evaluating(inner), torch.compiler.set_stance("force_eager"):
+        with torch.autocast(device.type, autocast or torch.bfloat16, enabled=autocast is not None):
+            logits = inner(input_ids=ids, past_key_values=DynamicCache(), use_cache=True).logits
+        logp = (logits[0, len(prompt) - 1 : -1].float() / temperature).log_softmax(-1)
+    chosen: list[float] = logp.gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
+    return chosen

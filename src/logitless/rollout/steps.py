@@ -1,0 +1,475 @@
+"""Steps of decoding on the device: what they read and write, and the CUDA graphs that replay them.
+
+A completion has a slot as long as it is decoded, and its state lies there. A step's rows are the slots that the host
+last named, so that rows leave and join by one small upload. There is a graph for each number of rows, reach and way of
+drawing that has occurred; it is captured at its first use while every row is empty, and is kept from call to call as
+long as what it refers to stays where it is (``PageMemory`` sees to the pages).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from logitless.errors import UnavailableError
+from logitless.head.api import token_scores
+from logitless.models.decoding import PagedRows
+from logitless.models.kernels.attention_tiles import SPLIT
+from logitless.models.linear import product
+from logitless.models.lm_head import backbone, lm_head
+from logitless.models.paged_attention import PAGE, DecodeLayout, PagedCache, SharedPages
+from logitless.rollout.drawing import draw_tokens
+from logitless.rollout.page_memory import PageMemory
+from logitless.rollout.sampling import History, SamplingOptions
+from logitless.types import LMHead
+
+STEPS = 8
+"""Steps of decoding between two looks of the host."""
+
+BUCKETS: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+BUCKETS += (640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+"""Numbers of rows for which there are graphs; rows in between are empty."""
+
+MOST_ROWS = BUCKETS[-1]
+
+LOGIT_ROWS = 512
+"""Rows whose logits exist at once."""
+
+ALONE_BELOW = 1056
+"""Programs of attention under which each row reads shared pages for itself: they run at once and wait for nobody."""
+
+
+class Begin(NamedTuple):
+    """A completion that begins.
+
+    Args:
+        slot: its state's.
+        token: the last of its prompt.
+        position: of that token.
+        last: the position at which its last token is drawn.
+        key: of its randomness.
+        pages: from position 0 on.
+        copy: the page in which its prompt ends and its own that takes its place; None where it ends with a page.
+        prompt: tokens of the prompt.
+    """
+
+    slot: int
+    token: int
+    position: int
+    last: int
+    key: int
+    pages: tuple[int, ...]
+    copy: tuple[int, int] | None
+    prompt: tuple[int, ...]
+
+
+class Place(NamedTuple):
+    """Which slots are rows of the next steps, and which rows read pages together.
+
+    Args:
+        slots: of the rows.
+        reach: more than any row's position in these steps.
+        groups: rows of each group and the leading pages that they share.
+    """
+
+    slots: tuple[int, ...]
+    reach: int
+    groups: tuple[tuple[tuple[int, ...], int], ...]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How tokens are drawn and what ends a completion.
+
+    Args:
+        options: of sampling.
+        ends: tokens.
+    """
+
+    options: SamplingOptions
+    ends: tuple[int, ...]
+
+
+class Log(NamedTuple):
+    """What some steps did, on the host. [steps, rows] each.
+
+    Args:
+        token: drawn.
+        flags: as of ``kernels/step.py``.
+        logp, entropy: of the tokens.
+    """
+
+    token: Tensor
+    flags: Tensor
+    logp: Tensor
+    entropy: Tensor
+
+
+class Steps:
+    """The state of at most ``max_rows`` completions of a model, and its steps.
+
+    Args:
+        model: with row-invariant layers.
+        max_rows: completions at once.
+        max_pages: of a completion.
+        group_size: completions that share pages, at most.
+
+    Raises:
+        UnavailableError: layers whose heads have several shapes.
+    """
+
+    def __init__(self, model: nn.Module, *, max_rows: int, max_pages: int, group_size: int) -> None:
+        decoder: Any = backbone(model)
+        self.model, self.head, weight = model, lm_head(model), decoder.norm.weight
+        heads = [layer.row_invariant_form.heads for layer in decoder.layers]
+        if len({(h.key, h.width) for h in heads}) > 1:
+            raise UnavailableError(
+                needed="layers with heads of one shape",
+                given="several",
+                remedy="Sample with rollout.engine: {name: transformers}.",
+            )
+        self.facts = facts_of(model)
+        self.max_rows, self.max_pages, self.group_size = bucket(max_rows), max_pages, group_size
+        self.device, self.graphed = weight.device, weight.is_cuda
+        self.heads, self.layers, self.dtype = heads[0], len(heads), weight.dtype
+        self.memory = PageMemory(2 * len(heads), self.device)
+        self.cache, self.caches = torch.empty(0), list[PagedCache]()
+        self._graphs: dict[Any, Callable[[], None]] = {}
+        self._graph_memory: Any = None  # one for all: they run in turn, and leave nothing in it
+        self._held: list[Any] = []  # what graphs refer to
+        self._histories: dict[str, Tensor] = {}
+        self._ends_of: dict[tuple[int, ...], Tensor] = {}
+        rows, width, like = self.max_rows, len(weight), weight
+
+        def ints(*shape: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full(shape, fill, dtype=dtype, device=self.device)
+
+        # by slot; the last is that of empty rows
+        self.slot_token, self.slot_key = ints(rows + 1, dtype=torch.long), ints(rows + 1, dtype=torch.long)
+        self.slot_position, self.slot_last = ints(rows + 1, fill=-1), ints(rows + 1)
+        self.slot_pages = ints(rows + 1, max_pages)
+        # by row
+        self.slot, self.page_table, self.row_pages = ints(rows, fill=rows), ints(rows, max_pages), ints(rows)
+        self.token, self.key = ints(rows, dtype=torch.long), ints(rows, dtype=torch.long)
+        self.position, self.place_of = ints(rows, fill=-1), ints(rows)
+        self.cache_row = ints(rows, dtype=torch.long)
+        self.members, self.group_pages = ints(max(1, rows // 2), group_size, fill=-1), ints(max(1, rows // 2))
+        # of the steps between two looks
+        self.step = ints(1, fill=-1, dtype=torch.long)
+        self.log = ints(STEPS, 2, rows)
+        self.log_hidden = torch.zeros(STEPS, rows, width, dtype=like.dtype, device=self.device)
+        self.log_logp = torch.zeros(STEPS, rows, dtype=torch.float32, device=self.device)
+        self._turn = 0
+        pin = self.graphed
+        self._logs = [torch.zeros(STEPS * 2 * rows, dtype=torch.int32, pin_memory=pin) for _ in range(2)]
+        self._scores = [torch.zeros(2 * STEPS * rows, dtype=torch.float32, pin_memory=pin) for _ in range(2)]
+
+    @property
+    def num_steps(self) -> int:
+        """Between two looks."""
+        return STEPS
+
+    def reach(self, positions: int) -> int:
+        """Positions for which there is a graph that holds so many."""
+        return _splits(positions) * SPLIT
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page, all layers together."""
+        return 2 * self.layers * PAGE * self.heads.key * self.heads.width * self.dtype.itemsize
+
+    def serves(self, *, max_rows: int, max_pages: int, group_size: int) -> bool:
+        """Whether this state has room for so much, and the model is where it was."""
+        room = max_rows <= self.max_rows and max_pages <= self.max_pages and group_size <= self.group_size
+        return room and facts_of(self.model) == self.facts
+
+    # --- pages
+
+    def open(self, num_pages: int) -> None:
+        """Memory for so many pages; every slot is empty."""
+        shape = (num_pages * PAGE, self.heads.key, self.heads.width)
+        part = shape[0] * shape[1] * shape[2] * self.dtype.itemsize
+        parts = self.memory.open(part).view(self.dtype)
+        self.cache = parts.as_strided(
+            (self.layers, 2, *shape),
+            (2 * parts.stride(0), parts.stride(0), shape[1] * shape[2], shape[2], 1),
+        )
+        self.caches = [PagedCache(layer[0], layer[1]) for layer in self.cache]
+        self.slot_position.fill_(-1)
+        self.step.fill_(-1)
+
+    def close(self) -> None:
+        """Gives the pages' memory back; graphs stay."""
+        self.cache, self.caches = torch.empty(0), []
+        self.memory.close()
+
+    def forget_graphs(self) -> None:
+        """Gives back what graphs hold; they are captured again."""
+        self._graphs, self._graph_memory, self._held = {}, None, []
+
+    # --- rows
+
+    def begin(self, new: Sequence[Begin], drawing: Drawing) -> None:
+        """State of completions that begin, in the order of the device's work: their slots have no row before it."""
+        table = torch.tensor([(b.slot, b.token, b.position, b.last, b.key) for b in new])
+        pages = torch.zeros(len(new), self.max_pages, dtype=torch.int32)
+        for i, b in enumerate(new):
+            pages[i, : len(b.pages)] = torch.tensor(b.pages, dtype=torch.int32)
+        slot, token, position, last, key = self._sent(table).T
+        self.slot_token[slot], self.slot_key[slot] = token, key
+        self.slot_position[slot], self.slot_last[slot] = position.int(), last.int()
+        self.slot_pages[slot] = self._sent(pages)
+        if copies := [b.copy for b in new if b.copy is not None]:
+            source, target = self._sent(torch.tensor(copies, dtype=torch.int32)).T.contiguous()
+            self._copy_pages(source, target)
+        for name, history in self._histories_of(drawing.options).items():
+            history[slot] = 0
+            if name == "seen":
+                for b in new:
+                    history[b.slot, self._sent(torch.tensor(b.prompt))] = True
+            if name == "first":
+                history[slot] = position.int()
+
+    def _copy_pages(self, source: Tensor, target: Tensor) -> None:
+        from logitless.rollout.kernels.step import copy_pages  # needs Triton
+
+        copy_pages(self.cache, source, target, page=PAGE)
+
+    def place(self, place: Place) -> int:
+        """Slots into rows; returns how many rows the steps have."""
+        count, slots, groups = bucket(len(place.slots)), place.slots, place.groups
+        empty = count - len(slots)
+        row_pages, members = [0] * count, [-1] * (len(groups) * self.group_size)
+        for g, (of, shared) in enumerate(groups):
+            members[g * self.group_size : g * self.group_size + len(of)] = of
+            for row in of:
+                row_pages[row] = shared
+        rest = len(self.group_pages) - len(groups)
+        packed = [
+            *slots,
+            *[self.max_rows] * empty,
+            *row_pages,
+            *[shared for _, shared in groups],
+            *[0] * rest,
+            *members,
+        ]
+        sent = self._sent(torch.tensor(packed, dtype=torch.int32))
+        self.slot[:count] = sent[:count]
+        self.row_pages[:count] = sent[count : 2 * count]
+        self.group_pages.copy_(sent[2 * count : 2 * count + len(self.group_pages)])
+        self.members[: len(groups)] = sent[2 * count + len(self.group_pages) :].view(-1, self.group_size)
+        torch.index_select(self.slot_pages, 0, self.slot[:count], out=self.page_table[:count])
+        torch.index_select(self.slot_key, 0, self.slot[:count], out=self.key[:count])
+        return count
+
+    def _sent(self, values: Tensor) -> Tensor:
+        """On the device, without waiting for it."""
+        return values.pin_memory().to(self.device, non_blocking=True) if self.graphed else values
+
+    # --- steps
+
+    def run(self, place: Place, rows: int, drawing: Drawing) -> Callable[[], Log]:
+        """``STEPS`` steps of the rows placed last and their scores, launched; calling the result waits for them.
+
+        Args:
+            place: of the rows.
+            rows: what ``place`` returned.
+            drawing: how tokens are drawn.
+        """
+        step = self._step_for(rows, place, drawing)
+        for _ in range(STEPS):
+            step()
+        return self._read(len(place.slots), drawing.options)
+
+    def _read(self, rows: int, options: SamplingOptions) -> Callable[[], Log]:
+        """Scores of what was drawn, and everything to the host, behind the steps."""
+        log = self.log[:, :, :rows].contiguous()
+        if options.filters_distribution:
+            logp = self.log_logp[:, :rows]
+            scores = torch.stack([logp, torch.full_like(logp, torch.nan)])
+        else:
+            hidden = self.log_hidden[:, :rows].flatten(0, 1)
+            scored = token_scores(hidden, self.head, log[:, 0].flatten().long(), temperature=options.temperature)
+            scores = torch.stack([scored.logp, scored.entropy]).float()
+        self._turn = 1 - self._turn
+        log_host = self._logs[self._turn][: log.numel()].view(log.shape)
+        scores_host = self._scores[self._turn][: scores.numel()].view(2, STEPS, rows)
+        log_host.copy_(log, non_blocking=True)
+        scores_host.copy_(scores.view(2, STEPS, rows), non_blocking=True)
+        done = None
+        if self.graphed:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+
+        def wait() -> Log:
+            if done is not None:
+                done.synchronize()
+            return Log(log_host[:, 0], log_host[:, 1], scores_host[0], scores_host[1])
+
+        return wait
+
+    def _step_for(self, rows: int, place: Place, drawing: Drawing) -> Callable[[], None]:
+        """A step of so many rows: a graph, captured at its first use; without CUDA a call."""
+        splits = place.reach // SPLIT
+        alone = rows * self.heads.key * splits <= ALONE_BELOW
+        groups = 0 if alone or not place.groups else min(_power_of_two(len(place.groups)), len(self.group_pages))
+
+        def step() -> None:
+            self._step(rows, splits * SPLIT, groups, drawing)
+
+        if not self.graphed:
+            return step
+        key = (rows, splits, groups, drawing)
+        if key not in self._graphs:
+            self._graphs[key] = self._captured(step)
+        return self._graphs[key]
+
+    def _captured(self, step: Callable[[], None]) -> Callable[[], None]:
+        position = self.slot_position.clone()
+        self.slot_position.fill_(-1)  # a step of empty rows writes nothing
+        main, side, graph = torch.cuda.current_stream(), _side_stream(self.device), torch.cuda.CUDAGraph()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            step()  # compiles what is not compiled yet
+            side.synchronize()
+            graph.capture_begin(self._graph_memory, capture_error_mode="thread_local")
+            try:
+                step()
+            finally:
+                graph.capture_end()
+        main.wait_stream(side)
+        self._graph_memory = graph.pool()
+        self._hold_tables()
+        self.slot_position.copy_(position)
+        self.step.fill_(-1)
+        return graph.replay
+
+    def _hold_tables(self) -> None:
+        """Tables of positions, which the model replaces by longer ones when training asks for them."""
+        decoder: Any = backbone(self.model)
+        tables = decoder.row_invariant.reach(self.max_pages * PAGE)
+        names = {layer.row_invariant_form.rope for layer in decoder.layers}
+        self._held.append([tables.of(name) for name in names])
+
+    def _step(self, rows: int, reach: int, groups: int, drawing: Drawing) -> None:
+        """One token for each row: hidden states, logits, a draw, and what follows from it, all on the device."""
+        from logitless.rollout.kernels import step as kernels
+
+        decoder: Any = backbone(self.model)
+        options, slot = drawing.options, self.slot[:rows]
+        token, position, page_table = self.token[:rows], self.position[:rows], self.page_table[:rows]
+        kernels.begin(
+            slot, self.slot_token, self.slot_position, page_table, token, position, self.place_of[:rows],
+            self.cache_row[:rows], self.step, num_steps=STEPS, page=PAGE,
+        )  # fmt: skip
+        shared = None
+        if groups:
+            shared = SharedPages(self.members[:groups], self.group_pages[:groups], self.row_pages[:rows])
+        tables = decoder.row_invariant.reach(self.max_pages * PAGE)
+        layout = DecodeLayout(page_table, position, shared, reach)
+        paged = PagedRows(self.caches, layout, self.cache_row[:rows], self.place_of[:rows], tables)
+        hidden = decoder(input_ids=token, rows=paged).last_hidden_state
+        ends = self._ends(drawing.ends)
+        histories = self._histories_of(options)
+        for start in range(0, rows, LOGIT_ROWS):
+            part = slice(start, min(rows, start + LOGIT_ROWS))
+            logits = logits_of(hidden[part], self.head)
+            history = None
+            if histories:
+                own = {name: values[slot[part]] for name, values in histories.items() if name != "first"}
+                drawn_before = None
+                if "first" in histories:
+                    drawn_before = self.position[part] - histories["first"][slot[part]]
+                history = History(own.get("seen"), own.get("counts"), drawn_before, ends)
+            drawn = draw_tokens(logits, self.key[part], self.position[part], options, history)
+            if drawn.logp is not None:
+                self.log_logp[:, part].index_copy_(0, self.step, drawn.logp[None])
+            if histories:
+                self._remember(histories, slot[part], self.position[part], drawn.token)
+            kernels.end(
+                slot[part], self.slot_token, self.slot_position, self.slot_last, self.position[part], drawn.token,
+                drawn.finite, ends, self.step, self.log[:, :, start:], hidden[part], self.log_hidden[:, start:],
+            )  # fmt: skip
+
+    def _remember(self, histories: dict[str, Tensor], slot: Tensor, position: Tensor, token: Tensor) -> None:
+        """What rows have drawn; empty rows write to the slot that is nobody's."""
+        at = torch.where(position >= 0, slot, self.max_rows).long()
+        if "seen" in histories:
+            seen = histories["seen"]
+            seen.view(-1).index_fill_(0, at * seen.shape[1] + token, True)
+        if "counts" in histories:
+            counts = histories["counts"]
+            counts.view(-1).index_add_(0, at * counts.shape[1] + token, torch.ones_like(token, dtype=counts.dtype))
+
+    def _histories_of(self, options: SamplingOptions) -> dict[str, Tensor]:
+        """What penalties ask about, by slot; made at their first use."""
+        columns, rows = self.head.weight.shape[0], self.max_rows + 1
+        wanted = {
+            "seen": (options.repetition_penalty != 1, (rows, columns), torch.bool),
+            "counts": (options.presence_penalty != 0 or options.frequency_penalty != 0, (rows, columns), torch.int32),
+            "first": (options.min_new_tokens > 0, (rows,), torch.int32),
+        }
+        for name, (needed, shape, dtype) in wanted.items():
+            if needed and name not in self._histories:
+                self._histories[name] = torch.zeros(shape, dtype=dtype, device=self.device)
+        return {name: self._histories[name] for name, (needed, *_) in wanted.items() if needed}
+
+    def _ends(self, ends: tuple[int, ...]) -> Tensor:
+        if ends not in self._ends_of:
+            self._ends_of[ends] = torch.tensor(ends, dtype=torch.long).to(self.device)
+        return self._ends_of[ends]
+
+
+def logits_of(hidden: Float[Tensor, "R D"], head: LMHead) -> Float[Tensor, "R V"]:
+    """float32 logits; each row's bits are its own.
+
+    Example:
+        >>> logits_of(torch.zeros(0, 4), LMHead(torch.zeros(3, 4))).shape
+        torch.Size([0, 3])
+    """
+    logits = product(hidden, head.weight.to(hidden.dtype), out_dtype=torch.float32)
+    if head.bias is not None:
+        logits = logits + head.bias.float()
+    if head.scale != 1:
+        logits = logits * head.scale
+    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+
+
+def facts_of(model: nn.Module) -> tuple[Any, ...]:
+    """Where a model's parameters are and what they are like: what graphs and findings about kernels hold for."""
+    return tuple((p.data_ptr(), p.shape, p.dtype, p.device) for p in model.parameters())
+
+
+def bucket(rows: int) -> int:
+    """The least number of rows with a graph that holds so many.
+
+    Example:
+        >>> bucket(3), bucket(513)
+        (4, 640)
+    """
+    return next(each for each in BUCKETS if each >= rows)
+
+
+def _splits(reach: int) -> int:
+    """Splits of attention that hold so many positions, at most a third too many."""
+    splits = -(-reach // SPLIT)
+    size = 1
+    while size < splits:
+        if size >= 2 and size + size // 2 >= splits:
+            return size + size // 2
+        size *= 2
+    return size
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: a library keeps a workspace for every stream that it has met."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

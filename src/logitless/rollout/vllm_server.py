@@ -1,0 +1,276 @@
+"""Sampling on vLLM servers over HTTP: token ids in, token ids and their log-probs out, with weights that were proved.
+
+A prompt is one request for all its samples, so that a group has one settings object. Prompts take turns on the servers.
+What fails is asked for again until a deadline; a server that was restarted gets the weights once more, and what it may
+have sampled without them is thrown away. Gives up: bits. A completion depends, as far as rounding does, on what else
+the server had to do.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from logitless.errors import EngineError
+from logitless.rollout.completions import check_prompts, made_completions, stop_ids
+from logitless.rollout.engine import Weights
+from logitless.rollout.http_client import Fault, PassingFault, Patience, Refusal, UnusableAnswer
+from logitless.rollout.probe import Probe
+from logitless.rollout.sampling import SamplingOptions
+from logitless.rollout.vllm_api import Sampled, VllmServer, request_settings
+from logitless.rollout.weight_sync import WeightSync, refuse_others
+from logitless.seeds import derived_seed
+from logitless.types import Completion, Prompt
+
+logger = logging.getLogger("logitless")
+
+T = TypeVar("T")
+
+_MOST_ROUNDS = 8  # of sampling again what servers that were restarted had sampled
+
+
+@dataclass
+class _Watched:
+    """A server, and how often its weights were found lost and pushed again."""
+
+    server: VllmServer
+    restarts: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """Samples of a prompt, and how often their server had been restarted when they were asked for."""
+
+    samples: list[Sampled]
+    restarts: int
+
+
+class VllmServerEngine:
+    """An ``Engine`` of one or several servers.
+
+    Args:
+        servers: all of the same model.
+        sync: brings weights to them.
+        tokenizer: decodes completions; the server's is not used.
+        probe: made after every push.
+        patience: with servers that fail.
+        requests_at_once: prompts that a server has at a time.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[VllmServer],
+        sync: WeightSync,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        probe: Probe,
+        patience: Patience,
+        requests_at_once: int = 64,
+    ) -> None:
+        self._watched = [_Watched(server) for server in servers]
+        self._sync, self._tokenizer, self._probe, self._patience = sync, tokenizer, probe, patience
+        self._at_once = requests_at_once
+        self._weights: Weights | None = None
+        self._version, self._context = 0, 0
+        self._pushed_once = False
+        self.hand_over: dict[str, float | int] = {}
+
+    # --- weights
+
+    def load(self, weights: Weights, version: int) -> None:
+        """Push the weights to every server and probe each.
+
+        Raises:
+            EngineError: a server that cannot be reached or cannot load them, one that somebody else gave weights to,
+                or a probe whose log-probs differ.
+        """
+        push = self._sync.push([watched.server for watched in self._watched], weights, version)
+        self._weights, self._version = weights, version
+        self._context = min(self._patiently(w.server, "its models", self._context_of) for w in self._watched)
+        self.hand_over = {
+            "weights/pushed_bytes": push.num_bytes,
+            "weights/push_seconds": push.seconds,
+            "weights/probe_difference_max": max(self._probed(watched) for watched in self._watched),
+        }
+        if push.changed_fraction is not None:
+            self.hand_over["weights/changed_fraction"] = push.changed_fraction
+
+    def _context_of(self, server: VllmServer) -> int:
+        return server.context(self._sync.model())
+
+    def _probed(self, watched: _Watched) -> float:
+        def ask(prompt: Sequence[int], num_samples: int, options: SamplingOptions, seed: int) -> list[Sampled]:
+            settings = request_settings(options, ())
+            return self._patiently(
+                watched.server,
+                "a probe",
+                lambda server: server.sample(self._sync.model(), prompt, num_samples, settings, seed=seed),
+            )
+
+        return self._probe.within(self._context).check(
+            ask, self._module, where=watched.server.url, version=self._version
+        )
+
+    @property
+    def _module(self) -> nn.Module:
+        if self._weights is None:
+            raise EngineError(needed="weights to sample with", given="none yet", remedy="Call load before sample.")
+        return self._weights.module
+
+    def _patiently(self, server: VllmServer, what: str, ask: Callable[[VllmServer], T]) -> T:
+        return self._patience.until_done(lambda: ask(server), what=what, where=server.url)
+
+    def _make_current(self, watched: _Watched) -> None:
+        """Push the weights again to a server that came back without them.
+
+        Raises:
+            EngineError: somebody else gave it weights.
+            PassingFault: it is not there.
+        """
+        with watched.lock:
+            held = self._sync.held(watched.server)
+            refuse_others(held, watched.server)
+            if held == "fresh":
+                logger.warning("%s was restarted: it gets the weights again", watched.server.url)
+                watched.restarts += 1  # before the push: whatever is asked for until then does not count
+                self._sync.again(watched.server)
+                self._probed(watched)
+
+    # --- samples
+
+    def sample(
+        self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
+    ) -> list[list[Completion]]:
+        """Exactly ``num_samples`` completions of each prompt, all with the version of the last push.
+
+        ``logp_sampler`` is of the distribution that was drawn from; at temperature 0, where that is one token, it is 0.
+
+        Raises:
+            InputError: as of ``check_prompts``, and settings that vLLM reads otherwise.
+            EngineError: servers that fail for longer than the recipe waits, that refuse, that keep giving unusable
+                answers, or that somebody else gave weights to.
+        """
+        module = self._module
+        check_prompts(prompts, num_samples, options, self._context)
+        ends = stop_ids(self._tokenizer, module, options)
+        settings = request_settings(options, ends)
+        asked = [(list(p.token_ids), derived_seed(seed, p.id)) for p in prompts]
+        answers: dict[int, _Answer] = {}
+        for _ in range(_MOST_ROUNDS):
+            missing = [p for p in range(len(prompts)) if p not in answers]
+            if not missing:
+                break
+            answers |= self._round({p: asked[p] for p in missing}, num_samples, settings)
+            for watched in self._watched:
+                self._patiently_current(watched)
+            answers = {p: a for p, a in answers.items() if a.restarts == self._of(p).restarts}
+        else:
+            raise EngineError(
+                needed="servers that keep running for a round of sampling",
+                given=f"restarts in each of {_MOST_ROUNDS} rounds",
+                remedy="Look into the servers' logs for what ends them.",
+            )
+        return [self._completions(prompts[p], answers[p].samples, options, ends) for p in range(len(prompts))]
+
+    def _of(self, prompt: int) -> _Watched:
+        """The server that a prompt is completed on."""
+        return self._watched[prompt % len(self._watched)]
+
+    def _patiently_current(self, watched: _Watched) -> None:
+        self._patience.until_done(
+            lambda: self._make_current(watched), what="the name of its weights", where=watched.server.url
+        )
+
+    def _round(
+        self, asked: dict[int, tuple[list[int], int]], num_samples: int, settings: dict[str, object]
+    ) -> dict[int, _Answer]:
+        """An answer to each prompt; the first error ends all requests."""
+        stopped = threading.Event()
+        pool = ThreadPoolExecutor(min(len(asked), self._at_once * len(self._watched)), "logitless-requests")
+        futures: dict[Future[_Answer], int] = {}
+        try:
+            for p, (ids, seed) in asked.items():
+                futures[pool.submit(self._answer, self._of(p), ids, num_samples, settings, seed, stopped)] = p
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            return {p: future.result() for future, p in futures.items()}
+        except BaseException:  # Ctrl-C too: nothing is left running
+            stopped.set()
+            for watched in self._watched:
+                watched.server.client.give_up()
+            raise
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _answer(
+        self,
+        watched: _Watched,
+        ids: list[int],
+        num_samples: int,
+        settings: dict[str, object],
+        seed: int,
+        stopped: threading.Event,
+    ) -> _Answer:
+        """One prompt's samples, asked for until they come."""
+
+        def attempt() -> _Answer:
+            restarts = watched.restarts
+            try:
+                return _Answer(
+                    watched.server.sample(self._sync.model(), ids, num_samples, settings, seed=seed), restarts
+                )
+            except Refusal as refusal:  # an adapter that a restarted server does not know
+                if refusal.status == 404 and self._sync.held(watched.server) == "fresh":
+                    raise PassingFault(str(refusal)) from refusal
+                raise
+
+        def between(fault: Fault) -> None:
+            logger.warning("%s: %s; asking again", watched.server.url, fault)
+            if isinstance(fault, UnusableAnswer):
+                return
+            try:
+                self._make_current(watched)
+            except Fault:
+                return  # not back yet, or it refuses: the next attempt will say so
+
+        return self._patience.until_done(
+            attempt,
+            what=f"{num_samples} samples of a prompt",
+            where=watched.server.url,
+            between=between,
+            stopped=stopped,
+        )
+
+    def _completions(
+        self, prompt: Prompt, samples: Sequence[Sampled], options: SamplingOptions, ends: Sequence[int]
+    ) -> list[Completion]:
+        greedy = options.temperature == 0
+        made = made_completions(
+            self._tokenizer,
+            [prompt.id] * len(samples),
+            [sample.token_ids for sample in samples],
+            [(0.0,) * len(sample.logp) if greedy else sample.logp for sample in samples],
+            options=options,
+            ends=ends,
+            version=self._version,
+        )
+        for sample, completion in zip(samples, made, strict=True):
+            if sample.finish_reason != completion.finish_reason:
+                raise EngineError(
+                    needed="a server whose completions end where the policy's tokenizer says",
+                    given=f"finish reason {sample.finish_reason!r} of a completion of prompt {prompt.id!r} that by its"
+                    f" tokens ends because of {completion.finish_reason!r}: ...{list(sample.token_ids[-8:])}",
+                    remedy="Start the server with the policy's tokenizer and --generation-config vllm.",
+                )
+        return made
+
+    def close(self) -> None:
+        """Remove the folder of weights, if it is a private one; the servers go on running."""
+        self._sync.close()

@@ -1,0 +1,238 @@
+"""Weights in a folder, for an engine in another process: whole, or the difference to those before.
+
+A folder is complete when it holds its marker, ``weights.json``, which is written last. A whole folder is one that
+transformers and vLLM load as they are. A difference has, of each tensor that changed, its new values and where they
+stand, or the whole tensor where that is shorter; it names the folder that it goes on from. What is read back is the
+same in every bit. Gives up: a difference costs a second copy of the weights in the memory of whoever writes it.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from logitless.errors import EngineError
+
+MARKER = "weights.json"
+_SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written for one version.
+
+    Args:
+        folder: with the marker.
+        kind: ``whole`` or ``difference``.
+        num_bytes: of its tensors.
+        num_weights: of the model.
+        num_changed: weights whose bits are others than in the version before; None where there was none.
+    """
+
+    folder: Path
+    kind: Literal["whole", "difference"]
+    num_bytes: int
+    num_weights: int
+    num_changed: int | None
+
+
+class WeightFolders:
+    """Writes one folder a version, and removes those that nobody needs any more.
+
+    Args:
+        root: that the folders are made in.
+        dtype: that weights are rounded to before they are compared and written; None: each in its own.
+        differences_in_a_row: most differences before weights are written whole again; 0 writes them whole always, and
+            keeps no second copy in memory.
+        shard_bytes: most bytes of a file.
+
+    Example:
+        >>> import tempfile
+        >>> folders = WeightFolders(Path(tempfile.mkdtemp()), dtype=torch.bfloat16, differences_in_a_row=4)
+        >>> weight = torch.ones(1000)
+        >>> folders.write([("w", weight)], version=0).kind
+        'whole'
+        >>> weight[7] = 2.0
+        >>> second = folders.write([("w", weight)], version=1)
+        >>> second.kind, second.num_changed, second.num_bytes, dict(read_weights(second.folder))["w"][7].item()
+        ('difference', 1, 6, 2.0)
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        dtype: torch.dtype | None = None,
+        differences_in_a_row: int = 0,
+        shard_bytes: int = 4 * 2**30,
+    ) -> None:
+        self.root, self.dtype, self.shard_bytes = root, dtype, shard_bytes
+        self._most, self._in_a_row = differences_in_a_row, 0
+        self._last: dict[str, Tensor] | None = None
+        self._needed: list[Path] = []
+
+    def write(
+        self,
+        tensors: Iterator[tuple[str, Tensor]] | list[tuple[str, Tensor]],
+        version: int,
+        config: Callable[[Path], Any] | None = None,
+    ) -> Written:
+        """The folder of a version; one of the same version that was left half written is replaced.
+
+        Args:
+            tensors: every weight by its Hugging Face name; read once.
+            version: of the weights.
+            config: writes a whole folder's configuration into it.
+        """
+        folder = self.root / f"{version:09d}"
+        shutil.rmtree(folder, ignore_errors=True)
+        self._needed = [each for each in self._needed if each != folder]
+        folder.mkdir(parents=True)
+        rounded = ((name, _rounded(tensor, self.dtype)) for name, tensor in tensors)
+        if self._most == 0:
+            num_bytes, num_weights = self._write_whole(folder, rounded)
+            written = Written(folder, "whole", num_bytes, num_weights, None)
+        else:
+            written = self._write_shorter(folder, dict(rounded))
+        if written.kind == "whole" and config is not None:
+            config(folder)
+        base = self._needed[-1].name if written.kind == "difference" else None
+        _write_marker(folder, {"version": version, "kind": written.kind, "base": base, "bytes": written.num_bytes})
+        self._forget(written)
+        return written
+
+    def _write_shorter(self, folder: Path, now: dict[str, Tensor]) -> Written:
+        """Whole, or as a difference where there is something to go on from and it is shorter."""
+        before, self._last = self._last, {name: tensor.clone() for name, tensor in now.items()}
+        num_weights, whole = sum(t.numel() for t in now.values()), sum(t.nbytes for t in now.values())
+        num_changed = None
+        if before is not None and before.keys() == now.keys():
+            difference = dict[str, Tensor]()
+            num_changed = 0
+            for name, tensor in now.items():
+                places = _changed(before[name], tensor)
+                num_changed += len(places)
+                difference |= _shorter(name, tensor, places)
+            num_bytes = sum(t.nbytes for t in difference.values())
+            if num_bytes < whole and self._in_a_row < self._most:
+                self._in_a_row += 1
+                save_file(difference, folder / "difference.safetensors")
+                return Written(folder, "difference", num_bytes, num_weights, num_changed)
+        self._in_a_row = 0
+        self._write_whole(folder, iter(now.items()))
+        return Written(folder, "whole", whole, num_weights, num_changed)
+
+    def _write_whole(self, folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> tuple[int, int]:
+        """Files of at most ``shard_bytes`` and the index over them; (bytes, weights)."""
+        shard: dict[str, Tensor] = {}
+        files: dict[str, str] = {}
+        num_bytes = num_weights = held = 0
+
+        def flush() -> None:
+            name = f"model-{len(set(files.values())):05d}.safetensors"
+            files.update(dict.fromkeys(shard, name))
+            save_file(shard, folder / name, metadata={"format": "pt"})
+            shard.clear()
+
+        for name, tensor in tensors:
+            if shard and held + tensor.nbytes > self.shard_bytes:
+                flush()
+                held = 0
+            shard[name] = tensor
+            held, num_bytes, num_weights = held + tensor.nbytes, num_bytes + tensor.nbytes, num_weights + tensor.numel()
+        if shard:
+            flush()
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": files}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        return num_bytes, num_weights
+
+    def _forget(self, written: Written) -> None:
+        """Remove what the new folder does not go on from."""
+        if written.kind == "whole":
+            for folder in self._needed:
+                shutil.rmtree(folder, ignore_errors=True)
+            self._needed = []
+        self._needed.append(written.folder)
+
+
+def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Every weight by name, a tensor at a time.
+
+    Raises:
+        EngineError: the folder, or one that it goes on from, is not complete.
+    """
+    folder = Path(folder)
+    marker = read_marker(folder)
+    if marker["kind"] == "whole":
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a mapping
+                    yield name, file.get_tensor(name)
+        return
+    with safe_open(folder / "difference.safetensors", framework="pt") as file:
+        there = set(file.keys())
+        for name, tensor in read_weights(folder.parent / marker["base"]):
+            if f"{name}:whole" in there:
+                yield name, file.get_tensor(f"{name}:whole")
+            elif f"{name}:places" in there:
+                flat = tensor.flatten()
+                flat[file.get_tensor(f"{name}:places").long()] = file.get_tensor(f"{name}:values")
+                yield name, flat.view(tensor.shape)
+            else:
+                yield name, tensor
+
+
+def read_marker(folder: Path) -> dict[str, Any]:
+    """What is said of a complete folder.
+
+    Raises:
+        EngineError: there is no marker, or not one of ours.
+    """
+    try:
+        marker = json.loads((folder / MARKER).read_text())
+        if marker["kind"] not in ("whole", "difference"):
+            raise ValueError(f"kind {marker['kind']!r}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise EngineError(
+            needed=f"a complete folder of weights with its {MARKER}",
+            given=f"{folder}: {error}",
+            remedy="Wait until it is written; remove a folder that a stopped run left half written.",
+        ) from error
+    return marker
+
+
+def _write_marker(folder: Path, marker: dict[str, Any]) -> None:
+    part = folder / f"{MARKER}.part"
+    part.write_text(json.dumps(marker))
+    os.replace(part, folder / MARKER)  # noqa: PTH105
+
+
+def _rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    moved = tensor.detach().cpu().contiguous()
+    return moved if dtype is None or not moved.is_floating_point() else moved.to(dtype)
+
+
+def _changed(before: Tensor, now: Tensor) -> Tensor:
+    """Flat indices where the bits differ; -0.0 and NaN count as they are stored."""
+    if before.dtype != now.dtype or before.shape != now.shape:
+        return torch.arange(now.numel())
+    kind = _SAME_SIZE[now.element_size()]
+    return (before.flatten().view(kind) != now.flatten().view(kind)).nonzero()[:, 0]
+
+
+def _shorter(name: str, tensor: Tensor, places: Tensor) -> dict[str, Tensor]:
+    """What is written of a tensor: nothing, its changed values with their places, or all of it."""
+    if not len(places):
+        return {}
+    kind = torch.int32 if tensor.numel() < 2**31 else torch.int64
+    if len(places) * (kind.itemsize + tensor.element_size()) >= tensor.nbytes:
+        return {f"{name}:whole": tensor}
+    return {f"{name}:places": places.to(kind), f"{name}:values": tensor.flatten()[places]}

@@ -1,0 +1,268 @@
+"""The ways that weights take to servers, and what a server is found to hold.
+
+    folder     every weight, or what changed of it, in a folder that the server reads: any server on this file system
+    adapter    a LoRA adapter alone, in PEFT's format; each version is served under a name of its own
+
+A third, over NCCL, is in ``nccl_transfer.py``. Each names the weights, so that a server that was restarted, or that
+somebody else gave weights to, is recognised.
+"""
+
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from logitless.errors import EngineError
+from logitless.models.lm_head import causal_lm
+from logitless.rollout.engine import Weights
+from logitless.rollout.http_client import Patience
+from logitless.rollout.vllm_api import FRESH, VllmServer
+from logitless.rollout.weight_folder import WeightFolders
+
+Held = Literal["current", "fresh", "other"]
+"""What a server holds: the weights that it was last given, those that it was started with, or somebody else's."""
+
+
+@dataclass(frozen=True)
+class Push:
+    """What a push took.
+
+    Args:
+        num_bytes: made ready for each server.
+        changed_fraction: weights whose bits are others than in the push before; None where nobody counted.
+        seconds: until the last server had them.
+    """
+
+    num_bytes: int
+    changed_fraction: float | None
+    seconds: float
+
+
+@runtime_checkable
+class WeightSync(Protocol):
+    """Brings the policy's weights to servers."""
+
+    def model(self) -> str:
+        """What requests ask for."""
+        ...
+
+    def push(self, servers: Sequence[VllmServer], weights: Weights, version: int) -> Push:
+        """All servers hold these weights when it returns."""
+        ...
+
+    def again(self, server: VllmServer) -> None:
+        """The last weights once more, to a server that was restarted."""
+        ...
+
+    def held(self, server: VllmServer) -> Held:
+        """What the server holds now."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it made."""
+        ...
+
+
+class Names:
+    """Names of weights that nobody else gives: a part of this process's own and the version."""
+
+    def __init__(self) -> None:
+        self._mine = f"logitless-{uuid.uuid4().hex[:12]}"
+        self.current: str | None = None
+
+    def of(self, version: int) -> str:
+        return f"{self._mine}-{version}"
+
+    def held(self, name: str) -> Held:
+        if name == self.current:
+            return "current"
+        return "fresh" if name == FRESH else "other"
+
+
+class FolderSync:
+    """Weights through a folder that trainer and servers both see.
+
+    Args:
+        served: the server's name of the model.
+        patience: with a server that does not answer.
+        root: of the folders; None: a private one, removed on ``close``.
+        dtype: that weights are rounded to, the server's; None: each in its own.
+        differences_in_a_row: see ``WeightFolders``.
+        loader: ``worker``: by ``FolderWeights``, which the server was started with; ``reload``: by vLLM's own
+            ``reload_weights``, which reads whole folders only, and on CPUs leaves a tied LM head stale.
+        seconds: that a server may take to load.
+    """
+
+    def __init__(
+        self,
+        served: str,
+        patience: Patience,
+        *,
+        root: Path | None = None,
+        dtype: torch.dtype | None = None,
+        differences_in_a_row: int = 0,
+        loader: Literal["worker", "reload"] = "worker",
+        seconds: float = 600.0,
+    ) -> None:
+        self._served, self._patience, self._loader, self._seconds = served, patience, loader, seconds
+        self._root, self._is_private = _root_of(root)
+        self._folders = WeightFolders(self._root, dtype=dtype, differences_in_a_row=differences_in_a_row)
+        self._names, self._folder = Names(), Path()
+
+    def model(self) -> str:
+        """The server's name of the model."""
+        return self._served
+
+    def push(self, servers: Sequence[VllmServer], weights: Weights, version: int) -> Push:
+        """Write the folder once, then have each server load it.
+
+        Raises:
+            EngineError: a server that cannot, or that somebody else gave weights to since the last push.
+        """
+        start = time.perf_counter()
+        if self._names.current is not None:
+            for server in servers:
+                refuse_others(self.held_patiently(server), server)
+        config: Any = causal_lm(weights.module).config
+        written = self._folders.write(weights.tensors(), version, config.save_pretrained)
+        self._folder, self._names.current = written.folder, self._names.of(version)
+        for server in servers:
+            self.again(server)
+        fraction = None if written.num_changed is None else written.num_changed / written.num_weights
+        return Push(written.num_bytes, fraction, time.perf_counter() - start)
+
+    def again(self, server: VllmServer) -> None:
+        """Have a server load the folder of the last push; until it has, its weights are called by no version."""
+        name = self._names.current
+        assert name is not None, "no weights were pushed yet"
+
+        def load() -> None:
+            server.pause()
+            server.name_weights(f"{name}-loading")
+            if self._loader == "worker":
+                server.call_workers("load_weight_folder", {"folder": str(self._folder)}, seconds=self._seconds)
+            else:
+                server.call_workers("reload_weights", {"weights_path": str(self._folder)}, seconds=self._seconds)
+            server.forget_prefixes()
+            server.name_weights(name)
+            server.resume()
+
+        self._patience.until_done(load, what="the policy's weights loaded", where=server.url)
+
+    def held(self, server: VllmServer) -> Held:
+        """By the name that the server gives its weights."""
+        return self._names.held(server.weights_name())
+
+    def held_patiently(self, server: VllmServer) -> Held:
+        """The same of a server that may be away for a while."""
+        return self._patience.until_done(lambda: self.held(server), what="the name of its weights", where=server.url)
+
+    def close(self) -> None:
+        """Remove a private folder."""
+        if self._is_private:
+            shutil.rmtree(self._root, ignore_errors=True)
+
+
+class AdapterSync:
+    """A LoRA adapter alone, each version under a name of its own: what was cached for one is never read for another.
+
+    The server must hold the base model that the adapter is trained on, which the probe finds out.
+
+    Args:
+        patience: with a server that does not answer.
+        root: of the folders; None: a private one, removed on ``close``.
+    """
+
+    def __init__(self, patience: Patience, *, root: Path | None = None) -> None:
+        self._patience, self._names = patience, Names()
+        self._root, self._is_private = _root_of(root)
+        self._bases: dict[str, str] = {}
+        self._before: str | None = None
+
+    def model(self) -> str:
+        """The adapter's name, by which requests ask for the version that they want."""
+        assert self._names.current is not None, "no adapter was pushed yet"
+        return self._names.current
+
+    def push(self, servers: Sequence[VllmServer], weights: Weights, version: int) -> Push:
+        """Write the adapter once, have each server load it and drop the one before.
+
+        Raises:
+            EngineError: weights without an adapter, or a server that cannot load it.
+        """
+        start = time.perf_counter()
+        if weights.adapter is None:
+            raise EngineError(
+                needed="a LoRA adapter to push alone",
+                given="a policy without one",
+                remedy="Set model.lora, or rollout.engine.weights: {name: folder}.",
+            )
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.adapter()}
+        self._before, self._names.current = self._names.current, self._names.of(version)
+        self._folder = self._root / f"{version:09d}"
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+        save_file(tensors, self._folder / "adapter_model.safetensors")
+        _save_adapter_config(weights.module, self._folder)
+        for server in servers:
+            self.again(server)
+        if self._before is not None:
+            shutil.rmtree(self._root / self._before.rpartition("-")[2].zfill(9), ignore_errors=True)
+        return Push(sum(t.nbytes for t in tensors.values()), None, time.perf_counter() - start)
+
+    def again(self, server: VllmServer) -> None:
+        """Have a server load the adapter of the last push."""
+
+        def load() -> None:
+            self._bases[server.url] = server.weights_name()
+            server.load_adapter(self.model(), str(self._folder))
+            if self._before is not None and self._before != self.model():
+                server.unload_adapter(self._before)
+
+        self._patience.until_done(load, what="the policy's adapter loaded", where=server.url)
+
+    def held(self, server: VllmServer) -> Held:
+        """By the adapters that the server lists, and the name of the weights below them."""
+        if server.weights_name() != self._bases[server.url]:
+            return "other"
+        return "current" if self.model() in server.models() else "fresh"
+
+    def close(self) -> None:
+        """Remove a private folder."""
+        if self._is_private:
+            shutil.rmtree(self._root, ignore_errors=True)
+
+
+def refuse_others(held: Held, server: VllmServer) -> None:
+    """Stop where somebody else gave the server weights.
+
+    Raises:
+        EngineError: somebody did.
+    """
+    if held == "other":
+        raise EngineError(
+            needed=f"the policy's weights on {server.url}, which this run pushed",
+            given=f"weights that somebody else pushed, called {server.weights_name()!r}",
+            remedy="Give each run servers of its own; nothing that was sampled since is used. Go on with --resume.",
+        )
+
+
+def _root_of(root: Path | None) -> tuple[Path, bool]:
+    if root is None:
+        return Path(tempfile.mkdtemp(prefix="logitless-weights-")), True
+    root.mkdir(parents=True, exist_ok=True)
+    return root, False
+
+
+def _save_adapter_config(module: nn.Module, folder: Path) -> None:
+    configs: Any = module.peft_config
+    for config in configs.values():
+        config.save_pretrained(str(folder))

@@ -1,0 +1,255 @@
+"""What several processes will need: memory of each, bytes that travel in a step, and from measured speeds the time.
+
+``logitless plan RECIPE --gpus N``. Bytes are counted from the recipe and the model's shape, for any number of
+processes. A time is worked out only from speeds that were measured: tokens a second of one GPU alone, and gigabytes a
+second between them (``logitless bench scale`` measures both). No overlap of the two is assumed, so that the share of
+communication is the most that it can be.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from logitless.distributed.arrangement import Arrangement
+from logitless.models.lm_head import causal_lm
+from logitless.models.units import units_of
+from logitless.models.value_head import ValueHead
+from logitless.train.config import GpuEngineSection, Recipe, TransformersEngineSection
+from logitless.train.masters import master_of
+from logitless.train.plan import GIB, memory
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What was measured.
+
+    Args:
+        tokens_per_second: read by one GPU alone in training steps, forward and backward.
+        bytes_per_second: that a rank sends in large collectives.
+    """
+
+    tokens_per_second: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of one process.
+
+    Args:
+        arrangement: of all of them.
+        memory_bytes: by part; not all of them at once, see ``peak_bytes``.
+        traffic_bytes: sent in an optimizer step, by cause.
+        rows: micro-batches in a step.
+        tokens: read in a step by each rank, at most.
+        speeds: or None where nothing was measured.
+    """
+
+    arrangement: Arrangement
+    memory_bytes: Mapping[str, int]
+    traffic_bytes: Mapping[str, int]
+    rows: int
+    tokens: int
+    speeds: Speeds | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """The more of training and sampling, which do not overlap."""
+        only_training = sum(n for name, n in self.memory_bytes.items() if name.startswith("training: "))
+        only_sampling = sum(n for name, n in self.memory_bytes.items() if name.startswith("sampling: "))
+        always = sum(self.memory_bytes.values()) - only_training - only_sampling
+        return always + max(only_training, only_sampling)
+
+    @property
+    def compute_seconds(self) -> float | None:
+        """Of a step without any waiting."""
+        return None if self.speeds is None else self.tokens / self.speeds.tokens_per_second
+
+    @property
+    def traffic_seconds(self) -> float | None:
+        """Of a step's messages one after the other."""
+        return None if self.speeds is None else sum(self.traffic_bytes.values()) / self.speeds.bytes_per_second
+
+    @property
+    def traffic_share(self) -> float | None:
+        """Of the step's time, if nothing overlaps."""
+        if self.compute_seconds is None or self.traffic_seconds is None:
+            return None
+        return self.traffic_seconds / (self.compute_seconds + self.traffic_seconds)
+
+
+def forecast(
+    recipe: Recipe,
+    model: nn.Module,
+    arrangement: Arrangement,
+    *,
+    value_head: ValueHead | None = None,
+    speeds: Speeds | None = None,
+) -> Forecast:
+    """What a recipe needs of each process.
+
+    Args:
+        recipe: checked.
+        model: on any device, ``meta`` included.
+        arrangement: of the processes.
+        value_head: of the algorithm.
+        speeds: measured.
+    """
+    steps_tokens = recipe.train.tokens_per_step
+    data_ranks = arrangement.replicate * arrangement.shard
+    tokens = math.ceil(steps_tokens / data_ranks)
+    rows = max(1, math.ceil(tokens / recipe.train.tokens_per_micro_batch))
+    return Forecast(
+        arrangement,
+        memory_of_rank(recipe, model, arrangement, value_head),
+        traffic_of_rank(recipe, model, arrangement, rows, min(tokens, recipe.train.tokens_per_micro_batch)),
+        rows,
+        tokens // arrangement.sequence,
+        speeds,
+    )
+
+
+def memory_of_rank(
+    recipe: Recipe, model: nn.Module, arrangement: Arrangement, value_head: ValueHead | None = None
+) -> dict[str, int]:
+    """Bytes by part; shards are exact, what is an estimate in ``plan`` is one here.
+
+    Shards are held in the dtype of the masters; a unit is whole, in the dtype of the products, from its gathering until
+    after its use, and the next one is gathered meanwhile.
+    """
+    whole = memory(recipe, model, value_head)
+    if not arrangement.is_sharded:
+        return whole
+    cut = arrangement.weights
+    trained = [p for p in model.parameters() if p.requires_grad]
+    held = sum(_shard_bytes(master_of(p), cut) for p in trained)
+    frozen = sum(_shard_bytes(p, cut) for p in model.parameters() if not p.requires_grad)
+    units = sorted((_unit_bytes(unit) for unit in _own_parameters(model)), reverse=True)
+    gradients = max(sum(4 * p.numel() for p in unit if p.requires_grad) for unit in _own_parameters(model))
+    parts = {
+        "shards of weights": held + frozen,
+        "shards of gradients": held,
+        "shards of AdamW moments": 2 * held,
+    }
+    if "value head" in whole:
+        parts["value head"] = whole["value head"]
+    if "reference" in whole and recipe.parallel.reference == "device":
+        parts["shards of the reference"] = math.ceil(whole["reference"] / cut)
+    parts["training: two units whole"] = sum(units[:2])
+    parts["training: gradients of a unit"] = gradients
+    parts["training: activations (estimate)"] = math.ceil(activations(recipe, model) / arrangement.sequence)
+    parts["training: head"] = whole["head"]
+    if isinstance(recipe.rollout.engine, TransformersEngineSection | GpuEngineSection):
+        parts["sampling: whole weights"] = sum(units)
+        parts["sampling: cache (estimate)"] = whole["activations or cache (estimate)"]
+    return parts
+
+
+def traffic_of_rank(
+    recipe: Recipe, model: nn.Module, arrangement: Arrangement, rows: int, tokens_per_row: int
+) -> dict[str, int]:
+    """Bytes that a rank sends in an optimizer step, by cause; a ring or a tree sends no fewer.
+
+    Args:
+        recipe: checked.
+        model: on any device.
+        arrangement: of the processes.
+        rows: micro-batches of a rank.
+        tokens_per_row: of a micro-batch.
+    """
+    cut, copies, split = arrangement.weights, arrangement.replicate, arrangement.sequence
+    own = _own_parameters(model)
+    gradients = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if not arrangement.is_sharded:
+        return {} if copies == 1 else {"gradients of copies": 2 * gradients * (copies - 1) // copies}
+    config: Any = causal_lm(model).config.get_text_config()
+    head = own[-1] if len(own) > config.num_hidden_layers + 1 else own[config.num_hidden_layers]
+    gathered = own[:-1] if len(own) > config.num_hidden_layers + 1 else own  # the LM head is not gathered
+    weights = sum(_unit_bytes(unit) for unit in gathered)
+    reduced = 4 * sum(p.numel() for unit in gathered for p in unit if p.requires_grad)
+    largest = max(head, key=lambda p: p.numel())
+    number = _number(largest)
+    parts = {
+        "weights, forward and backward": 2 * rows * weights * (cut - 1) // cut,
+        "gradients of shards": rows * reduced * (cut - 1) // cut,
+        "shards of the LM head": rows
+        * largest.numel()
+        * (2 * number + (4 if largest.requires_grad else 0))
+        * (cut - 1)
+        // cut,
+    }
+    if copies > 1:
+        parts["gradients of copies"] = 2 * rows * (reduced // cut) * (copies - 1) // copies
+    if split > 1:
+        heads = config.num_attention_heads
+        keys = getattr(config, "num_key_value_heads", None) or heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        numbers = (2 * heads + 2 * max(keys, split)) * width * tokens_per_row // split
+        passes = 3 if recipe.model.gradient_checkpointing else 2
+        layers = config.num_hidden_layers
+        parts["tokens for heads"] = rows * passes * layers * numbers * number * (split - 1) // split
+    return parts
+
+
+def activations(recipe: Recipe, model: nn.Module) -> int:
+    """Bytes of a micro-batch's activations, as in ``plan.memory``; an estimate."""
+    section = recipe.model
+    config: Any = causal_lm(model).config.get_text_config()
+    number = 2 if section.autocast is not None else min(_number(p) for p in model.parameters())
+    kept, worked_on = (1, 1) if section.gradient_checkpointing else (17, 0)
+    per_token = config.hidden_size * number * (config.num_hidden_layers * kept + 17 * worked_on)
+    return recipe.train.tokens_per_micro_batch * per_token
+
+
+def forecast_text(recipe: Recipe, found: Forecast) -> str:
+    """For a person."""
+    world = found.arrangement.replicate * found.arrangement.weights
+    width = max(len(name) for name in [*found.memory_bytes, *found.traffic_bytes, "peak"])
+    lines = [
+        f"recipe {recipe.name} on {world} processes: {found.arrangement.words}",
+        f"  a step reads about {found.tokens:,} tokens a process, in {found.rows} micro-batches",
+        "  memory of each",
+        *(f"    {name:{width}s} {size / GIB:9.3f} GiB" for name, size in found.memory_bytes.items()),
+        f"    {'peak':{width}s} {found.peak_bytes / GIB:9.3f} GiB",
+        "  sent by each in a step",
+        *(f"    {name:{width}s} {size / GIB:9.3f} GiB" for name, size in found.traffic_bytes.items()),
+    ]
+    if found.speeds is None:
+        lines.append("  time: not forecast; measure with `logitless bench scale`, or give --tokens-per-second and")
+        lines.append("        --gigabytes-per-second")
+    else:
+        lines.append(
+            f"  time of a step: {found.compute_seconds:.3f} s at {found.speeds.tokens_per_second:,.0f} tokens/s, "
+            f"{found.traffic_seconds:.3f} s of messages at {found.speeds.bytes_per_second / 1e9:,.0f} GB/s: "
+            f"at most {100 * (found.traffic_share or 0):.0f}% communication"
+        )
+    return "\n".join(lines)
+
+
+def _own_parameters(model: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters of each unit, those of units inside it left out."""
+    seen: set[int] = set()
+    found = []
+    for unit in units_of(model):
+        own = [p for p in dict.fromkeys(unit.parameters()) if id(p) not in seen]
+        seen |= {id(p) for p in own}
+        found.append(own)
+    return found
+
+
+def _shard_bytes(parameter: torch.Tensor, cut: int) -> int:
+    """Of the rank with the most: parameters are cut by rows."""
+    rows = parameter.shape[0] if parameter.ndim else 1
+    return math.ceil(rows / cut) * (parameter.numel() // max(rows, 1)) * parameter.element_size()
+
+
+def _unit_bytes(parameters: list[nn.Parameter]) -> int:
+    return sum(p.numel() * p.element_size() for p in parameters)
+
+
+def _number(parameter: torch.Tensor) -> int:
+    return parameter.element_size()

@@ -1,0 +1,206 @@
+"""The completions of a run as one Parquet data set: a few files that grow, readable at any moment, killed or not.
+
+    rollouts/part-000001.parquet    blocks 1 to 31
+    rollouts/part-000032.parquet    blocks 32 to 40, the last one; it is written anew with each block
+
+The last part is replaced as a whole, atomically, until it is full; then another begins, named after its first block. So
+each file is complete at every moment, no row is in two of them, and a reader takes ``rollouts/*.parquet`` as it is.
+docs/rollouts.md has the columns.
+"""
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.compute
+import pyarrow.parquet
+
+from logitless.errors import DataError
+
+FULL_ROWS, FULL_BYTES = 16_384, 8 * 2**20
+"""A part with as many rows or bytes is full. Both bound what is written again with each block."""
+
+COLUMNS: dict[str, tuple[pyarrow.DataType, str]] = {
+    "block": (pyarrow.int64(), "round of generation, from 1"),
+    "group": (pyarrow.int64(), "of the block, from 1: the completions of one prompt"),
+    "sample": (pyarrow.int64(), "of the group, from 1"),
+    "prompt_id": (pyarrow.string(), "id of the prompt in its data"),
+    "prompt": (pyarrow.string(), "text of the prompt as the model reads it"),
+    "completion": (pyarrow.string(), "text up to the stop string"),
+    "num_tokens": (pyarrow.int64(), "tokens of the completion, the stop token included"),
+    "finish_reason": (pyarrow.string(), "`stop`, or `length` where it was cut at its limit"),
+    "weights_version": (pyarrow.int64(), "optimizer steps that the weights which drew it had seen; null if unknown"),
+    "reward": (pyarrow.float64(), "weighted sum of the functions; null where nothing could be judged"),
+    "advantage": (pyarrow.float64(), "mean over the completion's tokens; null where it is not trained on"),
+    "verdicts": (pyarrow.string(), "JSON: by function its status, score, detail and message"),
+    "num_turns": (pyarrow.int64(), "of the policy in its conversation; 1 without one"),
+    "conversation": (pyarrow.string(), "JSON: the messages of several turns; null for single turns"),
+}
+"""Columns of every run, with type and meaning; ``reward/<function>`` (double) follow, one a reward function."""
+
+
+def append(folder: Path, block: int, rows: Sequence[Mapping[str, Any]], write: Callable[[Path, bytes], None]) -> Path:
+    """Add the rows of a block; rows of this block and of later ones are replaced.
+
+    Args:
+        folder: of the data set.
+        block: the number in every row.
+        rows: by column; one that a row lacks is null.
+        write: puts bytes at a path atomically.
+
+    Returns:
+        The part that holds the block.
+
+    Raises:
+        DataError: the last part is not Parquet.
+    """
+    later = [name for row in rows for name in row if name not in COLUMNS]
+    schema = pyarrow.schema(
+        [
+            *((name, kind) for name, (kind, _) in COLUMNS.items()),
+            *((name, pyarrow.float64()) for name in dict.fromkeys(later)),
+        ]
+    )
+    table = pyarrow.Table.from_pylist(list(rows), schema)
+    last: Path | None = None
+    for path in reversed(_paths(folder)):
+        first, final = _span(path)
+        if final < block:
+            last = path
+            break
+        if first < block:
+            last = path
+            _write(path, _rows_before(_read(path), block), write)
+            break
+        path.unlink()
+    if last is not None and not _is_full(last):
+        table = pyarrow.concat_tables([_read(last), table], promote_options="default")
+        path = last
+    else:
+        path = folder / f"part-{block:06d}.parquet"
+    _write(path, table, write)
+    return path
+
+
+def parts(folder: Path) -> Iterator[pyarrow.Table]:
+    """The parts in order, one in memory at a time.
+
+    Raises:
+        DataError: a file that is not Parquet.
+
+    Example:
+        >>> list(parts(Path("no/such/folder")))
+        []
+    """
+    for path in _paths(folder):
+        yield _read(path)
+
+
+def blocks(folder: Path) -> list[int]:
+    """Numbers of the blocks that are there, in order."""
+    found: set[int] = set()
+    for path in _paths(folder):
+        found |= set(_read(path, ["block"])["block"].to_pylist())
+    return sorted(found)
+
+
+def read(folder: Path, block: int) -> list[dict[str, Any]]:
+    """The rows of one block; none where it is not there."""
+    for path in _paths(folder):
+        first, last = _span(path)
+        if first <= block <= last:
+            table = _read(path)
+            rows: list[dict[str, Any]] = table.filter(pyarrow.compute.field("block") == block).to_pylist()
+            return rows
+    return []
+
+
+def _paths(folder: Path) -> list[Path]:
+    """Parts by their first block."""
+    return sorted((path for path in folder.glob("*.parquet") if not path.name.startswith(".")), key=_span)
+
+
+def _span(path: Path) -> tuple[int, int]:
+    """First and last block of a part, of its metadata alone."""
+    try:
+        metadata = pyarrow.parquet.read_metadata(path)
+        column = metadata.schema.names.index("block")
+        found = [metadata.row_group(number).column(column).statistics for number in range(metadata.num_row_groups)]
+        return min(each.min for each in found), max(each.max for each in found)
+    except (pyarrow.ArrowException, ValueError, AttributeError) as error:
+        raise _damaged(path, error) from error
+
+
+def _is_full(path: Path) -> bool:
+    return pyarrow.parquet.read_metadata(path).num_rows >= FULL_ROWS or path.stat().st_size >= FULL_BYTES
+
+
+def _read(path: Path, columns: list[str] | None = None) -> pyarrow.Table:
+    try:
+        return pyarrow.parquet.ParquetFile(path).read(columns)
+    except pyarrow.ArrowException as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    return DataError(
+        needed=f"Parquet with a column block in {path}",
+        given=str(error),
+        remedy="Delete this file; a run never leaves such.",
+    )
+
+
+def _rows_before(table: pyarrow.Table, block: int) -> pyarrow.Table:
+    return table.filter(pyarrow.compute.field("block") < block)
+
+
+def _write(path: Path, table: pyarrow.Table, write: Callable[[Path, bytes], None]) -> None:
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(table, buffer, compression="zstd", row_group_size=FULL_ROWS)
+    write(path, buffer.getvalue())
+
+
+def page() -> str:
+    """``docs/rollouts.md``: how the data set is read, and its columns.
+
+    Example:
+        >>> page().splitlines()[0]
+        '# Rollouts'
+    """
+    rows = [f"| `{name}` | {kind} | {meaning} |" for name, (kind, meaning) in COLUMNS.items()]
+    rows.append("| `reward/<function>` | double | score of each reward function, before its weight; null where none |")
+    return _PAGE.replace("COLUMNS", "\n".join(rows))
+
+
+_PAGE = """# Rollouts
+
+Every completion that a run samples, those that training leaves out included, with what was said of it: one Parquet data
+set, `runs/NAME/rollouts/*.parquet`, one row a completion. This page is written from `logitless.train.rollout_data`.
+
+    logitless show runs/quickstart --block 12 --group 3     # a group in the terminal
+
+```python
+import datasets
+rows = datasets.load_dataset("parquet", data_files="runs/quickstart/rollouts/*.parquet", split="train")
+```
+```python
+import polars
+rows = polars.scan_parquet("runs/quickstart/rollouts/*.parquet")
+by_block = rows.group_by("block").agg(polars.col("reward").mean()).sort("block").collect()
+```
+```sql
+-- DuckDB
+SELECT block, avg(reward), avg(num_tokens) FROM 'runs/quickstart/rollouts/*.parquet' GROUP BY block ORDER BY block;
+```
+
+| Column | Type | What it is |
+|---|---|---|
+COLUMNS
+
+Rows are in the order of block, group and sample. A file is a part: the last one is replaced as a whole with each block,
+until it has 16,384 rows or 8 MiB, and the next is named after its first block. So every file is complete at every
+moment, also after a `kill -9`, and no row is there twice. A run that goes on from a checkpoint replaces the blocks that
+it samples again; the data set then is what it would have been without the stop.
+"""

@@ -1,0 +1,83 @@
+"""Benchmarks of settings: every contender is measured or has its reason, and the fastest becomes recipe lines."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from logitless.bench import recommended, settings
+from logitless.bench.settings import Contender, Row, Scale, Step, best_lines, measured
+from logitless.cli.main import main
+
+TINY = Scale(0, 2, 5.0, 16, 1, 1, 16, 8, (8,), (8,))
+
+
+def slept(seconds: float) -> Step:
+    import time
+
+    return lambda: time.sleep(seconds)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "QUICK", TINY)
+
+
+@pytest.mark.parametrize("name", ["attention", "precision", "optimizer", "layers"])
+def test_a_quick_look_prints_and_keeps_every_contender(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", name, "--quick", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    found = json.loads((tmp_path / f"{name}.json").read_text())
+    assert found["quick"] is True
+    assert all((row["seconds"] is None) == (row["failure"] is not None) for row in found["rows"])
+    assert any(row["seconds"] for row in found["rows"])
+    assert all(row["name"] in out for row in found["rows"])
+    assert all(line in out for line in found["recommended"])
+    assert (tmp_path / f"{name}.svg").read_text().startswith("<svg")
+
+
+def test_the_median_step_is_reported_with_its_tokens() -> None:
+    row = measured(Contender("sleeper", lambda: slept(0.02)), TINY, "cpu", 100)
+    assert row.seconds is not None
+    assert row.seconds >= 0.02
+    assert row.tokens_per_second == 100 / row.seconds
+    assert row.peak_bytes is None
+
+
+def test_a_contender_that_cannot_run_has_its_reason() -> None:
+    def absent() -> Step:
+        raise ImportError("No module named 'somebody'")
+
+    row = measured(Contender("absent", absent), TINY, "cpu", None)
+    assert (row.seconds, row.failure) == (None, "No module named 'somebody'")
+
+
+def test_steps_end_with_the_seconds() -> None:
+    calls: list[int] = []
+    scale = Scale(**{**TINY.__dict__, "steps": 1000, "seconds": 0.0})
+    measured(Contender("counted", lambda: lambda: calls.append(1)), scale, "cpu", None)
+    assert len(calls) == 1
+
+
+def test_the_fastest_that_a_recipe_can_name_is_recommended_of_the_longest_case() -> None:
+    def row(name: str, case: str, seconds: float | None, *lines: str) -> Row:
+        return Row(name, case, seconds, None, None, None if seconds else "absent", lines)
+
+    rows = [row("a", "128", 1.0, "a: 1"), row("b", "512", 3.0, "b: 1"), row("c", "512", 2.0, "c: 1")]
+    assert best_lines([*rows, row("fast", "512", 1.0), row("gone", "512", None, "gone: 1")]) == ["c: 1"]
+    assert best_lines([row("gone", "", None, "gone: 1")]) == []
+
+
+def test_doctor_prints_lines_of_this_machine_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(recommended.FOLDER, str(tmp_path))
+    assert recommended.recommended_here() == []
+    assert main(["bench", "optimizer", "--quick", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    (line,) = recommended.recommended_here()
+    assert line.startswith("train.optimizer.implementation: ")
+    path = tmp_path / "optimizer.json"
+    path.write_text(path.read_text().replace('"gpu": "none"', '"gpu": "another"'))
+    assert recommended.recommended_here() == []
+    path.write_text("{half")
+    assert recommended.recommended_here() == []

@@ -1,0 +1,55 @@
+"""A server that ends while it starts is named with its log, and ending one ends what it started."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from logitless.bench.vllm_process import VllmProcess, vllm_server
+from logitless.errors import UnavailableError
+
+
+def _executable(folder: Path, text: str) -> Path:
+    path = folder / "vllm"
+    path.write_text(f"#!{sys.executable}\n{text}")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_server_that_ends_is_named_with_the_end_of_its_log(tmp_path):
+    executable = _executable(tmp_path, "print('no such model'); raise SystemExit(1)")
+    process = VllmProcess(tmp_path, executable, tmp_path / "log")
+    process.start()
+    with pytest.raises(UnavailableError, match="no such model"):
+        process.wait(60.0)
+    process.kill()
+
+
+SERVER = """
+import subprocess, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("child", child.pid, flush=True)
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def test_a_server_is_waited_for_and_ended_with_its_workers(tmp_path):
+    with vllm_server(tmp_path, _executable(tmp_path, SERVER), tmp_path / "log"):
+        child = int((tmp_path / "log").read_text().split()[1])
+        assert Path(f"/proc/{child}").exists()
+    deadline = time.monotonic() + 30
+    while _runs(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _runs(child)
+
+
+def _runs(pid: int) -> bool:
+    found = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return bool(found.strip()) and not found.startswith("Z")

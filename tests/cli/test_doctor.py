@@ -1,0 +1,75 @@
+"""``logitless doctor``: the machine, a recipe on it, someone's code."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from logitless.cli.main import main
+from tests.train.tiny import tiny_raw
+
+
+def recipe_file(folder: Path, **changes: object) -> str:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(tiny_raw(folder) | changes))
+    return str(path)
+
+
+def test_the_machine_is_described_and_nothing_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["head backends"]["chunked"] == "runs"
+    assert found["attention"]["packed"] == "runs"
+    assert found["engines"]["transformers"] == "runs"
+    assert found["packages"]["torch"] == torch.__version__
+    assert {"machine", "optional", "settings", "one set of bits", "walls around a model's text"} <= set(found)
+
+
+def test_a_recipe_that_runs_has_plan_audit_and_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", recipe_file(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "audit\n  nothing found" in out
+    assert "a block" in out
+    assert "the run" in out
+    assert "planned" in out
+    assert "cannot run here" not in out
+
+
+def test_without_measuring_there_is_no_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", recipe_file(tmp_path), "--no-measure", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == {"audit", "plan", "left on the table"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
+def test_a_recipe_that_cannot_run_exits_with_1_and_the_nearest_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recipe_file(tmp_path)
+    assert main(["doctor", path, "--set", "model.device=cuda", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["would run with"] == ["--set 'model.device=auto'"]
+    assert "forecast" not in found
+    assert main(["doctor", path, "--set", "model.device=auto", "--no-measure"]) == 0
+
+
+def test_an_invalid_recipe_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", recipe_file(tmp_path, trian={})]) == 2
+    assert "unknown key 'trian'" in capsys.readouterr().err
+
+
+def test_findings_in_a_recipe_leave_the_exit_status_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", recipe_file(tmp_path), "--set", "train.epochs_per_block=9", "--no-measure"]) == 0
+    assert "train.epochs_per_block: 9 [epochs]" in capsys.readouterr().out
+
+
+def test_source_is_listed_with_exit_status_0_and_never_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text("import os\nos._exit(5)\nimport xformers\n")
+    before = {*sys.modules}
+    assert main(["doctor", "--source", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "train.py:3: import xformers [xFormers required]" in out
+    assert "nothing was run" in out
+    assert "train" not in {*sys.modules} - before

@@ -1,0 +1,43 @@
+"""``serve-engine`` offers a recipe's engine to a client in another process, and says where."""
+
+import json
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+import yaml
+
+from logitless.cli.main import main
+from tests.train.tiny import tiny_raw
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(tiny_raw(tmp_path)))
+    return path
+
+
+def test_a_client_in_another_process_gets_tokens_log_probs_and_the_version(recipe):
+    command = [sys.executable, "-m", "logitless.cli.main", "serve-engine", str(recipe), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            url = server.stdout.readline().strip()
+            body = json.dumps({"prompt": "ab", "n": 2, "max_tokens": 4}).encode()
+            with urllib.request.urlopen(urllib.request.Request(f"{url}/completions", body), timeout=60) as reply:
+                said = json.load(reply)
+        finally:
+            server.kill()
+    assert said["prompt_token_ids"] == [3, 4]
+    assert said["weights_version"] == 0
+    for choice in said["choices"]:
+        assert 1 <= len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) <= 4
+
+
+def test_a_port_that_is_taken_is_refused_in_words(recipe, capsys):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve-engine", str(recipe), "--port", str(taken.getsockname()[1])]) == 2
+    assert "--port" in capsys.readouterr().err

@@ -1,0 +1,129 @@
+"""What a layer keeps changes memory alone: the same gradients in every mode, and bytes as they were predicted."""
+
+import copy
+
+import pytest
+import torch
+
+from logitless.errors import ConfigurationError, UnavailableError
+from logitless.models.activations import (
+    MODES,
+    ActivationPlan,
+    bytes_per_token,
+    fit_activations,
+    kept_bytes,
+    set_modes,
+)
+from logitless.models.lm_head import backbone_hidden
+from logitless.models.loading import load_model
+from logitless.models.row_invariant import install_row_invariant
+from tests.head.interpreter import interpreted
+from tests.models.test_row_invariant import COVERED, LENGTHS, ONE_LAYER, hidden_and_gradients, small
+from tests.models.tiny import packed
+
+COSTS = {"keep": 100.0, "selective": 60.0, "recompute": 10.0, "host": 0.0}
+
+
+def a_model(*, fused: bool):
+    model = small("qwen3").train()
+    if fused:
+        if not interpreted():
+            pytest.skip("needs Triton's interpreter")
+        install_row_invariant(model)
+    return model
+
+
+@pytest.fixture
+def kernels_that_do_nothing(monkeypatch):
+    """What is kept does not depend on the numbers in it."""
+    if interpreted():
+        monkeypatch.setattr("triton.runtime.interpreter.InterpretedFunction.run", lambda *_, **__: None)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["transformers", "row-invariant"])
+def test_every_mode_gives_the_same_bits(fused):
+    model, inputs = a_model(fused=fused), packed(LENGTHS)
+    grad = torch.randn(sum(LENGTHS), 16, dtype=torch.float64)
+    hidden, gradients = hidden_and_gradients(model, inputs, grad)
+    layers = model.config.num_hidden_layers
+    for mode in MODES if fused else ("keep", "recompute", "host"):
+        set_modes(model, [mode] * layers)
+        found, got = hidden_and_gradients(model, inputs, grad)
+        assert torch.equal(found, hidden), mode
+        assert got.keys() == gradients.keys()
+        for each, gradient in gradients.items():
+            assert torch.equal(got[each], gradient), (mode, each)
+
+
+@pytest.mark.usefixtures("kernels_that_do_nothing")
+@pytest.mark.parametrize("fused", [False, True], ids=["transformers", "row-invariant"])
+def test_less_is_kept_from_mode_to_mode(fused):
+    found = bytes_per_token(a_model(fused=fused))
+    assert sorted(found.values(), reverse=True) == list(found.values())
+    assert len(found) == len(set(found.values())) == (4 if fused else 3)
+    assert found["host"] == 0
+    assert found["recompute"] == pytest.approx(4 * 16, rel=0.2)  # the residual stream, 16 wide
+
+
+def test_measuring_leaves_the_model_as_it_was():
+    model = a_model(fused=False)
+    set_modes(model, ["recompute"])
+    (layer,) = model.model.layers
+    before = layer.gradient_checkpointing, layer._gradient_checkpointing_func
+    bytes_per_token(model)
+    assert (layer.gradient_checkpointing, layer._gradient_checkpointing_func) == before
+
+
+@pytest.mark.usefixtures("kernels_that_do_nothing")
+@pytest.mark.parametrize("fused", [False, True], ids=["transformers", "row-invariant"])
+@pytest.mark.parametrize("share", [1.0, 0.8, 0.5, 0.1])
+def test_what_is_kept_is_predicted_within_a_tenth(fused, share):
+    config = {**COVERED["qwen3"], **ONE_LAYER, "num_hidden_layers": 3}
+    model = load_model(config, random_weights=True, seed=1).train()
+    if fused:
+        if not interpreted():
+            pytest.skip("needs Triton's interpreter")
+        install_row_invariant(model)
+    lengths = [100, 250, 17, 233, 200] if fused else [200] * 4  # on a CPU other rows are padded for attention
+    everything = 3 * sum(lengths) * bytes_per_token(model)["keep"]
+    plan = fit_activations(model, num_tokens=sum(lengths), budget=round(share * everything))
+    assert plan.num_bytes <= share * everything
+    with kept_bytes(model) as kept:
+        hidden = backbone_hidden(model, packed(lengths))
+        assert kept() == pytest.approx(plan.num_bytes, rel=0.1, abs=20_000)  # tables of positions
+    del hidden
+
+
+def test_as_few_layers_as_possible_are_made_again_and_the_first_ones():
+    plan = ActivationPlan.of(COSTS, num_layers=4, num_tokens=10, budget=4000)
+    assert plan.modes == ("keep",) * 4
+    plan = ActivationPlan.of(COSTS, num_layers=4, num_tokens=10, budget=3300)
+    assert plan.modes == ("selective", "selective", "keep", "keep")
+    plan = ActivationPlan.of(COSTS, num_layers=4, num_tokens=10, budget=1400)
+    assert plan.modes == ("recompute", "recompute", "selective", "selective")
+    plan = ActivationPlan.of(COSTS, num_layers=4, num_tokens=10, budget=250)
+    assert plan.modes == ("host", "host", "recompute", "recompute")
+    assert str(plan) == "2 are recomputed, 2 on the host: 0.00 GiB for 10 tokens"
+
+
+@pytest.mark.parametrize("budget", range(0, 4200, 100))
+def test_no_budget_is_exceeded(budget):
+    assert ActivationPlan.of(COSTS, num_layers=4, num_tokens=10, budget=budget).num_bytes <= budget
+
+
+def test_a_budget_below_everything_is_refused():
+    costs = {**COSTS, "host": 1.0}
+    with pytest.raises(ConfigurationError, match="at least 40 bytes"):
+        ActivationPlan.of(costs, num_layers=4, num_tokens=10, budget=39)
+
+
+def test_layers_of_transformers_have_no_selective_mode():
+    with pytest.raises(UnavailableError, match="row-invariant layers for the mode selective"):
+        set_modes(a_model(fused=False), ["selective"])
+
+
+def test_a_model_whose_layers_cannot_run_again_is_refused():
+    model = copy.deepcopy(a_model(fused=False))
+    del model.model.layers
+    with pytest.raises(UnavailableError, match="run a second time"):
+        set_modes(model, ["keep"])

@@ -1,0 +1,57 @@
+"""A real HTTP server on loopback that says what a test tells it to."""
+
+import json
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+def said(text):
+    """A chat completion with this text."""
+    return 200, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
+
+
+@contextmanager
+def judging(answer):
+    """The url of a server, and the requests that it has had.
+
+    Args:
+        answer: called with the number of a request and its body; gives status and bytes, or seconds to wait before.
+    """
+    requests, lock = [], threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                number = len(requests)
+                requests.append({"path": self.path, "key": self.headers.get("Authorization"), **body})
+            status, content = answer(number, body)
+            if status == "wait":
+                time.sleep(content)
+                status, content = said("Score: 10")
+            try:
+                self.send_response(status)
+                if status in (301, 302, 307):
+                    self.send_header("Location", content.decode())
+                    content = b""
+                self.send_header("Content-Length", str(len(content) + (99 if content.endswith(b"CUT") else 0)))
+                self.end_headers()
+                self.wfile.write(content)
+            except OSError:
+                pass  # the client is gone
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1", requests
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

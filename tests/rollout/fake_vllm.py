@@ -1,0 +1,198 @@
+"""A server that speaks as much of vLLM's HTTP as logitless asks for, around a model of its own, and fails on demand."""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import torch
+from torch import nn
+
+from logitless.models.lora import load_adapters
+from logitless.rollout.engine import Weights
+from logitless.rollout.sampling import SamplingOptions
+from logitless.rollout.transformers import TransformersEngine
+from logitless.rollout.weight_folder import read_weights
+from logitless.types import Prompt
+
+Answer = tuple[int, bytes] | None
+"""(status, content), or None to close the connection without one."""
+
+
+@dataclass
+class Served:
+    """What a server holds, and the faults that it was told to have.
+
+    Args:
+        model: makes a model with the weights that a server starts with.
+        tokenizer: of the model.
+        context: tokens of prompt and completion.
+        key: that requests must carry, or None.
+    """
+
+    model: Callable[[], nn.Module]
+    tokenizer: Any
+    context: int = 64
+    key: str | None = None
+    faults: dict[str, list[Callable[[Any], Answer]]] = field(default_factory=dict)
+    asked: list[tuple[str, Any]] = field(default_factory=list)
+    loads: bool = True
+
+    def __post_init__(self) -> None:
+        self.lock = threading.Lock()
+        self.restart()
+
+    def restart(self) -> None:
+        """As after ``kill -9`` and a new start."""
+        self.name, self.adapters, self.paused = "default", dict[str, nn.Module](), False
+        self.policy = self.model()
+
+    def answer(self, path: str, body: Any) -> Any:
+        """The answer in Python; a ``KeyError`` is a 404."""
+        match path:
+            case "/v1/models":
+                base = {"id": "policy", "max_model_len": self.context}
+                return {"data": [base, *({"id": name, "max_model_len": None} for name in self.adapters)]}
+            case "/weight_info":
+                return {"weight_version": self.name}
+            case "/update_weight_version":
+                self.name = body["new_version"]
+            case "/pause" | "/resume":
+                self.paused = path == "/pause"
+            case "/reset_prefix_cache":
+                return {"success": True}
+            case "/collective_rpc":
+                if self.loads:
+                    self._load(Path(next(iter(body["kwargs"].values()))))
+                return {"results": [None]}
+            case "/v1/load_lora_adapter":
+                self.adapters[body["lora_name"]] = load_adapters(self.model(), body["lora_path"])
+            case "/v1/unload_lora_adapter":
+                del self.adapters[body["lora_name"]]
+            case "/v1/completions":
+                return self._completed(body)
+            case _:
+                raise KeyError(path)
+        return {}
+
+    def _load(self, folder: Path) -> None:
+        parameters = dict(self.policy.named_parameters())
+        with torch.no_grad():
+            for name, tensor in read_weights(folder):
+                parameters[name].copy_(tensor)
+
+    def _completed(self, body: dict[str, Any]) -> dict[str, Any]:
+        model = self.policy if body["model"] == "policy" else self.adapters[body["model"]]
+        options = SamplingOptions(
+            max_new_tokens=body["max_tokens"], temperature=body["temperature"], stop=tuple(body["stop"])
+        )
+        engine = TransformersEngine(model, self.tokenizer)
+        engine.load(Weights.of(model), 0)
+        with self.lock:
+            [group] = engine.sample([Prompt("p", "", tuple(body["prompt"]))], body["n"], options, seed=body["seed"])
+        return {
+            "choices": [
+                {
+                    "index": i,
+                    "token_ids": list(c.token_ids),
+                    "finish_reason": c.finish_reason,
+                    "logprobs": {"token_logprobs": list(c.logp_sampler)},
+                }
+                for i, c in enumerate(group)
+            ]
+        }
+
+
+@contextmanager
+def serving(served: Served):
+    """The address of a running server."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def _handle(self) -> None:
+            path = urlsplit(self.path).path
+            length = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(length)) if length else parse_qs(urlsplit(self.path).query)
+            served.asked.append((self.path, body))
+            fault = served.faults.get(path)
+            if served.key is not None and self.headers.get("Authorization") != f"Bearer {served.key}":
+                found: Answer = 401, b'{"error": "Unauthorized"}'
+            elif fault:
+                found = fault.pop(0)(body)
+            else:
+                found = answered(served, path, body)
+            if found is None:
+                self.close_connection = True
+                return
+            status, content = found
+            self.send_response(status)
+            if path not in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):  # answered in words
+                self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_POST = _handle
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *args: Any) -> None:  # a client that left
+            pass
+
+    server = Server(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def answered(served: Served, path: str, body: Any) -> Answer:
+    """What a server without a fault says."""
+    try:
+        return 200, json.dumps(served.answer(path, body)).encode()
+    except KeyError as error:
+        return 404, json.dumps({"error": {"message": f"no {error}"}}).encode()
+
+
+# --- faults: each takes the body of a request and gives the answer
+
+
+def failing(status: int, message: str = "something broke") -> Callable[[Any], Answer]:
+    """An error."""
+    return lambda body: (status, json.dumps({"error": {"message": message}}).encode())
+
+
+def gone(body: Any) -> Answer:
+    """The connection is closed without an answer."""
+    return None
+
+
+def slow(seconds: float, then: Callable[[Any], Answer] = gone) -> Callable[[Any], Answer]:
+    """Nothing for a while."""
+
+    def wait(body: Any) -> Answer:
+        time.sleep(seconds)
+        return then(body)
+
+    return wait
+
+
+def changed(served: Served, change: Callable[[dict[str, Any]], Any]) -> Callable[[Any], Answer]:
+    """The right answer to a request for samples, changed."""
+
+    def answer(body: Any) -> Answer:
+        found = served.answer("/v1/completions", body)
+        text = change(found)
+        return 200, (text if isinstance(text, str) else json.dumps(found)).encode()
+
+    return answer

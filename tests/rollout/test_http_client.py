@@ -1,0 +1,90 @@
+"""Where a key goes, which addresses are taken, and how long a failing request is repeated."""
+
+import pytest
+
+from logitless.errors import ConfigurationError, EngineError
+from logitless.rollout.http_client import (
+    HttpClient,
+    PassingFault,
+    Patience,
+    Refusal,
+    UnusableAnswer,
+    api_key,
+)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://a:1", "http://", "http://key@127.0.0.1:1", "http://a:port"])
+def test_what_is_no_address_is_refused(url):
+    with pytest.raises(ConfigurationError, match=r"http://127\.0\.0\.1:8000"):
+        HttpClient(url)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://localhost:1/v0", "http://[::1]:1", "https://far.org"])
+def test_a_key_goes_to_loopback_or_over_tls(url):
+    HttpClient(url, api_key="secret")
+
+
+def test_a_key_does_not_cross_a_network_in_the_clear():
+    with pytest.raises(ConfigurationError, match="https, or a server on loopback"):
+        HttpClient("http://10.0.0.1:8000", api_key="secret")
+    HttpClient("http://10.0.0.1:8000")
+
+
+def test_a_key_is_read_from_a_file_or_the_environment(tmp_path, monkeypatch):
+    (tmp_path / "key").write_text("secret\n")
+    monkeypatch.setenv("A_KEY", "other")
+    assert api_key(str(tmp_path / "key"), None) == "secret"
+    assert api_key(None, "A_KEY") == "other"
+
+
+def test_a_key_that_is_not_there_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv("A_KEY", raising=False)
+    (tmp_path / "empty").write_text(" \n")
+    for file, variable in ((str(tmp_path / "absent"), None), (str(tmp_path / "empty"), None), (None, "A_KEY")):
+        with pytest.raises(ConfigurationError, match="an API key in"):
+            api_key(file, variable)
+
+
+def _failing(*faults):
+    left = list(faults)
+
+    def attempt():
+        if left:
+            raise left.pop(0)
+        return "done"
+
+    return attempt
+
+
+QUICK = Patience(give_up_seconds=30.0, first_wait_seconds=0.0)
+
+
+def test_passing_faults_are_repeated_and_what_lies_between_is_done():
+    seen = []
+    done = QUICK.until_done(
+        _failing(PassingFault("a"), PassingFault("b")),
+        what="x",
+        where="y",
+        between=lambda fault: seen.append(str(fault)),
+    )
+    assert (done, seen) == ("done", ["a", "b"])
+
+
+def test_a_refusal_is_not_repeated():
+    with pytest.raises(EngineError, match=r"x from y; given a refusal, HTTP 404: no. .*docs/servers.md"):
+        QUICK.until_done(_failing(Refusal(404, "no")), what="x", where="y")
+
+
+def test_waiting_ends_at_the_deadline_and_the_last_fault_is_named():
+    with pytest.raises(EngineError, match=r"given b \(2 attempts in 0 s\).*--resume"):
+        Patience(give_up_seconds=0.03, first_wait_seconds=0.02).until_done(
+            _failing(PassingFault("a"), PassingFault("b"), PassingFault("c")), what="x", where="y"
+        )
+
+
+def test_unusable_answers_are_not_waited_for_as_long():
+    faults = [UnusableAnswer("half")] * 3
+    with pytest.raises(EngineError, match=r"given half \(3 attempts.*version of vLLM"):
+        QUICK.until_done(_failing(*faults), what="x", where="y")
+    mixed = [UnusableAnswer("half"), PassingFault("down"), UnusableAnswer("half"), UnusableAnswer("half")]
+    assert QUICK.until_done(_failing(*mixed), what="x", where="y") == "done"

@@ -1,0 +1,328 @@
+"""An engine behind an endpoint, asked over HTTP: clients see text, and the episode has the tokens that were drawn."""
+
+import json
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+from torch import nn
+
+from logitless.errors import ConfigurationError, InputError
+from logitless.rollout.engine import Weights
+from logitless.rollout.environment import Driver, Limits
+from logitless.rollout.environments import environment_of
+from logitless.rollout.harness import Harness, HarnessEpisodes
+from logitless.rollout.sampling import SamplingOptions
+from logitless.rollout.serving import EngineServer
+from logitless.types import Completion, Prompt
+from tests.rollout.templates import chat_tokenizer
+
+OPTIONS = SamplingOptions(max_new_tokens=40)
+WEIGHTS = Weights(nn.Module(), lambda: iter(()))
+QUESTION = [{"role": "user", "content": "ok?"}]
+
+
+class Letters:
+    """Says "the 22" a letter a token, with the number of tokens it read; notes every call."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.calls, self.version = tokenizer, [], 0
+
+    def sample(self, prompts, num_samples, options, *, seed):
+        self.calls.append([(p.id, p.token_ids) for p in prompts])
+        return [[self.said(p) for _ in range(num_samples)] for p in prompts]
+
+    def said(self, prompt):
+        text = f"the 22 {len(prompt.token_ids)}"
+        ids = self.tokenizer.convert_tokens_to_ids([*text, "<|im_end|>"])
+        logp = tuple(-0.5 - i for i in range(len(ids)))
+        return Completion(prompt.id, tuple(ids), text, "stop", logp, weights_version=self.version)
+
+    def load(self, weights, version):
+        self.version = version
+
+    def close(self):
+        pass
+
+
+def post(url, **body):
+    request = urllib.request.Request(url, json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+@pytest.fixture
+def tokenizer():
+    return chat_tokenizer("qwen")
+
+
+@pytest.fixture
+def server(tokenizer):
+    with EngineServer(Letters(tokenizer), tokenizer, OPTIONS, seed=0, gather_seconds=0.05) as made:
+        yield made
+
+
+def test_a_completion_has_tokens_log_probs_and_the_version_of_its_weights(server, tokenizer):
+    server.load(WEIGHTS, 7)
+    status, reply = post(f"{server.url}/completions", prompt="the ok.", n=2, max_tokens=9)
+    assert status == 200
+    assert reply["prompt_token_ids"] == tokenizer("the ok.", add_special_tokens=False)["input_ids"]
+    first, second = reply["choices"]
+    assert first["token_ids"] == second["token_ids"]
+    assert len(first["token_ids"]) == len(first["logprobs"]["token_logprobs"])
+    assert (first["weights_version"], reply["weights_version"], first["finish_reason"]) == (7, 7, "stop")
+    status, again = post(f"{server.url}/completions", prompt=[reply["prompt_token_ids"], [5, 6]])
+    assert again["prompt_token_ids"] == [reply["prompt_token_ids"], [5, 6]]
+    assert [choice["index"] for choice in again["choices"]] == [0, 1]
+
+
+def test_a_chat_reads_the_template_and_says_what_tools_it_wants(server, tokenizer):
+    status, reply = post(f"{server.url}/chat/completions", messages=QUESTION, model="x")
+    assert status == 200
+    text = tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
+    assert reply["prompt_token_ids"] == tokenizer(text, add_special_tokens=False)["input_ids"]
+    choice = reply["choices"][0]
+    assert choice["message"]["content"].startswith("the 22")
+    assert [each["logprob"] for each in choice["logprobs"]["content"]][:2] == [-0.5, -1.5]
+    call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    server._engine.said = lambda prompt: Completion(prompt.id, (5,), call, "stop")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    _, reply = post(f"{server.url}/chat/completions", messages=QUESTION, tools=tools)
+    choice = reply["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
+
+
+def test_a_session_goes_on_from_its_own_tokens_and_gives_them_to_the_trainer(server, tokenizer):
+    url = server.open_session("s")
+    _, first = post(f"{url}/chat/completions", messages=QUESTION)
+    server.load(WEIGHTS, 3)
+    said = first["choices"][0]["message"]
+    more = [*QUESTION, said, {"role": "tool", "content": "4"}]
+    _, second = post(f"{url}/chat/completions", messages=more)
+    read, drawn = first["prompt_token_ids"], first["choices"][0]["token_ids"]
+    assert second["prompt_token_ids"][: len(read) + len(drawn)] == read + drawn
+    as_text = tokenizer(said["content"], add_special_tokens=False)["input_ids"]
+    assert len(as_text) < len(drawn) - 1  # their text would be other tokens
+    episode = server.close_session("s").episode(0.5)
+    completion = episode.completion
+    assert list(completion.token_ids) == second["prompt_token_ids"][len(read) :] + second["choices"][0]["token_ids"]
+    own = [token for token, mine in zip(completion.token_ids, completion.trained, strict=True) if mine]
+    assert own == drawn + second["choices"][0]["token_ids"]
+    assert set(completion.token_versions) == {0, 3}
+    assert completion.weights_version == 0
+    assert episode.turn_rewards == (0.0, 0.5)
+    assert [message["role"] for message in episode.messages] == ["user", "assistant", "tool", "assistant"]
+    status, _ = post(f"{url}/chat/completions", messages=QUESTION)
+    assert status == 404
+
+
+def test_a_conversation_that_was_changed_cannot_be_trained_on(server):
+    url = server.open_session("s")
+    post(f"{url}/chat/completions", messages=QUESTION)
+    other = [*QUESTION, {"role": "assistant", "content": "something else"}, {"role": "user", "content": "ok"}]
+    status, reply = post(f"{url}/chat/completions", messages=other)
+    assert status == 409
+    assert "begin with what was said" in reply["error"]["message"]
+    assert "changed" in server.close_session("s").episode().failure
+
+
+def test_a_session_ends_at_its_limits(tokenizer):
+    settings = {"seed": 0, "limits": Limits(max_turns=1)}
+    with EngineServer(Letters(tokenizer), tokenizer, OPTIONS, **settings) as server:
+        url = server.open_session("s")
+        _, first = post(f"{url}/chat/completions", messages=QUESTION)
+        more = [*QUESTION, first["choices"][0]["message"], {"role": "user", "content": "ok"}]
+        status, reply = post(f"{url}/chat/completions", messages=more)
+        assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+        episode = server.close_session("s").episode()
+        assert (episode.completion.finish_reason, episode.failure) == ("length", "")
+        short = server.open_session("short", most_tokens=41)
+        status, reply = post(f"{short}/chat/completions", messages=QUESTION)
+        assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+        status, _ = post(f"{short}/chat/completions", messages=QUESTION, max_tokens=5)
+        assert status == 200
+
+
+def test_requests_that_come_together_are_sampled_together(server):
+    urls = [server.open_session(f"s{i}") for i in range(4)]
+    threads = [
+        threading.Thread(target=post, args=(f"{url}/chat/completions",), kwargs={"messages": QUESTION}) for url in urls
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    calls = server._engine.calls
+    assert sum(map(len, calls)) == 4
+    assert len(calls) < 4
+    assert {prompt_id for call in calls for prompt_id, _ in call} == {f"s{i}/0" for i in range(4)}
+
+
+def test_a_seed_of_ones_own_gives_the_same_again_and_without_one_every_request_is_another(server):
+    for body in ({"seed": 5}, {"seed": 5}, {}, {}):
+        post(f"{server.url}/completions", prompt="ok", **body)
+    ids = [prompt_id for call in server._engine.calls for prompt_id, _ in call]
+    assert ids[0] == ids[1]
+    assert len(set(ids)) == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [10**9]}, "token ids"),
+        ({"prompt": "ok", "best_of": 3}, "best_of"),
+        ({"prompt": "ok", "stream": True}, "stream"),
+        ({"prompt": "ok", "n": 0}, "n:"),
+        ({"prompt": "ok", "temperature": -1.0}, "temperature"),
+        ({"prompt": "ok", "temperature": "hot"}, ""),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_words(server, body, named):
+    status, reply = post(f"{server.url}/completions", **body)
+    assert status == 400
+    assert named in reply["error"]["message"]
+
+
+def test_an_engine_that_fails_is_a_500_with_its_words_and_the_server_goes_on(server):
+    said = server._engine.said
+    server._engine.said = lambda prompt: 1 / 0
+    status, reply = post(f"{server.url}/completions", prompt="ok")
+    assert status == 500
+    assert "ZeroDivisionError" in reply["error"]["message"]
+    server._engine.said = said
+    assert post(f"{server.url}/completions", prompt="ok")[0] == 200
+
+
+def test_another_host_name_is_refused(server):
+    request = urllib.request.Request(f"{server.url}/completions", b"{}", {"Host": "attacker.example:80"})
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(request, timeout=30)
+
+
+def test_what_is_served_can_be_asked(server):
+    server.load(WEIGHTS, 4)
+    with urllib.request.urlopen(f"{server.url}/models", timeout=30) as reply:
+        assert json.load(reply)["data"] == [{"id": "policy", "object": "model", "weights_version": 4}]
+    with pytest.raises(InputError, match="new session"):
+        server.open_session("a") and server.open_session("a")
+
+
+# --- harnesses
+
+
+def asking_twice(base_url, row, seed):
+    """A harness of one's own: a system message that the row does not have, a second question, and a reward."""
+    messages = [{"role": "system", "content": f"Row {row['id']}."}, {"role": "user", "content": row["question"]}]
+    _, first = post(f"{base_url}/chat/completions", messages=messages)
+    messages += [first["choices"][0]["message"], {"role": "user", "content": "the ok."}]
+    status, _ = post(f"{base_url}/chat/completions", messages=messages)
+    return float(row["question"] == "ok?") if status == 200 else None
+
+
+def had(tokenizer, drive, *, limits=None, options=OPTIONS):
+    prompts = [Prompt(str(i), q, (5, 6), columns={"question": q}) for i, q in enumerate(["ok?", "22"])]
+    episodes = HarnessEpisodes(drive, tokenizer, concurrency=3)
+    return episodes.episodes(
+        Letters(tokenizer), prompts, num_samples=2, options=options, seed=0, limits=limits or Limits()
+    )
+
+
+def test_a_harness_drives_and_the_trainer_sees_prompt_and_tokens_as_they_were(tokenizer):
+    prompts, groups = had(tokenizer, asking_twice)
+    for prompt, group in zip(prompts, groups, strict=True):
+        assert tokenizer.decode(prompt.token_ids).replace(" ", "").startswith(f"<|im_start|>system\nRow{prompt.id}.")
+        for episode in group:
+            assert episode.num_turns == 2
+            assert episode.completion.prompt_id == prompt.id
+            assert episode.completion.logp_sampler[:2] == (-0.5, -1.5)
+    assert [[sum(e.turn_rewards) for e in group] for group in groups] == [[1.0, 1.0], [0.0, 0.0]]
+
+
+def test_what_only_one_episode_of_a_group_began_with_is_read_and_not_trained_on(tokenizer):
+    def drive(base_url, row, seed):
+        text = "ok. " + ("the" if seed % 2 else "22")
+        post(f"{base_url}/chat/completions", messages=[{"role": "user", "content": text}])
+        return 1.0
+
+    prompts, groups = had(tokenizer, drive)
+    for prompt, group in zip(prompts, groups, strict=True):
+        for episode in group:
+            completion = episode.completion
+            whole = tokenizer.decode((*prompt.token_ids, *completion.token_ids)).replace(" ", "")
+            assert whole.startswith("<|im_start|>user\nok.")
+            own = [t for i, t in enumerate(completion.token_ids) if completion.trained is None or completion.trained[i]]
+            assert tokenizer.decode(own).replace(" ", "").startswith("the22")
+
+
+def test_a_harness_that_fails_or_never_asks_ends_its_episode_without_a_reward(tokenizer):
+    def fails(base_url, row, seed):
+        post(f"{base_url}/chat/completions", messages=QUESTION)
+        raise RuntimeError("lost")
+
+    _, groups = had(tokenizer, fails)
+    assert all("RuntimeError: lost" in e.failure for group in groups for e in group)
+    _, groups = had(tokenizer, lambda base_url, row, seed: 1.0)
+    assert all("never asked" in e.failure and e.completion.length == 0 for group in groups for e in group)
+
+
+def test_a_harness_that_stumbles_over_its_limit_has_played_to_it(tokenizer):
+    def drive(base_url, row, seed):
+        reward = asking_twice(base_url, row, seed)
+        if reward is None:
+            raise RuntimeError("refused")
+        return reward
+
+    _, groups = had(tokenizer, drive, limits=Limits(max_turns=1))
+    assert all((e.failure, e.completion.finish_reason) == ("", "length") for group in groups for e in group)
+
+
+def test_all_of_a_group_are_drawn_alike(tokenizer):
+    statuses = []
+
+    def drive(base_url, row, seed):
+        for temperature in (0.5, 1.0):
+            statuses.append(post(f"{base_url}/chat/completions", messages=QUESTION, temperature=temperature)[0])
+        return 0.0
+
+    had(tokenizer, drive)
+    assert sorted(statuses) == [200] * 4 + [400] * 4
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+row = json.load(sys.stdin)
+body = json.dumps({"messages": [{"role": "user", "content": row["question"]}]}).encode()
+reply = json.load(urllib.request.urlopen(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body))
+print(reply["choices"][0]["message"]["content"])
+print(json.dumps({"reward": 0.25}))
+"""
+
+
+def test_a_command_is_a_harness_too(tokenizer, tmp_path):
+    import sys
+
+    (tmp_path / "solve.py").write_text(PROGRAM)
+    made = environment_of(Harness(command=(sys.executable, str(tmp_path / "solve.py"))), tokenizer)
+    assert isinstance(made, Driver)
+    _, groups = had(tokenizer, made.drive)
+    assert [[e.turn_rewards for e in group] for group in groups] == [[(0.25,)] * 2] * 2
+    slow = Harness(command=(sys.executable, "-c", "import time; time.sleep(60)"), seconds=0.3)
+    with pytest.raises(TimeoutError, match=r"0\.3 s"):
+        slow.drive()("http://127.0.0.1:9/v1", {}, 0)
+    with pytest.raises(RuntimeError, match="status 3"):
+        Harness(command=(sys.executable, "-c", "raise SystemExit(3)")).drive()("http://127.0.0.1:9/v1", {}, 0)
+
+
+@pytest.mark.parametrize("given", [{}, {"function": "a:b", "command": ("c",)}, {"command": ("c",), "concurrency": 0}])
+def test_a_harness_is_one_thing(given):
+    with pytest.raises(ConfigurationError, match="function or a command"):
+        Harness(**given)
+    with pytest.raises(ConfigurationError, match="import path"):
+        Harness(function="nowhere:x").drive()

@@ -1,0 +1,254 @@
+"""Ranks in any arrangement give the loss and gradients of one: copies, shards, shared sequences and vocabulary."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from logitless.distributed import Ranks
+from logitless.distributed.arrangement import Arrangement
+from logitless.distributed.sharding import whole
+from logitless.models.lora import frozen_copy
+from logitless.rollout.environment import SingleTurn
+from logitless.rollout.play import play
+from logitless.rollout.transformers import TransformersEngine
+from logitless.train import learner as learner_module
+from logitless.train.block import pack_groups
+from logitless.train.judge import judge
+from logitless.train.learner import Learner
+from logitless.train.policy import Policy
+from logitless.train.setup import algorithm_of, data_of, policy_model, rewards_of, tokenizer_of, value_head_of
+from tests.ranks import run_on_ranks
+from tests.train.tiny import tiny_raw, tiny_recipe
+
+# LayerNorm and learned positions: unlike RMSNorm and rotary embeddings they stay in float64 when the weights are.
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 4,
+    "vocab_size": 11,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 11,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+
+
+def _learner(folder, changes, dtype, arrangement=None, device="cpu"):
+    """A learner of the tiny recipe, its weights cut over the ranks of the process group as the arrangement says."""
+    recipe = tiny_recipe(folder, **changes)
+    tokenizer = tokenizer_of(recipe.model)
+    algorithm = algorithm_of(recipe)
+    models = [policy_model(recipe.model, tokenizer, seed=seed, device=torch.device(device)) for seed in (0, 1)]
+    if dtype is not None:
+        models = [model.to(dtype) for model in models]
+    value_head = value_head_of(recipe, algorithm, models[0])
+    policy = Policy(models[0], value_head=None if value_head is None else value_head.to(dtype))
+    reference = None if recipe.kl is None else Policy(frozen_copy(models[1]))
+    ranks = Ranks.alone()
+    if arrangement is not None:
+        ranks = Ranks(data=dist.group.WORLD).arranged(arrangement)
+        mesh = arrangement.mesh(device) if arrangement.is_sharded else None
+        for scorer in (policy, reference):
+            if scorer is not None and mesh is not None:
+                scorer.shard(mesh, on_host=scorer is reference and recipe.parallel.reference == "host")
+                scorer.all_rows = recipe.parallel.vocabulary == "all_rows"
+            if scorer is not None and ranks.sequence is not None:
+                scorer.share_sequences(ranks.sequence)
+    return Learner(recipe, algorithm, policy, reference, reward_weights={"length": 1.0}, ranks=ranks), tokenizer
+
+
+def _groups(folder, changes, dtype, device="cpu"):
+    """What one rank draws."""
+    learner, tokenizer = _learner(folder, changes, dtype, device=device)
+    recipe = learner.recipe
+    data, engine = data_of(recipe, tokenizer), TransformersEngine(learner.policy.model, tokenizer)
+    prompts = list(data.train[:5])
+    episodes = play(engine, prompts, SingleTurn(), num_samples=4, options=recipe.rollout.sampling, seed=7)
+    return judge(prompts, episodes, rewards_of(recipe, prompts), unscored=recipe.rollout.unscored)
+
+
+def _gradients(rank, folder, changes, dtype, groups, arrangement=None, device="cpu"):
+    """Scores of a block, and in each step of an epoch whose weights do not move the loss and all gradients."""
+    learner, _ = _learner(folder, changes, dtype, arrangement, device)
+    found = []
+
+    def instead_of_a_step(optimizer, **_):
+        named = learner.policy.named_parameters()
+        found.append({name: whole(p.grad).clone() for name, p in named.items() if p.grad is not None})
+        for parameter in named.values():
+            parameter.grad = None
+        return torch.tensor(0.0), True
+
+    plain, learner_module.take_step = learner_module.take_step, instead_of_a_step
+    losses = []
+    try:
+        block = learner.with_advantages(learner.score(pack_groups(groups), groups), groups)
+        learner.begin(block)
+        while learner.in_training and learner.progress.epoch == 0:
+            losses.append(learner.step()["loss/total"])
+    finally:
+        learner_module.take_step = plain
+    return block.logp_old, losses, found
+
+
+def _check(tmp_path, changes, num_ranks, arrangement, *, dtype=torch.float64, rtol=1e-12, atol=1e-12, device="cpu"):
+    tiny_raw(tmp_path)
+    groups = _groups(tmp_path, changes, dtype, device)
+    logp, losses, gradients = _gradients(0, tmp_path, changes, dtype, groups, None, device)
+    assert len(losses) > 1
+    for found in run_on_ranks(
+        num_ranks, _gradients, tmp_path, changes, dtype, groups, arrangement, device, device=device
+    ):
+        torch.testing.assert_close(found[0], logp, rtol=1e-5, atol=1e-5)  # scores are kept in float32
+        assert found[1] == pytest.approx(losses, rel=max(rtol, 1e-9), abs=max(atol, 1e-9))
+        assert len(found[2]) == len(gradients)
+        for step, of_one in zip(found[2], gradients, strict=True):
+            assert step.keys() == of_one.keys()
+            for name, gradient in of_one.items():
+                gradient = gradient.cpu()
+                assert step[name].dtype == gradient.dtype
+                assert gradient.any() or "value_head" in name or "lora_" in name
+                torch.testing.assert_close(step[name], gradient, rtol=rtol, atol=atol)
+
+
+FLOAT64 = {
+    "shards": ({}, Arrangement(1, 2, 1)),
+    "four shards of an untied head": ({"model__source": LLAMA | {"model_type": "llama"}}, Arrangement(1, 4, 1)),
+    "shards, a value head": ({"algorithm": {"preset": "ppo"}}, Arrangement(1, 2, 1)),
+    "shards, many rows": ({"train__tokens_per_micro_batch": 13}, Arrangement(1, 4, 1)),
+    "copies": ({}, Arrangement(2, 1, 1)),
+    "copies of shards": ({}, Arrangement(2, 2, 1)),
+    "shared sequences": ({}, Arrangement(1, 1, 2)),
+    "sequences over four, more than key heads": ({"model__source": LLAMA}, Arrangement(1, 1, 4)),
+    "shared sequences, GSPO": ({"algorithm": {"preset": "gspo"}}, Arrangement(1, 1, 2)),
+    "shared sequences, a value head": ({"algorithm": {"preset": "ppo"}}, Arrangement(1, 1, 2)),
+    "shards and shared sequences": ({"train__tokens_per_micro_batch": 17}, Arrangement(1, 2, 2)),
+    "copies and shared sequences": ({}, Arrangement(2, 1, 2)),
+    "a shared vocabulary": ({"parallel__vocabulary": "all_rows"}, Arrangement(1, 2, 1)),
+    "a shared vocabulary, sequences and shards": ({"parallel__vocabulary": "all_rows"}, Arrangement(1, 2, 2)),
+    "a reference on the host": ({"parallel__reference": "host"}, Arrangement(1, 2, 1)),
+}
+
+
+@pytest.mark.parametrize("case", FLOAT64)
+def test_in_float64_any_arrangement_has_the_scores_loss_and_gradients_of_one_rank(case, tmp_path):
+    changes, arrangement = FLOAT64[case]
+    if changes.get("model__source") is LLAMA or "untied" in case:
+        rtol = atol = 1e-6  # its norms and angles are float32 whatever the weights are
+    else:
+        changes = {"model__source": GPT2, **changes}
+        rtol = atol = 1e-12
+    num_ranks = arrangement.replicate * arrangement.weights
+    _check(tmp_path, changes, num_ranks, arrangement, rtol=rtol, atol=atol)
+
+
+def test_bfloat16_weights_with_sharded_masters_have_the_gradients_of_one_rank_to_rounding(tmp_path):
+    changes = {"model__source": LLAMA, "model__trained_dtype": "bfloat16"}
+    _check(tmp_path, changes, 2, Arrangement(1, 2, 1), dtype=None, rtol=0.05, atol=0.01)
+
+
+@pytest.mark.parametrize("arrangement", [Arrangement(1, 2, 1), Arrangement(1, 1, 2)], ids=str)
+def test_adapters_on_a_sharded_base_have_the_gradients_of_one_rank(arrangement, tmp_path):
+    lora = {"rank": 2, "targets": ["q_proj", "down_proj", "lm_head"]}
+    changes = {"model__source": LLAMA, "model__lora": lora, "kl": None}
+    _check(tmp_path, changes, 2, arrangement, dtype=None, rtol=1e-3, atol=1e-5)
+
+
+IN_ORDER = {
+    "micro-batches of one or two sequences": {"train__tokens_per_micro_batch": 17, "model__source": LLAMA},
+    "fewer micro-batches than ranks": {"train__tokens_per_micro_batch": 200},
+    "tokens chosen in each micro-batch": {
+        "algorithm": {"preset": "clip_cov"},
+        "train__tokens_per_micro_batch": 17,
+    },
+    "a value head": {"algorithm": {"preset": "ppo"}, "train__tokens_per_micro_batch": 17},
+}
+
+
+@pytest.mark.parametrize("case", IN_ORDER)
+def test_summed_in_order_gradients_and_losses_have_the_same_bits_on_one_two_and_four_ranks(case, tmp_path):
+    changes = {"parallel__deterministic": True, **IN_ORDER[case]}
+    tiny_raw(tmp_path)
+    groups = _groups(tmp_path, changes, None)
+    logp, losses, gradients = _gradients(0, tmp_path, changes, None, groups)
+    assert all(loss != 0 for loss in losses)
+    for num_ranks in (2, 4):
+        arrangement = Arrangement(num_ranks, 1, 1)
+        for found in run_on_ranks(num_ranks, _gradients, tmp_path, changes, None, groups, arrangement):
+            assert torch.equal(found[0], logp)
+            assert found[1] == losses
+            for step, of_one in zip(found[2], gradients, strict=True):
+                assert step.keys() == of_one.keys()
+                assert all(torch.equal(step[name], gradient) for name, gradient in of_one.items())
+
+
+def test_without_the_order_other_numbers_of_ranks_have_other_bits(tmp_path):
+    changes = {"train__tokens_per_micro_batch": 17, "model__source": LLAMA}
+    tiny_raw(tmp_path)
+    groups = _groups(tmp_path, changes, None)
+    _, _, one = _gradients(0, tmp_path, changes, None, groups)
+    (_, _, two), _ = run_on_ranks(2, _gradients, tmp_path, changes, None, groups, Arrangement(2, 1, 1))
+    assert any(not torch.equal(b[name], a[name]) for a, b in zip(one, two, strict=True) for name in a)
+
+
+# --- what only GPUs can show ------------------------------------------------------------------------------------------
+
+ON_GPUS = {
+    "shards": ({}, Arrangement(1, 2, 1)),
+    "copies": ({}, Arrangement(2, 1, 1)),
+    "shared sequences": ({}, Arrangement(1, 1, 2)),
+    "a shared vocabulary": ({"parallel__vocabulary": "all_rows"}, Arrangement(1, 2, 1)),
+    "a reference on the host": ({"parallel__reference": "host"}, Arrangement(1, 2, 1)),
+    "shards, a value head, many rows": (
+        {"algorithm": {"preset": "ppo"}, "train__tokens_per_micro_batch": 13},
+        Arrangement(1, 2, 1),
+    ),
+}
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("case", ON_GPUS)
+def test_two_gpus_have_the_gradients_of_one_to_rounding(case, tmp_path):
+    changes, arrangement = ON_GPUS[case]
+    changes = {"model__source": LLAMA, "train__training_backend": "chunked", **changes}
+    _check(tmp_path, changes, 2, arrangement, dtype=torch.float32, rtol=2e-3, atol=2e-4, device="cuda")
+
+
+@pytest.mark.multi_gpu
+def test_bfloat16_weights_with_sharded_masters_have_the_gradients_of_one_gpu_to_rounding(tmp_path):
+    changes = {"model__source": LLAMA, "model__trained_dtype": "bfloat16", "train__training_backend": "chunked"}
+    _check(tmp_path, changes, 2, Arrangement(1, 2, 1), dtype=None, rtol=0.1, atol=0.02, device="cuda")
+
+
+@pytest.mark.multi_gpu
+def test_summed_in_order_two_gpus_have_the_bits_of_one(tmp_path):
+    changes = {
+        "model__source": LLAMA,
+        "parallel__deterministic": True,
+        "train__tokens_per_micro_batch": 17,
+        "train__training_backend": "chunked",
+    }
+    tiny_raw(tmp_path)
+    groups = _groups(tmp_path, changes, None, "cuda")
+    _, losses, gradients = _gradients(0, tmp_path, changes, None, groups, None, "cuda")
+    arrangement = Arrangement(2, 1, 1)
+    for found in run_on_ranks(2, _gradients, tmp_path, changes, None, groups, arrangement, "cuda", device="cuda"):
+        assert found[1] == losses
+        for step, of_one in zip(found[2], gradients, strict=True):
+            assert all(torch.equal(step[name], gradient.cpu()) for name, gradient in of_one.items())

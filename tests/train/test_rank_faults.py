@@ -1,0 +1,158 @@
+"""A rank that is killed, hangs, or has something else: all ranks end with status 1, and the last checkpoint holds."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+import yaml
+
+from logitless.distributed import Ranks
+from logitless.errors import CheckpointError, ConfigurationError
+from logitless.train import checkpoint as checkpoints
+from logitless.train import shared_checkpoint
+from logitless.train.metrics import repeatable
+from logitless.train.run import start
+from logitless.train.run_folder import RunFolder
+from logitless.train.shared_checkpoint import SharedSaver
+from tests.ranks import run_on_ranks
+from tests.train.tiny import tiny_raw, tiny_recipe
+
+# What a rank does wrong in the middle of a run, the first time that it is started.
+PROGRAM = """
+import os, signal, sys, time
+from logitless.cli.main import main
+from logitless.train.learner import Learner
+
+fault, step, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+plain = Learner.step
+
+def faulty(self):
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and self.progress.step == step:
+        if fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1000)
+    return plain(self)
+
+Learner.step = faulty
+if __name__ == "__main__":
+    sys.exit(main(arguments))
+"""
+
+
+def _torchrun(folder, fault, *, step=3, restarts=0, settings=()):
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(tiny_raw(folder)))
+    (folder / "program.py").write_text(PROGRAM)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["train", str(folder / "recipe.yaml"), *(a for each in settings for a in ("--set", each))]
+    return subprocess.run(
+        [*launcher, f"--max-restarts={restarts}", str(folder / "program.py"), fault, str(step), *arguments],
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The metrics of the same run on two ranks that nothing happens to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = _torchrun(folder, "none", step=-1)
+    assert done.returncode == 0, done.stderr
+    return [repeatable(record) for record in RunFolder(folder / "runs" / "tiny").read_metrics()]
+
+
+def test_a_killed_rank_ends_all_and_the_last_checkpoint_holds(tmp_path, undisturbed):
+    done = _torchrun(tmp_path, "killed", step=5)
+    assert done.returncode == 1
+    run = RunFolder(tmp_path / "runs" / "tiny")
+    assert checkpoints.load_checkpoint(run.checkpoints).state["progress"]["block"] >= 1
+    resumed = start(tiny_recipe(tmp_path), resume=True)  # on one rank
+    assert resumed[1]
+    assert len(run.read_metrics()) == len(undisturbed)
+
+
+def test_torchrun_starts_a_run_again_and_it_goes_on_by_itself_bit_for_bit(tmp_path, undisturbed):
+    done = _torchrun(tmp_path, "killed", restarts=1)
+    assert done.returncode == 0, done.stderr
+    run = RunFolder(tmp_path / "runs" / "tiny")
+    assert [repeatable(record) for record in run.read_metrics()] == undisturbed
+    assert len(json.loads(run.provenance.read_text())["starts"]) == 2
+
+
+def test_a_rank_that_hangs_is_named_past_the_deadline(tmp_path):
+    began = time.monotonic()
+    done = _torchrun(tmp_path, "hung", settings=["parallel.timeout_seconds=8"])
+    assert done.returncode == 1
+    assert "rank 1, which says nothing: killed, or hung" in done.stderr, done.stderr
+    assert time.monotonic() - began < 120
+
+
+def _with_another(rank, folder, which):
+    recipe = tiny_recipe(folder, **({"seed": 1} if which == "recipe" and rank == 1 else {}))
+    if which == "data (train)" and rank == 1:
+        (folder / "other.jsonl").write_text((folder / "train.jsonl").read_text().replace("bg", "bh"))
+        recipe = tiny_recipe(folder, data__train={"name": "file", "path": str(folder / "other.jsonl")})
+    try:
+        start(recipe, ranks=Ranks(data=dist.group.WORLD))
+    except ConfigurationError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("which", ["recipe", "data (train)"])
+def test_a_rank_with_another_recipe_or_other_data_is_refused_at_the_start(which, tmp_path):
+    tiny_raw(tmp_path)
+    for message in run_on_ranks(2, _with_another, tmp_path, which):
+        assert which in message
+        assert "on rank 1 than on rank 0" in message
+    assert not (tmp_path / "runs").exists()
+
+
+def _versions(rank):
+    try:
+        Ranks(data=dist.group.WORLD).check_same({"version of torch": f"2.{rank}", "x": "y"}, "Install the same.")
+    except ConfigurationError as error:
+        return str(error)
+
+
+def test_a_rank_with_another_version_is_refused():
+    for message in run_on_ranks(2, _versions):
+        assert message.startswith("needed the same version of torch on all 2 ranks")
+
+
+def _full_disk(rank, root, full_on):
+    import torch
+
+    ranks = Ranks(data=dist.group.WORLD)
+    saver = SharedSaver(root, keep=5, ranks=ranks)
+    saver.save(block=1, step=1, tensors={"x": torch.ones(2)}, state={"ok": 1})
+    saver.wait()
+    plain = shared_checkpoint.write_pieces
+
+    def write_pieces(folder, tensors, **options):
+        if ranks.rank == full_on:
+            raise OSError(28, "No space left on device")
+        return plain(folder, tensors, **options)
+
+    shared_checkpoint.write_pieces = write_pieces
+    try:
+        saver.save(block=2, step=2, tensors={"x": torch.ones(2)}, state={"ok": 2})
+        saver.wait()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        shared_checkpoint.write_pieces = plain
+
+
+@pytest.mark.parametrize("full_on", [0, 1])
+def test_a_full_disk_on_one_rank_ends_all_and_the_last_checkpoint_holds(full_on, tmp_path):
+    for message in run_on_ranks(2, _full_disk, tmp_path, full_on):
+        assert f"on rank {full_on}" in message
+        assert "No space left" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["block-000001-step-000001"]
+    assert checkpoints.load_checkpoint(tmp_path).state == {"ok": 1}

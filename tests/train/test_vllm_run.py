@@ -1,0 +1,154 @@
+"""Whole runs on servers: what a recipe may ask for, what metrics say, how a run ends and goes on."""
+
+import os
+
+import pytest
+import torch
+
+from logitless.errors import ConfigurationError, EngineError, UnavailableError
+from logitless.rollout.engine import Weights
+from logitless.rollout.http_client import HttpClient, Patience
+from logitless.rollout.nccl_transfer import NcclSync
+from logitless.rollout.vllm_api import VllmServer
+from logitless.train.engines import open_engines
+from logitless.train.metrics import repeatable
+from logitless.train.run import start
+from logitless.train.setup import policy_model, tokenizer_of
+from tests.rollout.fake_vllm import Served, failing, serving
+from tests.train.tiny import tiny_recipe
+
+URL = "http://127.0.0.1:1"
+LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj"]}
+
+
+def _recipe(folder, url=URL, **changes):
+    engine = {"name": "vllm_server", "urls": [url], "model": "policy"} | changes.pop("engine", {})
+    return tiny_recipe(folder, rollout__engine=engine, **changes)
+
+
+def _served(folder):
+    """A server of the recipe's model, started with other weights."""
+    recipe = tiny_recipe(folder)
+    tokenizer = tokenizer_of(recipe.model)
+    return Served(
+        lambda: policy_model(recipe.model, tokenizer, seed=9, device=torch.device("cpu")), tokenizer, context=64
+    )
+
+
+def _of_run(run):
+    """What a run on a server repeats: all but times and sizes, and the probe, whose seed is the weights' version."""
+    return [repeatable(record) for record in run.read_metrics()], list(run.read_rollouts())
+
+
+def test_a_run_on_a_server_says_what_pushes_took_and_how_far_the_two_are_apart(tmp_path):
+    with serving(_served(tmp_path)) as url:
+        weights = {"name": "folder", "differences_in_a_row": 4}
+        run, complete = start(_recipe(tmp_path, url, engine={"weights": weights}))
+    assert complete
+    pushed = [line for line in run.read_metrics() if "weights/pushed_bytes" in line]
+    assert len(pushed) == 3  # one after each block
+    for line in pushed:
+        assert line["weights/probe_difference_max"] < 1e-4
+        assert 0 < line["weights/changed_fraction"] <= 1
+    for line in run.read_metrics():
+        assert line.get("parity/difference_max", 0.0) < 1e-4
+        assert line.get("rollout/lag_max", 0) == 0
+
+
+def test_a_run_whose_server_is_gone_stops_with_a_checkpoint_and_goes_on_bitwise_on_another_one(tmp_path):
+    with serving(_served(tmp_path)) as url:
+        whole, _ = start(_recipe(tmp_path, url, name="whole"))
+    dying = _served(tmp_path)
+    asked = []
+
+    def die(body):
+        """From the second block's second prompt on, nobody answers."""
+        asked.append(body)
+        if body["n"] == 4:
+            rounds.append(1)
+        if len(rounds) > 5:
+            return failing(503)(body)
+        import json
+
+        return 200, json.dumps(dying.answer("/v1/completions", body)).encode()
+
+    rounds: list[int] = []
+    dying.faults["/v1/completions"] = [die] * 10_000
+    with serving(dying) as url, pytest.raises(EngineError, match=r"HTTP 503: something broke.*--resume"):
+        start(_recipe(tmp_path, url, name="stopped", engine={"give_up_seconds": 0.1}))
+    with serving(_served(tmp_path)) as url:
+        resumed, complete = start(_recipe(tmp_path, url, name="stopped"), resume=True)
+    assert complete
+    assert _of_run(whole) == _of_run(resumed)
+
+
+def test_an_adapter_alone_trains_on_a_server_that_holds_the_base_model(tmp_path):
+    served = _served(tmp_path)
+    recipe = tiny_recipe(tmp_path)
+    tokenizer = tokenizer_of(recipe.model)
+    served.model = lambda: policy_model(recipe.model, tokenizer, seed=recipe.seed, device=torch.device("cpu"))
+    served.restart()
+    with serving(served) as url:
+        weights = {"name": "adapter"}
+        run, complete = start(_recipe(tmp_path, url, engine={"weights": weights}, model__lora=LORA))
+    assert complete
+    assert not [path for path, _ in served.asked if path == "/collective_rpc"]
+    assert max(line.get("parity/difference_max", 0.0) for line in run.read_metrics()) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"engine": {"api_key_file": "a", "api_key_variable": "B"}}, "one place of the API key"),
+        ({"engine": {"model": None}}, "rollout.engine.model beside a model that is a config"),
+        ({"engine": {"weights": {"name": "adapter"}}}, "no model.lora"),
+        ({"engine": {"api_key": "secret"}}, "unknown key 'rollout.engine.api_key'"),
+        ({"engine": {"urls": []}}, "rollout.engine.urls"),
+        ({"rollout__sampling": {"max_new_tokens": 6, "min_p": 0.1, "top_k": 3}}, "min_p alone under vLLM"),
+    ],
+)
+def test_what_a_recipe_cannot_ask_for_is_refused_by_name(tmp_path, changes, match):
+    with pytest.raises(ConfigurationError, match=match):
+        _recipe(tmp_path, **changes)
+
+
+def test_min_p_beside_top_k_is_refused_for_evaluation_too(tmp_path):
+    with pytest.raises(ConfigurationError, match="min_p alone"):
+        _recipe(tmp_path, evaluation={"sampling": {"max_new_tokens": 6, "min_p": 0.1, "top_p": 0.5}})
+
+
+def _opened(recipe):
+    tokenizer = tokenizer_of(recipe.model)
+    model = policy_model(recipe.model, tokenizer, seed=0, device=torch.device("cpu"))
+    return open_engines(recipe, model, tokenizer)
+
+
+def test_opening_asks_no_server_anything(tmp_path):
+    _opened(_recipe(tmp_path)).close()
+
+
+def test_several_trainer_processes_would_push_over_each_other_and_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
+    with pytest.raises(UnavailableError, match="2 ranks"):
+        _opened(_recipe(tmp_path))
+
+
+def test_without_vllm_the_engine_in_this_process_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("logitless.train.engines.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UnavailableError, match=r"logitless\[vllm\]"):
+        _opened(tiny_recipe(tmp_path, rollout__engine={"name": "vllm"}))
+
+
+def test_without_vllm_beside_the_trainer_weights_do_not_go_over_nccl(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "vllm", None)
+    served = _served(tmp_path)
+    with serving(served) as url:
+        sync = NcclSync("policy", Patience(give_up_seconds=0.1), address="127.0.0.1", port=29600)
+        with pytest.raises(UnavailableError, match="vLLM beside the trainer"):
+            sync.push([VllmServer(HttpClient(url))], Weights.of(served.model()), 0)
+
+
+def test_paths_of_a_server_start_at_the_recipes_folder(tmp_path):
+    recipe = _recipe(tmp_path, engine={"api_key_file": "./key", "weights": {"name": "folder", "path": "weights"}})
+    assert recipe.rollout.engine.api_key_file == str(tmp_path.cwd() / "key")
+    assert recipe.rollout.engine.weights.path == str(tmp_path.cwd() / "weights")

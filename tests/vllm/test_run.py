@@ -1,0 +1,105 @@
+"""Whole runs on a real server, which is killed, and with vLLM in the trainer's process."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from logitless.bench.vllm_process import vllm_server
+from logitless.errors import EngineError
+from logitless.rollout.vllm_server import VllmServerEngine
+from logitless.train.checkpoint import checkpoints
+from logitless.train.run import start
+from logitless.train.setup import policy_model, tokenizer_of
+from tests.train.tiny import tiny_raw, tiny_recipe
+from tests.vllm.conftest import VLLM
+
+SHAPE = {"hidden_size": 32, "head_dim": 32}
+FLAGS = ("--dtype", "float32", "--max-model-len", "64", "--enforce-eager", "--load-format", "dummy")
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory):
+    """A server of the tiny recipe's model, with weights that mean nothing."""
+    import torch
+
+    folder = tmp_path_factory.mktemp("server")
+    recipe = tiny_recipe(folder, **_model(folder))
+    tokenizer = tokenizer_of(recipe.model)
+    policy_model(recipe.model, tokenizer, seed=0, device=torch.device("cpu")).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(str(folder / "model"))
+    with vllm_server(folder / "model", VLLM, folder / "server.log", FLAGS) as process:
+        yield process
+
+
+def _model(folder):
+    return {"model__source": tiny_raw(folder)["model"]["source"] | SHAPE}
+
+
+def _recipe(folder, process, **changes):
+    engine = {"name": "vllm_server", "urls": [process.url], "model": "policy", "give_up_seconds": 300.0}
+    return tiny_recipe(folder, **_model(folder), rollout__engine=engine | changes.pop("engine", {}), **changes)
+
+
+def test_a_run_trains_on_a_server_and_the_gate_sees_rounding_alone(tmp_path, process):
+    stop = {"mean": 1e-4, "max": 1e-3, "sequence": 1e-3}
+    run, complete = start(_recipe(tmp_path, process, rollout__parity={"stop": stop}))
+    assert complete
+    lines = list(run.read_metrics())
+    blocks = [line for line in lines if "reward/mean" in line]
+    assert len(blocks) == 3
+    for line in blocks:
+        assert 0 < line["parity/difference_mean"] < 1e-5
+        assert line["rollout/lag_max"] == 0
+    pushes = [line for line in lines if "weights/pushed_bytes" in line]
+    assert len(pushes) == 3
+    assert all(line["weights/probe_difference_max"] < 1e-4 for line in pushes)
+
+
+def test_a_server_that_is_killed_and_not_restarted_ends_the_run_with_a_checkpoint_to_go_on_from(
+    tmp_path, process, monkeypatch
+):
+    recipe = _recipe(tmp_path, process, engine={"give_up_seconds": 2.0})
+    plain, rounds = VllmServerEngine._round, []
+
+    def killing(self, asked, *arguments):
+        rounds.append(len(asked))
+        if len(rounds) == 3:  # evaluation, block 1, block 2
+            process.kill()
+        return plain(self, asked, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(VllmServerEngine, "_round", killing)
+        with pytest.raises(EngineError, match=r"ConnectionRefusedError.*--resume"):
+            start(recipe)
+    folder = Path(recipe.output) / recipe.name
+    assert checkpoints(folder / "checkpoints")
+    process.start()
+    process.wait()
+    run, complete = start(recipe, resume=True)
+    assert complete
+    lines = list(run.read_metrics())
+    assert [line["step"] for line in lines] == list(range(len(lines)))
+    assert max(line["parity/difference_max"] for line in lines if "parity/difference_max" in line) < 1e-3
+
+
+def test_vllm_in_the_trainers_process_trains_and_the_gate_sees_rounding_alone(tmp_path):
+    raw = tiny_raw(tmp_path)
+    raw["model"]["source"] |= SHAPE
+    raw["rollout"]["engine"] = {"name": "vllm", "dtype": "float32", "eager": True}
+    raw["rollout"]["parity"] = {"stop": {"mean": 1e-4, "max": 1e-3}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(raw))
+    command = [sys.executable, "-m", "logitless.cli.main", "train", str(tmp_path / "recipe.yaml")]
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    import os
+
+    done = subprocess.run(
+        command, env=os.environ | environment, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    lines = [json.loads(line) for line in (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()]
+    assert sum("parity/difference_max" in line for line in lines) == 3
+    assert max(line["weights/probe_difference_max"] for line in lines if "weights/probe_difference_max" in line) < 1e-3
