@@ -22,8 +22,12 @@ def lines(run, **engine):
     return [repeatable(record) for record in folder.read_metrics()]
 
 
+def but_for_rounding(records):  # a copy of the weights lies elsewhere, where a product may differ in its last digit
+    return [{k: v for k, v in record.items() if not k.startswith("sampler/logp_diff")} for record in records]
+
+
 here, at_once = lines("here", name="transformers"), lines("at_once", name="lagging", every=1)
-assert here == at_once
+assert but_for_rounding(here) == but_for_rounding(at_once)
 behind = lines("behind", name="lagging", every=2)[1:]
 assert [line["rollout/lag_max"] for line in behind] == [0, 1, 0]  # one step a block, a copy every second block
 drift = [line["sampler/logp_difference_max"] for line in behind]
