@@ -136,4 +136,4 @@ def test_duckdb_reads_it(run: RunFolder) -> None:
 
 
 def test_the_committed_page_is_current() -> None:
-    assert (ROOT / "docs/rollouts.md").read_text() == page(), "run make docs"
+    assert (ROOT / "docs/rollout_data.md").read_text() == page(), "run make docs"

@@ -24,7 +24,7 @@ from logitless.train.metrics import metrics_page
 
 PAGE = Path("docs/configuration.md")
 METRICS_PAGE = Path("docs/metrics.md")
-ROLLOUTS_PAGE = Path("docs/rollouts.md")
+ROLLOUTS_PAGE = Path("docs/rollout_data.md")
 
 INTRODUCTION = """# Configuration
 

@@ -5,7 +5,7 @@
 
 The last part is replaced as a whole, atomically, until it is full; then another begins, named after its first block. So
 each file is complete at every moment, no row is in two of them, and a reader takes ``rollouts/*.parquet`` as it is.
-docs/rollouts.md has the columns.
+docs/rollout_data.md has the columns.
 """
 
 import io
@@ -163,7 +163,7 @@ def _write(path: Path, table: pyarrow.Table, write: Callable[[Path, bytes], None
 
 
 def page() -> str:
-    """``docs/rollouts.md``: how the data set is read, and its columns.
+    """``docs/rollout_data.md``: how the data set is read, and its columns.
 
     Example:
         >>> page().splitlines()[0]

@@ -5,7 +5,7 @@
         provenance.json                 versions, device, commit of each start, digests of the data
         lock.json                       while a process writes here
         metrics.jsonl                   one line an optimizer step, see docs/metrics.md
-        rollouts/part-000001.parquet    one data set in a few files, one row a completion, see docs/rollouts.md
+        rollouts/part-000001.parquet    one data set in a few files, one row a completion, see docs/rollout_data.md
         collected/block-000012.json     under rollout.staleness: what was drawn, see ahead.py
         checkpoints/                    see checkpoint.py
         tensorboard/
@@ -189,7 +189,7 @@ class RunFolder:
     def write_rollouts(
         self, block: int, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]] | None = None
     ) -> Path:
-        """Add every completion of a block with what was said of it to the run's data set (docs/rollouts.md).
+        """Add every completion of a block with what was said of it to the run's data set (docs/rollout_data.md).
 
         Rows of this block and of later ones, which a run that goes on samples again, are replaced.
 
