@@ -94,8 +94,12 @@ def run_of(
     block = objective.block_statistics(batch, generator=torch.Generator().manual_seed(0))
     if block is not None:
         batch = block.attach(batch)
-        threshold = block.entropy_threshold
-        block = replace(block, entropy_threshold=None if threshold is None else threshold.to(logp.device))
+        mean = block.correction_mean
+        block = replace(
+            block,
+            thresholds={name: threshold.to(logp.device) for name, threshold in block.thresholds.items()},
+            correction_mean=None if mean is None else mean.to(logp.device),
+        )
     batch = batch.to(logp.device)
     beta = 0.0 if objective.kl is None else 0.05
 

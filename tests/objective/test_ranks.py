@@ -51,9 +51,8 @@ def shard(batch, tokens):
 
 def evaluate(objective, logp, entropy, batch, **ranks):
     logp, entropy = logp.detach().requires_grad_(), entropy.detach().requires_grad_()
-    gathering = {name: value for name, value in ranks.items() if name == "gather"}
     generator = torch.Generator().manual_seed(SEED)
-    statistics = objective.block_statistics(batch, generator=generator, **gathering)
+    statistics = objective.block_statistics(batch, generator=generator, **ranks)
     if isinstance(objective.surrogate, KlCov) and statistics is not None and statistics.selected is not None:
         batch = statistics.attach(batch)
     output = objective(logp, entropy, batch, block=statistics, generator=generator, **options_of(objective), **ranks)

@@ -252,6 +252,7 @@ class Objective:
         block: TokenBatch,
         *,
         gather: GatherOverRanks = one_rank,
+        sum_over_ranks: Callable[[Tensor], Tensor] = one_rank,
         generator: torch.Generator | None = None,
     ) -> BlockStatistics | None:
         """What parts with ``scope="block"`` take from the scoring pass; None where no part does.
@@ -259,6 +260,7 @@ class Objective:
         Args:
             block: all sequences of the block on this rank, with weights (those of weight 0 are left out).
             gather: over all ranks.
+            sum_over_ranks: where sequences are split over ranks, sums over those that share one.
             generator: for ``clip_cov``, seeded differently on every rank.
 
         Returns:
@@ -291,7 +293,7 @@ class Objective:
             )
             thresholds = {each.name: each.block_threshold(whole) for each in settled}
         if self.correction is not None and self.correction.normalized:
-            sequences = Ranges(block.sequence, block.num_sequences, trained)
+            sequences = Ranges(block.sequence, block.num_sequences, trained, sum_over_ranks)
             correction_mean = self.correction.block_mean(required(log_ratio, "logp_sampler"), sequences, gather)
         if self.surrogate.selects == "block":
             logp_old = required(block.logp_old, "logp_old")
