@@ -136,28 +136,27 @@ def measured(seeds: int, steps: int) -> dict[str, Any]:
 def draw(result: dict[str, Any], path: Path) -> None:
     """Bias by length, and how far training strays from exact gradients."""
     import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "logitless"
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    labels = {"none": "no correction", "token": "token weights", "sequence": "sequence weights"}
-    for name, label in labels.items():
-        lengths = sorted({row["length"] for row in result["bias"]})
-        means = [_mean([row[name] for row in result["bias"] if row["length"] == length]) for length in lengths]
-        left.plot(lengths, means, marker="o", label=label)
-        gaps = [
-            _mean([abs(run[name][step] - run["exact"][step]) for run in result["training"]])
-            for step in range(len(result["training"][0]["exact"]))
-        ]
-        right.plot(range(len(gaps)), gaps, label=label)
-    left.set(yscale="log", xlabel="tokens of a completion", ylabel="bias of the gradient, relative", xticks=lengths)
-    right.set(yscale="log", xlabel="step", ylabel="|expected reward - with exact gradients|")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(path, metadata={"Date": None})
+    with matplotlib.rc_context({"svg.hashsalt": "logitless", "svg.fonttype": "path"}):
+        figure = Figure(figsize=(9, 3.4), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        labels = {"none": "no correction", "token": "token weights", "sequence": "sequence weights"}
+        for name, label in labels.items():
+            lengths = sorted({row["length"] for row in result["bias"]})
+            means = [_mean([row[name] for row in result["bias"] if row["length"] == length]) for length in lengths]
+            left.plot(lengths, means, marker="o", label=label)
+            gaps = [
+                _mean([abs(run[name][step] - run["exact"][step]) for run in result["training"]])
+                for step in range(len(result["training"][0]["exact"]))
+            ]
+            right.plot(range(len(gaps)), gaps, label=label)
+        left.set(yscale="log", xlabel="tokens of a completion", ylabel="bias of the gradient, relative", xticks=lengths)
+        right.set(yscale="log", xlabel="step", ylabel="|expected reward - with exact gradients|")
+        for axes in (left, right):
+            axes.grid(alpha=0.3)
+            axes.legend()
+        figure.savefig(path, metadata={"Date": None})
 
 
 def _mean(values: list[float]) -> float:

@@ -70,25 +70,23 @@ def step_table(document: Mapping[str, Any]) -> str:
 def plot_step(document: Mapping[str, Any], path: Path) -> None:
     """A step of each number of rows as a bar of its parts."""
     import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    matplotlib.rcParams |= {"svg.hashsalt": "step", "svg.fonttype": "none"}
-    import matplotlib.pyplot as plt
-
-    counts = sorted({row["num_rows"] for row in document["rows"]})
-    parts = list(dict.fromkeys(row["part"] for row in document["rows"]))
-    figure, axes = plt.subplots(figsize=(9, 2.6))
-    left = dict.fromkeys(counts, 0.0)
-    for part, colour in zip(parts, plt.get_cmap("tab20").colors, strict=False):  # type: ignore[attr-defined]
-        label: str | None = part
-        for row in (row for row in document["rows"] if row["part"] == part):
-            count, width = row["num_rows"], row["microseconds"]
-            axes.barh(counts.index(count), width, left=left[count], color=colour, label=label, height=0.6)
-            left[count], label = left[count] + width, None  # once in the legend
-    axes.set_yticks(range(len(counts)), [f"{count} rows" for count in counts])
-    axes.set_xlabel("microseconds of a step, kernel by kernel")
-    axes.set_title(f"A decoding step of {document['model']}, {document['environment']['gpu']}", loc="left")
-    axes.legend(frameon=False, fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.45, -0.25))
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)
+    with matplotlib.rc_context({"svg.hashsalt": "step", "svg.fonttype": "none"}):
+        counts = sorted({row["num_rows"] for row in document["rows"]})
+        parts = list(dict.fromkeys(row["part"] for row in document["rows"]))
+        figure = Figure(figsize=(9, 2.6))
+        axes = figure.add_subplot()
+        left = dict.fromkeys(counts, 0.0)
+        for part, colour in zip(parts, matplotlib.colormaps["tab20"].colors, strict=False):  # type: ignore[attr-defined]
+            label: str | None = part
+            for row in (row for row in document["rows"] if row["part"] == part):
+                count, width = row["num_rows"], row["microseconds"]
+                axes.barh(counts.index(count), width, left=left[count], color=colour, label=label, height=0.6)
+                left[count], label = left[count] + width, None  # once in the legend
+        axes.set_yticks(range(len(counts)), [f"{count} rows" for count in counts])
+        axes.set_xlabel("microseconds of a step, kernel by kernel")
+        axes.set_title(f"A decoding step of {document['model']}, {document['environment']['gpu']}", loc="left")
+        axes.legend(frameon=False, fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.45, -0.25))
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None)
