@@ -532,7 +532,7 @@ class Recipe(Section):
         )
         named = self.rollout.engine.name
         _require(
-            self.rollout.staleness == 0 or named in ("transformers", "vllm_server", "recorded"),
+            self.rollout.staleness == 0 or named in ("auto", "transformers", "vllm_server", "recorded"),
             "an engine beside rollout.staleness that samples while the policy is trained: transformers or vllm_server",
             f"rollout.staleness={self.rollout.staleness} with {named}",
             "Set rollout.staleness: 0, or another engine.",

@@ -100,9 +100,10 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
         autocast=autocast,
     )
     ahead = recipe.rollout.staleness > 0
+    training = OwnCopy(here.another()) if ahead else here
     match recipe.rollout.engine:
         case TransformersEngineSection():
-            return Engines(OwnCopy(here.another()) if ahead else here, here)
+            return Engines(training, here)
         case RecordedEngineSection(path=path) if Path(path).is_dir():
             return Engines(here, here)  # a run's log, which the collector reads: nothing is sampled for training
         case RecordedEngineSection(path=path):
@@ -110,7 +111,7 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
         case AutoEngineSection(memory=memory):
             if reason := not_on_gpu_because(recipe, model):
                 logger.info("rollout engine: transformers, for %s", reason)
-                return Engines(here, here)
+                return Engines(training, here)
             logger.info("rollout engine: gpu, with the bits of training")
             gpu = _gpu_engine(recipe, model, tokenizer, memory)
             return Engines(gpu, gpu)
@@ -199,6 +200,8 @@ def _probe(recipe: Recipe, section: ProbeSection, tokenizer: PreTrainedTokenizer
 def not_on_gpu_because(recipe: Recipe, model: nn.Module) -> str:
     """What keeps ``auto`` from sampling with the bits of training, in words; empty where nothing does."""
     backends = {recipe.train.scoring_backend, recipe.train.training_backend}
+    if recipe.rollout.staleness > 0:
+        return "blocks are collected while the policy is trained, with a copy of it"
     if _device_type(model) != "cuda":
         return f"the model is on {_device_type(model)}"
     if not hasattr(backbone(model), "row_invariant"):
