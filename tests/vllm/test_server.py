@@ -233,9 +233,12 @@ def test_trap_pause_keep_mixes_two_policies_in_one_completion_and_wait_does_not(
     server, other = server_at(process.url), tiny_model(5)
     waited = _pushed_while_sampling(server, "wait", tmp_path / "wait", other)
     assert _distance(model, waited).max() < 1e-3
-    engine._sync.again(server)
-    mixed = _pushed_while_sampling(server, "keep", tmp_path / "keep", other)
-    before, after = _distance(model, mixed), _distance(other, mixed)
+    for attempt in range(8):  # on a busy machine the completion may have ended before the pause came
+        engine._sync.again(server)
+        mixed = _pushed_while_sampling(server, "keep", tmp_path / f"keep-{attempt}", other)
+        before, after = _distance(model, mixed), _distance(other, mixed)
+        if before[-1] > 1e-3:
+            break
     assert before[0] < 1e-3  # begun with the old weights
     assert before[-1] > 1e-3  # ended with others
     assert after.max() > 0.05  # and of no single policy
