@@ -91,7 +91,9 @@ def _assert_alike(one, several, num_ranks, *, tolerance=1e-5):
             with_tokens += sum(n > 0 for n in tokens) > 1
         other["optimizer/micro_batches"] = record.get("optimizer/micro_batches")
         for name, value in repeatable(record).items():
-            assert other[name] == pytest.approx(value, rel=tolerance, abs=1e-6, nan_ok=True), (record["step"], name)
+            # differences of log-probs are nothing but rounding, here of up to a sequence of them
+            least = 1e-4 if "difference" in name else 1e-6
+            assert other[name] == pytest.approx(value, rel=tolerance, abs=least, nan_ok=True), (record["step"], name)
     assert with_tokens
 
 
