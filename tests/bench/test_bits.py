@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from logitless.bench import bits, bits_report
-from logitless.bench.bits import DECODED_ROWS, LAWS, MODELS, Results
+from logitless.bench.bits_cases import DECODED_ROWS, LAWS, MODELS, Results
 from logitless.errors import ConfigurationError, DataError, UnavailableError
 from logitless.pages import Marks
 

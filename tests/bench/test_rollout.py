@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from logitless.bench import rollout_report
-from logitless.bench.rollout import Ceilings, Cost, Results, Workload, roofline
+from logitless.bench.rollout import Results
+from logitless.bench.rollout_workloads import Ceilings, Cost, Workload, roofline
 from logitless.errors import ConfigurationError
 from logitless.rollout.sampling import SamplingOptions
 from tests.rollout.test_gpu import model_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from logitless.bench.bits import LAWS
+from logitless.bench.bits_cases import LAWS
 from logitless.bench.bits_laws import Laws, Sizes
 from logitless.errors import UnavailableError
 from logitless.models.decoding import empty_caches

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from logitless.bench.bits import LAWS
+from logitless.bench.bits_cases import LAWS
 from logitless.bench.bits_laws import Laws, Sizes
 from logitless.models import linear
 from logitless.models import self_check as check

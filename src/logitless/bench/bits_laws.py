@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from logitless.bench.bits import LAWS, STOCK, STOCK_PACKED
+from logitless.bench.bits_cases import LAWS, STOCK, STOCK_PACKED
 from logitless.head.api import token_scores
 from logitless.models.attention import AttentionLayout, PromptGroup
 from logitless.models.decoding import decode_step, empty_caches, prefill

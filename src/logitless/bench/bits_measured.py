@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from logitless.bench.bits import DECODED_POSITION, DECODED_ROWS, MODELS, Results
+from logitless.bench.bits_cases import DECODED_POSITION, DECODED_ROWS, MODELS, Results
 from logitless.bench.bits_laws import Laws
 from logitless.bench.machine import release
 from logitless.head.api import token_scores

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from logitless import pages
+from logitless.bench.bits_cases import STOCK
 from logitless.errors import DataError
 from logitless.pages import Marks
 
@@ -173,8 +174,6 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-
-    from logitless.bench.bits import STOCK
 
     figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
     for model, found in document["differences"].items():

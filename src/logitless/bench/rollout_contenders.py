@@ -12,7 +12,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from logitless.bench.bits_measured import build
 from logitless.bench.machine import release
-from logitless.bench.rollout import Cost, Workload
+from logitless.bench.rollout_workloads import Cost, Workload
 from logitless.data.packing import pack
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.lm_head import backbone, causal_lm
