@@ -131,6 +131,8 @@ def test_several_trainer_processes_would_push_over_each_other_and_are_refused(tm
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
     with pytest.raises(UnavailableError, match="2 ranks"):
         _opened(_recipe(tmp_path))
+    with pytest.raises(UnavailableError, match="engine vllm, for each would push the weights; given 2 ranks"):
+        _opened(tiny_recipe(tmp_path, rollout__engine={"name": "vllm"}))
 
 
 def test_without_vllm_the_engine_in_this_process_is_refused(tmp_path, monkeypatch):

@@ -129,12 +129,7 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
 
 
 def _vllm_servers(recipe: Recipe, section: VllmServerEngineSection, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UnavailableError(
-            needed="one trainer process under rollout.engine vllm_server, for each would push the weights",
-            given=f"{os.environ['WORLD_SIZE']} ranks",
-            remedy="Start one, or sample with rollout.engine: {name: transformers}.",
-        )
+    _check_one_process(section.name)
     key = api_key(section.api_key_file, section.api_key_variable)
     servers = [VllmServer(HttpClient(url, api_key=key, seconds=section.request_seconds)) for url in section.urls]
     patience = Patience(give_up_seconds=section.give_up_seconds)
@@ -165,7 +160,17 @@ def _vllm_servers(recipe: Recipe, section: VllmServerEngineSection, tokenizer: P
     )
 
 
+def _check_one_process(engine: str) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UnavailableError(
+            needed=f"one trainer process under rollout.engine {engine}, for each would push the weights",
+            given=f"{os.environ['WORLD_SIZE']} ranks",
+            remedy="Start one, or sample with rollout.engine: {name: transformers}.",
+        )
+
+
 def _vllm(recipe: Recipe, section: VllmEngineSection, tokenizer: PreTrainedTokenizerBase) -> Engine:
+    _check_one_process(section.name)
     if importlib.util.find_spec("vllm") is None:
         raise UnavailableError(
             needed="vLLM, for rollout.engine vllm",
