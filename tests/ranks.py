@@ -96,6 +96,7 @@ def _on_rank(
         device_id=torch.device("cuda", rank) if on_gpu else None,
     )
     try:
+        dist.barrier()  # a rank that is done at once would hang up on those that are still being connected
         return tree_map_only(torch.Tensor, torch.Tensor.cpu, function(rank, *args))
     finally:
         dist.destroy_process_group()
