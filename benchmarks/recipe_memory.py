@@ -36,11 +36,16 @@ from logitless.train.setup import tokenizer_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "recipe-memory.json"
-LIMITS = {"qwen2.5-0.5b-gsm8k": 24 * GIB, "llama3.1-8b-ifeval-24gb": 24 * GIB}
+LIMITS = {
+    "qwen2.5-0.5b-gsm8k": 24 * GIB,
+    "llama3.1-8b-ifeval-24gb": 24 * GIB,
+    "llama3.1-8b-ifeval-16gb": 16 * GIB,
+}
 """What the card of each recipe has."""
 STAND_INS = {
     "qwen2.5-0.5b-gsm8k": ["model.source=recipes/dry-run/qwen2.5-0.5b", "rollout.completions_per_prompt=32"],
     "llama3.1-8b-ifeval-24gb": ["model.source=recipes/dry-run/llama3.1-8b", "rollout.completions_per_prompt=4"],
+    "llama3.1-8b-ifeval-16gb": ["model.source=recipes/dry-run/llama3.1-8b", "rollout.completions_per_prompt=4"],
 }
 EVERYTHING_AT_ITS_LONGEST = [
     "model.random_weights=true",
@@ -68,13 +73,29 @@ def longest_prompts(recipe: Recipe, path: Path) -> int:
 
 
 @contextmanager
-def drawn_on_the_device() -> Iterator[None]:
-    """Random weights are drawn there; on the CPU eight billion take minutes."""
+def drawn_on_the_device(limit: int, *, then_on_host: bool) -> Iterator[None]:
+    """Random weights are drawn there; on the CPU eight billion take minutes.
+
+    Args:
+        limit: bytes that the process may use, but for weights that are drawn.
+        then_on_host: they wait on the host, as those that are read from files do.
+    """
     build = loading._built
+    if not torch.cuda.is_available():
+        yield
+        return
+    whole = torch.cuda.get_device_properties(0).total_memory
 
     def built(config: Any, options: Any) -> Any:
-        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            return build(config, options)
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        with torch.device("cuda"):
+            model = build(config, options)
+        if then_on_host:
+            model.to("cpu")
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / whole))
+        return model
 
     loading._built = built
     try:
@@ -94,8 +115,6 @@ def measure(recipe: Path, overrides: list[str], limit: int, folder: Path, *, blo
         blocks: that it has at the end.
     """
     cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / torch.cuda.get_device_properties(0).total_memory))
     prompts = folder / "prompts.jsonl"
     overrides = [*overrides, f"data.train={{name: file, path: {prompts}}}"]
     prompts.write_text(json.dumps({"prompt": "x"}) + "\n")  # for the first reading
@@ -104,7 +123,7 @@ def measure(recipe: Path, overrides: list[str], limit: int, folder: Path, *, blo
     checked = load_recipe(recipe, [*overrides, *places])
     plan = plan_of(checked)
     began = time.perf_counter()
-    with drawn_on_the_device():
+    with drawn_on_the_device(limit, then_on_host=checked.model.quantize is not None):
         run, complete = start(checked, resume=blocks > 1)
     summary = json.loads(run.summary.read_text())
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]

@@ -63,6 +63,12 @@ def check_arrangement(recipe: Recipe, arrangement: Arrangement) -> None:
             given=f"weights sharded over {arrangement.weights}",
             remedy="Set parallel.replicate to the number of processes, or leave model.layers at auto.",
         )
+    if arrangement.is_sharded and recipe.model.quantize is not None:
+        raise ConfigurationError(
+            needed="all weights on every process beside model.quantize, whose four bits are not cut",
+            given=f"weights sharded over {arrangement.weights}",
+            remedy="Set parallel.replicate to the number of processes, or leave model.quantize out.",
+        )
     if arrangement.sequence > 1 and recipe.model.attention != "packed":
         raise ConfigurationError(
             needed="model.attention: packed, which splits sequences over processes",
