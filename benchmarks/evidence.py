@@ -19,14 +19,13 @@ import random
 import shutil
 import subprocess
 import sys
-import threading
 import time
+import traceback
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -61,9 +60,9 @@ SIZES: dict[str, dict[str, Any]] = {
         "config": {"hidden_size": 896, "intermediate_size": 2432, "num_hidden_layers": 12, "num_attention_heads": 14},
         "letters": (10, 16),
         "rows": 60_000,
-        "learning_rate": 1e-5,
+        "learning_rate": 3e-5,
         "imitation_rate": 2e-4,
-        "blocks": 120,
+        "blocks": 50,
     },
     "tiny": {
         "config": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 1},
@@ -98,7 +97,6 @@ FIGURES = {
 }
 """What one plot shows beside each other; runs of "logitless" are those of the comparison."""
 CONTENDERS = ("logitless", "trl")
-SECONDS_A_RUN = 480
 PAGE = ROOT / "docs" / "evidence.md"
 
 
@@ -124,12 +122,12 @@ def letters() -> PreTrainedTokenizerBase:
 
 def answered(rows: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[tuple[Prompt, Completion]]:
     """Prompts with the right answer, its EOS included."""
-    pairs = []
-    for row in rows:
-        answer = (*tokenizer(row["answer"])["input_ids"], int(tokenizer.eos_token_id))
-        prompt = Prompt(row["id"], row["prompt"], tuple(tokenizer(row["prompt"])["input_ids"]))
-        pairs.append((prompt, Completion(row["id"], answer, row["answer"], "stop")))
-    return pairs
+    prompts, answers = (tokenizer([row[key] for row in rows])["input_ids"] for key in ("prompt", "answer"))
+    end = int(tokenizer.eos_token_id)
+    return [
+        (Prompt(row["id"], row["prompt"], tuple(asked)), Completion(row["id"], (*said, end), row["answer"], "stop"))
+        for row, asked, said in zip(rows, prompts, answers, strict=True)
+    ]
 
 
 @torch.no_grad()
@@ -161,16 +159,17 @@ def imitate(size: str, folder: Path) -> None:
     config |= {**settings["config"], "num_key_value_heads": settings["config"]["num_attention_heads"]}
     section = ModelSection(source=config, random_weights=True, **in_products_of_bfloat16())
     policy = Policy(policy_model(section, tokenizer, seed=0, device=torch.device(device())))
-    data, judged = pack(answered(rows["imitated"], tokenizer)), answered(rows["held_out"], tokenizer)
+    pairs, judged = answered(rows["imitated"], tokenizer), answered(rows["held_out"], tokenizer)
     optimizer = adamw(policy.model.parameters(), OptimizerSection(betas=(0.9, 0.999)), policy.device)
-    order, steps = PromptOrder(data.num_sequences, seed=0), 0
+    order, steps, began = PromptOrder(len(pairs), seed=0), 0, time.perf_counter()
     while (reached := accuracy(policy, judged)) < 0.3:
+        print(f"imitation {steps}: {reached:.3f} right, {time.perf_counter() - began:.0f} s", flush=True)
         for _ in range(10):
-            loss = -policy.scores(data.take(order.next(256)), temperature=1.0, backend="auto").logp.mean()
+            batch = pack([pairs[number] for number in order.next(256)])
+            loss = -policy.scores(batch, temperature=1.0, backend="auto").logp.mean()
             loss.backward()
             take_step(optimizer, rate=settings["imitation_rate"], max_grad_norm=1.0)
         steps += 10
-        print(f"imitation {steps}: {float(loss.detach()):.3f} nat a token, {reached:.3f} right", flush=True)
         if steps == 2_000:
             raise SystemExit("The model did not learn the task by imitation; change SIZES.")
     policy.save(folder / "model", tokenizer)
@@ -179,7 +178,9 @@ def imitate(size: str, folder: Path) -> None:
     begun = policy_from(folder / "model")
     found = {"accuracy": accuracy(begun, judged), "imitation_steps": steps, "digest": digest(begun.model)}
     found["parameters"] = sum(p.numel() for p in begun.model.parameters())
-    (folder / "base.json").write_text(json.dumps(found))
+    print(found, flush=True)
+    (folder / "base.part").write_text(json.dumps(found))
+    (folder / "base.part").rename(folder / "base.json")
 
 
 def digest(model: nn.Module) -> str:
@@ -237,7 +238,7 @@ def recipe(size: str, folder: Path, name: str, seed: int) -> Recipe:
         raw["model"]["matmul_precision"] = "high"
     elif on_gpu:
         raw["model"] |= in_products_of_bfloat16()
-        raw["rollout"]["engine"] = {"name": "gpu"}
+        raw["rollout"]["engine"] = {"name": "gpu", "memory": 2**31}  # several runs may share the GPU
     for section, change in ABLATIONS.get(name, {}).items():
         raw[section] = {**raw[section], **change}
     return parse_recipe(raw)
@@ -306,8 +307,8 @@ def logitless_run(size: str, folder: Path, name: str, seed: int) -> dict[str, An
     made = recipe(size, folder, name, seed)
     shutil.rmtree(made.output, ignore_errors=True)
     arguments: dict[str, Any] = {"open_engines": bfloat16_sampler} if "sampler in bfloat16" in name else {}
+    policy_module.token_scores = HEADS.get(name, EXACT)
     if name in HEADS:
-        policy_module.token_scores = HEADS[name]
         arguments["open_engines"] = rescoring
     run, _ = start(made, **arguments)
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
@@ -322,7 +323,7 @@ def logitless_run(size: str, folder: Path, name: str, seed: int) -> dict[str, An
     }
 
 
-def trl_run(size: str, folder: Path, seed: int) -> dict[str, Any]:
+def trl_run(size: str, folder: Path, seed: int, until: float) -> dict[str, Any]:
     """TRL's trainer with the recipe's settings: its own layers, its own sampler, its own loss."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -334,8 +335,9 @@ def trl_run(size: str, folder: Path, seed: int) -> dict[str, Any]:
         def __init__(self) -> None:
             self.ended: list[float] = []
 
-        def on_step_end(self, *_: Any, **__: Any) -> None:
+        def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
             self.ended.append(time.perf_counter())
+            control.should_training_stop |= time.time() > until and state.global_step % EPOCHS == 0
 
     settings = SIZES[size]
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
@@ -392,82 +394,116 @@ def trl_run(size: str, folder: Path, seed: int) -> dict[str, Any]:
     }
 
 
-def one(size: str, folder: Path, name: str, seed: int) -> None:
-    """One run, in this process: its row as JSON in the folder."""
-    row = trl_run(size, folder, seed) if name == "trl" else logitless_run(size, folder, name, seed)
+def work(size: str, folder: Path, runs: Sequence["Run"], *, at_once: int, until: float) -> None:
+    """Runs, one after the other in this process: the row of each as JSON in the folder when it is done.
+
+    Args:
+        size: of ``SIZES``.
+        folder: with the model to begin with and the data.
+        runs: to make.
+        at_once: processes that share the device, for the row.
+        until: time from which TRL's trainer ends with the block that it is in, and no further run is begun.
+    """
+    base = json.loads((folder / "base.json").read_text())
     judged = answered([json.loads(x) for x in (folder / "held_out.jsonl").read_text().splitlines()], letters())
-    row["accuracy"] = accuracy(policy_from(row.pop("weights")), judged)
-    row["train_seconds"] = sum(row["block_seconds"])
-    (folder / "rows").mkdir(exist_ok=True)
-    (folder / "rows" / f"{file_name(name, seed)}.json").write_text(json.dumps(row))
+    for run in runs:
+        if time.time() > until:
+            break
+        print(f"{run.name}, seed {run.seed}", flush=True)
+        row = {"run": run.name, "seed": run.seed, "at_once": at_once, "base": base["digest"]}
+        try:
+            row |= trl_run(size, folder, run.seed, until) if run.name == "trl" else logitless_run(size, folder, *run)
+        except Exception:
+            traceback.print_exc()
+            continue
+        row["accuracy"] = accuracy(policy_from(row.pop("weights")), judged)
+        row["train_seconds"] = sum(row["block_seconds"])
+        (folder / "rows").mkdir(exist_ok=True)
+        part = folder / "rows" / f"{file_name(*run)}.part"
+        part.write_text(json.dumps(row))
+        part.rename(part.with_suffix(".json"))
+        print(f"{base['accuracy']:.3f} -> {row['accuracy']:.3f}, blocks {row['train_seconds']:.0f} s", flush=True)
 
 
-@dataclass(frozen=True)
-class Run:
-    """One that a result file lacks."""
+class Run(NamedTuple):
+    """A name of ``CONTENDERS`` or ``ABLATIONS`` and a seed."""
 
-    out: Path
     name: str
     seed: int
 
+    @classmethod
+    def of(cls, text: str) -> "Run":
+        """From ``name:seed``.
+
+        Example:
+            >>> Run.of("trl:0")
+            Run(name='trl', seed=0)
+        """
+        name, _, seed = text.rpartition(":")
+        return cls(name, int(seed))
+
+    @property
+    def file(self) -> str:
+        """That its row belongs to."""
+        return f"evidence-{'comparison' if self.name in CONTENDERS else 'ablations'}.json"
+
 
 def missing(size: str, folder: Path, runs: Sequence[Run], *, at_once: int) -> None:
-    """Run them, so many side by side; each is added to its file when it is done."""
+    """Make runs in so many processes side by side; the model to begin with, where it is missing, first."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "base.json").exists():
         imitate(size, folder)
-    base = json.loads((folder / "base.json").read_text())
-    documents = {run.out: document_of(run.out, size, base) for run in runs}
-    writing = threading.Lock()
-
-    def complete(run: Run) -> None:
-        command = [sys.executable, __file__, "one", "--name", run.name, "--seeds", str(run.seed), "--size", size]
-        log = folder / f"{file_name(run.name, run.seed)}.txt"
-        row = folder / "rows" / f"{file_name(run.name, run.seed)}.json"
-        row.unlink(missing_ok=True)
-        began = time.perf_counter()
-        with log.open("w") as output:
-            try:
-                command += ["--folder", str(folder)]
-                subprocess.run(command, check=True, timeout=SECONDS_A_RUN, stdout=output, stderr=subprocess.STDOUT)
-            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-                end = "\n".join(log.read_text().splitlines()[-15:])
-                print(f"{run.name}, seed {run.seed}: not recorded, {type(error).__name__}\n{end}", flush=True)
-                return
-        found = {"run": run.name, "seed": run.seed, "at_once": at_once, **json.loads(row.read_text())}
-        found |= {"process_seconds": time.perf_counter() - began, "base": base["digest"]}
-        with writing:
-            documents[run.out]["rows"].append(found)
-            write_result(run.out, documents[run.out])
-        seconds = f"{found['train_seconds']:.0f} s of blocks, {found['process_seconds']:.0f} s in all"
-        print(f"{run.name}, seed {run.seed}: {base['accuracy']:.3f} -> {found['accuracy']:.3f}, {seconds}", flush=True)
-
-    with ThreadPoolExecutor(at_once) as side_by_side:
-        list(side_by_side.map(complete, runs))
+    command = [sys.executable, __file__, "work", "--size", size, "--folder", str(folder), "--at-once", str(at_once)]
+    children, logs = [], []
+    for number in range(min(at_once, len(runs))):
+        mine = [f"{run.name}:{run.seed}" for run in runs[number::at_once]]
+        logs.append(folder / f"worker-{number}.txt")
+        with logs[-1].open("w") as output:
+            children.append(subprocess.Popen([*command, "--runs", *mine], stdout=output, stderr=subprocess.STDOUT))
+    for child, log in zip(children, logs, strict=True):
+        if child.wait():
+            print(f"{log} ends with:", *log.read_text().splitlines()[-15:], sep="\n", flush=True)
 
 
-def document_of(out: Path, size: str, base: dict[str, Any]) -> dict[str, Any]:
-    """A result file with its rows, if there are any, and all that they have in common.
+def gather(size: str, folder: Path, results: Path) -> None:
+    """Put the rows of a folder into the result files; an unfinished row gives place to a longer one.
 
     Raises:
-        SystemExit: its rows began with other weights.
+        SystemExit: a file has rows that began with other weights.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    rows = json.loads(out.read_text())["rows"] if out.exists() else []
-    if any(row["base"] != base["digest"] for row in rows):
-        raise SystemExit(f"{out} has rows that began with other weights: remove it, or run where it was begun.")
-    machine = environment(device(), ["triton", "transformers", "trl"])
-    document = {"machine": machine, "commit": os.environ.get("COMMIT") or made_with(torch.device("cpu"))["commit"]}
-    settings = {key: SIZES[size][key] for key in ("letters", "learning_rate", "blocks", "config")}
-    settings |= {"prompts": PROMPTS_PER_BLOCK, "samples": SAMPLES, "epochs": EPOCHS, "max_new_tokens": LENGTH}
-    return document | {"size": size, "base": base, "settings": settings, "rows": rows}
+    results.mkdir(parents=True, exist_ok=True)
+    base = json.loads((folder / "base.json").read_text())
+    rows = [json.loads(path.read_text()) for path in sorted(folder.glob("rows/*.json"))]
+    for file in sorted({Run(row["run"], row["seed"]).file for row in rows}):
+        out = results / file
+        document = json.loads(out.read_text()) if out.exists() else {"rows": []}
+        if any(row["base"] != base["digest"] for row in document["rows"]):
+            raise SystemExit(f"{out} has rows that began with other weights: remove it, or run where it was begun.")
+        found = {(row["run"], row["seed"]): row for row in document["rows"]}
+        for row in rows:
+            key = Run(row["run"], row["seed"])
+            if key.file == file and len(row["reward"]) > len(found.get(key, {"reward": []})["reward"]):
+                found[key] = row
+        document |= {"machine": environment(device(), ["triton", "transformers", "trl"]), "size": size, "base": base}
+        document["commit"] = os.environ.get("COMMIT") or made_with(torch.device("cpu"))["commit"]
+        settings = {key: SIZES[size][key] for key in ("letters", "learning_rate", "blocks", "config")}
+        settings |= {"prompts": PROMPTS_PER_BLOCK, "samples": SAMPLES, "epochs": EPOCHS, "max_new_tokens": LENGTH}
+        order = [*CONTENDERS, *ABLATIONS]
+        document |= {
+            "settings": settings,
+            "rows": sorted(found.values(), key=lambda r: (order.index(r["run"]), r["seed"])),
+        }
+        write_result(out, document)
 
 
-def lacking(out: Path, names: Sequence[str], seeds: Sequence[int]) -> list[Run]:
-    """The runs that a file lacks, seed by seed."""
-    rows = json.loads(out.read_text())["rows"] if out.exists() else []
-    there = {(row["run"], row["seed"]) for row in rows}
-    return [Run(out, name, seed) for seed in seeds for name in names if (name, seed) not in there]
+def lacking(size: str, results: Path, runs: Sequence[Run]) -> list[Run]:
+    """Those of the runs that the result files do not have, or not with all their blocks."""
+    there = set()
+    for file in {run.file for run in runs}:
+        if (results / file).exists():
+            rows = json.loads((results / file).read_text())["rows"]
+            there |= {(row["run"], row["seed"]) for row in rows if len(row["reward"]) >= SIZES[size]["blocks"]}
+    return [run for run in runs if run not in there]
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -477,7 +513,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.add_subplot()
     for name in dict.fromkeys(row["run"] for row in rows):
-        curves = torch.tensor([row["reward"] for row in rows if row["run"] == name])
+        found = [row["reward"] for row in rows if row["run"] == name]
+        curves = torch.tensor([each[: min(map(len, found))] for each in found])
         smooth = torch.stack([curves[:, max(0, b - 4) : b + 1].mean(1) for b in range(curves.shape[1])], dim=1)
         x = range(1, curves.shape[1] + 1)
         label = name if len(curves) == 1 else f"{name}, {len(curves)} seeds"
@@ -489,15 +526,16 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def table(document: dict[str, Any]) -> str:
-    """Each run of a file, in its order, with what it began with and reached."""
-    lines = ["| Run | Seed | Held out | Last ten blocks | Seconds a block | Blocks, s | Side by side |"]
-    lines.append("|---|--:|--:|--:|--:|--:|--:|")
-    for row in sorted(document["rows"], key=lambda row: ([*CONTENDERS, *ABLATIONS].index(row["run"]), row["seed"])):
+    """Each run of a file, with what it began with and reached."""
+    lines = ["| Run | Seed | Blocks | Held out | Last ten blocks | Seconds a block | All blocks | Side by side |"]
+    lines.append("|---|--:|--:|--:|--:|--:|--:|--:|")
+    for row in document["rows"]:
         last = row["reward"][-10:]
         middle = sorted(row["block_seconds"])[len(row["block_seconds"]) // 2]
         lines.append(
-            f"| {row['run']} | {row['seed']} | {document['base']['accuracy']:.3f} to {row['accuracy']:.3f} "
-            f"| {sum(last) / len(last):.3f} | {middle:.2f} | {row['train_seconds']:.0f} | {row['at_once']} |"
+            f"| {row['run']} | {row['seed']} | {len(row['reward'])} | {document['base']['accuracy']:.3f} to "
+            f"{row['accuracy']:.3f} | {sum(last) / len(last):.3f} | {middle:.2f} s | {row['train_seconds']:.0f} s "
+            f"| {row['at_once']} |"
         )
     return "\n".join(lines)
 
@@ -527,25 +565,39 @@ def publish(results: Path, page: Path) -> None:
 def main() -> None:
     """See the top of the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["comparison", "ablations", "draw", "one"], nargs="+")
-    parser.add_argument("--seeds", type=int, nargs="+", help="of the comparison (0 1 2); ablations have seed 0")
-    parser.add_argument("--at-once", type=int, default=1, help="runs side by side")
+    parser.add_argument("what", choices=["comparison", "ablations", "draw", "base", "work"], nargs="+")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the comparison; ablations have 0")
+    parser.add_argument("--at-once", type=int, default=1, help="processes side by side")
     parser.add_argument("--size", choices=list(SIZES), default="116m")
-    parser.add_argument("--folder", type=Path, default=Path("runs/evidence"), help="models and data of the runs")
+    parser.add_argument("--folder", type=Path, help="models and data of the runs; default: runs/evidence/SIZE")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--name", help="of the one run")
+    parser.add_argument("--runs", type=Run.of, nargs="+", help="of the work: NAME:SEED")
+    parser.add_argument("--after", type=Path, nargs="*", default=[], help="files that the work waits for")
+    parser.add_argument("--until", type=float, default=float("inf"), help="time (of `date +%%s`) when work shall end")
     options = parser.parse_args()
-    if options.what == ["one"]:
-        one(options.size, options.folder, options.name, options.seeds[0])
+    size, folder = options.size, options.folder or Path("runs/evidence") / options.size
+    if options.what == ["work"]:
+        if any(run.name == "trl" for run in options.runs):
+            import trl  # noqa: F401  # slow, so before what is waited for
+        while not all(path.exists() for path in [folder / "base.json", *options.after]):
+            if time.time() > options.until:
+                raise SystemExit("Waited in vain.")
+            time.sleep(0.1)
+        work(size, folder, options.runs, at_once=options.at_once, until=options.until)
+        return
+    if options.what == ["base"]:
+        folder.mkdir(parents=True, exist_ok=True)
+        imitate(size, folder)
         return
     runs: list[Run] = []
     if "comparison" in options.what:
-        file = options.results / "evidence-comparison.json"
-        runs += lacking(file, CONTENDERS, options.seeds or [0, 1, 2])
+        runs += [Run(name, seed) for seed in options.seeds for name in CONTENDERS]
     if "ablations" in options.what:
-        runs += lacking(options.results / "evidence-ablations.json", list(ABLATIONS), [0])
-    if runs:
-        missing(options.size, options.folder / options.size, runs, at_once=options.at_once)
+        runs += [Run(name, 0) for name in ABLATIONS]
+    if runs := lacking(size, options.results, runs):
+        missing(size, folder, runs, at_once=options.at_once)
+    if folder.exists():
+        gather(size, folder, options.results)
     publish(options.results, PAGE if options.results == RESULTS else options.results / "evidence.md")
 
 
