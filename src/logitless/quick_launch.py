@@ -77,31 +77,26 @@ class QuickKernel(JITFunction):
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
-        active = driver.active
-        device = active.get_current_device()
-        found = kind_of(device, args, named)
-        if found is not None and not self.pre_run_hooks and not _profiled():
-            key, values = found
-            known = self._remembered.get(key)
-            if known is not None:
+        if self._remembered and not self.pre_run_hooks and not _profiled():
+            active = driver.active
+            device = active.get_current_device()
+            found = kind_of(device, args, named)
+            known = None if found is None else self._remembered.get(found[0])
+            if found is not None and known is not None:
                 run, function, metadata, constants = known
                 x, y, z = (*grid, 1, 1)[:3]
                 stream = active.get_current_stream(device)
-                run(x, y, z, stream, function, metadata, None, None, None, *values, *constants)
+                run(x, y, z, stream, function, metadata, None, None, None, *found[1], *constants)
                 return
         compiled = self.run(*args, grid=grid, warmup=False, **named)
-        constants = self._constants(len(args), named)
-        if (
-            found is not None
-            and constants is not None
-            and type(compiled) is CompiledKernel
-            and compiled.metadata.target.backend == "cuda"
-        ):
-            self._remembered[found[0]] = (compiled.run, compiled.function, compiled.packed_metadata, constants)
+        if type(compiled) is CompiledKernel and compiled.metadata.target.backend == "cuda":
+            found, constants = kind_of(driver.active.get_current_device(), args, named), self._constants(args, named)
+            if found is not None and constants is not None:
+                self._remembered[found[0]] = (compiled.run, compiled.function, compiled.packed_metadata, constants)
 
-    def _constants(self, num_given: int, named: dict[str, Any]) -> tuple[Any, ...] | None:
+    def _constants(self, args: Sequence[Any], named: dict[str, Any]) -> tuple[Any, ...] | None:
         """What the launcher gets behind the arguments given by position; None where that is not constants alone."""
-        behind = self.params[num_given:]
+        behind = self.params[len(args) :]
         if not all(param.is_constexpr and param.name in named for param in behind):
             return None
         return tuple(named[param.name] for param in behind)
