@@ -64,16 +64,16 @@ def test_a_run_whose_server_is_gone_stops_with_a_checkpoint_and_goes_on_bitwise_
     def die(body):
         """From the second block's second prompt on, nobody answers."""
         asked.append(body)
-        if body["n"] == 4:
+        if body["sampling_params"]["n"] == 4:
             rounds.append(1)
         if len(rounds) > 5:
             return failing(503)(body)
         import json
 
-        return 200, json.dumps(dying.answer("/v1/completions", body)).encode()
+        return 200, json.dumps(dying.answer("/inference/v1/generate", body)).encode()
 
     rounds: list[int] = []
-    dying.faults["/v1/completions"] = [die] * 10_000
+    dying.faults["/inference/v1/generate"] = [die] * 10_000
     with serving(dying) as url, pytest.raises(EngineError, match=r"HTTP 503: something broke.*--resume"):
         start(_recipe(tmp_path, url, name="stopped", engine={"give_up_seconds": 0.1}))
     with serving(_served(tmp_path)) as url:

@@ -200,7 +200,9 @@ def test_trap_the_probes_prompt_is_cached_so_that_a_cache_that_was_not_reset_is_
     fresh = engine_at(process.url)
     fresh.load(Weights.of(tiny_model(6)), 0)
     monkeypatch.setattr(VllmServer, "forget_prefixes", lambda self: None)
-    monkeypatch.setattr(VllmServer, "pause", lambda self: self.client.post("/pause?mode=wait&clear_cache=false"))
+    monkeypatch.setattr(
+        VllmServer, "pause", lambda self, mode: self.client.post(f"/pause?mode={mode}&clear_cache=false")
+    )
     with pytest.raises(EngineError, match="nats of the trainer's"):
         fresh.load(Weights.of(tiny_model(5)), 1)
     fresh.close()
