@@ -48,7 +48,7 @@ class Served:
     token_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock, self.begun = threading.Lock(), threading.Event()
         self.restart()
 
     def restart(self) -> None:
@@ -120,10 +120,12 @@ class Served:
                 if self.paused:
                     continue
                 logits = self.policy(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, -1]
-                logp = (logits / asked["temperature"]).log_softmax(-1)
+                logp = (logits / (asked["temperature"] or 1e-6)).log_softmax(-1)
                 token = int(torch.multinomial(logp.exp(), 1, generator=generator))
                 names.append(self.name)
             ids.append(token)
+            if len(ids) == 3:
+                self.begun.set()
             logps.append(float(logp[token]))
             reason = "stop" if token in asked["stop_token_ids"] else "length"
         return choice(index, ids, logps, reason, names)

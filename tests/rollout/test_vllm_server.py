@@ -12,7 +12,7 @@ from logitless.models.loading import load_model
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.rollout.engine import PushingEngine, Weights
 from logitless.rollout.http_client import HttpClient, Patience
-from logitless.rollout.probe import Probe, probe_prompt
+from logitless.rollout.probe import Probe, probe_prompt, scored_tokens
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.transformers import TransformersEngine
 from logitless.rollout.vllm_api import VllmServer
@@ -366,3 +366,62 @@ def _interrupt_main():
 def test_nothing_is_sampled_before_there_are_weights():
     with pytest.raises(EngineError, match="none yet"):
         _sample(_engine("http://127.0.0.1:1"))
+
+
+# --- weights that change while a completion is under way
+
+
+def _in_flight(url, **options):
+    return _engine(url, sync=FolderSync("policy", QUICK, in_flight=True), **options)
+
+
+def _pushed_in_the_middle(served, url, versions=(0, 1)):
+    """Completions of twenty tokens at least, in the middle of which the weights change; and all weights by version."""
+    models = {version: _model(version) for version in versions}
+    engine = _in_flight(url)
+    engine.load(Weights.of(models[versions[0]]), versions[0])
+    served.token_seconds, found = 0.01, []
+    options = SamplingOptions(max_new_tokens=40)
+    asking = threading.Thread(target=lambda: found.extend(engine.sample(PROMPTS, 2, options, seed=7)))
+    asking.start()
+    for version in versions[1:]:
+        served.begun.clear()
+        assert served.begun.wait(30)
+        engine.load(Weights.of(models[version]), version)
+    asking.join()
+    engine.close()
+    return models, [c for group in found for c in group]
+
+
+def test_weights_that_arrive_in_the_middle_of_a_completion_are_those_of_its_later_tokens(served, url):
+    models, completions = _pushed_in_the_middle(served, url)
+    mixed = [c for c in completions if c.token_versions is not None]
+    assert mixed
+    for completion in mixed:
+        assert set(completion.token_versions) == {0, 1}
+        assert list(completion.token_versions) == sorted(completion.token_versions)
+        assert completion.weights_version == 0
+        prompt = next(p for p in PROMPTS if p.id == completion.prompt_id)
+        under = {v: scored_tokens(m, prompt.token_ids, completion.token_ids, 1.0) for v, m in models.items()}
+        by_version = [under[version][t] for t, version in enumerate(completion.token_versions)]
+        assert completion.logp_sampler == pytest.approx(by_version, abs=1e-5)
+        assert completion.logp_sampler != pytest.approx(under[0], abs=1e-2)
+
+
+def test_completions_that_no_push_met_have_one_version(served, url):
+    engine = _in_flight(url)
+    engine.load(Weights.of(_model()), 3)
+    for completion in (c for group in _sample(engine) for c in group):
+        assert (completion.weights_version, completion.token_versions) == (3, None)
+    assert "/pause?mode=keep" in [path for path, _ in served.asked]
+
+
+def test_a_server_that_restarts_while_the_policy_is_trained_is_probed_with_what_the_trainer_said_before(served, url):
+    model, engine = _model(), _engine(url)
+    engine.load(Weights.of(model), 0)
+    expected = _expected(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)  # training goes on, in place
+    served.restart()
+    assert _tokens(_sample(engine)) == expected
