@@ -204,6 +204,11 @@ class VllmServerEngineSection(Section):
     request_seconds: PositiveFloat = Field(600.0, description="that one request may take")
     give_up_seconds: PositiveFloat = Field(300.0, description="that a request is repeated after its first failure")
     requests_at_once: PositiveInt = Field(64, description="prompts that a server has at a time")
+    in_flight: bool = Field(
+        False,
+        description="beside rollout.staleness: push while completions are under way, which go on with the new weights; "
+        "each token carries its version",
+    )
 
 
 class VllmEngineSection(Section):
@@ -556,6 +561,14 @@ class Recipe(Section):
             f"rollout.staleness={self.rollout.staleness} with {named}",
             "Set rollout.staleness: 0, or another engine.",
         )
+        if isinstance(self.rollout.engine, VllmServerEngineSection) and self.rollout.engine.in_flight:
+            way = self.rollout.engine.weights.name
+            _require(
+                self.rollout.staleness > 0 and way != "adapter",
+                "rollout.staleness of at least 1 and weights by folder or nccl for rollout.engine.in_flight",
+                f"rollout.staleness={self.rollout.staleness}, weights: {way}",
+                "Set them, or leave in_flight out: an adapter has a name of its own for each version.",
+            )
         if isinstance(self.rollout.engine, GpuEngineSection):
             _require(
                 self.model.layers != "transformers",

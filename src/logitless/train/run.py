@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from logitless.distributed.ranks import Ranks
 from logitless.errors import ConfigurationError
+from logitless.head.contract import on_device
 from logitless.models.activations import fit_activations
 from logitless.models.lora import frozen_copy
 from logitless.models.value_head import ValueHead, save_value_head
@@ -111,6 +112,7 @@ def start(
     path, began = Path(recipe.output) / recipe.name, time.perf_counter()
     saved: Checkpoint | None = None
     with ExitStack() as stack:
+        stack.enter_context(on_device(device_of(recipe.model)))
         if resume:
             folder = open_run_folder(path)
             if ranks.is_first:
