@@ -473,9 +473,9 @@ class InstalledTRL:
         for batch in self._micro_batches:
             batch["num_items_in_batch"] = generation_batch["completion_mask"].sum()
 
-    def gradients(self) -> float:
-        """TRL's ``training_step`` on each micro-batch."""
-        losses = [self._trainer.training_step(self._model, batch, None) for batch in self._micro_batches]
+    def gradients(self, most: int | None = None) -> float:
+        """TRL's ``training_step`` on each micro-batch, or on so many at most."""
+        losses = [self._trainer.training_step(self._model, batch, None) for batch in self._micro_batches[:most]]
         return float(torch.stack(losses).sum())
 
 
