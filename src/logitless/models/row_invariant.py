@@ -30,6 +30,7 @@ from logitless.models.linear import Projection, lay_end_to_end, project
 from logitless.models.lm_head import _split_lora, backbone
 from logitless.models.one_node import apply, one_node
 from logitless.models.packed import PackedLayout
+from logitless.models.rotary import LongRotary
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3")
 _GEMMA = ("gemma2", "gemma3_text")
@@ -157,7 +158,8 @@ class RowInvariantDecoder:
             assert packed_layout is not None
             assert position_ids is not None
             rows = self.row_invariant.packed_rows(packed_layout, position_ids.flatten())
-        with torch.autocast(input_ids.device.type, enabled=False):
+        device = input_ids.device
+        with torch.autocast(device.type, enabled=False), torch.cuda.device(device if device.type == "cuda" else -1):
             residual, delta = _embedded(own.embed_tokens, input_ids.flatten()), None
             for layer in own.layers[: own.config.num_hidden_layers]:
                 residual, delta = layer(residual, delta, rows=rows)
@@ -382,7 +384,8 @@ def uncovered(model: nn.Module) -> tuple[str, ...]:
         found.append(f"the activation {_activation(config)}")
     if getattr(config, "use_bidirectional_attention", False):
         found.append("attention in both directions")
-    ropes = decoder.rotary_emb.rope_type
+    rotary = decoder.rotary_emb
+    ropes = "longrope" if isinstance(rotary, LongRotary) else rotary.rope_type
     for rope in sorted(set(ropes.values() if isinstance(ropes, dict) else [ropes])):
         if rope not in _FIXED_ROPE:
             found.append(f"positions scaled by {rope}, which depends on the longest sequence")
