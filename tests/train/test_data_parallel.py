@@ -251,12 +251,13 @@ SHORT = [
 ]
 
 
-def test_the_quickstart_on_four_ranks_under_torchrun_is_the_quickstart(tmp_path):
-    settings = [*SHORT, f"output={tmp_path}"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+def _quickstart_alike(tmp_path, num_ranks, device, tolerance):
+    """The quickstart under torchrun and in this process: what is drawn is equal, numbers are to a tolerance."""
+    settings = [*SHORT, f"output={tmp_path}", f"model.device={device}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     for_both = [argument for each in settings for argument in ("--set", each)]
     child = subprocess.run(
-        [*torchrun, "-m", "logitless", "train", "recipes/quickstart.yaml", "--set", "name=four", *for_both],
+        [*torchrun, "-m", "logitless", "train", "recipes/quickstart.yaml", "--set", "name=several", *for_both],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
@@ -264,9 +265,18 @@ def test_the_quickstart_on_four_ranks_under_torchrun_is_the_quickstart(tmp_path)
         check=False,
     )
     assert child.returncode == 0, child.stderr
-    assert child.stdout.count("finished: ") == 1  # the first rank speaks, the other is silent
-    assert child.stdout.count("block 3/3") == len(
-        [record for record in RunFolder(tmp_path / "four").read_metrics() if record["block"] == 3]
-    )
+    assert child.stdout.count("finished: ") == 1  # the first rank speaks, the others are silent
+    several = RunFolder(tmp_path / "several")
+    assert child.stdout.count("block 3/3") == len([r for r in several.read_metrics() if r["block"] == 3])
     one, _ = start(load_recipe(ROOT / "recipes/quickstart.yaml", [*settings, "name=one"]))
-    _assert_alike(one, RunFolder(tmp_path / "four"), 4)
+    _assert_alike(one, several, num_ranks, tolerance=tolerance)
+
+
+def test_the_quickstart_on_four_ranks_under_torchrun_is_the_quickstart(tmp_path):
+    _quickstart_alike(tmp_path, 4, "cpu", 1e-5)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_quickstart_on_two_gpus_is_the_quickstart_of_one(tmp_path):
+    _quickstart_alike(tmp_path, 2, "cuda", 1e-4)

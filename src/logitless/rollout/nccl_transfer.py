@@ -143,6 +143,18 @@ class NcclSync:
             lambda: self._names.held(server.weights_name()), what="the name of its weights", where=server.url
         )
 
+    def keep_apart(self, client: int) -> None:
+        """Refused: the address that servers are told is one process's.
+
+        Raises:
+            UnavailableError: always.
+        """
+        raise UnavailableError(
+            needed="one node of trainer processes for rollout.engine.weights: {name: nccl}",
+            given=f"a client of number {client} on another",
+            remedy="Set rollout.engine.weights: {name: folder}, or train on one node.",
+        )
+
     def close(self) -> None:
         """Close the communicators."""
         for trainer in self._trainers.values():

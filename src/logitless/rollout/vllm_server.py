@@ -81,6 +81,21 @@ class VllmServerEngine:
         self._pushed_once = False
         self.hand_over: dict[str, float | int] = {}
 
+    @property
+    def num_servers(self) -> int:
+        """How many there are."""
+        return len(self._watched)
+
+    def take_share(self, place: int, of: int) -> None:
+        """From now on use every ``of``-th server only, from ``place`` on; other clients have the others.
+
+        Raises:
+            UnavailableError: weights on a way that one process alone can take.
+        """
+        self._watched = self._watched[place::of]
+        if of > 1:
+            self._sync.keep_apart(place)
+
     # --- weights
 
     def load(self, weights: Weights, version: int) -> None:
