@@ -13,7 +13,8 @@ from logitless.rollout.engine import Weights
 from logitless.rollout.http_client import HttpClient, Patience
 from logitless.rollout.nccl_transfer import NcclSync
 from logitless.rollout.vllm_api import VllmServer
-from logitless.train.checkpoint import checkpoints
+from logitless.train.ahead import LOG
+from logitless.train.checkpoint import checkpoints, read_checkpoint
 from logitless.train.engines import open_engines
 from logitless.train.metrics import repeatable
 from logitless.train.run import start
@@ -66,11 +67,11 @@ def _die_from_the_second_block(served):
     rounds: list[int] = []
 
     def answer(body):
-        if body["n"] == 4:
+        if body["sampling_params"]["n"] == 4:
             rounds.append(1)
         if len(rounds) > 5:
             return failing(503)(body)
-        return 200, json.dumps(served.answer("/v1/completions", body)).encode()
+        return 200, json.dumps(served.answer("/inference/v1/generate", body)).encode()
 
     return answer
 
@@ -79,7 +80,7 @@ def test_a_run_whose_server_is_gone_stops_with_a_checkpoint_and_goes_on_bitwise_
     with serving(_served(tmp_path)) as url:
         whole, _ = start(_recipe(tmp_path, url, name="whole"))
     dying = _served(tmp_path)
-    dying.faults["/v1/completions"] = [_die_from_the_second_block(dying)] * 10_000
+    dying.faults["/inference/v1/generate"] = [_die_from_the_second_block(dying)] * 10_000
     with serving(dying) as url, pytest.raises(EngineError, match=r"HTTP 503: something broke.*--resume"):
         start(_recipe(tmp_path, url, name="stopped", engine={"give_up_seconds": 0.1}))
     with serving(_served(tmp_path)) as url:
@@ -152,7 +153,8 @@ def _on_servers(rank, folder, urls, node, changes):
 
 
 def _prompts_asked(served):
-    return {tuple(body["prompt"]) for path, body in served.asked if path == "/v1/completions" and body["n"] == 4}
+    asked = [body for path, body in served.asked if path == "/inference/v1/generate"]
+    return {tuple(body["token_ids"]) for body in asked if body["sampling_params"]["n"] == 4}
 
 
 def test_one_rank_of_a_node_asks_the_servers_and_all_train_on_what_one_process_would(tmp_path):
@@ -189,7 +191,7 @@ def test_a_node_without_a_server_has_no_client(tmp_path):
 
 def test_a_server_that_is_gone_ends_all_ranks_with_a_checkpoint(tmp_path):
     served = _served(tmp_path)
-    served.faults["/v1/completions"] = [_die_from_the_second_block(served)] * 10_000
+    served.faults["/inference/v1/generate"] = [_die_from_the_second_block(served)] * 10_000
     with serving(served) as url:
         ends = run_on_ranks(2, _on_servers, tmp_path, [url], 2, {"give_up_seconds": 0.1})
     assert all("HTTP 503" in end for end in ends)
@@ -216,3 +218,54 @@ def test_paths_of_a_server_start_at_the_recipes_folder(tmp_path):
     recipe = _recipe(tmp_path, engine={"api_key_file": "./key", "weights": {"name": "folder", "path": "weights"}})
     assert recipe.rollout.engine.api_key_file == str(tmp_path.cwd() / "key")
     assert recipe.rollout.engine.weights.path == str(tmp_path.cwd() / "weights")
+
+
+# --- weights that change while completions are under way
+
+
+def test_pushing_in_flight_needs_blocks_ahead_and_weights_of_one_name(tmp_path):
+    for changes in ({}, {"rollout__staleness": 1, "engine": {"weights": {"name": "adapter"}}, "model__lora": LORA}):
+        engine = changes.pop("engine", {}) | {"in_flight": True}
+        with pytest.raises(ConfigurationError, match=r"for rollout\.engine\.in_flight"):
+            _recipe(tmp_path, engine=engine, **changes)
+
+
+def test_a_run_whose_weights_change_inside_completions_is_trained_by_their_versions_and_replays_bitwise(tmp_path):
+    served = _served(tmp_path)
+    served.token_seconds = 0.02
+    changes = {
+        "train__blocks": 5,
+        "rollout__staleness": 2,
+        "rollout__sampling": {"max_new_tokens": 24},
+        "rollout__zero_signal": "refill",
+        "algorithm": {
+            "preset": "grpo",
+            "correction": {"level": "token", "max": 2.0},
+            "filters": [{"name": "stale", "max_lag": 6}],
+        },
+        "train__tokens_per_step": 400,
+        "train__tokens_per_micro_batch": 64,
+        "rewards": [{"name": "length", "cap": 24}],
+    }
+    with serving(served) as url:
+        run, complete = start(_recipe(tmp_path, url, engine={"in_flight": True, "give_up_seconds": 5.0}, **changes))
+    assert complete
+    lines = [line for line in run.read_metrics() if "rollout/mixed_fraction" in line]
+    assert max(line["rollout/mixed_fraction"] for line in lines) > 0
+    logged = [json.loads(file.read_text()) for file in sorted((run.path / LOG).iterdir())]
+    completions = [c for row in logged for group in row["groups"] for c in group["completions"]]
+    mixed = [c for c in completions if c["token_versions"] is not None]
+    assert mixed
+    for completion in mixed:
+        assert completion["token_versions"] == sorted(completion["token_versions"])
+        assert len(completion["token_versions"]) == len(completion["token_ids"])
+    engine = {"name": "recorded", "path": str(run.path)}
+    again, _ = start(tiny_recipe(tmp_path, name="again", rollout__engine=engine, **changes | {"rollout__staleness": 0}))
+    assert_same_weights(run, again)
+
+
+def assert_same_weights(run, again):
+    one, other = (dict(read_checkpoint(checkpoints(each.checkpoints)[-1]).tensors) for each in (run, again))
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
