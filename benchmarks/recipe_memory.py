@@ -11,12 +11,14 @@ make two micro-batches. The second block is trained by another process, which re
 """
 
 import argparse
+import gc
 import json
+import os
 import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from logitless.data.prompts import load_prompts
 from logitless.data.sources import FileData
 from logitless.errors import UnavailableError
 from logitless.models import loading
+from logitless.train import setup
 from logitless.train.config import Recipe
 from logitless.train.plan import GIB, plan_of
 from logitless.train.recipe import load_recipe
@@ -39,12 +42,14 @@ RESULT = ROOT / "benchmarks" / "results" / "recipe-memory.json"
 LIMITS = {
     "qwen2.5-0.5b-gsm8k": 24 * GIB,
     "llama3.1-8b-ifeval-24gb": 24 * GIB,
+    "qwen3-1.7b-gsm8k-24gb": 24 * GIB,
     "llama3.1-8b-ifeval-16gb": 16 * GIB,
 }
 """What the card of each recipe has."""
 STAND_INS = {
     "qwen2.5-0.5b-gsm8k": ["model.source=recipes/dry-run/qwen2.5-0.5b", "rollout.completions_per_prompt=32"],
     "llama3.1-8b-ifeval-24gb": ["model.source=recipes/dry-run/llama3.1-8b", "rollout.completions_per_prompt=4"],
+    "qwen3-1.7b-gsm8k-24gb": ["model.source=recipes/dry-run/qwen3-1.7b", "rollout.completions_per_prompt=12"],
     "llama3.1-8b-ifeval-16gb": ["model.source=recipes/dry-run/llama3.1-8b", "rollout.completions_per_prompt=4"],
 }
 EVERYTHING_AT_ITS_LONGEST = [
@@ -73,35 +78,40 @@ def longest_prompts(recipe: Recipe, path: Path) -> int:
 
 
 @contextmanager
-def drawn_on_the_device(limit: int, *, then_on_host: bool) -> Iterator[None]:
+def drawn_on_the_device(limit: int, *, rounded_there: bool) -> Iterator[None]:
     """Random weights are drawn there; on the CPU eight billion take minutes.
 
     Args:
-        limit: bytes that the process may use, but for weights that are drawn.
-        then_on_host: they wait on the host, as those that are read from files do.
+        limit: bytes that the process may use.
+        rounded_there: weights are rounded to four bits where they were drawn, which the limit is no part of: those that
+            are read from files wait on the host for it.
     """
-    build = loading._built
+    build, load = loading._built, setup.load_model
     if not torch.cuda.is_available():
         yield
         return
-    whole = torch.cuda.get_device_properties(0).total_memory
+    fraction = min(1.0, limit / torch.cuda.get_device_properties(0).total_memory)
 
     def built(config: Any, options: Any) -> Any:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.manual_seed(0)
         with torch.device("cuda"):
-            model = build(config, options)
-        if then_on_host:
-            model.to("cpu")
+            return build(config, options)
+
+    def loaded(*arguments: Any, **options: Any) -> Any:
+        torch.cuda.set_per_process_memory_fraction(1.0 if rounded_there else fraction)
+        model = load(*arguments, **options)
+        if rounded_there:
+            gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / whole))
+        torch.cuda.set_per_process_memory_fraction(fraction)
         return model
 
-    loading._built = built
+    loading._built, setup.load_model = built, loaded
     try:
         yield
     finally:
-        loading._built = build
+        loading._built, setup.load_model = build, load
 
 
 def measure(recipe: Path, overrides: list[str], limit: int, folder: Path, *, blocks: int) -> dict[str, Any]:
@@ -114,16 +124,18 @@ def measure(recipe: Path, overrides: list[str], limit: int, folder: Path, *, blo
         folder: of the run; with more than one block the run that is there is resumed.
         blocks: that it has at the end.
     """
-    cuda = torch.cuda.is_available()
     prompts = folder / "prompts.jsonl"
     overrides = [*overrides, f"data.train={{name: file, path: {prompts}}}"]
     prompts.write_text(json.dumps({"prompt": "x"}) + "\n")  # for the first reading
     places = [f"output={folder}", f"train.blocks={blocks}"]
     num_tokens = longest_prompts(load_recipe(recipe, [*overrides, *places]), prompts)
     checked = load_recipe(recipe, [*overrides, *places])
+    if checked.model.allocator is not None:  # as a run sets it, and before anything here asks for the device
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", checked.model.allocator)
     plan = plan_of(checked)
+    cuda = torch.cuda.is_available()
     began = time.perf_counter()
-    with drawn_on_the_device(limit, then_on_host=checked.model.quantize is not None):
+    with drawn_on_the_device(limit, rounded_there=checked.model.quantize is not None):
         run, complete = start(checked, resume=blocks > 1)
     summary = json.loads(run.summary.read_text())
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
@@ -161,13 +173,16 @@ def main() -> None:
     rows = [row for row in rows if row["recipe"] not in options.recipes]
     for name in options.recipes:
         overrides = [*EVERYTHING_AT_ITS_LONGEST, *STAND_INS[name]]
-        with tempfile.TemporaryDirectory() as folder:
-            for blocks in (1, 2):
-                with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
-                    work = processes.submit(
-                        measure, Path(f"recipes/{name}.yaml"), overrides, LIMITS[name], Path(folder), blocks=blocks
-                    )
-                    rows.append(work.result())
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            spawn = get_context("spawn")
+            alone = [stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn)) for _ in range(2)]
+            alone[1].submit(int)  # its imports meanwhile
+            for blocks, process in enumerate(alone, start=1):
+                work = process.submit(
+                    measure, Path(f"recipes/{name}.yaml"), overrides, LIMITS[name], Path(folder), blocks=blocks
+                )
+                rows.append(work.result())
+                process.shutdown()
                 found = rows[-1]
                 print(f"{name}, block {blocks}: planned {found['planned_total_bytes'] / GIB:.1f} GiB, peak", end=" ")
                 print(f"{found['peak_allocated_bytes'] / GIB:.1f}", end=", ")

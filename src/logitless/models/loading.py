@@ -21,6 +21,7 @@ from logitless.models.four_bit import FourBit, quantize
 from logitless.models.lm_head import backbone, causal_lm, verify_lm_head, verify_packing
 from logitless.models.packed import PACKED
 from logitless.models.rotary import separate_long_sequences
+from logitless.models.seeded import seeded
 
 Attention = Literal["packed", "sdpa", "eager", "flex_attention"]
 ModelSource = str | Path | Mapping[str, Any]
@@ -84,17 +85,18 @@ def load_model(
             remedy="Set random_weights, or give the folder or hub name of a trained model.",
         )
     if random_weights or meta:
-        with torch.random.fork_rng(), torch.device("meta" if meta else "cpu"):
-            torch.manual_seed(seed)
+        with seeded(seed), torch.device("meta" if meta else "cpu"):
             model = _built(config, options)
     else:
         model = _read_weights(source, config, options)
-    if four_bit is not None:
-        quantize(model, four_bit, torch.device(device))
-    model.to(device)
+    if four_bit is None:
+        model.to(device)
     separate_long_sequences(model)
     verify_lm_head(model)
     verify_packing(model)
+    if four_bit is not None:  # after the checks, for products in four bits differ by more than their tolerance
+        quantize(model, four_bit, torch.device(device))
+        model.to(device)
     return model
 
 
