@@ -66,35 +66,74 @@ def test_heads_of_the_ablations_say_the_same_but_for_bfloat16():
         assert float((found.entropy - exact.entropy).abs().max()) < bound
 
 
-def test_a_run_that_is_there_is_not_repeated_and_rows_of_other_weights_are_refused(tmp_path):
-    out = tmp_path / "evidence-comparison.json"
-    names = evidence.CONTENDERS
-    assert [(run.name, run.seed) for run in evidence.lacking(out, names, [0])] == [("logitless", 0), ("trl", 0)]
-    rows = [{"run": "trl", "seed": 0, "base": "abc"}]
-    out.write_text(json.dumps({"rows": rows}))
-    assert [(run.name, run.seed) for run in evidence.lacking(out, names, [0])] == [("logitless", 0)]
-    assert evidence.document_of(out, "tiny", {"digest": "abc"})["rows"] == rows
+def row(name, seed, blocks, base="abc"):
+    return {
+        "run": name,
+        "seed": seed,
+        "base": base,
+        "at_once": 2,
+        "reward": [0.5] * blocks,
+        "block_seconds": [2.0] * blocks,
+        "train_seconds": 2.0 * blocks,
+        "accuracy": 0.9,
+    }
+
+
+def folder_with(path, *rows):
+    (path / "rows").mkdir(parents=True)
+    (path / "base.json").write_text(json.dumps({"digest": "abc", "accuracy": 0.3}))
+    for number, each in enumerate(rows):
+        (path / "rows" / f"{number}.json").write_text(json.dumps(each))
+    return path
+
+
+def test_rows_are_put_into_their_files_and_an_unfinished_one_gives_place_to_a_longer_one(tmp_path):
+    results, whole = tmp_path / "results", evidence.SIZES["tiny"]["blocks"]
+    wanted = [evidence.Run("trl", 0), evidence.Run("trl", 1), evidence.Run("ppo", 0)]
+    first = folder_with(tmp_path / "a", row("trl", 0, whole), row("trl", 1, 3), row("ppo", 0, whole))
+    evidence.gather("tiny", first, results)
+    assert evidence.lacking("tiny", results, wanted) == [evidence.Run("trl", 1)]
+    evidence.gather("tiny", folder_with(tmp_path / "b", row("trl", 1, whole), row("trl", 0, 2)), results)
+    assert evidence.lacking("tiny", results, wanted) == []
+    found = json.loads((results / "evidence-comparison.json").read_text())
+    assert [(each["seed"], len(each["reward"])) for each in found["rows"]] == [(0, whole), (1, whole)]
+    assert [each["run"] for each in json.loads((results / "evidence-ablations.json").read_text())["rows"]] == ["ppo"]
+
+
+def test_rows_that_began_with_other_weights_are_not_put_beside_each_other(tmp_path):
+    results = tmp_path / "results"
+    evidence.gather("tiny", folder_with(tmp_path / "a", row("trl", 0, 2)), results)
+    other = folder_with(tmp_path / "b", row("trl", 1, 2))
+    (other / "base.json").write_text(json.dumps({"digest": "abd", "accuracy": 0.3}))
     with pytest.raises(SystemExit, match="other weights"):
-        evidence.document_of(out, "tiny", {"digest": "abd"})
+        evidence.gather("tiny", other, results)
 
 
-def test_runs_side_by_side_are_recorded_and_one_that_fails_is_not(tmp_path, monkeypatch, capsys):
-    folder, out = tmp_path / "runs", tmp_path / "results" / "evidence-ablations.json"
-    folder.mkdir()
-    (folder / "base.json").write_text(json.dumps({"digest": "abc", "accuracy": 0.3}))
-    script = tmp_path / "one.py"
-    script.write_text(
-        "import json, pathlib, sys\n"
-        "name, folder = sys.argv[sys.argv.index('--name') + 1], pathlib.Path(sys.argv[-1])\n"
-        "if name == 'gspo': sys.exit('no such thing')\n"
-        "(folder / 'rows').mkdir(exist_ok=True)\n"
-        "row = {'reward': [0.5], 'block_seconds': [2.0], 'train_seconds': 2.0, 'accuracy': 0.9}\n"
-        "(folder / 'rows' / f'{name}-0.json').write_text(json.dumps(row))\n"
-    )
-    monkeypatch.setattr(evidence, "__file__", str(script))
-    runs = [evidence.Run(out, name, 0) for name in ("cispo", "gspo")]
-    evidence.missing("tiny", folder, runs, at_once=2)
-    [row] = json.loads(out.read_text())["rows"]
-    assert (row["run"], row["base"], row["at_once"], row["accuracy"]) == ("cispo", "abc", 2, 0.9)
-    assert "gspo, seed 0: not recorded" in (printed := capsys.readouterr().out)
-    assert "no such thing" in printed
+def test_runs_of_a_process_that_fail_are_left_out_and_those_after_them_are_made(tmp_path, monkeypatch):
+    folder = folder_with(tmp_path / "a")
+    (folder / "held_out.jsonl").write_text("".join(json.dumps(each) + "\n" for each in ROWS))
+
+    def run(size, folder, name, seed):
+        if name == "gspo":
+            raise ValueError("no such thing")
+        return {"reward": [0.5], "block_seconds": [2.0], "weights": name}
+
+    monkeypatch.setattr(evidence, "logitless_run", run)
+    monkeypatch.setattr(evidence, "policy_from", lambda weights: weights)
+    monkeypatch.setattr(evidence, "accuracy", lambda policy, pairs: 0.9)
+    runs = [evidence.Run.of(text) for text in ("gspo:0", "cispo:0")]
+    evidence.work("tiny", folder, runs, at_once=2, until=float("inf"))
+    [path] = folder.glob("rows/*")
+    assert json.loads(path.read_text()) == row("cispo", 0, 1) | {"reward": [0.5]}
+    evidence.work("tiny", folder, [evidence.Run("dapo", 0)], at_once=2, until=0)
+    assert len(list(folder.glob("rows/*"))) == 1
+
+
+def test_each_table_stands_between_its_marks(tmp_path):
+    document = {"base": {"accuracy": 0.3}, "rows": [row("trl", 0, 3)]}
+    page = "# Page\n\n<!-- evidence comparison: begin -->\nold\n<!-- evidence comparison: end -->\nrest\n"
+    written = evidence.with_tables(page, {"comparison": document})
+    assert "| trl | 0 | 3 | 0.300 to 0.900 | 0.500 | 2.00 s | 6 s | 2 |" in written
+    assert "old" not in written
+    assert written.endswith("<!-- evidence comparison: end -->\nrest\n")
+    assert evidence.with_tables(written, {"comparison": document}) == written

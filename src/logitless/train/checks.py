@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from logitless.distributed.arrangement import Arrangement
@@ -51,7 +52,9 @@ def check_moments(recipe: Recipe, model: nn.Module) -> None:
     if moments == "8bit":
         check_torchao()
     device = next(model.parameters()).device
-    if moments == "host" and device.type not in ("cuda", "meta"):
+    if device.type == "meta":
+        device = torch.device("cuda" if recipe.model.device == "auto" else recipe.model.device)
+    if moments == "host" and device.type != "cuda":
         raise ConfigurationError(
             needed="a GPU beside train.optimizer.moments: host",
             given=f"model.device {device.type}",
