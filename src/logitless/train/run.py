@@ -27,7 +27,7 @@ from logitless.train.ahead import LOG, collector_of
 from logitless.train.checkpoint import Checkpoint, checkpoints, clear_remains, damaged, load_checkpoint
 from logitless.train.checks import arrangement_of, check_before_start, scores_all_rows
 from logitless.train.config import Recipe, RecordedEngineSection
-from logitless.train.engines import Engines, open_engines
+from logitless.train.engines import Engines, engines_on, open_engines
 from logitless.train.evaluate import evaluation_of
 from logitless.train.journal import Journal
 from logitless.train.learner import Learner
@@ -126,7 +126,7 @@ def start(
         check_before_start(recipe, data, model)
         if ranks.is_first:
             check_disk(recipe, disk(recipe, model, value_head_of(recipe, algorithm, model)), path)
-        engines = open_engines(recipe, model, tokenizer)
+        engines = engines_on(ranks, open_engines(recipe, model, tokenizer))
         stack.callback(engines.close)
         if not resume:
             folder = _new_folder(Path(recipe.output), recipe.name, numbered, ranks)
