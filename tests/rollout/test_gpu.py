@@ -120,7 +120,31 @@ def test_with_filters_logp_is_that_of_the_filtered_distribution_of_a_plain_forwa
             )
             expected = sampling_logp(logits, options, History(seen)).gather(1, ids[0, first:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected.cpu(), rtol=1e-3, atol=1e-3)
-            assert completion.entropy_sampler is None
+            assert completion.logp_policy is not None
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.1}, {"repetition_penalty": 1.3}])
+def test_with_filters_both_log_probs_come_out_of_one_pass_and_the_policys_has_the_trainers_bits(filters):
+    model = model_of(end_bias=-1.0)
+    engine, options = engine_of(model), SamplingOptions(max_new_tokens=4, temperature=0.8, **filters)
+    groups = engine.sample(PROMPTS[:2], 2, options, seed=1)
+    pairs = [(prompt, completion) for prompt, group in zip(PROMPTS, groups, strict=False) for completion in group]
+    with torch.no_grad():
+        scores = Policy(model).scores(pack(pairs), temperature=0.8, backend="fused")
+    assert scores.logp.tolist() == [x for _, c in pairs for x in c.logp_policy]
+    assert scores.entropy.tolist() == [x for _, c in pairs for x in c.entropy_sampler]
+    sampled = torch.tensor([x for _, c in pairs for x in c.logp_sampler])
+    if "repetition_penalty" in filters:
+        assert not torch.allclose(sampled, scores.logp.cpu())
+    else:  # what is left has the probability of what was dropped too
+        assert (sampled >= scores.logp.cpu() - 1e-5).all()
+        assert (sampled > scores.logp.cpu() + 1e-2).any()
+
+
+def test_at_temperature_0_nothing_is_said_of_a_softmax():
+    [completion] = engine_of().sample(PROMPTS[:1], 1, SamplingOptions(max_new_tokens=2, temperature=0.0), seed=1)[0]
+    assert completion.logp_policy is None
+    assert completion.entropy_sampler is None
 
 
 def test_penalties_bias_and_minimum_give_the_logp_of_a_plain_forward_and_hold_ends_back():
