@@ -1,6 +1,7 @@
 """The engine with training's bits, on tiny models under Triton's interpreter, without graphs."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,10 @@ def engine_of(model=None, **options):
 
 def flat(groups):
     return [completion for group in groups for completion in group]
+
+
+def without_version(completions):
+    return [replace(completion, weights_version=None) for completion in completions]
 
 
 def test_logp_sampler_and_entropy_are_the_trainers_in_every_bit():
@@ -265,6 +270,20 @@ def test_the_models_own_layers_come_back_when_the_engine_is_closed():
     assert "RowInvariant" in str(model)
     engine.close()
     assert "RowInvariant" not in str(model)
+
+
+def test_a_model_that_was_resized_between_blocks_is_sampled_as_it_is():
+    model = model_of()
+    engine, options = engine_of(model), SamplingOptions(max_new_tokens=3, logit_bias=((2, -100.0),))
+    engine.sample(PROMPTS[:1], 1, options, seed=1)
+    model.resize_token_embeddings(14, mean_resizing=False)
+    with torch.no_grad():
+        model.lm_head.weight[11:].copy_(50 * model.lm_head.weight[3:6])
+    engine.load(Weights.of(model), 1)
+    found = flat(engine.sample(PROMPTS[:2], 3, options, seed=1))
+    anew = flat(engine_of(model).sample(PROMPTS[:2], 3, options, seed=1))
+    assert without_version(found) == without_version(anew)
+    assert any(token >= 11 for completion in found for token in completion.token_ids)
 
 
 def test_a_model_that_was_cast_between_blocks_is_sampled_as_it_is():

@@ -14,6 +14,8 @@ from torch import Tensor
 from logitless.models.kernels.overlap import after_inputs, overlapping
 from logitless.models.kernels.rows import empty_rows
 
+BLOCK = 1024
+
 
 @triton.jit
 def sigmoid(x):
@@ -83,7 +85,7 @@ def gate_backward_kernel(
 
 def _grid(gate: Tensor) -> tuple[tuple[int, int], int]:
     rows, width = gate.shape
-    block = min(1024, triton.next_power_of_2(width))
+    block = min(BLOCK, triton.next_power_of_2(width))
     return (rows, triton.cdiv(width, block)), block
 
 
