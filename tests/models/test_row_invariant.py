@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from logitless.bench.bits_cases import LAWS
+from logitless.bench.bits_cases import LAWS, SECOND_GPU
 from logitless.bench.bits_laws import Laws, Sizes
 from logitless.errors import UnavailableError
 from logitless.models.decoding import empty_caches
@@ -175,6 +175,17 @@ def test_every_law_holds():
     assert set(rows) == set(LAWS)
     assert {name: row["differ"] for name, row in rows.items()} == dict.fromkeys(LAWS, 0)
     assert min(row["tokens"] for row in rows.values()) > 0
+
+
+def test_a_copy_of_the_model_on_another_device_is_compared_with_the_model():
+    laws = Laws(small("qwen3", dtype=torch.bfloat16).requires_grad_(False), "cpu", sizes=FEW)
+    rows = {row["comparison"]: row for row in laws.on_another_device(torch.device("cpu"))}
+    assert {name: row["differ"] for name, row in rows.items()} == dict.fromkeys(SECOND_GPU, 0)
+    assert min(row["tokens"] for row in rows.values()) > 0
+    laws = Laws(small("qwen3").requires_grad_(False), "cpu", sizes=FEW)
+    with bits_mutations.split_k():
+        packed, decoded = laws.on_another_device(torch.device("cpu"))
+    assert (packed["differ"], decoded["differ"] > 0) == (0, True)
 
 
 @pytest.mark.parametrize("mutation", bits_mutations.ON_CPU)

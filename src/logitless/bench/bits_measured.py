@@ -68,6 +68,10 @@ class Measured:
                 yield {"model": self.name, **row}
             if laws.differences:
                 self.results.document["differences"][self.name] = laws.differences
+        elif part == "second_gpu":
+            for row in Laws(self.model, "cuda").on_another_device(torch.device("cuda", 1)):
+                yield {"model": self.name, **row}
+            release("cuda")
         elif part == "decode":
             yield from self._decode()
         else:

@@ -7,6 +7,7 @@ and loss stay logitless's own. Rotary embedding is exchanged for the whole proce
 
 import copy
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -88,7 +89,12 @@ def _exchange(model: nn.Module) -> None:
     wanted = {"rope": True, "rms_norm": True, "swiglu": True, "geglu": True}
     wanted |= {"cross_entropy": False, "fused_linear_cross_entropy": False}
     known = inspect.signature(apply).parameters
+    modules = {sys.modules[kind.__module__] for kind in (*type(model).__mro__, *map(type, model.modules()))}
+    families = [module for module in modules if module.__name__.startswith("transformers.models.")]
+    classes = [(m, name, kind) for m in families for name, kind in vars(m).items() if isinstance(kind, type)]
     apply(model=model, **{name: value for name, value in wanted.items() if name in known})
+    for module, name, kind in classes:  # the model's layers are exchanged by now; other models keep theirs
+        setattr(module, name, kind)
 
 
 def _exchange_of(model_type: str) -> Any:

@@ -156,7 +156,8 @@ class RowInvariantDecoder:
             assert packed_layout is not None
             assert position_ids is not None
             rows = self.row_invariant.packed_rows(packed_layout, position_ids.flatten())
-        with torch.autocast(input_ids.device.type, enabled=False):
+        device = input_ids.device
+        with torch.autocast(device.type, enabled=False), torch.cuda.device(device if device.type == "cuda" else -1):
             residual, delta = _embedded(own.embed_tokens, input_ids.flatten()), None
             for layer in own.layers[: own.config.num_hidden_layers]:
                 residual, delta = layer(residual, delta, rows=rows)

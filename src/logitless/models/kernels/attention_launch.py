@@ -1,6 +1,8 @@
 """Launches of attention's kernels; arguments are checked by the callers."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -157,11 +159,25 @@ def key_gradient(
     return grad_key, grad_value
 
 
-def decode(
+class Decoding(NamedTuple):
+    """A step of decoding: what it launches, in this order, and what is there afterwards.
+
+    Args:
+        launches: each may run alone, for a compilation; its numbers mean nothing then.
+        output: [rows, H, E].
+        log_sum_exp: [rows, H].
+    """
+
+    launches: list[Callable[[], Any]]
+    output: Tensor
+    log_sum_exp: Tensor
+
+
+def decoding(
     query: Tensor, key: Tensor, value: Tensor, page_table: Tensor, position: Tensor,
     shared: tuple[Tensor, Tensor, Tensor] | None, form: Form, choice: AttentionTiles, *, reach: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output [rows, H, E] and log-sum-exp [rows, H] of one query a row.
+) -> Decoding:  # fmt: skip
+    """Attention of one query a row.
 
     Args:
         key, value: [pages * BLOCK, K, E].
@@ -183,27 +199,34 @@ def decode(
     form_and_heads = form.arguments | heads.arguments
     blocks = {"BLOCK": attention_tiles.BLOCK, "SPLIT": attention_tiles.SPLIT, "PRECISION": choice.precision}
     blocks |= overlapping(device)
+    launches: list[Callable[[], Any]] = []
     if shared is not None:
         members, group_pages, _ = shared
         groups, size = members.shape
         wide = choice.decode_shared
         grid = (groups * triton.cdiv(size * heads.group, wide.rows), heads.num_key, splits)
-        attention_decode.decode_shared[grid](
+        read_shared = partial(
+            attention_decode.decode_shared[grid],
             query, key, value, page_table, position, members, group_pages, m, s, o, splits, max_pages, size,
             query.stride(0), key.stride(0), BM=wide.rows, **blocks, **form_and_heads, **_resources(wide),
         )  # fmt: skip
-    attention_decode.decode_own[(rows, heads.num_key, splits)](
+        launches.append(read_shared)
+    read_own = partial(
+        attention_decode.decode_own[(rows, heads.num_key, splits)],
         query, key, value, page_table, position, None if shared is None else shared[2], m, s, o, output, log_sum_exp,
         splits, max_pages, query.stride(0), key.stride(0), BM=tile.rows, DIRECT=direct, **blocks, **form_and_heads,
         **_resources(tile),
     )  # fmt: skip
+    launches.append(read_own)
     if not direct:
-        attention_decode.merge_splits[(rows, heads.num_key)](
+        merge = partial(
+            attention_decode.merge_splits[(rows, heads.num_key)],
             m, s, o, position, output, log_sum_exp, splits, form.window or 0, H=num_heads, R=heads.group, E=width,
             WIDTH=heads.padded, HEADS=triton.next_power_of_2(heads.group), SPLIT=attention_tiles.SPLIT,
             WINDOWED=form.window is not None, num_warps=4, **overlapping(device),
         )  # fmt: skip
-    return output, log_sum_exp
+        launches.append(merge)
+    return Decoding(launches, output, log_sum_exp)
 
 
 def _key_blocks(key: Tensor, value: Tensor, heads: Heads, tma: bool) -> tuple[Any, Any]:
