@@ -241,7 +241,7 @@ class Steps:
             with compiled_together():
                 for count in some:
                     for size in splits:
-                        for groups in (0, 1) if count * self.heads.key * size > ALONE_BELOW else (0,):
+                        for groups in (0, 1) if self._together(count, size) else (0,):
                             self._step(count, size * SPLIT, groups, drawing)
                     self.log.zero_()  # tokens that exist
                     self._read(count, drawing.options)
@@ -361,8 +361,9 @@ class Steps:
     def _step_for(self, rows: int, place: Place, drawing: Drawing) -> Callable[[], None]:
         """A step of so many rows: a graph, captured at its first use; without CUDA a call."""
         splits = place.reach // SPLIT
-        alone = rows * self.heads.key * splits <= ALONE_BELOW
-        groups = 0 if alone or not place.groups else min(_power_of_two(len(place.groups)), len(self.group_pages))
+        groups = 0
+        if place.groups and self._together(rows, splits):
+            groups = min(_power_of_two(len(place.groups)), len(self.group_pages))
 
         def step() -> None:
             self._step(rows, splits * SPLIT, groups, drawing)
@@ -373,6 +374,10 @@ class Steps:
         if key not in self._graphs:
             self._graphs[key] = self._captured(step)
         return self._graphs[key]
+
+    def _together(self, rows: int, splits: int) -> bool:
+        """Whether rows of a group read the pages that they share for all of them at once, where there are any."""
+        return self.group_size > 1 and rows * self.heads.key * splits > ALONE_BELOW
 
     def _captured(self, step: Callable[[], None]) -> Callable[[], None]:
         position = self.slot_position.clone()
