@@ -152,15 +152,15 @@ class GpuEngine:
         check_prompts(prompts, num_samples, options, limit)
         self._check_model()
         wanted = _Wanted(prompts, num_samples, options, seed, tuple(stop_ids(self.tokenizer, inner, options)))
-        rows, tokens = min(self.max_rows, len(prompts) * num_samples), self.prefill_tokens
+        rows, tokens, part = min(self.max_rows, len(prompts) * num_samples), self.prefill_tokens, 1
         with torch.no_grad(), evaluating(self._model), _on(self._weight.device):
             while wanted.unfinished:
                 try:
-                    _Session(self, wanted, max_rows=rows, read_at_once=tokens).run()
+                    _Session(self, wanted, max_rows=rows, read_at_once=tokens, part=part).run()
                 except torch.OutOfMemoryError as error:
                     if rows == 1:
                         raise
-                    rows, tokens = rows // 2, max(1, tokens // 2)
+                    rows, tokens, part = rows // 2, max(1, tokens // 2), 2 * part
                     logger.warning("sampling ran out of memory (%s): going on with at most %d rows", error, rows)
                     self._steps = None  # its graphs hold memory
                     if self._weight.is_cuda:
@@ -268,9 +268,16 @@ class _Session:
 
     The host is a round behind: while the device takes the steps of one, it reads what the round before has drawn. A
     row that has ended is therefore empty for up to a round before another takes its place.
+
+    Args:
+        engine: that is asked.
+        wanted: what it is asked for.
+        max_rows: completions decoded at once.
+        read_at_once: tokens of prompts read between two looks.
+        part: of the pages that the budget holds, one in so many is taken, but never less than one completion needs.
     """
 
-    def __init__(self, engine: GpuEngine, wanted: _Wanted, *, max_rows: int, read_at_once: int) -> None:
+    def __init__(self, engine: GpuEngine, wanted: _Wanted, *, max_rows: int, read_at_once: int, part: int = 1) -> None:
         self.engine, self.wanted, self.model = engine, wanted, engine._model
         self.options, self.drawing = wanted.options, Drawing(wanted.options, wanted.ends)
         missing, new = wanted.unfinished, wanted.options.max_new_tokens
@@ -292,7 +299,7 @@ class _Session:
             wanted.num_samples,
             max_rows,
         )
-        self.num_pages = num_pages
+        self.num_pages = num_pages = max(num_pages // part, *(need.to_begin for need in needs))
         self.reaches = min(lengths) + 1, max(lengths) + new
         self.schedule = Schedule(
             self.lengths, missing, max_new_tokens=new, pool=Pool(num_pages), max_rows=max_rows,

@@ -142,6 +142,8 @@ class Steps:
         self.max_rows, self.max_pages, self.group_size = bucket(max_rows), max_pages, group_size
         self.device, self.graphed = weight.device, weight.is_cuda
         self.heads, self.layers, self.dtype = heads[0], len(heads), weight.dtype
+        forms = [layer.row_invariant_form for layer in decoder.layers]
+        self._num_unlike = 1 + max(forms.index(form) for form in set(forms))  # layers that have all kinds among them
         self.memory = PageMemory(2 * len(heads), self.device)
         self.cache, self.caches = torch.empty(0), list[PagedCache]()
         self._graphs: dict[Any, Callable[[], None]] = {}
@@ -242,11 +244,12 @@ class Steps:
                 for count in some:
                     for size in splits:
                         for groups in (0, 1) if self._together(count, size) else (0,):
-                            self._step(count, size * SPLIT, groups, drawing)
+                            self._step(count, size * SPLIT, groups, drawing, self._num_unlike)
                     self.log.zero_()  # tokens that exist
                     self._read(count, drawing.options)
                     prompt = PrefillLayout([Chunk(0, count + 1, tuple([0] * pages_for(count + 1)))], self.device)
-                    prefill(self.model, torch.zeros_like(prompt.slots), prompt, self.caches)
+                    tokens = torch.zeros_like(prompt.slots)
+                    prefill(self.model, tokens, prompt, self.caches, num_layers=self._num_unlike)
         self._empty_rows()
 
     def _empty_rows(self) -> None:
@@ -406,7 +409,7 @@ class Steps:
         names = {layer.row_invariant_form.rope for layer in decoder.layers}
         self._held.append([tables.of(name) for name in names])
 
-    def _step(self, rows: int, reach: int, groups: int, drawing: Drawing) -> None:
+    def _step(self, rows: int, reach: int, groups: int, drawing: Drawing, num_layers: int | None = None) -> None:
         """One token for each row: hidden states, logits, a draw, and what follows from it, all on the device."""
         from logitless.rollout.kernels import step as kernels
 
@@ -423,7 +426,7 @@ class Steps:
         tables = decoder.row_invariant.reach(self.max_pages * PAGE)
         layout = DecodeLayout(page_table, position, shared, reach)
         paged = PagedRows(self.caches, layout, self.cache_row[:rows], self.place_of[:rows], tables)
-        hidden = decoder(input_ids=token, rows=paged).last_hidden_state
+        hidden = decoder(input_ids=token, rows=paged, num_layers=num_layers).last_hidden_state
         ends = self._ends(drawing.ends)
         histories = self._histories_of(options)
         for start in range(0, rows, LOGIT_ROWS):

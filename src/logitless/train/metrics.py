@@ -162,7 +162,7 @@ METRICS: tuple[Metric, ...] = (
         "1",
         "last",
         "block",
-        "1 where the sampler's log-prob of every token, before filters, is the trainer's in every bit (docs/bits.md), else 0",
+        "1 where the sampler's log-prob of every token, without filters, has the trainer's bits (docs/bits.md), else 0",
     ),
     Metric(
         "sampler/mismatched_tokens",

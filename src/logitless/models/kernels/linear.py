@@ -57,27 +57,7 @@ class Tile:
 INTERPRETED = Tile(rows=32, columns=64, depth=64, warps=1, stages=1)
 REFERENCE = Tile(rows=128, columns=128, depth=64, warps=8, stages=3)
 """The tile that defines the bits on GPUs; plain loads, 96 KiB."""
-FEW = 128
-"""Rows up to which a product waits for its weights more than for anything."""
-
-AHEAD_BYTES = 16 * 2**20
-"""Weights that are asked for ahead of a product: a part of L2, for what runs before it needs some too."""
-
-PROGRAMS_AT_ONCE = 264
 _GROUP = 8  # row tiles walked together, so that they meet the weight's tiles in L2
-
-
-@triton.jit
-def to_second_cache(at, COUNT: tl.constexpr):
-    """COUNT numbers from each of these places into L2, without waiting for them."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [at.to(tl.int64), tl.full(at.shape, COUNT * (at.dtype.element_ty.primitive_bitwidth // 8), tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -101,11 +81,9 @@ def product_kernel(
     TMA: tl.constexpr,
     EVEN: tl.constexpr,  # whether DEPTH divides K
     OVERLAP: tl.constexpr,
-    AHEAD: tl.constexpr,  # numbers of each of its columns' weights that a program asks for while others still run
-    LANES: tl.constexpr,  # threads that ask
-    weight_start,  # the weight, where AHEAD is not 0
 ):
     """One tile of the output."""
+    after_inputs(OVERLAP)
     tile = tl.program_id(0)
     num_m = tl.cdiv(num_rows, ROWS)
     num_n = tl.cdiv(num_columns, COLUMNS)
@@ -114,12 +92,6 @@ def product_kernel(
     inside = tile % (GROUP * num_n)
     row_start = (first + inside % size) * ROWS
     column_start = (inside // size) * COLUMNS
-    if AHEAD:
-        lane = tl.arange(0, LANES)
-        part: tl.constexpr = AHEAD * COLUMNS // LANES  # of a column, a lane's
-        lane_column = (column_start + lane % COLUMNS) % num_columns
-        to_second_cache(weight_start + lane_column.to(tl.int64) * length + lane // COLUMNS * part, part)
-    after_inputs(OVERLAP)
     row = row_start + tl.arange(0, ROWS)
     column = column_start + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
@@ -190,29 +162,10 @@ def fixed_order_product(
         x = TensorDescriptor.from_tensor(rows, [tile.rows, tile.depth])
         w = TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth])
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns),)
-    overlaps = overlapping(rows.device)
-    ahead = _asked_ahead(weight, tile, num_rows) if overlaps["OVERLAP"] else 0
     product_kernel[grid](
         x, w, bias, None if add_to_out is None else out, out, 1.0 if add_to_out is None else add_to_out,
         num_rows, num_columns, length, rows.stride(0), out.stride(0),
         ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=_GROUP, SWAPPED=tile.swapped, TMA=tile.tma,
-        EVEN=length % tile.depth == 0, AHEAD=ahead, LANES=32 * tile.warps, weight_start=weight if ahead else None,
-        num_warps=tile.warps, num_stages=tile.stages, **overlaps,
+        EVEN=length % tile.depth == 0, num_warps=tile.warps, num_stages=tile.stages, **overlapping(rows.device),
     )  # fmt: skip
     return out
-
-
-def _asked_ahead(weight: Tensor, tile: Tile, num_rows: int) -> int:
-    """Numbers of each column's weights that programs ask for before their turn; 0 where it would not pay.
-
-    They do not depend on what runs before, and where rows are few, waiting for them is most of a product.
-    """
-    length, lanes = weight.shape[1], 32 * tile.warps
-    columns = min(lanes, tile.columns)
-    if num_rows > FEW or lanes % columns or tile.columns % columns or tile.columns > lanes:
-        return 0
-    at_once = min(PROGRAMS_AT_ONCE, triton.cdiv(weight.shape[0], tile.columns))
-    most = AHEAD_BYTES // (at_once * tile.columns * weight.element_size())
-    unit = (lanes // tile.columns) * 16 // weight.element_size()  # what lanes ask for begins at multiples of 16 bytes
-    count = min(length, most) // unit * unit
-    return count if length * weight.element_size() % 16 == 0 else 0

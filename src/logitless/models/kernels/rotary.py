@@ -22,7 +22,7 @@ from logitless.models.kernels.overlap import after_inputs, overlapping
 MANY = 256
 """Tokens from which a program takes several: starting them is most of the time otherwise."""
 
-TOKENS = 4
+TOKENS = 2
 
 
 @dataclass(frozen=True)
