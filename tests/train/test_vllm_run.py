@@ -1,5 +1,6 @@
 """Whole runs on servers: what a recipe may ask for, what metrics say, how a run ends and goes on."""
 
+import json
 import os
 
 import pytest
@@ -10,6 +11,8 @@ from logitless.rollout.engine import Weights
 from logitless.rollout.http_client import HttpClient, Patience
 from logitless.rollout.nccl_transfer import NcclSync
 from logitless.rollout.vllm_api import VllmServer
+from logitless.train.ahead import LOG
+from logitless.train.checkpoint import checkpoints, read_checkpoint
 from logitless.train.engines import open_engines
 from logitless.train.metrics import repeatable
 from logitless.train.run import start
@@ -64,16 +67,14 @@ def test_a_run_whose_server_is_gone_stops_with_a_checkpoint_and_goes_on_bitwise_
     def die(body):
         """From the second block's second prompt on, nobody answers."""
         asked.append(body)
-        if body["n"] == 4:
+        if body["sampling_params"]["n"] == 4:
             rounds.append(1)
         if len(rounds) > 5:
             return failing(503)(body)
-        import json
-
-        return 200, json.dumps(dying.answer("/v1/completions", body)).encode()
+        return 200, json.dumps(dying.answer("/inference/v1/generate", body)).encode()
 
     rounds: list[int] = []
-    dying.faults["/v1/completions"] = [die] * 10_000
+    dying.faults["/inference/v1/generate"] = [die] * 10_000
     with serving(dying) as url, pytest.raises(EngineError, match=r"HTTP 503: something broke.*--resume"):
         start(_recipe(tmp_path, url, name="stopped", engine={"give_up_seconds": 0.1}))
     with serving(_served(tmp_path)) as url:
@@ -154,3 +155,54 @@ def test_paths_of_a_server_start_at_the_recipes_folder(tmp_path):
     recipe = _recipe(tmp_path, engine={"api_key_file": "./key", "weights": {"name": "folder", "path": "weights"}})
     assert recipe.rollout.engine.api_key_file == str(tmp_path.cwd() / "key")
     assert recipe.rollout.engine.weights.path == str(tmp_path.cwd() / "weights")
+
+
+# --- weights that change while completions are under way
+
+
+def test_pushing_in_flight_needs_blocks_ahead_and_weights_of_one_name(tmp_path):
+    for changes in ({}, {"rollout__staleness": 1, "engine": {"weights": {"name": "adapter"}}, "model__lora": LORA}):
+        engine = changes.pop("engine", {}) | {"in_flight": True}
+        with pytest.raises(ConfigurationError, match=r"for rollout\.engine\.in_flight"):
+            _recipe(tmp_path, engine=engine, **changes)
+
+
+def test_a_run_whose_weights_change_inside_completions_is_trained_by_their_versions_and_replays_bitwise(tmp_path):
+    served = _served(tmp_path)
+    served.token_seconds = 0.02
+    changes = {
+        "train__blocks": 5,
+        "rollout__staleness": 2,
+        "rollout__sampling": {"max_new_tokens": 24},
+        "rollout__zero_signal": "refill",
+        "algorithm": {
+            "preset": "grpo",
+            "correction": {"level": "token", "max": 2.0},
+            "filters": [{"name": "stale", "max_lag": 6}],
+        },
+        "train__tokens_per_step": 400,
+        "train__tokens_per_micro_batch": 64,
+        "rewards": [{"name": "length", "cap": 24}],
+    }
+    with serving(served) as url:
+        run, complete = start(_recipe(tmp_path, url, engine={"in_flight": True, "give_up_seconds": 5.0}, **changes))
+    assert complete
+    lines = [line for line in run.read_metrics() if "rollout/mixed_fraction" in line]
+    assert max(line["rollout/mixed_fraction"] for line in lines) > 0
+    logged = [json.loads(file.read_text()) for file in sorted((run.path / LOG).iterdir())]
+    completions = [c for row in logged for group in row["groups"] for c in group["completions"]]
+    mixed = [c for c in completions if c["token_versions"] is not None]
+    assert mixed
+    for completion in mixed:
+        assert completion["token_versions"] == sorted(completion["token_versions"])
+        assert len(completion["token_versions"]) == len(completion["token_ids"])
+    engine = {"name": "recorded", "path": str(run.path)}
+    again, _ = start(tiny_recipe(tmp_path, name="again", rollout__engine=engine, **changes | {"rollout__staleness": 0}))
+    assert_same_weights(run, again)
+
+
+def assert_same_weights(run, again):
+    one, other = (dict(read_checkpoint(checkpoints(each.checkpoints)[-1]).tensors) for each in (run, again))
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name

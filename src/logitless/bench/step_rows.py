@@ -119,7 +119,6 @@ def measure(
         if not (mine or (form == "autocast" and unknown)):
             continue
         stage = Stage(shape, device, form)
-        seen: set[str] = set()
         for case in [*mine, *unknown] if form == "autocast" else mine:
             if not in_time():
                 return
@@ -136,12 +135,10 @@ def measure(
             if isinstance(stepper, str):
                 keep("rows", [_row(shape, case, rollouts, Timed(failure=stepper), reference, rate)])
                 continue
-            warm = not case.contender.startswith("trl") or case.contender not in seen  # its kernels need no new build
-            seen.add(case.contender)
-            timed = stage.timed(stepper, rollouts, reference, steps=steps, warm=warm)
+            timed = stage.timed(stepper, rollouts, reference, steps=steps)
             keep("rows", [_row(shape, case, rollouts, timed, reference, rate)])
             if (case.workload, case.live) == PROFILED and timed.failure is None and device == "cuda":
-                found = kernel_times(partial(stepper, rollouts, reference), before=stage.restore)
+                found = kernel_times(partial(stepper.step, rollouts, reference), before=stage.restore)
                 named = {"contender": case.contender, "workload": case.workload, "live": case.live}
                 keep("profile", [{**named, **each} for each in found])
         del stage
@@ -201,8 +198,21 @@ class Timed:
     failure: str | None = None
 
 
-Stepper = Callable[[Rollouts, Reference], tuple[float, float]]
+Step = Callable[[Rollouts, Reference], tuple[float, float]]
 """One whole step on recorded rollouts: its loss and gradient norm."""
+
+
+@dataclass(frozen=True)
+class Stepper:
+    """How a contender steps.
+
+    Args:
+        step: what is timed.
+        warm_up: what is done once before, on the same rollouts: kernels are built and memory is taken.
+    """
+
+    step: Step
+    warm_up: Step
 
 
 class Stage:
@@ -266,7 +276,7 @@ class Stage:
         """How a contender steps, or why it cannot."""
         self._set(contender)
         if not contender.startswith("trl"):
-            return self._learn
+            return Stepper(self._learn, warm_up=self._learn)
         try:
             recomputation = contender == "trl"
             trainer = InstalledTRL(
@@ -280,28 +290,27 @@ class Stage:
         except Exception as error:  # a peer that cannot run here is a result, not the end of the run
             return _first_line(error)
 
-        def step(rollouts: Rollouts, reference: Reference) -> tuple[float, float]:
+        def step(rollouts: Rollouts, reference: Reference, *, most: int | None = None) -> tuple[float, float]:
             trainer.load(rollouts.with_old(reference.logp))
-            loss = trainer.gradients()
+            loss = trainer.gradients(most)
             norm, _ = take_step(self.learner.optimizer, rate=LEARNING_RATE, max_grad_norm=1.0)
             return loss, float(norm)
 
-        return step
+        return Stepper(step, warm_up=partial(step, most=1))  # all of its micro-batches have one shape
 
-    def timed(self, step: Stepper, rollouts: Rollouts, reference: Reference, *, steps: int, warm: bool) -> Timed:
+    def timed(self, stepper: Stepper, rollouts: Rollouts, reference: Reference, *, steps: int) -> Timed:
         """Steps until ``steps`` are timed, or 2 s have passed."""
         found = Timed()
         release(self.device)
         try:
-            if warm:
-                step(rollouts, reference)
-                self.restore()
+            stepper.warm_up(rollouts, reference)
+            self.restore()
             while not found.seconds or (len(found.seconds) < steps and sum(found.seconds) < 2.0):
                 if self.device == "cuda":
                     torch.cuda.synchronize()
                     torch.cuda.reset_peak_memory_stats()
                 start = time.perf_counter()
-                found.loss, found.grad_norm = step(rollouts, reference)
+                found.loss, found.grad_norm = stepper.step(rollouts, reference)
                 if self.device == "cuda":
                     torch.cuda.synchronize()
                     found.peak_bytes = torch.cuda.max_memory_allocated()
@@ -370,7 +379,7 @@ def _recipe(shape: Shape, layers: str, *, saves: bool) -> Recipe:
         "source": dict(shape.config),
         "layers": layers,
         "dtype": "bfloat16" if lora else "float32",
-        "trained_dtype": "bfloat16" if row_invariant and not lora else "float32",
+        "trained_dtype": "bfloat16" if row_invariant else "float32",
         "autocast": None if row_invariant else "bfloat16",
         "lora": {"rank": shape.lora_rank} if lora else None,
     }

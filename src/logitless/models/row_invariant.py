@@ -29,6 +29,7 @@ from logitless.models.kernels.rotary import HeadNorms, Heads, rotate, rotate_bac
 from logitless.models.linear import Projection, lay_end_to_end, project
 from logitless.models.lm_head import _split_lora, backbone
 from logitless.models.packed import PackedLayout
+from logitless.models.rotary import LongRotary
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3")
 _GEMMA = ("gemma2", "gemma3_text")
@@ -337,7 +338,8 @@ def uncovered(model: nn.Module) -> tuple[str, ...]:
         found.append(f"the activation {_activation(config)}")
     if getattr(config, "use_bidirectional_attention", False):
         found.append("attention in both directions")
-    ropes = decoder.rotary_emb.rope_type
+    rotary = decoder.rotary_emb
+    ropes = "longrope" if isinstance(rotary, LongRotary) else rotary.rope_type
     for rope in sorted(set(ropes.values() if isinstance(ropes, dict) else [ropes])):
         if rope not in _FIXED_ROPE:
             found.append(f"positions scaled by {rope}, which depends on the longest sequence")

@@ -120,7 +120,7 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
             return Engines(gpu, gpu)
         case VllmServerEngineSection() as section:
             servers = _vllm_servers(recipe, section, tokenizer)
-            if ahead:
+            if ahead and not section.in_flight:
                 servers = TurnTaking(servers)
             return Engines(servers, servers)
         case VllmEngineSection() as section:
@@ -144,11 +144,12 @@ def _vllm_servers(recipe: Recipe, section: VllmServerEngineSection, tokenizer: P
                 differences_in_a_row=way.differences_in_a_row,
                 loader=way.loader,
                 seconds=way.seconds,
+                in_flight=section.in_flight,
             )
         case AdapterWeightsSection(path=path):
             sync = AdapterSync(patience, root=None if path is None else Path(path))
         case NcclWeightsSection(address=address, port=port):
-            sync = NcclSync(served, patience, address=address, port=port)
+            sync = NcclSync(served, patience, address=address, port=port, in_flight=section.in_flight)
     dtypes = {recipe.model.trained_dtype, getattr(section.weights, "dtype", None)}
     return VllmServerEngine(
         servers,
