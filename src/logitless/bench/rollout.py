@@ -146,7 +146,9 @@ class Results:
 
     def add(self, row: dict[str, Any]) -> None:
         """One more row, in place of the same one; written at once."""
-        self.rows = [old for old in self.rows if any(old[name] != row[name] for name in self.identity)] + [row]
+        same = [all(old[name] == row[name] for name in self.identity) for old in self.rows]
+        self.rows = [row if is_same else old for old, is_same in zip(self.rows, same, strict=True)]
+        self.rows += [] if any(same) else [row]
         print(json.dumps(row), flush=True)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_result(self.path, {"environment": self.here, "rows": self.rows})
