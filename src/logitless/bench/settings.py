@@ -2,7 +2,7 @@
 
 One small model (or one attention, or one set of weights) takes the same step with each setting in turn: warm-up, then
 the median of many steps, tokens a second and, on a GPU, peak memory. What cannot run here is listed with the reason.
-``--quick`` takes a small model and few steps, for a look, in under two minutes on a CPU too. A table is printed; JSON
+``--quick`` takes a smaller model (tiny on a CPU) and few steps, for a look, in under two minutes on a CPU too. A table is printed; JSON
 and a plot are kept (by default where ``logitless doctor`` looks for them), with the recipe lines of the best setting.
 """
 
@@ -58,6 +58,7 @@ class Scale:
 
 
 QUICK = Scale(2, 8, 6.0, 128, 2, 2, 512, 128, (128, 512), (64,))
+QUICK_ON_GPU = Scale(5, 20, 2.0, 896, 4, 14, 8192, 1024, (2048,), (64, 128))
 FULL = Scale(50, 200, 120.0, 896, 12, 14, 8192, 1024, (512, 2048, 8192), (64, 128))
 
 Step = Callable[[], None]
@@ -397,7 +398,8 @@ class SettingBenchmark:
     def run(self, options: argparse.Namespace) -> int:
         """Measure every contender, print the table, keep JSON and plot."""
         given = {key: value for key in ("warmup", "steps") if (value := getattr(options, key)) is not None}
-        scale = Scale(**{**asdict(QUICK if options.quick else FULL), **given})
+        quick = QUICK_ON_GPU if options.device == "cuda" else QUICK
+        scale = Scale(**{**asdict(quick if options.quick else FULL), **given})
         before, rows = torch.get_float32_matmul_precision(), []
         try:
             for contender in self.contenders(scale, options.device):
