@@ -2,8 +2,9 @@
 
 One small model (or one attention, or one set of weights) takes the same step with each setting in turn: warm-up, then
 the median of many steps, tokens a second and, on a GPU, peak memory. What cannot run here is listed with the reason.
-``--quick`` takes a smaller model (tiny on a CPU) and few steps, for a look, in under two minutes on a CPU too. A table is printed; JSON
-and a plot are kept (by default where ``logitless doctor`` looks for them), with the recipe lines of the best setting.
+``--quick`` takes a smaller model (tiny on a CPU) and few steps, for a look, in under two minutes on a CPU too. A table
+is printed; JSON and a plot are kept (by default where ``logitless doctor`` looks for them), with the recipe lines of
+the best setting.
 """
 
 import argparse

@@ -3,9 +3,9 @@
 The batch is drawn, judged, scored and trained on by the parts of a run: once to warm up (kernels are compiled, the
 allocator finds its blocks), and then once to be measured, or up to five times where that takes a few seconds; of each
 phase the median counts. It has as many prompts as one round of decoding (``rollout.max_rows`` completions) or the
-block, if that is less; a block is that many times longer. Nothing is written outside a temporary folder. Groups without a signal are trained on here, also where the recipe leaves them out, and a
-warm start is left out: both make a block of the run shorter than it says. One process measures, also of a recipe for
-several.
+block, if that is less; a block is that many times longer. Nothing is written outside a temporary folder. Groups without
+a signal are trained on here, also where the recipe leaves them out, and a warm start is left out: both make a block of
+the run shorter than it says. One process measures, also of a recipe for several.
 """
 
 import math
@@ -38,6 +38,7 @@ from logitless.train.setup import (
     algorithm_of,
     data_of,
     device_of,
+    order_of,
     policy_model,
     rewards_of,
     set_process,
@@ -168,7 +169,7 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[dict[str, float], int, int]
     tokenizer = tokenizer_of(recipe.model)
     environment = environment_of(recipe.rollout.environment, tokenizer)
     data = data_of(recipe, tokenizer, tools_of(environment))
-    rewards = rewards_of(recipe, [*data.train, *data.held_out])
+    rewards = rewards_of(recipe, data.judged)
     algorithm = algorithm_of(recipe)
     model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=device_of(recipe.model))
     engines = open_engines(recipe, model, tokenizer)
@@ -182,7 +183,15 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[dict[str, float], int, int]
         view = LiveView(2, title="forecast", silent=True)
         journal = Journal(create_run_folder(folder, "forecast"), view, (), policy.device)
         learner = Learner(recipe, algorithm, policy, reference, reward_weights={r.name: r.weight for r in rewards})
-        collector = Collector(data.train, engines.training, environment, rewards, recipe.rollout, seed=recipe.seed)
+        collector = Collector(
+            data.train,
+            engines.training,
+            environment,
+            rewards,
+            recipe.rollout,
+            seed=recipe.seed,
+            order=order_of(recipe, data.train),
+        )
         _block(engines, collector, learner, journal)
         blocks = list[dict[str, float]]()
         spent, completions, tokens = 0.0, 0, 0

@@ -177,8 +177,7 @@ def _vllm(recipe: Recipe, section: VllmEngineSection, tokenizer: PreTrainedToken
             given="none",
             remedy="Install logitless[vllm], or sample on a server with rollout.engine: {name: vllm_server}.",
         )
-    evaluation = recipe.evaluation.sampling or recipe.rollout.sampling
-    longest = max(recipe.rollout.sampling.max_new_tokens, evaluation.max_new_tokens)
+    longest = max(each.max_new_tokens for each in recipe.samplings)
     return VllmEngine(
         tokenizer,
         dtype=section.dtype,

@@ -76,7 +76,7 @@ def plan_of(recipe: Recipe) -> Plan:
     """
     tokenizer = tokenizer_of(recipe.model)
     data = data_of(recipe, tokenizer, tools_of(environment_of(recipe.rollout.environment, tokenizer)))
-    rewards_of(recipe, [*data.train, *data.held_out])
+    rewards_of(recipe, data.judged)
     algorithm = algorithm_of(recipe)
     check_writers(recipe.writers)
     model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=torch.device("meta"))
