@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from logitless.bench.machine import environment, write_result
+from logitless.bench.machine import environment, short_name, write_result
 from logitless.doctor.forecast import Forecast, forecast_of
 from logitless.train.plan import plan_of
 from logitless.train.recipe import load_recipe
@@ -85,7 +85,7 @@ def main() -> None:
     machine = environment(device, ("triton", "transformers"))
     row = compared(options.recipe, options.overrides, options.blocks, options.repeats)
     print(json.dumps(row, indent=1))
-    path, rows = options.out / f"forecast-{device}.json", list[dict[str, Any]]()
+    path, rows = options.out / f"forecast-{short_name(device)}.json", list[dict[str, Any]]()
     if path.exists() and (before := json.loads(path.read_text()))["environment"] == machine:
         rows = [other for other in before["rows"] if other["recipe"] != row["recipe"]]
     write_result(path, {"environment": machine, "rows": [*rows, row]})

@@ -28,8 +28,8 @@ from logitless.train.engines import Engines, open_engines
 from logitless.train.journal import Journal
 from logitless.train.learner import Learner
 from logitless.train.live_view import LiveView, duration
-from logitless.train.memory import peak_memory
-from logitless.train.plan import GIB, Plan
+from logitless.train.memory import peak_memory, size_text
+from logitless.train.plan import Plan
 from logitless.train.policy import AdaptersOff, Policy, Scorer
 from logitless.train.prepare import prepare
 from logitless.train.run_folder import create_run_folder
@@ -98,8 +98,8 @@ class Forecast:
                 f"  {'a block':18s} {self.block_seconds:.3g} s ({by_phase})",
                 f"  {'the run':18s} {duration(self.blocks * self.block_seconds)} in {self.blocks} blocks, evaluation "
                 "and checkpoints not counted",
-                f"  {'memory':18s} {self.peak_bytes / GIB:.2f} GiB held{self.also_held}; planned "
-                f"{self.planned_bytes / GIB:.2f} GiB at the greatest lengths",
+                f"  {'memory':18s} {size_text(self.peak_bytes)} held{self.also_held}; planned "
+                f"{size_text(self.planned_bytes)} at the greatest lengths",
             ]
         )
 

@@ -110,7 +110,8 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
             return Engines(RecordedEngine(Path(path)), here)
         case AutoEngineSection(memory=memory):
             if reason := not_on_gpu_because(recipe, model):
-                logger.info("rollout engine: transformers, for %s", reason)
+                if _device_type(model) != "meta":  # a dry run, which samples nothing
+                    logger.info("rollout engine: transformers, for %s", reason)
                 return Engines(training, here)
             logger.info("rollout engine: gpu, with the bits of training")
             gpu = _gpu_engine(recipe, model, tokenizer, memory)
