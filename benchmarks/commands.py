@@ -26,7 +26,7 @@ from logitless.bench.machine import environment, short_name, write_result
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = tuple(sorted((ROOT / "docs").glob("*.md")))
 
 STAND_INS = (
     "--set model.source=recipes/dry-run/qwen2.5-0.5b --set model.random_weights=true "
@@ -56,7 +56,7 @@ ON_A_GPU = {"doctor-0.5b": f"logitless doctor recipes/qwen2.5-0.5b-gsm8k.yaml {S
 def ran(command: str, folder: Path) -> dict[str, Any]:
     """The command, its exit status, seconds and output."""
     words = [sys.executable, "-m", *shlex.split(command)]
-    own = {"LOGITLESS_SETTINGS": str(folder / "settings"), "COLUMNS": "120", "PYTHONWARNINGS": "default"}
+    own = {"LOGITLESS_SETTINGS": str(folder / "settings"), "COLUMNS": "120"}
     began = time.perf_counter()
     done = subprocess.run(
         words,
@@ -66,6 +66,7 @@ def ran(command: str, folder: Path) -> dict[str, Any]:
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
         text=True,
+        timeout=300,
     )
     seconds = time.perf_counter() - began
     output = done.stdout.replace(f"{folder}/", "").replace(str(Path.home()), "~")

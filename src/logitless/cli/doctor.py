@@ -48,7 +48,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _section(title: str, entries: Any) -> Sequence[str]:
     if isinstance(entries, dict):
-        return [title, *(f"  {name:30s} {value}" for name, value in entries.items())]
+        width = max([30, *map(len, entries)])
+        return [title, *(f"  {name:{width}s} {value}" for name, value in entries.items())]
     if isinstance(entries, str):
         return [title, *(f"  {line}" for line in entries.splitlines())]
     lines = [str(_finding(entry)) if isinstance(entry, dict) else entry for entry in entries]

@@ -178,8 +178,8 @@ class WeightedData:
         weight: its share of the prompts is its weight over the sum of all.
 
     Example:
-        >>> WeightedData(data=FileData(path=Path("train.jsonl")), weight=3).weight
-        3
+        >>> WeightedData(data=FileData(path=Path("train.jsonl")), weight=3.0).weight
+        3.0
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -202,7 +202,7 @@ class MixedData:
     Example:
         >>> sums = ReasoningGymData(task="chain_sum", size=100, seed=1)
         >>> words = FileData(path=Path("words.jsonl"))
-        >>> MixedData(sources={"sums": WeightedData(data=sums, weight=3), "words": WeightedData(data=words)}).name
+        >>> MixedData(sources={"sums": WeightedData(data=sums, weight=3.0), "words": WeightedData(data=words)}).name
         'mixture'
     """
 

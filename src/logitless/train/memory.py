@@ -19,7 +19,7 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def size_text(size: float) -> str:
+def size_text(size: int | float) -> str:
     """A number of bytes in the unit that shows something of it.
 
     Example:
