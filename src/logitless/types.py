@@ -339,6 +339,8 @@ class PackedBatch:
         target: [N] vocabulary ids of the sampled tokens.
         turn: [N] non-decreasing turn ids inside a sequence; 0 everywhere where there is one turn.
         logp_sampler: [N] nats, float32, from the engine; NaN where it gave none.
+        lag: [N] optimizer steps that the policy has seen and the weights that drew the token had not, 0 where nobody
+            knows; or None.
 
     Raises:
         InputError: a vector of another length than ``inputs.source``.
@@ -355,6 +357,7 @@ class PackedBatch:
     target: Int[Tensor, "N"]
     turn: Int[Tensor, "N"]
     logp_sampler: Float[Tensor, "N"]
+    lag: Int[Tensor, "N"] | None = None
 
     def __post_init__(self) -> None:
         _check_lengths(self, len(self.inputs.source), "inputs.source")
@@ -406,6 +409,7 @@ class TokenBatch:
         logp_old, logp_sampler, logp_ref: [N] or None.
         entropy_old: [N] entropy of the scoring pass, or None.
         turn: [N] non-decreasing turn ids inside a sequence, or None.
+        lag: [N] optimizer steps between the weights that drew the token and those of ``logp_old``, or None.
         value_old: [N] value predictions of the scoring pass (PPO), or None.
         value_target: [N] return the value head is fitted to (PPO), NaN where there is none; or None.
         entropy_weight: [N] normalisation of the entropy bonus, or None.
@@ -440,6 +444,7 @@ class TokenBatch:
     entropy_weight: Float[Tensor, "N"] | None = None
     value_weight: Float[Tensor, "N"] | None = None
     selected: Bool[Tensor, "N"] | None = None
+    lag: Int[Tensor, "N"] | None = None
 
     def __post_init__(self) -> None:
         _check_lengths(self, self.num_tokens, "sequence")

@@ -1,32 +1,64 @@
 """``bench scale`` measures what its rows say, on CPU processes in place of GPUs."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch.distributed as dist
 
-from logitless.bench.scale import measured
+from logitless.bench.scale import Work, head_over_shards, measured
 from logitless.bench.step_contenders import TINY
 from logitless.cli.main import main
 from logitless.distributed import Ranks
 from tests.ranks import run_on_ranks
 
+WORK = Work(tokens=64, length=16, micro_batches=2, steps=2, head_budget=1000, device="cpu")
+
 
 def _row(rank, layout):
-    ranks = Ranks(data=dist.group.WORLD)
-    return measured(ranks, TINY, layout, tokens=64, length=16, steps=2, device="cpu")
+    return measured(Ranks(data=dist.group.WORLD), TINY, layout, WORK)
 
 
-@pytest.mark.parametrize("layout", ["shard", "sequence"])
+@pytest.mark.parametrize("layout", ["shard", "sequence", "in_order"])
 def test_two_processes_are_measured_together(layout):
     rows = run_on_ranks(2, _row, layout)
-    alone = measured(Ranks.alone(), TINY, "shard", tokens=64, length=16, steps=1, device="cpu")
+    alone = measured(Ranks.alone(), TINY, "shard", replace(WORK, steps=1))
     for row in rows:
         assert (row["gpus"], row["model"], len(row["seconds"])) == (2, "tiny", 2)
-        assert row["parallel"] == {"replicate": 1, "shard": 1, "sequence": 1} | {layout: 2}
-        read = 128 if layout == "shard" else 64
+        dimension = "replicate" if layout == "in_order" else layout
+        assert row["parallel"] == {"replicate": 1, "shard": 1, "sequence": 1} | {dimension: 2}
+        read = 128 if layout == "sequence" else 256
         assert row["tokens_per_second"] == pytest.approx(read / (sum(row["seconds"]) / 2))
         assert row["bytes_per_second"] > 0
-        assert row["weight_bytes"] == pytest.approx(alone["weight_bytes"], rel=0.05)  # half of float32, all of bfloat16
+        if layout != "in_order":  # half of float32 is all of bfloat16
+            assert row["weight_bytes"] == pytest.approx(alone["weight_bytes"], rel=0.05)
+            assert row["forecast_bytes"] < alone["forecast_bytes"]
+        else:
+            assert row["weight_bytes"] == alone["weight_bytes"]
+            assert row["forecast_bytes"] >= alone["forecast_bytes"]
     assert alone["bytes_per_second"] is None
+
+
+def _head(rank):
+    return head_over_shards(Ranks(data=dist.group.WORLD), TINY, replace(WORK, steps=1))
+
+
+def test_the_head_over_shards_is_timed_with_and_without_overlap():
+    for row in run_on_ranks(2, _head):
+        assert (row["layout"], row["gpus"], row["tokens"]) == ("head", 2, 64)
+        assert row["seconds"].keys() == {"whole", "waits", "overlaps"}
+        assert all(seconds > 0 for seconds in row["seconds"].values())
+
+
+def test_rows_are_kept_as_they_come_and_compared_with_one_gpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    options = ["--models", "tiny", "--device", "cpu", "--output", str(tmp_path), "--steps", "1", "--head"]
+    options += ["--tokens", "64", "--length", "16", "--layouts", "shard"]
+    assert main(["bench", "scale", *options, "--gpus", "1,2"]) == 0
+    assert main(["bench", "scale", *options, "--gpus", "1"]) == 0  # in the place of the first
+    rows = json.loads((tmp_path / "scale-tiny.json").read_text())["rows"]
+    assert [(row["gpus"], row["layout"]) for row in rows] == [(1, "shard"), (2, "head"), (2, "shard")]
+    assert rows[2]["efficiency"] == rows[2]["tokens_per_second"] / rows[0]["tokens_per_second"] / 2
 
 
 def test_more_gpus_than_there_are_is_an_error(capsys):
@@ -35,5 +67,5 @@ def test_more_gpus_than_there_are_is_an_error(capsys):
 
 
 def test_an_unknown_layout_is_bad_input():
-    with pytest.raises(ValueError, match="a layout of shard, replicate, sequence"):
-        measured(Ranks.alone(), TINY, "everything", tokens=8, length=8, steps=1, device="cpu")
+    with pytest.raises(ValueError, match="a layout of shard, replicate, sequence, in_order"):
+        measured(Ranks.alone(), TINY, "everything", WORK)

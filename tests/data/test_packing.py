@@ -54,6 +54,14 @@ def test_sampler_log_probabilities_stay_with_their_tokens_and_missing_ones_are_n
     assert batch.logp_sampler[2].isnan()
 
 
+def test_each_token_has_the_age_of_the_weights_that_drew_it():
+    prompt = _prompt(1)
+    changed = _completion(prompt, 4, 5, 6, trained=(True, False, True), weights_version=3, token_versions=(3, 3, 5))
+    whole, unknown = _completion(prompt, 7, weights_version=6), _completion(prompt, 8)
+    assert pack([(prompt, each) for each in (changed, whole, unknown)], version=7).lag.tolist() == [4, 2, 1, 0]
+    assert pack([(prompt, whole)]).lag is None
+
+
 def test_a_prompt_without_tokens_is_refused():
     prompt = _prompt()
     with pytest.raises(InputError, match="at least one token"):

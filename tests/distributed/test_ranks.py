@@ -91,11 +91,13 @@ def sum_of_gradients(rank, dtype, bucket_bytes):
     unused, frozen = nn.Parameter(torch.zeros(2, dtype=dtype)), nn.Parameter(torch.zeros(2), requires_grad=False)
     for weight, part in zip(weights, parts_of_gradients(rank, dtype), strict=True):
         weight.grad = part
+    given = weights[0].grad
     if rank == 1:
         weights[1].grad = None  # a rank whose tokens do not reach it
     all_of_them().sum_gradients([weights[0], frozen, unused, *weights[1:]])
     assert unused.grad is None
     assert frozen.grad is None
+    assert weights[0].grad is given
     return [weight.grad for weight in weights]
 
 

@@ -1,6 +1,7 @@
 """Columns that come in parts, on one device: what the kernels do for shards, without ranks."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,7 +23,6 @@ class InTurn(Columns):
     """Shards of a whole weight that come by one after the other, as if other ranks had them."""
 
     shards: int = 2
-    gradients: list[Tensor] = field(default_factory=list)
 
     @property
     def most(self) -> int:
@@ -35,12 +35,23 @@ class InTurn(Columns):
     def room_for_gradient(self, shard):
         return torch.empty_like(shard.weight, dtype=torch.float32)
 
-    def kept_gradient(self, shard, gradient):
-        self.gradients.append(gradient)
-        return gradient
+    def gradient_of_shards(self):
+        return _InOrder([])
 
     def as_weight(self, gradient):
-        return torch.cat(self.gradients).to(self.weight.dtype)
+        return gradient.to(self.weight.dtype)
+
+
+class _InOrder(NamedTuple):
+    """Gradients of shards that nobody else has."""
+
+    gradients: list[Tensor]
+
+    def add(self, gradient, shard):
+        self.gradients.append(gradient)
+
+    def mine(self):
+        return torch.cat(self.gradients)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from logitless.errors import InputError, UnavailableError
+from logitless.head import sharded
 from tests.head.cases import Case, Problem, assert_same, problem, run, token_scores, tolerance, truth, widest
 from tests.head.test_chunked import Allocations
 from tests.ranks import DEVICES, run_on_ranks
@@ -174,7 +175,8 @@ def _order(rank, whole, tokens, backend, hand_back_nothing):
 @pytest.mark.parametrize(("tokens", "hand_back_nothing"), [((20, 23), False), ((43, 0), False), ((20, 23), True)])
 def test_every_rank_runs_the_collectives_of_a_backward_in_one_stated_order(tokens, hand_back_nothing, backend):
     # 37 columns of width 11 with a LoRA of rank 3, on two ranks: shards of 19 and 18.
-    shards = [("broadcast", 19 * 11), ("reduce", 19 * 11), ("broadcast", 18 * 11), ("reduce", 18 * 11)]
+    # The second shard travels while the first is multiplied.
+    shards = [("broadcast", 19 * 11), ("broadcast", 18 * 11), ("reduce", 19 * 11), ("reduce", 18 * 11)]
     small = [("allreduce", 37), ("allreduce", 3 * 11), ("allreduce", 37 * 3)]
     given = problem(replace(FULL, dtype=widest(backend)))
     for after, called, placements in run_on_ranks(2, _order, given, tokens, backend, hand_back_nothing):
@@ -183,6 +185,31 @@ def test_every_rank_runs_the_collectives_of_a_backward_in_one_stated_order(token
         assert set(after.values()) == {"torch::autograd::AccumulateGrad"}, after
         assert set(placements.values()) == {(Shard(0),)}
         assert len(placements) == 4
+
+
+def _held(rank, given, ahead):
+    """Shards that this rank had on their way or in use, each time the head asked for one."""
+    sharded.AHEAD = ahead
+    under_way, most = [], []
+    plain = dist.broadcast
+
+    def broadcast(rows, **options):
+        under_way.append(rows)
+        return plain(rows, **options)
+
+    dist.broadcast = broadcast
+    try:
+        for number, _ in enumerate(sharded.shards(_sharded(given, slice(0)).head.weight, torch.float32)):
+            most.append(len(under_way) - number)
+    finally:
+        dist.broadcast, sharded.AHEAD = plain, 1
+    return most
+
+
+def test_one_shard_travels_while_another_is_multiplied_and_no_more():
+    given = problem(Case(4, 37, 11))
+    assert run_on_ranks(4, _held, given, 1) == [[2, 2, 2, 1]] * 4
+    assert run_on_ranks(4, _held, given, 0) == [[1, 1, 1, 1]] * 4
 
 
 def _biases(rank, backend):

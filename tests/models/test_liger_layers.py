@@ -1,5 +1,7 @@
 """Liger's layers are exchanged only where they agree with plain ones; the check can fail."""
 
+import importlib
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -68,11 +70,26 @@ def test_a_family_that_liger_does_not_know_is_refused() -> None:
         install_liger_layers(model)
 
 
+def test_other_models_keep_their_layers(monkeypatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    def apply(model: torch.nn.Module) -> None:
+        monkeypatch.setattr(modeling_llama, "LlamaMLP", torch.nn.Identity)
+
+    before = modeling_llama.LlamaMLP
+    monkeypatch.setattr(liger_layers, "_exchange_of", lambda _family: apply)
+    liger_layers._exchange(AutoModelForCausalLM.from_config(CONFIG))
+    assert modeling_llama.LlamaMLP is before
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_liger_agrees_on_a_gpu(family: str) -> None:
+def test_liger_agrees_on_a_gpu(family: str, monkeypatch) -> None:
     pytest.importorskip("liger_kernel")
     from transformers import AutoConfig
+
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", modeling.apply_rotary_pos_emb)  # put back after the test
 
     config = AutoConfig.for_model(
         family, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64

@@ -37,6 +37,7 @@ def random_batch(
         num_sequences=num_sequences,
         turn=turn,
         selected=torch.rand(num_tokens, generator=generator) < 0.3,
+        lag=torch.randint(0, 4, (num_tokens,), generator=generator),
         **{name: value.to(dtype) for name, value in values.items()},
     )
     return logp.to(dtype).requires_grad_(), entropy.to(dtype).requires_grad_(), batch

@@ -7,7 +7,7 @@ from logitless.errors import ConfigurationError
 from logitless.objective.correction import SamplerCorrection
 from logitless.objective.divergence import KLPenalty
 from logitless.objective.entropy import AdaptiveEntropy, EntropyBonus
-from logitless.objective.filters import OffPolicy, SamplerRejection, SecondMoment, TopEntropy
+from logitless.objective.filters import OffPolicy, SamplerRejection, SecondMoment, Stale, TopEntropy
 from logitless.objective.objective import Objective
 from logitless.objective.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio, TurnRatio
 from logitless.objective.surrogate import (
@@ -58,6 +58,8 @@ FILTERS = [
     (SamplerRejection(0.5, min=-0.5),),
     (SamplerRejection(0.05, "k3", "sequence_mean"), SecondMoment(0.2)),
     (SamplerRejection(0.3, "tv", "sequence_max"),),
+    (Stale(1),),
+    (Stale(2, "sequence"), OffPolicy(0.1)),
 ]
 CORRECTIONS = [
     None,

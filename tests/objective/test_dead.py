@@ -58,7 +58,7 @@ def test_these_are_silent_and_the_gradient_of_the_others_is_the_same_without_a_d
     batch = TokenBatch(
         torch.arange(3).repeat_interleave(10), 3, advantage, torch.full_like(advantage, 1 / 30),
         logp_old=logp_old, logp_sampler=logp_old + 0.1 * normal(), entropy_old=normal().abs(),
-        turn=torch.zeros(30).long(),
+        turn=torch.zeros(30).long(), lag=torch.arange(30) % 3,
     )  # fmt: skip
     statistics = objective.block_statistics(batch, generator=generator)
     batch = batch if statistics is None else statistics.attach(batch)

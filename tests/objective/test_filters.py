@@ -13,6 +13,7 @@ from logitless.objective.filters import (
     OffPolicy,
     SamplerRejection,
     SecondMoment,
+    Stale,
     TopEntropy,
     WholeBlock,
     off_policy_keep,
@@ -201,3 +202,25 @@ def test_the_second_moment_is_settled_for_the_block_or_refused():
         SecondMoment().kept(_inputs([0.1], [0]))
     with pytest.raises(ConfigurationError, match=r"0\.04"):
         SecondMoment(0.0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (Stale(2), [True, True, False, True, True]),
+        (Stale(3), [True] * 5),
+        (Stale(0), [True, False, False, False, False]),
+        (Stale(2, over="sequence"), [False, False, False, True, True]),
+    ],
+)
+def test_tokens_of_weights_too_many_steps_ago_are_dropped_by_themselves_or_with_their_completion(rule, expected):
+    inputs = FilterInputs(**{**vars(_inputs([0.0] * 5, [0, 0, 0, 1, 1])), "lag": torch.tensor([0, 1, 3, 2, 1])})
+    assert rule.kept(inputs).tolist() == expected
+
+
+def test_a_filter_by_age_needs_ages():
+    assert Stale(1).needs == {"lag"}
+    with pytest.raises(InputError, match=r"TokenBatch\.lag"):
+        Stale(1).kept(_inputs([0.0], [0]))
+    with pytest.raises(ConfigurationError, match="at least 0"):
+        Stale(-1)

@@ -44,7 +44,7 @@ def test_a_choice_that_does_not_exist_is_refused_in_python_as_in_files(part, opt
 @pytest.mark.parametrize(
     "name",
     [
-        *("logp_old", "logp_ref", "logp_sampler", "entropy", "entropy_old", "turn", "selected"),
+        *("logp_old", "logp_ref", "logp_sampler", "entropy", "entropy_old", "turn", "selected", "lag"),
         *("value", "value_old", "value_target", "value_weight"),
     ],
 )

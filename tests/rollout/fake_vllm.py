@@ -34,6 +34,8 @@ class Served:
         tokenizer: of the model.
         context: tokens of prompt and completion.
         key: that requests must carry, or None.
+        token_seconds: draw token by token, with a wait before each, and go on with new weights after a pause; None:
+            whole completions, as the transformers engine draws them.
     """
 
     model: Callable[[], nn.Module]
@@ -43,9 +45,10 @@ class Served:
     faults: dict[str, list[Callable[[Any], Answer]]] = field(default_factory=dict)
     asked: list[tuple[str, Any]] = field(default_factory=list)
     loads: bool = True
+    token_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock, self.begun = threading.Lock(), threading.Event()
         self.restart()
 
     def restart(self) -> None:
@@ -75,7 +78,7 @@ class Served:
                 self.adapters[body["lora_name"]] = load_adapters(self.model(), body["lora_path"])
             case "/v1/unload_lora_adapter":
                 del self.adapters[body["lora_name"]]
-            case "/v1/completions":
+            case "/inference/v1/generate":
                 return self._completed(body)
             case _:
                 raise KeyError(path)
@@ -83,30 +86,62 @@ class Served:
 
     def _load(self, folder: Path) -> None:
         parameters = dict(self.policy.named_parameters())
-        with torch.no_grad():
+        with self.lock, torch.no_grad():
             for name, tensor in read_weights(folder):
                 parameters[name].copy_(tensor)
 
     def _completed(self, body: dict[str, Any]) -> dict[str, Any]:
         model = self.policy if body["model"] == "policy" else self.adapters[body["model"]]
+        asked = body["sampling_params"]
+        if self.token_seconds is not None:
+            return {"choices": [self._by_token(body["token_ids"], asked, i) for i in range(asked["n"])]}
         options = SamplingOptions(
-            max_new_tokens=body["max_tokens"], temperature=body["temperature"], stop=tuple(body["stop"])
+            max_new_tokens=asked["max_tokens"], temperature=asked["temperature"], stop=tuple(asked["stop"])
         )
         engine = TransformersEngine(model, self.tokenizer)
         engine.load(Weights.of(model), 0)
         with self.lock:
-            [group] = engine.sample([Prompt("p", "", tuple(body["prompt"]))], body["n"], options, seed=body["seed"])
+            prompt = Prompt("p", "", tuple(body["token_ids"]))
+            [group] = engine.sample([prompt], asked["n"], options, seed=asked["seed"])
+            name = self.name
         return {
             "choices": [
-                {
-                    "index": i,
-                    "token_ids": list(c.token_ids),
-                    "finish_reason": c.finish_reason,
-                    "logprobs": {"token_logprobs": list(c.logp_sampler)},
-                }
-                for i, c in enumerate(group)
+                choice(i, c.token_ids, c.logp_sampler, c.finish_reason, [name] * c.length) for i, c in enumerate(group)
             ]
         }
+
+    def _by_token(self, prompt: list[int], asked: dict[str, Any], index: int) -> dict[str, Any]:
+        """A sample, each of whose tokens is drawn by the weights of its moment."""
+        generator = torch.Generator().manual_seed(asked["seed"] + index)
+        ids, logps, names, reason = list[int](), list[float](), list[str](), "length"
+        while len(ids) < asked["max_tokens"] and reason == "length":
+            time.sleep(self.token_seconds or 0.0)
+            with self.lock, torch.no_grad():
+                if self.paused:
+                    continue
+                logits = self.policy(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, -1]
+                logp = (logits / (asked["temperature"] or 1e-6)).log_softmax(-1)
+                token = int(torch.multinomial(logp.exp(), 1, generator=generator))
+                names.append(self.name)
+            ids.append(token)
+            if len(ids) == 3:
+                self.begun.set()
+            logps.append(float(logp[token]))
+            reason = "stop" if token in asked["stop_token_ids"] else "length"
+        return choice(index, ids, logps, reason, names)
+
+
+def choice(index: int, ids: Any, logps: Any, reason: str, names: list[str]) -> dict[str, Any]:
+    """A sample as vLLM's JSON has it."""
+    starts = [i for i, name in enumerate(names) if i == 0 or name != names[i - 1]]
+    spans = zip(starts, [*starts[1:], len(names)], strict=True)
+    return {
+        "index": index,
+        "token_ids": list(ids),
+        "finish_reason": reason,
+        "logprobs": {"content": [{"token_id": i, "logprob": x} for i, x in zip(ids, logps, strict=True)]},
+        "weight_versions": [{"version": names[start], "start": start, "end": end} for start, end in spans],
+    }
 
 
 @contextmanager
@@ -191,7 +226,7 @@ def changed(served: Served, change: Callable[[dict[str, Any]], Any]) -> Callable
     """The right answer to a request for samples, changed."""
 
     def answer(body: Any) -> Answer:
-        found = served.answer("/v1/completions", body)
+        found = served.answer("/inference/v1/generate", body)
         text = change(found)
         return 200, (text if isinstance(text, str) else json.dumps(found)).encode()
 

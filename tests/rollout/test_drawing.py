@@ -105,10 +105,11 @@ def test_what_is_impossible_is_no_fault_unless_nothing_is_possible():
     assert drawn.token[0] == 10
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-def test_the_kernels_compile_without_spilling_for(capability):
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 120])
+def test_the_kernels_compile_within_99_kib_and_without_spilling_for(capability):
     found = [ahead.Kernel(*kernel) for kernel in ahead.run("tests.rollout.draw_ahead", str(capability))]
     assert {kernel.name for kernel in found} == {
         *("draw_kernel", "finish_kernel", "filter_kernel", "begin_kernel", "end_kernel", "copy_pages_kernel")
     }
     assert max(kernel.spilled for kernel in found) <= 0
+    assert max(kernel.shared_memory for kernel in found) <= 99 * 1024

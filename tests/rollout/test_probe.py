@@ -55,6 +55,21 @@ def test_other_weights_stop_the_run():
         Probe((3, 4), max_difference=1e-4).check(other, load_model(LLAMA, random_weights=True), where="x", version=0)
 
 
+def test_a_second_probe_of_the_same_weights_asks_what_the_trainer_said_before_and_not_the_model():
+    model, known = load_model(LLAMA, random_weights=True), {}
+    ask, probe = _ask(load_model(LLAMA, random_weights=True)), Probe((3, 4), max_difference=1e-4)
+    probe.check(ask, model, where="x", version=0, known=known)
+    assert len(known) == 2
+    with torch.no_grad():
+        model.lm_head.weight.add_(torch.randn(11, 16))
+    assert probe.check(ask, model, where="x", version=0, known=known) < 1e-4
+    with pytest.raises(EngineError):
+        probe.check(ask, model, where="x", version=0)
+    other = _ask(load_model(LLAMA, random_weights=True, seed=1))
+    with pytest.raises(EngineError):  # other tokens from the first on, or others' log-probs
+        probe.check(other, model, where="x", version=0, known=known)
+
+
 def test_tokens_are_scored_at_the_temperature():
     model = load_model(LLAMA, random_weights=True)
     with torch.no_grad():

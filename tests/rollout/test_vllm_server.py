@@ -12,7 +12,7 @@ from logitless.models.loading import load_model
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.rollout.engine import PushingEngine, Weights
 from logitless.rollout.http_client import HttpClient, Patience
-from logitless.rollout.probe import Probe, probe_prompt
+from logitless.rollout.probe import Probe, probe_prompt, scored_tokens
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.transformers import TransformersEngine
 from logitless.rollout.vllm_api import VllmServer
@@ -20,7 +20,7 @@ from logitless.rollout.vllm_server import VllmServerEngine
 from logitless.rollout.weight_sync import AdapterSync, FolderSync
 from logitless.seeds import derived_seed
 from logitless.types import Prompt
-from tests.rollout.fake_vllm import Served, changed, failing, gone, serving, slow
+from tests.rollout.fake_vllm import Served, changed, choice, failing, gone, serving, slow
 
 SHAPE = {
     "model_type": "llama",
@@ -103,12 +103,12 @@ def test_a_group_is_one_request_with_one_settings_object(served, url):
     engine.load(Weights.of(_model()), 0)
     served.asked.clear()
     _sample(engine, options=SamplingOptions(max_new_tokens=6, temperature=0.7, stop=("a",), stop_token_ids=(5,)))
-    asked = [body for path, body in served.asked if path == "/v1/completions"]
-    assert sorted(body["prompt"] for body in asked) == [[3, 4], [5], [6, 7, 8]]
-    for body in asked:
-        assert (body["n"], body["temperature"], body["stop"], body["stop_token_ids"]) == (3, 0.7, ["a"], [2, 5])
-        assert body["return_token_ids"] is True
-    assert len({body["seed"] for body in asked}) == 3
+    asked = [body for path, body in served.asked if path == "/inference/v1/generate"]
+    assert sorted(body["token_ids"] for body in asked) == [[3, 4], [5], [6, 7, 8]]
+    settings = [body["sampling_params"] for body in asked]
+    for each in settings:
+        assert (each["n"], each["temperature"], each["stop"], each["stop_token_ids"]) == (3, 0.7, ["a"], [2, 5])
+    assert len({each["seed"] for each in settings}) == 3
 
 
 def test_at_temperature_0_a_token_has_log_prob_0(url):
@@ -124,7 +124,10 @@ def test_prompts_take_turns_on_several_servers_that_all_get_the_weights(served, 
         engine = _engine(url, second)
         engine.load(Weights.of(model), 0)
         assert _tokens(_sample(engine)) == _expected(model)
-    of = [[body["prompt"] for path, body in each.asked if path == "/v1/completions"][2:] for each in (served, other)]
+    of = [
+        [body["token_ids"] for path, body in each.asked if path == "/inference/v1/generate"][2:]
+        for each in (served, other)
+    ]
     assert [sorted(prompts) for prompts in of] == [[[3, 4], [6, 7, 8]], [[5]]] or of[0]
 
 
@@ -133,7 +136,7 @@ def test_new_weights_are_paused_for_pushed_and_the_prefix_cache_is_reset(served,
     engine.load(Weights.of(_model()), 0)
     served.asked.clear()
     engine.load(Weights.of(_model(1)), 1)
-    told = [path for path, _ in served.asked if path not in ("/weight_info", "/v1/models", "/v1/completions")]
+    told = [path for path, _ in served.asked if path not in ("/weight_info", "/v1/models", "/inference/v1/generate")]
     assert told == [
         "/pause?mode=wait",
         "/update_weight_version",
@@ -198,7 +201,7 @@ def test_a_policy_without_an_adapter_cannot_push_one(url):
 def test_a_passing_fault_is_asked_through_and_changes_nothing(served, url, fault):
     model, engine = _model(), _engine(url)
     engine.load(Weights.of(model), 0)
-    served.faults["/v1/completions"] = [fault, fault]
+    served.faults["/inference/v1/generate"] = [fault, fault]
     assert _tokens(_sample(engine)) == _expected(model)
 
 
@@ -211,8 +214,16 @@ UNUSABLE = {
     "without token ids": (_without("token_ids"), "sample 1 without token ids"),
     "fewer samples": (lambda found: found["choices"].pop(), "2 samples where 3 were asked for"),
     "NaN": (
-        lambda found: found["choices"][0]["logprobs"]["token_logprobs"].__setitem__(0, float("nan")),
+        lambda found: found["choices"][0]["logprobs"]["content"][0].update(logprob=float("nan")),
         "sample 0 with the log-prob nan",
+    ),
+    "log-probs of other tokens": (
+        lambda found: found["choices"][0]["logprobs"]["content"][0].update(token_id=1),
+        "sample 0 of [0-9]+ tokens with log-probs",
+    ),
+    "without the name of its weights": (
+        _without("weight_versions"),
+        "sample 1 of [0-9]+ tokens with the weights' names",
     ),
     "aborted": (lambda found: found["choices"][0].update(finish_reason="abort"), "ended because of 'abort'"),
 }
@@ -222,9 +233,9 @@ UNUSABLE = {
 def test_an_answer_that_lacks_something_is_asked_for_again_and_then_stops_the_run(served, url, change, message):
     model, engine = _model(), _engine(url)
     engine.load(Weights.of(model), 0)
-    served.faults["/v1/completions"] = [changed(served, change)]
+    served.faults["/inference/v1/generate"] = [changed(served, change)]
     assert _tokens(_sample(engine)) == _expected(model)
-    served.faults["/v1/completions"] = [changed(served, change)] * 3
+    served.faults["/inference/v1/generate"] = [changed(served, change)] * 3
     with pytest.raises(EngineError, match=message):
         _sample(engine, PROMPTS[:1])
 
@@ -241,7 +252,7 @@ def test_a_server_that_is_gone_for_good_stops_the_run_at_the_deadline():
 def test_a_server_that_is_too_slow_is_asked_again(served, url):
     model, engine = _model(), _engine(url, seconds=0.4)
     engine.load(Weights.of(model), 0)
-    served.faults["/v1/completions"] = [slow(0.8)]
+    served.faults["/inference/v1/generate"] = [slow(0.8)]
     assert _tokens(_sample(engine, PROMPTS[:1])) == _expected(model, PROMPTS[:1])
 
 
@@ -254,12 +265,13 @@ def test_a_server_that_came_back_with_old_weights_gets_them_again_and_what_it_sa
     def restart(body):
         served.restart()
 
-    served.faults["/v1/completions"] = [restart]
+    served.faults["/inference/v1/generate"] = [restart]
     assert _tokens(_sample(engine)) == _expected(model)
-    served.restart()  # between two rounds: no request fails, and all of the first answers are thrown away
+    served.restart()  # between two rounds: no request fails, and what is said without the weights is thrown away
     served.asked.clear()
     assert _tokens(_sample(engine)) == _expected(model)
-    assert len([path for path, body in served.asked if path == "/v1/completions" and body["n"] == 3]) == 6
+    samples = [body["sampling_params"]["n"] for path, body in served.asked if path == "/inference/v1/generate"]
+    assert samples.count(3) > 3
 
 
 @pytest.mark.parametrize("when", ["between rounds", "during a round", "before a push"])
@@ -272,7 +284,7 @@ def test_weights_that_somebody_else_pushed_stop_the_run(served, url, when):
         return 500, b""
 
     if when == "during a round":
-        served.faults["/v1/completions"] = [intrude]
+        served.faults["/inference/v1/generate"] = [intrude]
     else:
         intrude()
     with pytest.raises(EngineError, match="somebody else pushed, called 'theirs'"):
@@ -290,7 +302,7 @@ def test_a_prompt_longer_than_the_servers_context_is_refused_before_it_is_asked(
 def test_what_a_server_refuses_stops_the_run_with_its_words(served, url):
     engine = _engine(url)
     engine.load(Weights.of(_model()), 0)
-    served.faults["/v1/completions"] = [failing(400, "the prompt is too long")] * 3
+    served.faults["/inference/v1/generate"] = [failing(400, "the prompt is too long")] * 3
     with pytest.raises(EngineError, match="a refusal, HTTP 400: the prompt is too long"):
         _sample(engine)
 
@@ -317,9 +329,10 @@ def test_a_completion_that_ends_where_the_policys_tokenizer_does_not_is_refused(
     engine.load(Weights.of(_model()), 0)
 
     def end_early(found):
-        found["choices"][0].update(finish_reason="stop", token_ids=[3], logprobs={"token_logprobs": [-1.0]})
+        [name] = {span["version"] for span in found["choices"][0]["weight_versions"]}
+        found["choices"][0] = choice(0, [3], [-1.0], "stop", [name])
 
-    served.faults["/v1/completions"] = [changed(served, end_early)] * 3
+    served.faults["/inference/v1/generate"] = [changed(served, end_early)] * 3
     with pytest.raises(EngineError, match=r"finish reason 'stop' .* because of 'length'"):
         _sample(engine)
 
@@ -336,7 +349,7 @@ def test_the_key_is_sent_and_a_wrong_one_is_named():
 def test_ctrl_c_ends_the_requests_under_way(served, url):
     engine = _engine(url)
     engine.load(Weights.of(_model()), 0)
-    served.faults["/v1/completions"] = [slow(20.0)] * 3
+    served.faults["/inference/v1/generate"] = [slow(20.0)] * 3
     interrupt = threading.Timer(0.3, _interrupt_main)
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):
@@ -353,3 +366,62 @@ def _interrupt_main():
 def test_nothing_is_sampled_before_there_are_weights():
     with pytest.raises(EngineError, match="none yet"):
         _sample(_engine("http://127.0.0.1:1"))
+
+
+# --- weights that change while a completion is under way
+
+
+def _in_flight(url, **options):
+    return _engine(url, sync=FolderSync("policy", QUICK, in_flight=True), **options)
+
+
+def _pushed_in_the_middle(served, url, versions=(0, 1)):
+    """Completions of twenty tokens at least, in the middle of which the weights change; and all weights by version."""
+    models = {version: _model(version) for version in versions}
+    engine = _in_flight(url)
+    engine.load(Weights.of(models[versions[0]]), versions[0])
+    served.token_seconds, found = 0.01, []
+    options = SamplingOptions(max_new_tokens=40)
+    asking = threading.Thread(target=lambda: found.extend(engine.sample(PROMPTS, 2, options, seed=7)))
+    asking.start()
+    for version in versions[1:]:
+        served.begun.clear()
+        assert served.begun.wait(30)
+        engine.load(Weights.of(models[version]), version)
+    asking.join()
+    engine.close()
+    return models, [c for group in found for c in group]
+
+
+def test_weights_that_arrive_in_the_middle_of_a_completion_are_those_of_its_later_tokens(served, url):
+    models, completions = _pushed_in_the_middle(served, url)
+    mixed = [c for c in completions if c.token_versions is not None]
+    assert mixed
+    for completion in mixed:
+        assert set(completion.token_versions) == {0, 1}
+        assert list(completion.token_versions) == sorted(completion.token_versions)
+        assert completion.weights_version == 0
+        prompt = next(p for p in PROMPTS if p.id == completion.prompt_id)
+        under = {v: scored_tokens(m, prompt.token_ids, completion.token_ids, 1.0) for v, m in models.items()}
+        by_version = [under[version][t] for t, version in enumerate(completion.token_versions)]
+        assert completion.logp_sampler == pytest.approx(by_version, abs=1e-5)
+        assert completion.logp_sampler != pytest.approx(under[0], abs=1e-2)
+
+
+def test_completions_that_no_push_met_have_one_version(served, url):
+    engine = _in_flight(url)
+    engine.load(Weights.of(_model()), 3)
+    for completion in (c for group in _sample(engine) for c in group):
+        assert (completion.weights_version, completion.token_versions) == (3, None)
+    assert "/pause?mode=keep" in [path for path, _ in served.asked]
+
+
+def test_a_server_that_restarts_while_the_policy_is_trained_is_probed_with_what_the_trainer_said_before(served, url):
+    model, engine = _model(), _engine(url)
+    engine.load(Weights.of(model), 0)
+    expected = _expected(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)  # training goes on, in place
+    served.restart()
+    assert _tokens(_sample(engine)) == expected

@@ -59,8 +59,14 @@ def test_the_lag_is_the_age_of_the_weights_that_drew_and_unknown_where_nobody_sa
         completions = [replace(c, weights_version=v) for c, v in zip(group.completions, versions, strict=True)]
         return judged([replace(group, completions=tuple(completions))])
 
-    assert lag_metrics(drawn_with(5, 2, None), version=6) == {"rollout/lag_mean": 2.5, "rollout/lag_max": 4}
+    expected = {"rollout/lag_mean": 2.5, "rollout/lag_max": 4, "rollout/mixed_fraction": 0.0}
+    assert lag_metrics(drawn_with(5, 2, None), version=6) == expected
     assert lag_metrics(drawn_with(None, None), version=6) == {}
+    block = drawn_with(5, 2)
+    [first, second] = block.drawn[0].completions
+    mixed = replace(second, token_versions=(2,) * (second.length - 1) + (5,))
+    block = replace(block, drawn=(replace(block.drawn[0], completions=(first, mixed)),))
+    assert lag_metrics(block, version=6)["rollout/mixed_fraction"] == 0.5
 
 
 def test_a_block_that_nothing_could_score_has_no_mean_reward():

@@ -78,9 +78,9 @@ def test_shards_and_messages_are_those_of_real_processes(case, num_ranks, tmp_pa
     memory = memory_of_rank(recipe, model, arrangement)
     traffic = traffic_of_rank(recipe, model, arrangement, rows=1, tokens_per_row=20)
     for (shards, gradients), sent in run_on_ranks(num_ranks, _measured, tmp_path, changes):
-        assert memory["shards of weights"] == shards
-        assert memory["shards of gradients"] == gradients
-        assert memory["shards of AdamW moments"] == 2 * gradients
+        assert memory.always["weights"] == shards
+        assert memory.moments["end"]["gradients"] == gradients
+        assert memory.always["AdamW moments"] == 2 * gradients
         assert traffic["weights, forward and backward"] == sent["allgather_base"]
         assert traffic["gradients of shards"] == sent["reduce_scatter_base"]
         assert traffic["shards of the LM head"] == sent["broadcast"] + sent["reduce"]
@@ -92,7 +92,7 @@ def test_more_processes_need_less_each_and_time_is_only_said_where_speeds_are_kn
     model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("meta"))
     found = [forecast(recipe, model, Arrangement(1, shard, 1)) for shard in (1, 2, 4)]
     assert [each.tokens for each in found] == [4096, 2048, 1024]
-    assert found[1].memory_bytes["shards of weights"] == 2 * found[2].memory_bytes["shards of weights"]
+    assert found[1].memory.always["weights"] == 2 * found[2].memory.always["weights"]
     assert found[0].traffic_bytes == {}
     assert found[1].traffic_share is None
     timed = forecast(recipe, model, Arrangement(2, 2, 1), speeds=Speeds(tokens_per_second=1024.0, bytes_per_second=1e6))

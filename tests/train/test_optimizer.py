@@ -3,10 +3,14 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from logitless.train.config import OptimizerSection
 from logitless.train.optimizer import adamw, learning_rate, take_step
 from logitless.train.optimizer import implementation as written_implementation
+from tests.ranks import run_on_ranks
 
 CPU = torch.device("cpu")
 
@@ -144,3 +148,45 @@ def test_a_value_head_without_a_finite_gradient_stops_the_whole_step():
     assert (float(norm), taken) == (3.0, False)
     assert (parameter.item(), readout.item()) == (1.0, 1.0)
     assert parameter.grad is readout.grad is None
+
+
+class _DTensorCalls(TorchDispatchMode):
+    """How many operations are asked of DTensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += any("DTensor" in each.__name__ for each in types)
+        return function(*args, **(kwargs or {}))
+
+
+def _steps(rank, implementation):
+    """Three steps on shards (the second rank has none of the vector), by torch's class and by ours."""
+    mesh = init_device_mesh("cpu", (2,))
+    found, calls = [], []
+    for ours in (True, False):
+        torch.manual_seed(0)
+        given = [nn.Parameter(distribute_tensor(torch.randn(n), mesh, [Shard(0)])) for n in ((3, 2), (1,))]
+        options = OptimizerSection(weight_decay=0.5, implementation=implementation)
+        optimizer = adamw(given, options, CPU)
+        if not ours:
+            optimizer.__class__ = torch.optim.AdamW
+        for number in range(3):
+            for p in given:
+                p.grad = distribute_tensor(torch.full(p.shape, 0.5 - number), mesh, [Shard(0)])
+            with _DTensorCalls() as seen:
+                optimizer.step()
+        calls.append(seen.count)
+        state = [optimizer.state[p][key] for p in given for key in ("exp_avg", "exp_avg_sq")]
+        assert all(moment.placements == (Shard(0),) for moment in state)
+        found.append([tensor.full_tensor().detach() for tensor in [*given, *state]])
+    return found, calls
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+def test_shards_are_updated_as_torch_updates_them_without_asking_dtensors(implementation):
+    for (ours, of_torch), (calls, calls_of_torch) in run_on_ranks(2, _steps, implementation):
+        assert all(torch.equal(a, b) for a, b in zip(ours, of_torch, strict=True))
+        assert calls == 0 < calls_of_torch

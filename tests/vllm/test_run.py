@@ -12,6 +12,7 @@ from logitless.bench.vllm_process import vllm_server
 from logitless.errors import EngineError
 from logitless.rollout.vllm_server import VllmServerEngine
 from logitless.train.checkpoint import checkpoints
+from logitless.train.metrics import repeatable
 from logitless.train.run import start
 from logitless.train.setup import policy_model, tokenizer_of
 from tests.train.tiny import tiny_raw, tiny_recipe
@@ -84,6 +85,33 @@ def test_a_server_that_is_killed_and_not_restarted_ends_the_run_with_a_checkpoin
     lines = list(run.read_metrics())
     assert [line["step"] for line in lines] == list(range(len(lines)))
     assert max(line["parity/difference_max"] for line in lines if "parity/difference_max" in line) < 1e-3
+
+
+def test_a_run_ahead_whose_weights_change_inside_completions_replays_bitwise(tmp_path, process):
+    changes = {
+        "train__blocks": 6,
+        "rollout__staleness": 2,
+        "rollout__zero_signal": "refill",
+        "rollout__prompts_per_block": 8,
+        "rollout__sampling": {"max_new_tokens": 48},
+        "rewards": [{"name": "length", "cap": 48}],
+        "algorithm": {
+            "preset": "grpo",
+            "correction": {"level": "token", "max": 2.0},
+            "filters": [{"name": "stale", "max_lag": 12}],
+        },
+        "train__tokens_per_step": 400,
+        "train__tokens_per_micro_batch": 64,
+    }
+    run, complete = start(_recipe(tmp_path, process, engine={"in_flight": True}, **changes))
+    assert complete
+    lines = [line for line in run.read_metrics() if "rollout/mixed_fraction" in line]
+    assert len(lines) == 6
+    assert max(line["rollout/lag_max"] for line in lines) > 0
+    engine = {"name": "recorded", "path": str(run.path)}
+    changes |= {"rollout__staleness": 0, "rollout__engine": engine}
+    again, _ = start(tiny_recipe(tmp_path, name="again", **_model(tmp_path), **changes))
+    assert [repeatable(line) for line in again.read_metrics()] == [repeatable(line) for line in run.read_metrics()]
 
 
 def test_vllm_in_the_trainers_process_trains_and_the_gate_sees_rounding_alone(tmp_path):

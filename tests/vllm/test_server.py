@@ -200,7 +200,9 @@ def test_trap_the_probes_prompt_is_cached_so_that_a_cache_that_was_not_reset_is_
     fresh = engine_at(process.url)
     fresh.load(Weights.of(tiny_model(6)), 0)
     monkeypatch.setattr(VllmServer, "forget_prefixes", lambda self: None)
-    monkeypatch.setattr(VllmServer, "pause", lambda self: self.client.post("/pause?mode=wait&clear_cache=false"))
+    monkeypatch.setattr(
+        VllmServer, "pause", lambda self, mode: self.client.post(f"/pause?mode={mode}&clear_cache=false")
+    )
     with pytest.raises(EngineError, match="nats of the trainer's"):
         fresh.load(Weights.of(tiny_model(5)), 1)
     fresh.close()
@@ -242,6 +244,34 @@ def test_trap_pause_keep_mixes_two_policies_in_one_completion_and_wait_does_not(
     assert before[0] < 1e-3  # begun with the old weights
     assert before[-1] > 1e-3  # ended with others
     assert after.max() > 0.05  # and of no single policy
+
+
+def test_a_push_in_flight_gives_each_token_the_version_and_the_log_prob_of_the_weights_that_drew_it(engine, process):
+    models = {11: tiny_model(5), 12: tiny_model(6)}
+    fresh, server = engine_at(process.url, in_flight=True), server_at(process.url)
+    settings = SamplingOptions(max_new_tokens=280, stop_token_ids=())
+    for _ in range(8):  # on a busy machine completions may have ended before the push came
+        fresh.load(Weights.of(models[11]), 11)
+        found, begun = [], _generated(server)
+        asking = threading.Thread(target=lambda: found.extend(fresh.sample(PROMPTS, 4, settings, seed=SEED)))  # noqa: B023
+        asking.start()
+        while _generated(server) < begun + 20 * 24 and asking.is_alive():
+            time.sleep(0.005)
+        fresh.load(Weights.of(models[12]), 12)
+        asking.join()
+        mixed = [c for group in found for c in group if c.token_versions is not None]
+        if mixed:
+            break
+    assert mixed
+    for completion in mixed[:6]:
+        prompt = PROMPTS[int(completion.prompt_id)].token_ids
+        under = {v: scored_tokens(m, prompt, completion.token_ids, 1.0) for v, m in models.items()}
+        assert list(completion.token_versions) == sorted(completion.token_versions)
+        assert completion.weights_version == 11
+        expected = [under[version][t] for t, version in enumerate(completion.token_versions)]
+        assert completion.logp_sampler == pytest.approx(expected, abs=1e-3)  # keys were made anew by the new weights
+        assert max(abs(a - b) for a, b in zip(completion.logp_sampler, under[11], strict=True)) > 0.05
+    fresh.close()
 
 
 def test_a_second_client_that_pushes_weights_stops_the_run(engine, process):

@@ -18,7 +18,7 @@ from logitless.bench.machine import environment, release
 from logitless.errors import ConfigurationError, UnavailableError
 
 PACKAGES = ("triton", "transformers")
-PARTS = ("laws", "train_forward", "train_step", "decode")
+PARTS = ("laws", "second_gpu", "train_forward", "train_step", "decode")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,9 +53,13 @@ def run(args: argparse.Namespace) -> int:
     card = here["gpu"].removeprefix("NVIDIA ").split(" ")[0]
     path = args.output / f"bits-{card}.json"
     results = Results(path, here)
+    parts = args.parts.split(",")
+    if "second_gpu" in parts and torch.cuda.device_count() < 2:
+        parts.remove("second_gpu")
+        print("second_gpu: left out, for this machine has one", flush=True)
     started = time.perf_counter()
     for name in args.models.split(","):
-        missing = [part for part in args.parts.split(",") if not results.has(name, part)]
+        missing = [part for part in parts if not results.has(name, part)]
         if not missing or time.perf_counter() - started > args.seconds:
             continue
         measured = Measured(name, results, thorough=args.thorough)

@@ -49,6 +49,8 @@ LAWS = (
     "LoRA, packed in rows of 4096",
     "LoRA, decoded",
 )
+SECOND_GPU = ("on the second GPU, packed in rows of 4096", "on the second GPU, decoded")
+"""Laws of a machine with two GPUs of one kind."""
 STOCK = "transformers' layers, decoded against packed"
 STOCK_PACKED = "transformers' layers, packed in rows of 4096"
 
@@ -73,6 +75,8 @@ class Results:
         rows = [row for row in self.document["rows"] if row["model"] == model]
         if part == "laws":
             return {row.get("comparison") for row in rows} >= set(LAWS)
+        if part == "second_gpu":
+            return {row.get("comparison") for row in rows} >= set(SECOND_GPU)
         if part == "decode":
             return {row["num_rows"] for row in rows if row.get("kind") == part} >= set(DECODED_ROWS)
         return any(row.get("kind") == part for row in rows)

@@ -5,6 +5,7 @@ token's hidden state, log-prob and entropy with the same bits. Two comparisons o
 them, in nats: what the laws remove.
 """
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from logitless.bench.bits_cases import LAWS, STOCK, STOCK_PACKED
+from logitless.bench.bits_cases import LAWS, SECOND_GPU, STOCK, STOCK_PACKED
 from logitless.head.api import token_scores
 from logitless.models.attention import AttentionLayout, PromptGroup
 from logitless.models.decoding import decode_step, empty_caches, prefill
@@ -22,6 +23,7 @@ from logitless.models.lm_head import backbone, backbone_hidden, causal_lm, lm_he
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.paged_attention import PAGE, Chunk, DecodeLayout, PrefillLayout, SharedPages
 from logitless.models.row_invariant import install_row_invariant
+from logitless.models.self_check import self_check
 from logitless.types import PackedInputs
 
 
@@ -117,6 +119,23 @@ class Laws:
         for name, way in ways.items():
             if name in wanted:
                 yield {"comparison": name, **compared(way(), self.reference)}
+
+    def on_another_device(self, device: torch.device) -> Iterator[dict[str, Any]]:
+        """The same tokens by a copy of the model on another device of the same kind, packed otherwise and decoded."""
+        everything = list(self.all)
+        with torch.no_grad():
+            installation = install_row_invariant(self.model)
+            reference = self.packed(everything, self.sizes.packed)
+            installation.remove()
+            there = copy.copy(self)
+            there.model = copy.deepcopy(self.model).to(device)
+            with torch.cuda.device(device if device.type == "cuda" else -1):  # "cuda" is this one inside
+                install_row_invariant(there.model)
+                if device.type == "cuda":
+                    self_check(there.model)
+                ways = (there.packed(everything, self.sizes.small), there.decoded(everything))
+            for name, found in zip(SECOND_GPU, ways, strict=True):
+                yield {"comparison": name, **compared(found, reference)}
 
     # --- packed ------------------------------------------------------------------------------------------------------
 
@@ -482,10 +501,11 @@ def compared(found: Scored, reference: Scored) -> dict[str, int]:
     """Tokens, and how many have another bit in their hidden state, or where it is scored in log-prob or entropy."""
     tokens = differ = 0
     for i, hidden in found.hidden.items():
-        other = _bits_differ(hidden, reference.hidden[i]).any(-1)
+        there = reference.hidden[i].device
+        other = _bits_differ(hidden.to(there), reference.hidden[i]).any(-1)
         if i in found.logp:
-            scored = _bits_differ(found.logp[i], reference.logp[i]) | _bits_differ(
-                found.entropy[i], reference.entropy[i]
+            scored = _bits_differ(found.logp[i].to(there), reference.logp[i]) | _bits_differ(
+                found.entropy[i].to(there), reference.entropy[i]
             )
             other[-len(scored) - 1 : -1] |= scored
         tokens += len(hidden)

@@ -451,6 +451,7 @@ with top-p, top-k, min-p or a penalty makes the two log-probs those of different
 | `top_entropy(quantile)` | tokens whose entropy is among the highest `quantile` of the trained ones | arXiv:2506.01939 |
 | `sampler_rejection(measure, over, max, min)` | tokens whose measure is within the bounds; or all tokens of a sequence whose sum, mean or largest is | verl's rollout correction (`rollout_rs`) |
 | `second_moment(max_mean)` | the tokens of the block with the smallest D^2, as many as have a mean of at most `max_mean` | M2PO (Zheng et al. 2025) |
+| `stale(max_lag)` | tokens whose weights were at most so many optimizer steps behind those of `logp_old`; over a sequence: all of its tokens | AReaL, arXiv:2505.24298; PipelineRL, arXiv:2509.19128 |
 
 `sampler_rejection` measures `k1 = -D`, `k2 = D^2 / 2`, `k3 = exp(D) - 1 - D` or `tv = |p_old - p_sampler|` of the sampled token, D as above. It
 rejects without reweighting; a sampler correction beside it weighs what is kept. verl takes rejected tokens out of the denominator too.

@@ -239,6 +239,7 @@ def _drawn_batch(objective: Objective, weighting: Weighting, dtype: torch.dtype)
         logp_ref=logp_old + draw(total) * 0.3,
         entropy_old=draw(total).abs(),
         turn=position // 3 if "turn" in objective.needs else None,
+        lag=position % 4 if "lag" in objective.needs else None,
     )
 
 

@@ -1,9 +1,11 @@
 """``logitless bench scale``: training steps on several GPUs of this machine, each with as many tokens as one has alone.
 
-Every row is a run of ``torchrun`` on so many GPUs: a model with random weights in bfloat16 with float32 masters (or
-LoRA over a frozen base) takes the same step again and again: forward and backward through backbone and head, sums,
-clipping and AdamW. Efficiency is tokens a second and GPU over those of one GPU alone. Beside the peak of memory stand
-the shards that ``logitless plan`` counts, and beside the step how fast a large collective is, which its forecast needs.
+One run of ``torchrun`` for each number of GPUs measures all models in all layouts: a model with random weights in
+bfloat16 with float32 masters (or LoRA over a frozen base) takes the same step again and again: forward and backward
+through backbone and head, sums, clipping and AdamW. Efficiency is tokens a second and GPU over those of one GPU alone.
+Beside the peak of memory stands what ``logitless plan`` forecasts, and beside the step how fast a large collective is,
+which the forecast of its time needs. ``--head`` times the LM head over shards, where the next one travels while one is
+multiplied and where it is waited for.
 """
 
 import argparse
@@ -11,30 +13,59 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from logitless.bench.machine import environment, write_result
+from logitless.bench.machine import environment, release, write_result
 from logitless.bench.step_contenders import SHAPES, TINY, Shape
 from logitless.data.packing import pack
 from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.ranks import Ranks, ranks_of_environment
 from logitless.distributed.sharding import local_part
+from logitless.distributed.tree import TreeSum
 from logitless.errors import ConfigurationError, UnavailableError
+from logitless.head import sharded, token_scores
 from logitless.train.config import OptimizerSection
 from logitless.train.masters import lower_to
 from logitless.train.optimizer import adamw, take_step
 from logitless.train.policy import Policy
-from logitless.types import Completion, PackedBatch, Prompt
+from logitless.train.training_memory import training_memory
+from logitless.types import Completion, LMHead, PackedBatch, Prompt
 
 PACKAGES = ("triton", "transformers", "peft")
-LAYOUTS = ("shard", "replicate", "sequence")
-"""Which dimension of ``parallel`` has all the GPUs."""
+LAYOUTS = ("shard", "replicate", "sequence", "in_order")
+"""Which dimension of ``parallel`` has all the GPUs; in_order: copies whose gradients are summed in one fixed order."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What each row does.
+
+    Args:
+        tokens: read by a rank in a micro-batch, or by all ranks where they share sequences.
+        length: of a sequence.
+        micro_batches: of a rank in a step.
+        steps: timed.
+        warm_up_tokens: of the step before them; None: as many as in the others.
+        head_budget: bytes for kept exponentials; None: the head's own choice.
+        device: ``cuda`` or ``cpu``.
+    """
+
+    tokens: int = 16384
+    length: int = 2048
+    micro_batches: int = 1
+    steps: int = 5
+    warm_up_tokens: int | None = None
+    head_budget: int | None = None
+    device: str = "cuda"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,15 +74,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", default=names, help=f"by commas, of {names},{TINY.name}")
     parser.add_argument("--gpus", default="1,2,4", help="numbers of GPUs, by commas; begin with 1")
     parser.add_argument("--layouts", default="shard,replicate", help=f"by commas, of {','.join(LAYOUTS)}")
-    parser.add_argument("--tokens", type=int, default=16384, help="read by each GPU in a step (by all, under sequence)")
+    parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch of each GPU (of all, if sequence)")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--micro-batches", type=int, default=1, help="of each GPU in a step")
     parser.add_argument("--steps", type=int, default=5, help="timed steps, after one that is not")
+    parser.add_argument("--warm-up-tokens", type=int, help="of the step that is not timed, where others take minutes")
+    parser.add_argument("--head-budget", type=int, help="bytes that the head may keep; default: half of what is free")
+    parser.add_argument("--head", action="store_true", help="time the head over shards as well")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder of the JSON files")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the tool itself with --models tiny")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every model on every number of GPUs and write ``scale-<model>.json``; 0 when all is well."""
+    """Measure every model on every number of GPUs and add the rows to ``scale-<model>.json``; 0 when all is well."""
     counts = [int(n) for n in args.gpus.split(",")]
     if args.device == "cuda" and torch.cuda.device_count() < max(counts):
         raise UnavailableError(
@@ -61,95 +96,212 @@ def run(args: argparse.Namespace) -> int:
         )
     args.output.mkdir(parents=True, exist_ok=True)
     for name in args.models.split(","):
-        shape = _shape(name)
-        rows: list[dict[str, Any]] = []
-        for gpus in counts:
-            for layout in args.layouts.split(",") if gpus > 1 else ["shard"]:
-                rows.append(_launched(args, shape, gpus, layout))
-                alone = next((row["tokens_per_second"] for row in rows if row["gpus"] == 1), None)
-                rows[-1]["efficiency"] = None if alone is None else rows[-1]["tokens_per_second"] / (alone * gpus)
-                print(json.dumps(rows[-1]), flush=True)
-                document = {"environment": environment(args.device, PACKAGES), "model": shape.name, "rows": rows}
-                write_result(args.output / f"scale-{shape.name}.json", document)
+        _shape(name)
+    for gpus in counts:
+        _launched(args, gpus)
     return 0
 
 
-def _launched(args: argparse.Namespace, shape: Shape, gpus: int, layout: str) -> dict[str, Any]:
-    """One row, measured by processes that torchrun starts."""
-    options = [shape.name, layout, args.tokens, args.length, args.steps, args.device]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", gpus]
-    command += ["-m", "logitless.bench.scale", *options]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
-    said = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not said:
-        raise UnavailableError(
-            needed=f"{gpus} processes that train {shape.name}",
-            given=(done.stderr.strip().splitlines() or ["nothing"])[-1],
-            remedy="Give fewer --tokens, or a smaller model.",
-        )
-    return json.loads(said[-1])
+def _launched(args: argparse.Namespace, gpus: int) -> None:
+    """Measure by processes that torchrun starts; each row is kept as it comes."""
+    work = Work(
+        args.tokens,
+        args.length,
+        args.micro_batches,
+        args.steps,
+        args.warm_up_tokens,
+        args.head_budget,
+        args.device,
+    )
+    layouts = [each for each in args.layouts.split(",") if gpus > 1 or each == "in_order"] or ["shard"]
+    if gpus == 1 and "shard" not in layouts:
+        layouts.insert(0, "shard")
+    order = {"models": args.models.split(","), "layouts": layouts, "head": args.head and gpus > 1, "work": asdict(work)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    command += ["-m", "logitless.bench.scale", json.dumps(order)]
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as running,
+    ):
+        assert running.stdout is not None
+        for line in running.stdout:
+            if line.startswith("{"):
+                print(line, end="", flush=True)
+                _keep(args, json.loads(line))
+        if running.wait():
+            errors.seek(0)
+            said = [line for line in errors.read().splitlines() if "Error" in line]
+            raise UnavailableError(
+                needed=f"{gpus} processes that train {args.models}",
+                given=(said or ["nothing"])[0],
+                remedy="Give fewer --tokens, or a smaller model.",
+            )
 
 
-def measured(
-    ranks: Ranks, shape: Shape, layout: str, *, tokens: int, length: int, steps: int, device: str
-) -> dict[str, Any]:
+def _keep(args: argparse.Namespace, row: dict[str, Any]) -> None:
+    """Add a row to its model's file, in the place of an older one of the same work."""
+    path = args.output / f"scale-{row['model']}.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = [each for each in rows if _key(each) != _key(row)] + [row]
+    of_one = {
+        _work_of(each): each["tokens_per_second"] for each in rows if (each["gpus"], each["layout"]) == (1, "shard")
+    }
+    for each in rows:
+        if "tokens_per_second" in each:
+            alone = of_one.get(_work_of(each))
+            each["efficiency"] = None if alone is None else each["tokens_per_second"] / (alone * each["gpus"])
+    rows.sort(key=lambda each: (each["gpus"], _work_of(each)[:3], each["layout"]))
+    write_result(path, {"environment": environment(args.device, PACKAGES), "model": row["model"], "rows": rows})
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a row is of."""
+    return row["gpus"], row["layout"], _work_of(row)
+
+
+def _work_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What each GPU does, or all of them where they share sequences."""
+    return row["tokens"], row["length"], row["micro_batches"], row["head_budget"]
+
+
+def measured(ranks: Ranks, shape: Shape, layout: str, work: Work) -> dict[str, Any]:
     """The row of this process's run.
 
     Args:
         ranks: all of them.
         shape: of the model.
         layout: of ``LAYOUTS``.
-        tokens: read by each rank in a step, or by all where they share sequences.
-        length: of a sequence.
-        steps: timed.
-        device: ``cuda`` or ``cpu``.
+        work: of each rank.
     """
     arrangement = _arrangement(ranks.world, layout)
+    device = work.device
     ranks = ranks.arranged(arrangement)
     model = shape.build(device)
     if shape.lora_rank is None:
         lower_to(torch.bfloat16, model.parameters())
-    policy = Policy(model)
+    forecast = training_memory(
+        model,
+        arrangement,
+        tokens=work.tokens // arrangement.sequence,
+        head_budget=work.head_budget,
+        in_order=layout == "in_order",
+    )
+    policy = Policy(model, memory_budget=work.head_budget)
     if arrangement.is_sharded:
         policy.shard(arrangement.mesh(device))
     if ranks.sequence is not None:
         policy.share_sequences(ranks.sequence)
     optimizer = adamw(policy.model.parameters(), OptimizerSection(), policy.device)
-    batch = _batch(shape, tokens, length, seed=ranks.data_rank)
+    batch = _batch(shape, work.tokens, work.length, seed=ranks.data_rank)
+    first = batch
+    if work.warm_up_tokens is not None:
+        first = _batch(shape, work.warm_up_tokens, min(work.length, work.warm_up_tokens), seed=ranks.data_rank)
     seconds = []
-    for step in range(steps + 1):
+    for step in range(work.steps + 1):
         ranks.barrier()
         _wait(device)
         began = time.perf_counter()
-        scores = policy.scores(batch, temperature=1.0, backend="auto")
-        (scores.logp.sum() / tokens).backward()  # type: ignore[no-untyped-call]
-        ranks.sum_gradients(policy.named_parameters().values())
-        take_step(optimizer, rate=0.0, max_grad_norm=1.0, ranks=ranks)
+        _add_gradients(policy, batch if step else first, ranks, work, in_order=layout == "in_order")
+        take_step(optimizer, rate=0.0, max_grad_norm=1.0, ranks=ranks, as_several=layout == "in_order")
         _wait(device)
         if step:
             seconds.append(float(ranks.max(time.perf_counter() - began)))
+        elif device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
     parts = ranks.world // arrangement.sequence
     shards = [local_part(parameter) for parameter in policy.named_parameters().values()]
     return {
         "gpus": ranks.world,
         "model": shape.name,
+        "layout": layout,
         "parallel": {
             "replicate": arrangement.replicate,
             "shard": arrangement.shard,
             "sequence": arrangement.sequence,
         },
-        "tokens_per_second": parts * tokens / statistics.median(seconds),
+        "tokens": work.tokens,
+        "length": work.length,
+        "micro_batches": work.micro_batches,
+        "head_budget": work.head_budget,
+        "tokens_per_second": parts * work.tokens * work.micro_batches / statistics.median(seconds),
         "seconds": seconds,
         "peak_bytes": ranks.max(torch.cuda.max_memory_allocated() if device == "cuda" else 0),
+        "forecast_bytes": forecast.peak_bytes,
         "weight_bytes": ranks.max(sum(part.numel() * part.element_size() for part in shards)),
         "bytes_per_second": _bytes_per_second(ranks, device),
     }
 
 
+def _add_gradients(policy: Policy, batch: PackedBatch, ranks: Ranks, work: Work, *, in_order: bool) -> None:
+    """A step's gradients on this rank, the sums over all of them."""
+    parameters = [p for p in policy.named_parameters().values() if p.requires_grad]
+    total = TreeSum()
+    for _ in range(work.micro_batches):
+        scores = policy.scores(batch, temperature=1.0, backend="auto")
+        (scores.logp.sum() / work.tokens).backward()  # type: ignore[no-untyped-call]
+        if in_order:
+            total.add([p.grad for p in parameters])
+            for p in parameters:
+                p.grad = None
+    if not in_order:
+        ranks.sum_gradients(parameters)
+        return
+    for p, gradient in zip(parameters, total.whole(), strict=True):
+        p.grad = gradient
+    ranks.sum_gradients_in_order(parameters)
+
+
+def head_over_shards(ranks: Ranks, shape: Shape, work: Work) -> dict[str, Any]:
+    """Seconds of the head's forward and backward where ranks have shards of its weight and tokens of their own.
+
+    Args:
+        ranks: all of them.
+        shape: of the model whose head it is.
+        work: ``tokens`` rows on each rank.
+
+    Returns:
+        A row with ``waits``, where every shard and sum is waited for, and ``overlaps``, where the next ones are under
+        way meanwhile; and ``whole``, of a rank that has all of the weight and nobody to wait for.
+    """
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    device, width = work.device, int(shape.config["hidden_size"])
+    generator = torch.Generator(device).manual_seed(ranks.rank)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    hidden = torch.randn(work.tokens, width, device=device, generator=generator).to(dtype).requires_grad_()
+    target = torch.randint(0, shape.vocabulary, (work.tokens,), device=device, generator=generator)
+    full = (torch.randn(shape.vocabulary, width, device=device, generator=generator) * width**-0.5).to(dtype)
+    cut = distribute_tensor(full, Arrangement(1, ranks.world, 1).mesh(device), [Shard(0)])
+
+    def timed(weight: torch.Tensor) -> float:
+        weight = weight.detach().requires_grad_(shape.lora_rank is None)
+        seconds = []
+        for _ in range(work.steps + 1):
+            ranks.barrier()
+            _wait(device)
+            began = time.perf_counter()
+            token_scores(hidden, LMHead(weight), target, memory_budget=work.head_budget).logp.sum().backward()  # type: ignore[no-untyped-call]
+            _wait(device)
+            seconds.append(float(ranks.max(time.perf_counter() - began)))
+            hidden.grad = weight.grad = None
+        return statistics.median(seconds[1:])
+
+    found = {"whole": timed(full)}
+    for name, ahead in (("waits", 0), ("overlaps", sharded.AHEAD)):
+        before, sharded.AHEAD = sharded.AHEAD, ahead
+        try:
+            found[name] = timed(cut)
+        finally:
+            sharded.AHEAD = before
+    named = {"gpus": ranks.world, "model": shape.name, "layout": "head"}
+    sizes = {"tokens": work.tokens, "length": 1, "micro_batches": 1, "head_budget": work.head_budget}
+    return named | sizes | {"seconds": found}
+
+
 def _arrangement(world: int, layout: str) -> Arrangement:
     if layout not in LAYOUTS:
         raise ConfigurationError(needed=f"a layout of {', '.join(LAYOUTS)}", given=layout, remedy="Name one of them.")
-    return Arrangement(**{layout: world})
+    return Arrangement(**{"replicate" if layout == "in_order" else layout: world})
 
 
 def _shape(name: str) -> Shape:
@@ -192,15 +344,22 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _main(arguments: Sequence[str]) -> None:
-    name, layout, tokens, length, steps, device = arguments
-    with ranks_of_environment(device) as ranks:
-        row = measured(
-            ranks, _shape(name), layout, tokens=int(tokens), length=int(length), steps=int(steps), device=device
-        )
-        if ranks.is_first:
-            print(json.dumps(row), flush=True)
+def _main(order: dict[str, Any]) -> None:
+    """All rows of one number of GPUs, printed by the first rank as they come."""
+    work = Work(**order["work"])
+    with ranks_of_environment(work.device) as ranks:
+        for name in order["models"]:
+            rows: list[Callable[[], dict[str, Any]]] = [
+                partial(measured, ranks, _shape(name), layout, work) for layout in order["layouts"]
+            ]
+            if order["head"]:
+                rows.append(partial(head_over_shards, ranks, _shape(name), work))
+            for row in rows:
+                found = row()
+                release(work.device)
+                if ranks.is_first:
+                    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1:])
+    _main(json.loads(sys.argv[1]))

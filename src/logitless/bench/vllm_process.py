@@ -16,6 +16,7 @@ from logitless.rollout.http_client import Fault, HttpClient
 FLAGS = (
     *("--logprobs-mode", "processed_logprobs"),
     *("--generation-config", "vllm"),
+    "--enable-scale-out",
     *("--worker-extension-cls", "logitless.rollout.vllm_worker.FolderWeights"),
 )
 """What every server for logitless is started with; docs/servers.md says why."""

@@ -21,11 +21,13 @@ from logitless.errors import InputError
 from logitless.types import Completion, PackedBatch, PackedInputs, Prompt, SharedInputs
 
 
-def pack(pairs: Sequence[tuple[Prompt, Completion]]) -> PackedBatch:
+def pack(pairs: Sequence[tuple[Prompt, Completion]], *, version: int | None = None) -> PackedBatch:
     """Lay prompt-completion pairs end to end, one sequence each, in the order given.
 
     Args:
         pairs: B prompts with a completion each; tokens with ``trained=False`` are read but get no row.
+        version: of the policy that they are packed for, against which the age of each token is counted; None: without
+            ages.
 
     Returns:
         The batch, on the CPU.
@@ -45,6 +47,7 @@ def pack(pairs: Sequence[tuple[Prompt, Completion]]) -> PackedBatch:
     target: list[int] = []
     turn: list[int] = []
     logp_sampler: list[float] = []
+    lag: list[int] = []
     lengths: list[int] = []
     counts: list[int] = []
     prompts: dict[tuple[int, ...], int] = {}
@@ -66,6 +69,7 @@ def pack(pairs: Sequence[tuple[Prompt, Completion]]) -> PackedBatch:
         turn += [0 if completion.turn is None else completion.turn[j] for j in trained]
         given = completion.logp_sampler
         logp_sampler += [float("nan") if given is None else given[j] for j in trained]
+        lag += [0 if drawn is None or version is None else version - drawn for drawn in _versions(completion, trained)]
         lengths.append(len(read))
         counts.append(len(trained))
         prompt_of.append(prompts.setdefault(prompt.token_ids, len(prompts)))
@@ -82,7 +86,14 @@ def pack(pairs: Sequence[tuple[Prompt, Completion]]) -> PackedBatch:
         target=torch.tensor(target, dtype=torch.long),
         turn=torch.tensor(turn, dtype=torch.long),
         logp_sampler=torch.tensor(logp_sampler, dtype=torch.float32),
+        lag=None if version is None else torch.tensor(lag, dtype=torch.long),
     )
+
+
+def _versions(completion: Completion, tokens: Sequence[int]) -> list[int | None]:
+    """Of the weights that drew these tokens."""
+    each = completion.token_versions
+    return [completion.weights_version if each is None else each[j] for j in tokens]
 
 
 def nothing_to_score() -> PackedBatch:

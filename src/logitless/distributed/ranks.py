@@ -31,6 +31,7 @@ from logitless.errors import ConfigurationError, LogitlessError, LostRankError, 
 
 _Item = TypeVar("_Item")
 BUCKET_BYTES = 64 * 2**20  # of gradients that are summed in one collective; bounds the copy
+ALONE_BYTES = 8 * 2**20  # a gradient from which on its sum is a collective of its own, without a copy
 
 
 @dataclass(frozen=True)
@@ -143,16 +144,32 @@ class Ranks:
         """The value that rank 0 gave, on every rank; the others' is not read and may be None."""
         return self.everyones(value if self.rank == 0 else None)[0]
 
-    def shared(self, count: int) -> range:
+    def first_on_nodes(self, environment: Mapping[str, str] = os.environ) -> tuple[int, ...]:
+        """The first rank of each machine, by the LOCAL_RANK that torchrun gave; without it, all are on one.
+
+        Example:
+            >>> Ranks.alone().first_on_nodes({})
+            (0,)
+        """
+        local = environment.get("LOCAL_RANK", "")
+        said = self.everyones(int(local) if local.isdecimal() else self.rank)
+        return tuple(rank for rank, place in enumerate(said) if place == 0)
+
+    def shared(self, count: int, among: Sequence[int] | None = None) -> range:
         """The places of this rank's share of things whose cost is not known yet, such as prompts to sample for.
 
         Not a collective.
+
+        Args:
+            count: of the things.
+            among: the ranks that take a share; None: all.
 
         Example:
             >>> Ranks.alone().shared(3)
             range(0, 3)
         """
-        return every_nth(count, self.rank, self.world)
+        taking = range(self.world) if among is None else among
+        return every_nth(count, taking.index(self.rank), len(taking)) if self.rank in taking else range(0)
 
     def rows_of(self, rows: Sequence[_Item]) -> Sequence[_Item]:
         """This rank's of the rows of all ranks, which come in turn: the first of every rank, then the second.
@@ -167,14 +184,19 @@ class Ranks:
         """
         return rows[self.data_rank :: self.data_world]
 
-    def together(self, mine: list[Any]) -> list[Any]:
+    def together(self, mine: list[Any], among: Sequence[int] | None = None) -> list[Any]:
         """What the ranks made of their ``shared`` places, in the order of the whole; JSON.
+
+        Args:
+            mine: of this rank.
+            among: as of ``shared``.
 
         Example:
             >>> Ranks.alone().together(["a", "b"])
             ['a', 'b']
         """
-        return in_order(self.everyones(mine))
+        found = self.everyones(mine)
+        return in_order(found if among is None else [found[rank] for rank in among])
 
     def copy_of_first(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the bits of the first, in place.
@@ -235,8 +257,14 @@ class Ranks:
         with _all_present():
             has = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8, device=trained[0].device)
             dist.all_reduce(has, op=dist.ReduceOp.MAX, group=self._everyone)
+            under_way: _Sum | None = None
             for bucket in _buckets([p for p, there in zip(trained, has.tolist(), strict=True) if there]):
-                self._sum_bucket(bucket)
+                begun = _Sum(bucket, self._everyone)
+                if under_way is not None:
+                    under_way.finish()
+                under_way = begun
+            if under_way is not None:
+                under_way.finish()
 
     def sum_gradients_in_order(self, parameters: Iterable[nn.Parameter]) -> None:
         """``sum_gradients`` along the tree of ``tree.py``: the bits do not depend on the number of ranks.
@@ -267,11 +295,29 @@ class Ranks:
                     if found is not None:
                         _set_gradient(p, found)
 
-    def _sum_bucket(self, bucket: list[nn.Parameter]) -> None:
-        flat = _flat(bucket)
-        dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=self._everyone)
-        for p, total in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
-            _set_gradient(p, total)
+
+class _Sum:
+    """The sum of a bucket's gradients, which is under way while the next bucket is laid end to end.
+
+    A gradient alone in its bucket is summed where it lies.
+    """
+
+    def __init__(self, bucket: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self._bucket, self._flat = bucket, None
+        gradient = bucket[0].grad
+        in_place = len(bucket) == 1 and gradient is not None and gradient.dtype == _sum_dtype(bucket[0])
+        if not (in_place and gradient is not None and gradient.is_contiguous()):
+            self._flat = gradient = _flat(bucket)
+        self._work = dist.all_reduce(gradient, op=dist.ReduceOp.SUM, group=group, async_op=True)
+
+    def finish(self) -> None:
+        """Write the sum to the gradients."""
+        assert self._work is not None
+        self._work.wait()
+        if self._flat is not None:
+            parts = torch.split(self._flat, [p.numel() for p in self._bucket])
+            for p, total in zip(self._bucket, parts, strict=True):
+                _set_gradient(p, total)
 
 
 @contextmanager
@@ -410,14 +456,16 @@ def _set_gradient(parameter: nn.Parameter, total: Tensor) -> None:
 
 
 def _buckets(parameters: list[nn.Parameter], most_bytes: int | None = None) -> Iterator[list[nn.Parameter]]:
-    """The parameters in order, cut where a bucket is full or the dtype or device of the sum changes."""
+    """The parameters in order, cut where a bucket is full, around a large one, and where the dtype or device of the
+    sum changes."""
     most_bytes = BUCKET_BYTES if most_bytes is None else most_bytes
     bucket: list[nn.Parameter] = []
     size = 0
     for p in parameters:
         num_bytes = p.numel() * _sum_dtype(p).itemsize
         differs = bucket and (_sum_dtype(p), p.device) != (_sum_dtype(bucket[0]), bucket[0].device)
-        if bucket and (differs or size + num_bytes > most_bytes):
+        alone = max(num_bytes, size if len(bucket) == 1 else 0) >= ALONE_BYTES
+        if bucket and (differs or alone or size + num_bytes > most_bytes):
             yield bucket
             bucket, size = [], 0
         bucket.append(p)

@@ -403,6 +403,7 @@ def _gradients(
     travels = is_sharded(head.weight)
     size = tile(len(rows.target), len(head.weight), call.wide, call.memory_budget)
     of_weight = None
+    of_shards = sharded.GradientOfShards(head.weight) if travels else None
     for shard in shards(head.weight, call.product):
         dtype = call.wide if travels else head.weight.dtype
         of_shard = torch.zeros_like(shard.weight, dtype=dtype) if sums.for_weight else None
@@ -417,11 +418,12 @@ def _gradients(
                     of_block *= sums.unit
                 if of_shard.dtype != call.wide:
                     of_shard[columns] = of_block
-        if of_shard is not None:
-            mine = sharded.summed_on_owner(of_shard, shard, head.weight) if travels else of_shard
-            of_weight = of_weight if mine is None else mine
-    if sums.for_weight and travels:
-        of_weight = sharded.like(head.weight, of_weight)
+        if of_shard is not None and of_shards is not None:
+            of_shards.add(of_shard, shard)
+        else:
+            of_weight = of_shard
+    if sums.for_weight and of_shards is not None:
+        of_weight = sharded.like(head.weight, of_shards.mine())
     of_hidden, of_lora_a = sums.of_hidden_and_lora_a()
     return of_hidden, of_weight, sums.of_bias, of_lora_a, sums.of_lora_b
 

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from logitless.distributed.sharding import is_sharded
 from logitless.head import sharded, vocab_parallel
-from logitless.head.sharded import Shard
+from logitless.head.sharded import GradientOfShards, Shard
 
 UNSEEN = -3e38
 """Stands for the logit of a target whose shard has not arrived yet: its exponential is 0 under every anchor."""
@@ -124,15 +124,12 @@ class Columns:
             return torch.empty_like(shard.weight, dtype=torch.float32)
         return torch.empty_like(self.weight)
 
-    def kept_gradient(self, shard: Shard, gradient: Tensor) -> Tensor | None:
-        """What this rank keeps of a shard's gradient: the sum over all ranks' rows, where it is the owner."""
-        if not is_sharded(self.weight):
-            return gradient
-        total = sharded.summed_on_owner(gradient, shard, self.weight)
-        return None if total is None else total.to(self.weight.dtype)
+    def gradient_of_shards(self) -> GradientOfShards | None:
+        """What sums the gradients of shards over ranks; None where the weight is no shard of another rank's."""
+        return GradientOfShards(self.weight) if is_sharded(self.weight) else None
 
     def as_weight(self, gradient: Tensor | None) -> Tensor | None:
-        """The kept gradient, sharded as the weight is; None where it lies in the parameter's already."""
+        """The gradient of this rank's rows, sharded as the weight is; None where it lies in the parameter's already."""
         if self.summed_into is not None:
             self.summed_into.grad = gradient
             return None
@@ -142,9 +139,10 @@ class Columns:
         """A rank without rows takes part in every broadcast and adds nothing to the weight's gradient."""
         if self.summed_into is not None:
             return None
-        mine = None
+        if trained and not is_sharded(self.weight):
+            return torch.zeros_like(self.weight)
+        gradient = self.gradient_of_shards() if trained else None
         for shard in self.shards_in_turn(dtype):
-            if trained:
-                kept = self.kept_gradient(shard, self.room_for_gradient(shard).zero_())
-                mine = mine if kept is None else kept
-        return self.as_weight(mine) if trained else None
+            if gradient is not None:
+                gradient.add(self.room_for_gradient(shard).zero_(), shard)
+        return None if gradient is None else self.as_weight(gradient.mine())

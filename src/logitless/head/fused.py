@@ -136,7 +136,7 @@ def peak_bytes(
     if shared:
         total += 4 * num_rows * width
     if shards > 1:
-        total += 4 * plan.kept_rows * width + 6 * most * width
+        total += 4 * plan.kept_rows * width + (12 if shards > 2 else 10) * most * width
     if anew:
         columns = passes.block_width(anew, width, most, variant=gpu)
         total += 2 * anew * columns + (4 * anew * width if columns < vocabulary else 0)
@@ -190,8 +190,8 @@ def token_scores(
         rows whose anchor did not fit, the maxima and S and T once more. The gradients of hidden and lora_a are summed
         over the ranks in float32. The shards of an FSDP2 weight are broadcast one after the other, once in the forward
         and once in the backward. A row is then anchored at its largest logit in the first tile of the first shard, and
-        anchored again when a later shard has a logit far above that. The next broadcast starts only when the products
-        with the shard before it have been launched; the two do not overlap.
+        anchored again when a later shard has a logit far above that. Beside its products run the broadcast of the
+        next shard and the sum of the last one's gradient.
     Memory: docs/head.md, "Memory"; beyond kept exponentials, about ``8 N V / 256`` bytes of partial sums in the forward
         and ``2 N D`` in the backward (``6 N D`` and a block of logit gradients when rows are made anew).
     Accumulation: float32; every gradient is rounded once.

@@ -378,6 +378,7 @@ class _Sink:
         self._lent = False
         self._weight: Tensor | None = None
         self._mine: Tensor | None = None
+        self._shards = columns.gradient_of_shards() if needed.weight else None
         self._columns: Tensor | None = None
         self._lora_a: Tensor | None = None
 
@@ -394,8 +395,10 @@ class _Sink:
     def close(self, shard: Shard) -> None:
         """All blocks of this shard came."""
         if self._weight is not None:
-            kept = self._of_ranks.kept_gradient(shard, self._weight)
-            self._mine = self._mine if kept is None else kept
+            if self._shards is None:
+                self._mine = self._weight
+            else:
+                self._shards.add(self._weight, shard)
             self._weight = None
 
     def add_rows(self, part: _Part, k: Tensor, first: int) -> None:
@@ -459,12 +462,13 @@ class _Sink:
         """Every gradient, complete: what is replicated over ranks that share the vocabulary is summed over them."""
         head, columns = self._head, self._columns
         rank = 0 if head.lora_b is None else head.lora_b.shape[1]
+        mine = self._mine if self._shards is None else self._shards.mine()
         for partial in (self._hidden, self._lora_a):
             if partial is not None:
                 self._of_ranks.summed(partial)
         return Gradients(
             hidden=None if self._hidden is None else self._hidden.to(self._dtype),
-            weight=self._of_ranks.as_weight(self._mine) if self._needed.weight else None,
+            weight=self._of_ranks.as_weight(mine) if self._needed.weight else None,
             bias=_like(head.bias, None if columns is None else columns[:, rank]) if self._needed.bias else None,
             lora_a=_like(head.lora_a, self._lora_a) if self._needed.lora_a else None,
             lora_b=_like(head.lora_b, None if columns is None else columns[:, :rank]) if self._needed.lora_b else None,

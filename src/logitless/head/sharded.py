@@ -1,14 +1,16 @@
 """A weight sharded by rows over ranks that hold different tokens (FSDP2): its shards are broadcast in turn.
 
-Each rank scores its own tokens against one shard after the other, so no rank ever holds the whole weight. The gradient
-of a shard is summed over the ranks and stays with the rank that owns it. All ranks must call the head together, also
-those without tokens, and run backward together. Every collective of a backward belongs to one autograd function, which
-issues them in this order on every rank: each shard of the weight and the sum of its gradient, then the sums of bias,
-lora_a and lora_b.
+Each rank scores its own tokens against one shard after the other, so no rank ever holds the whole weight: two shards at
+most, for the next one travels while this one is multiplied. The gradient of a shard is summed over the ranks, while the
+next shard is multiplied, and stays with the rank that owns it. All ranks must call the head together, also those
+without tokens, and run backward together. Every collective of a backward belongs to one autograd function, which starts
+them in this order on every rank: the first shard; then, shard by shard, the one after it and the sum of its gradient;
+then the sums of bias, lora_a and lora_b.
 
 torch's DTensor takes seconds to import, so only what meets one does.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -19,6 +21,9 @@ from torch.distributed import ProcessGroup
 
 from logitless.distributed.sharding import is_sharded
 from logitless.errors import InputError
+
+AHEAD = 1
+"""Shards that travel while another is multiplied with, and sums of gradients; 0 waits for each, to measure against."""
 
 
 class Shard(NamedTuple):
@@ -40,13 +45,29 @@ def shards(weight: Tensor, dtype: torch.dtype) -> Iterator[Shard]:
         yield Shard(0, weight, 0)
         return
     group, local, most = _group(weight), _local(weight), most_rows(weight)
-    for owner, first in enumerate(range(0, len(weight), most)):
+    firsts = list(range(0, len(weight), most))
+
+    def sent(owner: int) -> tuple[Shard, dist.Work]:
+        first = firsts[owner]
         if owner == dist.get_rank(group):
             rows = local.to(dtype, copy=True)
         else:
             rows = local.new_empty(min(most, len(weight) - first), weight.shape[1], dtype=dtype)
-        dist.broadcast(rows, group=group, group_src=owner)
-        yield Shard(first, rows, owner)
+        work = dist.broadcast(rows, group=group, group_src=owner, async_op=True)
+        assert work is not None
+        return Shard(first, rows, owner), work
+
+    coming = deque(sent(owner) for owner in range(min(AHEAD, len(firsts))))
+    for owner in range(len(firsts)):
+        if owner + AHEAD < len(firsts):
+            coming.append(sent(owner + AHEAD))
+        yield _arrived(*coming.popleft())
+
+
+def _arrived(shard: Shard, work: dist.Work) -> Shard:
+    """The shard, once it is here; on a GPU the device waits and the host does not."""
+    work.wait()
+    return shard
 
 
 def most_rows(weight: Tensor) -> int:
@@ -59,15 +80,42 @@ def most_rows(weight: Tensor) -> int:
     return -(-len(weight) // dist.get_world_size(_group(weight))) if is_sharded(weight) else len(weight)
 
 
-def summed_on_owner(gradient: Tensor, shard: Shard, weight: Tensor) -> Tensor | None:
-    """The sum of all ranks' gradients of a shard, on its owner in each copy of the weight; None on the others."""
-    group = _group(weight)
-    dist.reduce(gradient, group=group, group_dst=shard.owner)
-    if shard.owner != dist.get_rank(group):
-        return None
-    if (copies := _copies(weight)) is not None:
-        dist.all_reduce(gradient, group=copies)
-    return gradient
+class GradientOfShards:
+    """The gradient of a sharded weight, shard by shard: the sum over ranks of each is under way while the next one is
+    made.
+
+    Args:
+        weight: the DTensor.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight, self._group = weight, _group(weight)
+        self._under_way: tuple[Tensor, int, dist.Work] | None = None
+        self._mine: Tensor | None = None
+
+    def add(self, gradient: Tensor, shard: Shard) -> None:
+        """Begin to sum all ranks' gradients of a shard; the tensor is given away."""
+        work = dist.reduce(gradient, group=self._group, group_dst=shard.owner, async_op=True)
+        assert work is not None
+        before, self._under_way = self._under_way, (gradient, shard.owner, work)
+        if before is not None:
+            self._keep(*before)
+        if not AHEAD:
+            self.mine()
+
+    def mine(self) -> Tensor | None:
+        """The sum of the rows that this rank owns, complete; None where it owns none. To be called after the last."""
+        if self._under_way is not None:
+            self._keep(*self._under_way)
+            self._under_way = None
+        return self._mine
+
+    def _keep(self, gradient: Tensor, owner: int, work: dist.Work) -> None:
+        work.wait()
+        if owner == dist.get_rank(self._group):
+            if (copies := _copies(self._weight)) is not None:
+                dist.all_reduce(gradient, group=copies)
+            self._mine = gradient
 
 
 def like(weight: Tensor, local: Tensor | None) -> Tensor:

@@ -72,6 +72,7 @@ def from_padded(
     logp_ref: Float[Tensor, "B T"] | None = None,
     entropy_old: Float[Tensor, "B T"] | None = None,
     turn: Int[Tensor, "B T"] | None = None,
+    lag: Int[Tensor, "B T"] | None = None,
     value_old: Float[Tensor, "B T"] | None = None,
     value_target: Float[Tensor, "B T"] | None = None,
 ) -> tuple[TokenBatch, Places]:
@@ -86,7 +87,7 @@ def from_padded(
         token_weight: [B, T], or what makes the weights [N] from the B numbers of trained tokens, such as
             ``lambda counts: SequenceMean()(counts, Totals.of(counts))``.
         tool_mask: [B, T] 1 on the policy's own tokens, 0 on what a tool or environment wrote.
-        logp_old, logp_sampler, logp_ref, entropy_old, turn, value_old, value_target: [B, T].
+        logp_old, logp_sampler, logp_ref, entropy_old, turn, lag, value_old, value_target: [B, T].
 
     Raises:
         InputError: a tensor of another shape than the mask's.
@@ -106,6 +107,7 @@ def from_padded(
         "logp_ref": logp_ref,
         "entropy_old": entropy_old,
         "turn": turn,
+        "lag": lag,
         "value_old": value_old,
         "value_target": value_target,
     }

@@ -7,6 +7,7 @@ and loss stay logitless's own. Rotary embedding is exchanged for the whole proce
 
 import copy
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from logitless.errors import UnavailableError
 from logitless.models.lm_head import causal_lm
+from logitless.models.seeded import seeded
 
 TOLERANCE = 1e-3
 """Largest difference of a logit over the largest logit, and of the gradient norm over itself."""
@@ -56,8 +58,7 @@ def check_liger_layers(config: Any, device: torch.device) -> tuple[float, float]
         setattr(small, name, value)
     if getattr(small, "layer_types", None):
         small.layer_types = small.layer_types[:2]
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
+    with seeded(0, device):
         built = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager").to(device)
         tokens = torch.randint(_VOCABULARY, (2, _TOKENS), device=device)
     plain = _results(built, tokens)
@@ -88,7 +89,12 @@ def _exchange(model: nn.Module) -> None:
     wanted = {"rope": True, "rms_norm": True, "swiglu": True, "geglu": True}
     wanted |= {"cross_entropy": False, "fused_linear_cross_entropy": False}
     known = inspect.signature(apply).parameters
+    modules = {sys.modules[kind.__module__] for kind in (*type(model).__mro__, *map(type, model.modules()))}
+    families = [module for module in modules if module.__name__.startswith("transformers.models.")]
+    classes = [(m, name, kind) for m in families for name, kind in vars(m).items() if isinstance(kind, type)]
     apply(model=model, **{name: value for name, value in wanted.items() if name in known})
+    for module, name, kind in classes:  # the model's layers are exchanged by now; other models keep theirs
+        setattr(module, name, kind)
 
 
 def _exchange_of(model_type: str) -> Any:

@@ -8,7 +8,7 @@ pages that a group shares are read once for all of its rows.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -268,6 +268,17 @@ def decode_attention(
     Raises:
         InputError: shapes or dtypes do not fit each other.
     """
+    step = decoding(query, cache, layout, scale=scale, window=window, softcap=softcap)
+    for launch in step.launches:
+        launch()
+    return step.output, step.log_sum_exp
+
+
+def decoding(
+    query: Tensor, cache: PagedCache, layout: DecodeLayout, *, scale: float | None = None, window: int | None = None,
+    softcap: float | None = None,
+) -> Any:  # fmt: skip
+    """The launches of ``decode_attention`` and its results, which are there once all were made in their order."""
     check_heads(query, cache.key, cache.value)
     if not len(query) == len(layout.position) == len(layout.page_table):
         raise InputError(
@@ -279,8 +290,7 @@ def decode_attention(
     query = launch.as_rows(query)
     choice = attention_tiles(launch.Heads.of(query, cache.key).padded, query.dtype, query.device)
     form = launch.Form(query.shape[2] ** -0.5 if scale is None else scale, window, softcap)
-    output, log_sum_exp = launch.decode(
+    return launch.decoding(
         query, cache.key, cache.value, layout.page_table, layout.position, layout.shared, form, choice,
         reach=layout.reach,
     )  # fmt: skip
-    return output, log_sum_exp

@@ -14,7 +14,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from itertools import cycle
@@ -160,21 +160,24 @@ def check_shapes(
     known_forms = known.setdefault("attention", {})
     new = {form_name(form, dtype): form for form in forms if form_name(form, dtype) not in known_forms}
     unknown = [shape for shape, _ in shapes if shape_name(shape) not in entries]
-    checks = [partial(check_attention, form, dtype, device) for form in new.values()]
-    found = _side_by_side([*checks, *compilations(unknown, thorough=thorough)], device)
-    known_forms |= dict(zip(new, found[: len(new)], strict=True))
+    with _current(device), Beside(device) as beside:  # attention compiles longest: products are checked meanwhile
+        found = {name: beside(partial(check_attention, form, dtype, device)) for name, form in new.items()}
+        for compiled in [beside(call) for call in compilations(unknown, thorough=thorough)]:
+            compiled.result()
+        for shape, few_only in shapes:
+            name = shape_name(shape)
+            entry = entries.get(name)
+            if entry is None:
+                plan, finding = check_linear(shape, thorough=thorough, few_only=few_only)
+                entries[name] = {"plan": _encoded(plan), "finding": asdict(finding)}
+            else:
+                plan, finding = _plan(entry["plan"]), _finding(entry["finding"])
+            set_plan(shape, plan)
+            report.linear[name] = finding
+        known_forms |= {name: differing.result() for name, differing in found.items()}
     report.attention = {form_name(form, dtype): known_forms[form_name(form, dtype)] for form in forms}
-    for shape, few_only in shapes:
-        name = shape_name(shape)
-        entry = entries.get(name)
-        if entry is None:
-            plan, finding = check_linear(shape, thorough=thorough, few_only=few_only)
-            entries[name] = {"plan": _encoded(plan), "finding": asdict(finding)}
-        else:
-            plan, finding = _plan(entry["plan"]), _finding(entry["finding"])
-        set_plan(shape, plan)
-        report.linear[name] = finding
-    torch.cuda.synchronize()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     report.seconds = time.perf_counter() - start
     _write(path, known)
     return report
@@ -366,18 +369,38 @@ def _run_once(tile: Tile, shape: Shape) -> None:
     _try(tile, weight.new_empty(16, shape.length), weight, bias, shape.out_dtype)
 
 
-def _side_by_side(calls: Sequence[Callable[[], Any]], device: torch.device) -> list[Any]:
-    """What each call gives. On a GPU each has a thread, for what takes time is compilation, half a second a kernel."""
-    if device.type != "cuda" or not calls:
-        return [call() for call in calls]
-    triton.runtime.driver.active.get_current_device()  # loads the driver, before several threads do
+class Beside:
+    """Calls in threads of their own on a GPU, whose results are waited for; on a CPU one after the other.
 
-    def on_device(call: Callable[[], Any]) -> Any:
-        with torch.cuda.device(device), torch.no_grad():
+    What takes time is compilation, half a second to two seconds a kernel, of which Python itself has a tenth.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._executor = ThreadPoolExecutor(64 if device.type == "cuda" else 1)
+        if device.type == "cuda":
+            triton.runtime.driver.active.get_current_device()  # loads the driver, before several threads do
+
+    def __enter__(self) -> "Beside":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._executor.shutdown()
+
+    def __call__(self, call: Callable[[], Any]) -> "Future[Any]":
+        """What the call gives, once it has."""
+        return self._executor.submit(self._on_device, call)
+
+    def _on_device(self, call: Callable[[], Any]) -> Any:
+        with _current(self._device), torch.no_grad():
+            if self._device.type == "cuda":
+                torch.zeros(1, device=self._device)  # CUDA's runtime gives a thread its context with its first launch
             return call()
 
-    with ThreadPoolExecutor(len(calls)) as executor:
-        return list(executor.map(on_device, calls))
+
+def _current(device: torch.device) -> torch.cuda.device:
+    """A region in which kernels are launched on this device; none of CUDA's for another kind."""
+    return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
 def _call(way: Way, rows: Tensor, bias: Tensor | None, out: Tensor) -> Callable[[Tensor], object]:
@@ -394,7 +417,7 @@ def _copies(weight: Tensor) -> list[Tensor]:
 def _microseconds(call: Callable[[Tensor], object], weights: Sequence[Tensor], calls: int) -> float:
     """Of one call, in a CUDA graph of some; the least of three replays."""
     turn: Iterator[Tensor] = cycle(weights)
-    stream, graph = _side_stream(), torch.cuda.CUDAGraph()
+    stream, graph = _side_stream(weights[0].device), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         call(next(turn))
@@ -418,9 +441,9 @@ def _microseconds(call: Callable[[Tensor], object], weights: Sequence[Tensor], c
 
 
 @cache
-def _side_stream() -> torch.cuda.Stream:
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all captures: a library keeps a workspace for every stream that it has met."""
-    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _differs(a: Tensor, b: Tensor) -> Tensor:
@@ -465,41 +488,42 @@ def check_attention(form: AttentionForm, dtype: torch.dtype, device: torch.devic
     table = torch.tensor(pages, dtype=torch.int32, device=device).expand(length, -1).contiguous()
     position = torch.arange(length, dtype=torch.int32, device=device)
 
-    def decoded(rows: slice) -> tuple[Tensor, Tensor]:
-        step = paged_attention.DecodeLayout(table[rows].contiguous(), position[rows].contiguous())
-        return paged_attention.decode_attention(query[rows].contiguous(), cache, step, **options)
-
-    def decoded_few() -> Any:
-        return map(torch.cat, zip(*(decoded(slice(start, start + 5)) for start in starts), strict=True))
-
-    def decoded_shared() -> Any:
-        members = torch.arange(length - behind, dtype=torch.int32, device=device)[None]
-        counts = torch.full((length - behind,), num_shared, dtype=torch.int32, device=device)
-        own = paged_attention.DecodeLayout(
-            table[behind:].contiguous(),
-            position[behind:].contiguous(),
-            paged_attention.SharedPages(members, counts[:1], counts),
-        )
-        return paged_attention.decode_attention(query[behind:].contiguous(), cache, own, **options)
+    def decoding(rows: slice, shared: paged_attention.SharedPages | None = None) -> Any:
+        # Copies, as a step has them: a view that starts anywhere would be compiled for anew.
+        step = paged_attention.DecodeLayout(table[rows].clone(), position[rows].clone(), shared)
+        return paged_attention.decoding(query[rows].clone(), cache, step, **options)
 
     starts = range(length % 5, length, 25)
     num_shared = max(1, length * 5 // 8 // page)
     behind = num_shared * page  # rows that see all shared pages
-    places = torch.cat([torch.arange(start, start + 5) for start in starts]).to(device)
-    ways: dict[str, tuple[Callable[[], Any], Any]] = {
-        "decoded": (lambda: decoded(slice(0, length)), slice(None)),
-        "few rows decoded": (decoded_few, places),
-        "decoded behind shared pages": (decoded_shared, slice(behind, None)),
-        "prefilled in chunks": (
-            lambda: paged_attention.prefill_attention(query, cache, prefill, **options), slice(None),
-        ),
-    }  # fmt: skip
+    members = torch.arange(length - behind, dtype=torch.int32, device=device)[None]
+    counts = torch.full((length - behind,), num_shared, dtype=torch.int32, device=device)
+    steps: dict[str, list[tuple[slice, Any]]] = {  # how: rows, and a step that decodes them
+        "decoded": [(rows := slice(0, length), decoding(rows))],
+        "few rows decoded": [(rows := slice(start, start + 5), decoding(rows)) for start in starts],
+        "decoded behind shared pages": [
+            (rows := slice(behind, length), decoding(rows, paged_attention.SharedPages(members, counts[:1], counts)))
+        ],
+    }
     packed = partial(attention.prefix_attention, query, key, value, layout, **options)
-    expected, *found = _side_by_side([packed, *(way for way, _ in ways.values())], device)
+    prefilled = partial(paged_attention.prefill_attention, query, cache, prefill, **options)
+    with Beside(device) as beside:  # every kernel is compiled by itself
+        results = [beside(call) for call in (packed, prefilled)]
+        if device.type == "cuda":
+            alone = [beside(launch) for [(_, step), *_] in steps.values() for launch in step.launches]
+            for each in alone:
+                each.result()
+    expected, in_chunks = (each.result() for each in results)
+    found = {"prefilled in chunks": [(slice(0, length), in_chunks)]}
+    for how, parts in steps.items():
+        for _, step in parts:
+            for launch in step.launches:
+                launch()
+        found[how] = [(rows, (step.output, step.log_sum_exp)) for rows, step in parts]
     return {
-        f"{how}, {what}": int((got.contiguous() != want[rows].contiguous()).sum())
-        for (how, (_, rows)), results in zip(ways.items(), found, strict=True)
-        for what, got, want in zip(("output", "log-sum-exp"), results, expected, strict=True)
+        f"{how}, {what}": sum(int((got[i] != expected[i][rows]).sum()) for rows, got in parts)
+        for how, parts in found.items()
+        for i, what in enumerate(("output", "log-sum-exp"))
     }
 
 

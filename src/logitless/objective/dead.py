@@ -42,6 +42,7 @@ def silent_without_advantage(objective: Objective) -> bool:
         logp_sampler=logp_old + spread(0.5),
         entropy_old=spread(1.0) + 1.0,
         turn=torch.arange(_TOKENS) // 16 % 4,
+        lag=torch.arange(_TOKENS) // 8 % 4,
         selected=selected,
     )
     looked: list[Tensor] = []

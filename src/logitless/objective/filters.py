@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from logitless.errors import ConfigurationError, InputError
@@ -77,6 +77,7 @@ class FilterInputs:
         entropy: [N] of current values, or None.
         entropy_old: [N] of the scoring pass, or None.
         sampler_log_ratio: [N] ``logp_old - logp_sampler``, 0 where the engine gave no value; None without either.
+        lag: [N] optimizer steps between the weights that drew the token and those of ``logp_old``, or None.
         thresholds: of ``block_threshold`` by name, for filters that are settled once a block.
     """
 
@@ -90,6 +91,7 @@ class FilterInputs:
     entropy: Float[Tensor, "N"] | None = None
     entropy_old: Float[Tensor, "N"] | None = None
     sampler_log_ratio: Float[Tensor, "N"] | None = None
+    lag: Int[Tensor, "N"] | None = None
     thresholds: Mapping[str, Float[Tensor, ""]] = field(default_factory=dict)
 
 
@@ -416,4 +418,57 @@ class SecondMoment(TokenFilter):
         return log_ratio.square() <= bound
 
 
-Filter = OffPolicy | TopEntropy | SamplerRejection | SecondMoment
+@dataclass(frozen=True)
+class Stale(TokenFilter):
+    """Drop tokens that were drawn by weights too many optimizer steps ago, by the version of each token.
+
+    Args:
+        max_lag: optimizer steps between the weights that drew a token and those that the block was scored with; 0 keeps
+            what the policy itself drew.
+        over: ``token``; or ``sequence``, which drops a completion with such a token as a whole.
+
+    Raises:
+        ConfigurationError: a negative ``max_lag``.
+
+    Source: tokens of one completion with ages of their own, PipelineRL, arXiv:2509.19128; a bound on age, AReaL,
+        arXiv:2505.24298, which applies it to whole completions while they are collected.
+
+    Example:
+        >>> from logitless.objective.over_ranks import one_rank
+        >>> two = Ranges(torch.tensor([0, 0, 1]), 2, torch.tensor([True, True, True]))
+        >>> now = torch.zeros(3)
+        >>> inputs = FilterInputs(now, now, now == 0, two, one_rank, lag=torch.tensor([3, 1, 1]))
+        >>> Stale(2).kept(inputs), Stale(2, over="sequence").kept(inputs)
+        (tensor([False,  True,  True]), tensor([False, False,  True]))
+    """
+
+    max_lag: int
+    over: Literal["token", "sequence"] = "token"
+    name: Literal["stale"] = field(default="stale", kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if self.max_lag < 0:
+            raise ConfigurationError(
+                needed="a max_lag of at least 0",
+                given=str(self.max_lag),
+                remedy="Use for example twice the optimizer steps of a block.",
+            )
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"lag"})
+
+    def kept(self, inputs: FilterInputs) -> Bool[Tensor, "N"]:
+        """True up to the bound. A token of unknown age counts as one of the policy's own.
+
+        Raises:
+            InputError: the batch has no ``lag``.
+        """
+        old = required(inputs.lag, "lag") > self.max_lag
+        if self.over == "token":
+            return ~old
+        return inputs.sequences.spread(inputs.sequences.sum(old.to(inputs.logp.dtype))) == 0
+
+
+Filter = OffPolicy | TopEntropy | SamplerRejection | SecondMoment | Stale

@@ -20,6 +20,7 @@ _REMEDIES = {
     "entropy_old": "Keep the entropy of the scoring pass and set TokenBatch.entropy_old",
     "entropy_weight": "Set TokenBatch.entropy_weight to the step's Objective.entropy_weight(...)",
     "turn": "Set TokenBatch.turn",
+    "lag": "Set TokenBatch.lag, for example by pack(..., version=...)",
     "value": "Score the batch with a policy that has a value head",
     "value_old": "Keep the values of the scoring pass and set TokenBatch.value_old",
     "value_target": "Set TokenBatch.value_target to that of advantage.Gae",

@@ -181,6 +181,7 @@ class Objective:
             "logp_ref": self.kl is not None,
             "logp_sampler": self.correction is not None or any("logp_sampler" in each.needs for each in self.filters),
             "turn": self.ratio.averages == "turn",
+            "lag": any("lag" in each.needs for each in self.filters),
             "entropy_old": any("entropy_old" in each.needs for each in self.filters),
             "entropy_weight": self.entropy_bonus is not None,
             "selected": self.surrogate.selects == "block",
@@ -512,6 +513,7 @@ class _Step:
             entropy=self.entropy,
             entropy_old=self.batch.entropy_old,
             sampler_log_ratio=self.sampler_log_ratio,
+            lag=self.batch.lag,
             thresholds={} if self.block is None else self.block.thresholds,
         )
 

@@ -90,6 +90,16 @@ class ExactEngine(Engine, Protocol):
 
 
 @runtime_checkable
+class ConcurrentEngine(Engine, Protocol):
+    """An engine that several threads may ask at once, each of which gets its completions as soon as they are there."""
+
+    @property
+    def prompts_at_once(self) -> int:
+        """Prompts that it works on at the same time; 1: one call waits for the other."""
+        ...
+
+
+@runtime_checkable
 class PushingEngine(Engine, Protocol):
     """An engine that pushes weights to another process, and says what that took."""
 

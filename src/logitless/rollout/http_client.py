@@ -276,8 +276,8 @@ def _said(content: bytes) -> str:
 
 
 def _remedy(status: int) -> str:
-    if status in (401, 403):
+    if status == 401:
         return "Give the server's key in api_key_file or api_key_variable of rollout.engine."
-    if status == 404:
+    if status in (403, 404):
         return "Start the server with the flags that docs/servers.md lists, and name its model in rollout.engine.model."
     return "Repair what the server names."

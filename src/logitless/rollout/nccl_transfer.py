@@ -9,7 +9,7 @@ Servers are started with ``--weight-transfer-config '{"backend": "nccl"}'``.
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -50,9 +50,11 @@ class NcclSync:
         patience: with a server that does not answer.
         address: of this machine, as the servers reach it.
         port: of the first server's rendezvous; each further one has the next.
+        in_flight: push while completions are under way, which go on with the new weights.
     """
 
-    def __init__(self, served: str, patience: Patience, *, address: str, port: int) -> None:
+    def __init__(self, served: str, patience: Patience, *, address: str, port: int, in_flight: bool = False) -> None:
+        self._mode: Literal["wait", "keep"] = "keep" if in_flight else "wait"
         self._served, self._patience, self._address, self._port = served, patience, address, port
         self._names = Names()
         self._weights: Weights | None = None
@@ -92,7 +94,7 @@ class NcclSync:
         if server.url not in self._trainers:
             self._trainers[server.url] = self._opened(server)
         try:
-            server.pause()
+            server.pause(self._mode)
             self._trainers[server.url].send_weights()
             server.forget_prefixes()
             server.name_weights(name)
@@ -142,6 +144,22 @@ class NcclSync:
         return self._patience.until_done(
             lambda: self._names.held(server.weights_name()), what="the name of its weights", where=server.url
         )
+
+    def keep_apart(self, client: int) -> None:
+        """Refused: the address that servers are told is one process's.
+
+        Raises:
+            UnavailableError: always.
+        """
+        raise UnavailableError(
+            needed="one node of trainer processes for rollout.engine.weights: {name: nccl}",
+            given=f"a client of number {client} on another",
+            remedy="Set rollout.engine.weights: {name: folder}, or train on one node.",
+        )
+
+    def versions(self, server: VllmServer, model: str, names: Sequence[str]) -> tuple[int, ...]:  # noqa: ARG002
+        """By the names that the server gives them."""
+        return tuple(self._names.version_of(name, server) for name in names)
 
     def close(self) -> None:
         """Close the communicators."""

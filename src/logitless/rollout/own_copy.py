@@ -73,7 +73,9 @@ class OwnCopy:
 
 
 class TurnTaking:
-    """An ``Engine`` elsewhere, to which weights are pushed between two calls of ``sample`` and never during one.
+    """An ``Engine`` elsewhere, to which weights are pushed between calls of ``sample`` and never during one.
+
+    Several threads may sample at once. One that loads waits for them, and calls that begin meanwhile wait for it.
 
     Args:
         inner: has weights of its own, in another process.
@@ -91,7 +93,13 @@ class TurnTaking:
     """
 
     def __init__(self, inner: Engine) -> None:
-        self._inner, self._lock = inner, threading.Lock()
+        self._inner, self._changed = inner, threading.Condition()
+        self._sampling, self._loading = 0, False
+
+    @property
+    def prompts_at_once(self) -> int:
+        """The inner engine's; 1 where it says nothing."""
+        return getattr(self._inner, "prompts_at_once", 1)
 
     @property
     def hand_over(self) -> dict[str, float]:
@@ -99,16 +107,30 @@ class TurnTaking:
         return getattr(self._inner, "hand_over", {})
 
     def load(self, weights: Weights, version: int) -> None:
-        """Wait for the call that is sampling, then push."""
-        with self._lock:
+        """Wait for the calls that are sampling, then push."""
+        with self._changed:
+            self._loading = True
+            self._changed.wait_for(lambda: not self._sampling)
+        try:
             self._inner.load(weights, version)
+        finally:
+            with self._changed:
+                self._loading = False
+                self._changed.notify_all()
 
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
     ) -> list[list[Completion]]:
         """The inner engine's completions."""
-        with self._lock:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._loading)
+            self._sampling += 1
+        try:
             return self._inner.sample(prompts, num_samples, options, seed=seed)
+        finally:
+            with self._changed:
+                self._sampling -= 1
+                self._changed.notify_all()
 
     def close(self) -> None:
         """The inner engine's."""

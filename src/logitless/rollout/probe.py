@@ -5,6 +5,7 @@ Stale weights, stale caches of them, log-probs of another distribution and anoth
 weights that differ by less than the two implementations do, which in bfloat16 is what an optimizer step changes.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,7 +54,15 @@ class Probe:
         """
         return replace(self, prompt=self.prompt[: max(1, context - self.new_tokens)])
 
-    def check(self, ask: Ask, model: nn.Module, *, where: str, version: int) -> float:
+    def check(
+        self,
+        ask: Ask,
+        model: nn.Module,
+        *,
+        where: str,
+        version: int,
+        known: dict[tuple[int, ...], list[float]] | None = None,
+    ) -> float:
         """The largest difference in nats.
 
         Args:
@@ -61,15 +70,23 @@ class Probe:
             model: the trainer's, with the weights that were pushed.
             where: for the error.
             version: of the weights, for the error.
+            known: the trainer's log-probs of tokens that the same weights were probed with before; empty at first, and
+                filled. Where there are some, the model, which may have been trained since, is not asked: the tokens are
+                compared as far as they are the same.
 
         Raises:
             EngineError: it is above ``max_difference``.
         """
         options = SamplingOptions(max_new_tokens=self.new_tokens, temperature=TEMPERATURE)
         worst, sampler, trainer = -1.0, 0.0, 0.0
+        before, found = dict(known or {}), dict[tuple[int, ...], list[float]]()
         for sampled in ask(self.prompt, self.num_samples, options, version):
-            scored = scored_tokens(model, self.prompt, sampled.token_ids, TEMPERATURE, self.autocast)
-            for a, b in zip(sampled.logp, scored, strict=True):
+            ids = sampled.token_ids
+            if before:
+                scored = max((logp[: _shared(ids, other)] for other, logp in before.items()), key=len) or [math.nan]
+            else:
+                scored = found[ids] = scored_tokens(model, self.prompt, ids, TEMPERATURE, self.autocast)
+            for a, b in zip(sampled.logp, scored, strict=not before):
                 if not abs(a - b) <= worst:  # NaN is worse than anything
                     worst, sampler, trainer = abs(a - b), a, b
         if not worst <= self.max_difference:
@@ -80,7 +97,14 @@ class Probe:
                 remedy="docs/servers.md, under 'the probe', lists what it has found: weights or caches that are stale,"
                 " another dtype than the trainer's, a server without --logprobs-mode processed_logprobs.",
             )
+        if known is not None:
+            known.update(found)
         return worst
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens that two sequences begin with alike."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def probe_prompt(tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[int, ...]:

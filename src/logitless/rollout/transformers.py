@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicLayer
 
 from logitless.errors import InputError, TrainingError, UnavailableError
+from logitless.head.contract import on_device
 from logitless.rollout.completions import (
     check_prompts,
     evaluating,
@@ -149,6 +150,7 @@ class TransformersEngine:
         completions: list[list[Completion]] = [[] for _ in prompts]
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
+            stack.enter_context(on_device(next(self._model.parameters()).device))
             stack.enter_context(evaluating(self._model))
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # rows and lengths change with every step
             stack.enter_context(sdpa_kernel(_DECODING_KERNELS))

@@ -7,7 +7,7 @@ logitless uses is named here, but for those of the transfer over NCCL.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote
 
 from logitless.errors import EngineError, InputError
@@ -27,11 +27,13 @@ class Sampled:
         token_ids: the stop token included.
         logp: nats of each, of the distribution that it was drawn from.
         finish_reason: as the server says.
+        weights: the name of the weights that drew each token; empty where nobody says (vLLM in this process).
     """
 
     token_ids: tuple[int, ...]
     logp: tuple[float, ...]
     finish_reason: FinishReason
+    weights: tuple[str, ...] = ()
 
 
 class VllmServer:
@@ -85,10 +87,14 @@ class VllmServer:
             seed: of the first sample; the server adds 1 for each further one.
 
         Raises:
-            UnusableAnswer: fewer samples, or one without token ids, log-probs or a reason.
+            UnusableAnswer: fewer samples, or one without token ids, log-probs, a reason or its weights' names.
         """
-        body = {"model": model, "prompt": list(prompt), "n": num_samples, "seed": seed, **settings}
-        return parsed_samples(self.client.post("/v1/completions", body), num_samples, settings["max_tokens"])
+        body = {
+            "model": model,
+            "token_ids": list(prompt),
+            "sampling_params": {"n": num_samples, "seed": seed, **settings},
+        }
+        return parsed_samples(self.client.post("/inference/v1/generate", body), num_samples, settings["max_tokens"])
 
     # --- weights
 
@@ -104,9 +110,14 @@ class VllmServer:
         """Have every worker run a method."""
         self.client.post("/collective_rpc", {"method": method, "kwargs": dict(arguments)}, seconds=seconds)
 
-    def pause(self) -> None:
-        """Take no new requests up and finish those under way: with ``keep`` they would go on with other weights."""
-        self.client.post("/pause?mode=wait")
+    def pause(self, mode: Literal["wait", "keep"] = "wait") -> None:
+        """Take no new requests up.
+
+        Args:
+            mode: ``wait``: finish those under way; ``keep``: hold them, without their keys and values, so that they go
+                on with whatever weights there are after ``resume``.
+        """
+        self.client.post(f"/pause?mode={mode}")
 
     def resume(self) -> None:
         """Go on."""
@@ -152,7 +163,7 @@ class VllmServer:
 
 
 def request_settings(options: SamplingOptions, ends: Sequence[int]) -> dict[str, Any]:
-    """The fields of a request that say how to sample; each is given, for servers have defaults of their own.
+    """vLLM's parameters of sampling; each is given, for servers have defaults of their own.
 
     Args:
         options: of the recipe.
@@ -171,8 +182,6 @@ def request_settings(options: SamplingOptions, ends: Sequence[int]) -> dict[str,
         "stop": list(options.stop),
         "stop_token_ids": list(ends),
         "logprobs": 0,
-        "return_token_ids": True,
-        "stream": False,
     }
 
 
@@ -224,8 +233,10 @@ def parsed_samples(answer: Any, num_samples: int, most: int) -> list[Sampled]:
 
     Example:
         >>> one = {"index": 0, "token_ids": [4, 2], "finish_reason": "stop"}
-        >>> parsed_samples({"choices": [one | {"logprobs": {"token_logprobs": [-0.5, 0.0]}}]}, 1, 8)[0].token_ids
-        (4, 2)
+        >>> one["logprobs"] = {"content": [{"token_id": 4, "logprob": -0.5}, {"token_id": 2, "logprob": 0.0}]}
+        >>> one["weight_versions"] = [{"version": "a", "start": 0, "end": 1}, {"version": "b", "start": 1, "end": 2}]
+        >>> parsed_samples({"choices": [one]}, 1, 8)[0].weights
+        ('a', 'b')
     """
     try:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
@@ -244,13 +255,23 @@ def _parsed(choice: Mapping[str, Any], most: int) -> Sampled:
     if len(ids) > most:
         raise UnusableAnswer(f"sample {index} of {len(ids)} tokens where {most} were allowed")
     logprobs = choice.get("logprobs")
-    logp = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
-    if not isinstance(logp, list) or len(logp) != len(ids):
-        raise UnusableAnswer(f"sample {index} of {len(ids)} tokens with log-probs {logp!r:.100}")
+    content = logprobs.get("content") if isinstance(logprobs, dict) else None
+    if not isinstance(content, list) or [_of(each, "token_id") for each in content] != ids:
+        raise UnusableAnswer(f"sample {index} of {len(ids)} tokens with log-probs {content!r:.100}")
+    logp = [_of(each, "logprob") for each in content]
     wrong = next((each for each in logp if not isinstance(each, int | float) or not math.isfinite(each)), 0.0)
     if wrong != 0.0:
         raise UnusableAnswer(f"sample {index} with the log-prob {wrong!r}")
     reason = choice.get("finish_reason")
     if reason not in ("stop", "length"):
         raise UnusableAnswer(f"sample {index} that ended because of {reason!r}")
-    return Sampled(tuple(ids), tuple(float(each) for each in logp), reason)
+    spans = choice.get("weight_versions") or ()
+    weights = [_of(span, "version") for span in spans for _ in range(_of(span, "start") or 0, _of(span, "end") or 0)]
+    if len(weights) != len(ids) or not all(isinstance(name, str) for name in weights):
+        raise UnusableAnswer(f"sample {index} of {len(ids)} tokens with the weights' names {spans!r:.100}")
+    return Sampled(tuple(ids), tuple(float(each) for each in logp), reason, tuple(weights))
+
+
+def _of(entry: Any, name: str) -> Any:
+    """A field of an object in JSON; None where either is missing."""
+    return entry.get(name) if isinstance(entry, dict) else None

@@ -1,16 +1,18 @@
 """Sampling on vLLM servers over HTTP: token ids in, token ids and their log-probs out, with weights that were proved.
 
 A prompt is one request for all its samples, so that a group has one settings object. Prompts take turns on the servers.
-What fails is asked for again until a deadline; a server that was restarted gets the weights once more, and what it may
-have sampled without them is thrown away. Gives up: bits. A completion depends, as far as rounding does, on what else
-the server had to do.
+Every sample names the weights that drew each of its tokens. What fails is asked for again until a deadline; a server
+that was restarted gets the weights once more, and what it sampled without them is thrown away. Several threads may ask
+at once, and with ``in_flight`` ways of weights another may push meanwhile. Gives up: bits. A completion depends, as far
+as rounding does, on what else the server had to do.
 """
 
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from torch import nn
@@ -31,12 +33,10 @@ logger = logging.getLogger("logitless")
 
 T = TypeVar("T")
 
-_MOST_ROUNDS = 8  # of sampling again what servers that were restarted had sampled
-
 
 @dataclass
 class _Watched:
-    """A server, and how often its weights were found lost and pushed again."""
+    """A server, how often its weights were found lost and pushed again, and a lock for whoever pushes."""
 
     server: VllmServer
     restarts: int = 0
@@ -44,11 +44,11 @@ class _Watched:
 
 
 @dataclass(frozen=True)
-class _Answer:
-    """Samples of a prompt, and how often their server had been restarted when they were asked for."""
+class _Drawn:
+    """A sample, and the version of the weights that drew each of its tokens."""
 
-    samples: list[Sampled]
-    restarts: int
+    sample: Sampled
+    versions: tuple[int, ...]
 
 
 class VllmServerEngine:
@@ -78,8 +78,29 @@ class VllmServerEngine:
         self._at_once = requests_at_once
         self._weights: Weights | None = None
         self._version, self._context = 0, 0
-        self._pushed_once = False
+        self._turn, self._turn_lock = 0, threading.Lock()
+        self._probed_before: dict[tuple[int, ...], list[float]] = {}
         self.hand_over: dict[str, float | int] = {}
+
+    @property
+    def num_servers(self) -> int:
+        """How many there are."""
+        return len(self._watched)
+
+    def take_share(self, place: int, of: int) -> None:
+        """From now on use every ``of``-th server only, from ``place`` on; other clients have the others.
+
+        Raises:
+            UnavailableError: weights on a way that one process alone can take.
+        """
+        self._watched = self._watched[place::of]
+        if of > 1:
+            self._sync.keep_apart(place)
+
+    @property
+    def prompts_at_once(self) -> int:
+        """Prompts that threads may ask for at the same time."""
+        return self._at_once * len(self._watched)
 
     # --- weights
 
@@ -90,8 +111,11 @@ class VllmServerEngine:
             EngineError: a server that cannot be reached or cannot load them, one that somebody else gave weights to,
                 or a probe whose log-probs differ.
         """
-        push = self._sync.push([watched.server for watched in self._watched], weights, version)
-        self._weights, self._version = weights, version
+        with ExitStack() as pushing:
+            for watched in self._watched:
+                pushing.enter_context(watched.lock)
+            push = self._sync.push([watched.server for watched in self._watched], weights, version)
+            self._weights, self._version, self._probed_before = weights, version, {}
         self._context = min(self._patiently(w.server, "its models", self._context_of) for w in self._watched)
         self.hand_over = {
             "weights/pushed_bytes": push.num_bytes,
@@ -114,7 +138,7 @@ class VllmServerEngine:
             )
 
         return self._probe.within(self._context).check(
-            ask, self._module, where=watched.server.url, version=self._version
+            ask, self._module, where=watched.server.url, version=self._version, known=self._probed_before
         )
 
     @property
@@ -138,7 +162,7 @@ class VllmServerEngine:
             refuse_others(held, watched.server)
             if held == "fresh":
                 logger.warning("%s was restarted: it gets the weights again", watched.server.url)
-                watched.restarts += 1  # before the push: whatever is asked for until then does not count
+                watched.restarts += 1
                 self._sync.again(watched.server)
                 self._probed(watched)
 
@@ -147,7 +171,7 @@ class VllmServerEngine:
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
     ) -> list[list[Completion]]:
-        """Exactly ``num_samples`` completions of each prompt, all with the version of the last push.
+        """Exactly ``num_samples`` completions of each prompt, with the version of the weights that drew each token.
 
         ``logp_sampler`` is of the distribution that was drawn from; at temperature 0, where that is one token, it is 0.
 
@@ -161,46 +185,30 @@ class VllmServerEngine:
         ends = stop_ids(self._tokenizer, module, options)
         settings = request_settings(options, ends)
         asked = [(list(p.token_ids), derived_seed(seed, p.id)) for p in prompts]
-        answers: dict[int, _Answer] = {}
-        for _ in range(_MOST_ROUNDS):
-            missing = [p for p in range(len(prompts)) if p not in answers]
-            if not missing:
-                break
-            answers |= self._round({p: asked[p] for p in missing}, num_samples, settings)
-            for watched in self._watched:
-                self._patiently_current(watched)
-            answers = {p: a for p, a in answers.items() if a.restarts == self._of(p).restarts}
-        else:
-            raise EngineError(
-                needed="servers that keep running for a round of sampling",
-                given=f"restarts in each of {_MOST_ROUNDS} rounds",
-                remedy="Look into the servers' logs for what ends them.",
-            )
-        return [self._completions(prompts[p], answers[p].samples, options, ends) for p in range(len(prompts))]
+        groups = self._round(asked, num_samples, settings)
+        return [self._completions(prompt, group, options, ends) for prompt, group in zip(prompts, groups, strict=True)]
 
-    def _of(self, prompt: int) -> _Watched:
-        """The server that a prompt is completed on."""
-        return self._watched[prompt % len(self._watched)]
-
-    def _patiently_current(self, watched: _Watched) -> None:
-        self._patience.until_done(
-            lambda: self._make_current(watched), what="the name of its weights", where=watched.server.url
-        )
+    def _next_servers(self, count: int) -> list[_Watched]:
+        """Those that so many prompts are completed on, in turn."""
+        with self._turn_lock:
+            first, self._turn = self._turn, self._turn + count
+        return [self._watched[n % len(self._watched)] for n in range(first, first + count)]
 
     def _round(
-        self, asked: dict[int, tuple[list[int], int]], num_samples: int, settings: dict[str, object]
-    ) -> dict[int, _Answer]:
-        """An answer to each prompt; the first error ends all requests."""
+        self, asked: Sequence[tuple[list[int], int]], num_samples: int, settings: dict[str, object]
+    ) -> list[list[_Drawn]]:
+        """The samples of each prompt; the first error ends all requests."""
         stopped = threading.Event()
-        pool = ThreadPoolExecutor(min(len(asked), self._at_once * len(self._watched)), "logitless-requests")
-        futures: dict[Future[_Answer], int] = {}
+        pool = ThreadPoolExecutor(min(max(1, len(asked)), self.prompts_at_once), "logitless-requests")
         try:
-            for p, (ids, seed) in asked.items():
-                futures[pool.submit(self._answer, self._of(p), ids, num_samples, settings, seed, stopped)] = p
+            futures = [
+                pool.submit(self._answer, watched, ids, num_samples, settings, seed, stopped)
+                for watched, (ids, seed) in zip(self._next_servers(len(asked)), asked, strict=True)
+            ]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             for future in done:
                 future.result()
-            return {p: future.result() for future, p in futures.items()}
+            return [future.result() for future in futures]
         except BaseException:  # Ctrl-C too: nothing is left running
             stopped.set()
             for watched in self._watched:
@@ -217,15 +225,14 @@ class VllmServerEngine:
         settings: dict[str, object],
         seed: int,
         stopped: threading.Event,
-    ) -> _Answer:
+    ) -> list[_Drawn]:
         """One prompt's samples, asked for until they come."""
 
-        def attempt() -> _Answer:
-            restarts = watched.restarts
+        def attempt() -> list[_Drawn]:
+            model = self._sync.model()
             try:
-                return _Answer(
-                    watched.server.sample(self._sync.model(), ids, num_samples, settings, seed=seed), restarts
-                )
+                samples = watched.server.sample(model, ids, num_samples, settings, seed=seed)
+                return [_Drawn(each, self._sync.versions(watched.server, model, each.weights)) for each in samples]
             except Refusal as refusal:  # an adapter that a restarted server does not know
                 if refusal.status == 404 and self._sync.held(watched.server) == "fresh":
                     raise PassingFault(str(refusal)) from refusal
@@ -249,9 +256,9 @@ class VllmServerEngine:
         )
 
     def _completions(
-        self, prompt: Prompt, samples: Sequence[Sampled], options: SamplingOptions, ends: Sequence[int]
+        self, prompt: Prompt, drawn: Sequence[_Drawn], options: SamplingOptions, ends: Sequence[int]
     ) -> list[Completion]:
-        greedy = options.temperature == 0
+        greedy, samples = options.temperature == 0, [each.sample for each in drawn]
         made = made_completions(
             self._tokenizer,
             [prompt.id] * len(samples),
@@ -269,8 +276,14 @@ class VllmServerEngine:
                     f" tokens ends because of {completion.finish_reason!r}: ...{list(sample.token_ids[-8:])}",
                     remedy="Start the server with the policy's tokenizer and --generation-config vllm.",
                 )
-        return made
+        return [_with_versions(completion, each.versions) for completion, each in zip(made, drawn, strict=True)]
 
     def close(self) -> None:
         """Remove the folder of weights, if it is a private one; the servers go on running."""
         self._sync.close()
+
+
+def _with_versions(completion: Completion, versions: tuple[int, ...]) -> Completion:
+    """The completion with the oldest version, and with that of each token where there are several."""
+    several = len(set(versions)) > 1
+    return replace(completion, weights_version=min(versions), token_versions=versions if several else None)

@@ -23,7 +23,7 @@ from torch import nn
 from logitless.errors import EngineError
 from logitless.models.lm_head import causal_lm
 from logitless.rollout.engine import Weights
-from logitless.rollout.http_client import Patience
+from logitless.rollout.http_client import PassingFault, Patience
 from logitless.rollout.vllm_api import FRESH, VllmServer
 from logitless.rollout.weight_folder import WeightFolders
 
@@ -66,9 +66,30 @@ class WeightSync(Protocol):
         """What the server holds now."""
         ...
 
+    def keep_apart(self, client: int) -> None:
+        """Share no folder and no port with other clients of the run, each of which has a number."""
+        ...
+
+    def versions(self, server: VllmServer, model: str, names: Sequence[str]) -> tuple[int, ...]:
+        """The version of the weights that drew each token of a sample.
+
+        Args:
+            server: that drew it.
+            model: that was asked for.
+            names: that the server gives the weights of each token.
+
+        Raises:
+            PassingFault: weights that a server was started with.
+            EngineError: somebody else's.
+        """
+        ...
+
     def close(self) -> None:
         """Give back what it made."""
         ...
+
+
+_LOADING = "-loading"
 
 
 class Names:
@@ -81,10 +102,30 @@ class Names:
     def of(self, version: int) -> str:
         return f"{self._mine}-{version}"
 
+    @staticmethod
+    def while_loading(name: str) -> str:
+        """What weights are called until they are all there."""
+        return f"{name}{_LOADING}"
+
     def held(self, name: str) -> Held:
         if name == self.current:
             return "current"
         return "fresh" if name == FRESH else "other"
+
+    def version_of(self, name: str, server: VllmServer) -> int:
+        """The version in a name.
+
+        Raises:
+            PassingFault, EngineError: as of ``WeightSync.versions``.
+        """
+        if name == FRESH:
+            raise PassingFault("a sample of weights that the server was started with")
+        mine, _, version = name.removesuffix(_LOADING).rpartition("-")
+        if mine != self._mine or not version.isdecimal():
+            raise others_weights(name, server)
+        if name.endswith(_LOADING):
+            raise PassingFault("a sample that was drawn while weights were being loaded")
+        return int(version)
 
 
 class FolderSync:
@@ -99,6 +140,7 @@ class FolderSync:
         loader: ``worker``: by ``FolderWeights``, which the server was started with; ``reload``: by vLLM's own
             ``reload_weights``, which reads whole folders only, and on CPUs leaves a tied LM head stale.
         seconds: that a server may take to load.
+        in_flight: push while completions are under way, which go on with the new weights.
     """
 
     def __init__(
@@ -111,8 +153,10 @@ class FolderSync:
         differences_in_a_row: int = 0,
         loader: Literal["worker", "reload"] = "worker",
         seconds: float = 600.0,
+        in_flight: bool = False,
     ) -> None:
         self._served, self._patience, self._loader, self._seconds = served, patience, loader, seconds
+        self._mode: Literal["wait", "keep"] = "keep" if in_flight else "wait"
         self._root, self._is_private = _root_of(root)
         self._folders = WeightFolders(self._root, dtype=dtype, differences_in_a_row=differences_in_a_row)
         self._names, self._folder = Names(), Path()
@@ -145,8 +189,8 @@ class FolderSync:
         assert name is not None, "no weights were pushed yet"
 
         def load() -> None:
-            server.pause()
-            server.name_weights(f"{name}-loading")
+            server.pause(self._mode)
+            server.name_weights(Names.while_loading(name))
             if self._loader == "worker":
                 server.call_workers("load_weight_folder", {"folder": str(self._folder)}, seconds=self._seconds)
             else:
@@ -161,9 +205,20 @@ class FolderSync:
         """By the name that the server gives its weights."""
         return self._names.held(server.weights_name())
 
+    def versions(self, server: VllmServer, model: str, names: Sequence[str]) -> tuple[int, ...]:  # noqa: ARG002
+        """By the names that the server gives them."""
+        return tuple(self._names.version_of(name, server) for name in names)
+
     def held_patiently(self, server: VllmServer) -> Held:
         """The same of a server that may be away for a while."""
         return self._patience.until_done(lambda: self.held(server), what="the name of its weights", where=server.url)
+
+    def keep_apart(self, client: int) -> None:
+        """Write into a folder of this client's own, which a private one is."""
+        if self._is_private:
+            return
+        self._root = self._folders.root = self._root / f"client-{client}"
+        self._root.mkdir(parents=True, exist_ok=True)
 
     def close(self) -> None:
         """Remove a private folder."""
@@ -235,6 +290,20 @@ class AdapterSync:
             return "other"
         return "current" if self.model() in server.models() else "fresh"
 
+    def keep_apart(self, client: int) -> None:
+        """Write into a folder of this client's own, which a private one is."""
+        if self._is_private:
+            return
+        self._root = self._root / f"client-{client}"
+        self._root.mkdir(parents=True, exist_ok=True)
+
+    def versions(self, server: VllmServer, model: str, names: Sequence[str]) -> tuple[int, ...]:
+        """By the adapter's name; the weights below it must be those that it was loaded on."""
+        for name in names:
+            if name != self._bases[server.url]:
+                raise others_weights(name, server)
+        return (self._names.version_of(model, server),) * len(names)
+
     def close(self) -> None:
         """Remove a private folder."""
         if self._is_private:
@@ -248,11 +317,16 @@ def refuse_others(held: Held, server: VllmServer) -> None:
         EngineError: somebody did.
     """
     if held == "other":
-        raise EngineError(
-            needed=f"the policy's weights on {server.url}, which this run pushed",
-            given=f"weights that somebody else pushed, called {server.weights_name()!r}",
-            remedy="Give each run servers of its own; nothing that was sampled since is used. Go on with --resume.",
-        )
+        raise others_weights(server.weights_name(), server)
+
+
+def others_weights(name: str, server: VllmServer) -> EngineError:
+    """What is raised where somebody else gave a server weights."""
+    return EngineError(
+        needed=f"the policy's weights on {server.url}, which this run pushed",
+        given=f"weights that somebody else pushed, called {name!r}",
+        remedy="Give each run servers of its own; nothing that was sampled since is used. Go on with --resume.",
+    )
 
 
 def _root_of(root: Path | None) -> tuple[Path, bool]:

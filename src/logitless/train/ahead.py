@@ -17,12 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from logitless.errors import ConfigurationError, DataError
+from logitless.rollout.engine import ConcurrentEngine
+from logitless.rollout.environment import Driver, Environment
+from logitless.rollout.play import play
+from logitless.seeds import derived_seed
 from logitless.train.block import JudgedBlock
 from logitless.train.collector import Collector
 from logitless.train.config import Recipe, RecordedEngineSection
+from logitless.train.refill import refilled_as_they_come
 from logitless.train.run_folder import write_atomically
 from logitless.train.shared_rollout import group_as_json, group_of_json
-from logitless.types import Prompt
+from logitless.types import Episode, Prompt
 
 LOG = "collected"
 """The log's folder in that of a run."""
@@ -202,7 +207,7 @@ class AheadCollector(Collector):
                     judged, after = self.log.read(block)
                     super().load_state_dict(after)
                 else:
-                    judged = super().next(block, length_factor=factor)
+                    judged = self._drawn(block, factor)
                     after = super().state_dict()
                     self.log.write(block, judged, begun_after=begun_after, before=before, after=after)
                 with self._changed:
@@ -214,6 +219,37 @@ class AheadCollector(Collector):
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+
+    def _drawn(self, block: int, length_factor: float) -> JudgedBlock:
+        """The block from the engine; refills stream where several threads may ask it."""
+        engine, environment, options = self.engine, self.environment, self.options
+        at_once = engine.prompts_at_once if isinstance(engine, ConcurrentEngine) else 1
+        if options.zero_signal != "refill" or at_once == 1 or isinstance(environment, Driver):
+            return super().next(block, length_factor=length_factor)
+        sampling = self.sampling(length_factor)
+
+        def draw(prompt: Prompt, environment: Environment, refill: int) -> list[Episode]:
+            [episodes] = play(
+                engine,
+                [prompt],
+                environment,
+                num_samples=options.completions_per_prompt,
+                options=sampling,
+                seed=derived_seed(self.seed, "rollout", block, refill),
+                limits=options.limits,
+            )
+            return episodes
+
+        return refilled_as_they_come(
+            [self.prompts[i] for i in self.order.next(options.prompts_per_block)],
+            lambda: self.prompts[self.order.next(1)[0]],
+            draw,
+            environment,
+            self.rewards,
+            unscored=options.unscored,
+            max_refills=options.max_refills,
+            at_once=at_once,
+        )
 
 
 class ReplayingCollector(Collector):

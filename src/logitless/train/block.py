@@ -107,13 +107,14 @@ class AdvantagedBlock(ScoredBlock):
             logp_ref=self.logp_ref,
             entropy_old=self.entropy_old,
             turn=self.packed.turn,
+            lag=self.packed.lag,
             value_old=self.value_old,
             value_target=self.value_target,
         )
 
 
-def pack_groups(groups: Sequence[Group]) -> PackedBlock:
-    """The groups' completions end to end, in order.
+def pack_groups(groups: Sequence[Group], *, version: int | None = None) -> PackedBlock:
+    """The groups' completions end to end, in order; ``version`` as of ``pack``.
 
     Example:
         >>> pack_groups([]).packed.num_tokens
@@ -124,7 +125,7 @@ def pack_groups(groups: Sequence[Group]) -> PackedBlock:
         first = sum(len(m) for m in members)
         members.append(tuple(range(first, first + len(group.completions))))
     return PackedBlock(
-        packed=pack([(group.prompt, completion) for group in groups for completion in group.completions]),
+        packed=pack([(group.prompt, c) for group in groups for c in group.completions], version=version),
         groups=tuple(members),
         truncated=tuple(c.finish_reason == "length" for group in groups for c in group.completions),
     )

@@ -100,9 +100,16 @@ def lag_metrics(block: JudgedBlock, *, version: int) -> Numbers:
         block: all groups.
         version: of the weights that are about to be trained.
     """
-    versions = [c.weights_version for g in block.drawn for c in g.completions]
-    lags = [version - each for each in versions if each is not None]
-    return {"rollout/lag_mean": sum(lags) / len(lags), "rollout/lag_max": max(lags)} if lags else {}
+    known = [(c.weights_version, c) for g in block.drawn for c in g.completions if c.weights_version is not None]
+    lags = [version - oldest for oldest, _ in known]
+    if not lags:
+        return {}
+    mixed = sum(completion.token_versions is not None for _, completion in known)
+    return {
+        "rollout/lag_mean": sum(lags) / len(lags),
+        "rollout/lag_max": max(lags),
+        "rollout/mixed_fraction": mixed / len(lags),
+    }
 
 
 def scoring_metrics(block: ScoredBlock, *, passed: bool, seconds: float) -> Numbers:

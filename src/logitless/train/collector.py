@@ -10,6 +10,7 @@ from logitless.distributed.ranks import Ranks
 from logitless.rewards.contract import WeightedReward
 from logitless.rollout.engine import Engine
 from logitless.rollout.environment import Driver, Environment
+from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
 from logitless.train.block import JudgedBlock
 from logitless.train.config import RolloutSection
@@ -56,9 +57,7 @@ class Collector:
             block: number, from 0; with the run's seed it settles everything that is random.
             length_factor: multiplies ``max_new_tokens``.
         """
-        options, sampling = self.options, self.options.sampling
-        if length_factor != 1:
-            sampling = replace(sampling, max_new_tokens=max(1, int(sampling.max_new_tokens * length_factor)))
+        options, sampling = self.options, self.sampling(length_factor)
         drawn, kept, rounds = list[Group](), list[bool](), 0
         limit = 1 + (options.max_refills if options.zero_signal == "refill" else 0)
         while rounds < limit and sum(kept) < options.prompts_per_block:
@@ -79,6 +78,13 @@ class Collector:
             kept += [True] * len(groups) if options.zero_signal == "keep" else signal(groups)
             rounds += 1
         return JudgedBlock(tuple(drawn), tuple(kept), rounds)
+
+    def sampling(self, length_factor: float) -> SamplingOptions:
+        """How a block is sampled whose limit is multiplied."""
+        options = self.options.sampling
+        if length_factor == 1:
+            return options
+        return replace(options, max_new_tokens=max(1, int(options.max_new_tokens * length_factor)))
 
     def close(self) -> None:
         """Nothing is under way between two blocks."""

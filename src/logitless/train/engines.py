@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from logitless.distributed.ranks import Ranks
 from logitless.distributed.sharding import is_sharded
 from logitless.errors import UnavailableError
 from logitless.models.lm_head import backbone, lm_head
@@ -38,6 +39,7 @@ from logitless.train.config import (
     VllmServerEngineSection,
 )
 from logitless.train.metrics import Numbers
+from logitless.train.one_client import OneClientANode, ServerEngine
 
 logger = logging.getLogger("logitless")
 
@@ -77,6 +79,21 @@ class Engines:
         """Give back what they hold."""
         for engine in self.distinct:
             engine.close()
+
+
+def engines_on(ranks: Ranks, engines: Engines) -> Engines:
+    """The engines as several ranks share them: one rank of each node asks servers; any other engine is in each rank.
+
+    A collective.
+
+    Args:
+        ranks: of the run.
+        engines: that this rank opened.
+    """
+    if ranks.world == 1 or not isinstance(engines.training, ServerEngine):
+        return engines
+    shared = OneClientANode(engines.training, ranks)
+    return Engines(shared, shared if engines.evaluation is engines.training else engines.evaluation)
 
 
 def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Engines:
@@ -121,7 +138,7 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
             return Engines(gpu, gpu)
         case VllmServerEngineSection() as section:
             servers = _vllm_servers(recipe, section, tokenizer)
-            if ahead:
+            if ahead and not section.in_flight:
                 servers = TurnTaking(servers)
             return Engines(servers, servers)
         case VllmEngineSection() as section:
@@ -130,7 +147,6 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
 
 
 def _vllm_servers(recipe: Recipe, section: VllmServerEngineSection, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    _check_one_process(section.name)
     key = api_key(section.api_key_file, section.api_key_variable)
     servers = [VllmServer(HttpClient(url, api_key=key, seconds=section.request_seconds)) for url in section.urls]
     patience = Patience(give_up_seconds=section.give_up_seconds)
@@ -145,11 +161,12 @@ def _vllm_servers(recipe: Recipe, section: VllmServerEngineSection, tokenizer: P
                 differences_in_a_row=way.differences_in_a_row,
                 loader=way.loader,
                 seconds=way.seconds,
+                in_flight=section.in_flight,
             )
         case AdapterWeightsSection(path=path):
             sync = AdapterSync(patience, root=None if path is None else Path(path))
         case NcclWeightsSection(address=address, port=port):
-            sync = NcclSync(served, patience, address=address, port=port)
+            sync = NcclSync(served, patience, address=address, port=port, in_flight=section.in_flight)
     dtypes = {recipe.model.trained_dtype, getattr(section.weights, "dtype", None)}
     return VllmServerEngine(
         servers,

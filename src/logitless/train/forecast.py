@@ -16,11 +16,17 @@ from torch import nn
 
 from logitless.distributed.arrangement import Arrangement
 from logitless.models.lm_head import causal_lm
-from logitless.models.units import units_of
 from logitless.models.value_head import ValueHead
-from logitless.train.config import GpuEngineSection, Recipe, TransformersEngineSection
-from logitless.train.masters import master_of
+from logitless.train.config import AutoEngineSection, GpuEngineSection, Recipe, TransformersEngineSection
 from logitless.train.plan import GIB, memory
+from logitless.train.training_memory import TrainingMemory, own_parameters, training_memory
+
+MOMENTS = {
+    "head": "the backward of the LM head",
+    "layers": "the backward of the last layer",
+    "end": "the end of a backward",
+    "sampling": "sampling",
+}
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Forecast:
 
     Args:
         arrangement: of all of them.
-        memory_bytes: by part; not all of them at once, see ``peak_bytes``.
+        memory: by part, always or at one moment.
         traffic_bytes: sent in an optimizer step, by cause.
         rows: micro-batches in a step.
         tokens: read in a step by each rank, at most.
@@ -50,7 +56,7 @@ class Forecast:
     """
 
     arrangement: Arrangement
-    memory_bytes: Mapping[str, int]
+    memory: TrainingMemory
     traffic_bytes: Mapping[str, int]
     rows: int
     tokens: int
@@ -58,11 +64,8 @@ class Forecast:
 
     @property
     def peak_bytes(self) -> int:
-        """The more of training and sampling, which do not overlap."""
-        only_training = sum(n for name, n in self.memory_bytes.items() if name.startswith("training: "))
-        only_sampling = sum(n for name, n in self.memory_bytes.items() if name.startswith("sampling: "))
-        always = sum(self.memory_bytes.values()) - only_training - only_sampling
-        return always + max(only_training, only_sampling)
+        """At the fullest moment: of training, or sampling."""
+        return self.memory.peak_bytes
 
     @property
     def compute_seconds(self) -> float | None:
@@ -115,38 +118,40 @@ def forecast(
 
 def memory_of_rank(
     recipe: Recipe, model: nn.Module, arrangement: Arrangement, value_head: ValueHead | None = None
-) -> dict[str, int]:
-    """Bytes by part; shards are exact, what is an estimate in ``plan`` is one here.
+) -> TrainingMemory:
+    """What a process holds: always, in the moments of a training step, and while it samples.
 
-    Shards are held in the dtype of the masters; a unit is whole, in the dtype of the products, from its gathering until
-    after its use, and the next one is gathered meanwhile.
+    Shards, masters and moments are exact; what layers keep, and what sampling keeps beside the weights, are estimates.
+    Shards are held in the dtype of the masters; to sample, all weights are whole, in that of the products.
     """
-    whole = memory(recipe, model, value_head)
-    if not arrangement.is_sharded:
-        return whole
-    cut = arrangement.weights
-    trained = [p for p in model.parameters() if p.requires_grad]
-    held = sum(_shard_bytes(master_of(p), cut) for p in trained)
-    frozen = sum(_shard_bytes(p, cut) for p in model.parameters() if not p.requires_grad)
-    units = sorted((_unit_bytes(unit) for unit in _own_parameters(model)), reverse=True)
-    gradients = max(sum(4 * p.numel() for p in unit if p.requires_grad) for unit in _own_parameters(model))
-    parts = {
-        "shards of weights": held + frozen,
-        "shards of gradients": held,
-        "shards of AdamW moments": 2 * held,
-    }
-    if "value head" in whole:
-        parts["value head"] = whole["value head"]
-    if "reference" in whole and recipe.parallel.reference == "device":
-        parts["shards of the reference"] = math.ceil(whole["reference"] / cut)
-    parts["training: two units whole"] = sum(units[:2])
-    parts["training: gradients of a unit"] = gradients
-    parts["training: activations (estimate)"] = math.ceil(activations(recipe, model) / arrangement.sequence)
-    parts["training: head"] = whole["head"]
-    if isinstance(recipe.rollout.engine, TransformersEngineSection | GpuEngineSection):
-        parts["sampling: whole weights"] = sum(units)
-        parts["sampling: cache (estimate)"] = whole["activations or cache (estimate)"]
-    return parts
+    section, train, parallel = recipe.model, recipe.train, recipe.parallel
+    one = memory(recipe, model, value_head)
+    found = training_memory(
+        model,
+        arrangement,
+        tokens=math.ceil(train.tokens_per_micro_batch / arrangement.sequence),
+        head_budget=train.head_memory_budget,
+        in_order=parallel.deterministic,
+        number=2 if section.autocast is not None else None,
+        recomputes=section.gradient_checkpointing or train.activation_memory is not None,
+    )
+    always = dict(found.always)
+    if "value head" in one:
+        always["value head"] = one["value head"]
+    if "reference" in one and (parallel.reference == "device" or not arrangement.is_sharded):
+        always["reference"] = math.ceil(one["reference"] / arrangement.weights)
+    moments = {name: dict(parts) for name, parts in found.moments.items()}
+    if "autocast copies" in one:
+        for parts in moments.values():
+            parts["autocast copies"] = one["autocast copies"]
+    if train.activation_memory is not None:
+        for parts in moments.values():
+            parts["inputs of layers"] = max(parts["inputs of layers"], train.activation_memory)
+    if isinstance(recipe.rollout.engine, TransformersEngineSection | GpuEngineSection | AutoEngineSection):
+        moments["sampling"] = {"cache": one["activations or cache (estimate)"]}
+        if arrangement.is_sharded:
+            moments["sampling"]["whole weights"] = sum(_unit_bytes(unit) for unit in own_parameters(model))
+    return TrainingMemory(always, moments)
 
 
 def traffic_of_rank(
@@ -162,7 +167,7 @@ def traffic_of_rank(
         tokens_per_row: of a micro-batch.
     """
     cut, copies, split = arrangement.weights, arrangement.replicate, arrangement.sequence
-    own = _own_parameters(model)
+    own = own_parameters(model)
     gradients = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
     if not arrangement.is_sharded:
         return {} if copies == 1 else {"gradients of copies": 2 * gradients * (copies - 1) // copies}
@@ -195,25 +200,17 @@ def traffic_of_rank(
     return parts
 
 
-def activations(recipe: Recipe, model: nn.Module) -> int:
-    """Bytes of a micro-batch's activations, as in ``plan.memory``; an estimate."""
-    section = recipe.model
-    config: Any = causal_lm(model).config.get_text_config()
-    number = 2 if section.autocast is not None else min(_number(p) for p in model.parameters())
-    kept, worked_on = (1, 1) if section.gradient_checkpointing else (17, 0)
-    per_token = config.hidden_size * number * (config.num_hidden_layers * kept + 17 * worked_on)
-    return recipe.train.tokens_per_micro_batch * per_token
-
-
 def forecast_text(recipe: Recipe, found: Forecast) -> str:
     """For a person."""
     world = found.arrangement.replicate * found.arrangement.weights
-    width = max(len(name) for name in [*found.memory_bytes, *found.traffic_bytes, "peak"])
+    peak = found.memory.fullest
+    memory = {**found.memory.always, **found.memory.moments[peak]}
+    width = max(len(name) for name in [*memory, *found.traffic_bytes, "peak"])
     lines = [
         f"recipe {recipe.name} on {world} processes: {found.arrangement.words}",
         f"  a step reads about {found.tokens:,} tokens a process, in {found.rows} micro-batches",
-        "  memory of each",
-        *(f"    {name:{width}s} {size / GIB:9.3f} GiB" for name, size in found.memory_bytes.items()),
+        f"  memory of each, at its fullest moment ({MOMENTS[peak]})",
+        *(f"    {name:{width}s} {size / GIB:9.3f} GiB" for name, size in memory.items()),
         f"    {'peak':{width}s} {found.peak_bytes / GIB:9.3f} GiB",
         "  sent by each in a step",
         *(f"    {name:{width}s} {size / GIB:9.3f} GiB" for name, size in found.traffic_bytes.items()),
@@ -228,23 +225,6 @@ def forecast_text(recipe: Recipe, found: Forecast) -> str:
             f"at most {100 * (found.traffic_share or 0):.0f}% communication"
         )
     return "\n".join(lines)
-
-
-def _own_parameters(model: nn.Module) -> list[list[nn.Parameter]]:
-    """The parameters of each unit, those of units inside it left out."""
-    seen: set[int] = set()
-    found = []
-    for unit in units_of(model):
-        own = [p for p in dict.fromkeys(unit.parameters()) if id(p) not in seen]
-        seen |= {id(p) for p in own}
-        found.append(own)
-    return found
-
-
-def _shard_bytes(parameter: torch.Tensor, cut: int) -> int:
-    """Of the rank with the most: parameters are cut by rows."""
-    rows = parameter.shape[0] if parameter.ndim else 1
-    return math.ceil(rows / cut) * (parameter.numel() // max(rows, 1)) * parameter.element_size()
 
 
 def _unit_bytes(parameters: list[nn.Parameter]) -> int:

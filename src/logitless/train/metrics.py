@@ -133,7 +133,14 @@ METRICS: tuple[Metric, ...] = (
     ),
     # Age and lengths of completions
     Metric("rollout/lag_mean", "step", "mean", "completion", "age in optimizer steps of the weights that drew a block"),
-    Metric("rollout/lag_max", "step", "max", "completion", "the same"),
+    Metric("rollout/lag_max", "step", "max", "completion", "the same, of a completion's oldest token"),
+    Metric(
+        "rollout/mixed_fraction",
+        "1",
+        "mean",
+        "completion",
+        "whether its tokens were drawn by weights of several versions",
+    ),
     Metric("rollout/turns_mean", "turn", "mean", "completion", "assistant turns, where an environment answers"),
     Metric("rollout/turns_max", "turn", "max", "completion", "the same"),
     Metric("rollout/environment_tokens_mean", "token", "mean", "completion", "tokens that the environment wrote"),

@@ -52,7 +52,7 @@ def prepare(collector: Collector, learner: Learner, journal: Journal) -> Prepare
     if learner.ranks.any(sampled is None):  # all ranks make the pass, or none
         sampled = None
     metrics["sampler/exact"] = int(sampled is not None)
-    packed = pack_groups(judged.trained)
+    packed = pack_groups(judged.trained, version=learner.version)
     if not packed.packed.num_tokens:
         journal.write_rollouts(done + 1, judged)
         return Prepared(judged, None, metrics)

@@ -43,8 +43,11 @@ def compile_all(
         if "decode" in only:
             rows = torch.zeros(3, dtype=torch.int32)
             shared = (torch.zeros(1, 40, dtype=torch.int32), rows[:1], rows)
-            attention_launch.decode(query[:3], key, value, table, rows, shared, form, choice)
-            attention_launch.decode(query[:3], key, value, table[:, :8].contiguous(), rows, None, form, choice)
+            for pages, sharing in ((table, shared), (table[:, :8].contiguous(), None)):
+                for launch in attention_launch.decoding(
+                    query[:3], key, value, pages, rows, sharing, form, choice
+                ).launches:
+                    launch()
     return found
 
 
@@ -56,7 +59,8 @@ def main() -> None:
     for width in widths:
         padded = max(16, 1 << (width - 1).bit_length())
         choice = hopper_tiles(padded) if capability == 90 else plain_tiles(padded)
-        found = compile_all(capability, width, choice, resources=resources)
+        passes = ("forward", "paged", "backward", "decode")
+        found = compile_all(capability, width, choice, only=passes, resources=resources)
         report += [[width, *kernel] for kernel in found]
     print(json.dumps(report))
 

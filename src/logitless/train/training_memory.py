@@ -1,0 +1,210 @@
+"""What a process holds at its fullest in a training step, counted from shapes, moment by moment.
+
+    always    weights (or shards of them, which are the masters), masters, AdamW's moments
+    head      + what the head kept of its forward and makes in its backward, the inputs of all layers,
+                the gradient of the LM head
+    layers    + what the last layer made again, the inputs of all layers, the gradient of the LM head
+    end       + all gradients, what the first layer made again, the gradient of the embedding before it is summed
+
+The peak is the fullest moment: while layers go backward, gradients take the place of their inputs. Inputs and products
+of a decoder layer are counted as transformers' layers keep them (norms in float32, a gated MLP); kernels of our own
+keep less. What torch's allocator wastes between blocks is not counted.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from logitless.distributed.arrangement import Arrangement
+from logitless.models.lm_head import causal_lm
+from logitless.models.units import units_of
+from logitless.train.masters import master_of
+
+BLOCK = 192 * 2**20
+"""Bytes of logit gradients that the head makes anew at once; ``head.passes.BLOCK_BYTES``."""
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes of one process, by part.
+
+    Args:
+        always: held during the whole step.
+        moments: held beside them at each moment, by its name.
+
+    Example:
+        >>> TrainingMemory({"weights": 3}, {"head": {"kept": 4}, "end": {"gradients": 5, "inputs": 1}}).peak_bytes
+        9
+    """
+
+    always: Mapping[str, int]
+    moments: Mapping[str, Mapping[str, int]]
+
+    @property
+    def fullest(self) -> str:
+        """The moment of the peak."""
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+
+    @property
+    def peak_bytes(self) -> int:
+        """All that is held at the fullest moment."""
+        return sum(self.always.values()) + sum(self.moments[self.fullest].values())
+
+
+def training_memory(
+    model: nn.Module,
+    arrangement: Arrangement,
+    *,
+    tokens: int,
+    head_budget: int | None = None,
+    in_order: bool = False,
+    number: int | None = None,
+    recomputes: bool | None = None,
+) -> TrainingMemory:
+    """The bytes of one process in a step.
+
+    Args:
+        model: not sharded yet, on any device, ``meta`` included.
+        arrangement: of the processes.
+        tokens: N, read by this process in a micro-batch, all of them scored.
+        head_budget: bytes for kept exponentials; None: all that there are.
+        in_order: gradients are summed along a tree (``parallel.deterministic``).
+        number: bytes of a number in activations; None: of the narrowest weight.
+        recomputes: layers keep their input alone; None: as the model is set.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+        ...                      vocab_size=11)
+        >>> found = training_memory(LlamaForCausalLM(config), Arrangement(), tokens=4)
+        >>> found.always["AdamW moments"] == 2 * found.always["weights"]
+        True
+    """
+    inner: Any = causal_lm(model)
+    config, cut = inner.config.get_text_config(), arrangement.weights
+    parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    if number is None:
+        number = min(p.element_size() for p in parameters)
+    if recomputes is None:
+        recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    head = inner.get_output_embeddings().weight
+    width, layers, vocabulary = head.shape[1], config.num_hidden_layers, head.shape[0]
+
+    held = sum(shard_bytes(master_of(p), cut) for p in trained)
+    always = {"weights": sum(shard_bytes(p, cut) for p in parameters), "AdamW moments": 2 * held}
+    if any(master_of(p) is not p for p in trained):
+        if arrangement.is_sharded:  # shards are masters
+            always["weights"] = held + sum(shard_bytes(p, cut) for p in parameters if not p.requires_grad)
+        else:
+            always["masters"] = held
+    of_head = shard_bytes(master_of(head), cut) if head.requires_grad else 0
+    one, all_layers = layer_bytes(model, number) * tokens, tokens * width * number * layers
+    made_again = one
+    if not recomputes:
+        all_layers, made_again = one * layers, 0
+    in_use, at_end = _gathered(model, number) if arrangement.is_sharded else (0, 0)
+    row = 2 * width * number * tokens  # the last hidden states and their gradient
+    start = {"inputs of layers": all_layers, "gradient of the LM head": of_head}
+    end = {"gradients": held, "inputs of layers": 0 if recomputes else one, "units in use": in_use + at_end}
+    if in_order:  # a subtree's sum beside the next leaf
+        end["a sum of gradients"] = held
+    return TrainingMemory(
+        always,
+        {
+            "head": start | {"head": row + _head_bytes(tokens, width, vocabulary, number, head_budget, head, cut)},
+            "layers": start | {"made again in a layer": made_again + row, "units in use": in_use},
+            "end": end | {"made again in a layer": made_again + row},
+        },
+    )
+
+
+def layer_bytes(model: nn.Module, number: int) -> int:
+    """Bytes a token that a decoder layer of transformers keeps for its backward, and that its backward makes at once.
+
+    With D, F the inner width of the gated MLP, and H and K all heads' widths of queries and of keys: two norms keep
+    their input in float32 and twice rounded (8 D beside 16 D bytes); attention keeps queries and keys before and after
+    they are turned, values and its output (4 H + 6 K with the pieces that turning cuts), the MLP gate, its activation,
+    the other half and their product (4 F). In the backward of the MLP the gradients of the last three are made beside
+    them (3 F). An adapter in float32 keeps a float32 copy of its input, and the widest output is made in float32.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+        ...                      vocab_size=11)
+        >>> layer_bytes(LlamaForCausalLM(config), number=2)
+        640
+    """
+    config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr]
+    width = config.hidden_size
+    heads = config.num_attention_heads
+    keys = getattr(config, "num_key_value_heads", None) or heads
+    each = getattr(config, "head_dim", None) or width // heads
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * width
+    numbers = 8 * width + 4 * heads * each + 6 * keys * each + 7 * inner
+    layer: Any = next(unit for unit in units_of(model) if hasattr(unit, "gradient_checkpointing"))
+    adapted: list[Any] = [module for module in layer.modules() if hasattr(module, "lora_A")]
+    of_adapters = sum(4 * module.in_features for module in adapted)
+    of_adapters += max((4 * module.out_features for module in adapted), default=0)
+    return numbers * number + 16 * width + of_adapters
+
+
+def _head_bytes(
+    tokens: int, width: int, vocabulary: int, number: int, budget: int | None, head: torch.Tensor, cut: int
+) -> int:
+    """Of the fused head beyond its inputs and returned gradients (docs/head.md, "Memory")."""
+    row = vocabulary * number
+    kept = tokens if budget is None else min(tokens, budget // row)
+    most = math.ceil(vocabulary / cut)
+    total = kept * (row + number * width) + 320 * tokens
+    if kept < tokens:
+        total += 4 * (tokens - kept) * width + BLOCK
+    if cut > 1:
+        total += 4 * kept * width
+        total += most * width * (2 * number + ((8 if cut > 2 else 6) if head.requires_grad else 0))
+    return total
+
+
+def _gathered(model: nn.Module, number: int) -> tuple[int, int]:
+    """Bytes of the units that are whole at once, and of what the last unit's gradient takes until it is summed.
+
+    The decoder around the layers is whole all the time; of layers, the one in use, and the next one, which is copied
+    out of the buffer that it arrives in. The gradient of a unit is copied into a buffer that is summed.
+    """
+    own = own_parameters(model)
+    units = units_of(model)
+    layers = [sum(p.numel() for p in own[i]) for i, unit in enumerate(units) if hasattr(unit, "gradient_checkpointing")]
+    around = [p for i, unit in enumerate(units) for p in own[i] if not hasattr(unit, "gradient_checkpointing")]
+    head: Any = causal_lm(model)
+    tied = {id(p) for p in head.get_output_embeddings().parameters()}
+    untied = len(units) > len(layers) + 1
+    decoder = [p for p in around if not (untied and id(p) in tied)]
+    whole = number * (sum(p.numel() for p in decoder) + 3 * max(layers, default=0))
+    gradient = 8 * sum(p.numel() for p in decoder if p.requires_grad)
+    return whole, gradient
+
+
+def own_parameters(model: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters of each unit, those of units inside it left out."""
+    seen: set[int] = set()
+    found = []
+    for unit in units_of(model):
+        own = [p for p in dict.fromkeys(unit.parameters()) if id(p) not in seen]
+        seen |= {id(p) for p in own}
+        found.append(own)
+    return found
+
+
+def shard_bytes(parameter: torch.Tensor, cut: int) -> int:
+    """Of the rank with the most: parameters are cut by rows.
+
+    Example:
+        >>> shard_bytes(torch.zeros(5, 2), 2)
+        24
+    """
+    rows = parameter.shape[0] if parameter.ndim else 1
+    return math.ceil(rows / cut) * (parameter.numel() // max(rows, 1)) * parameter.element_size()
