@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from logitless.distributed.ranks import Ranks
 from logitless.distributed.sharding import is_sharded
 from logitless.errors import UnavailableError
 from logitless.models.lm_head import backbone, lm_head
@@ -38,6 +39,7 @@ from logitless.train.config import (
     VllmServerEngineSection,
 )
 from logitless.train.metrics import Numbers
+from logitless.train.one_client import OneClientANode, ServerEngine
 
 logger = logging.getLogger("logitless")
 
@@ -79,6 +81,21 @@ class Engines:
             engine.close()
 
 
+def engines_on(ranks: Ranks, engines: Engines) -> Engines:
+    """The engines as several ranks share them: one rank of each node asks servers; any other engine is in each rank.
+
+    A collective.
+
+    Args:
+        ranks: of the run.
+        engines: that this rank opened.
+    """
+    if ranks.world == 1 or not isinstance(engines.training, ServerEngine):
+        return engines
+    shared = OneClientANode(engines.training, ranks)
+    return Engines(shared, shared if engines.evaluation is engines.training else engines.evaluation)
+
+
 def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Engines:
     """The engines of a recipe. A replayed file says nothing of the policy, so beside one the policy is evaluated here.
 
@@ -110,7 +127,8 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
             return Engines(RecordedEngine(Path(path)), here)
         case AutoEngineSection(memory=memory):
             if reason := not_on_gpu_because(recipe, model):
-                logger.info("rollout engine: transformers, for %s", reason)
+                if _device_type(model) != "meta":  # a dry run, which samples nothing
+                    logger.info("rollout engine: transformers, for %s", reason)
                 return Engines(training, here)
             logger.info("rollout engine: gpu, with the bits of training")
             gpu = _gpu_engine(recipe, model, tokenizer, memory)
@@ -129,7 +147,6 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
 
 
 def _vllm_servers(recipe: Recipe, section: VllmServerEngineSection, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    _check_one_process(section.name)
     key = api_key(section.api_key_file, section.api_key_variable)
     servers = [VllmServer(HttpClient(url, api_key=key, seconds=section.request_seconds)) for url in section.urls]
     patience = Patience(give_up_seconds=section.give_up_seconds)
@@ -178,8 +195,7 @@ def _vllm(recipe: Recipe, section: VllmEngineSection, tokenizer: PreTrainedToken
             given="none",
             remedy="Install logitless[vllm], or sample on a server with rollout.engine: {name: vllm_server}.",
         )
-    evaluation = recipe.evaluation.sampling or recipe.rollout.sampling
-    longest = max(recipe.rollout.sampling.max_new_tokens, evaluation.max_new_tokens)
+    longest = max(each.max_new_tokens for each in recipe.samplings)
     return VllmEngine(
         tokenizer,
         dtype=section.dtype,
