@@ -28,6 +28,7 @@ class Prompt:
         token_ids: ``text`` tokenized.
         columns: the data row, handed to reward functions by name (``answer``, ``kwargs``, ...).
         messages: the conversation before the chat template, where there was one.
+        source: name of the data that it is of, where a run has several; rewards may judge some of them alone.
 
     Example:
         >>> Prompt(id="7", text="2+2=", token_ids=(4, 9, 4, 11), columns={"answer": "4"}).columns["answer"]
@@ -39,6 +40,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, str], ...] | None = None
+    source: str = ""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 Contenders come in two forms of the same weights. ``autocast``: float32 weights, products in bfloat16 by autocast,
 activations recomputed, the layers of transformers: a recipe without options, and TRL's default. ``row-invariant``:
-bfloat16 weights with float32 masters and the fused layers. Every step starts from the same weights and an optimizer
+bfloat16 weights with float32 masters and the fused layers; at memory budget 0 the head keeps nothing, every layer keeps
+its input alone, and packed rows are short. Every step starts from the same weights and an optimizer
 without history, and really moves the weights, which are put back outside the clock; a sample of their change is
 compared with that of the autocast form.
 
@@ -29,7 +30,8 @@ from torch import Tensor
 from logitless.bench.machine import release
 from logitless.bench.step_contenders import ALGORITHM, WORKLOADS, InstalledTRL, Rollouts, Shape
 from logitless.bench.step_profile import kernel_times
-from logitless.models.lm_head import causal_lm, lm_head
+from logitless.models.activations import set_modes
+from logitless.models.lm_head import backbone, causal_lm, lm_head
 from logitless.train.block import AdvantagedBlock
 from logitless.train.config import Recipe
 from logitless.train.learner import Learner, Progress
@@ -51,6 +53,9 @@ PROFILED = ("long", 1.0)
 """Where kernels are timed, too."""
 
 LEARNING_RATE = 1e-4
+SHORT_ROWS = 4096
+"""Most tokens of a packed row at memory budget 0."""
+
 SAMPLE = 512
 """Elements of each tensor whose change is compared."""
 
@@ -333,7 +338,12 @@ class Stage:
 
     def _set(self, contender: str) -> None:
         """Memory as the contender uses it."""
-        self.policy.memory_budget = 0 if contender == "logitless-budget-0" else None
+        short = contender == "logitless-budget-0"
+        self.policy.memory_budget = 0 if short else None
+        tokens = SHORT_ROWS if short else WORKLOADS["long"].tokens_per_micro_batch
+        recipe = self.learner.recipe
+        train = recipe.train.model_copy(update={"tokens_per_micro_batch": tokens})
+        self.learner.recipe = recipe.model_copy(update={"train": train})
         _recompute(self.model, on=contender in ("logitless-budget-0", "logitless-autocast", "trl"))
 
     def _learn(self, rollouts: Rollouts, reference: Reference) -> tuple[float, float]:
@@ -346,7 +356,10 @@ class Stage:
 
 def _recompute(model: torch.nn.Module, *, on: bool) -> None:
     inner = causal_lm(model)
-    if on:
+    layers = list(backbone(model).layers)
+    if hasattr(layers[0], "row_invariant_form"):
+        set_modes(model, ["recompute" if on else "keep"] * len(layers))
+    elif on:
         inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     else:
         inner.gradient_checkpointing_disable()
