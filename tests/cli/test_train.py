@@ -44,7 +44,7 @@ def test_the_documented_dry_run_of_a_recipe_passes_and_prints_memory_by_part(nam
     assert main(dry_run_command(RECIPES / f"{name}.yaml")) == 0
     printed = capsys.readouterr().out
     assert f"recipe {name}: checked" in printed
-    assert "'prompts': 8" in printed
+    assert "8 prompts of 8 rows" in printed
     total = float(re.search(r"total\s+([\d.]+) GiB", printed)[1])
     assert 4 < total < 24
 

@@ -15,6 +15,7 @@ from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError, DataError
 from logitless.models.lm_head import causal_lm
 from logitless.rollout.recorded import read_completions
+from logitless.rollout.sampling import SamplingOptions
 from logitless.train.config import GpuEngineSection, Recipe, RecordedEngineSection
 from logitless.train.eight_bit import check_torchao
 from logitless.train.policy import Policy
@@ -149,11 +150,20 @@ def check_positions(recipe: Recipe, data: Data, model: nn.Module) -> None:
     if limit is None:
         return
     rollout, of_turn = recipe.rollout, "sampling.max_new_tokens"
-    evaluated = (recipe.evaluation.sampling or rollout.sampling).max_new_tokens
     several = (rollout.longest_completion, "rollout.limits.max_tokens")
+
+    def most_of(sampling: SamplingOptions | None, section: str) -> tuple[int, str]:
+        of_one = ((sampling or rollout.sampling).max_new_tokens, f"{section}.{of_turn}")
+        return several if rollout.environment else of_one
+
+    judged = recipe.evaluation
     for prompts, (most, key) in (
-        (data.train, several if rollout.environment else (rollout.sampling.max_new_tokens, f"rollout.{of_turn}")),
-        (data.held_out, several if rollout.environment else (evaluated, f"evaluation.{of_turn}")),
+        (data.train, most_of(rollout.sampling, "rollout")),
+        (data.held_out, most_of(judged.sampling, "evaluation")),
+        *(
+            (data.held_out_sets[name], most_of(each.sampling, f"evaluation.sets.{name}"))
+            for name, each in judged.sets.items()
+        ),
     ):
         longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
         last = longest + most - 1  # the last token is drawn and not read
