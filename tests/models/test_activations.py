@@ -9,7 +9,8 @@ from logitless.errors import ConfigurationError, UnavailableError
 from logitless.models.activations import (
     MODES,
     ActivationPlan,
-    bytes_per_token,
+    Cost,
+    costs_per_token,
     fit_activations,
     kept_bytes,
     set_modes,
@@ -21,11 +22,21 @@ from tests.head.interpreter import interpreted
 from tests.models.test_row_invariant import COVERED, LENGTHS, ONE_LAYER, hidden_and_gradients, small
 from tests.models.tiny import packed
 
-COSTS = {"keep": 100.0, "selective": 60.0, "recompute": 10.0, "host": 0.0}
+COSTS = {"keep": Cost(100.0), "selective": Cost(60.0), "recompute": Cost(10.0), "host": Cost(0.0)}
 
 
 def a_model(*, fused: bool):
     model = small("qwen3").train()
+    if fused:
+        if not interpreted():
+            pytest.skip("needs Triton's interpreter")
+        install_row_invariant(model)
+    return model
+
+
+def several_layers(count, *, fused):
+    config = {**COVERED["qwen3"], **ONE_LAYER, "num_hidden_layers": count}
+    model = load_model(config, random_weights=True, seed=1).train()
     if fused:
         if not interpreted():
             pytest.skip("needs Triton's interpreter")
@@ -42,7 +53,7 @@ def kernels_that_do_nothing(monkeypatch):
 
 @pytest.mark.parametrize("fused", [False, True], ids=["transformers", "row-invariant"])
 def test_every_mode_gives_the_same_bits(fused):
-    model, inputs = a_model(fused=fused), packed(LENGTHS)
+    model, inputs = several_layers(2, fused=fused), packed(LENGTHS)
     grad = torch.randn(sum(LENGTHS), 16, dtype=torch.float64)
     hidden, gradients = hidden_and_gradients(model, inputs, grad)
     layers = model.config.num_hidden_layers
@@ -58,11 +69,17 @@ def test_every_mode_gives_the_same_bits(fused):
 @pytest.mark.usefixtures("kernels_that_do_nothing")
 @pytest.mark.parametrize("fused", [False, True], ids=["transformers", "row-invariant"])
 def test_less_is_kept_from_mode_to_mode(fused):
-    found = bytes_per_token(a_model(fused=fused))
+    found = {mode: cost.kept for mode, cost in costs_per_token(a_model(fused=fused)).items()}
     assert sorted(found.values(), reverse=True) == list(found.values())
     assert len(found) == len(set(found.values())) == (4 if fused else 3)
     assert found["host"] == 0
     assert found["recompute"] == pytest.approx(4 * 16, rel=0.2)  # the residual stream, 16 wide
+
+
+@pytest.mark.usefixtures("kernels_that_do_nothing")
+def test_a_layer_that_is_recomputed_keeps_the_sum_of_its_two_inputs():
+    model = several_layers(3, fused=True)
+    assert costs_per_token(model)["recompute"].kept == pytest.approx(4 * 16, rel=0.2)
 
 
 def test_measuring_leaves_the_model_as_it_was():
@@ -70,7 +87,7 @@ def test_measuring_leaves_the_model_as_it_was():
     set_modes(model, ["recompute"])
     (layer,) = model.model.layers
     before = layer.gradient_checkpointing, layer._gradient_checkpointing_func
-    bytes_per_token(model)
+    costs_per_token(model)
     assert (layer.gradient_checkpointing, layer._gradient_checkpointing_func) == before
 
 
@@ -78,19 +95,14 @@ def test_measuring_leaves_the_model_as_it_was():
 @pytest.mark.parametrize("fused", [False, True], ids=["transformers", "row-invariant"])
 @pytest.mark.parametrize("share", [1.0, 0.8, 0.5, 0.1])
 def test_what_is_kept_is_predicted_within_a_tenth(fused, share):
-    config = {**COVERED["qwen3"], **ONE_LAYER, "num_hidden_layers": 3}
-    model = load_model(config, random_weights=True, seed=1).train()
-    if fused:
-        if not interpreted():
-            pytest.skip("needs Triton's interpreter")
-        install_row_invariant(model)
+    model = several_layers(3, fused=fused)
     lengths = [100, 250, 17, 233, 200] if fused else [200] * 4  # on a CPU other rows are padded for attention
-    everything = 3 * sum(lengths) * bytes_per_token(model)["keep"]
+    everything = 3 * sum(lengths) * costs_per_token(model)["keep"].kept
     plan = fit_activations(model, num_tokens=sum(lengths), budget=round(share * everything))
     assert plan.num_bytes <= share * everything
     with kept_bytes(model) as kept:
         hidden = backbone_hidden(model, packed(lengths))
-        assert kept() == pytest.approx(plan.num_bytes, rel=0.1, abs=20_000)  # tables of positions
+        assert kept() == pytest.approx(plan.kept_bytes, rel=0.1, abs=20_000)  # tables of positions
     del hidden
 
 
@@ -111,8 +123,20 @@ def test_no_budget_is_exceeded(budget):
     assert ActivationPlan.of(COSTS, num_layers=4, num_tokens=10, budget=budget).num_bytes <= budget
 
 
+def test_a_layer_that_is_worked_on_counts_beside_what_the_layers_before_it_keep():
+    costs = {"keep": Cost(100.0, 30.0), "recompute": Cost(10.0, 120.0), "host": Cost(0.0, 130.0)}
+    plan = ActivationPlan.with_counts(costs, {"recompute": 2, "keep": 2}, num_tokens=10)
+    assert (plan.kept_bytes, plan.num_bytes) == (2200, 2500)  # the last layer's backward pass: 2 * 10 + 2 * 100 + 30
+    plan = ActivationPlan.with_counts(costs, {"host": 1, "recompute": 3}, num_tokens=10)
+    assert (plan.kept_bytes, plan.num_bytes) == (300, 1500)  # 3 * 10 + 120
+    plan = ActivationPlan.of(costs, num_layers=4, num_tokens=10, budget=1599)  # all recomputed take 1600
+    assert plan.modes == ("host", "recompute", "recompute", "recompute")
+    with pytest.raises(ConfigurationError, match="at least 1300 bytes"):
+        ActivationPlan.of(costs, num_layers=4, num_tokens=10, budget=1299)
+
+
 def test_a_budget_below_everything_is_refused():
-    costs = {**COSTS, "host": 1.0}
+    costs = {**COSTS, "host": Cost(1.0)}
     with pytest.raises(ConfigurationError, match="at least 40 bytes"):
         ActivationPlan.of(costs, num_layers=4, num_tokens=10, budget=39)
 

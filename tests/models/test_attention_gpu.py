@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
 
 from logitless.models import attention, paged_attention
 from logitless.models.attention import AttentionLayout, PromptGroup, prefix_attention
@@ -131,6 +132,28 @@ def test_another_block_of_keys_is_noticed(monkeypatch):
     case = Case((16, 8, 128))
     monkeypatch.setattr(attention_tiles, "BLOCK", 32)
     assert min(unlike(case.packed(), case.expected)) > 0
+
+
+def test_nothing_is_compiled_for_another_length(monkeypatch):
+    """Shapes are arguments: once attention has run, other packed rows and pages run the same kernels."""
+
+    def run(*groups):
+        case = Case((16, 8, 128), groups=groups)
+        case.query.requires_grad_()
+        prefix_attention(case.query, case.key, case.value, case.layout)[0].backward(case.grad)
+        case.query.requires_grad_(False)
+        assert case.unlike_prefilled(100) == [0, 0]
+        assert case.unlike_decoded(2, shared=True) == [0, 0]
+
+    run(*GROUPS)
+    run(PromptGroup(640, (640,) * 16))
+    compiled = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda *, fn, **_: compiled.append(fn.name) or False
+    )
+    for size in (31, 64, 513, 900):
+        run(PromptGroup(size, (size + 3, 700)), PromptGroup(128, (256,) * 7))
+    assert not compiled
 
 
 def test_a_million_packed_rows_have_the_bits_of_their_decoded_tokens():

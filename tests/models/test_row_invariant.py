@@ -22,6 +22,8 @@ PHI3 = {"model_type": "phi3", **LLAMA, "pad_token_id": 0, "eos_token_id": 1, "bo
 PHI3["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+LONGROPE |= {"short_factor": [1.0, 1.0], "long_factor": [2.0, 4.0], "original_max_position_embeddings": 32}
 COVERED = {
     **{name: CONFIGS[name] for name in ("qwen2", "qwen3", "mistral-window", "gemma2", "gemma3")},
     "llama-rope-scaled": {**CONFIGS["llama"], "rope_parameters": LLAMA3_ROPE},
@@ -66,6 +68,23 @@ def test_hidden_states_and_gradients_are_those_of_transformers_layers(name):
     assert relative(found, wanted) < 1e-5
     assert set(got) == set(want)
     assert max(relative(got[n], want[n]) for n in want) < 3e-5
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_positions_scaled_in_a_fixed_way_are_those_of_transformers(rope):
+    config = {**CONFIGS["llama"], **ONE_LAYER, "rope_parameters": rope}
+    model = load_model(config, random_weights=True, seed=1, attention="eager").eval()
+    with torch.no_grad():
+        plain = backbone_hidden(model, packed(LENGTHS))
+        install_row_invariant(model)
+        assert relative(backbone_hidden(model, packed(LENGTHS)), plain) < 1e-5
 
 
 def test_bfloat16_is_no_further_from_float64_than_transformers_layers():
@@ -120,6 +139,10 @@ def test_generating_runs_as_before():
         (
             {**CONFIGS["llama"], "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "positions scaled by dynamic, which depends on the longest sequence",
+        ),
+        (
+            {**PHI3, "rope_parameters": LONGROPE},
+            "positions scaled by longrope, which depends on the longest sequence",
         ),
     ],
 )

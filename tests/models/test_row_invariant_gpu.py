@@ -130,6 +130,26 @@ def test_a_library_that_fails_the_check_does_not_serve(monkeypatch):
     assert plan.ways[64] != "cublas"
 
 
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_row_has_its_bits_at_every_number_of_rows_between_those_that_were_checked(out_dtype):
+    weight = torch.randn(896, 2432, device="cuda").bfloat16()
+    shape = Shape.of(weight, None, out_dtype)
+    linear.set_plan(shape, check.check_linear(shape)[0])
+    try:
+        rows = torch.randn(4999, 2432, device="cuda").bfloat16()
+        whole = linear.product(rows, weight, out_dtype=out_dtype)
+        differ = [
+            (linear.product(rows[start : start + count], weight, out_dtype=out_dtype) != whole[start : start + count])
+            .any()
+            .view(1)
+            for count in (*range(1, 530), *range(530, 4999, 37))
+            for start in (0, (4999 - count) // 2)
+        ]
+        assert not torch.cat(differ).any()
+    finally:
+        linear._plans.pop(shape)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_tiles_of_every_gpu_have_the_bits_of_the_reference_tile(dtype):
     rows, weight = (torch.randn(n, 1000, device="cuda").to(dtype) for n in (300, 500))

@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from logitless.cli.main import main
 from logitless.distributed import Ranks
 from logitless.rollout.environment import SingleTurn
 from logitless.rollout.play import play
@@ -166,6 +168,35 @@ def test_a_run_goes_on_with_another_number_of_ranks(two_ranks, tmp_path, before,
             assert ("parallel/tokens_per_rank" in other) == ((before if record["block"] <= 2 else after) == 2)
 
 
+def _exported(run, tmp_path):
+    """Weights of the folder that an export makes, and those of the last checkpoint, both by name."""
+    assert main(["export", str(run.path), "--to", str(tmp_path / "exported"), "--dtype", "float32"]) == 0
+    assert [path.name for path in (tmp_path / "exported").glob("*.safetensors")] == ["model.safetensors"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    tensors = checkpoints.load_checkpoint(run.checkpoints).tensors
+    trained = {name.partition("/")[2]: t for name, t in tensors.items() if name.startswith("parameter/")}
+    return dict(loaded.named_parameters()), trained
+
+
+def test_a_run_of_several_ranks_is_exported_to_one_folder_with_the_bits_of_its_shards(two_ranks, tmp_path):
+    loaded, trained = _exported(two_ranks, tmp_path)
+    assert loaded.keys() == trained.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in trained.items())
+
+
+def test_adapters_of_several_ranks_are_merged_into_one_folder(tmp_path):
+    changes = {"model__lora": {"rank": 2, "alpha": 4.0, "targets": ["q_proj"]}, "train__blocks": 1, "kl": None}
+    run, _ = _on(2, tmp_path, changes)
+    loaded, trained = _exported(run, tmp_path)
+    (a,), (b,) = ([t for name, t in trained.items() if f"lora_{each}" in name] for each in "AB")
+    recipe = tiny_recipe(tmp_path, **changes)
+    base = policy_model(recipe.model, tokenizer_of(recipe.model), seed=recipe.seed, device=torch.device("cpu"))
+    weight = dict(base.named_parameters())["base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"]
+    merged = weight.detach() + 4.0 / 2 * b @ a
+    assert b.any()
+    torch.testing.assert_close(loaded["model.layers.0.self_attn.q_proj.weight"].detach(), merged, rtol=1e-6, atol=1e-6)
+
+
 FLOAT64 = {
     "a KL in the loss": {},
     "a value head": {"algorithm": {"preset": "ppo"}},
@@ -251,12 +282,13 @@ SHORT = [
 ]
 
 
-def test_the_quickstart_on_four_ranks_under_torchrun_is_the_quickstart(tmp_path):
-    settings = [*SHORT, f"output={tmp_path}"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+def _quickstart_alike(tmp_path, num_ranks, device, tolerance):
+    """The quickstart under torchrun and in this process: what is drawn is equal, numbers are to a tolerance."""
+    settings = [*SHORT, f"output={tmp_path}", f"model.device={device}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     for_both = [argument for each in settings for argument in ("--set", each)]
     child = subprocess.run(
-        [*torchrun, "-m", "logitless", "train", "recipes/quickstart.yaml", "--set", "name=four", *for_both],
+        [*torchrun, "-m", "logitless", "train", "recipes/quickstart.yaml", "--set", "name=several", *for_both],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
@@ -264,9 +296,18 @@ def test_the_quickstart_on_four_ranks_under_torchrun_is_the_quickstart(tmp_path)
         check=False,
     )
     assert child.returncode == 0, child.stderr
-    assert child.stdout.count("finished: ") == 1  # the first rank speaks, the other is silent
-    assert child.stdout.count("block 3/3") == len(
-        [record for record in RunFolder(tmp_path / "four").read_metrics() if record["block"] == 3]
-    )
+    assert child.stdout.count("finished: ") == 1  # the first rank speaks, the others are silent
+    several = RunFolder(tmp_path / "several")
+    assert child.stdout.count("block 3/3") == len([r for r in several.read_metrics() if r["block"] == 3])
     one, _ = start(load_recipe(ROOT / "recipes/quickstart.yaml", [*settings, "name=one"]))
-    _assert_alike(one, RunFolder(tmp_path / "four"), 4)
+    _assert_alike(one, several, num_ranks, tolerance=tolerance)
+
+
+def test_the_quickstart_on_four_ranks_under_torchrun_is_the_quickstart(tmp_path):
+    _quickstart_alike(tmp_path, 4, "cpu", 1e-5)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_quickstart_on_two_gpus_is_the_quickstart_of_one(tmp_path):
+    _quickstart_alike(tmp_path, 2, "cuda", 1e-4)

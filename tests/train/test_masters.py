@@ -92,6 +92,23 @@ def test_frozen_and_float64_weights_are_left_alone():
     assert master_of(layer.weight) is layer.weight
 
 
+def test_a_float64_run_is_the_same_in_every_number():
+    layers, x = [a_layer().double() for _ in range(2)], torch.randn(4, 7, dtype=torch.float64)
+    lower_to(torch.bfloat16, layers[0].parameters())
+    options = {"lr": RATE, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
+    ours = MasterAdamW([{"params": list(layers[0].parameters())}], **options)
+    plain = torch.optim.AdamW(layers[1].parameters(), **options)
+    for _ in range(5):
+        for layer in layers:
+            layer(x).square().sum().backward()
+        ours.take_gradients()
+        ours.step()
+        plain.step()
+        ours.zero_grad()
+        plain.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(*(layer.parameters() for layer in layers), strict=True))
+
+
 def where_kernels_run() -> str:
     if interpreted():
         complete_interpreter()

@@ -5,7 +5,9 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from logitless.distributed import Ranks
 from logitless.errors import ConfigurationError, EngineError, UnavailableError
 from logitless.rollout.engine import Weights
 from logitless.rollout.http_client import HttpClient, Patience
@@ -16,7 +18,9 @@ from logitless.train.checkpoint import checkpoints, read_checkpoint
 from logitless.train.engines import open_engines
 from logitless.train.metrics import repeatable
 from logitless.train.run import start
+from logitless.train.run_folder import RunFolder
 from logitless.train.setup import policy_model, tokenizer_of
+from tests.ranks import run_on_ranks
 from tests.rollout.fake_vllm import Served, failing, serving
 from tests.train.tiny import tiny_recipe
 
@@ -58,23 +62,25 @@ def test_a_run_on_a_server_says_what_pushes_took_and_how_far_the_two_are_apart(t
         assert line.get("rollout/lag_max", 0) == 0
 
 
-def test_a_run_whose_server_is_gone_stops_with_a_checkpoint_and_goes_on_bitwise_on_another_one(tmp_path):
-    with serving(_served(tmp_path)) as url:
-        whole, _ = start(_recipe(tmp_path, url, name="whole"))
-    dying = _served(tmp_path)
-    asked = []
+def _die_from_the_second_block(served):
+    """From the second block's second prompt on, nobody answers."""
+    rounds: list[int] = []
 
-    def die(body):
-        """From the second block's second prompt on, nobody answers."""
-        asked.append(body)
+    def answer(body):
         if body["sampling_params"]["n"] == 4:
             rounds.append(1)
         if len(rounds) > 5:
             return failing(503)(body)
-        return 200, json.dumps(dying.answer("/inference/v1/generate", body)).encode()
+        return 200, json.dumps(served.answer("/inference/v1/generate", body)).encode()
 
-    rounds: list[int] = []
-    dying.faults["/inference/v1/generate"] = [die] * 10_000
+    return answer
+
+
+def test_a_run_whose_server_is_gone_stops_with_a_checkpoint_and_goes_on_bitwise_on_another_one(tmp_path):
+    with serving(_served(tmp_path)) as url:
+        whole, _ = start(_recipe(tmp_path, url, name="whole"))
+    dying = _served(tmp_path)
+    dying.faults["/inference/v1/generate"] = [_die_from_the_second_block(dying)] * 10_000
     with serving(dying) as url, pytest.raises(EngineError, match=r"HTTP 503: something broke.*--resume"):
         start(_recipe(tmp_path, url, name="stopped", engine={"give_up_seconds": 0.1}))
     with serving(_served(tmp_path)) as url:
@@ -128,12 +134,69 @@ def test_opening_asks_no_server_anything(tmp_path):
     _opened(_recipe(tmp_path)).close()
 
 
-def test_several_trainer_processes_would_push_over_each_other_and_are_refused(tmp_path, monkeypatch):
+def test_several_trainer_processes_with_an_engine_each_on_their_gpus_are_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
-    with pytest.raises(UnavailableError, match="2 ranks"):
-        _opened(_recipe(tmp_path))
     with pytest.raises(UnavailableError, match="engine vllm, for each would push the weights; given 2 ranks"):
         _opened(tiny_recipe(tmp_path, rollout__engine={"name": "vllm"}))
+
+
+def _on_servers(rank, folder, urls, node, changes):
+    """A run of several ranks on servers; what it ended with on this rank."""
+    os.environ["LOCAL_RANK"] = "0" if rank % node == 0 else "1"
+    engine = {"name": "vllm_server", "urls": urls, "model": "policy", **changes}
+    try:
+        return start(tiny_recipe(folder, rollout__engine=engine, name="several"), ranks=Ranks(data=dist.group.WORLD))[1]
+    except EngineError as error:
+        return str(error)
+    finally:
+        del os.environ["LOCAL_RANK"]
+
+
+def _prompts_asked(served):
+    asked = [body for path, body in served.asked if path == "/inference/v1/generate"]
+    return {tuple(body["token_ids"]) for body in asked if body["sampling_params"]["n"] == 4}
+
+
+def test_one_rank_of_a_node_asks_the_servers_and_all_train_on_what_one_process_would(tmp_path):
+    with serving(_served(tmp_path)) as url:
+        alone, _ = start(_recipe(tmp_path, url, name="alone"))
+    served = _served(tmp_path)
+    with serving(served) as url:
+        assert run_on_ranks(2, _on_servers, tmp_path, [url], 2, {}) == [True, True]
+    several = RunFolder(tmp_path / "runs" / "several")
+    same = ("prompt_id", "completion", "finish_reason", "reward")
+    for (_, rows), (_, found) in zip(alone.read_rollouts(), several.read_rollouts(), strict=True):
+        assert [[row[name] for name in same] for row in rows] == [[row[name] for name in same] for row in found]
+    loads = [path for path, _ in served.asked if path == "/collective_rpc"]
+    assert len(loads) == 4  # one at the start and one after each block: the other rank pushes nothing
+
+
+def test_each_node_has_a_client_with_servers_and_prompts_of_its_own(tmp_path):
+    first, second = _served(tmp_path), _served(tmp_path)
+    way = {"name": "folder", "path": str(tmp_path / "weights")}
+    with serving(first) as one, serving(second) as other:
+        assert run_on_ranks(2, _on_servers, tmp_path, [one, other], 1, {"weights": way}) == [True, True]
+    assert _prompts_asked(first)
+    assert _prompts_asked(second)
+    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["client-0", "client-1"]
+    assert all(len([path for path, _ in each.asked if path == "/collective_rpc"]) == 4 for each in (first, second))
+
+
+def test_a_node_without_a_server_has_no_client(tmp_path):
+    served = _served(tmp_path)
+    with serving(served) as url:
+        assert run_on_ranks(2, _on_servers, tmp_path, [url], 1, {}) == [True, True]
+    assert len([path for path, _ in served.asked if path == "/collective_rpc"]) == 4
+
+
+def test_a_server_that_is_gone_ends_all_ranks_with_a_checkpoint(tmp_path):
+    served = _served(tmp_path)
+    served.faults["/inference/v1/generate"] = [_die_from_the_second_block(served)] * 10_000
+    with serving(served) as url:
+        ends = run_on_ranks(2, _on_servers, tmp_path, [url], 2, {"give_up_seconds": 0.1})
+    assert all("HTTP 503" in end for end in ends)
+    assert "(on rank 0)" in ends[1]
+    assert checkpoints(RunFolder(tmp_path / "runs" / "several").checkpoints)[-1].name.startswith("block-000001")
 
 
 def test_without_vllm_the_engine_in_this_process_is_refused(tmp_path, monkeypatch):

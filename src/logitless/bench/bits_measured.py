@@ -17,6 +17,7 @@ from logitless.models.lm_head import backbone_hidden, causal_lm, lm_head
 from logitless.models.packed import PACKED
 from logitless.models.paged_attention import PAGE, DecodeLayout
 from logitless.models.row_invariant import install_row_invariant
+from logitless.models.seeded import seeded
 from logitless.models.self_check import self_check
 from logitless.types import PackedInputs
 
@@ -26,8 +27,7 @@ def build(name: str, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = dict(MODELS[name])
-    with torch.random.fork_rng(), torch.device("cuda"):
-        torch.manual_seed(0)
+    with seeded(0, "cuda"), torch.device("cuda"):
         config = AutoConfig.for_model(fields.pop("model_type"), **fields, tie_word_embeddings=False)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED)
         with torch.no_grad():

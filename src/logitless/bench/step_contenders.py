@@ -24,6 +24,7 @@ from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.lm_head import backbone_hidden
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.packed import PACKED
+from logitless.models.seeded import seeded
 from logitless.objective.advantage import AdvantageInputs
 from logitless.objective.inputs import required
 from logitless.objective.presets import trl as trl_preset
@@ -70,8 +71,7 @@ class Shape:
         """The model with random weights, made on the device; activations are recomputed in the backward."""
         fields = dict(self.config)
         dtype = torch.float32 if self.lora_rank is None else torch.bfloat16
-        with torch.random.fork_rng(), torch.device(device):
-            torch.manual_seed(0)
+        with seeded(0, device), torch.device(device):
             config = AutoConfig.for_model(fields.pop("model_type"), **fields)
             model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
@@ -473,9 +473,9 @@ class InstalledTRL:
         for batch in self._micro_batches:
             batch["num_items_in_batch"] = generation_batch["completion_mask"].sum()
 
-    def gradients(self) -> float:
-        """TRL's ``training_step`` on each micro-batch."""
-        losses = [self._trainer.training_step(self._model, batch, None) for batch in self._micro_batches]
+    def gradients(self, most: int | None = None) -> float:
+        """TRL's ``training_step`` on each micro-batch, or on so many at most."""
+        losses = [self._trainer.training_step(self._model, batch, None) for batch in self._micro_batches[:most]]
         return float(torch.stack(losses).sum())
 
 

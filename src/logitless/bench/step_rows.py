@@ -2,7 +2,8 @@
 
 Contenders come in two forms of the same weights. ``autocast``: float32 weights, products in bfloat16 by autocast,
 activations recomputed, the layers of transformers: a recipe without options, and TRL's default. ``row-invariant``:
-bfloat16 weights with float32 masters and the fused layers. Every step starts from the same weights and an optimizer
+bfloat16 weights with float32 masters and the fused layers; at memory budget 0 the head keeps nothing, every layer keeps
+its input alone, and packed rows are short. Every step starts from the same weights and an optimizer
 without history, and really moves the weights, which are put back outside the clock; a sample of their change is
 compared with that of the autocast form.
 
@@ -29,7 +30,8 @@ from torch import Tensor
 from logitless.bench.machine import release
 from logitless.bench.step_contenders import ALGORITHM, WORKLOADS, InstalledTRL, Rollouts, Shape
 from logitless.bench.step_profile import kernel_times
-from logitless.models.lm_head import causal_lm, lm_head
+from logitless.models.activations import set_modes
+from logitless.models.lm_head import backbone, causal_lm, lm_head
 from logitless.train.block import AdvantagedBlock
 from logitless.train.config import Recipe
 from logitless.train.learner import Learner, Progress
@@ -51,6 +53,9 @@ PROFILED = ("long", 1.0)
 """Where kernels are timed, too."""
 
 LEARNING_RATE = 1e-4
+SHORT_ROWS = 4096
+"""Most tokens of a packed row at memory budget 0."""
+
 SAMPLE = 512
 """Elements of each tensor whose change is compared."""
 
@@ -119,7 +124,6 @@ def measure(
         if not (mine or (form == "autocast" and unknown)):
             continue
         stage = Stage(shape, device, form)
-        seen: set[str] = set()
         for case in [*mine, *unknown] if form == "autocast" else mine:
             if not in_time():
                 return
@@ -136,12 +140,10 @@ def measure(
             if isinstance(stepper, str):
                 keep("rows", [_row(shape, case, rollouts, Timed(failure=stepper), reference, rate)])
                 continue
-            warm = not case.contender.startswith("trl") or case.contender not in seen  # its kernels need no new build
-            seen.add(case.contender)
-            timed = stage.timed(stepper, rollouts, reference, steps=steps, warm=warm)
+            timed = stage.timed(stepper, rollouts, reference, steps=steps)
             keep("rows", [_row(shape, case, rollouts, timed, reference, rate)])
             if (case.workload, case.live) == PROFILED and timed.failure is None and device == "cuda":
-                found = kernel_times(partial(stepper, rollouts, reference), before=stage.restore)
+                found = kernel_times(partial(stepper.step, rollouts, reference), before=stage.restore)
                 named = {"contender": case.contender, "workload": case.workload, "live": case.live}
                 keep("profile", [{**named, **each} for each in found])
         del stage
@@ -201,8 +203,21 @@ class Timed:
     failure: str | None = None
 
 
-Stepper = Callable[[Rollouts, Reference], tuple[float, float]]
+Step = Callable[[Rollouts, Reference], tuple[float, float]]
 """One whole step on recorded rollouts: its loss and gradient norm."""
+
+
+@dataclass(frozen=True)
+class Stepper:
+    """How a contender steps.
+
+    Args:
+        step: what is timed.
+        warm_up: what is done once before, on the same rollouts: kernels are built and memory is taken.
+    """
+
+    step: Step
+    warm_up: Step
 
 
 class Stage:
@@ -266,7 +281,7 @@ class Stage:
         """How a contender steps, or why it cannot."""
         self._set(contender)
         if not contender.startswith("trl"):
-            return self._learn
+            return Stepper(self._learn, warm_up=self._learn)
         try:
             recomputation = contender == "trl"
             trainer = InstalledTRL(
@@ -280,28 +295,27 @@ class Stage:
         except Exception as error:  # a peer that cannot run here is a result, not the end of the run
             return _first_line(error)
 
-        def step(rollouts: Rollouts, reference: Reference) -> tuple[float, float]:
+        def step(rollouts: Rollouts, reference: Reference, *, most: int | None = None) -> tuple[float, float]:
             trainer.load(rollouts.with_old(reference.logp))
-            loss = trainer.gradients()
+            loss = trainer.gradients(most)
             norm, _ = take_step(self.learner.optimizer, rate=LEARNING_RATE, max_grad_norm=1.0)
             return loss, float(norm)
 
-        return step
+        return Stepper(step, warm_up=partial(step, most=1))  # all of its micro-batches have one shape
 
-    def timed(self, step: Stepper, rollouts: Rollouts, reference: Reference, *, steps: int, warm: bool) -> Timed:
+    def timed(self, stepper: Stepper, rollouts: Rollouts, reference: Reference, *, steps: int) -> Timed:
         """Steps until ``steps`` are timed, or 2 s have passed."""
         found = Timed()
         release(self.device)
         try:
-            if warm:
-                step(rollouts, reference)
-                self.restore()
+            stepper.warm_up(rollouts, reference)
+            self.restore()
             while not found.seconds or (len(found.seconds) < steps and sum(found.seconds) < 2.0):
                 if self.device == "cuda":
                     torch.cuda.synchronize()
                     torch.cuda.reset_peak_memory_stats()
                 start = time.perf_counter()
-                found.loss, found.grad_norm = step(rollouts, reference)
+                found.loss, found.grad_norm = stepper.step(rollouts, reference)
                 if self.device == "cuda":
                     torch.cuda.synchronize()
                     found.peak_bytes = torch.cuda.max_memory_allocated()
@@ -324,7 +338,12 @@ class Stage:
 
     def _set(self, contender: str) -> None:
         """Memory as the contender uses it."""
-        self.policy.memory_budget = 0 if contender == "logitless-budget-0" else None
+        short = contender == "logitless-budget-0"
+        self.policy.memory_budget = 0 if short else None
+        tokens = SHORT_ROWS if short else WORKLOADS["long"].tokens_per_micro_batch
+        recipe = self.learner.recipe
+        train = recipe.train.model_copy(update={"tokens_per_micro_batch": tokens})
+        self.learner.recipe = recipe.model_copy(update={"train": train})
         _recompute(self.model, on=contender in ("logitless-budget-0", "logitless-autocast", "trl"))
 
     def _learn(self, rollouts: Rollouts, reference: Reference) -> tuple[float, float]:
@@ -337,7 +356,10 @@ class Stage:
 
 def _recompute(model: torch.nn.Module, *, on: bool) -> None:
     inner = causal_lm(model)
-    if on:
+    layers = list(backbone(model).layers)
+    if hasattr(layers[0], "row_invariant_form"):
+        set_modes(model, ["recompute" if on else "keep"] * len(layers))
+    elif on:
         inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     else:
         inner.gradient_checkpointing_disable()
@@ -370,7 +392,7 @@ def _recipe(shape: Shape, layers: str, *, saves: bool) -> Recipe:
         "source": dict(shape.config),
         "layers": layers,
         "dtype": "bfloat16" if lora else "float32",
-        "trained_dtype": "bfloat16" if row_invariant and not lora else "float32",
+        "trained_dtype": "bfloat16" if row_invariant else "float32",
         "autocast": None if row_invariant else "bfloat16",
         "lora": {"rank": shape.lora_rank} if lora else None,
     }

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import torch
 
-from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError
-from logitless.train.checks import check_arrangement
+from logitless.train.checks import arrangement_of
 from logitless.train.forecast import Speeds, forecast, forecast_text
 from logitless.train.recipe import load_recipe
 from logitless.train.setup import algorithm_of, policy_model, tokenizer_of, value_head_of
@@ -36,15 +35,7 @@ def run(options: argparse.Namespace) -> int:
             given=f"--tokens-per-second {measured[0]}, --gigabytes-per-second {measured[1]}",
             remedy="`logitless bench scale` measures them.",
         )
-    parallel = recipe.parallel
-    arrangement = Arrangement.of(
-        options.gpus,
-        replicate=parallel.replicate,
-        shard=parallel.shard,
-        sequence=parallel.sequence,
-        whole=parallel.deterministic,
-    )
-    check_arrangement(recipe, arrangement)
+    arrangement = arrangement_of(recipe, options.gpus)
     model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=recipe.seed, device=torch.device("meta"))
     value_head = value_head_of(recipe, algorithm_of(recipe), model)
     speeds = None if measured[0] is None else Speeds(measured[0], measured[1] * 1e9)

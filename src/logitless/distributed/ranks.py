@@ -144,16 +144,32 @@ class Ranks:
         """The value that rank 0 gave, on every rank; the others' is not read and may be None."""
         return self.everyones(value if self.rank == 0 else None)[0]
 
-    def shared(self, count: int) -> range:
+    def first_on_nodes(self, environment: Mapping[str, str] = os.environ) -> tuple[int, ...]:
+        """The first rank of each machine, by the LOCAL_RANK that torchrun gave; without it, all are on one.
+
+        Example:
+            >>> Ranks.alone().first_on_nodes({})
+            (0,)
+        """
+        local = environment.get("LOCAL_RANK", "")
+        said = self.everyones(int(local) if local.isdecimal() else self.rank)
+        return tuple(rank for rank, place in enumerate(said) if place == 0)
+
+    def shared(self, count: int, among: Sequence[int] | None = None) -> range:
         """The places of this rank's share of things whose cost is not known yet, such as prompts to sample for.
 
         Not a collective.
+
+        Args:
+            count: of the things.
+            among: the ranks that take a share; None: all.
 
         Example:
             >>> Ranks.alone().shared(3)
             range(0, 3)
         """
-        return every_nth(count, self.rank, self.world)
+        taking = range(self.world) if among is None else among
+        return every_nth(count, taking.index(self.rank), len(taking)) if self.rank in taking else range(0)
 
     def rows_of(self, rows: Sequence[_Item]) -> Sequence[_Item]:
         """This rank's of the rows of all ranks, which come in turn: the first of every rank, then the second.
@@ -168,14 +184,19 @@ class Ranks:
         """
         return rows[self.data_rank :: self.data_world]
 
-    def together(self, mine: list[Any]) -> list[Any]:
+    def together(self, mine: list[Any], among: Sequence[int] | None = None) -> list[Any]:
         """What the ranks made of their ``shared`` places, in the order of the whole; JSON.
+
+        Args:
+            mine: of this rank.
+            among: as of ``shared``.
 
         Example:
             >>> Ranks.alone().together(["a", "b"])
             ['a', 'b']
         """
-        return in_order(self.everyones(mine))
+        found = self.everyones(mine)
+        return in_order(found if among is None else [found[rank] for rank in among])
 
     def copy_of_first(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the bits of the first, in place.

@@ -139,6 +139,8 @@ class Columns:
         """A rank without rows takes part in every broadcast and adds nothing to the weight's gradient."""
         if self.summed_into is not None:
             return None
+        if trained and not is_sharded(self.weight):
+            return torch.zeros_like(self.weight)
         gradient = self.gradient_of_shards() if trained else None
         for shard in self.shards_in_turn(dtype):
             if gradient is not None:

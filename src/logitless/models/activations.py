@@ -7,7 +7,8 @@
     host         the same, with the input in the host's memory
 
 Nothing else changes: a layer's gradients have the same bits in every mode, where its kernels are deterministic.
-What a layer keeps a token is measured on the model itself, in two short passes a mode, and grows in proportion.
+What a layer keeps of a token is measured on the model itself, in two short passes a mode, and on a GPU also what its
+backward pass needs while it runs; both grow in proportion.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from logitless.errors import ConfigurationError, UnavailableError
+from logitless.float32_sums import gradient_dtype
 from logitless.models.lm_head import backbone, backbone_hidden
 from logitless.types import PackedInputs
 
@@ -78,7 +80,14 @@ def _layers(model: nn.Module) -> list[Any]:
 
 
 def _run(mode: Mode, tally: "_Tally | None", layer: Callable[..., Any], *args: Any) -> Any:
-    """A layer's forward pass, keeping what its mode says; what transformers calls a checkpointing function."""
+    """A layer's forward pass, keeping what its mode says; what transformers calls a checkpointing function.
+
+    A row-invariant layer is given the residual stream and what is still to be added to it. Where the layer's input is
+    kept, their sum is: half the bytes, and the bits that the layer's first norm would give it.
+    """
+    of_rows = "rows" in getattr(layer, "keywords", {})
+    if of_rows and mode in ("recompute", "host") and args[1] is not None:
+        args = (args[0] + args[1], None)
     kept: Any = _MadeAgain(tally) if mode == "selective" else _Kept(tally)
     if mode == "host":
         kept = save_on_cpu(pin_memory=args[0].is_cuda)
@@ -169,28 +178,44 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 # --- how many bytes, and which modes they are enough for
 
 
-def bytes_per_token(model: nn.Module) -> dict[Mode, float]:
-    """What one layer keeps of one token in each mode that it has, measured, as a mean over the layers.
+@dataclass(frozen=True)
+class Cost:
+    """Bytes of one token in one layer.
 
     Args:
-        model: in training mode, on its device; nothing of it is changed.
+        kept: from its forward to its backward pass.
+        worked_on: besides, while its backward pass runs; known on GPUs alone.
+    """
+
+    kept: float
+    worked_on: float = 0.0
+
+
+def costs_per_token(model: nn.Module) -> dict[Mode, Cost]:
+    """What one layer costs in each mode that it has, measured, as a mean over the layers.
+
+    Args:
+        model: in training mode, on its device, without gradients; nothing of it is changed.
 
     Example:
         >>> from logitless.models.loading import load_model
         >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,
         ...           "num_attention_heads": 1, "vocab_size": 11}
-        >>> found = bytes_per_token(load_model(config, random_weights=True, seed=0).train())
-        >>> found["recompute"], found["host"], found["keep"] > found["recompute"]
+        >>> found = costs_per_token(load_model(config, random_weights=True, seed=0).train())
+        >>> found["recompute"].kept, found["host"].kept, found["keep"].kept > found["recompute"].kept
         (32.0, 0.0, True)
     """
     layers = _layers(model)
     before = [(layer.gradient_checkpointing, getattr(layer, "_gradient_checkpointing_func", None)) for layer in layers]
-    found: dict[Mode, float] = {}
-    probe = PROBE[next(model.parameters()).device.type]
+    found: dict[Mode, Cost] = {}
+    few, many = PROBE[next(model.parameters()).device.type]
     try:
-        for mode in _modes_of(layers):
-            kept = [_kept_bytes(model, mode, tokens) for tokens in probe]
-            found[mode] = (kept[1] - kept[0]) / (probe[1] - probe[0]) / len(layers)
+        with _gradients_in_place(model):
+            for mode in _modes_of(layers):
+                (kept0, peak0), (kept1, peak1) = (_kept_and_peak(model, mode, tokens) for tokens in (few, many))
+                kept = (kept1 - kept0) / (many - few) / len(layers)
+                peak = (peak1 - peak0) / (many - few)
+                found[mode] = Cost(kept, max(0.0, peak - kept * len(layers)))
     finally:
         for layer, (on, function) in zip(layers, before, strict=True):
             layer.gradient_checkpointing = on
@@ -199,18 +224,40 @@ def bytes_per_token(model: nn.Module) -> dict[Mode, float]:
     return found
 
 
-def _kept_bytes(model: nn.Module, mode: Mode, tokens: int) -> int:
-    """By all layers, of one sequence; the last layer's output and what shapes alone decide are not counted apart."""
+@contextmanager
+def _gradients_in_place(model: nn.Module) -> Iterator[None]:
+    """Inside, trained parameters on a GPU have the gradients that a step adds to, so that no pass makes them."""
+    bare = [p for p in model.parameters() if p.requires_grad and p.grad is None and p.is_cuda]
+    for parameter in bare:
+        parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
+    try:
+        yield
+    finally:
+        for parameter in bare:
+            parameter.grad = None
+
+
+def _kept_and_peak(model: nn.Module, mode: Mode, tokens: int) -> tuple[int, int]:
+    """By all layers, of one sequence; the second number, of a GPU's memory, is 0 elsewhere.
+
+    The last layer's output and what shapes alone decide are not counted apart.
+    """
     tally = _Tally(model)
     _set(model, [mode] * len(_layers(model)), tally)
     device = next(model.parameters()).device
     ids, places = torch.zeros(tokens, dtype=torch.long), torch.arange(tokens)
     inputs = PackedInputs(ids, places, (tokens,), places, (tokens,)).to(device)
+    begun = 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        begun = torch.cuda.memory_allocated(device)
     with torch.enable_grad():
         hidden = backbone_hidden(model, inputs)
     total = sum(tally.storages.values())
-    del hidden
-    return total
+    if device.type != "cuda":
+        return total, 0
+    hidden.backward(torch.zeros_like(hidden))  # type: ignore[no-untyped-call]
+    return total, torch.cuda.max_memory_allocated(device) - begun
 
 
 @dataclass(frozen=True)
@@ -219,30 +266,53 @@ class ActivationPlan:
 
     Args:
         modes: one a layer.
-        num_bytes: that they keep of the tokens that the plan is for.
+        kept_bytes: of the tokens that the plan is for, when the forward pass ends.
+        num_bytes: at the peak of the backward pass.
         num_tokens: of a packed row.
 
     Example:
-        >>> costs = {"keep": 100.0, "selective": 60.0, "recompute": 10.0, "host": 0.0}
-        >>> plan = ActivationPlan.of(costs, num_layers=4, num_tokens=10, budget=2000)
-        >>> plan.counts, plan.num_bytes
-        ({'keep': 0, 'selective': 3, 'recompute': 1, 'host': 0}, 1900)
+        >>> costs = {"keep": Cost(100.0, 30.0), "selective": Cost(60.0, 50.0), "recompute": Cost(10.0, 120.0),
+        ...          "host": Cost(0.0, 130.0)}
+        >>> plan = ActivationPlan.of(costs, num_layers=4, num_tokens=10, budget=2400)
+        >>> plan.counts, plan.kept_bytes, plan.num_bytes
+        ({'keep': 0, 'selective': 3, 'recompute': 1, 'host': 0}, 1900, 2400)
     """
 
     modes: tuple[Mode, ...]
+    kept_bytes: int
     num_bytes: int
     num_tokens: int
 
     @classmethod
-    def of(cls, per_token: Mapping[Mode, float], *, num_layers: int, num_tokens: int, budget: int) -> "ActivationPlan":
+    def with_counts(
+        cls, costs: Mapping[Mode, Cost], counts: Mapping[Mode, int], *, num_tokens: int
+    ) -> "ActivationPlan":
+        """So many layers of each mode; those that make most anew are the first, which the backward pass reaches last.
+
+        While a layer's backward pass runs, what the layers after it kept has been given back.
+
+        Example:
+            >>> costs = {"keep": Cost(100.0, 30.0), "recompute": Cost(10.0, 120.0)}
+            >>> ActivationPlan.with_counts(costs, {"recompute": 3, "keep": 1}, num_tokens=1).num_bytes
+            160
+        """
+        kept = peak = 0.0
+        for mode in reversed(MODES):
+            if count := counts.get(mode, 0):
+                kept += count * costs[mode].kept
+                peak = max(peak, kept + costs[mode].worked_on)
+        modes = tuple(mode for mode in reversed(MODES) for _ in range(counts.get(mode, 0)))
+        return cls(modes, round(kept * num_tokens), round(peak * num_tokens), num_tokens)
+
+    @classmethod
+    def of(cls, costs: Mapping[Mode, Cost], *, num_layers: int, num_tokens: int, budget: int) -> "ActivationPlan":
         """The modes that fit into ``budget`` and make the least anew.
 
         A layer that is made again from its input costs a third of its products more, one made again elementwise a few
-        per cent: first as few as possible of the former, then of the latter. They are the first layers, which the
-        backward pass reaches last, when the others have given their memory back.
+        per cent: first as few as possible of the former, then of the latter.
 
         Args:
-            per_token: of ``bytes_per_token``.
+            costs: of ``costs_per_token``.
             num_layers: of the model.
             num_tokens: of a packed row.
             budget: bytes.
@@ -250,21 +320,22 @@ class ActivationPlan:
         Raises:
             ConfigurationError: the budget is too small for anything.
         """
-        keep, recompute, host = (per_token[mode] * num_tokens for mode in ("keep", "recompute", "host"))
-        selective = per_token.get("selective", per_token["keep"]) * num_tokens
+        least: int | None = None
         for num_host in range(num_layers + 1):
             for num_recomputed in range(num_layers - num_host + 1):
                 rest = num_layers - num_host - num_recomputed
-                low = num_host * host + num_recomputed * recompute + rest * selective
-                if low > budget or (num_host and rest):
+                if num_host and rest:
                     continue
-                spare = keep - selective
-                num_kept = rest if spare <= 0 else min(rest, int((budget - low) // spare))
-                counts = {"host": num_host, "recompute": num_recomputed, "selective": rest - num_kept, "keep": num_kept}
-                modes = tuple(mode for mode in reversed(MODES) for _ in range(counts[mode]))
-                return cls(modes, round(low + num_kept * spare), num_tokens)
+                for num_kept in range(rest, -1 if "selective" in costs else rest - 1, -1):
+                    counts: dict[Mode, int] = {
+                        "host": num_host, "recompute": num_recomputed, "selective": rest - num_kept, "keep": num_kept
+                    }  # fmt: skip
+                    plan = cls.with_counts(costs, counts, num_tokens=num_tokens)
+                    if plan.num_bytes <= budget:
+                        return plan
+                    least = plan.num_bytes if least is None else min(least, plan.num_bytes)
         raise ConfigurationError(
-            needed=f"train.activation_memory of at least {round(num_layers * host)} bytes",
+            needed=f"train.activation_memory of at least {least} bytes",
             given=str(budget),
             remedy="Raise it, or lower train.tokens_per_micro_batch.",
         )
@@ -281,15 +352,16 @@ class ActivationPlan:
 
 
 def fit_activations(model: nn.Module, *, num_tokens: int, budget: int) -> ActivationPlan:
-    """Measure, choose and set the layers' modes so that a packed row of ``num_tokens`` keeps at most ``budget`` bytes.
+    """Measure, choose and set the layers' modes so that a packed row of ``num_tokens`` needs at most ``budget`` bytes.
 
     Args:
-        model: in training mode, on its device.
+        model: in training mode, on its device, without gradients.
         num_tokens: the most that a packed row has.
-        budget: bytes that the layers may keep together.
+        budget: bytes that the layers may take together, at the peak of the backward pass; elsewhere than on a GPU, of
+            what they keep for it.
     """
     layers = _layers(model)
-    plan = ActivationPlan.of(bytes_per_token(model), num_layers=len(layers), num_tokens=num_tokens, budget=budget)
+    plan = ActivationPlan.of(costs_per_token(model), num_layers=len(layers), num_tokens=num_tokens, budget=budget)
     set_modes(model, plan.modes)
     return plan
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from logitless.errors import UnavailableError
 from logitless.models.lm_head import causal_lm
+from logitless.models.seeded import seeded
 
 TOLERANCE = 1e-3
 """Largest difference of a logit over the largest logit, and of the gradient norm over itself."""
@@ -57,8 +58,7 @@ def check_liger_layers(config: Any, device: torch.device) -> tuple[float, float]
         setattr(small, name, value)
     if getattr(small, "layer_types", None):
         small.layer_types = small.layer_types[:2]
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
+    with seeded(0, device):
         built = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager").to(device)
         tokens = torch.randint(_VOCABULARY, (2, _TOKENS), device=device)
     plain = _results(built, tokens)

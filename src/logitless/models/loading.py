@@ -20,6 +20,7 @@ from logitless.hub import use_cache_if_unreachable
 from logitless.models.lm_head import backbone, causal_lm, verify_lm_head, verify_packing
 from logitless.models.packed import PACKED
 from logitless.models.rotary import separate_long_sequences
+from logitless.models.seeded import seeded
 
 Attention = Literal["packed", "sdpa", "eager", "flex_attention"]
 ModelSource = str | Path | Mapping[str, Any]
@@ -80,8 +81,7 @@ def load_model(
             remedy="Set random_weights, or give the folder or hub name of a trained model.",
         )
     if random_weights or meta:
-        with torch.random.fork_rng(), torch.device("meta" if meta else "cpu"):
-            torch.manual_seed(seed)
+        with seeded(seed), torch.device("meta" if meta else "cpu"):
             model = _built(config, options)
     else:
         model = _read_weights(source, config, options)

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from logitless.errors import CheckpointError, ConfigurationError, InputError, UnavailableError
 from logitless.models.lm_head import causal_lm
+from logitless.models.seeded import seeded
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,7 @@ def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Mod
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with seeded(seed, next(model.parameters()).device):
         try:
             return peft.get_peft_model(model, config)
         except ValueError as error:

@@ -489,8 +489,9 @@ def check_attention(form: AttentionForm, dtype: torch.dtype, device: torch.devic
     position = torch.arange(length, dtype=torch.int32, device=device)
 
     def decoding(rows: slice, shared: paged_attention.SharedPages | None = None) -> Any:
-        step = paged_attention.DecodeLayout(table[rows].contiguous(), position[rows].contiguous(), shared)
-        return paged_attention.decoding(query[rows].contiguous(), cache, step, **options)
+        # Copies, as a step has them: a view that starts anywhere would be compiled for anew.
+        step = paged_attention.DecodeLayout(table[rows].clone(), position[rows].clone(), shared)
+        return paged_attention.decoding(query[rows].clone(), cache, step, **options)
 
     starts = range(length % 5, length, 25)
     num_shared = max(1, length * 5 // 8 // page)

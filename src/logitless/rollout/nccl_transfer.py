@@ -145,6 +145,18 @@ class NcclSync:
             lambda: self._names.held(server.weights_name()), what="the name of its weights", where=server.url
         )
 
+    def keep_apart(self, client: int) -> None:
+        """Refused: the address that servers are told is one process's.
+
+        Raises:
+            UnavailableError: always.
+        """
+        raise UnavailableError(
+            needed="one node of trainer processes for rollout.engine.weights: {name: nccl}",
+            given=f"a client of number {client} on another",
+            remedy="Set rollout.engine.weights: {name: folder}, or train on one node.",
+        )
+
     def versions(self, server: VllmServer, model: str, names: Sequence[str]) -> tuple[int, ...]:  # noqa: ARG002
         """By the names that the server gives them."""
         return tuple(self._names.version_of(name, server) for name in names)

@@ -83,6 +83,21 @@ class VllmServerEngine:
         self.hand_over: dict[str, float | int] = {}
 
     @property
+    def num_servers(self) -> int:
+        """How many there are."""
+        return len(self._watched)
+
+    def take_share(self, place: int, of: int) -> None:
+        """From now on use every ``of``-th server only, from ``place`` on; other clients have the others.
+
+        Raises:
+            UnavailableError: weights on a way that one process alone can take.
+        """
+        self._watched = self._watched[place::of]
+        if of > 1:
+            self._sync.keep_apart(place)
+
+    @property
     def prompts_at_once(self) -> int:
         """Prompts that threads may ask for at the same time."""
         return self._at_once * len(self._watched)

@@ -66,6 +66,10 @@ class WeightSync(Protocol):
         """What the server holds now."""
         ...
 
+    def keep_apart(self, client: int) -> None:
+        """Share no folder and no port with other clients of the run, each of which has a number."""
+        ...
+
     def versions(self, server: VllmServer, model: str, names: Sequence[str]) -> tuple[int, ...]:
         """The version of the weights that drew each token of a sample.
 
@@ -209,6 +213,13 @@ class FolderSync:
         """The same of a server that may be away for a while."""
         return self._patience.until_done(lambda: self.held(server), what="the name of its weights", where=server.url)
 
+    def keep_apart(self, client: int) -> None:
+        """Write into a folder of this client's own, which a private one is."""
+        if self._is_private:
+            return
+        self._root = self._folders.root = self._root / f"client-{client}"
+        self._root.mkdir(parents=True, exist_ok=True)
+
     def close(self) -> None:
         """Remove a private folder."""
         if self._is_private:
@@ -278,6 +289,13 @@ class AdapterSync:
         if server.weights_name() != self._bases[server.url]:
             return "other"
         return "current" if self.model() in server.models() else "fresh"
+
+    def keep_apart(self, client: int) -> None:
+        """Write into a folder of this client's own, which a private one is."""
+        if self._is_private:
+            return
+        self._root = self._root / f"client-{client}"
+        self._root.mkdir(parents=True, exist_ok=True)
 
     def versions(self, server: VllmServer, model: str, names: Sequence[str]) -> tuple[int, ...]:
         """By the adapter's name; the weights below it must be those that it was loaded on."""

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from logitless.distributed.sharding import is_sharded, local_part, part_of, sharded_like, start_and_shape
 from logitless.errors import CheckpointError
+from logitless.train.eight_bit import PARTS, packed_moment, parts_of
 from logitless.train.tensor_files import dtype_name, num_bytes, read_places, read_tensor, write_tensors
 
 SCHEMA_NUMBER = 2
@@ -329,11 +330,12 @@ def restore_parameters(parameters: Mapping[str, nn.Parameter], tensors: Mapping[
 
 
 def optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state by parameter name: ``optimizer/<parameter>/<moment>``."""
+    """The optimizer's state by parameter name: ``optimizer/<parameter>/<moment>``, packed moments in their parts."""
     return {
-        f"optimizer/{name}/{key}": value
+        f"optimizer/{name}/{key}{part}": tensor
         for name, parameter in parameters.items()
         for key, value in optimizer.state.get(parameter, {}).items()
+        for part, tensor in parts_of(value).items()
     }
 
 
@@ -346,6 +348,13 @@ def restore_optimizer(
         if kind == "optimizer":
             parameter_name, _, key = rest.rpartition("/")
             parameter = parameters[parameter_name]
+            key, packed, _ = key.partition(".")
+            if packed:
+                if key not in optimizer.state[parameter]:
+                    whole = name.rpartition(".")[0]
+                    parts = {f".{part}": tensors[f"{whole}.{part}"] for part in PARTS}
+                    optimizer.state[parameter][key] = packed_moment(key, parts, parameter)
+                continue
             on_host = key == "step" and not optimizer.defaults.get("fused")
             value = tensors[name]
             if value.shape == parameter.shape:

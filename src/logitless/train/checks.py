@@ -15,8 +15,9 @@ from logitless.errors import ConfigurationError, DataError
 from logitless.models.lm_head import causal_lm
 from logitless.rollout.recorded import read_completions
 from logitless.train.config import GpuEngineSection, Recipe, RecordedEngineSection
+from logitless.train.eight_bit import check_torchao
 from logitless.train.policy import Policy
-from logitless.train.setup import Data
+from logitless.train.setup import Data, device_of
 from logitless.types import Completion
 
 
@@ -32,24 +33,60 @@ def check_before_start(recipe: Recipe, data: Data, model: nn.Module) -> None:
         ConfigurationError, DataError: see below.
     """
     check_positions(recipe, data, model)
+    check_moments(recipe)
     engine = recipe.rollout.engine
     if isinstance(engine, RecordedEngineSection) and not Path(engine.path).is_dir():
         vocabulary = causal_lm(model).get_input_embeddings().weight.shape[0]
         check_recorded(recipe, data, read_completions(engine.path), vocabulary)
 
 
-def check_arrangement(recipe: Recipe, arrangement: Arrangement) -> None:
-    """Refuse what several processes cannot do together.
+def check_moments(recipe: Recipe) -> None:
+    """Refuse moments that this machine cannot hold as asked.
 
     Raises:
-        ConfigurationError: an engine or layers that need what these processes do not have.
+        UnavailableError: of 8 bits, without torchao.
+        ConfigurationError: on the host, without a GPU that computes with them.
     """
-    world = arrangement.replicate * arrangement.weights
+    moments = recipe.train.optimizer.moments
+    if moments == "8bit":
+        check_torchao()
+    device = device_of(recipe.model)
+    if moments == "host" and device.type != "cuda":
+        raise ConfigurationError(
+            needed="a GPU beside train.optimizer.moments: host",
+            given=f"model.device {device.type}",
+            remedy="Leave moments at float32.",
+        )
+
+
+def arrangement_of(recipe: Recipe, world: int) -> Arrangement:
+    """How the recipe's ``parallel`` arranges so many processes, checked.
+
+    Raises:
+        ConfigurationError: a number of processes that does not fit, or an engine or layers that need what these
+            processes do not have.
+    """
+    parallel = recipe.parallel
+    arrangement = Arrangement.of(
+        world,
+        replicate=parallel.replicate,
+        shard=parallel.shard,
+        sequence=parallel.sequence,
+        whole=parallel.deterministic,
+    )
     if recipe.parallel.deterministic and world & (world - 1):
         raise ConfigurationError(
             needed="1, 2, 4, 8, ... processes for parallel.deterministic, which sums along a binary tree",
             given=str(world),
             remedy="Start another number of processes, or leave it out.",
+        )
+    moments = recipe.train.optimizer.moments
+    if (moments == "8bit" and arrangement.is_sharded) or (moments == "host" and world > 1):
+        raise ConfigurationError(
+            needed="train.optimizer.moments: float32 on several processes"
+            + (", or copies of all weights for 8bit" if moments == "8bit" else ""),
+            given=f"{moments} on {world}",
+            remedy="Leave moments out" + (", or set parallel.replicate." if moments == "8bit" else "."),
         )
     if arrangement.is_sharded and isinstance(recipe.rollout.engine, GpuEngineSection):
         raise ConfigurationError(
@@ -69,6 +106,7 @@ def check_arrangement(recipe: Recipe, arrangement: Arrangement) -> None:
             given=f"{recipe.model.attention} beside parallel.sequence={arrangement.sequence}",
             remedy="Leave it out.",
         )
+    return arrangement
 
 
 def scores_all_rows(recipe: Recipe, arrangement: Arrangement, policy: Policy) -> bool:

@@ -347,6 +347,11 @@ class OptimizerSection(Section):
     eps: PositiveFloat = Field(1e-8, description="added to the denominator")
     weight_decay: float = Field(0.0, ge=0, description="decoupled; not on vectors")
     implementation: Literal["auto", "foreach", "fused", "loop"] = Field("auto", description="of torch.optim.AdamW")
+    moments: Literal["float32", "8bit", "host"] = Field(
+        "float32",
+        description="AdamW's two numbers a weight. 8bit: 2 bytes instead of 8, by torchao; host: they and the float32 "
+        "masters wait in the host's memory, the same bits for the time that they travel (docs/performance.md)",
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after warm-up, to 0 at the end")
     warmup_steps: NonNegativeInt = Field(0, description="optimizer steps of linear warm-up")
 
@@ -392,8 +397,8 @@ class TrainSection(Section):
     head_memory_budget: PositiveInt | None = Field(None, description="bytes of logits-like memory; None: chosen")
     activation_memory: PositiveInt | None = Field(
         None,
-        description="bytes that the layers may keep of a micro-batch for the backward; as few of them as possible are "
-        "recomputed, or kept on the host, to fit (docs/performance.md); None: no limit",
+        description="bytes that the layers may take for a micro-batch, at the peak of the backward; as few of them as "
+        "possible are recomputed, or kept on the host, to fit (docs/performance.md); None: no limit",
     )
 
 
@@ -528,6 +533,20 @@ class Recipe(Section):
             "one way to save activations beside train.activation_memory, and no model.compile",
             f"model.gradient_checkpointing={self.model.gradient_checkpointing}, model.compile={self.model.compile}",
             "Leave model.gradient_checkpointing and model.compile out.",
+        )
+        optimizer = self.train.optimizer
+        _require(
+            optimizer.moments == "float32" or optimizer.implementation == "auto",
+            "train.optimizer.moments: float32 beside an implementation of torch.optim.AdamW",
+            f"moments={optimizer.moments}, implementation={optimizer.implementation}",
+            "Leave implementation out.",
+        )
+        _require(
+            optimizer.moments != "host" or (self.model.trained_dtype == "bfloat16" and not self.parallel.deterministic),
+            "model.trained_dtype: bfloat16, whose masters go to the host, and no parallel.deterministic, beside "
+            "train.optimizer.moments: host",
+            f"trained_dtype={self.model.trained_dtype}, deterministic={self.parallel.deterministic}",
+            "Set it, or leave moments at float32.",
         )
         _require(
             self.model.trained_dtype == "float32" or self.model.autocast is None,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from logitless.distributed.ranks import Ranks
 from logitless.distributed.sharding import is_sharded
 from logitless.errors import UnavailableError
 from logitless.models.lm_head import backbone, lm_head
@@ -38,6 +39,7 @@ from logitless.train.config import (
     VllmServerEngineSection,
 )
 from logitless.train.metrics import Numbers
+from logitless.train.one_client import OneClientANode, ServerEngine
 
 logger = logging.getLogger("logitless")
 
@@ -77,6 +79,21 @@ class Engines:
         """Give back what they hold."""
         for engine in self.distinct:
             engine.close()
+
+
+def engines_on(ranks: Ranks, engines: Engines) -> Engines:
+    """The engines as several ranks share them: one rank of each node asks servers; any other engine is in each rank.
+
+    A collective.
+
+    Args:
+        ranks: of the run.
+        engines: that this rank opened.
+    """
+    if ranks.world == 1 or not isinstance(engines.training, ServerEngine):
+        return engines
+    shared = OneClientANode(engines.training, ranks)
+    return Engines(shared, shared if engines.evaluation is engines.training else engines.evaluation)
 
 
 def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Engines:
@@ -129,7 +146,6 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
 
 
 def _vllm_servers(recipe: Recipe, section: VllmServerEngineSection, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    _check_one_process(section.name)
     key = api_key(section.api_key_file, section.api_key_variable)
     servers = [VllmServer(HttpClient(url, api_key=key, seconds=section.request_seconds)) for url in section.urls]
     patience = Patience(give_up_seconds=section.give_up_seconds)

@@ -7,7 +7,7 @@ Equal to training in float32 with weights that are rounded before every use. Giv
 where float32 training under autocast has 2 for the copy.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -99,6 +99,8 @@ class MasterAdamW(torch.optim.AdamW):
     Args:
         groups: as for ``torch.optim.AdamW``, with the model's parameters; those that were lowered give place to their
             masters.
+        on_host: masters and moments in page-locked memory of the host, which the kernel on the GPU reads and writes
+            over the bus: the same numbers, for the time that they travel. All parameters must be lowered ones on a GPU.
         options: of ``torch.optim.AdamW``.
 
     Example:
@@ -112,22 +114,38 @@ class MasterAdamW(torch.optim.AdamW):
         True
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
-        given = [{**group, "params": list(group["params"])} for group in groups]
-        self.lowered = {master_of(p): p for group in given for p in group["params"] if master_of(p) is not p}
+    def __init__(self, groups: Iterable[dict[str, Any]], *, on_host: bool = False, **options: Any) -> None:
+        groups, self.lowered = over_masters(groups)
+        self.on_host = on_host
+        if on_host:
+            for master in self.lowered:
+                master.data = master.detach().cpu().pin_memory()
         self._chunks: dict[tuple[int, ...], Tensor] = {}
-        super().__init__([{**group, "params": [master_of(p) for p in group["params"]]} for group in given], **options)
+        super().__init__(groups, **options)
 
     def take_gradients(self) -> None:
-        """Move the gradients of lowered parameters to their masters."""
-        for master, parameter in self.lowered.items():
-            master.grad, parameter.grad = parameter.grad, None
+        """Move the gradients of lowered parameters to their masters; on the host there is no place for them."""
+        if not self.on_host:
+            take_gradients(self.lowered)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Also of parameters whose masters are on the host."""
+        super().zero_grad(set_to_none)
+        if self.on_host:
+            for parameter in self.lowered.values():
+                parameter.grad = None
+
+    def _gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Of masters and of parameters without one, in the order of the groups."""
+        held = [p for group in self.param_groups for p in group["params"]]
+        found = {p: self.lowered[p].grad if self.on_host else p.grad for p in held}
+        return {p: grad for p, grad in found.items() if grad is not None}
 
     @property
     def fuses(self) -> bool:
         """Whether all gradients are those of whole masters on a GPU, so that kernels of ours clip and update."""
-        given = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        return bool(given) and all(p in self.lowered and p.is_cuda and type(p.grad) is Tensor for p in given)
+        given = self._gradients()
+        return bool(given) and all(p in self.lowered and g.is_cuda and type(g) is Tensor for p, g in given.items())
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -143,7 +161,7 @@ class MasterAdamW(torch.optim.AdamW):
         super().step()
         for master, gradient in gradients.items():
             master.grad = gradient
-        self._fused(gradients.keys(), torch.ones(1, device=next(iter(gradients)).device))
+        self._fused(gradients, torch.ones(1, device=next(iter(gradients)).device))
 
     @torch.no_grad()
     def clipped_step(self, max_grad_norm: float | None) -> tuple[Float[Tensor, ""], bool]:
@@ -155,36 +173,31 @@ class MasterAdamW(torch.optim.AdamW):
         Returns:
             The norm before clipping, and whether the step was taken: not where a gradient is not finite.
         """
-        masters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = gradient_norm(self._chunks_of(masters), [p.grad for p in masters if p.grad is not None])
-        self._fused(set(masters), clip_factor(norm, max_grad_norm))
+        gradients = self._gradients()
+        norm = gradient_norm(self._chunks_of(list(gradients)), list(gradients.values()))
+        self._fused(gradients, clip_factor(norm, max_grad_norm))
         taken = bool(torch.isfinite(norm))  # waits for the device, which has everything to do by now
         if not taken:
-            for master in masters:
+            for master in gradients:
                 self.state[master]["step"] -= 1
                 if not self.state[master]["step"]:
                     del self.state[master]
         return norm, taken
 
-    def _fused(self, updated: Collection[nn.Parameter], scale: Float[Tensor, "1"]) -> None:
+    def _fused(self, gradients: Mapping[nn.Parameter, Tensor], scale: Float[Tensor, "1"]) -> None:
         """The kernel, once a parameter group and step counter (counters differ only where gradients were missing)."""
         for group in self.param_groups:
             by_step: dict[int, list[nn.Parameter]] = {}
             for master in group["params"]:
-                if master in updated:
-                    state = self.state[master]
-                    if not state:
-                        state["step"] = torch.tensor(0.0)
-                        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
-                    if state["step"].device.type != "cpu":  # only after it was restored to there
-                        state["step"] = state["step"].cpu()
+                if master in gradients:
+                    state = self._state_of(master)
                     state["step"] += 1
                     by_step.setdefault(int(state["step"]), []).append(master)
             for step, masters in by_step.items():
                 fused_update(
                     self._chunks_of(masters),
                     masters,
-                    [m.grad for m in masters if m.grad is not None],
+                    [gradients[m] for m in masters],
                     [self.state[m]["exp_avg"] for m in masters],
                     [self.state[m]["exp_avg_sq"] for m in masters],
                     [self.lowered[m].detach() for m in masters],
@@ -196,16 +209,49 @@ class MasterAdamW(torch.optim.AdamW):
                     step=step,
                 )
 
+    def _state_of(self, master: nn.Parameter) -> dict[str, Any]:
+        """Counter and moments, where the kernel can reach them also after they were restored."""
+        state: dict[str, Any] = self.state[master]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+        if state["step"].device.type != "cpu":
+            state["step"] = state["step"].cpu()
+        if self.on_host:
+            for name in ("exp_avg", "exp_avg_sq"):
+                if not state[name].is_pinned():
+                    state[name] = state[name].pin_memory()
+        return state
+
     def _chunks_of(self, masters: list[nn.Parameter]) -> Tensor:
         """``chunks_of``, made once for the same tensors."""
         key = tuple(map(id, masters))
         if key not in self._chunks:
-            self._chunks[key] = chunks_of(masters)
+            self._chunks[key] = chunks_of(masters, self.lowered[masters[0]].device)
         return self._chunks[key]
 
 
-def chunks_of(tensors: list[nn.Parameter]) -> Int[Tensor, "C 3"]:
+def over_masters(
+    groups: Iterable[dict[str, Any]],
+) -> tuple[list[dict[str, Any]], dict[nn.Parameter, nn.Parameter]]:
+    """Groups of parameters with masters in the place of lowered ones, and the lowered one of each master."""
+    given = [{**group, "params": list(group["params"])} for group in groups]
+    lowered = {master_of(p): p for group in given for p in group["params"] if master_of(p) is not p}
+    return [{**group, "params": [master_of(p) for p in group["params"]]} for group in given], lowered
+
+
+def take_gradients(lowered: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Move the gradients of lowered parameters to their masters."""
+    for master, parameter in lowered.items():
+        master.grad, parameter.grad = parameter.grad, None
+
+
+def chunks_of(tensors: list[nn.Parameter], device: torch.device | None = None) -> Int[Tensor, "C 3"]:
     """Tensors cut into parts for the fused update: number of the tensor, first element and length of each part.
+
+    Args:
+        tensors: P of them.
+        device: of the kernel, where it is not that of the tensors.
 
     Example:
         >>> chunks_of([nn.Parameter(torch.zeros(CHUNK + 1)), nn.Parameter(torch.zeros(2))]).tolist()
@@ -216,7 +262,7 @@ def chunks_of(tensors: list[nn.Parameter]) -> Int[Tensor, "C 3"]:
         first = torch.arange(0, tensor.numel(), CHUNK)
         length = (tensor.numel() - first).clamp(max=CHUNK)
         parts.append(torch.stack([torch.full_like(first, number), first, length], 1))
-    return torch.cat(parts).to(tensors[0].device)
+    return torch.cat(parts).to(device or tensors[0].device)
 
 
 def clip_factor(norm: Float[Tensor, ""], max_grad_norm: float | None) -> Float[Tensor, "1"]:
@@ -265,7 +311,8 @@ def fused_update(
 
     Args:
         chunks: of the masters.
-        masters, gradients, moments1, moments2: contiguous float32 tensors, P of each, on one device.
+        masters, gradients, moments1, moments2: contiguous float32 tensors, P of each, on one device; masters and
+            moments may also be in page-locked memory of the host.
         copies: contiguous, of one dtype.
         scale: float32, multiplies the gradients; where it is NaN nothing changes.
         rate, betas, eps, weight_decay: of AdamW.
@@ -275,7 +322,7 @@ def fused_update(
 
     from logitless.train.kernels.adamw import adamw_kernel
 
-    device = masters[0].device
+    device = gradients[0].device
     addresses, aligned = _addresses([masters, gradients, moments1, moments2, copies], device)
     with _on(device):
         adamw_kernel[(len(chunks),)](

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from logitless.distributed.ranks import Ranks
 from logitless.distributed.sharding import is_sharded, local_part, sum_over_shards
+from logitless.errors import ConfigurationError
 from logitless.train.config import OptimizerSection
-from logitless.train.masters import MasterAdamW, master_of
+from logitless.train.eight_bit import eight_bit_adamw
+from logitless.train.masters import MasterAdamW, master_of, take_gradients
 
 
 def adamw(
@@ -21,10 +23,11 @@ def adamw(
     *,
     value_head: Iterable[nn.Parameter] = (),
     value_head_factor: float = 1.0,
-) -> torch.optim.AdamW:
+) -> torch.optim.Optimizer:
     """AdamW over the trained parameters or their masters; vectors (norms, biases) and the value head are not decayed.
 
-    ``implementation="auto"`` is ``fused`` on CUDA and ``foreach`` elsewhere.
+    ``implementation="auto"`` is ``fused`` on CUDA and ``foreach`` elsewhere. ``moments`` says where the two numbers a
+    weight are, and how wide.
 
     Args:
         parameters: of the model; frozen ones are left out.
@@ -32,6 +35,10 @@ def adamw(
         device: of the parameters.
         value_head: parameters of the value head.
         value_head_factor: the value head's learning rate over that of the model.
+
+    Raises:
+        ConfigurationError: moments on the host without a GPU, or with weights that have no master.
+        UnavailableError: 8-bit moments without torchao.
 
     Example:
         >>> optimizer = adamw([nn.Parameter(torch.ones(2, 2))], OptimizerSection(), torch.device("cpu"))
@@ -42,19 +49,27 @@ def adamw(
     chosen = options.implementation
     if chosen == "auto":
         chosen = "fused" if device.type == "cuda" else "foreach"
-    matrices = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": options.weight_decay}
-    vectors = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
-    readout = {"params": list(value_head), "weight_decay": 0.0, "rate_factor": value_head_factor}
-    lowered = any(master_of(p) is not p for p in trained)
+    matrices: dict[str, Any] = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": options.weight_decay}
+    vectors: dict[str, Any] = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
+    readout: dict[str, Any] = {"params": list(value_head), "weight_decay": 0.0, "rate_factor": value_head_factor}
+    groups = [group for group in (matrices, vectors, readout) if group["params"]]
+    numbers: dict[str, Any] = {"lr": options.learning_rate, "betas": options.betas, "eps": options.eps}
+    if options.moments == "8bit":
+        return eight_bit_adamw(groups, **numbers)
+    numbers |= {"foreach": chosen == "foreach", "fused": chosen == "fused"}
+    lowered = [p for group in groups for p in group["params"] if master_of(p) is not p]
+    if options.moments == "host":
+        if device.type != "cuda" or len(lowered) < sum(len(group["params"]) for group in groups):
+            raise ConfigurationError(
+                needed="a GPU, and a float32 master of every trained weight, for train.optimizer.moments: host",
+                given=f"{device.type}"
+                + ("" if lowered else " and float32 weights")
+                + (", a value head" * bool(readout["params"])),
+                remedy="Set model.trained_dtype: bfloat16, without a value head, or leave moments at float32.",
+            )
+        return MasterAdamW(groups, on_host=True, **numbers)
     plain = ShardAdamW if any(map(is_sharded, trained)) else torch.optim.AdamW
-    return (MasterAdamW if lowered else plain)(
-        [group for group in (matrices, vectors, readout) if group["params"]],
-        lr=options.learning_rate,
-        betas=options.betas,
-        eps=options.eps,
-        foreach=chosen == "foreach",
-        fused=chosen == "fused",
-    )
+    return (MasterAdamW if lowered else plain)(groups, **numbers)
 
 
 class ShardAdamW(torch.optim.AdamW):
@@ -79,6 +94,10 @@ def implementation(optimizer: torch.optim.Optimizer) -> str:
         >>> implementation(adamw([nn.Parameter(torch.ones(2, 2))], OptimizerSection(), torch.device("cpu")))
         'foreach'
     """
+    if isinstance(optimizer, MasterAdamW) and optimizer.on_host:
+        return "fused, moments and masters on the host"
+    if "fused" not in optimizer.defaults:
+        return "8-bit moments by torchao"
     return next((name for name in ("fused", "foreach") if optimizer.defaults[name]), "loop")
 
 
@@ -131,8 +150,11 @@ def take_step(
         way.
     """
     for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("rate_factor", 1.0)
-    if isinstance(optimizer, MasterAdamW):
+        chosen = rate * group.get("rate_factor", 1.0)
+        group["lr"] = group["lr"].fill_(chosen) if isinstance(group["lr"], Tensor) else chosen
+    if not isinstance(optimizer, MasterAdamW):
+        take_gradients(getattr(optimizer, "lowered", {}))
+    else:
         optimizer.take_gradients()
         if optimizer.fuses and ranks.world == 1 and not as_several:
             norm, taken = optimizer.clipped_step(max_grad_norm)

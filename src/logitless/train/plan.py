@@ -119,15 +119,15 @@ def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None
     kept, worked_on = (1, 1) if section.gradient_checkpointing else (17, 0)
     activations = train.tokens_per_micro_batch * width * number * (layers * kept + 17 * worked_on)
     if train.activation_memory is not None:
-        activations = min(activations, train.activation_memory + train.tokens_per_micro_batch * width * number * 17)
+        activations = min(activations, train.activation_memory)
     sampling = sampling_bytes(recipe, config, number)
     parts = {
         "trained weights": sum(p.numel() * p.element_size() for p in trained),
         "gradients": held,
-        "AdamW moments": 2 * held,
+        "AdamW moments": moments_bytes(recipe, held),
         "frozen weights": sum(p.numel() * p.element_size() for p in frozen),
     }
-    if lowered:
+    if lowered and train.optimizer.moments != "host":
         parts["float32 masters"] = held
     if value_head is not None:  # weights, gradients and two moments
         parts["value head"] = 4 * sum(p.numel() * p.element_size() for p in value_head.parameters())
@@ -139,6 +139,12 @@ def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None
     parts["activations or cache (estimate)"] = max(activations, sampling)
     parts["head"] = train.head_memory_budget or default_budget(device_of(section))
     return parts
+
+
+def moments_bytes(recipe: Recipe, held: int) -> int:
+    """Of AdamW on the device, where float32 numbers of all trained weights are ``held`` bytes: none on the host, and
+    of 8 bits with a float32 scale for each 256 of them."""
+    return {"float32": 2 * held, "8bit": 2 * held // 4 * 65 // 64, "host": 0}[recipe.train.optimizer.moments]
 
 
 def sampling_bytes(recipe: Recipe, config: Any, number: int) -> int:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.ranks import Ranks
 from logitless.errors import ConfigurationError
 from logitless.head.contract import on_device
@@ -26,9 +25,9 @@ from logitless.rollout.tool_environment import tools_of
 from logitless.seeds import derived_seed
 from logitless.train.ahead import LOG, collector_of
 from logitless.train.checkpoint import Checkpoint, checkpoints, clear_remains, damaged, load_checkpoint
-from logitless.train.checks import check_arrangement, check_before_start, scores_all_rows
+from logitless.train.checks import arrangement_of, check_before_start, scores_all_rows
 from logitless.train.config import Recipe, RecordedEngineSection
-from logitless.train.engines import Engines, open_engines
+from logitless.train.engines import Engines, engines_on, open_engines
 from logitless.train.evaluate import evaluation_of
 from logitless.train.journal import Journal
 from logitless.train.learner import Learner
@@ -98,15 +97,7 @@ def start(
         LogitlessError: anything that is wrong with the recipe, the data, the model or the machine, and a run that
             cannot go on.
     """
-    parallel = recipe.parallel
-    arrangement = Arrangement.of(
-        ranks.world,
-        replicate=parallel.replicate,
-        shard=parallel.shard,
-        sequence=parallel.sequence,
-        whole=parallel.deterministic,
-    )
-    check_arrangement(recipe, arrangement)
+    arrangement = arrangement_of(recipe, ranks.world)
     ranks = ranks.arranged(arrangement)
     built = recipe.model_copy(update={"model": section_for(recipe.model, arrangement)})
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
@@ -135,7 +126,7 @@ def start(
         check_before_start(recipe, data, model)
         if ranks.is_first:
             check_disk(recipe, disk(recipe, model, value_head_of(recipe, algorithm, model)), path)
-        engines = open_engines(recipe, model, tokenizer)
+        engines = engines_on(ranks, open_engines(recipe, model, tokenizer))
         stack.callback(engines.close)
         if not resume:
             folder = _new_folder(Path(recipe.output), recipe.name, numbered, ranks)
@@ -169,7 +160,7 @@ def start(
             mesh = arrangement.mesh(policy.device.type)
             policy.shard(mesh)
             if isinstance(reference, Policy):
-                reference.shard(mesh, on_host=parallel.reference == "host")
+                reference.shard(mesh, on_host=recipe.parallel.reference == "host")
             all_rows = scores_all_rows(recipe, arrangement, policy)
             for each in (policy, reference):
                 if isinstance(each, Policy):

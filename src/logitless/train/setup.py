@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from logitless.data.prompts import load_prompts, without_overlap
 from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError, DataError, UnavailableError
+from logitless.models.activations import set_modes
 from logitless.models.liger_layers import install_liger_layers
 from logitless.models.lm_head import backbone, causal_lm
 from logitless.models.loading import check_vocabulary, compile_layers, disable_dropout, load_model, load_tokenizer
@@ -229,6 +230,8 @@ def _exchange_layers(section: ModelSection, model: nn.Module) -> None:
             installation.remove()
             reason = "attention does not keep its bits on this GPU (`logitless doctor` has the details)"
             logger.warning("layers: transformers' own, for %s", reason)
+        elif section.gradient_checkpointing:
+            set_modes(model, ["recompute"] * len(backbone(model).layers))
     if reason and section.layers == "row_invariant":
         raise UnavailableError(
             needed="a model and a GPU that row-invariant layers serve",

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from logitless.distributed.ranks import Ranks
+from logitless.errors import EngineError
 from logitless.rewards.combine import Unscored
 from logitless.rewards.contract import WeightedReward
 from logitless.rollout.engine import Engine
@@ -18,6 +19,7 @@ from logitless.rollout.environment import Driver, Environment, Limits
 from logitless.rollout.play import play
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.judge import judge
+from logitless.train.one_client import OneClientANode, raise_on_all
 from logitless.types import Completion, Group, Prompt, Verdict
 
 
@@ -47,22 +49,33 @@ def sampled_and_judged(
         unscored: what a completion is worth that some of the functions could not judge.
         seed: of this round.
         limits: of an episode.
+
+    Raises:
+        EngineError: on every rank, where an engine elsewhere failed one of them.
     """
-    mine = [prompts[i] for i in ranks.shared(len(prompts))]
+    clients = engine.clients if isinstance(engine, OneClientANode) else None
+    mine = [prompts[i] for i in ranks.shared(len(prompts), clients)]
     groups: list[Group] = []
-    if mine:
-        if isinstance(environment, Driver):
-            mine, episodes = environment.episodes(
-                engine, mine, num_samples=num_samples, options=options, seed=seed, limits=limits
-            )
-        else:
-            episodes = play(
-                engine, mine, environment, num_samples=num_samples, options=options, seed=seed, limits=limits
-            )
-        groups = judge(mine, episodes, rewards, unscored=unscored)
+    failure: EngineError | None = None
+    try:
+        if mine:
+            if isinstance(environment, Driver):
+                mine, episodes = environment.episodes(
+                    engine, mine, num_samples=num_samples, options=options, seed=seed, limits=limits
+                )
+            else:
+                episodes = play(
+                    engine, mine, environment, num_samples=num_samples, options=options, seed=seed, limits=limits
+                )
+            groups = judge(mine, episodes, rewards, unscored=unscored)
+    except EngineError as error:
+        if ranks.world == 1:
+            raise
+        failure = error
     if ranks.world == 1:
         return groups
-    found = ranks.together([group_as_json(group) for group in groups])
+    raise_on_all(ranks, failure)
+    found = ranks.together([group_as_json(group) for group in groups], clients)
     return [group_of_json(prompt, group) for prompt, group in zip(prompts, found, strict=True)]
 
 

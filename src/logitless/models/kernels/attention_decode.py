@@ -13,6 +13,7 @@ import triton.language as tl
 
 from logitless.models.kernels.attention_forward import LN2, add_block, empty, load_rows, merge
 from logitless.models.kernels.overlap import after_inputs
+from logitless.quick_launch import quick_launch
 
 
 @triton.jit
@@ -69,6 +70,7 @@ def first_block(position, split, window, BLOCK: tl.constexpr, SPLIT: tl.constexp
     return start
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["splits", "max_pages", "group_size", "window"])
 def decode_shared(
     query,  # [rows, H, E], rows ``query_stride`` apart
@@ -136,6 +138,7 @@ def decode_shared(
             store_state(state_m, state_s, state_o, place, row_ok, column, m, s, o, WIDTH)
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["splits", "max_pages", "window"])
 def decode_own(
     query,  # [rows, H, E], rows ``query_stride`` apart
@@ -230,6 +233,7 @@ def store_result(
     tl.store(log_sum_exp + place, (m + tl.log2(s)) * LN2, mask=head_ok)
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["splits"])
 def merge_splits(
     state_m,  # [rows, splits, H] float32

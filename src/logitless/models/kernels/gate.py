@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.models.kernels.overlap import after_inputs, overlapping
-from logitless.models.kernels.rows import empty_rows
+from logitless.models.kernels.rows import divided_up, empty_rows, power_of_two
+from logitless.quick_launch import quick_launch
 
 
 @triton.jit
@@ -32,6 +33,7 @@ def activation(g, GELU: tl.constexpr):
     return g / (1.0 + tl.exp(-g)), s * (1.0 + g * (1.0 - s))
 
 
+@quick_launch
 @triton.jit
 def gate_kernel(
     gate,  # [T, I] a row ``stride`` after the other
@@ -55,6 +57,7 @@ def gate_kernel(
     tl.store(out + row * width + column, product.to(g.dtype), mask=inside)
 
 
+@quick_launch
 @triton.jit
 def gate_backward_kernel(
     gate,  # [T, I] a row ``stride`` after the other
@@ -83,8 +86,8 @@ def gate_backward_kernel(
 
 def _grid(gate: Tensor) -> tuple[tuple[int, int], int]:
     rows, width = gate.shape
-    block = min(1024, triton.next_power_of_2(width))
-    return (rows, triton.cdiv(width, block)), block
+    block = min(1024, power_of_two(width))
+    return (rows, divided_up(width, block)), block
 
 
 def gated(gate: Tensor, up: Tensor, *, gelu: bool, out: Tensor | None = None) -> Tensor:

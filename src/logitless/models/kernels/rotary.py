@@ -18,6 +18,8 @@ from torch import Tensor
 
 from logitless.models.kernels.norm import sum_parts
 from logitless.models.kernels.overlap import after_inputs, overlapping
+from logitless.models.kernels.rows import divided_up, power_of_two
+from logitless.quick_launch import quick_launch
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ def turned_heads(
     tl.store(target + head + d, out.to(stored.dtype), mask=inside)
 
 
+@quick_launch
 @triton.jit
 def rotary_kernel(
     query,  # [T, H * E] a row ``query_stride`` after the other
@@ -177,6 +180,7 @@ def turned_back(
     return summed
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["num_rows"])
 def rotary_backward_kernel(
     query,  # [T, H * E] as the forward read it, a row ``query_stride`` after the other; only norms read it
@@ -266,7 +270,7 @@ class Heads:
     @property
     def block(self) -> int:
         """Numbers a program holds of a head."""
-        return triton.next_power_of_2(self.width)
+        return power_of_two(self.width)
 
     @property
     def warps(self) -> int:
@@ -318,8 +322,8 @@ def rotate_backward(
     grad = query.new_empty(rows, (heads.query + 2 * heads.key) * heads.width)
     blocks = (heads.query + 2 * heads.key) // heads.together
     sums = norms is not None and norms_needed
-    per_program = triton.cdiv(rows, 2048 if query.is_cuda else 2)
-    programs = triton.cdiv(rows, per_program)
+    per_program = divided_up(rows, 2048 if query.is_cuda else 2)
+    programs = divided_up(rows, per_program)
     query_parts = key_parts = None
     if sums:
         query_parts = grad.new_empty(programs, heads.query // heads.together, heads.width, dtype=torch.float32)

@@ -1,0 +1,155 @@
+"""How well the estimate of activation memory tells the peak: each way to keep less, and budgets between.
+
+    python benchmarks/activations.py
+
+A model with random weights reads one packed row of the workload *long*, prompts shared, forward and backward, with its
+gradients in place as in every micro-batch of a step but the first. ``layers``: the backbone alone, which is what
+``train.activation_memory`` speaks of. ``step``: with the LM head at a memory budget of 1 GiB, whose own formula is
+added. Bytes are those above what weights and gradients take; both estimates come from two short passes a mode on the
+same model (``models/activations.py``) and are made before the row is read.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from logitless.bench.machine import environment, release, write_result
+from logitless.bench.step_contenders import SHAPES, Rollouts, Shape
+from logitless.data.packing import Packing, share_prompts
+from logitless.errors import UnavailableError
+from logitless.head.fused import peak_bytes
+from logitless.models.activations import MODES, ActivationPlan, Cost, Mode, costs_per_token, set_modes
+from logitless.models.lm_head import backbone_hidden, lm_head
+from logitless.models.row_invariant import install_row_invariant
+from logitless.models.self_check import self_check
+from logitless.train.masters import lower_to
+from logitless.train.policy import Policy
+from logitless.types import PackedBatch
+
+RESULT = Path("benchmarks/results/activations-H200.json")
+TOKENS = 16384
+"""Most tokens of the packed row, as a recipe has it by default."""
+
+HEAD_BUDGET = 2**30
+FRACTIONS = (0.75, 0.5, 0.25, 0.125)
+"""Budgets, as parts of what everything kept would take."""
+
+
+def model_of(shape: Shape, device: str) -> nn.Module:
+    """As a recipe with row-invariant layers trains it, with every gradient in place."""
+    model = shape.build(device)
+    model.gradient_checkpointing_disable()  # type: ignore[operator]
+    lower_to(torch.bfloat16, model.parameters())
+    install_row_invariant(model)
+    self_check(model)
+    return model
+
+
+def row_of(shape: Shape, tokens: int, width: int) -> PackedBatch:
+    """The first packed row of the workload *long*."""
+    packed = Rollouts.draw(shape.workload("long"), shape.vocabulary).packed
+    return packed.take(Packing(tokens, share_prompts=True, hidden_size=width).rows(range(16), packed.inputs)[0])
+
+
+def plans(costs: dict[Mode, Cost], layers: int, tokens: int) -> dict[str, ActivationPlan]:
+    """Each mode everywhere, and what budgets choose.
+
+    Example:
+        >>> costs = {"keep": Cost(100.0, 30.0), "recompute": Cost(10.0, 20.0), "host": Cost(0.0, 20.0)}
+        >>> list(plans(costs, 4, 10))
+        ['keep', 'recompute', 'host', '75% of keep', '50% of keep', '25% of keep', '12.5% of keep']
+    """
+    found = {mode: ActivationPlan.with_counts(costs, {mode: layers}, num_tokens=tokens) for mode in costs}
+    named: dict[str, ActivationPlan] = {mode: found[mode] for mode in MODES if mode in found}
+    for part in FRACTIONS:
+        budget = round(part * found["keep"].num_bytes)
+        named[f"{100 * part:g}% of keep"] = ActivationPlan.of(
+            costs, num_layers=layers, num_tokens=tokens, budget=budget
+        )
+    return named
+
+
+def peak_of(passes: Any) -> tuple[int, float]:
+    """Bytes above those before, and seconds, of the second of two calls."""
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before, start = torch.cuda.memory_allocated(), time.perf_counter()
+        passes()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    return torch.cuda.max_memory_allocated() - before, seconds
+
+
+def measure(shape: Shape) -> list[dict[str, Any]]:
+    """The rows of one model."""
+    model = model_of(shape, "cuda")
+    costs = costs_per_token(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
+    policy = Policy(model, memory_budget=HEAD_BUDGET)
+    batch = row_of(shape, TOKENS, policy.hidden_size)
+    inputs = share_prompts(batch.inputs).to("cuda")
+    tokens = len(inputs.input_ids)
+    vocabulary, width = lm_head(model).weight.shape
+    # what the head reads and gives back besides: its rows, their gradients, and those laid out for all tokens
+    head = peak_bytes(batch.num_tokens, width, vocabulary, memory_budget=HEAD_BUDGET) + 4 * width * batch.num_tokens
+    rows = []
+
+    def layers() -> None:
+        hidden = backbone_hidden(model, inputs)
+        hidden.backward(torch.zeros_like(hidden))
+
+    def step() -> None:
+        policy.scores(batch, temperature=1.0, backend="fused").logp.sum().backward()
+
+    layer_count = int(shape.config["num_hidden_layers"])
+    for name, plan in plans(costs, layer_count, tokens).items():
+        set_modes(model, plan.modes)
+        for part, passes, estimated in (
+            ("layers", layers, plan.num_bytes),
+            ("step", step, max(plan.num_bytes, plan.kept_bytes + head)),
+        ):
+            release("cuda")
+            measured, seconds = peak_of(passes)
+            rows.append(
+                {
+                    "model": shape.name,
+                    "modes": name,
+                    "layers": plan.counts,
+                    "tokens": tokens,
+                    "part": part,
+                    "estimated_bytes": estimated,
+                    "measured_bytes": measured,
+                    "error": estimated / measured - 1,
+                    "seconds": seconds,
+                }
+            )
+            print(json.dumps(rows[-1]), flush=True)
+    for mode, cost in costs.items():
+        print(shape.name, mode, cost, flush=True)
+    return rows
+
+
+def main() -> None:
+    """Measure every model that was asked for and write the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="qwen2.5-0.5b,qwen3-1.7b", help="by commas")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise UnavailableError(needed="a CUDA device", given="none", remedy="Run it on a machine with a GPU.")
+    rows: list[dict[str, Any]] = []
+    for name in options.models.split(","):
+        rows += measure(next(shape for shape in SHAPES if shape.name == name))
+        release("cuda")
+        write_result(options.output, {"environment": environment("cuda", ("triton", "transformers")), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

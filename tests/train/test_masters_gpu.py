@@ -1,0 +1,97 @@
+"""Masters and moments on the host, updated by the GPU: the bits that they have on the device."""
+
+import pytest
+import torch
+from torch import nn
+
+from logitless.train.checkpoint import optimizer_tensors, restore_optimizer
+from logitless.train.config import OptimizerSection
+from logitless.train.masters import lower_to, master_of
+from logitless.train.optimizer import adamw, implementation, take_step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class Trained:
+    """Two layers of odd sizes and their optimizer."""
+
+    def __init__(self, moments: str) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(1031, 257), nn.Linear(257, 70001, bias=False)).cuda()
+        lower_to(torch.bfloat16, self.model.parameters())
+        options = OptimizerSection(moments=moments, weight_decay=0.1)
+        self.optimizer = adamw(self.model.parameters(), options, torch.device("cuda"))
+
+    def step(self, number: int, factor: float = 1.0) -> tuple[torch.Tensor, bool]:
+        generator = torch.Generator("cuda").manual_seed(number)
+        for p in self.model.parameters():
+            p.grad = factor * torch.randn(p.shape, device="cuda", generator=generator)
+        norm, taken = take_step(self.optimizer, rate=1e-3, max_grad_norm=1.0)
+        assert all(p.grad is None for p in self.model.parameters())
+        return norm, taken
+
+    def masters(self) -> dict[str, nn.Parameter]:
+        return {name: master_of(p) for name, p in self.model.named_parameters()}
+
+
+def same(one: Trained, other: Trained) -> None:
+    for (name, a), b in zip(one.masters().items(), other.masters().values(), strict=True):
+        assert torch.equal(a.cpu(), b.cpu()), name
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(one.optimizer.state[a][key].cpu(), other.optimizer.state[b][key].cpu()), (name, key)
+    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.fixture
+def ordinary_memory():
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+@pytest.mark.usefixtures("ordinary_memory")
+def test_masters_and_moments_on_the_host_have_the_bits_of_those_on_the_device():
+    host, device = Trained("host"), Trained("float32")
+    assert implementation(host.optimizer) == "fused, moments and masters on the host"
+    for number in range(3):
+        (norm, taken), (other, _) = host.step(number), device.step(number)
+        assert taken
+        assert torch.equal(norm, other)
+    same(host, device)
+    held = [*host.masters().values(), *(s[k] for s in host.optimizer.state.values() for k in ("exp_avg", "exp_avg_sq"))]
+    assert all(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in held)
+
+
+@pytest.mark.usefixtures("ordinary_memory")
+def test_a_gradient_that_is_not_finite_moves_nothing_on_the_host():
+    host, device = Trained("host"), Trained("float32")
+    for trained in (host, device):
+        trained.step(0)
+    assert not host.step(1, factor=float("nan"))[1]
+    same(host, device)
+
+
+@pytest.mark.usefixtures("ordinary_memory")
+def test_restored_moments_are_where_the_kernel_reaches_them():
+    begun, whole, resumed = (Trained("host") for _ in range(3))
+    begun.step(0)
+    saved = {name: tensor.clone() for name, tensor in optimizer_tensors(begun.masters(), begun.optimizer).items()}
+    for p, q in zip(resumed.masters().values(), begun.masters().values(), strict=True):
+        p.data.copy_(q)
+    restore_optimizer(resumed.masters(), resumed.optimizer, saved)
+    for number in (0, 1):
+        whole.step(number)
+    resumed.step(1)
+    same(whole, resumed)
+
+
+@pytest.mark.usefixtures("ordinary_memory")
+def test_the_device_holds_weights_and_gradients_alone():
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    host = Trained("host")
+    host.step(0)
+    num_weights = sum(p.numel() for p in host.model.parameters())
+    assert torch.cuda.memory_allocated() - before < 2.1 * num_weights
