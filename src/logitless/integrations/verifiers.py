@@ -16,6 +16,7 @@ import importlib
 import inspect
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -74,7 +75,7 @@ def play_task(
             }
         )
     )
-    trace = asyncio.run(agent.run(task))
+    trace = asyncio.run_coroutine_threadsafe(agent.run(task), _loop()).result()
     if not trace.ok:
         raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in trace.errors) or "no trace")
     return float(trace.reward)
@@ -92,6 +93,14 @@ def task_rows(taskset: str, config: Mapping[str, Any] | None = None) -> Iterator
     """
     for task in _tasks(taskset, json.dumps(dict(config or {}), sort_keys=True)):
         yield {"id": task.data.id or str(task.data.idx), "prompt": task.data.prompt_text, "idx": task.data.idx}
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The one event loop on which all episodes are played: what verifiers shares between them belongs to one."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="logitless-verifiers", daemon=True).start()
+    return loop
 
 
 @functools.cache
@@ -254,5 +263,5 @@ def _trace(verifiers: Any, task: Any, text: str) -> Any:
 
 
 if __name__ == "__main__":
-    for each in task_rows(*sys.argv[1:2], json.loads(sys.argv[2]) if len(sys.argv) > 2 else None):
+    for each in task_rows(sys.argv[1], json.loads(sys.argv[2]) if len(sys.argv) > 2 else None):
         print(json.dumps(each, ensure_ascii=False))
