@@ -95,9 +95,17 @@ def task_rows(taskset: str, config: Mapping[str, Any] | None = None) -> Iterator
         yield {"id": task.data.id or str(task.data.idx), "prompt": task.data.prompt_text, "idx": task.data.idx}
 
 
-@functools.cache
+_ONE_AT_A_TIME = threading.Lock()
+
+
 def _loop() -> asyncio.AbstractEventLoop:
     """The one event loop on which all episodes are played: what verifiers shares between them belongs to one."""
+    with _ONE_AT_A_TIME:
+        return _started_loop()
+
+
+@functools.cache
+def _started_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="logitless-verifiers", daemon=True).start()
     return loop
