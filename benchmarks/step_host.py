@@ -114,7 +114,8 @@ def dearest_functions(take: Callable[[], object], restore: Callable[[], object],
 
 
 def on_the_device(take: Callable[[], object], restore: Callable[[], object]) -> dict[str, Any]:
-    """Busy and idle milliseconds of the GPU in a step, launches by kernel, and before which kernels it was idle."""
+    """Busy and idle milliseconds of the GPU in a step, launches by kernel, before which kernels it was idle, and what
+    calls of the driver cost the host."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
@@ -134,11 +135,17 @@ def on_the_device(take: Callable[[], object], restore: Callable[[], object]) -> 
         idle[name[:110]] += max(0, begin - end)
         end = max(end, finish)
     classes = Counter(kernel_class(name) for _, _, name in events)
+    calls, spent = Counter[str](), Counter[str]()
+    for event in recorded.events() or ():
+        if event.device_type.name == "CPU" and event.name.startswith("cu"):
+            calls[event.name] += 1
+            spent[event.name] += event.time_range.end - event.time_range.start
     return {
         "launches": len(events),
         "busy_ms": sum(busy.values()) / 1000,
         "idle_ms": sum(idle.values()) / 1000,
         "classes": dict(classes.most_common()),
+        "driver": {name: (n, round(spent[name] / 1000, 3)) for name, n in calls.most_common(12)},
         "most_launched": [(name, n, round(busy[name] / 1000, 3)) for name, n in launches.most_common(40)],
         "idle_before": [(name, round(us / 1000, 3)) for name, us in idle.most_common(25)],
     }
