@@ -113,10 +113,5 @@ def test_memory_is_forecast_within_a_tenth_of_what_was_measured(row, models):
     assert found.peak_bytes == pytest.approx(row["peak_bytes"], rel=0.1)
 
 
-@pytest.mark.parametrize("row", [row for row in STEPS if (row["gpus"], row["layout"]) == (2, "shard")], ids=_name)
-def test_a_step_is_forecast_from_constants_measured_on_another_model(row, models):
-    pass
-
-
 def test_the_page_shows_what_was_measured():
     assert scale_report.update([ROOT / "docs/scale.md"], ROOT / "benchmarks/results", check=True) == 0
