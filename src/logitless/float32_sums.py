@@ -77,14 +77,15 @@ def add_product(weights: Sequence[nn.Parameter], grad: Float[Tensor, "T N"], x: 
         tensor([[4.],
                 [6.]])
     """
-    sizes, sums = [len(weight) for weight in weights], [weight.grad for weight in weights]
+    sums = [weight.grad for weight in weights]
+    sizes = [weight.shape[0] for weight in weights]
     if all(each is None for each in sums):
         made = float32_product(grad.t(), x)
-        for weight, part in zip(weights, made.split(sizes), strict=True):  # type: ignore[no-untyped-call]
+        for weight, part in zip(weights, made.split_with_sizes(sizes), strict=True):
             weight.grad = part
         return
     whole = end_to_end(sums)
-    parts = [(grad, whole)] if whole is not None else zip(grad.split(sizes, 1), sums, strict=True)  # type: ignore[no-untyped-call]
+    parts = [(grad, whole)] if whole is not None else zip(grad.split_with_sizes(sizes, 1), sums, strict=True)
     for number, (part, total) in enumerate(parts):
         if total is None:
             weights[number].grad = float32_product(part.t(), x)
@@ -132,15 +133,17 @@ def end_to_end(tensors: Sequence[Tensor | None]) -> Tensor | None:
         (torch.Size([5, 2]), None)
     """
     first = tensors[0]
-    if first is None or not first.is_contiguous():
+    if first is None:
         return None
-    place, rows = first.storage_offset(), 0
-    storage = first.untyped_storage().data_ptr()
+    if len(tensors) == 1:
+        return first.detach() if first.is_contiguous() else None
+    place, rows, rest = first.data_ptr(), 0, first.shape[1:]
     for tensor in tensors:
-        if tensor is None or not tensor.is_contiguous() or tensor.shape[1:] != first.shape[1:]:
+        if tensor is None or tensor.data_ptr() != place or tensor.shape[1:] != rest or not tensor.is_contiguous():
             return None
-        if tensor.untyped_storage().data_ptr() != storage or tensor.storage_offset() != place:
-            return None
-        place += tensor.numel()
-        rows += len(tensor)
-    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+        place += tensor.numel() * tensor.itemsize
+        rows += tensor.shape[0]
+    storage = first.untyped_storage()
+    if place > storage.data_ptr() + storage.nbytes():  # neighbours by chance, each in memory of its own
+        return None
+    return first.detach().as_strided((rows, *rest), first.stride(), first.storage_offset())

@@ -34,6 +34,16 @@ def a_model(*, fused: bool):
     return model
 
 
+def several_layers(count, *, fused):
+    config = {**COVERED["qwen3"], **ONE_LAYER, "num_hidden_layers": count}
+    model = load_model(config, random_weights=True, seed=1).train()
+    if fused:
+        if not interpreted():
+            pytest.skip("needs Triton's interpreter")
+        install_row_invariant(model)
+    return model
+
+
 @pytest.fixture
 def kernels_that_do_nothing(monkeypatch):
     """What is kept does not depend on the numbers in it."""
@@ -43,7 +53,7 @@ def kernels_that_do_nothing(monkeypatch):
 
 @pytest.mark.parametrize("fused", [False, True], ids=["transformers", "row-invariant"])
 def test_every_mode_gives_the_same_bits(fused):
-    model, inputs = a_model(fused=fused), packed(LENGTHS)
+    model, inputs = several_layers(2, fused=fused), packed(LENGTHS)
     grad = torch.randn(sum(LENGTHS), 16, dtype=torch.float64)
     hidden, gradients = hidden_and_gradients(model, inputs, grad)
     layers = model.config.num_hidden_layers
@@ -66,6 +76,12 @@ def test_less_is_kept_from_mode_to_mode(fused):
     assert found["recompute"] == pytest.approx(4 * 16, rel=0.2)  # the residual stream, 16 wide
 
 
+@pytest.mark.usefixtures("kernels_that_do_nothing")
+def test_a_layer_that_is_recomputed_keeps_the_sum_of_its_two_inputs():
+    model = several_layers(3, fused=True)
+    assert costs_per_token(model)["recompute"].kept == pytest.approx(4 * 16, rel=0.2)
+
+
 def test_measuring_leaves_the_model_as_it_was():
     model = a_model(fused=False)
     set_modes(model, ["recompute"])
@@ -79,12 +95,7 @@ def test_measuring_leaves_the_model_as_it_was():
 @pytest.mark.parametrize("fused", [False, True], ids=["transformers", "row-invariant"])
 @pytest.mark.parametrize("share", [1.0, 0.8, 0.5, 0.1])
 def test_what_is_kept_is_predicted_within_a_tenth(fused, share):
-    config = {**COVERED["qwen3"], **ONE_LAYER, "num_hidden_layers": 3}
-    model = load_model(config, random_weights=True, seed=1).train()
-    if fused:
-        if not interpreted():
-            pytest.skip("needs Triton's interpreter")
-        install_row_invariant(model)
+    model = several_layers(3, fused=fused)
     lengths = [100, 250, 17, 233, 200] if fused else [200] * 4  # on a CPU other rows are padded for attention
     everything = 3 * sum(lengths) * costs_per_token(model)["keep"].kept
     plan = fit_activations(model, num_tokens=sum(lengths), budget=round(share * everything))

@@ -9,7 +9,7 @@ from logitless.models.lm_head import backbone
 from logitless.models.row_invariant import RowInvariantLayer
 from logitless.train import setup
 from logitless.train.checkpoint import load_checkpoint
-from logitless.train.checks import check_arrangement
+from logitless.train.checks import arrangement_of
 from logitless.train.config import Recipe
 from logitless.train.plan import plan_of
 from logitless.train.run import start
@@ -105,11 +105,12 @@ def test_a_run_with_layers_auto_goes_on_with_its_own_where_others_cannot_serve_a
     assert "layers transformers' own, for a model on the CPU" in effects(section, torch.device("cpu"), model)
 
 
-@pytest.mark.parametrize("split", [Arrangement(shard=2), Arrangement(sequence=2)], ids=str)
-def test_auto_keeps_its_own_layers_where_weights_or_sequences_are_split_over_processes(tmp_path, split):
-    automatic = recipe(tmp_path, "auto")
+@pytest.mark.parametrize("parallel", [{"shard": 2}, {"sequence": 2}], ids=str)
+def test_auto_keeps_its_own_layers_where_weights_or_sequences_are_split_over_processes(tmp_path, parallel):
+    automatic = recipe(tmp_path, "auto", parallel=parallel)
+    split = arrangement_of(automatic, 2)
+    assert split != Arrangement(replicate=2)
     assert section_for(automatic.model, split).layers == "transformers"
-    check_arrangement(automatic, split)
     assert section_for(automatic.model, Arrangement(replicate=2)).layers == "auto"
     assert section_for(recipe(tmp_path, "row_invariant").model, split).layers == "row_invariant"
 

@@ -34,6 +34,7 @@ from logitless.distributed.tree import TreeSum
 from logitless.errors import ConfigurationError, UnavailableError
 from logitless.head import sharded, token_scores
 from logitless.train.config import OptimizerSection
+from logitless.train.forecast import WORK, traffic_of_rank
 from logitless.train.masters import lower_to
 from logitless.train.optimizer import adamw, take_step
 from logitless.train.policy import Policy
@@ -161,7 +162,7 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def _work_of(row: dict[str, Any]) -> tuple[Any, ...]:
     """What each GPU does, or all of them where they share sequences."""
-    return row["tokens"], row["length"], row["micro_batches"], row["head_budget"]
+    return tuple(row[name] for name in WORK)
 
 
 def measured(ranks: Ranks, shape: Shape, layout: str, work: Work) -> dict[str, Any]:
@@ -184,6 +185,13 @@ def measured(ranks: Ranks, shape: Shape, layout: str, work: Work) -> dict[str, A
         arrangement,
         tokens=work.tokens // arrangement.sequence,
         head_budget=work.head_budget,
+        in_order=layout == "in_order",
+    )
+    sent = traffic_of_rank(
+        model,
+        arrangement,
+        rows=work.micro_batches,
+        tokens_per_row=work.tokens,
         in_order=layout == "in_order",
     )
     policy = Policy(model, memory_budget=work.head_budget)
@@ -228,6 +236,7 @@ def measured(ranks: Ranks, shape: Shape, layout: str, work: Work) -> dict[str, A
         "peak_bytes": ranks.max(torch.cuda.max_memory_allocated() if device == "cuda" else 0),
         "forecast_bytes": forecast.peak_bytes,
         "weight_bytes": ranks.max(sum(part.numel() * part.element_size() for part in shards)),
+        "sent_bytes": sum(sent.values()),
         "bytes_per_second": _bytes_per_second(ranks, device),
     }
 

@@ -153,7 +153,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", default=names, help=f"by commas, of {names},{TINY.name}")
     parser.add_argument("--parts", default=",".join(PARTS), help="what to measure, by commas")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="of the rows, by commas")
-    parser.add_argument("--contenders", default=",".join(step_rows.CONTENDERS), help="of the rows, by commas")
+    parser.add_argument(
+        "--contenders",
+        default=",".join(name for name in step_rows.CONTENDERS if name not in step_rows.MOMENTS),
+        help=f"of the rows, by commas; besides: {', '.join(step_rows.MOMENTS)}",
+    )
     parser.add_argument("--live", default="1,0.5", help="of the rows: fractions of groups with an advantage, by commas")
     parser.add_argument("--again", default="", help="contenders whose rows are thrown away first, by commas")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each contender, fewer where they are slow")

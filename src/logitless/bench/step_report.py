@@ -17,6 +17,8 @@ PROFILE = pages.Marks("step", "profile")
 NAMES = {
     "logitless": "logitless",
     "logitless-budget-0": "logitless, memory budget 0",
+    "logitless-8bit-moments": "logitless, 8-bit moments",
+    "logitless-host-moments": "logitless, moments on the host",
     "logitless-autocast": "logitless, autocast",
     "trl": "TRL",
     "trl-without-recomputation": "TRL, no recomputation",

@@ -80,7 +80,14 @@ def _layers(model: nn.Module) -> list[Any]:
 
 
 def _run(mode: Mode, tally: "_Tally | None", layer: Callable[..., Any], *args: Any) -> Any:
-    """A layer's forward pass, keeping what its mode says; what transformers calls a checkpointing function."""
+    """A layer's forward pass, keeping what its mode says; what transformers calls a checkpointing function.
+
+    A row-invariant layer is given the residual stream and what is still to be added to it. Where the layer's input is
+    kept, their sum is: half the bytes, and the bits that the layer's first norm would give it.
+    """
+    of_rows = "rows" in getattr(layer, "keywords", {})
+    if of_rows and mode in ("recompute", "host") and args[1] is not None:
+        args = (args[0] + args[1], None)
     kept: Any = _MadeAgain(tally) if mode == "selective" else _Kept(tally)
     if mode == "host":
         kept = save_on_cpu(pin_memory=args[0].is_cuda)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from logitless.errors import InputError, UnavailableError
 from logitless.models.kernels.attention_tiles import PROCESSORS, attention_tiles
+from logitless.models.one_node import apply
 
 MAX_WIDTH = 256
 MAX_GROUP = 64
@@ -110,7 +111,7 @@ class AttentionLayout:
         """
         return cls([PromptGroup(length) for length in lengths], device, num_tokens)
 
-    @property
+    @cached_property
     def every_row(self) -> bool:
         """Whether every row belongs to a sequence."""
         return self.num_tokens == sum(prompt + sum(completions) for prompt, completions in self.groups)
@@ -301,9 +302,7 @@ def prefix_attention(
             remedy="Make the layout from the groups of this row.",
         )
     scale = query.shape[2] ** -0.5 if scale is None else scale
-    output, log_sum_exp = _PrefixAttention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, layout, scale, window, softcap
-    )
+    output, log_sum_exp = apply(PrefixAttention, query, key, value, layout, scale, window, softcap)
     return output, log_sum_exp
 
 
@@ -347,7 +346,9 @@ def launches() -> Any:
     return attention_launch
 
 
-class _PrefixAttention(torch.autograd.Function):
+class PrefixAttention(torch.autograd.Function):
+    """``prefix_attention`` of what was checked."""
+
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: AttentionLayout, scale: float,

@@ -22,6 +22,7 @@ from torch import Tensor
 from logitless.float32_sums import add_product, end_to_end, float32_product, gradient_dtype, sums_in_float32
 from logitless.models.kernels.linear import INTERPRETED, Tile, fixed_order_product
 from logitless.models.kernels.rows import FEW_ROWS, MOST_ROWS, checked_count, checked_count_below, empty_rows, widened
+from logitless.models.one_node import apply
 
 Library = Literal["cublas", "cublaslt"]
 Way = Tile | Library
@@ -186,8 +187,9 @@ def product(
         out_dtype: such as float32 for logits; default that of ``rows``.
     """
     num_rows = rows.shape[0]
-    out = empty_rows(num_rows, weight.shape[0], like=rows, dtype=out_dtype)
-    plan = plan_for(Shape.of(weight, bias, out_dtype))
+    shape = Shape.of(weight, bias, out_dtype)
+    out = empty_rows(num_rows, shape.columns, like=rows, dtype=shape.out_dtype)
+    plan = plan_for(shape)
     start = 0
     while start < num_rows:
         rest = num_rows - start
@@ -210,8 +212,7 @@ def product(
     return out
 
 
-@dataclass(frozen=True)
-class Projection:
+class Projection(NamedTuple):
     """One linear map: ``x @ weight.T + bias + lora_scale * (x @ lora_a.T) @ lora_b.T``.
 
     Args:
@@ -242,8 +243,8 @@ def project(x: Tensor, projections: Sequence[Projection], columns: Sequence[int]
     Returns:
         [T, N] each; columns of one tensor where the weights lie end to end.
     """
-    tensors = [t for p in projections for t in (p.weight, p.bias, p.lora_a, p.lora_b)]
-    return _Project.apply(x, tuple(p.lora_scale for p in projections), tuple(columns or ()), *tensors)  # type: ignore[no-untyped-call]
+    tensors = [t for projection in projections for t in projection[:4]]
+    return apply(_Project, x, tuple([p.lora_scale for p in projections]), tuple(columns or ()), *tensors)
 
 
 def lay_end_to_end(tensors: Sequence[Tensor]) -> None:
@@ -258,18 +259,22 @@ def lay_end_to_end(tensors: Sequence[Tensor]) -> None:
 def side_by_side(columns: Sequence[Tensor]) -> Tensor | None:
     """The [T, N] tensor whose consecutive columns these are, or None."""
     first = columns[0]
-    place = first.storage_offset()
-    storage = first.untyped_storage().data_ptr()
-    for part in columns:
-        if part.untyped_storage().data_ptr() != storage or part.storage_offset() != place:
-            return None
-        if part.stride() != first.stride() or part.stride(1) != 1:
-            return None
-        place += part.shape[1]
-    width = place - first.storage_offset()
-    if width != first.stride(0):
+    if len(columns) == 1:
+        return first if first.is_contiguous() else None
+    place, width, strides = first.data_ptr(), 0, first.stride()
+    if strides[1] != 1:
         return None
-    return first.as_strided((len(first), width), (width, 1))
+    for part in columns:
+        if part.data_ptr() != place or part.stride() != strides:
+            return None
+        place += part.shape[1] * part.itemsize
+        width += part.shape[1]
+    if width != strides[0]:
+        return None
+    storage, num_rows = first.untyped_storage(), first.shape[0]
+    if first.data_ptr() + num_rows * width * first.itemsize > storage.data_ptr() + storage.nbytes():
+        return None
+    return first.as_strided((num_rows, width), (width, 1))
 
 
 class _Project(torch.autograd.Function):
@@ -277,29 +282,34 @@ class _Project(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, scales: tuple[float, ...], columns: tuple[int, ...], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        weights, biases, lora_as, lora_bs = (tensors[i::4] for i in range(4))
+        weights, biases = [w for w in tensors[0::4] if w is not None], tensors[1::4]
         weight, bias = end_to_end(weights), end_to_end(biases)
         outs: tuple[Tensor, ...]
         if weight is not None and (bias is not None or not any(b is not None for b in biases)):
-            outs = product(x, weight, bias).split([len(w) for w in weights if w is not None], 1)  # type: ignore[no-untyped-call]
+            whole = product(x, weight, bias)
+            outs = (whole,) if len(weights) == 1 else whole.split_with_sizes([w.shape[0] for w in weights], 1)
         else:
-            outs = tuple(product(x, w, b) for w, b in zip(weights, biases, strict=True) if w is not None)
-        low_ranks = [
-            None if a is None or b is None else _add_low_rank(out, x, a.to(x.dtype), b.to(x.dtype), scale)
-            for out, a, b, scale in zip(outs, lora_as, lora_bs, scales, strict=True)
-        ]
+            outs = tuple(product(x, w, b) for w, b in zip(weights, biases, strict=True))
+        lora = any(a is not None for a in tensors[2::4])
+        low_ranks = (
+            [
+                None if a is None or b is None else _add_low_rank(out, x, a.to(x.dtype), b.to(x.dtype), scale)
+                for out, a, b, scale in zip(outs, tensors[2::4], tensors[3::4], scales, strict=True)
+            ]
+            if lora
+            else []
+        )
         ctx.save_for_backward(x, *tensors, *low_ranks)
-        ctx.scales = scales
-        ctx.summed = [w for w in weights if w is not None and sums_in_float32(w)]
+        ctx.scales, ctx.lora = scales, lora
+        ctx.summed = [w for w in weights if sums_in_float32(w)]
         ctx.bias_dtypes = [None if b is None else gradient_dtype(b) for b in biases]
-        return outs[0].split(columns, 1) if columns else outs  # type: ignore[no-untyped-call]
+        return outs[0].split_with_sizes(columns, 1) if columns else outs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, *saved = ctx.saved_tensors
         count = len(ctx.scales)
-        weights, lora_as, lora_bs = (saved[i : 4 * count : 4] for i in (0, 2, 3))
-        low_ranks = saved[4 * count :]
+        weights = saved[0 : 4 * count : 4]
         needed = ctx.needs_input_grad[3:]
         weight, grad = end_to_end(weights), side_by_side(grads)
         if len(grads) > count:  # columns of a single projection
@@ -314,26 +324,34 @@ class _Project(torch.autograd.Function):
                 grad_x.addmm_(g, w)
         out: list[Tensor | None] = [None] * (4 * count)
         summed = len(ctx.summed) == count
+        sizes = [w.shape[0] for w in weights]
         if summed and grad is not None:
             add_product(ctx.summed, grad, x)
         elif weight is not None and grad is not None and all(needed[0::4]):
-            out[0::4] = (grad.t() @ x).split([len(w) for w in weights])
-        for i, (g, a, b, scale) in enumerate(zip(grads, lora_as, lora_bs, ctx.scales, strict=True)):
+            out[0::4] = (grad.t() @ x).split_with_sizes(sizes)
+        biases, bias_dtype = needed[1::4], ctx.bias_dtypes[0]
+        if grad is not None and all(biases) and all(dtype == bias_dtype for dtype in ctx.bias_dtypes):
+            out[1::4] = grad.sum(0, dtype=bias_dtype).split_with_sizes(sizes)
+        for i, g in enumerate(grads):
             if summed and grad is None:
                 add_product([ctx.summed[i]], g, x)
             elif needed[4 * i] and not summed and out[4 * i] is None:
                 out[4 * i] = g.t() @ x
-            if needed[4 * i + 1]:
+            if biases[i] and out[4 * i + 1] is None:
                 out[4 * i + 1] = g.sum(0, dtype=ctx.bias_dtypes[i])
-            if a is None:
-                continue
-            back = (g @ b.to(x.dtype)) * scale  # [T, R]
-            if grad_x is not None:
-                grad_x.addmm_(back, a.to(x.dtype))
-            if needed[4 * i + 2]:
-                out[4 * i + 2] = float32_product(back.t(), x).to(a.dtype)
-            if needed[4 * i + 3]:
-                out[4 * i + 3] = float32_product(g.t(), low_ranks[i]).to(b.dtype) * scale
+        if ctx.lora:
+            lora_as, lora_bs, low_ranks = saved[2 : 4 * count : 4], saved[3 : 4 * count : 4], saved[4 * count :]
+            parts = zip(grads, lora_as, lora_bs, low_ranks, ctx.scales, strict=True)
+            for i, (g, a, b, low_rank, scale) in enumerate(parts):
+                if a is None:
+                    continue
+                back = (g @ b.to(x.dtype)) * scale  # [T, R]
+                if grad_x is not None:
+                    grad_x.addmm_(back, a.to(x.dtype))
+                if needed[4 * i + 2]:
+                    out[4 * i + 2] = float32_product(back.t(), x).to(a.dtype)
+                if needed[4 * i + 3]:
+                    out[4 * i + 3] = float32_product(g.t(), low_rank).to(b.dtype) * scale
         return grad_x, None, None, *out
 
 

@@ -263,8 +263,13 @@ def _shared_kernel_runs(query: Tensor, key: Tensor, value: Tensor, dtype: torch.
         and dropout == 0
         and query.shape[-1] == value.shape[-1] <= MAX_WIDTH
         and query.shape[1] // key.shape[1] <= MAX_GROUP
-        and importlib.util.find_spec("triton") is not None
+        and _triton_is_there()
     )
+
+
+@cache
+def _triton_is_there() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _check_row(query: Tensor, key: Tensor, num_tokens: int) -> None:

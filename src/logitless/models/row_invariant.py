@@ -22,12 +22,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from logitless.errors import UnavailableError
 from logitless.float32_sums import add_rows, gradient_dtype, sums_in_float32
 from logitless.models.activations import can_be_made_again
-from logitless.models.attention import AttentionLayout, prefix_attention
+from logitless.models.attention import AttentionLayout, PrefixAttention
 from logitless.models.kernels.gate import gated, gated_backward
 from logitless.models.kernels.norm import norm, norm_backward
 from logitless.models.kernels.rotary import HeadNorms, Heads, rotate, rotate_backward
 from logitless.models.linear import Projection, lay_end_to_end, project
 from logitless.models.lm_head import _split_lora, backbone
+from logitless.models.one_node import apply, one_node
 from logitless.models.packed import PackedLayout
 from logitless.models.rotary import LongRotary
 
@@ -37,6 +38,8 @@ _ACTIVATIONS = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 _QKV = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_GEMMA_NORMS = (*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 @dataclass(frozen=True)
@@ -96,11 +99,9 @@ class PackedRows:
         cos, sin = self.tables.of(form.rope)
         weights = (None, None) if norms is None else (norms.query, norms.key)
         options = (0.0, False) if norms is None else (norms.eps, norms.gemma)
-        turned, keys, values = _Rotary.apply(query, key, value, *weights, options, form.heads, self.position, cos, sin)  # type: ignore[no-untyped-call]
-        out, _ = prefix_attention(
-            turned, keys, values, self.layout, scale=form.scale, window=form.window, softcap=form.softcap
-        )
-        return out.flatten(1)
+        turned = apply(_Rotary, query, key, value, *weights, options, form.heads, self.position, cos, sin)
+        out, _ = apply(PrefixAttention, *turned, self.layout, form.scale, form.window, form.softcap)
+        return apply(_HeadsAsRows, out)
 
 
 class RopeTables:
@@ -145,9 +146,14 @@ class RowInvariantDecoder:
         *args: Any,
         packed_layout: PackedLayout | AttentionLayout | None = None,
         rows: Rows | None = None,
+        num_layers: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Hidden states of packed rows or of a step of decoding; everything else as transformers does it."""
+        """Hidden states of packed rows or of a step of decoding; everything else as transformers does it.
+
+        With ``num_layers`` only the first few layers run, which is enough where all that is wanted is that their
+        kernels have been launched.
+        """
         own = cast(Any, self)
         if rows is None and packed_layout is None:
             return cast(Any, super()).forward(input_ids, attention_mask, position_ids, *args, **kwargs)
@@ -160,9 +166,9 @@ class RowInvariantDecoder:
         device = input_ids.device
         with torch.autocast(device.type, enabled=False), torch.cuda.device(device if device.type == "cuda" else -1):
             residual, delta = _embedded(own.embed_tokens, input_ids.flatten()), None
-            for layer in own.layers[: own.config.num_hidden_layers]:
+            for layer in own.layers[: own.config.num_hidden_layers][:num_layers]:
                 residual, delta = layer(residual, delta, rows=rows)
-            _, hidden = _add_and_norm(residual, delta, own.norm, self.row_invariant.gemma)
+            _, hidden = _add_and_norm(residual, delta, own.norm.weight, _epsilon(own.norm), self.row_invariant.gemma)
         return BaseModelOutputWithPast(last_hidden_state=hidden.view(*input_ids.shape, -1))
 
 
@@ -170,7 +176,7 @@ class RowInvariantLayer:
     """What ``install_row_invariant`` mixes into a decoder layer's class.
 
     A layer takes the residual stream and what is still to be added to it, and returns the same two: the addition
-    belongs to the next norm's kernel.
+    belongs to the next norm's kernel. For autograd it is one node.
     """
 
     row_invariant_form: AttentionForm
@@ -185,34 +191,84 @@ class RowInvariantLayer:
             if delta is not None:
                 args = (delta, *args)
             return cast(Any, super()).forward(hidden_states, *args, **kwargs)
-        gemma = self.row_invariant_gemma
-        residual, x = _add_and_norm(hidden_states, delta, own.input_layernorm, gemma)
-        delta = self._attention(x, rows)
+        weights = _LayerWeights.of(own, gemma=self.row_invariant_gemma)
+        inputs = [hidden_states, *([] if delta is None else [delta]), *weights.tensors]
+        made = one_node(lambda: self._rows(hidden_states, delta, rows, weights), inputs)
+        return made if len(made) == 2 else (*made, None)
+
+    def _rows(self, residual: Tensor, delta: Tensor | None, rows: Rows, weights: "_LayerWeights") -> tuple[Tensor, ...]:
+        """(residual, delta) of the next layer; the former alone where there is nothing to be added."""
+        norms, eps, gemma = weights.norms, weights.eps, self.row_invariant_gemma
+        residual, x = _add_and_norm(residual, delta, norms[0], eps[0], gemma)
+        delta = self._attention(x, rows, weights)
         if gemma:
-            residual = _norm_and_add(residual, delta, own.post_attention_layernorm)
-            residual, x = _add_and_norm(residual, None, own.pre_feedforward_layernorm, gemma)
-            return _norm_and_add(residual, self._mlp(x), own.post_feedforward_layernorm), None
-        residual, x = _add_and_norm(residual, delta, own.post_attention_layernorm, gemma)
-        return residual, self._mlp(x)
+            residual = _norm_and_add(residual, delta, norms[1], eps[1])
+            residual, x = _add_and_norm(residual, None, norms[2], eps[2], gemma)
+            return (_norm_and_add(residual, self._mlp(x, weights), norms[3], eps[3]),)
+        residual, x = _add_and_norm(residual, delta, norms[1], eps[1], gemma)
+        return residual, self._mlp(x, weights)
 
-    def _attention(self, x: Tensor, rows: Rows) -> Tensor:
-        attention, form = cast(Any, self).self_attn, self.row_invariant_form
+    def _attention(self, x: Tensor, rows: Rows, weights: "_LayerWeights") -> Tensor:
+        form = self.row_invariant_form
         heads = form.heads
-        columns = (heads.query * heads.width, heads.key * heads.width, heads.key * heads.width)
-        query, key, value = _project(x, attention, _QKV, columns)
-        norms = None
-        if hasattr(attention, "q_norm"):
-            norms = HeadNorms(
-                attention.q_norm.weight, attention.k_norm.weight, _epsilon(attention.q_norm), self.row_invariant_gemma
-            )
-        attended = rows.attend(attention.layer_idx, form, query, key, value, norms)
-        return project(attended, [_projection(attention.o_proj)])[0]
+        query, key, value = _project(x, weights.qkv, (heads.query * heads.width, *[heads.key * heads.width] * 2))
+        attended = rows.attend(weights.index, form, query, key, value, weights.head_norms)
+        return project(attended, [weights.out])[0]
 
-    def _mlp(self, x: Tensor) -> Tensor:
-        mlp = cast(Any, self).mlp
-        width = _linear(mlp.down_proj).weight.shape[1]
-        gate, up = _project(x, mlp, _GATE_UP, (width, width))
-        return project(_Gate.apply(gate, up, self.row_invariant_gelu), [_projection(mlp.down_proj)])[0]  # type: ignore[no-untyped-call]
+    def _mlp(self, x: Tensor, weights: "_LayerWeights") -> Tensor:
+        width = weights.down.weight.shape[1]
+        gate, up = _project(x, weights.gate_up, (width, width))
+        return project(apply(_Gate, gate, up, self.row_invariant_gelu), [weights.down])[0]
+
+
+@dataclass(frozen=True)
+class _LayerWeights:
+    """What a layer multiplies and scales by, read from its modules now: adapters come and go.
+
+    Args:
+        index: of the layer.
+        norms, eps: in the order in which they come: two, or Gemma's four.
+        head_norms: of queries and keys.
+        qkv, gate_up: one or several projections.
+        out, down: of attention and MLP.
+    """
+
+    index: int
+    norms: list[Tensor]
+    eps: list[float]
+    head_norms: HeadNorms | None
+    qkv: list[Projection]
+    out: Projection
+    gate_up: list[Projection]
+    down: Projection
+
+    @classmethod
+    def of(cls, layer: Any, *, gemma: bool) -> "_LayerWeights":
+        """Of a decoder layer."""
+        attention, mlp = layer.self_attn, layer.mlp
+        names = _GEMMA_NORMS if gemma else _NORMS
+        norms = [getattr(layer, name) for name in names]
+        head_norms = None
+        if "q_norm" in attention._modules:
+            query, key = attention.q_norm, attention.k_norm
+            head_norms = HeadNorms(query.weight, key.weight, _epsilon(query), gemma)
+        return cls(
+            attention.layer_idx,
+            [norm.weight for norm in norms],
+            [_epsilon(norm) for norm in norms],
+            head_norms,
+            [_projection(module) for module in _modules(attention, _QKV)],
+            _projection(attention.o_proj),
+            [_projection(module) for module in _modules(mlp, _GATE_UP)],
+            _projection(mlp.down_proj),
+        )
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        of_heads = [] if self.head_norms is None else [self.head_norms.query, self.head_norms.key]
+        projections = [*self.qkv, self.out, *self.gate_up, self.down]
+        return [*self.norms, *of_heads, *(t for each in projections for t in each[:4] if t is not None)]
 
 
 @dataclass
@@ -395,8 +451,8 @@ def _activation(config: Any) -> str:
 
 def _modules(owner: Any, names: Sequence[tuple[str, ...]]) -> list[Any]:
     """The submodules of the first tuple of names that the owner has."""
-    present = next(group for group in names if hasattr(owner, group[0]))
-    return [getattr(owner, name) for name in present]
+    modules = owner._modules
+    return next([modules[name] for name in group] for group in names if group[0] in modules)
 
 
 def _linear(module: Any) -> nn.Linear:
@@ -404,14 +460,15 @@ def _linear(module: Any) -> nn.Linear:
 
 
 def _projection(module: Any) -> Projection:
+    if type(module) is nn.Linear:
+        return Projection(module.weight, module.bias)
     base, lora = _split_lora(module)
     if lora is None:
         return Projection(base.weight, base.bias)
     return Projection(base.weight, base.bias, *lora)
 
 
-def _project(x: Tensor, owner: Any, names: Sequence[tuple[str, ...]], columns: tuple[int, ...]) -> tuple[Tensor, ...]:
-    projections = [_projection(module) for module in _modules(owner, names)]
+def _project(x: Tensor, projections: list[Projection], columns: tuple[int, ...]) -> tuple[Tensor, ...]:
     return project(x, projections, columns if len(projections) == 1 else None)
 
 
@@ -419,14 +476,16 @@ def _epsilon(module: Any) -> float:
     return float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps)
 
 
-def _add_and_norm(residual: Tensor, delta: Tensor | None, module: Any, gemma: bool) -> tuple[Tensor, Tensor]:
+def _add_and_norm(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, gemma: bool
+) -> tuple[Tensor, Tensor]:
     """(residual + delta, its norm)."""
-    return _Norm.apply(residual, delta, module.weight, _epsilon(module), gemma)  # type: ignore[no-untyped-call]
+    return apply(_Norm, residual, delta, weight, eps, gemma)
 
 
-def _norm_and_add(residual: Tensor, delta: Tensor, module: Any) -> Tensor:
+def _norm_and_add(residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
     """residual + norm(delta), as Gemma has it."""
-    return _NormAfter.apply(residual, delta, module.weight, _epsilon(module))  # type: ignore[no-untyped-call]
+    return apply(_NormAfter, residual, delta, weight, eps)
 
 
 @cache
@@ -556,6 +615,19 @@ class _Rotary(torch.autograd.Function):
         )
         columns = (heads.query * heads.width, heads.key * heads.width, heads.key * heads.width)
         return *grad.split(columns, 1), grad_query_norm, grad_key_norm, *(None,) * 5  # type: ignore[no-untyped-call]
+
+
+class _HeadsAsRows(torch.autograd.Function):
+    """[T, H, E] as [T, H * E]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return x.flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.view(ctx.shape)
 
 
 class _Gate(torch.autograd.Function):

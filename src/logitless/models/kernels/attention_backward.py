@@ -26,6 +26,7 @@ from logitless.models.kernels.attention_forward import (
     seen,
     store_rows,
 )
+from logitless.quick_launch import quick_launch
 
 
 @triton.jit
@@ -44,6 +45,7 @@ def add_query_gradient(
     return tl.dot(g.to(keys.dtype), keys, gradient, input_precision=PRECISION)
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["T", "window"])
 def query_gradient(
     query,  # [T, H, E], rows ``query_stride`` apart
@@ -182,6 +184,7 @@ def add_key_gradient(
     return tl.dot(g.to(queries.dtype), queries, grad_keys, input_precision=PRECISION), grad_values
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["T", "window"])
 def key_gradient(
     query,  # [T, H, E], rows ``query_stride`` apart
@@ -279,6 +282,7 @@ def key_gradient(
         tl.store(parts + place + BK * WIDTH + offset, grad_values)
 
 
+@quick_launch
 @triton.jit
 def sum_key_parts(
     parts,  # [parts, K, 2, BK, WIDTH] float32, of ``key_gradient``

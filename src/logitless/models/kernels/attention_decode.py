@@ -13,6 +13,7 @@ import triton.language as tl
 
 from logitless.models.kernels.attention_forward import LN2, add_block, empty, load_rows, merge
 from logitless.models.kernels.overlap import after_inputs
+from logitless.quick_launch import quick_launch
 
 
 @triton.jit
@@ -69,6 +70,7 @@ def first_block(position, split, window, BLOCK: tl.constexpr, SPLIT: tl.constexp
     return start
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["splits", "max_pages", "group_size", "window"])
 def decode_shared(
     query,  # [rows, H, E], rows ``query_stride`` apart
@@ -136,6 +138,7 @@ def decode_shared(
             store_state(state_m, state_s, state_o, place, row_ok, column, m, s, o, WIDTH)
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["splits", "max_pages", "window"])
 def decode_own(
     query,  # [rows, H, E], rows ``query_stride`` apart
@@ -230,6 +233,7 @@ def store_result(
     tl.store(log_sum_exp + place, (m + tl.log2(s)) * LN2, mask=head_ok)
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["splits"])
 def merge_splits(
     state_m,  # [rows, splits, H] float32
@@ -246,23 +250,30 @@ def merge_splits(
     WIDTH: tl.constexpr,
     HEADS: tl.constexpr,  # R padded to a power of two
     SPLIT: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # splits loaded together
     WINDOWED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """A row's splits in order, for the query heads of one key head."""
     after_inputs(OVERLAP)
     row = tl.program_id(0)
-    i = tl.arange(0, HEADS)
-    head = tl.program_id(1) * R + i
-    head_ok = i < R
+    of_key = tl.arange(0, HEADS)
+    head = tl.program_id(1) * R + of_key
+    head_ok = of_key < R
     column = tl.arange(0, WIDTH)
     m, s, o = empty(HEADS, WIDTH)
     query_position = tl.load(position + row)
     first = query_position * 0
     if WINDOWED:
         first = tl.maximum(query_position - window + 1, 0) // SPLIT
-    for split in range(first, (query_position + SPLIT) // SPLIT):
-        place = (row.to(tl.int64) * splits + split) * H + head
-        m2, s2, o2 = load_state(state_m, state_s, state_o, place, head_ok, column, WIDTH)
-        m, s, o = merge(m, s, o, m2, s2, o2)
+    end = (query_position + SPLIT) // SPLIT
+    for start in range(first, end, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):  # whose loads wait for nothing between them
+            inside = start + i < end
+            place = (row.to(tl.int64) * splits + start + i) * H + head
+            m2, s2, o2 = load_state(state_m, state_s, state_o, place, head_ok & inside, column, WIDTH)
+            merged_m, merged_s, merged_o = merge(m, s, o, m2, s2, o2)
+            m = tl.where(inside, merged_m, m)
+            s = tl.where(inside, merged_s, s)
+            o = tl.where(inside, merged_o, o)
     store_result(output, log_sum_exp, row, head, head_ok, column, m, s, o, H, E, WIDTH)

@@ -19,6 +19,8 @@ A tile is BM rows: BM // R tokens times the R query heads that share a key head;
 import triton
 import triton.language as tl
 
+from logitless.quick_launch import quick_launch
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEVER = tl.constexpr(-float("inf"))
@@ -168,6 +170,7 @@ def run_of_blocks(run, lowest, whole, end, straddled, straddle, BLOCK: tl.conste
     return start, tl.minimum(tl.maximum(masked, start), tl.maximum(stop, start)), stop
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["window", "max_pages"])
 def attention_forward(
     query,  # [T, H, E], rows ``query_stride`` apart

@@ -2,18 +2,19 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from logitless.models.kernels import attention_backward, attention_decode, attention_forward, attention_tiles
-from logitless.models.kernels.attention_tiles import AttentionTiles
+from logitless.models.kernels.attention_tiles import AttentionTiles, KeyTile, QueryTile
 from logitless.models.kernels.overlap import overlapping
-from logitless.models.kernels.rows import empty_rows
+from logitless.models.kernels.rows import divided_up, empty_rows, power_of_two
+from logitless.quick_launch import descriptor
+
+_LOG2E = math.log2(math.e)
 
 
 class Form(NamedTuple):
@@ -24,15 +25,15 @@ class Form(NamedTuple):
     softcap: float | None
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """Of every kernel that makes products."""
-        return {
-            "window": self.window or 0,
-            "inner": self.scale / (self.softcap or 1.0),
-            "gain": (self.softcap or self.scale) * math.log2(math.e),
-            "WINDOWED": self.window is not None,
-            "SOFTCAP": self.softcap is not None,
-        }
+    def numbers(self) -> tuple[int, float, float]:
+        """Window, and the factors ``inner`` and ``gain`` of every kernel that makes products."""
+        softcap = self.softcap or 0.0
+        return self.window or 0, self.scale / (softcap or 1.0), (softcap or self.scale) * _LOG2E
+
+    @property
+    def constants(self) -> dict[str, bool]:
+        """Of the same kernels."""
+        return {"WINDOWED": self.window is not None, "SOFTCAP": self.softcap is not None}
 
 
 class Heads(NamedTuple):
@@ -47,11 +48,10 @@ class Heads(NamedTuple):
     def of(cls, query: Tensor, key: Tensor) -> "Heads":
         """Of query [T, H, E] and key [T, K, E]."""
         width = query.shape[2]
-        padded = max(16, triton.next_power_of_2(width))
-        return cls(key.shape[1], query.shape[1] // key.shape[1], width, padded)
+        return cls(key.shape[1], query.shape[1] // key.shape[1], width, max(16, power_of_two(width)))
 
     @property
-    def arguments(self) -> dict[str, int]:
+    def constants(self) -> dict[str, int]:
         """Of most kernels."""
         return {"K": self.num_key, "R": self.group, "E": self.width, "WIDTH": self.padded}
 
@@ -83,8 +83,8 @@ def attention_forward_rows(
     blocks = _key_blocks(key, value, heads, tile.tma)
     attention_forward.attention_forward[(len(tiles) * heads.num_key,)](
         query, key, value, *blocks, output, log_sum_exp, tiles, page_table,
-        0 if page_table is None else page_table.shape[1], query.stride(0), key.stride(0),
-        **form.arguments, **heads.arguments, BM=tile.rows, BLOCK=attention_tiles.BLOCK, SPLIT=attention_tiles.SPLIT,
+        0 if page_table is None else page_table.shape[1], query.stride(0), key.stride(0), *form.numbers,
+        **form.constants, **heads.constants, BM=tile.rows, BLOCK=attention_tiles.BLOCK, SPLIT=attention_tiles.SPLIT,
         PAGED=page_table is not None, TMA=blocks[0] is not None, PRECISION=choice.precision,
         **_resources(tile),
     )  # fmt: skip
@@ -110,7 +110,7 @@ def query_gradient(
     blocks = _key_blocks(key, value, heads, tile.tma)
     attention_backward.query_gradient[(len(tiles) * heads.num_key,)](
         query, key, value, *blocks, output, grad_output, log_sum_exp, grad_log_sum_exp, terms[0], terms[1], gradient,
-        tiles, rows, query.stride(0), key.stride(0), scale=form.scale, **form.arguments, **heads.arguments,
+        tiles, rows, query.stride(0), key.stride(0), *form.numbers, form.scale, **form.constants, **heads.constants,
         BM=tile.rows, BLOCK=attention_tiles.BLOCK, TMA=blocks[0] is not None, PRECISION=choice.precision,
         **_resources(tile),
     )  # fmt: skip
@@ -141,14 +141,14 @@ def key_gradient(
     row_blocks: tuple[Any, Any] = (None, None)
     if tile.tma_rows and tile.rows % heads.group == 0 and _aligned(query, grad_output):
         block = [tile.rows // heads.group, heads.group, heads.padded]
-        row_blocks = (TensorDescriptor.from_tensor(query, block), TensorDescriptor.from_tensor(grad_output, block))
+        row_blocks = (descriptor(query, block), descriptor(grad_output, block))
     term_blocks: tuple[Any, Any] = (None, None)
     if tile.tma_terms and _aligned(terms.d):
-        term_blocks = tuple(TensorDescriptor.from_tensor(x.view(-1), [tile.rows]) for x in terms)
+        term_blocks = tuple(descriptor(x.view(-1), [tile.rows]) for x in terms)
     attention_backward.key_gradient[(len(tables.tiles) * heads.num_key,)](
         query, key, value, grad_output, *row_blocks, terms.normaliser, terms.d, *term_blocks, grad_key, grad_value,
-        parts, tables.tiles, tables.position, rows, query.stride(0), key.stride(0), scale=form.scale,
-        **form.arguments, **heads.arguments, BK=tile.keys, BM=tile.rows, TMA_ROWS=row_blocks[0] is not None,
+        parts, tables.tiles, tables.position, rows, query.stride(0), key.stride(0), *form.numbers, form.scale,
+        **form.constants, **heads.constants, BK=tile.keys, BM=tile.rows, TMA_ROWS=row_blocks[0] is not None,
         TMA_TERMS=term_blocks[0] is not None, PRECISION=choice.precision, **_resources(tile),
     )  # fmt: skip
     if tables.num_parts:
@@ -188,7 +188,7 @@ def decoding(
     rows, num_heads, width = query.shape
     device = query.device
     max_pages = page_table.shape[1]
-    splits = triton.cdiv(reach or max_pages * attention_tiles.BLOCK, attention_tiles.SPLIT)
+    splits = divided_up(reach or max_pages * attention_tiles.BLOCK, attention_tiles.SPLIT)
     direct = splits == 1
     tile = choice.decode_few if rows * heads.num_key * splits <= choice.few else choice.decode
     output = empty_rows(rows, num_heads, width, like=query)
@@ -196,7 +196,7 @@ def decoding(
     state_rows = 0 if direct and shared is None else rows
     m, s = torch.empty(2, state_rows, splits, num_heads, dtype=torch.float32, device=device)
     o = torch.empty(state_rows, splits, num_heads, heads.padded, dtype=torch.float32, device=device)
-    form_and_heads = form.arguments | heads.arguments
+    form_and_heads = form.constants | heads.constants
     blocks = {"BLOCK": attention_tiles.BLOCK, "SPLIT": attention_tiles.SPLIT, "PRECISION": choice.precision}
     blocks |= overlapping(device)
     launches: list[Callable[[], Any]] = []
@@ -204,26 +204,26 @@ def decoding(
         members, group_pages, _ = shared
         groups, size = members.shape
         wide = choice.decode_shared
-        grid = (groups * triton.cdiv(size * heads.group, wide.rows), heads.num_key, splits)
+        grid = (groups * divided_up(size * heads.group, wide.rows), heads.num_key, splits)
         read_shared = partial(
             attention_decode.decode_shared[grid],
             query, key, value, page_table, position, members, group_pages, m, s, o, splits, max_pages, size,
-            query.stride(0), key.stride(0), BM=wide.rows, **blocks, **form_and_heads, **_resources(wide),
+            query.stride(0), key.stride(0), *form.numbers, BM=wide.rows, **blocks, **form_and_heads, **_resources(wide),
         )  # fmt: skip
         launches.append(read_shared)
     read_own = partial(
         attention_decode.decode_own[(rows, heads.num_key, splits)],
         query, key, value, page_table, position, None if shared is None else shared[2], m, s, o, output, log_sum_exp,
-        splits, max_pages, query.stride(0), key.stride(0), BM=tile.rows, DIRECT=direct, **blocks, **form_and_heads,
-        **_resources(tile),
+        splits, max_pages, query.stride(0), key.stride(0), *form.numbers, BM=tile.rows, DIRECT=direct, **blocks,
+        **form_and_heads, **_resources(tile),
     )  # fmt: skip
     launches.append(read_own)
     if not direct:
         merge = partial(
             attention_decode.merge_splits[(rows, heads.num_key)],
             m, s, o, position, output, log_sum_exp, splits, form.window or 0, H=num_heads, R=heads.group, E=width,
-            WIDTH=heads.padded, HEADS=triton.next_power_of_2(heads.group), SPLIT=attention_tiles.SPLIT,
-            WINDOWED=form.window is not None, num_warps=4, **overlapping(device),
+            WIDTH=heads.padded, HEADS=power_of_two(heads.group), SPLIT=attention_tiles.SPLIT,
+            AT_ONCE=4, WINDOWED=form.window is not None, num_warps=4, **overlapping(device),
         )  # fmt: skip
         launches.append(merge)
     return Decoding(launches, output, log_sum_exp)
@@ -234,17 +234,22 @@ def _key_blocks(key: Tensor, value: Tensor, heads: Heads, tma: bool) -> tuple[An
     if not tma or not _aligned(key, value):
         return None, None
     block = [attention_tiles.BLOCK, 1, heads.padded]
-    return TensorDescriptor.from_tensor(key, block), TensorDescriptor.from_tensor(value, block)
+    return descriptor(key, block), descriptor(value, block)
 
 
 def _aligned(*operands: Tensor) -> bool:
     """Whether TMA can read them: all strides but the last, and the start, are multiples of 16 bytes."""
-    return all(
-        x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
-        for x in operands
-    )
+    for x in operands:
+        if x.data_ptr() % 16:
+            return False
+        item = x.itemsize
+        for stride in x.stride()[:-1]:
+            if stride * item % 16:
+                return False
+    return True
 
 
-def _resources(tile: Any) -> dict[str, int]:
+@cache
+def _resources(tile: QueryTile | KeyTile) -> dict[str, int]:
     cap = {"maxnreg": tile.registers} if tile.registers else {}
     return {"num_warps": tile.warps, "num_stages": tile.stages} | cap

@@ -1,6 +1,7 @@
 """Which tiles attention takes on which GPU; every choice of a forward or decoding tile gives the same bits."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -76,6 +77,7 @@ INTERPRETED = AttentionTiles(
 )
 
 
+@cache
 def attention_tiles(width: int, dtype: torch.dtype, device: torch.device) -> AttentionTiles:
     """Of heads of ``width`` (a power of two, padding included).
 

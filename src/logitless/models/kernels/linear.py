@@ -18,10 +18,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from logitless.models.kernels.overlap import after_inputs, overlapping
-from logitless.models.kernels.rows import empty_rows
+from logitless.models.kernels.rows import divided_up, empty_rows
+from logitless.quick_launch import descriptor, quick_launch
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ REFERENCE = Tile(rows=128, columns=128, depth=64, warps=8, stages=3)
 _GROUP = 8  # row tiles walked together, so that they meet the weight's tiles in L2
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["num_rows"])
 def product_kernel(
     rows,  # [M, K] a row ``row_stride`` after the other, or its TMA descriptor
@@ -159,9 +160,8 @@ def fixed_order_product(
         out = empty_rows(num_rows, num_columns, like=rows, dtype=dtype)
     x, w = rows, weight
     if tile.tma:
-        x = TensorDescriptor.from_tensor(rows, [tile.rows, tile.depth])
-        w = TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth])
-    grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns),)
+        x, w = descriptor(rows, [tile.rows, tile.depth]), descriptor(weight, [tile.columns, tile.depth])
+    grid = (divided_up(num_rows, tile.rows) * divided_up(num_columns, tile.columns),)
     product_kernel[grid](
         x, w, bias, None if add_to_out is None else out, out, 1.0 if add_to_out is None else add_to_out,
         num_rows, num_columns, length, rows.stride(0), out.stride(0),

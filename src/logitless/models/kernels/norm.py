@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.models.kernels.overlap import after_inputs, overlapping
-from logitless.models.kernels.rows import empty_rows
+from logitless.models.kernels.rows import divided_up, empty_rows, power_of_two
+from logitless.quick_launch import quick_launch
 
 
 @triton.jit
@@ -30,6 +31,7 @@ def normalised(v, weight, eps, length, GEMMA: tl.constexpr, dtype: tl.constexpr)
     return (unit.to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
 
 
+@quick_launch
 @triton.jit
 def norm_kernel(
     x,  # [T, D] what is normed, or the residual stream
@@ -64,6 +66,7 @@ def norm_kernel(
         tl.store(out + row + column, normalised(v, w, eps, length, GEMMA, stored.dtype).to(stored.dtype), mask=inside)
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["num_rows"])
 def norm_backward_kernel(
     v,  # [T, D] what was normed
@@ -103,6 +106,7 @@ def norm_backward_kernel(
         tl.store(parts + tl.program_id(0) * length + column, summed, mask=inside)
 
 
+@quick_launch
 @triton.jit
 def sum_parts_kernel(
     parts,  # [P, D] float32
@@ -145,7 +149,7 @@ def norm(
         ``(x, norm(x))`` without ``delta``; ``(x + delta, norm(x + delta))``; or ``(x + norm(delta), None)``.
     """
     length = x.shape[-1]
-    block = triton.next_power_of_2(length)
+    block = power_of_two(length)
     total = x if delta is None else torch.empty_like(x)
     out = None if after else empty_rows(*x.shape, like=x)
     norm_kernel[(x.numel() // length,)](
@@ -169,10 +173,10 @@ def norm_backward(
     """
     length = v.shape[-1]
     rows = v.numel() // length
-    block = triton.next_power_of_2(length)
+    block = power_of_two(length)
     grad_v = torch.empty_like(v)
-    per_program = max(1, triton.cdiv(rows, 1056)) if v.is_cuda else triton.cdiv(rows, 2)
-    programs = triton.cdiv(rows, per_program)
+    per_program = max(1, divided_up(rows, 1056)) if v.is_cuda else divided_up(rows, 2)
+    programs = divided_up(rows, per_program)
     parts = torch.empty(programs, length, dtype=torch.float32, device=v.device) if weight_dtype else None
     norm_backward_kernel[(programs,)](
         v, weight, grad_out, grad_total, grad_v, parts, eps, rows, length, per_program,
@@ -185,8 +189,8 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """[D] sums over the first dimension of [P, D], in order."""
     num_parts, length = parts.shape
     out = torch.empty(length, dtype=dtype, device=parts.device)
-    block = 16 if parts.is_cuda else triton.next_power_of_2(length)
-    sum_parts_kernel[(triton.cdiv(length, block),)](
+    block = 16 if parts.is_cuda else power_of_two(length)
+    sum_parts_kernel[(divided_up(length, block),)](
         parts, out, num_parts, length, PARTS=128 if parts.is_cuda else 2, BLOCK=block, num_warps=4
     )
     return out

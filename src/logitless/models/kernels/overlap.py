@@ -27,7 +27,11 @@ def overlapping(device: torch.device) -> dict[str, Any]:
         >>> overlapping(torch.device("cpu"))
         {'OVERLAP': False}
     """
-    return {"OVERLAP": True, "launch_pdl": True} if _can(device) else {"OVERLAP": False}
+    return _OVERLAPPING if _can(device) else _APART
+
+
+_OVERLAPPING = {"OVERLAP": True, "launch_pdl": True}
+_APART = {"OVERLAP": False}
 
 
 @cache

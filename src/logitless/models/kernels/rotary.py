@@ -18,6 +18,13 @@ from torch import Tensor
 
 from logitless.models.kernels.norm import sum_parts
 from logitless.models.kernels.overlap import after_inputs, overlapping
+from logitless.models.kernels.rows import divided_up, power_of_two
+from logitless.quick_launch import quick_launch
+
+MANY = 256
+"""Tokens from which a program takes several: starting them is most of the time otherwise."""
+
+TOKENS = 2
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,7 @@ def turned_heads(
     tl.store(target + head + d, out.to(stored.dtype), mask=inside)
 
 
+@quick_launch
 @triton.jit
 def rotary_kernel(
     query,  # [T, H * E] a row ``query_stride`` after the other
@@ -104,11 +112,26 @@ def rotary_kernel(
     ROTARY: tl.constexpr,  # R
     BLOCK: tl.constexpr,  # power of two, at least E
     GEMMA: tl.constexpr,
+    TOKENS: tl.constexpr,  # a program takes; divides T
     OVERLAP: tl.constexpr,
 ):
-    """Some heads of one token: of the query, the key or the value."""
+    """Some heads of some tokens: of the query, the key or the value."""
     after_inputs(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
+    for token in tl.static_range(TOKENS):
+        rotate_row(
+            query, key, value, query_out, key_out, value_out, position, slot, cos, sin, query_norm, key_norm, eps,
+            query_stride, key_stride, value_stride, tl.program_id(0).to(tl.int64) * TOKENS + token, QUERY_HEADS,
+            KEY_HEADS, HEADS, WIDTH, ROTARY, BLOCK, GEMMA,
+        )  # fmt: skip
+
+
+@triton.jit
+def rotate_row(
+    query, key, value, query_out, key_out, value_out, position, slot, cos, sin, query_norm, key_norm, eps,
+    query_stride, key_stride, value_stride, row, QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr, GEMMA: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one token; arguments as of ``rotary_kernel``."""
     block = tl.program_id(1)
     p = tl.load(position + row).to(tl.int64) * ROTARY
     place = row if slot is None else tl.load(slot + row).to(tl.int64)
@@ -177,6 +200,7 @@ def turned_back(
     return summed
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["num_rows"])
 def rotary_backward_kernel(
     query,  # [T, H * E] as the forward read it, a row ``query_stride`` after the other; only norms read it
@@ -266,7 +290,7 @@ class Heads:
     @property
     def block(self) -> int:
         """Numbers a program holds of a head."""
-        return triton.next_power_of_2(self.width)
+        return power_of_two(self.width)
 
     @property
     def warps(self) -> int:
@@ -298,12 +322,13 @@ def rotate(
     key_out = key.new_empty(rows, heads.key, heads.width) if key_out is None else key_out
     value_out = value.new_empty(rows, heads.key, heads.width) if value_out is None else value_out
     blocks = (heads.query + 2 * heads.key) // heads.together
-    rotary_kernel[(rows, blocks)](
+    tokens = next(count for count in (TOKENS, 1) if rows % count == 0) if rows >= MANY else 1
+    rotary_kernel[(rows // tokens, blocks)](
         query, key, value, query_out, key_out, value_out, position, slot, cos, sin,
         None if norms is None else norms.query, None if norms is None else norms.key,
         0.0 if norms is None else norms.eps, query.stride(0), key.stride(0), value.stride(0),
         QUERY_HEADS=heads.query, KEY_HEADS=heads.key, HEADS=heads.together, WIDTH=heads.width, ROTARY=heads.rotary,
-        BLOCK=heads.block, GEMMA=norms is not None and norms.gemma, num_warps=heads.warps,
+        BLOCK=heads.block, GEMMA=norms is not None and norms.gemma, TOKENS=tokens, num_warps=heads.warps,
         **overlapping(query.device),
     )  # fmt: skip
     return query_out, key_out, value_out
@@ -318,8 +343,8 @@ def rotate_backward(
     grad = query.new_empty(rows, (heads.query + 2 * heads.key) * heads.width)
     blocks = (heads.query + 2 * heads.key) // heads.together
     sums = norms is not None and norms_needed
-    per_program = triton.cdiv(rows, 2048 if query.is_cuda else 2)
-    programs = triton.cdiv(rows, per_program)
+    per_program = divided_up(rows, 2048 if query.is_cuda else 2)
+    programs = divided_up(rows, per_program)
     query_parts = key_parts = None
     if sums:
         query_parts = grad.new_empty(programs, heads.query // heads.together, heads.width, dtype=torch.float32)

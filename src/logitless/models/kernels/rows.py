@@ -15,6 +15,26 @@ CHECKED_ROWS = (*FEW_ROWS, *range(768, 16384 + 1, 256))
 MOST_ROWS = CHECKED_ROWS[-1]
 
 
+def divided_up(number: int, by: int) -> int:
+    """The quotient rounded up; Triton's own costs the host ten times as much.
+
+    Example:
+        >>> divided_up(5, 2)
+        3
+    """
+    return -(-number // by)
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is no smaller.
+
+    Example:
+        >>> power_of_two(1), power_of_two(896)
+        (1, 1024)
+    """
+    return 1 << (number - 1).bit_length()
+
+
 def checked_count(num_rows: int) -> int:
     """The least checked count that holds so many rows; ``num_rows`` is at most MOST_ROWS.
 
@@ -49,7 +69,8 @@ def with_room(num_rows: int) -> int:
 def empty_rows(num_rows: int, *shape: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """[num_rows, *shape] uninitialised, the first rows of a tensor with room; on a CPU no library needs any."""
     room = with_room(num_rows) if like.is_cuda else num_rows
-    return torch.empty(room, *shape, dtype=dtype or like.dtype, device=like.device)[:num_rows]
+    rows = torch.empty(room, *shape, dtype=dtype or like.dtype, device=like.device)
+    return rows if room == num_rows else rows[:num_rows]
 
 
 def widened(rows: Tensor, num_rows: int) -> Tensor | None:
@@ -60,6 +81,8 @@ def widened(rows: Tensor, num_rows: int) -> Tensor | None:
         >>> widened(x[:5], 8).shape, widened(x[:5], 9)
         (torch.Size([8, 2]), None)
     """
+    if num_rows == rows.shape[0]:
+        return rows
     last = rows.storage_offset() + (num_rows - 1) * rows.stride(0) + rows.shape[1]
     if last * rows.element_size() > rows.untyped_storage().nbytes():
         return None

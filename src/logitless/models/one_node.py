@@ -1,0 +1,164 @@
+"""Several autograd functions as one node of autograd's graph, for the host's sake.
+
+A row-invariant decoder layer is nine functions, each with its own kernels forward and backward. As nine nodes they cost
+the host more than the launches of those kernels. ``one_node`` runs such functions without autograd, writes down which
+of their results went into which, hands autograd a single node for all of it, and walks what it wrote down backwards
+when gradients come. Kernels, their order and every bit are the same.
+
+What the functions save is saved by that node, so that hooks on saved tensors (checkpointing, ``activations``) see it.
+Inside, tensors must go from function to function unchanged: what plain torch makes of them has no gradient.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Function = type[torch.autograd.Function]
+
+
+class _Recording(threading.local):
+    """The node that functions of this thread join."""
+
+    node: "_Node | None" = None
+
+
+_recording = _Recording()
+
+
+def apply(function: Function, *args: Any) -> Any:
+    """``function.apply(*args)``: a part of the node around it, or its forward alone where nobody wants gradients.
+
+    Args:
+        function: whose backward takes None for nothing that it is given, as ``one_node`` gives it no zeros.
+        args: of its forward.
+    """
+    node = _recording.node
+    if node is not None:
+        return node.run(function, args)
+    if not torch.is_grad_enabled():
+        return function.forward(Context(), *args)
+    return function.apply(*args)  # type: ignore[no-untyped-call]
+
+
+def one_node(run: Callable[[], tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What ``run`` gives, as one node.
+
+    Args:
+        run: calls ``apply``, and nothing else that is to be differentiated.
+        inputs: every tensor from outside that may need a gradient, parameters included.
+
+    Example:
+        >>> class Double(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         return 2 * x
+        ...     @staticmethod
+        ...     def backward(ctx, grad):
+        ...         return 2 * grad
+        >>> x = torch.ones(1, requires_grad=True)
+        >>> (y,) = one_node(lambda: (apply(Double, apply(Double, x)),), [x])
+        >>> y.backward()
+        >>> x.grad
+        tensor([4.])
+    """
+    if not torch.is_grad_enabled() or _recording.node is not None:
+        return run()
+    return _OneNode.apply(run, *inputs)  # type: ignore[no-untyped-call]
+
+
+class Context:
+    """What a function's forward and backward see in place of autograd's own."""
+
+    saved_tensors: tuple[Tensor | None, ...] = ()
+    needs_input_grad: tuple[bool, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keeps them for the backward."""
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Nothing is ever made of a gradient that there is not."""
+
+
+class _Node:
+    """Functions as they ran: tensors have numbers, those of the inputs first."""
+
+    def __init__(self, inputs: Sequence[Tensor], needed: Sequence[bool]) -> None:
+        self.numbers = {id(each): i for i, each in enumerate(inputs) if needed[i]}
+        self.alive: list[Any] = list(inputs)  # so that no two tensors have one id
+        self.count = self.num_inputs = len(inputs)
+        self.steps: list[tuple[Function, Context, list[int | None], list[int]]] = []
+        self.outputs: list[int | None] = []
+
+    def run(self, function: Function, args: tuple[Any, ...]) -> Any:
+        """A function's forward; what it made is known from now on."""
+        numbers, context = self.numbers, Context()
+        sources = [numbers.get(id(each)) for each in args]
+        for source, each in zip(sources, args, strict=True):
+            assert source is not None or not isinstance(each, Tensor) or not each.requires_grad, "an input of the node"
+        context.needs_input_grad = tuple(number is not None for number in sources)
+        made = function.forward(context, *args)
+        if any(context.needs_input_grad):
+            outs = made if isinstance(made, tuple) else (made,)
+            targets = list(range(self.count, self.count + len(outs)))
+            self.count += len(outs)
+            self.alive += outs
+            numbers.update(zip(map(id, outs), targets, strict=True))
+            self.steps.append((function, context, sources, targets))
+        return made
+
+    def finish(self, outs: tuple[Tensor, ...]) -> list[Tensor | None]:
+        """Lets go of all tensors; those that the functions saved, one after the other."""
+        self.outputs = [self.numbers.get(id(each)) for each in outs]
+        self.numbers, self.alive = {}, []
+        saved: list[Tensor | None] = []
+        for _, context, _, _ in self.steps:
+            saved += context.saved_tensors
+            context.saved_count, context.saved_tensors = len(context.saved_tensors), ()  # type: ignore[attr-defined]
+        return saved
+
+    def backward(self, saved: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of the inputs."""
+        found: list[Tensor | None] = [None] * self.count
+        end = len(saved)
+        for number, grad in zip(self.outputs, grads, strict=True):
+            if number is not None and grad is not None:
+                found[number] = _sum(found[number], grad)
+        for function, context, sources, targets in reversed(self.steps):
+            begin = end - context.saved_count  # type: ignore[attr-defined]
+            given = [found[number] for number in targets]
+            if any(grad is not None for grad in given):
+                context.saved_tensors = tuple(saved[begin:end])
+                results = function.backward(context, *given)
+                context.saved_tensors = ()
+                for source, result in zip(sources, results if isinstance(results, tuple) else (results,), strict=True):
+                    if source is not None and result is not None:
+                        found[source] = _sum(found[source], result)
+            for number in targets:
+                found[number] = None
+            end = begin
+        return found[: self.num_inputs]
+
+
+def _sum(before: Tensor | None, more: Tensor) -> Tensor:
+    return more if before is None else before + more
+
+
+class _OneNode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        node = _recording.node = ctx.node = _Node(inputs, ctx.needs_input_grad[1:])
+        try:
+            outs = run()
+        finally:
+            _recording.node = None
+        ctx.save_for_backward(*node.finish(outs))
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.node.backward(ctx.saved_tensors, grads))

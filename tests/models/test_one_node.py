@@ -1,0 +1,102 @@
+"""Autograd functions as one node: the gradients they have as nodes of their own, and nothing else changed."""
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from logitless.models import row_invariant
+from logitless.models.lora import LoraOptions, add_lora
+from logitless.models.one_node import apply, one_node
+from logitless.models.row_invariant import install_row_invariant
+from tests.head.interpreter import interpreted
+from tests.models.test_row_invariant import LENGTHS, hidden_and_gradients, small
+from tests.models.tiny import packed
+
+
+class Scaled(torch.autograd.Function):
+    """x * weight, and x."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight)
+        return x * weight, x
+
+    @staticmethod
+    def backward(ctx, grad, grad_x):
+        x, weight = ctx.saved_tensors
+        gradient = 0 if grad is None else grad * weight
+        return gradient + (0 if grad_x is None else grad_x), None if grad is None else (grad * x).sum()
+
+
+def scaled_twice(x, weight):
+    """(x * weight^2, x, x * weight): a tensor that is used twice, and one that goes through."""
+    once, x = apply(Scaled, x, weight)
+    twice, once = apply(Scaled, once, weight)
+    return twice, x, once
+
+
+@pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
+def test_gradients_are_those_of_separate_nodes(used):
+    found = []
+    for whole in (True, False):
+        x, weight = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(3.0, requires_grad=True)
+        outs = one_node(lambda x=x, w=weight: scaled_twice(x, w), [x, weight]) if whole else scaled_twice(x, weight)
+        sum((i + 2) * outs[i].sum() for i in used).backward()
+        found.append((x.grad, weight.grad))
+    (x, weight), (same_x, same_weight) = found
+    assert torch.equal(x, same_x)
+    assert (weight is None and same_weight is None) or torch.equal(weight, same_weight)
+
+
+def test_what_needs_no_gradient_gets_none():
+    x, weight = torch.ones(2), torch.tensor(3.0, requires_grad=True)
+    out, *_ = one_node(lambda: scaled_twice(x, weight), [x, weight])
+    out.sum().backward()
+    assert x.grad is None
+    assert weight.grad == 12.0
+    assert not one_node(lambda: scaled_twice(x, weight.detach()), [x, weight.detach()])[0].requires_grad
+
+
+def test_a_tensor_that_was_forgotten_is_noticed():
+    x, weight = torch.ones(2, requires_grad=True), torch.tensor(3.0, requires_grad=True)
+    with pytest.raises(AssertionError, match="an input of the node"):
+        one_node(lambda: scaled_twice(x, weight), [x])
+    assert one_node(lambda: scaled_twice(x, weight), [x, weight])[0].requires_grad  # and the next node is whole again
+
+
+def test_hooks_see_what_is_saved():
+    seen = []
+    x, weight = torch.ones(2, requires_grad=True), torch.tensor(3.0, requires_grad=True)
+    with saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        one_node(lambda: scaled_twice(x, weight), [x, weight])
+    assert len(seen) == 4
+
+
+def test_without_gradients_a_function_is_its_forward_alone(monkeypatch):
+    monkeypatch.setattr(Scaled, "apply", None)
+    with torch.no_grad():
+        out, *_ = one_node(lambda: scaled_twice(torch.ones(2), torch.tensor(3.0)), [])
+    assert out.tolist() == [9.0, 9.0]
+
+
+@pytest.mark.skipif(not interpreted(), reason="needs Triton's interpreter")
+@pytest.mark.parametrize(
+    ("name", "lora"), [("qwen2", False), ("qwen3", True), ("gemma2", False), ("phi3", True)], ids=str
+)
+def test_a_layer_as_one_node_has_the_bits_of_its_functions_as_nodes(name, lora, monkeypatch):
+    model, inputs = small(name), packed(LENGTHS)
+    if lora:
+        model = add_lora(model, LoraOptions(rank=2))
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_B" in parameter_name:
+                torch.nn.init.normal_(parameter)
+    install_row_invariant(model)
+    grad = torch.randn(sum(LENGTHS), 16, dtype=torch.float64)
+    hidden, gradients = hidden_and_gradients(model, inputs, grad)
+    monkeypatch.setattr(row_invariant, "one_node", lambda run, _: run())
+    same_hidden, same = hidden_and_gradients(model, inputs, grad)
+    assert torch.equal(hidden, same_hidden)
+    assert gradients.keys() == same.keys()
+    for each, gradient in gradients.items():
+        assert torch.equal(gradient, same[each]), each
