@@ -4,7 +4,8 @@
     python benchmarks/forecast.py recipes/X.yaml --set KEY=VALUE
 
 Forecast and run have a process each, so that neither finds memory or kernels that the other left. The run's block is
-the median over all but the first, which compiles.
+the median over all but the first, which compiles. Both are repeated in turn, because a machine is not equally fast all
+the time, and the medians are compared.
 """
 
 import argparse
@@ -18,14 +19,14 @@ from typing import Any
 
 import torch
 
-from logitless.bench.machine import environment, write_result
+from logitless.bench.machine import environment, short_name, write_result
 from logitless.doctor.forecast import Forecast, forecast_of
 from logitless.train.plan import plan_of
 from logitless.train.recipe import load_recipe
 from logitless.train.run import start
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "forecast.json"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def forecast(recipe: Path, overrides: list[str]) -> Forecast:
@@ -47,23 +48,27 @@ def real(recipe: Path, overrides: list[str], blocks: int) -> tuple[float, int]:
     return statistics.median([value for block, value in seconds.items() if block > 1]), records[-1]["memory/peak_bytes"]
 
 
-def compared(recipe: Path, overrides: list[str], blocks: int) -> dict[str, Any]:
+def compared(recipe: Path, overrides: list[str], blocks: int, repeats: int) -> dict[str, Any]:
     """Both, and how far the forecast is off, as a fraction of the run's."""
-    found = []
-    for work, rest in ((forecast, ()), (real, (blocks,))):
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
-            found.append(processes.submit(work, recipe, overrides, *rest).result())
-    foretold, (seconds, peak) = found
+    foretold, ran = list[Forecast](), list[tuple[float, int]]()
+    for _ in range(repeats):
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as processes:
+            foretold.append(processes.submit(forecast, recipe, overrides).result())
+            ran.append(processes.submit(real, recipe, overrides, blocks).result())
+    expected = statistics.median(each.block_seconds for each in foretold)
+    seconds = statistics.median(each for each, _ in ran)
+    held, peak = (statistics.median(each) for each in ([f.peak_bytes for f in foretold], [p for _, p in ran]))
     return {
         "recipe": recipe.stem,
         "overrides": overrides,
-        "forecast_block_seconds": foretold.block_seconds,
+        "repeats": repeats,
+        "forecast_block_seconds": expected,
         "run_block_seconds": seconds,
-        "seconds_off": foretold.block_seconds / seconds - 1,
-        "forecast_peak_bytes": foretold.peak_bytes,
-        "planned_bytes": foretold.planned_bytes,
+        "seconds_off": expected / seconds - 1,
+        "forecast_peak_bytes": held,
+        "planned_bytes": foretold[0].planned_bytes,
         "run_peak_bytes": peak,
-        "peak_off": foretold.peak_bytes / peak - 1,
+        "peak_off": held / peak - 1,
     }
 
 
@@ -72,16 +77,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path, nargs="?", default=ROOT / "recipes" / "length-toy.yaml")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--blocks", type=int, default=8, help="of a run")
+    parser.add_argument("--repeats", type=int, default=3, help="forecasts and runs")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    machine = environment("cuda" if torch.cuda.is_available() else "cpu", ("triton", "transformers"))
-    row = compared(options.recipe, options.overrides, options.blocks)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    machine = environment(device, ("triton", "transformers"))
+    row = compared(options.recipe, options.overrides, options.blocks, options.repeats)
     print(json.dumps(row, indent=1))
-    rows = []
-    if options.out.exists() and (before := json.loads(options.out.read_text()))["environment"] == machine:
+    path, rows = options.out / f"forecast-{short_name(device)}.json", list[dict[str, Any]]()
+    if path.exists() and (before := json.loads(path.read_text()))["environment"] == machine:
         rows = [other for other in before["rows"] if other["recipe"] != row["recipe"]]
-    write_result(options.out, {"environment": machine, "rows": [*rows, row]})
+    write_result(path, {"environment": machine, "rows": [*rows, row]})
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ class Prompt:
         token_ids: ``text`` tokenized.
         columns: the data row, handed to reward functions by name (``answer``, ``kwargs``, ...).
         messages: the conversation before the chat template, where there was one.
+        source: name of the data that it is of, where a run has several; rewards may judge some of them alone.
 
     Example:
         >>> Prompt(id="7", text="2+2=", token_ids=(4, 9, 4, 11), columns={"answer": "4"}).columns["answer"]
@@ -39,6 +40,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
     messages: tuple[Mapping[str, str], ...] | None = None
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,12 @@ class Completion:
         trained: False for tokens that a tool or environment wrote; None when all are the policy's.
         turn: non-decreasing id of the assistant turn of each token; None for single-turn completions.
         weights_version: of the weights that it was drawn with, as ``Engine.load`` was told; None where nobody knows.
-        entropy_sampler: nats per token, of the distribution that it was drawn from; None where the engine gives none.
+        entropy_sampler: nats per token, of the model's softmax at the sampling temperature, before filters and
+            penalties; None where the engine gives none.
         token_versions: of the weights that drew each token, where they changed on the way; None where
             ``weights_version`` says it of all. It is the oldest of them then.
+        logp_policy: nats per token, of the model's softmax at the sampling temperature, where filters or penalties made
+            it another than what was sampled from; None where it is ``logp_sampler``, or the engine gives none.
 
     Raises:
         InputError: a per-token field has another length than ``token_ids``.
@@ -77,9 +82,10 @@ class Completion:
     weights_version: int | None = None
     entropy_sampler: tuple[float, ...] | None = None
     token_versions: tuple[int, ...] | None = None
+    logp_policy: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("logp_sampler", "trained", "turn", "entropy_sampler", "token_versions"):
+        for name in ("logp_sampler", "trained", "turn", "entropy_sampler", "token_versions", "logp_policy"):
             value = getattr(self, name)
             if value is not None and len(value) != len(self.token_ids):
                 raise InputError(

@@ -52,7 +52,7 @@ def test_a_row_that_is_measured_again_takes_the_place_of_the_old_one(tmp_path):
     again = Results(path, here, ("model", "engine"))
     assert again.has(model="m", engine="gpu")
     assert not again.has(model="n", engine="gpu")
-    assert [row["seconds"] for row in again.rows] == [3.0, 1.0]
+    assert [row["seconds"] for row in again.rows] == [1.0, 3.0]
     assert not Results(path, {"gpu": "Y"}, ("model", "engine")).rows
 
 

@@ -8,6 +8,9 @@ import pytest
 from logitless.bench import recommended, settings
 from logitless.bench.settings import Contender, Row, Scale, Step, best_lines, measured
 from logitless.cli.main import main
+from logitless.doctor.machine import left_on_the_table
+from logitless.train.plan import plan_of
+from tests.train.tiny import tiny_recipe
 
 TINY = Scale(0, 2, 5.0, 16, 1, 1, 16, 8, (8,), (8,))
 
@@ -70,14 +73,36 @@ def test_the_fastest_that_a_recipe_can_name_is_recommended_of_the_longest_case()
     assert best_lines([row("gone", "", None, "gone: 1")]) == []
 
 
+def test_a_difference_that_may_be_chance_does_not_recommend_more_than_the_plainest() -> None:
+    def row(name: str, seconds: float) -> Row:
+        return Row(name, "", seconds, None, None, None, (f"setting: {name}",))
+
+    assert best_lines([row("plain", 1.04), row("fancy", 1.0)]) == ["setting: plain"]
+    assert best_lines([row("plain", 1.06), row("fancy", 1.0)]) == ["setting: fancy"]
+
+
 def test_doctor_prints_lines_of_this_machine_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(recommended.FOLDER, str(tmp_path))
     assert recommended.recommended_here() == []
     assert main(["bench", "optimizer", "--quick", "--device", "cpu", "--out", str(tmp_path)]) == 0
-    (line,) = recommended.recommended_here()
+    ((name, line),) = recommended.recommended_here()
+    assert name == "optimizer"
     assert line.startswith("train.optimizer.implementation: ")
     path = tmp_path / "optimizer.json"
     path.write_text(path.read_text().replace('"gpu": "none"', '"gpu": "another"'))
     assert recommended.recommended_here() == []
     path.write_text("{half")
     assert recommended.recommended_here() == []
+
+
+def test_doctor_leaves_out_a_line_that_the_recipe_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [("optimizer", "train.optimizer.implementation: fused"), ("attention", "model.sdpa_backends: [flash]")]
+    monkeypatch.setattr("logitless.doctor.machine.recommended_here", lambda: lines)
+    plain = tiny_recipe(tmp_path)
+    assert left_on_the_table(plain, plan_of(plain)) == [f"{line} — bench {name}" for name, line in lines]
+    has = tiny_recipe(tmp_path, train__optimizer__implementation="fused", model__sdpa_backends=["flash"])
+    assert left_on_the_table(has, plan_of(has)) == []
+
+
+def test_a_single_contender_that_runs_is_no_choice() -> None:
+    assert best_lines([Row("only", "", 1.0, None, None, None, ("model.layers: transformers",))]) == []

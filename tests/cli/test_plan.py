@@ -1,5 +1,7 @@
 """``logitless plan``: a forecast for any number of GPUs, times only from what was measured."""
 
+import json
+
 import pytest
 import yaml
 
@@ -23,6 +25,25 @@ def test_memory_and_messages_are_said_for_any_number_and_times_from_speeds(recip
     speeds = ["--tokens-per-second", "1e5", "--gigabytes-per-second", "200"]
     assert main(["plan", str(recipe), "--gpus", "2", *speeds]) == 0
     assert "at 100,000 tokens/s" in capsys.readouterr().out
+
+
+def test_a_file_of_the_bench_says_speeds_and_what_is_not_hidden(recipe, tmp_path, capsys):
+    alone = {"gpus": 1, "layout": "shard", "tokens": 800, "length": 8, "micro_batches": 1, "head_budget": None}
+    alone |= {"tokens_per_second": 800.0, "bytes_per_second": None, "sent_bytes": 0}
+    # 1.25 s a step instead of 1 s; the messages take 5e9 / 1e10 s
+    two = alone | {"gpus": 2, "tokens_per_second": 1280.0, "bytes_per_second": 1e10, "sent_bytes": 5e9}
+    head = {"gpus": 2, "layout": "head"}
+    (tmp_path / "scale.json").write_text(json.dumps({"rows": [alone, head, two]}))
+    measured = ["--measured", str(tmp_path / "scale.json")]
+    assert main(["plan", str(recipe), "--gpus", "64", *measured]) == 0
+    assert "at 800 tokens/s, and 50% of 0.000 s of messages at 10 GB/s" in capsys.readouterr().out
+    assert main(["plan", str(recipe), "--gpus", "64", *measured, "--gigabytes-per-second", "3"]) == 0
+    assert "messages at 3 GB/s" in capsys.readouterr().out
+    (tmp_path / "scale.json").write_text(json.dumps({"rows": [alone]}))
+    assert main(["plan", str(recipe), "--gpus", "64", *measured]) == 2
+    assert "bench scale --gpus 1,2" in capsys.readouterr().err
+    assert main(["plan", str(recipe), "--gpus", "64", "--measured", str(recipe)]) == 2
+    assert "needed a file that `logitless bench scale` wrote" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

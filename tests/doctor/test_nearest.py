@@ -81,7 +81,7 @@ def test_a_plan_that_is_too_large_gets_the_fewest_changes_that_fit(tmp_path: Pat
 def test_a_plan_that_never_fits_has_no_changes(tmp_path: Path) -> None:
     found = fit(tmp_path, 1000)
     assert found.changes is None
-    assert "GiB are free" in found.problems[0]
+    assert "1.0 KiB are free" in found.problems[0]
 
 
 def test_data_that_is_not_there_is_a_problem_without_a_change(tmp_path: Path) -> None:

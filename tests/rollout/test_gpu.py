@@ -1,6 +1,7 @@
 """The engine with training's bits, on tiny models under Triton's interpreter, without graphs."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,10 @@ def engine_of(model=None, **options):
 
 def flat(groups):
     return [completion for group in groups for completion in group]
+
+
+def without_version(completions):
+    return [replace(completion, weights_version=None) for completion in completions]
 
 
 def test_logp_sampler_and_entropy_are_the_trainers_in_every_bit():
@@ -120,7 +125,31 @@ def test_with_filters_logp_is_that_of_the_filtered_distribution_of_a_plain_forwa
             )
             expected = sampling_logp(logits, options, History(seen)).gather(1, ids[0, first:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected.cpu(), rtol=1e-3, atol=1e-3)
-            assert completion.entropy_sampler is None
+            assert completion.logp_policy is not None
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.1}, {"repetition_penalty": 1.3}])
+def test_with_filters_both_log_probs_come_out_of_one_pass_and_the_policys_has_the_trainers_bits(filters):
+    model = model_of(end_bias=-1.0)
+    engine, options = engine_of(model), SamplingOptions(max_new_tokens=4, temperature=0.8, **filters)
+    groups = engine.sample(PROMPTS[:2], 2, options, seed=1)
+    pairs = [(prompt, completion) for prompt, group in zip(PROMPTS, groups, strict=False) for completion in group]
+    with torch.no_grad():
+        scores = Policy(model).scores(pack(pairs), temperature=0.8, backend="fused")
+    assert scores.logp.tolist() == [x for _, c in pairs for x in c.logp_policy]
+    assert scores.entropy.tolist() == [x for _, c in pairs for x in c.entropy_sampler]
+    sampled = torch.tensor([x for _, c in pairs for x in c.logp_sampler])
+    if "repetition_penalty" in filters:
+        assert not torch.allclose(sampled, scores.logp.cpu())
+    else:  # what is left has the probability of what was dropped too
+        assert (sampled >= scores.logp.cpu() - 1e-5).all()
+        assert (sampled > scores.logp.cpu() + 1e-2).any()
+
+
+def test_at_temperature_0_nothing_is_said_of_a_softmax():
+    [completion] = engine_of().sample(PROMPTS[:1], 1, SamplingOptions(max_new_tokens=2, temperature=0.0), seed=1)[0]
+    assert completion.logp_policy is None
+    assert completion.entropy_sampler is None
 
 
 def test_penalties_bias_and_minimum_give_the_logp_of_a_plain_forward_and_hold_ends_back():
@@ -241,6 +270,20 @@ def test_the_models_own_layers_come_back_when_the_engine_is_closed():
     assert "RowInvariant" in str(model)
     engine.close()
     assert "RowInvariant" not in str(model)
+
+
+def test_a_model_that_was_resized_between_blocks_is_sampled_as_it_is():
+    model = model_of()
+    engine, options = engine_of(model), SamplingOptions(max_new_tokens=3, logit_bias=((2, -100.0),))
+    engine.sample(PROMPTS[:1], 1, options, seed=1)
+    model.resize_token_embeddings(14, mean_resizing=False)
+    with torch.no_grad():
+        model.lm_head.weight[11:].copy_(50 * model.lm_head.weight[3:6])
+    engine.load(Weights.of(model), 1)
+    found = flat(engine.sample(PROMPTS[:2], 3, options, seed=1))
+    anew = flat(engine_of(model).sample(PROMPTS[:2], 3, options, seed=1))
+    assert without_version(found) == without_version(anew)
+    assert any(token >= 11 for completion in found for token in completion.token_ids)
 
 
 def test_a_model_that_was_cast_between_blocks_is_sampled_as_it_is():

@@ -30,8 +30,8 @@ def ordinary_memory():
     torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_every_token_has_the_trainers_bits_while_weights_change_between_blocks(lora):
+@pytest.mark.parametrize(("lora", "filters"), [(False, {}), (True, {}), (False, {"top_p": 0.95, "min_p": 0.01})])
+def test_every_token_has_the_trainers_bits_while_weights_change_between_blocks(lora, filters):
     config = {**CONFIGS["qwen3"], **WIDE}
     model = load_model(config, random_weights=True, seed=1, dtype=torch.bfloat16, device="cuda").eval()
     if lora:
@@ -43,7 +43,7 @@ def test_every_token_has_the_trainers_bits_while_weights_change_between_blocks(l
         Prompt(str(i), "", tuple(torch.randint(3, 4000, (n,), generator=generator).tolist()))
         for i, n in enumerate(lengths)
     ]
-    options = SamplingOptions(max_new_tokens=150, temperature=0.9, stop_token_ids=tuple(range(3, 20)))
+    options = SamplingOptions(max_new_tokens=150, temperature=0.9, stop_token_ids=tuple(range(3, 20)), **filters)
     for block in range(3):
         groups = engine.sample(prompts, 8, options, seed=block)
         assert engine.exact
@@ -53,7 +53,7 @@ def test_every_token_has_the_trainers_bits_while_weights_change_between_blocks(l
             part = pairs[start : start + 24]
             with torch.no_grad():
                 scores = policy.scores(pack(part), temperature=0.9, backend="fused")
-            assert scores.logp.tolist() == [x for _, c in part for x in c.logp_sampler]
+            assert scores.logp.tolist() == [x for _, c in part for x in c.logp_policy or c.logp_sampler]
             assert scores.entropy.tolist() == [x for _, c in part for x in c.entropy_sampler]
             tokens += len(scores.logp)
         assert tokens > 5000

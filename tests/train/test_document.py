@@ -21,7 +21,7 @@ def test_every_key_is_described():
 
 def test_every_link_leads_to_a_section():
     text = page()
-    headings = {re.sub(r"[`.]", "", line[3:]) for line in text.splitlines() if line.startswith("## ")}
+    headings = {re.sub(r"[`.]", "", line[3:]).lower() for line in text.splitlines() if line.startswith("## ")}
     assert set(re.findall(r"\(#(\w+)\)", text)) <= headings
 
 

@@ -9,7 +9,7 @@ from logitless.rewards.exact import Exact
 from logitless.rewards.length import Length
 from logitless.rollout.environment import SingleTurn
 from logitless.rollout.sampling import SamplingOptions
-from logitless.train.evaluate import Evaluation
+from logitless.train.evaluate import Evaluation, HeldOut
 from logitless.types import Completion, Prompt, Verdict
 
 PROMPTS = [Prompt("a", "?", (1,), {"answer": "yes"}), Prompt("b", "?", (1,), {"answer": "no"})]
@@ -32,8 +32,10 @@ class _Engine:
 def _evaluate(rewards, **changes):
     engine = _Engine()
     sampling = SamplingOptions(max_new_tokens=9, temperature=0.0)
-    options = {"num_samples": 2, "sampling": sampling, "unscored": "leave_out", "success_at": 1.0, "seed": 4}
-    found = Evaluation(engine, SingleTurn(), PROMPTS, rewards, **{**options, **changes})()
+    unscored = changes.pop("unscored", "leave_out")
+    options = {"num_samples": 2, "sampling": sampling, "success_at": 1.0, "every_blocks": 1, "seed": 4}
+    held_out = HeldOut("evaluation", PROMPTS, **{**options, **changes})
+    found = Evaluation(engine, SingleTurn(), [held_out], rewards, unscored)([held_out])
     assert engine.asked == (2, sampling, 4)
     return found
 

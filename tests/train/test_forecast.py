@@ -76,7 +76,7 @@ def test_shards_and_messages_are_those_of_real_processes(case, num_ranks, tmp_pa
     recipe, arrangement = tiny_recipe(tmp_path, model__source=LLAMA, **changes), Arrangement(1, num_ranks, 1)
     model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("meta"))
     memory = memory_of_rank(recipe, model, arrangement)
-    traffic = traffic_of_rank(recipe, model, arrangement, rows=1, tokens_per_row=20)
+    traffic = traffic_of_rank(model, arrangement, rows=1, tokens_per_row=20)
     for (shards, gradients), sent in run_on_ranks(num_ranks, _measured, tmp_path, changes):
         assert memory.always["weights"] == shards
         assert memory.moments["end"]["gradients"] == gradients

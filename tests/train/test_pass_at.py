@@ -20,7 +20,7 @@ def test_pass_at_k_is_the_share_of_choices_with_a_correct_one(correct: int, k: i
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=9))
 def test_success_rises_with_k_and_lies_in_its_interval(correct: list[int]) -> None:
     found = success_metrics(correct, 6)
-    names = ["evaluation/accuracy", *(f"evaluation/pass_at/{k}" for k in (2, 4, 6))]
+    names = ["accuracy", *(f"pass_at/{k}" for k in (2, 4, 6))]
     assert sorted(found) == sorted(f"{name}{end}" for name in names for end in ("", "/low", "/high"))
     values = [found[name] for name in names]
     assert all(one <= other + 1e-12 for one, other in pairwise(values))
@@ -29,7 +29,7 @@ def test_success_rises_with_k_and_lies_in_its_interval(correct: list[int]) -> No
 
 
 def test_one_sample_a_prompt_has_accuracy_alone() -> None:
-    assert sorted(success_metrics([1, 0, 1], 1)) == [f"evaluation/accuracy{end}" for end in ("", "/high", "/low")]
+    assert sorted(success_metrics([1, 0, 1], 1)) == [f"accuracy{end}" for end in ("", "/high", "/low")]
 
 
 def test_the_interval_narrows_with_prompts() -> None:

@@ -206,8 +206,8 @@ def test_a_plan_of_disk_is_what_a_run_leaves(tmp_path):
 def test_a_disk_that_is_too_small_is_found_before_the_run_and_shown_in_the_plan(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     recipe = tiny_recipe(tmp_path)
-    assert "a start here is refused: 0.000 GiB are free" in dry_run(recipe)
-    with pytest.raises(UnavailableError, match=r"GiB at .*tiny.*checkpoint\.keep"):
+    assert "a start here is refused: 1.0 KiB are free" in dry_run(recipe)
+    with pytest.raises(UnavailableError, match=r"[KM]iB at .*tiny.*checkpoint\.keep"):
         start(recipe)
     assert not any((tmp_path / "runs").glob("*"))
 

@@ -1,8 +1,9 @@
 """A recipe: what YAML means, what --set replaces, and errors that name the key and the repair."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_origin
 
 import pytest
 import yaml
@@ -318,6 +319,46 @@ def test_a_path_in_a_recipe_starts_at_its_file_and_one_in_set_at_the_current_fol
     assert section.train.path == tmp_path / "elsewhere" / "other.jsonl"
 
 
+def test_paths_of_named_sources_and_sets_start_where_others_do(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    text = "evaluation: {sets: {hard: {data: {name: file, path: hard.jsonl}}}}\n"
+    sources = "{a: {data: {name: file, path: a.jsonl}}, b: {data: {name: hub, dataset: ./b, split: train}}}"
+    recipe = loaded(tmp_path, text, f"data.train={{name: mixture, sources: {sources}}}")
+    assert recipe.evaluation.sets["hard"].data.path == tmp_path / "hard.jsonl"
+    assert recipe.data.train.sources["a"].data.path == tmp_path / "elsewhere" / "a.jsonl"
+    assert recipe.data.train.sources["b"].data.dataset == str(tmp_path / "elsewhere" / "b")
+    moved = loaded(tmp_path, text, "evaluation.sets.hard.data.path=other.jsonl")
+    assert moved.evaluation.sets["hard"].data.path == tmp_path / "elsewhere" / "other.jsonl"
+    assert parse_recipe(yaml.safe_load(dump_recipe(recipe))) == recipe
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("evaluation.sets={hard: {data: {name: file, paht: x}}}", "evaluation.sets.hard.data.paht"),
+        ("data.train={name: mixture, sources: {a: {data: {name: file, path: a}}}}", "two or more sources"),
+        ("evaluation.sets={train: {data: {name: file, path: x}}}", "another name"),
+        ("evaluation.sets={a/b: {data: {name: file, path: x}}}", "evaluation.sets.a/b"),
+        ("rewards=[{name: length, sources: [sums]}]", "names of data in `sources` of a reward: train, not sums"),
+        ("rewards=[{name: length, sources: [train]}, {name: format, sources: []}]", None),
+    ],
+)
+def test_names_of_data_are_of_one_thing_each_and_rewards_name_those_that_there_are(tmp_path, override, said):
+    if said is None:
+        assert loaded(tmp_path, "", override).rewards[0].sources == ("train",)
+    else:
+        assert said in refused(tmp_path, "", override).replace("; given ", ", not ").replace("given", "not")
+
+
+def test_data_that_no_reward_but_a_gate_judges_is_refused(tmp_path):
+    sets = "evaluation: {sets: {hard: {data: {name: file, path: hard.jsonl}}}}\n"
+    assert "none for hard" in refused(tmp_path, sets, "rewards=[{name: length, sources: [train]}]")
+    gates = "rewards=[{name: length, sources: [train]}, {name: format, gate: true}]"
+    assert "none for hard" in refused(tmp_path, sets, gates)
+    assert loaded(tmp_path, sets, "rewards=[{name: length, sources: [train, hard]}]")
+
+
 def test_a_hub_name_stays_one_unless_a_folder_has_it_or_it_begins_like_a_path(tmp_path):
     assert loaded(tmp_path).model.source == "some/model"
     assert loaded(tmp_path, "", "model.tokenizer=./absent").model.tokenizer == str(Path.cwd() / "absent")
@@ -349,6 +390,8 @@ def path_keys(kind, above=()):
             if Path in (inner, *get_args(inner)) or name in ("path", "file", "folder"):
                 yield (*above, name)
             yield from path_keys(inner, (*above, name))
+            if get_origin(inner) in (dict, Mapping):
+                yield from path_keys(get_args(inner)[1], (*above, name, "*"))
 
 
 @pytest.mark.parametrize(
@@ -364,3 +407,11 @@ def path_keys(kind, above=()):
 def test_knobs_of_another_variant_are_refused_at_their_place(algorithm, named):
     with pytest.raises(ValidationError, match=named):
         AlgorithmSection.model_validate(algorithm)
+
+
+def test_recipes_of_the_page_on_data_are_valid(tmp_path):
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    one, several, held_out = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
+    whole = {**yaml.safe_load(MINIMAL), **several, **held_out}
+    assert list(parse_recipe(whole).training_sources) == ["sums", "words"]
+    assert parse_recipe({**yaml.safe_load(MINIMAL), **one, **held_out}).evaluation.sets["hard"].samples_per_prompt == 16

@@ -1,11 +1,14 @@
 """An engine with training's bits: the scoring pass is left out, and a recount that differs ends the run."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from logitless.errors import ConfigurationError, TrainingError
 from logitless.head import fused
 from logitless.rollout import steps
+from logitless.rollout.gpu import GpuEngine
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train import prepare
 from logitless.train.plan import plan_of
@@ -15,7 +18,7 @@ from logitless.train.sampled import check_same, sampled_scores
 from logitless.types import Completion, Group, Prompt, TokenScores
 from tests.head.interpreter import complete_interpreter, interpreted
 from tests.models.kernels.exact_products import sum_products_in_float64
-from tests.train.tiny import tiny_recipe
+from tests.train.tiny import tiny_raw, tiny_recipe
 
 pytest.importorskip("triton")
 
@@ -53,10 +56,18 @@ def test_scores_are_those_of_trained_tokens():
     assert (scores.logp.tolist(), scores.entropy.tolist()) == ([-0.5], [1.0])
 
 
+def test_with_filters_the_scores_are_those_of_the_policys_own_softmax():
+    [of] = group()
+    filtered = [replace(of, completions=(replace(of.completions[0], logp_policy=(-0.75, 0.0)),))]
+    scores = sampled_scores(filtered, Exact(), SamplingOptions(max_new_tokens=3, top_p=0.9), version=3)
+    assert scores.logp.tolist() == [-0.75]
+
+
 @pytest.mark.parametrize(
     ("groups", "engine", "options", "version"),
     [
         (group(), Exact(), SamplingOptions(max_new_tokens=3, top_p=0.9), 3),
+        (group(), Exact(), SamplingOptions(max_new_tokens=3, temperature=0.0), 3),
         (group(), Exact(), PLAIN, 4),
         (group(logp=None), Exact(), PLAIN, 3),
         (group(entropy=None), Exact(), PLAIN, 3),
@@ -105,6 +116,33 @@ def test_a_run_scores_only_where_it_recounts_and_its_first_ratio_is_1(tmp_path, 
     for line in lines:
         assert line["sampler/logp_difference_max"] == 0
         assert line["kl_old/k1_mean"] == 0
+
+
+def test_a_run_with_filters_leaves_the_pass_out_too(tmp_path, monkeypatch, interpreted_head):
+    filtered = {"rollout__sampling": {"max_new_tokens": 3, "top_k": 2}, "train__blocks": 2}
+    run, complete = start(tiny_recipe(tmp_path, **SMALL | filtered))
+    assert complete
+    lines = [line for line in run.read_metrics() if "loss/total" in line]
+    assert [line.get("sampler/mismatched_tokens") for line in lines] == [0, None]
+    assert [line["sampler/exact"] for line in lines] == [1, 1]
+
+
+def test_evaluation_samples_with_the_same_engine_and_its_own_settings(tmp_path, monkeypatch, interpreted_head):
+    calls = []
+    sample = GpuEngine.sample
+
+    def noted(self, prompts, num_samples, options, *, seed):
+        found = sample(self, prompts, num_samples, options, seed=seed)
+        calls.append((self, self._steps, options.temperature, {c.length for group in found for c in group}))
+        return found
+
+    monkeypatch.setattr(GpuEngine, "sample", noted)
+    evaluation = {"every_blocks": 1, "sampling": {"max_new_tokens": 2, "temperature": 0.0}}
+    start(tiny_recipe(tmp_path, **{**SMALL, "data__held_out": tiny_raw(tmp_path)["data"]["held_out"]},
+                      evaluation=evaluation, train__blocks=1))  # fmt: skip
+    assert [temperature for _, _, temperature, _ in calls] == [0.0, 1.0, 0.0]
+    assert len({engine for engine, *_ in calls}) == 1
+    assert max(calls[0][3]) <= 2 < max(calls[1][3])
 
 
 def test_a_sampler_with_other_bits_ends_the_run(tmp_path, monkeypatch, interpreted_head):

@@ -20,8 +20,8 @@ def settings_folder() -> Path:
     return Path(os.environ.get(FOLDER) or cache / "logitless" / "settings")
 
 
-def recommended_here() -> list[str]:
-    """Lines of every result file whose machine and torch are these.
+def recommended_here() -> list[tuple[str, str]]:
+    """Lines of every result file whose machine and torch are these, each after the name of its benchmark.
 
     Example:
         >>> isinstance(recommended_here(), list)
@@ -30,7 +30,7 @@ def recommended_here() -> list[str]:
     return list(_lines(settings_folder()))
 
 
-def _lines(folder: Path) -> Iterator[str]:
+def _lines(folder: Path) -> Iterator[tuple[str, str]]:
     here = environment("cuda" if torch.cuda.is_available() else "cpu", ())
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         try:
@@ -38,4 +38,4 @@ def _lines(folder: Path) -> Iterator[str]:
         except (OSError, ValueError):
             continue  # cut short; the benchmark writes it again
         if all(found.get("environment", {}).get(name) == value for name, value in here.items()):
-            yield from (f"{line} — bench {path.stem}" for line in found.get("recommended", ()))
+            yield from ((path.stem, line) for line in found.get("recommended", ()))

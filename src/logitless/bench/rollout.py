@@ -21,7 +21,7 @@ from logitless.bench.rollout_workloads import Ceilings, Workload, roofline
 from logitless.errors import ConfigurationError, UnavailableError
 
 PACKAGES = ("triton", "transformers", "peft")
-MODELS = ("qwen2.5-0.5b", "qwen2.5-0.5b-lora", "qwen3-1.7b", "qwen3-4b", "llama-3.1-8b-lora")
+MODELS = ("qwen2.5-0.5b", "qwen2.5-0.5b-lora", "qwen3-1.7b", "qwen3-4b", "llama-3.1-8b", "llama-3.1-8b-lora")
 WORKLOADS = ("64x8-512-64:512", "8x8-512-128:2048", "256x1-512-512", "32x16-2048-128:1024")
 ENGINES = ("gpu", "transformers", "generate")
 BLOCK = "64x8-512-1:512"
@@ -167,7 +167,9 @@ class Results:
 
     def add(self, row: dict[str, Any]) -> None:
         """One more row, in place of the same one; written at once."""
-        self.rows = [old for old in self.rows if any(old[name] != row[name] for name in self.identity)] + [row]
+        same = [all(old[name] == row[name] for name in self.identity) for old in self.rows]
+        self.rows = [row if is_same else old for old, is_same in zip(self.rows, same, strict=True)]
+        self.rows += [] if any(same) else [row]
         print(json.dumps(row), flush=True)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_result(self.path, {"environment": self.here, "rows": self.rows})

@@ -21,6 +21,8 @@ def update(paths: Sequence[Path], folder: Path, *, check: bool) -> int:
         Marks("rollout", "speed"): "\n\n".join(speed_table(each) for each in documents(folder, "rollout")),
         Marks("rollout", "run"): "\n\n".join(rollout_run.table(each) for each in documents(folder, "run")),
         Marks("rollout", "step"): "\n\n".join(step_table(each) for each in documents(folder, "decode-step")),
+        Marks("rollout", "block"): "\n\n".join(block_table(each) for each in documents(folder, "block")),
+        Marks("rollout", "law"): "\n\n".join(law_table(each) for each in documents(folder, "sampled-bits")),
     }
     return pages.update(paths, tables, check=check)
 
@@ -49,6 +51,49 @@ def _speed_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"| {row['model']} | {row['workload']} | {row['engine']} | {row['tokens_per_second']:,.0f} | {share:.0%} |"
             f" {row['first_seconds']:.1f} s | {row['peak_bytes'] / 2**30:.1f} GiB |"
         )
+
+
+def block_table(document: Mapping[str, Any]) -> str:
+    """Seconds of a block by phase, and each phase's share.
+
+    Example:
+        >>> row = {"model": "m", "engine": "gpu", "rollout_seconds": 1.0, "packing_seconds": 0.5, "tokens": 1000}
+        >>> row |= {"scoring_seconds": 0.0, "training_seconds": 2.5}
+        >>> print(block_table({"environment": {"gpu": "x"}, "rows": [row]}).splitlines()[-1])
+        | m | gpu | 1,000 | 1.00 s (25%) | 0.50 s (12%) | 0.00 s (0%) | 2.50 s (62%) | 4.00 s |
+    """
+    phases = ("rollout", "packing", "scoring", "training")
+    lines = [
+        f"**{document['environment']['gpu']}**",
+        "",
+        f"| model | engine | tokens | {' | '.join(phases)} | together |",
+    ]
+    lines.append("|---|---|--:|--:|--:|--:|--:|--:|")
+    for row in document["rows"]:
+        seconds = [row[f"{phase}_seconds"] for phase in phases]
+        cells = [f"{each:.2f} s ({each / sum(seconds):.0%})" for each in seconds]
+        row_text = [row["model"], row["engine"], f"{row['tokens']:,}", *cells, f"{sum(seconds):.2f} s"]
+        lines.append(f"| {' | '.join(row_text)} |")
+    return "\n".join(lines)
+
+
+def law_table(document: Mapping[str, Any]) -> str:
+    """Tokens sampled, blocks between which weights changed, and tokens with other bits than training's.
+
+    Example:
+        >>> row = {"model": "m", "tokens": 1000000, "blocks": 7, "mismatched_tokens": 0}
+        >>> print(law_table({"environment": {"gpu": "x"}, "rows": [row]}).splitlines()[-1])
+        | m | 1,000,000 | 7 | 0 |
+    """
+    lines = [
+        f"**{document['environment']['gpu']}**",
+        "",
+        "| model | tokens | blocks | with other bits |",
+        "|---|--:|--:|--:|",
+    ]
+    for row in document["rows"]:
+        lines.append(f"| {row['model']} | {row['tokens']:,} | {row['blocks']} | {row['mismatched_tokens']} |")
+    return "\n".join(lines)
 
 
 def step_table(document: Mapping[str, Any]) -> str:

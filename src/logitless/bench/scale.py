@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from logitless.bench import scale_report
 from logitless.bench.machine import environment, release, write_result
 from logitless.bench.step_contenders import SHAPES, TINY, Shape
 from logitless.data.packing import pack
@@ -34,6 +35,7 @@ from logitless.distributed.tree import TreeSum
 from logitless.errors import ConfigurationError, UnavailableError
 from logitless.head import sharded, token_scores
 from logitless.train.config import OptimizerSection
+from logitless.train.forecast import WORK, traffic_of_rank
 from logitless.train.masters import lower_to
 from logitless.train.optimizer import adamw, take_step
 from logitless.train.policy import Policy
@@ -82,11 +84,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-budget", type=int, help="bytes that the head may keep; default: half of what is free")
     parser.add_argument("--head", action="store_true", help="time the head over shards as well")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder of the JSON files")
+    parser.add_argument("--table", type=Path, nargs="*", help="documents whose tables to rewrite; measures nothing")
+    parser.add_argument("--check", action="store_true", help="with --table: fail if a document is out of date")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the tool itself with --models tiny")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure every model on every number of GPUs and add the rows to ``scale-<model>.json``; 0 when all is well."""
+    if args.table is not None:
+        return scale_report.update(args.table, args.output, check=args.check)
     counts = [int(n) for n in args.gpus.split(",")]
     if args.device == "cuda" and torch.cuda.device_count() < max(counts):
         raise UnavailableError(
@@ -161,7 +167,7 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def _work_of(row: dict[str, Any]) -> tuple[Any, ...]:
     """What each GPU does, or all of them where they share sequences."""
-    return row["tokens"], row["length"], row["micro_batches"], row["head_budget"]
+    return tuple(row[name] for name in WORK)
 
 
 def measured(ranks: Ranks, shape: Shape, layout: str, work: Work) -> dict[str, Any]:
@@ -184,6 +190,13 @@ def measured(ranks: Ranks, shape: Shape, layout: str, work: Work) -> dict[str, A
         arrangement,
         tokens=work.tokens // arrangement.sequence,
         head_budget=work.head_budget,
+        in_order=layout == "in_order",
+    )
+    sent = traffic_of_rank(
+        model,
+        arrangement,
+        rows=work.micro_batches,
+        tokens_per_row=work.tokens,
         in_order=layout == "in_order",
     )
     policy = Policy(model, memory_budget=work.head_budget)
@@ -228,6 +241,7 @@ def measured(ranks: Ranks, shape: Shape, layout: str, work: Work) -> dict[str, A
         "peak_bytes": ranks.max(torch.cuda.max_memory_allocated() if device == "cuda" else 0),
         "forecast_bytes": forecast.peak_bytes,
         "weight_bytes": ranks.max(sum(part.numel() * part.element_size() for part in shards)),
+        "sent_bytes": sum(sent.values()),
         "bytes_per_second": _bytes_per_second(ranks, device),
     }
 

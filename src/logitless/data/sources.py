@@ -165,6 +165,69 @@ class GuessingData(Rendered):
 DataOptions: TypeAlias = Annotated[FileData | HubData | ReasoningGymData | GuessingData, Field(discriminator="name")]
 """A field of this type in a pydantic model is told apart by ``name``; unknown keys are errors."""
 
+SourceName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+"""Of a source or a held-out set; metrics carry it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightedData:
+    """One source of several.
+
+    Args:
+        data: prompts of this source.
+        weight: its share of the prompts is its weight over the sum of all.
+
+    Example:
+        >>> WeightedData(data=FileData(path=Path("train.jsonl")), weight=3.0).weight
+        3.0
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    data: DataOptions
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedData:
+    """Prompts of several sources; each gives its share of every block, to a prompt or two.
+
+    Args:
+        sources: by a name of your own; its metrics are ``source/<name>/...``, ids become ``<name>/<id>``, and a reward
+            may name it in ``sources``.
+
+    Raises:
+        ConfigurationError: fewer than two sources, or a name that stands for something else.
+
+    Example:
+        >>> sums = ReasoningGymData(task="chain_sum", size=100, seed=1)
+        >>> words = FileData(path=Path("words.jsonl"))
+        >>> MixedData(sources={"sums": WeightedData(data=sums, weight=3.0), "words": WeightedData(data=words)}).name
+        'mixture'
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    sources: Mapping[SourceName, WeightedData]
+    name: Literal["mixture"] = "mixture"
+
+    def __post_init__(self) -> None:
+        if len(self.sources) < 2 or RESERVED_SOURCES & set(self.sources):
+            raise ConfigurationError(
+                needed="two or more sources in a mixture, none called " + " or ".join(sorted(RESERVED_SOURCES)),
+                given=_listed(self.sources) or "none",
+                remedy="Give a single source as data.train itself, and each of several a name of its own.",
+            )
+
+
+RESERVED_SOURCES = frozenset({"train", "held_out"})
+"""What the prompts of a single source, and those of ``data.held_out``, are called."""
+
+TrainingData: TypeAlias = Annotated[
+    FileData | HubData | ReasoningGymData | GuessingData | MixedData, Field(discriminator="name")
+]
+"""``DataOptions``, or several of them."""
+
 
 @dataclass(frozen=True)
 class Row:

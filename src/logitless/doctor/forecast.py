@@ -1,14 +1,15 @@
-"""What a recipe will take on this machine: time and memory of a block, from one measured batch, beside the plan.
+"""What a recipe will take on this machine: time and memory of a block, from a measured batch, beside the plan.
 
-The batch is drawn, judged, scored and trained on by the parts of a run, twice: the first time warms up (kernels are
-compiled, the allocator finds its blocks), the second is measured. It has as many prompts as one round of decoding
-(``rollout.max_rows`` completions) or the block, if that is less; a block is that many times longer. Nothing is written
-outside a temporary folder. Groups without a signal are trained on here, also where the recipe leaves them out, and a
-warm start is left out: both make a block of the run shorter than it says. One process measures, also of a recipe for
-several.
+The batch is drawn, judged, scored and trained on by the parts of a run: once to warm up (kernels are compiled, the
+allocator finds its blocks), and then once to be measured, or up to five times where that takes a few seconds; of each
+phase the median counts. It has as many prompts as one round of decoding (``rollout.max_rows`` completions) or the
+block, if that is less; a block is that many times longer. Nothing is written outside a temporary folder. Groups without
+a signal are trained on here, also where the recipe leaves them out, and a warm start is left out: both make a block of
+the run shorter than it says. One process measures, also of a recipe for several.
 """
 
 import math
+import statistics
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ from logitless.train.engines import Engines, open_engines
 from logitless.train.journal import Journal
 from logitless.train.learner import Learner
 from logitless.train.live_view import LiveView, duration
-from logitless.train.memory import peak_memory
-from logitless.train.plan import GIB, Plan
+from logitless.train.memory import peak_memory, size_text
+from logitless.train.plan import Plan
 from logitless.train.policy import AdaptersOff, Policy, Scorer
 from logitless.train.prepare import prepare
 from logitless.train.run_folder import create_run_folder
@@ -37,12 +38,16 @@ from logitless.train.setup import (
     algorithm_of,
     data_of,
     device_of,
+    order_of,
     policy_model,
     rewards_of,
     set_process,
     tokenizer_of,
     value_head_of,
 )
+
+MOST_BLOCKS, ENOUGH_SECONDS = 5, 5.0
+"""Blocks that are measured at most, and seconds after which no further one is begun."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +98,8 @@ class Forecast:
                 f"  {'a block':18s} {self.block_seconds:.3g} s ({by_phase})",
                 f"  {'the run':18s} {duration(self.blocks * self.block_seconds)} in {self.blocks} blocks, evaluation "
                 "and checkpoints not counted",
-                f"  {'memory':18s} {self.peak_bytes / GIB:.2f} GiB held{self.also_held}; planned "
-                f"{self.planned_bytes / GIB:.2f} GiB at the greatest lengths",
+                f"  {'memory':18s} {size_text(self.peak_bytes)} held{self.also_held}; planned "
+                f"{size_text(self.planned_bytes)} at the greatest lengths",
             ]
         )
 
@@ -159,12 +164,12 @@ def _one_round(recipe: Recipe) -> Recipe:
 
 
 def _measured(recipe: Recipe, folder: Path) -> tuple[dict[str, float], int, int]:
-    """Seconds by phase of the second block, and its completions and sampled tokens."""
+    """Median seconds by phase of the blocks after the first, and completions and sampled tokens of the last."""
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
     tokenizer = tokenizer_of(recipe.model)
     environment = environment_of(recipe.rollout.environment, tokenizer)
     data = data_of(recipe, tokenizer, tools_of(environment))
-    rewards = rewards_of(recipe, [*data.train, *data.held_out])
+    rewards = rewards_of(recipe, data.judged)
     algorithm = algorithm_of(recipe)
     model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=device_of(recipe.model))
     engines = open_engines(recipe, model, tokenizer)
@@ -178,11 +183,24 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[dict[str, float], int, int]
         view = LiveView(2, title="forecast", silent=True)
         journal = Journal(create_run_folder(folder, "forecast"), view, (), policy.device)
         learner = Learner(recipe, algorithm, policy, reference, reward_weights={r.name: r.weight for r in rewards})
-        collector = Collector(data.train, engines.training, environment, rewards, recipe.rollout, seed=recipe.seed)
-        for _ in range(2):
+        collector = Collector(
+            data.train,
+            engines.training,
+            environment,
+            rewards,
+            recipe.rollout,
+            seed=recipe.seed,
+            order=order_of(recipe, data.train),
+        )
+        _block(engines, collector, learner, journal)
+        blocks = list[dict[str, float]]()
+        spent, completions, tokens = 0.0, 0, 0
+        while not blocks or (len(blocks) < MOST_BLOCKS and spent < ENOUGH_SECONDS):
             journal.seconds.clear()
             completions, tokens = _block(engines, collector, learner, journal)
-        return dict(journal.seconds), completions, tokens
+            blocks.append(dict(journal.seconds))
+            spent += math.fsum(journal.seconds.values())
+        return {phase: statistics.median(each[phase] for each in blocks) for phase in blocks[0]}, completions, tokens
     finally:
         engines.close()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from logitless.bench.machine import environment
 from logitless.bench.recommended import recommended_here
@@ -153,7 +154,18 @@ def left_on_the_table(recipe: Recipe, plan: Plan) -> list[str]:
         recipe: runs here.
         plan: of the recipe.
     """
-    return [*_left(recipe, plan, device_of(recipe.model)), *recommended_here()]
+    measured = [f"{line} — bench {name}" for name, line in recommended_here() if not _has(recipe, line)]
+    return [*_left(recipe, plan, device_of(recipe.model)), *measured]
+
+
+def _has(recipe: Recipe, line: str) -> bool:
+    """Whether a recipe has the setting that a line names already, written out or by its default."""
+    key, _, value = line.partition(": ")
+    at: Any = recipe
+    for part in key.split("."):
+        at = getattr(at, part)
+    wanted = yaml.safe_load(value)
+    return bool(at == (tuple(wanted) if isinstance(wanted, list) else wanted))
 
 
 def _left(recipe: Recipe, plan: Plan, device: torch.device) -> Iterator[str]:

@@ -11,7 +11,8 @@ import torch
 from logitless.errors import LogitlessError
 from logitless.head.api import why_not
 from logitless.train.config import GpuEngineSection, Recipe
-from logitless.train.plan import GIB, Plan, plan_of
+from logitless.train.memory import size_text
+from logitless.train.plan import Plan, plan_of
 from logitless.train.recipe import load_recipe
 from logitless.train.setup import device_of
 from logitless.train.writers import check_writers
@@ -58,7 +59,7 @@ def fit_of(path: Path, overrides: Sequence[str], memory: int | None = None) -> F
         return Fit((*problems, str(error)), None, recipe, None)
     if plan.total_bytes > limit:
         problems.append(
-            f"the plan holds {plan.total_bytes / GIB:.2f} GiB, and {limit / GIB:.2f} GiB are free on "
+            f"the plan holds {size_text(plan.total_bytes)}, and {size_text(limit)} are free on "
             f"{device_of(changed.model)}"
         )
         found = _smaller(path, [*overrides, *changes], limit)

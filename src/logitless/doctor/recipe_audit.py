@@ -149,22 +149,22 @@ def _filtered_sampling(audited: Audited) -> Iterator[Finding]:
 
 def _overlap(audited: Audited) -> Iterator[Finding]:
     data = audited.data
-    if data is None or not data.held_out:
+    if data is None or not data.all_held_out:
         return
     spelt = {_plain(prompt.text) for prompt in data.train}
-    again = [prompt for prompt in data.held_out if _plain(prompt.text) in spelt]
+    again = [prompt for prompt in data.all_held_out if _plain(prompt.text) in spelt]
     if again:
         yield Finding(
             "evaluation on training prompts",
             "data.held_out",
-            f"{len(again)} of {len(data.held_out)} held-out prompts differ from one that is trained on in case, blanks "
-            "or punctuation alone",
+            f"{len(again)} of {len(data.all_held_out)} held-out prompts differ from one that is trained on in case, "
+            "blanks or punctuation alone",
             "Their accuracy says what was memorised.",
             "Leave them out of one of the two.",
             "arXiv:2405.00332 (GSM1k): accuracy on seen problems overstates",
         )
     columns = [reward.ids_column for reward in audited.recipe.rewards if isinstance(reward, InstructionReward)]
-    trained, held = (_ids(prompts, columns) for prompts in (data.train, data.held_out))
+    trained, held = (_ids(prompts, columns) for prompts in (data.train, data.all_held_out))
     if trained & held:
         yield Finding(
             "reward and evaluation overlap",
@@ -282,7 +282,8 @@ def _group_size(audited: Audited) -> Iterator[Finding]:
 
 
 def _nothing_held_out(audited: Audited) -> Iterator[Finding]:
-    if audited.recipe.data.held_out is None and audited.pretrained:
+    recipe = audited.recipe
+    if recipe.data.held_out is None and not recipe.evaluation.sets and audited.pretrained:
         yield Finding(
             "nothing held out",
             "data.held_out",

@@ -160,7 +160,7 @@ def _anchored_sums(
     parts = TileSums.of(multiplied, rows)
     anchor = anchor.clone()
     s, t = torch.empty_like(anchor), torch.empty_like(anchor)
-    flagged = torch.empty(len(anchor), dtype=torch.bool, device=anchor.device)
+    flagged = torch.zeros(len(anchor), dtype=torch.bool, device=anchor.device)
     launch.exp_product(multiplied, rows, anchor, kept, num_kept, parts, None, maximum=False)
     parts.sum(s, t, None, anchor, before, target_logit, flagged)
     _of_all_ranks(s, t, columns, anchor, target_logit, flagged)

@@ -99,8 +99,9 @@ def decode_step(
 
 @torch.no_grad()
 def prefill(
-    model: nn.Module, tokens: Int[Tensor, "T"], layout: PrefillLayout, caches: Sequence[PagedCache]
-) -> Float[Tensor, "T D"]:
+    model: nn.Module, tokens: Int[Tensor, "T"], layout: PrefillLayout, caches: Sequence[PagedCache], *,
+    num_layers: int | None = None,
+) -> Float[Tensor, "T D"]:  # fmt: skip
     """Last hidden states of chunks of sequences, whose keys and values join their pages.
 
     Equals: those rows of the packed forward pass of whole sequences, bit for bit, however they are cut into chunks.
@@ -110,6 +111,7 @@ def prefill(
         tokens: of the chunks, end to end.
         layout: of the chunks; what comes before a chunk lies in its pages already.
         caches: one a layer, from ``empty_caches``; written.
+        num_layers: the first few alone; None for all.
 
     Returns:
         [T, D] as the LM head reads them.
@@ -117,7 +119,7 @@ def prefill(
     decoder, installation = _installation(model)
     tables = installation.reach(max(chunk.start + chunk.length for chunk in layout.chunks))
     rows = PagedRows(caches, layout, layout.slots, layout.positions, tables)
-    return decoder(input_ids=tokens, rows=rows).last_hidden_state
+    return decoder(input_ids=tokens, rows=rows, num_layers=num_layers).last_hidden_state
 
 
 def _installation(model: nn.Module) -> tuple[Any, Installation]:

@@ -146,9 +146,14 @@ class RowInvariantDecoder:
         *args: Any,
         packed_layout: PackedLayout | AttentionLayout | None = None,
         rows: Rows | None = None,
+        num_layers: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Hidden states of packed rows or of a step of decoding; everything else as transformers does it."""
+        """Hidden states of packed rows or of a step of decoding; everything else as transformers does it.
+
+        With ``num_layers`` only the first few layers run, which is enough where all that is wanted is that their
+        kernels have been launched.
+        """
         own = cast(Any, self)
         if rows is None and packed_layout is None:
             return cast(Any, super()).forward(input_ids, attention_mask, position_ids, *args, **kwargs)
@@ -161,7 +166,7 @@ class RowInvariantDecoder:
         device = input_ids.device
         with torch.autocast(device.type, enabled=False), torch.cuda.device(device if device.type == "cuda" else -1):
             residual, delta = _embedded(own.embed_tokens, input_ids.flatten()), None
-            for layer in own.layers[: own.config.num_hidden_layers]:
+            for layer in own.layers[: own.config.num_hidden_layers][:num_layers]:
                 residual, delta = layer(residual, delta, rows=rows)
             _, hidden = _add_and_norm(residual, delta, own.norm.weight, _epsilon(own.norm), self.row_invariant.gemma)
         return BaseModelOutputWithPast(last_hidden_state=hidden.view(*input_ids.shape, -1))

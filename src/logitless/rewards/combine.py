@@ -26,7 +26,7 @@ def weighted(rewards: Sequence[TextReward]) -> tuple[WeightedReward, ...]:
         >>> [(entry.name, entry.weight) for entry in entries]
         [('length', 0.5), ('words', 1.0)]
     """
-    entries = tuple(WeightedReward(r, r.weight, r.metric_name, r.gate) for r in rewards)
+    entries = tuple(WeightedReward(r, r.weight, r.metric_name, r.gate, r.sources) for r in rewards)
     check_names(entries)
     if all(entry.gate for entry in entries):
         raise ConfigurationError(

@@ -183,12 +183,15 @@ class TextReward:
         weight: factor in the weighted sum.
         gate: instead of counting in the sum, make the whole reward 0 unless this score is above 0.
         label: what its metrics are called; ``name`` where None. For two rewards of one kind.
+        sources: names of the data that it judges: of a mixture's sources, of held-out sets, ``train`` for a single
+            source, ``held_out`` for ``data.held_out``. None: all of it.
     """
 
     name: str
     weight: float = 1.0
     gate: bool = False
     label: str | None = None
+    sources: tuple[str, ...] | None = None
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
@@ -293,6 +296,7 @@ class WeightedReward:
         weight: its factor; may be negative (a penalty).
         name: what its metrics are called; the reward's own name where empty.
         gate: instead of counting in the sum, make the whole sum 0 unless this score is above 0.
+        sources: of the prompts that it judges; None for all.
 
     Raises:
         ConfigurationError: the weight is not finite, or a gate has one.
@@ -302,6 +306,11 @@ class WeightedReward:
     weight: float = 1.0
     name: str = ""
     gate: bool = False
+    sources: tuple[str, ...] | None = None
+
+    def judges(self, source: str) -> bool:
+        """Whether it judges prompts of this source."""
+        return self.sources is None or source in self.sources
 
     def __post_init__(self) -> None:
         if not abs(self.weight) < float("inf"):

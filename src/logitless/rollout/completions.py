@@ -1,7 +1,7 @@
 """What every engine does around the model: prompts checked before, stops recognised, text cut and completions made."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -77,6 +77,13 @@ def with_stop_string(
     return [any(string in text for string in stop) for text in texts]
 
 
+class OfPolicy(NamedTuple):
+    """A completion's tokens in the model's own softmax at the temperature: log-probs, and entropies."""
+
+    logp: Sequence[float]
+    entropy: Sequence[float]
+
+
 def made_completions(
     tokenizer: PreTrainedTokenizerBase,
     prompt_ids: Sequence[str],
@@ -86,7 +93,7 @@ def made_completions(
     options: SamplingOptions,
     ends: Sequence[int],
     version: int,
-    entropies: Sequence[Sequence[float]] | None = None,
+    of_policy: Sequence[OfPolicy] | None = None,
 ) -> list[Completion]:
     """Completions of tokens that end where they stop.
 
@@ -98,7 +105,7 @@ def made_completions(
         options: of sampling.
         ends: as of ``stop_ids``.
         version: of the weights.
-        entropies: of each, where the engine has them.
+        of_policy: of each, where the engine has it.
     """
     special = set(ends)
     texts = tokenizer.batch_decode([list(ids[:-1] if ids[-1] in special else ids) for ids in tokens], **_TEXT)
@@ -113,7 +120,8 @@ def made_completions(
                 finish_reason="stop" if cut is not None or ids[-1] in special else "length",
                 logp_sampler=tuple(logp),
                 weights_version=version,
-                entropy_sampler=None if entropies is None else tuple(entropies[i]),
+                entropy_sampler=None if of_policy is None else tuple(of_policy[i].entropy),
+                logp_policy=tuple(of_policy[i].logp) if of_policy and options.filters_distribution else None,
             )
         )
     return completions

@@ -85,7 +85,11 @@ class ExactEngine(Engine, Protocol):
 
     @property
     def exact(self) -> bool:
-        """Whether ``logp_sampler`` and ``entropy_sampler``, sampled without filters, are the trainer's in every bit."""
+        """Whether log-probs and entropies in the model's own softmax are the trainer's in every bit.
+
+        They are ``logp_policy`` where filters or penalties were used and ``logp_sampler`` elsewhere, and
+        ``entropy_sampler``.
+        """
         ...
 
 

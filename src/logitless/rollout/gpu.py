@@ -8,7 +8,7 @@ others begin (``schedule.py``) and reads prompts on.
 
 Log-probs come from the head, on the hidden states that were drawn from, once a look for all its steps: the same call
 that training makes. With filters, a penalty or temperature 0, tokens are drawn from something else than the model's
-softmax; ``logp_sampler`` is of that distribution then, and promises no bits.
+softmax; ``logp_sampler`` is of that distribution then, and ``logp_policy`` has the bits of training beside it.
 
 It gives up: models whose layers are not covered, an adapter on the LM head, and autocast. On the CPU, under Triton's
 interpreter, the same code runs without graphs; that is for tests.
@@ -35,6 +35,7 @@ from logitless.models.modes import evaluating
 from logitless.models.paged_attention import Chunk, PrefillLayout
 from logitless.models.row_invariant import Installation, install_row_invariant, uncovered
 from logitless.rollout.completions import (
+    OfPolicy,
     check_prompts,
     made_completions,
     stop_ids,
@@ -151,15 +152,15 @@ class GpuEngine:
         check_prompts(prompts, num_samples, options, limit)
         self._check_model()
         wanted = _Wanted(prompts, num_samples, options, seed, tuple(stop_ids(self.tokenizer, inner, options)))
-        rows, tokens = min(self.max_rows, len(prompts) * num_samples), self.prefill_tokens
+        rows, tokens, part = min(self.max_rows, len(prompts) * num_samples), self.prefill_tokens, 1
         with torch.no_grad(), evaluating(self._model), _on(self._weight.device):
             while wanted.unfinished:
                 try:
-                    _Session(self, wanted, max_rows=rows, read_at_once=tokens).run()
+                    _Session(self, wanted, max_rows=rows, read_at_once=tokens, part=part).run()
                 except torch.OutOfMemoryError as error:
                     if rows == 1:
                         raise
-                    rows, tokens = rows // 2, max(1, tokens // 2)
+                    rows, tokens, part = rows // 2, max(1, tokens // 2), 2 * part
                     logger.warning("sampling ran out of memory (%s): going on with at most %d rows", error, rows)
                     self._steps = None  # its graphs hold memory
                     if self._weight.is_cuda:
@@ -207,7 +208,9 @@ class GpuEngine:
             [prompt.id for prompt in wanted.prompts for _ in range(wanted.num_samples)],
             [each.tokens for each in done],
             [each.logp for each in done],
-            entropies=None if wanted.options.filters_distribution else [each.entropy for each in done],
+            of_policy=None
+            if wanted.options.temperature == 0
+            else [OfPolicy(each.logp_policy, each.entropy) for each in done],
             options=wanted.options,
             ends=wanted.ends,
             version=self._version,
@@ -226,7 +229,7 @@ class _Wanted:
         options: of all.
         seed: of the call.
         ends: tokens that end a completion.
-        done: tokens, log-probs and entropies of finished completions by (prompt, sample).
+        done: finished completions by (prompt, sample).
     """
 
     prompts: Sequence[Prompt]
@@ -248,6 +251,7 @@ class _Scored(NamedTuple):
 
     tokens: list[int]
     logp: list[float]
+    logp_policy: list[float]
     entropy: list[float]
 
 
@@ -264,15 +268,23 @@ class _Session:
 
     The host is a round behind: while the device takes the steps of one, it reads what the round before has drawn. A
     row that has ended is therefore empty for up to a round before another takes its place.
+
+    Args:
+        engine: that is asked.
+        wanted: what it is asked for.
+        max_rows: completions decoded at once.
+        read_at_once: tokens of prompts read between two looks.
+        part: of the pages that the budget holds, one in so many is taken, but never less than one completion needs.
     """
 
-    def __init__(self, engine: GpuEngine, wanted: _Wanted, *, max_rows: int, read_at_once: int) -> None:
+    def __init__(self, engine: GpuEngine, wanted: _Wanted, *, max_rows: int, read_at_once: int, part: int = 1) -> None:
         self.engine, self.wanted, self.model = engine, wanted, engine._model
         self.options, self.drawing = wanted.options, Drawing(wanted.options, wanted.ends)
         missing, new = wanted.unfinished, wanted.options.max_new_tokens
         chosen = [p for p, samples in enumerate(missing) if samples]
         self.lengths = [len(prompt.token_ids) for prompt in wanted.prompts]
-        needs = [PromptPages.of(self.lengths[p], new) for p in chosen]
+        lengths = [self.lengths[p] for p in chosen]
+        needs = [PromptPages.of(length, new) for length in lengths]
         max_rows = min(max_rows, sum(map(len, missing)))
         steps = engine._steps_for(
             max_rows, max(pages_for(self.lengths[p] + new - 1) for p in chosen), wanted.num_samples
@@ -282,12 +294,13 @@ class _Session:
             _budget(self.device) if engine.memory is None else engine.memory,
             steps.page_bytes,
             needs,
-            [self.lengths[p] for p in chosen],
+            lengths,
             new,
             wanted.num_samples,
             max_rows,
         )
-        self.num_pages = num_pages
+        self.num_pages = num_pages = max(num_pages // part, *(need.to_begin for need in needs))
+        self.reaches = min(lengths) + 1, max(lengths) + new
         self.schedule = Schedule(
             self.lengths, missing, max_new_tokens=new, pool=Pool(num_pages), max_rows=max_rows,
             read_at_once=read_at_once,
@@ -297,7 +310,7 @@ class _Session:
         self.ended: set[Row] = set()
         shape = (max_rows, new)
         self.tokens = np.zeros(shape, np.int32)  # by slot, as all below
-        self.logp, self.entropy = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        self.scores = [np.zeros(shape, np.float32) for _ in range(3)]  # logp, logp_policy, entropy
         self.drawn, self.launched = np.zeros(max_rows, np.int64), np.zeros(max_rows, np.int64)
         self.limit = np.zeros(max_rows, np.int64)
 
@@ -306,6 +319,7 @@ class _Session:
         before: _Round | None = None
         try:
             self.steps.open(self.num_pages)
+            self.steps.compile(len(self.drawn), self.reaches, self.drawing)
             while self.schedule.unfinished or before is not None:
                 after = self._launch()
                 if before is not None:
@@ -380,7 +394,7 @@ class _Session:
         if not rows:
             return
         columns, slots = np.array([i for i, _ in rows]), np.array([row.slot for _, row in rows])
-        token, flags, logp, entropy = (values.numpy()[:, columns] for values in log)  # [steps, rows]
+        token, flags, *scores = (values.numpy()[:, columns] for values in log)  # [steps, rows]
         alive: np.ndarray = (flags & 1) > 0
         unsound = np.argwhere((flags & 3) == 1).tolist()
         if unsound:
@@ -390,11 +404,8 @@ class _Session:
         for step in range(len(token)):
             on = alive[step]
             where = slots[on], before[on] + step
-            self.tokens[where], self.logp[where], self.entropy[where] = (
-                token[step, on],
-                logp[step, on],
-                entropy[step, on],
-            )
+            for kept, drawn in zip((self.tokens, *self.scores), (token, *scores), strict=True):
+                kept[where] = drawn[step, on]
         self.drawn[slots] = before + alive.sum(0)
         over: np.ndarray = np.bitwise_or.reduce(flags, 0) & 4
         cut = self._cut([row for _, row in rows], before.tolist())
@@ -407,7 +418,7 @@ class _Session:
     def _finish(self, row: Row) -> None:
         count = int(self.drawn[row.slot])
         self.wanted.done[row.prompt, row.sample] = _Scored(
-            *(values[row.slot, :count].tolist() for values in (self.tokens, self.logp, self.entropy))
+            *(values[row.slot, :count].tolist() for values in (self.tokens, *self.scores))
         )
         self.ended.add(row)
         self.schedule.end(row)

@@ -237,5 +237,6 @@ def _with_read(completion: Completion, read: Sequence[int]) -> Completion:
         turn=(*[first] * n, *(completion.turn or [0] * length)),
         logp_sampler=after(completion.logp_sampler),
         entropy_sampler=after(completion.entropy_sampler),
+        logp_policy=after(completion.logp_policy),
         token_versions=None if versions is None else (*[versions[0]] * n, *versions),
     )

@@ -157,6 +157,7 @@ def joined(turns: Sequence[tuple[Completion, Reply]]) -> Completion:
     turn: list[int] = []
     logp: list[float] | None = []
     entropy: list[float] | None = []
+    policy: list[float] | None = []
     versions: list[int | None] = []
     for number, (completion, reply) in enumerate(turns):
         given = reply.token_ids if number + 1 < len(turns) else ()
@@ -165,6 +166,7 @@ def joined(turns: Sequence[tuple[Completion, Reply]]) -> Completion:
         turn += [number] * (completion.length + len(given))
         logp = _with(logp, completion.logp_sampler, len(given))
         entropy = _with(entropy, completion.entropy_sampler, len(given))
+        policy = _with(policy, completion.logp_policy, len(given))
         drawn_with = completion.token_versions or (completion.weights_version,) * completion.length
         versions += (*drawn_with, *(completion.weights_version for _ in given))
     known = [v for v in versions if v is not None]
@@ -179,6 +181,7 @@ def joined(turns: Sequence[tuple[Completion, Reply]]) -> Completion:
         weights_version=min(known, default=None),
         entropy_sampler=None if entropy is None else tuple(entropy),
         token_versions=tuple(known) if len(known) == len(versions) and len(set(known)) > 1 else None,
+        logp_policy=None if policy is None else tuple(policy),
     )
 
 

@@ -2,7 +2,7 @@
 
 One JSON object a line (``.jsonl``) or one Parquet row (``.parquet``) a completion, with the fields of ``Completion``:
 ``prompt_id``, ``token_ids``, ``text``, ``finish_reason`` and, where known, ``logp_sampler``, ``trained``, ``turn``,
-``weights_version``, ``token_versions`` and ``entropy_sampler``.
+``weights_version``, ``token_versions``, ``entropy_sampler`` and ``logp_policy``.
 Other columns may stand beside them (verdicts, prompts); they are not read.
 """
 
@@ -28,8 +28,9 @@ _OPTIONAL: _Kinds = {
     "weights_version": (int,),
     "entropy_sampler": (float, int),
     "token_versions": (int,),
+    "logp_policy": (float, int),
 }
-_SEQUENCES = {"token_ids", "logp_sampler", "trained", "turn", "entropy_sampler", "token_versions"}
+_SEQUENCES = {"token_ids", "logp_sampler", "trained", "turn", "entropy_sampler", "token_versions", "logp_policy"}
 
 
 class RecordedEngine:
@@ -136,7 +137,7 @@ def write_completions(path: str | Path, completions: Sequence[Completion]) -> No
         from pyarrow import parquet
 
         lists = {"token_ids": pa.int64(), "logp_sampler": pa.float64(), "trained": pa.bool_(), "turn": pa.int64()}
-        lists |= {"entropy_sampler": pa.float64(), "token_versions": pa.int64()}
+        lists |= {"entropy_sampler": pa.float64(), "token_versions": pa.int64(), "logp_policy": pa.float64()}
         types = {name: pa.list_(of) for name, of in lists.items()} | {"weights_version": pa.int64()}
         schema = pa.schema([(name, types.get(name, pa.string())) for name in _fields()])
         parquet.write_table(pa.Table.from_pylist(rows, schema=schema), path)

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from logitless.errors import UnavailableError
 from logitless.head.api import token_scores
-from logitless.models.decoding import PagedRows
+from logitless.models.decoding import PagedRows, prefill
 from logitless.models.kernels.attention_tiles import SPLIT
 from logitless.models.linear import product
 from logitless.models.lm_head import backbone, lm_head
-from logitless.models.paged_attention import PAGE, DecodeLayout, PagedCache, SharedPages
+from logitless.models.paged_attention import PAGE, Chunk, DecodeLayout, PagedCache, PrefillLayout, SharedPages
 from logitless.rollout.drawing import draw_tokens
 from logitless.rollout.page_memory import PageMemory
+from logitless.rollout.pool import pages_for
 from logitless.rollout.sampling import History, SamplingOptions
 from logitless.types import LMHead
 
@@ -35,6 +36,9 @@ BUCKETS += (640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 """Numbers of rows for which there are graphs; rows in between are empty."""
 
 MOST_ROWS = BUCKETS[-1]
+
+_UNLIKE = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
+"""Numbers of rows between which other kernels take over."""
 
 LOGIT_ROWS = 512
 """Rows whose logits exist at once."""
@@ -100,12 +104,14 @@ class Log(NamedTuple):
     Args:
         token: drawn.
         flags: as of ``kernels/step.py``.
-        logp, entropy: of the tokens.
+        logp: of the tokens in the distribution that they were drawn from.
+        logp_policy, entropy: of the model's softmax at the temperature; NaN at temperature 0, where it has none.
     """
 
     token: Tensor
     flags: Tensor
     logp: Tensor
+    logp_policy: Tensor
     entropy: Tensor
 
 
@@ -136,6 +142,8 @@ class Steps:
         self.max_rows, self.max_pages, self.group_size = bucket(max_rows), max_pages, group_size
         self.device, self.graphed = weight.device, weight.is_cuda
         self.heads, self.layers, self.dtype = heads[0], len(heads), weight.dtype
+        forms = [layer.row_invariant_form for layer in decoder.layers]
+        self._num_unlike = 1 + max(forms.index(form) for form in set(forms))  # layers that have all kinds among them
         self.memory = PageMemory(2 * len(heads), self.device)
         self.cache, self.caches = torch.empty(0), list[PagedCache]()
         self._graphs: dict[Any, Callable[[], None]] = {}
@@ -143,6 +151,7 @@ class Steps:
         self._held: list[Any] = []  # what graphs refer to
         self._histories: dict[str, Tensor] = {}
         self._ends_of: dict[tuple[int, ...], Tensor] = {}
+        self._compiled: set[tuple[Any, ...]] = set()
         rows, width, like = self.max_rows, len(weight), weight
 
         def ints(*shape: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -166,7 +175,7 @@ class Steps:
         self._turn = 0
         pin = self.graphed
         self._logs = [torch.zeros(STEPS * 2 * rows, dtype=torch.int32, pin_memory=pin) for _ in range(2)]
-        self._scores = [torch.zeros(2 * STEPS * rows, dtype=torch.float32, pin_memory=pin) for _ in range(2)]
+        self._scores = [torch.zeros(3 * STEPS * rows, dtype=torch.float32, pin_memory=pin) for _ in range(2)]
 
     @property
     def num_steps(self) -> int:
@@ -210,6 +219,46 @@ class Steps:
     def forget_graphs(self) -> None:
         """Gives back what graphs hold; they are captured again."""
         self._graphs, self._graph_memory, self._held = {}, None, []
+
+    def compile(self, rows: int, reaches: tuple[int, int], drawing: Drawing) -> None:
+        """Kernels of the steps of at most so many rows, and of reading prompts, side by side, once a ``drawing``.
+
+        A kernel that is missed here is compiled where it is first launched. Nothing is in the pages yet.
+
+        Args:
+            rows: at once.
+            reaches: the least and the most positions that a step has to reach.
+            drawing: of the steps. With penalties nothing is done: they look up tokens, and none are drawn here.
+        """
+        splits = sorted({_splits(reach) for reach in reaches})
+        key = bucket(rows), *splits, drawing
+        if not self.graphed or drawing.options.penalties or key in self._compiled:
+            return
+        from logitless.models.kernels.compiling import compiled_together  # needs Triton
+
+        self._compiled.add(key)
+        self._empty_rows()
+        counts = sorted({bucket(min(rows, count)) for count in _UNLIKE}, reverse=True)
+        for some in (counts[:1], counts[1:]):  # most are found with the first; what is there by then is launched
+            with compiled_together():
+                for count in some:
+                    for size in splits:
+                        for groups in (0, 1) if self._together(count, size) else (0,):
+                            self._step(count, size * SPLIT, groups, drawing, self._num_unlike)
+                    self.log.zero_()  # tokens that exist
+                    self._read(count, drawing.options)
+                    prompt = PrefillLayout([Chunk(0, count + 1, tuple([0] * pages_for(count + 1)))], self.device)
+                    tokens = torch.zeros_like(prompt.slots)
+                    prefill(self.model, tokens, prompt, self.caches, num_layers=self._num_unlike)
+        self._empty_rows()
+
+    def _empty_rows(self) -> None:
+        """Rows that read nothing and write nowhere, whatever runs."""
+        for tensor in (self.position, self.cache_row, self.members, self.step):
+            tensor.fill_(-1)
+        for tensor in (self.token, self.place_of, self.row_pages, self.group_pages, self.page_table):
+            tensor.zero_()
+        self.slot.fill_(self.max_rows)
 
     # --- rows
 
@@ -288,18 +337,18 @@ class Steps:
     def _read(self, rows: int, options: SamplingOptions) -> Callable[[], Log]:
         """Scores of what was drawn, and everything to the host, behind the steps."""
         log = self.log[:, :, :rows].contiguous()
-        if options.filters_distribution:
-            logp = self.log_logp[:, :rows]
-            scores = torch.stack([logp, torch.full_like(logp, torch.nan)])
-        else:
+        drawn_from = self.log_logp[:, :rows].flatten()
+        policy = torch.full((2, len(drawn_from)), torch.nan, device=self.device)
+        if options.temperature > 0:
             hidden = self.log_hidden[:, :rows].flatten(0, 1)
             scored = token_scores(hidden, self.head, log[:, 0].flatten().long(), temperature=options.temperature)
-            scores = torch.stack([scored.logp, scored.entropy]).float()
+            policy = torch.stack([scored.logp, scored.entropy]).float()
+        scores = torch.cat([drawn_from[None] if options.filters_distribution else policy[:1], policy])
         self._turn = 1 - self._turn
         log_host = self._logs[self._turn][: log.numel()].view(log.shape)
-        scores_host = self._scores[self._turn][: scores.numel()].view(2, STEPS, rows)
+        scores_host = self._scores[self._turn][: scores.numel()].view(3, STEPS, rows)
         log_host.copy_(log, non_blocking=True)
-        scores_host.copy_(scores.view(2, STEPS, rows), non_blocking=True)
+        scores_host.copy_(scores.view(3, STEPS, rows), non_blocking=True)
         done = None
         if self.graphed:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -308,15 +357,16 @@ class Steps:
         def wait() -> Log:
             if done is not None:
                 done.synchronize()
-            return Log(log_host[:, 0], log_host[:, 1], scores_host[0], scores_host[1])
+            return Log(log_host[:, 0], log_host[:, 1], *scores_host)
 
         return wait
 
     def _step_for(self, rows: int, place: Place, drawing: Drawing) -> Callable[[], None]:
         """A step of so many rows: a graph, captured at its first use; without CUDA a call."""
         splits = place.reach // SPLIT
-        alone = rows * self.heads.key * splits <= ALONE_BELOW
-        groups = 0 if alone or not place.groups else min(_power_of_two(len(place.groups)), len(self.group_pages))
+        groups = 0
+        if place.groups and self._together(rows, splits):
+            groups = min(_power_of_two(len(place.groups)), len(self.group_pages))
 
         def step() -> None:
             self._step(rows, splits * SPLIT, groups, drawing)
@@ -327,6 +377,10 @@ class Steps:
         if key not in self._graphs:
             self._graphs[key] = self._captured(step)
         return self._graphs[key]
+
+    def _together(self, rows: int, splits: int) -> bool:
+        """Whether rows of a group read the pages that they share for all of them at once, where there are any."""
+        return self.group_size > 1 and rows * self.heads.key * splits > ALONE_BELOW
 
     def _captured(self, step: Callable[[], None]) -> Callable[[], None]:
         position = self.slot_position.clone()
@@ -355,7 +409,7 @@ class Steps:
         names = {layer.row_invariant_form.rope for layer in decoder.layers}
         self._held.append([tables.of(name) for name in names])
 
-    def _step(self, rows: int, reach: int, groups: int, drawing: Drawing) -> None:
+    def _step(self, rows: int, reach: int, groups: int, drawing: Drawing, num_layers: int | None = None) -> None:
         """One token for each row: hidden states, logits, a draw, and what follows from it, all on the device."""
         from logitless.rollout.kernels import step as kernels
 
@@ -372,7 +426,7 @@ class Steps:
         tables = decoder.row_invariant.reach(self.max_pages * PAGE)
         layout = DecodeLayout(page_table, position, shared, reach)
         paged = PagedRows(self.caches, layout, self.cache_row[:rows], self.place_of[:rows], tables)
-        hidden = decoder(input_ids=token, rows=paged).last_hidden_state
+        hidden = decoder(input_ids=token, rows=paged, num_layers=num_layers).last_hidden_state
         ends = self._ends(drawing.ends)
         histories = self._histories_of(options)
         for start in range(0, rows, LOGIT_ROWS):

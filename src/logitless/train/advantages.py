@@ -87,7 +87,9 @@ def advantages(
     rewards, group = rewards_of_groups(groups)
     if turn_rewards is not None:  # what is left for the end
         rewards = rewards - torch.tensor([sum(paid) for g in groups for paid in _paid(g)], dtype=rewards.dtype)
-    scores = [[number(v[name].score) for name in weights] for g in groups for v in g.verdicts]
+    scores = [
+        [number(v[name].score if name in v else None) for name in weights] for g in groups for v in g.verdicts
+    ]  # a reward that does not judge the prompt's source has said nothing
     inputs = AdvantageInputs(
         rewards=rewards,
         group=group,

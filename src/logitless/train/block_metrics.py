@@ -1,5 +1,6 @@
 """The numbers of a block as a whole: rewards, verdicts, groups, lengths, advantages and values."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import get_args
@@ -45,7 +46,32 @@ def block_metrics(block: JudgedBlock, *, seconds: float) -> Numbers:
         "length/prompt_mean": sum(len(g.prompt.token_ids) for g in drawn) / len(drawn),
     }
     speed = {"time/rollout_seconds": seconds, "throughput/rollout_tokens_per_second": sum(lengths) / seconds}
-    return metrics | turn_metrics(drawn) | verdict_metrics(drawn) | speed
+    return metrics | turn_metrics(drawn) | verdict_metrics(drawn) | source_metrics(drawn) | speed
+
+
+def source_metrics(groups: Sequence[Group]) -> Numbers:
+    """What each source of a mixture gave and got; nothing where there is one source.
+
+    Example:
+        >>> source_metrics([])
+        {}
+    """
+    found: Numbers = {}
+    for source in dict.fromkeys(g.prompt.source for g in groups):
+        if source in ("", "train"):
+            continue
+        of_source = [g for g in groups if g.prompt.source == source]
+        completions = [c for g in of_source for c in g.completions]
+        rewards = [r for g in of_source for r in g.rewards if r is not None]
+        found |= {
+            f"source/{source}/prompts": len(of_source),
+            f"source/{source}/reward_mean": math.fsum(rewards) / len(rewards) if rewards else math.nan,
+            f"source/{source}/zero_signal_fraction": 1 - sum(signal(of_source)) / len(of_source),
+            f"source/{source}/length_mean": sum(c.length for c in completions) / len(completions),
+            f"source/{source}/truncated_fraction": sum(c.finish_reason == "length" for c in completions)
+            / len(completions),
+        }
+    return found
 
 
 def turn_metrics(groups: Sequence[Group]) -> Numbers:

@@ -8,16 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError, DataError
 from logitless.models.lm_head import causal_lm
 from logitless.rollout.recorded import read_completions
+from logitless.rollout.sampling import SamplingOptions
 from logitless.train.config import GpuEngineSection, Recipe, RecordedEngineSection
 from logitless.train.eight_bit import check_torchao
 from logitless.train.policy import Policy
-from logitless.train.setup import Data, device_of
+from logitless.train.setup import Data
 from logitless.types import Completion
 
 
@@ -33,15 +35,15 @@ def check_before_start(recipe: Recipe, data: Data, model: nn.Module) -> None:
         ConfigurationError, DataError: see below.
     """
     check_positions(recipe, data, model)
-    check_moments(recipe)
+    check_moments(recipe, model)
     engine = recipe.rollout.engine
     if isinstance(engine, RecordedEngineSection) and not Path(engine.path).is_dir():
         vocabulary = causal_lm(model).get_input_embeddings().weight.shape[0]
         check_recorded(recipe, data, read_completions(engine.path), vocabulary)
 
 
-def check_moments(recipe: Recipe) -> None:
-    """Refuse moments that this machine cannot hold as asked.
+def check_moments(recipe: Recipe, model: nn.Module) -> None:
+    """Refuse moments that this machine cannot hold as asked; on the meta device a GPU elsewhere is planned for.
 
     Raises:
         UnavailableError: of 8 bits, without torchao.
@@ -50,7 +52,9 @@ def check_moments(recipe: Recipe) -> None:
     moments = recipe.train.optimizer.moments
     if moments == "8bit":
         check_torchao()
-    device = device_of(recipe.model)
+    device = next(model.parameters()).device
+    if device.type == "meta":
+        device = torch.device("cuda" if recipe.model.device == "auto" else recipe.model.device)
     if moments == "host" and device.type != "cuda":
         raise ConfigurationError(
             needed="a GPU beside train.optimizer.moments: host",
@@ -100,6 +104,12 @@ def arrangement_of(recipe: Recipe, world: int) -> Arrangement:
             given=f"weights sharded over {arrangement.weights}",
             remedy="Set parallel.replicate to the number of processes, or leave model.layers at auto.",
         )
+    if arrangement.is_sharded and recipe.model.quantize is not None:
+        raise ConfigurationError(
+            needed="all weights on every process beside model.quantize, whose four bits are not cut",
+            given=f"weights sharded over {arrangement.weights}",
+            remedy="Set parallel.replicate to the number of processes, or leave model.quantize out.",
+        )
     if arrangement.sequence > 1 and recipe.model.attention != "packed":
         raise ConfigurationError(
             needed="model.attention: packed, which splits sequences over processes",
@@ -140,11 +150,20 @@ def check_positions(recipe: Recipe, data: Data, model: nn.Module) -> None:
     if limit is None:
         return
     rollout, of_turn = recipe.rollout, "sampling.max_new_tokens"
-    evaluated = (recipe.evaluation.sampling or rollout.sampling).max_new_tokens
     several = (rollout.longest_completion, "rollout.limits.max_tokens")
+
+    def most_of(sampling: SamplingOptions | None, section: str) -> tuple[int, str]:
+        of_one = ((sampling or rollout.sampling).max_new_tokens, f"{section}.{of_turn}")
+        return several if rollout.environment else of_one
+
+    judged = recipe.evaluation
     for prompts, (most, key) in (
-        (data.train, several if rollout.environment else (rollout.sampling.max_new_tokens, f"rollout.{of_turn}")),
-        (data.held_out, several if rollout.environment else (evaluated, f"evaluation.{of_turn}")),
+        (data.train, most_of(rollout.sampling, "rollout")),
+        (data.held_out, most_of(judged.sampling, "evaluation")),
+        *(
+            (data.held_out_sets[name], most_of(each.sampling, f"evaluation.sets.{name}"))
+            for name, each in judged.sets.items()
+        ),
     ):
         longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
         last = longest + most - 1  # the last token is drawn and not read

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from logitless.data.mixing import MixedOrder
 from logitless.data.prompts import PromptOrder
 from logitless.distributed.ranks import Ranks
 from logitless.rewards.contract import WeightedReward
@@ -29,6 +30,7 @@ class Collector:
         options: of the recipe.
         seed: of the run.
         ranks: that share the prompts of a round; every rank gets the same block.
+        order: in which prompts are drawn; None for one source's, from the seed.
     """
 
     def __init__(
@@ -41,11 +43,12 @@ class Collector:
         *,
         seed: int,
         ranks: Ranks = Ranks.alone(),
+        order: PromptOrder | MixedOrder | None = None,
     ) -> None:
         self.ranks = ranks
         self.prompts, self.engine, self.environment = prompts, engine, environment
         self.rewards, self.options, self.seed = rewards, options, seed
-        self.order = PromptOrder(len(prompts), derived_seed(seed, "order"))
+        self.order = order or PromptOrder(len(prompts), derived_seed(seed, "order"))
 
     def next(self, block: int, *, length_factor: float = 1.0) -> JudgedBlock:
         """Sample and judge until there are enough groups to train on or the refills are used up.

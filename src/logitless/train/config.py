@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from logitless.data.prompts import DataOptions
+from logitless.data.sources import RESERVED_SOURCES, DataOptions, MixedData, SourceName, TrainingData
 from logitless.errors import ConfigurationError
 from logitless.models.reward_model import RewardModel
 from logitless.objective.advantage import Advantage
@@ -89,12 +89,17 @@ class ModelSection(Section):
     )
     trust_remote_code: bool = Field(False, description="run code that the model repository ships")
     lora: LoraSection | None = Field(None, description="None: full fine-tuning")
+    quantize: Literal["nf4"] | None = Field(
+        None,
+        description="nf4: LoRA's base in four bits a weight, by bitsandbytes, which promises no bits and cannot be "
+        "merged; None: in `dtype`",
+    )
 
 
 class DataSection(Section):
     """Where prompts come from."""
 
-    train: DataOptions = Field(description="prompts to train on")
+    train: TrainingData = Field(description="prompts to train on, of one source or of a mixture")
     held_out: DataOptions | None = Field(None, description="prompts to evaluate on, removed from training; or None")
     max_prompt_tokens: PositiveInt = Field(512, description="tokens; longer prompts are handled as `too_long` says")
     too_long: Literal["drop", "error"] = Field("drop", description="what a longer prompt is; dropped ones are counted")
@@ -430,13 +435,25 @@ class ParallelSection(Section):
     )
 
 
-class EvaluationSection(Section):
-    """Held-out prompts, with their own sampling settings."""
-
+class _Judged(Section):
     every_blocks: PositiveInt = Field(10, description="also before the first and after the last block")
-    samples_per_prompt: PositiveInt = Field(1, description="completions a prompt")
+    samples_per_prompt: PositiveInt = Field(1, description="completions a prompt; of several, pass@k is told too")
     sampling: SamplingOptions | None = Field(None, description="default: the rollout's at temperature 0")
     success_at: float = Field(1.0, description="reward from which a completion counts as correct")
+
+
+class HeldOutSection(_Judged):
+    """A further set of held-out prompts, with settings and metrics (`held_out/<name>/...`) of its own."""
+
+    data: DataOptions = Field(description="prompts, removed from training")
+
+
+class EvaluationSection(_Judged):
+    """Held-out prompts, with their own sampling settings."""
+
+    sets: dict[SourceName, HeldOutSection] = Field(
+        default_factory=dict, description="further held-out sets by a name of your own; a reward may name it in sources"
+    )
 
 
 class CheckpointSection(Section):
@@ -473,10 +490,53 @@ class Recipe(Section):
         ("tensorboard",), description="besides the run folder"
     )
 
+    @property
+    def samplings(self) -> tuple[SamplingOptions, ...]:
+        """Every setting of sampling that is written out, the rollout's first."""
+        judged = (self.evaluation, *self.evaluation.sets.values())
+        return (self.rollout.sampling, *(each.sampling for each in judged if each.sampling is not None))
+
+    @property
+    def training_sources(self) -> tuple[str, ...]:
+        """Names of the data that is trained on; ``train`` where there is one source."""
+        return tuple(self.data.train.sources) if isinstance(self.data.train, MixedData) else ("train",)
+
+    def _check_sources(self) -> None:
+        """Names are of one thing each, and everything has a reward that judges it."""
+        sets = set(self.evaluation.sets)
+        taken = sets & {*RESERVED_SOURCES, *self.training_sources}
+        _require(
+            not taken,
+            "names of evaluation.sets that are neither train, held_out nor those of sources",
+            ", ".join(sorted(taken)),
+            "Give the set another name, for example with -test at its end.",
+        )
+        held_out = ("held_out",) if self.data.held_out is not None else ()
+        known = (*self.training_sources, *held_out, *self.evaluation.sets)
+        named = {name for reward in self.rewards for name in reward.sources or ()}
+        _require(
+            named <= set(known),
+            f"names of data in `sources` of a reward: {', '.join(known)}",
+            ", ".join(sorted(named - set(known))),
+            "Correct the name, or leave `sources` out for a reward that judges everything.",
+        )
+        unjudged = [
+            name
+            for name in known
+            if all(r.gate or (r.sources is not None and name not in r.sources) for r in self.rewards)
+        ]
+        _require(
+            not unjudged,
+            "a reward, other than a gate, for each of the data",
+            f"none for {', '.join(unjudged)}",
+            "Add the name to `sources` of a reward, or leave `sources` out.",
+        )
+
     @model_validator(mode="after")
     def _parts_fit(self) -> "Recipe":
+        self._check_sources()
         rollout = self.rollout
-        of_turns = [each.max_new_tokens for each in (rollout.sampling, self.evaluation.sampling) if each is not None]
+        of_turns = [each.max_new_tokens for each in self.samplings]
         _require(
             rollout.environment is None or (rollout.limits.max_tokens or 0) >= max(of_turns),
             f"rollout.limits.max_tokens beside an environment, of at least {max(of_turns)}, one turn's tokens",
@@ -513,6 +573,24 @@ class Recipe(Section):
             "frozen weights for model.dtype to apply to",
             f"model.dtype={self.model.dtype} with full fine-tuning and no reference",
             "Remove it, or set model.autocast to make products in bfloat16.",
+        )
+        _require(
+            self.model.quantize is None or self.model.lora is not None,
+            "model.lora beside model.quantize, for weights in four bits are not trained",
+            "full fine-tuning",
+            "Set model.lora: {}, or leave model.quantize out.",
+        )
+        _require(
+            self.model.quantize is None or self.warm_start is None,
+            "a base that stays as it is beside model.quantize",
+            "a warm_start, whose adapter would be merged into it",
+            "Leave one of them out.",
+        )
+        _require(
+            self.model.quantize is None or self.model.layers in ("auto", "transformers"),
+            "model.layers: auto or transformers beside model.quantize, whose products have no one set of bits",
+            self.model.layers,
+            "Leave model.layers out.",
         )
         for reward in self.rewards:
             _require(
@@ -604,10 +682,17 @@ class Recipe(Section):
                     "no model.lora" if self.model.lora is None else "a warm_start",
                     "Set rollout.engine.weights: {name: folder}.",
                 )
+        _require(
+            self.model.quantize is None
+            or not isinstance(engine, VllmEngineSection | VllmServerEngineSection)
+            or isinstance(getattr(engine, "weights", None), AdapterWeightsSection),
+            "an engine beside model.quantize that takes the adapter alone, which cannot be merged into four bits",
+            f"rollout.engine: {engine.name}",
+            "Sample with rollout.engine: {name: transformers}, or push with weights: {name: adapter}.",
+        )
         if isinstance(engine, VllmServerEngineSection | VllmEngineSection):
-            for sampling in (self.rollout.sampling, self.evaluation.sampling):
-                if sampling is not None:
-                    sampling_fields(sampling)
+            for sampling in self.samplings:
+                sampling_fields(sampling)
         parallel = self.parallel
         _require(
             not parallel.deterministic or (parallel.shard in ("auto", 1) and parallel.sequence == 1),

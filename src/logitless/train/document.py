@@ -73,7 +73,10 @@ def page() -> str:
     places: dict[tuple[type, ...], str] = {(Recipe,): ""}
     _place(Recipe, "", places)
     parts = [INTRODUCTION]
+    first = {path: kinds for kinds, path in reversed(places.items())}
     for kinds, path in places.items():
+        if first[path] is not kinds:
+            continue  # some of the variants that stand there
         parts.append(f"## `{path}`\n" if path else "## The file\n")
         if len(kinds) == 1:
             parts.append(f"{_summary(kinds[0])}\n")
@@ -131,7 +134,12 @@ def _place(kind: type, path: str, places: dict[tuple[type, ...], str]) -> None:
         inner = _structures(key.annotation)
         if not inner or inner in places:
             continue
-        places[inner] = f"{path}.{key.name}" if path else key.name
+        wider = next((where for kinds, where in places.items() if set(inner) < set(kinds)), None)
+        if wider is not None:
+            places[inner] = wider
+            continue
+        star = ".NAME" if any(map(_is_mapping, _flat(key.annotation))) else ""
+        places[inner] = (f"{path}.{key.name}" if path else key.name) + star
         for each in inner:
             _place(each, places[inner], places)
 
@@ -144,7 +152,14 @@ def _structures(annotation: Any) -> tuple[type, ...]:
         return _structures(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType, tuple):
         return tuple(kind for inner in get_args(annotation) for kind in _structures(inner))
+    if _is_mapping(annotation):
+        return _structures(get_args(annotation)[1])
     return ()
+
+
+def _is_mapping(annotation: Any) -> bool:
+    origin = get_origin(annotation)
+    return isinstance(origin, type) and issubclass(origin, Mapping)
 
 
 def _marks(kind: type) -> list[str]:
@@ -169,8 +184,9 @@ def _type(annotation: Any, places: Mapping[tuple[type, ...], str]) -> str:
     if kinds:
         alternatives = _flat(annotation)
         several = "list of " if any(get_origin(each) is tuple for each in alternatives) else ""
+        several = "mapping of names to " if any(map(_is_mapping, alternatives)) else several
         others = [_type(each, places) for each in alternatives if not _structures(each)]
-        return " or ".join([f"{several}[{places[kinds]}](#{places[kinds].replace('.', '')})", *others])
+        return " or ".join([f"{several}[{places[kinds]}](#{places[kinds].replace('.', '').lower()})", *others])
     if origin is Annotated:
         return " ".join([_type(arguments[0], places), *(text for text in map(_bound, arguments[1:]) if text)])
     if origin in (Union, types.UnionType):
@@ -181,7 +197,7 @@ def _type(annotation: Any, places: Mapping[tuple[type, ...], str]) -> str:
         if len(arguments) == 2 and arguments[1] is Ellipsis:
             return f"list of {_type(arguments[0], places)}"
         return "[" + ", ".join(_type(inner, places) for inner in arguments) + "]"
-    if origin is dict or (isinstance(origin, type) and issubclass(origin, Mapping)):
+    if _is_mapping(annotation):
         return "mapping"
     return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))
 

@@ -120,7 +120,8 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
             return Engines(RecordedEngine(Path(path)), here)
         case AutoEngineSection(memory=memory):
             if reason := not_on_gpu_because(recipe, model):
-                logger.info("rollout engine: transformers, for %s", reason)
+                if _device_type(model) != "meta":  # a dry run, which samples nothing
+                    logger.info("rollout engine: transformers, for %s", reason)
                 return Engines(training, here)
             logger.info("rollout engine: gpu, with the bits of training")
             gpu = _gpu_engine(recipe, model, tokenizer, memory)
@@ -204,8 +205,7 @@ def _vllm(recipe: Recipe, section: VllmEngineSection, tokenizer: PreTrainedToken
             given="none",
             remedy="Install logitless[vllm], or sample on a server with rollout.engine: {name: vllm_server}.",
         )
-    evaluation = recipe.evaluation.sampling or recipe.rollout.sampling
-    longest = max(recipe.rollout.sampling.max_new_tokens, evaluation.max_new_tokens)
+    longest = max(each.max_new_tokens for each in recipe.samplings)
     return VllmEngine(
         tokenizer,
         dtype=section.dtype,

@@ -1,7 +1,10 @@
-"""Held-out prompts under their own sampling settings: how good the policy is, apart from how it is trained."""
+"""Held-out prompts under their own sampling settings: how good the policy is, apart from how it is trained.
+
+There may be several sets of them, each with settings and metrics of its own. They are sampled one after another.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from logitless.distributed.ranks import Ranks
@@ -11,11 +14,34 @@ from logitless.rollout.engine import Engine
 from logitless.rollout.environment import Driver, Environment, Limits
 from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
-from logitless.train.config import Recipe
+from logitless.train.config import EvaluationSection, HeldOutSection, Recipe
 from logitless.train.metrics import Numbers
 from logitless.train.pass_at import success_metrics
 from logitless.train.shared_rollout import sampled_and_judged
 from logitless.types import Prompt
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A set of prompts and how it is sampled.
+
+    Args:
+        metrics: what the names of its metrics begin with: ``evaluation``, or ``held_out/<set>``.
+        prompts: at least one.
+        num_samples: of each prompt.
+        sampling: settings.
+        success_at: reward from which a completion counts as correct.
+        every_blocks: after which it is judged again.
+        seed: the same every time.
+    """
+
+    metrics: str
+    prompts: Sequence[Prompt]
+    num_samples: int
+    sampling: SamplingOptions
+    success_at: float
+    every_blocks: int
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -25,84 +51,105 @@ class Evaluation:
     Args:
         engine: samples with the weights that it was last given.
         environment: answers.
-        prompts: held out.
+        sets: of held-out prompts.
         rewards: judge.
-        num_samples: of each prompt.
-        sampling: settings.
         unscored: what a completion is worth that some of the functions could not judge.
-        success_at: reward from which a completion counts as correct.
-        seed: the same every time, too.
         ranks: that share the prompts; every rank gets the same numbers.
         limits: of an episode.
     """
 
     engine: Engine
     environment: Environment | Driver
-    prompts: Sequence[Prompt]
+    sets: Sequence[HeldOut]
     rewards: Sequence[WeightedReward]
-    num_samples: int
-    sampling: SamplingOptions
     unscored: Unscored
-    success_at: float
-    seed: int
     ranks: Ranks = field(default_factory=Ranks.alone)
     limits: Limits = field(default_factory=Limits)
 
-    def __call__(self) -> Numbers:
-        """Sample and judge every held-out prompt.
+    def due(self, done: int, blocks: int) -> Sequence[HeldOut]:
+        """The sets to be judged after so many blocks: every one before the first and after the last of them.
 
-        Returns:
-            The metrics ``evaluation/...``; accuracy is the fraction of all completions whose reward reaches
-            ``success_at``, so an unscorable completion is not a success. With several samples a prompt pass@k, too.
+        Args:
+            done: blocks finished.
+            blocks: of the run.
+        """
+        return [each for each in self.sets if done % each.every_blocks == 0 or done == blocks]
+
+    def __call__(self, sets: Sequence[HeldOut]) -> Numbers:
+        """The metrics of these sets; none of none."""
+        found: Numbers = {}
+        for each in sets:
+            found |= self._judged(each)
+        return found
+
+    def _judged(self, held_out: HeldOut) -> Numbers:
+        """Sample and judge every prompt of a set.
+
+        Accuracy is the fraction of all completions whose reward reaches ``success_at``, so an unscorable completion is
+        not a success. With several samples a prompt there is pass@k, too.
         """
         groups = sampled_and_judged(
             self.ranks,
             self.engine,
             self.environment,
-            self.prompts,
+            held_out.prompts,
             self.rewards,
-            num_samples=self.num_samples,
-            options=self.sampling,
+            num_samples=held_out.num_samples,
+            options=held_out.sampling,
             unscored=self.unscored,
-            seed=self.seed,
+            seed=held_out.seed,
             limits=self.limits,
         )
         completions = [c for g in groups for c in g.completions]
         rewards = [r for g in groups for r in g.rewards if r is not None]
-        correct = [sum(r is not None and r >= self.success_at for r in g.rewards) for g in groups]
+        correct = [sum(r is not None and r >= held_out.success_at for r in g.rewards) for g in groups]
         found: Numbers = {
-            **success_metrics(correct, self.num_samples),
-            "evaluation/reward_mean": math.fsum(rewards) / len(rewards) if rewards else math.nan,
-            "evaluation/length_mean": sum(c.length for c in completions) / len(completions),
-            "evaluation/truncated_fraction": sum(c.finish_reason == "length" for c in completions) / len(completions),
-            "evaluation/prompts": len(self.prompts),
+            **success_metrics(correct, held_out.num_samples),
+            "reward_mean": math.fsum(rewards) / len(rewards) if rewards else math.nan,
+            "length_mean": sum(c.length for c in completions) / len(completions),
+            "truncated_fraction": sum(c.finish_reason == "length" for c in completions) / len(completions),
+            "prompts": len(held_out.prompts),
         }
         for name, numbers in reward_statistics([v for g in groups for v in g.verdicts]).items():
             if numbers["mean"] is not None:
-                found[f"evaluation/{name}/mean"] = numbers["mean"]
-        return found
+                found[f"{name}/mean"] = numbers["mean"]
+        return {f"{held_out.metrics}/{name}": value for name, value in found.items()}
 
 
 def evaluation_of(
     recipe: Recipe,
     engine: Engine,
     environment: Environment | Driver,
-    prompts: Sequence[Prompt],
+    prompts: Mapping[str, Sequence[Prompt]],
     rewards: Sequence[WeightedReward],
     ranks: Ranks = Ranks.alone(),
 ) -> Evaluation:
-    """The evaluation that a recipe describes; greedy unless it says otherwise."""
-    options, rollout = recipe.evaluation, recipe.rollout
-    return Evaluation(
-        engine,
-        environment,
-        prompts,
-        rewards,
-        num_samples=options.samples_per_prompt,
-        sampling=options.sampling or rollout.sampling.greedy(),
-        unscored=rollout.unscored,
-        success_at=options.success_at,
-        seed=derived_seed(recipe.seed, "evaluation"),
-        ranks=ranks,
-        limits=rollout.limits,
-    )
+    """The evaluation that a recipe describes; greedy unless it says otherwise.
+
+    Args:
+        recipe: checked.
+        engine, environment: sample and answer.
+        prompts: of ``held_out``, the set of the data section, and of each of ``evaluation.sets``; empty ones are left
+            out.
+        rewards: judge.
+        ranks: share the prompts.
+    """
+    rollout = recipe.rollout
+    sections: Mapping[str, EvaluationSection | HeldOutSection] = {
+        "held_out": recipe.evaluation,
+        **recipe.evaluation.sets,
+    }
+    sets = [
+        HeldOut(
+            "evaluation" if name == "held_out" else f"held_out/{name}",
+            prompts[name],
+            num_samples=options.samples_per_prompt,
+            sampling=options.sampling or rollout.sampling.greedy(),
+            success_at=options.success_at,
+            every_blocks=options.every_blocks,
+            seed=derived_seed(recipe.seed, "evaluation"),
+        )
+        for name, options in sections.items()
+        if prompts[name]
+    ]
+    return Evaluation(engine, environment, sets, rewards, rollout.unscored, ranks, rollout.limits)

@@ -20,7 +20,7 @@ from logitless.models.lm_head import causal_lm
 from logitless.models.lora import save_adapters
 from logitless.train.config import Recipe
 from logitless.train.plots import Line, line_plot
-from logitless.train.recipe import NAMES_OR_PATHS, PATHS
+from logitless.train.recipe import NAMES_OR_PATHS, PATHS, places
 from logitless.train.run_folder import RunFolder, write_folder_atomically
 from logitless.train.saved_policy import SavedPolicy
 
@@ -234,10 +234,7 @@ def _shown_recipe(recipe: Recipe) -> str:
     """The recipe without what this machine calls its folders."""
     shown = recipe.model_dump(mode="json", exclude={"output"})
     for key in (*PATHS, *NAMES_OR_PATHS):
-        at: Any = shown
-        *sections, last = key.split(".")
-        for section in sections:
-            at = at.get(section) if isinstance(at, dict) else None
-        if isinstance(at, dict) and isinstance(at.get(last), str) and at[last].startswith("/"):
-            at[last] = Path(at[last]).name
+        for _, at, last in places(shown, key):
+            if isinstance(at[last], str) and at[last].startswith("/"):
+                at[last] = Path(at[last]).name
     return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)

@@ -1,13 +1,13 @@
 """What several processes will need: memory of each, bytes that travel in a step, and from measured speeds the time.
 
 ``logitless plan RECIPE --gpus N``. Bytes are counted from the recipe and the model's shape, for any number of
-processes. A time is worked out only from speeds that were measured: tokens a second of one GPU alone, and gigabytes a
-second between them (``logitless bench scale`` measures both). No overlap of the two is assumed, so that the share of
-communication is the most that it can be.
+processes. A time is worked out only from what was measured: tokens a second of one GPU alone, gigabytes a second
+between them, and how much of the messages' time is not hidden (``logitless bench scale`` measures all three; where the
+last is not given, nothing is taken to be hidden, and the share of communication is the most that it can be).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,15 @@ import torch
 from torch import nn
 
 from logitless.distributed.arrangement import Arrangement
+from logitless.errors import DataError
 from logitless.models.lm_head import causal_lm
 from logitless.models.value_head import ValueHead
 from logitless.train.config import AutoEngineSection, GpuEngineSection, Recipe, TransformersEngineSection
-from logitless.train.plan import GIB, memory
+from logitless.train.plan import GIB, memory, moments_bytes
 from logitless.train.training_memory import TrainingMemory, own_parameters, training_memory
+
+WORK = ("tokens", "length", "micro_batches", "head_budget")
+"""What is the same in two rows of ``logitless bench scale`` that can be compared."""
 
 MOMENTS = {
     "head": "the backward of the LM head",
@@ -36,10 +40,45 @@ class Speeds:
     Args:
         tokens_per_second: read by one GPU alone in training steps, forward and backward.
         bytes_per_second: that a rank sends in large collectives.
+        exposed: how much longer a step takes than on one GPU, over the time of its messages one after the other; 1
+            where nothing overlaps.
+
+    Example:
+        >>> alone = {"gpus": 1, "layout": "shard", "tokens": 8, "length": 8, "micro_batches": 1, "head_budget": None,
+        ...          "tokens_per_second": 8.0, "bytes_per_second": None, "sent_bytes": 0}
+        >>> two = alone | {"gpus": 2, "tokens_per_second": 12.8, "bytes_per_second": 10.0, "sent_bytes": 5}
+        >>> Speeds.measured([alone, two])  # a step of 1.25 s instead of 1 s, for half a second of messages
+        Speeds(tokens_per_second=8.0, bytes_per_second=10.0, exposed=0.5)
     """
 
     tokens_per_second: float
     bytes_per_second: float
+    exposed: float = 1.0
+
+    @classmethod
+    def measured(cls, rows: Sequence[Mapping[str, Any]], layout: str = "shard") -> "Speeds":
+        """From rows of ``logitless bench scale``: one GPU alone, and the most GPUs that did the same work each.
+
+        Args:
+            rows: of one model.
+            layout: of the row of several GPUs.
+
+        Raises:
+            DataError: rows that do not say it.
+        """
+        several = [row for row in rows if row["gpus"] > 1 and row["layout"] == layout]
+        for row in sorted(several, key=lambda each: -each["gpus"]):
+            for one in rows:
+                if one["gpus"] == 1 and one["layout"] == "shard" and all(one[name] == row[name] for name in WORK):
+                    tokens = one["tokens"] * one["micro_batches"]
+                    longer = tokens * (row["gpus"] / row["tokens_per_second"] - 1 / one["tokens_per_second"])
+                    messages = row["sent_bytes"] / row["bytes_per_second"]
+                    return cls(one["tokens_per_second"], row["bytes_per_second"], max(0.0, longer / messages))
+        raise DataError(
+            needed=f"rows of one GPU and of several in layout {layout}, of the same work",
+            given=f"{len(rows)} rows without",
+            remedy="Run `logitless bench scale --gpus 1,2`.",
+        )
 
 
 @dataclass(frozen=True)
@@ -78,11 +117,18 @@ class Forecast:
         return None if self.speeds is None else sum(self.traffic_bytes.values()) / self.speeds.bytes_per_second
 
     @property
-    def traffic_share(self) -> float | None:
-        """Of the step's time, if nothing overlaps."""
-        if self.compute_seconds is None or self.traffic_seconds is None:
+    def step_seconds(self) -> float | None:
+        """Of a step, with the part of its messages that nothing hides."""
+        if self.speeds is None or self.compute_seconds is None or self.traffic_seconds is None:
             return None
-        return self.traffic_seconds / (self.compute_seconds + self.traffic_seconds)
+        return self.compute_seconds + self.speeds.exposed * self.traffic_seconds
+
+    @property
+    def traffic_share(self) -> float | None:
+        """What messages are of the step's time."""
+        if self.compute_seconds is None or self.step_seconds is None:
+            return None
+        return 1 - self.compute_seconds / self.step_seconds
 
 
 def forecast(
@@ -109,7 +155,13 @@ def forecast(
     return Forecast(
         arrangement,
         memory_of_rank(recipe, model, arrangement, value_head),
-        traffic_of_rank(recipe, model, arrangement, rows, min(tokens, recipe.train.tokens_per_micro_batch)),
+        traffic_of_rank(
+            model,
+            arrangement,
+            rows=rows,
+            tokens_per_row=min(tokens, recipe.train.tokens_per_micro_batch),
+            in_order=recipe.parallel.deterministic,
+        ),
         rows,
         tokens // arrangement.sequence,
         speeds,
@@ -136,6 +188,9 @@ def memory_of_rank(
         recomputes=section.gradient_checkpointing or train.activation_memory is not None,
     )
     always = dict(found.always)
+    always["AdamW moments"] = moments_bytes(recipe, always["AdamW moments"] // 2)
+    if train.optimizer.moments == "host":
+        always.pop("masters", None)
     if "value head" in one:
         always["value head"] = one["value head"]
     if "reference" in one and (parallel.reference == "device" or not arrangement.is_sharded):
@@ -155,20 +210,22 @@ def memory_of_rank(
 
 
 def traffic_of_rank(
-    recipe: Recipe, model: nn.Module, arrangement: Arrangement, rows: int, tokens_per_row: int
+    model: nn.Module, arrangement: Arrangement, *, rows: int, tokens_per_row: int, in_order: bool = False
 ) -> dict[str, int]:
     """Bytes that a rank sends in an optimizer step, by cause; a ring or a tree sends no fewer.
 
     Args:
-        recipe: checked.
-        model: on any device.
+        model: not sharded yet, on any device.
         arrangement: of the processes.
         rows: micro-batches of a rank.
         tokens_per_row: of a micro-batch.
+        in_order: gradients are summed along a tree (``parallel.deterministic``), for which all ranks get all.
     """
     cut, copies, split = arrangement.weights, arrangement.replicate, arrangement.sequence
     own = own_parameters(model)
     gradients = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if in_order:
+        return {} if copies == 1 else {"gradients of copies": gradients * (copies - 1)}
     if not arrangement.is_sharded:
         return {} if copies == 1 else {"gradients of copies": 2 * gradients * (copies - 1) // copies}
     config: Any = causal_lm(model).config.get_text_config()
@@ -194,7 +251,7 @@ def traffic_of_rank(
         keys = getattr(config, "num_key_value_heads", None) or heads
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         numbers = (2 * heads + 2 * max(keys, split)) * width * tokens_per_row // split
-        passes = 3 if recipe.model.gradient_checkpointing else 2
+        passes = 3 if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()) else 2
         layers = config.num_hidden_layers
         parts["tokens for heads"] = rows * passes * layers * numbers * number * (split - 1) // split
     return parts
@@ -216,13 +273,14 @@ def forecast_text(recipe: Recipe, found: Forecast) -> str:
         *(f"    {name:{width}s} {size / GIB:9.3f} GiB" for name, size in found.traffic_bytes.items()),
     ]
     if found.speeds is None:
-        lines.append("  time: not forecast; measure with `logitless bench scale`, or give --tokens-per-second and")
-        lines.append("        --gigabytes-per-second")
+        lines.append("  time: not forecast; give --measured, a file of `logitless bench scale`, or --tokens-per-second")
+        lines.append("        and --gigabytes-per-second")
     else:
         lines.append(
-            f"  time of a step: {found.compute_seconds:.3f} s at {found.speeds.tokens_per_second:,.0f} tokens/s, "
-            f"{found.traffic_seconds:.3f} s of messages at {found.speeds.bytes_per_second / 1e9:,.0f} GB/s: "
-            f"at most {100 * (found.traffic_share or 0):.0f}% communication"
+            f"  time of a step: {found.step_seconds:.3f} s: {found.compute_seconds:.3f} s at "
+            f"{found.speeds.tokens_per_second:,.0f} tokens/s, and {found.speeds.exposed:.0%} of "
+            f"{found.traffic_seconds:.3f} s of messages at {found.speeds.bytes_per_second / 1e9:,.0f} GB/s "
+            f"({found.traffic_share or 0:.0%} of the step)"
         )
     return "\n".join(lines)
 

@@ -81,8 +81,14 @@ class Journal:
 
     def _summarize(self, record: Numbers) -> None:
         """Keep the first and the last accuracy and reward; the first line of a run is from before it trains."""
+        when = "accuracy_after" if self._lines else "accuracy_before"
         if "evaluation/accuracy" in record:
-            self.summary["accuracy_after" if self._lines else "accuracy_before"] = record["evaluation/accuracy"]
+            self.summary[when] = record["evaluation/accuracy"]
+        for name in record:
+            start, _, rest = name.partition("/")
+            held_out, _, number = rest.partition("/")
+            if start == "held_out" and number == "accuracy":
+                self.summary[f"{when}/{held_out}"] = record[name]
         if "reward/mean" in record:
             self.summary.setdefault("reward_first_block", record["reward/mean"])
             self.summary["reward_last_block"] = record["reward/mean"]

@@ -43,7 +43,10 @@ def judge(
     """
     pairs = [(p, episode) for p, of_prompt in zip(prompts, episodes, strict=True) for episode in of_prompt]
     verdicts = _verdicts(pairs, rewards)
-    totals = [_total(v, episode, rewards, unscored) for v, (_, episode) in zip(verdicts, pairs, strict=True)]
+    totals = [
+        _total(said, episode, [r for r in rewards if r.judges(prompt.source)], unscored)
+        for said, (prompt, episode) in zip(verdicts, pairs, strict=True)
+    ]
     groups = []
     for prompt, of_prompt in zip(prompts, episodes, strict=True):
         n = len(of_prompt)
@@ -63,26 +66,30 @@ def judge(
 
 
 def _verdicts(pairs: Sequence[tuple[Prompt, Episode]], rewards: Sequence[WeightedReward]) -> list[dict[str, Verdict]]:
-    """By reward name, in the rewards' order, for each episode."""
-    reading = [entry for entry in rewards if not isinstance(entry.reward, EpisodeReward)]
+    """By reward name, in the rewards' order, for each episode; of the rewards that judge its prompt's source."""
+    said: list[dict[str, Verdict]] = [{} for _ in pairs]
+    for entry in rewards:
+        rows = [row for row, (prompt, _) in enumerate(pairs) if entry.judges(prompt.source)]
+        for row, verdict in zip(rows, _verdicts_of(entry, [pairs[row] for row in rows]) if rows else (), strict=True):
+            episode = pairs[row][1]
+            said[row][entry.name] = _failed(episode) if episode.failure else verdict
+    return said
+
+
+def _verdicts_of(entry: WeightedReward, pairs: Sequence[tuple[Prompt, Episode]]) -> list[Verdict]:
+    """What one reward says of each episode."""
     names = {name for prompt, _ in pairs for name in prompt.columns}
     columns = {name: [p.columns.get(name) for p, _ in pairs] for name in names}
+    if isinstance(entry.reward, EpisodeReward):
+        return entry.reward.episode_verdicts([episode for _, episode in pairs], columns)
     said = judge_batch(
-        reading,
+        [entry],
         [p.messages if p.messages is not None else p.text for p, _ in pairs],
         [episode.completion.text for _, episode in pairs],
         columns,
         completion_ids=[episode.completion.token_ids for _, episode in pairs],
     )
-    for entry in rewards:
-        if isinstance(entry.reward, EpisodeReward):
-            found = entry.reward.episode_verdicts([episode for _, episode in pairs], columns)
-            for of_row, verdict in zip(said, found, strict=True):
-                of_row[entry.name] = verdict
-    return [
-        {entry.name: _failed(episode) if episode.failure else row[entry.name] for entry in rewards}
-        for row, (_, episode) in zip(said, pairs, strict=True)
-    ]
+    return [row[entry.name] for row in said]
 
 
 def _failed(episode: Episode) -> Verdict:

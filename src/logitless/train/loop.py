@@ -70,7 +70,7 @@ class Loop:
         with self.interrupt.heard():
             self._hand_over()
             if self.ranks.of_first(not checkpoints(self.journal.folder.checkpoints)):
-                self.journal.write({"step": 0, "block": 1, "epoch": 1, **self._evaluated()})
+                self.journal.write({"step": 0, "block": 1, "epoch": 1, **self._evaluated_if_due()})
                 self.save()
                 self.saver.wait()  # from here on there is something to go on from
             try:
@@ -167,16 +167,12 @@ class Loop:
             return self.engines.load_all(self.learner.weights(), self.learner.version)
 
     def _evaluated_if_due(self) -> Numbers:
-        """Held-out metrics at the end of the block just finished, where they are asked for."""
-        due = self._done % self.recipe.evaluation.every_blocks == 0 or self._done == self.recipe.train.blocks
-        return self._evaluated() if due else {}
-
-    def _evaluated(self) -> Numbers:
-        """Held-out metrics; none without held-out prompts."""
-        if not self.evaluation.prompts:
+        """Held-out metrics after the blocks finished so far, where they are asked for; all before the first."""
+        due = self.evaluation.due(self._done, self.recipe.train.blocks)
+        if not due:
             return {}
         with self.journal.phase("evaluation") as seconds:
-            found = self.evaluation()
+            found = self.evaluation(due)
         return found | {"time/evaluation_seconds": seconds[0]}
 
     def save(self) -> None:

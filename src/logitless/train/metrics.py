@@ -33,7 +33,8 @@ class Metric:
     """One number of a run.
 
     Args:
-        name: unique; ``{function}``, ``{constraint}``, ``{family}`` and ``{filter}`` stand for the name of one.
+        name: unique; ``{function}``, ``{constraint}``, ``{family}``, ``{filter}``, ``{set}`` and ``{source}`` stand for
+            the name of one.
         unit: ``1`` for fractions and plain numbers.
         aggregation: how one number is made of many.
         over: of which: tokens are the trained ones of the optimizer step, completions and groups those of the block
@@ -62,6 +63,29 @@ class Metric:
 
 
 _ESTIMATORS = {"k1": "d", "k2": "d^2 / 2", "k3": "exp(-d) - 1 + d"}
+
+
+def _held_out(start: str) -> tuple[Metric, ...]:
+    """What is told of a set of held-out prompts."""
+    lower = "lower end of its 95 % interval over prompts (Wilson)"
+    correct = "held-out completions that count as correct; unscorable ones do not"
+    chance = "chance that one of k samples of a prompt is correct, without bias; k = 2, 4, ... up to samples_per_prompt"
+    return (
+        Metric(f"{start}/accuracy", "1", "mean", "evaluation", correct),
+        Metric(f"{start}/accuracy/low", "1", "last", "evaluation", lower),
+        Metric(f"{start}/accuracy/high", "1", "last", "evaluation", "upper end"),
+        Metric(f"{start}/pass_at/{{k}}", "1", "mean", "evaluation", chance),
+        Metric(f"{start}/pass_at/{{k}}/low", "1", "last", "evaluation", lower),
+        Metric(f"{start}/pass_at/{{k}}/high", "1", "last", "evaluation", "upper end"),
+        Metric(f"{start}/reward_mean", "reward", "mean", "evaluation", "weighted sum of the functions, held out"),
+        Metric(f"{start}/{{function}}/mean", "reward", "mean", "evaluation", "what one function gives, held out"),
+        Metric(f"{start}/length_mean", "token", "mean", "evaluation", "sampled tokens"),
+        Metric(f"{start}/truncated_fraction", "1", "mean", "evaluation", "completions cut at max_new_tokens"),
+        Metric(f"{start}/prompts", "prompt", "sum", "evaluation", "held-out prompts"),
+    )
+
+
+_HELD_OUT = (*_held_out("evaluation"), *_held_out("held_out/{set}"))
 
 METRICS: tuple[Metric, ...] = (
     Metric("step", "step", "last", "run", "optimizer steps done, skipped ones included"),
@@ -169,14 +193,14 @@ METRICS: tuple[Metric, ...] = (
         "1",
         "last",
         "block",
-        "1 where logp_sampler of every token is the trainer's logp in every bit (docs/bits.md), else 0",
+        "1 where the sampler's log-prob of every token, without filters, has the trainer's bits (docs/bits.md), else 0",
     ),
     Metric(
         "sampler/mismatched_tokens",
         "token",
         "sum",
         "block",
-        "tokens of a recounted block whose logp_sampler or entropy has another bit than logp_old: 0, or the run ends",
+        "tokens of a recounted block whose log-prob or entropy has another bit than logp_old: 0, or the run ends",
     ),
     Metric("parity/difference_mean", "nat", "mean", "block", "abs(logp_old - logp_sampler) of completions without lag"),
     Metric("parity/difference_p95", "nat", "p95", "block", "the same"),
@@ -263,32 +287,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("time/evaluation_seconds", "s", "sum", "evaluation", "held-out prompts"),
     Metric("time/elapsed_seconds", "s", "last", "run", "all phases so far, those before a resume included"),
     Metric("memory/peak_bytes", "byte", "max", "run", "most memory held: of the GPU, or of the process on a CPU"),
-    # Held-out prompts
-    Metric(
-        "evaluation/accuracy",
-        "1",
-        "mean",
-        "evaluation",
-        "held-out completions that count as correct; unscorable ones do not",
-    ),
-    Metric(
-        "evaluation/accuracy/low", "1", "last", "evaluation", "lower end of its 95 % interval over prompts (Wilson)"
-    ),
-    Metric("evaluation/accuracy/high", "1", "last", "evaluation", "upper end"),
-    Metric(
-        "evaluation/pass_at/{k}",
-        "1",
-        "mean",
-        "evaluation",
-        "chance that one of k samples of a prompt is correct, without bias; k = 2, 4, ... up to samples_per_prompt",
-    ),
-    Metric("evaluation/pass_at/{k}/low", "1", "last", "evaluation", "lower end of its 95 % interval over prompts"),
-    Metric("evaluation/pass_at/{k}/high", "1", "last", "evaluation", "upper end"),
-    Metric("evaluation/reward_mean", "reward", "mean", "evaluation", "weighted sum of the functions, held out"),
-    Metric("evaluation/{function}/mean", "reward", "mean", "evaluation", "what one function gives, held out"),
-    Metric("evaluation/length_mean", "token", "mean", "evaluation", "sampled tokens"),
-    Metric("evaluation/truncated_fraction", "1", "mean", "evaluation", "completions cut at max_new_tokens"),
-    Metric("evaluation/prompts", "prompt", "sum", "evaluation", "held-out prompts"),
+    # Held-out prompts: those of the data section, and further sets
+    *_HELD_OUT,
+    # Sources, where training has several
+    Metric("source/{source}/prompts", "prompt", "sum", "block", "prompts drawn of it, those of refills included"),
+    Metric("source/{source}/reward_mean", "reward", "mean", "completion", "weighted sum of the functions"),
+    Metric("source/{source}/zero_signal_fraction", "1", "mean", "group", "groups whose rewards are all equal"),
+    Metric("source/{source}/length_mean", "token", "mean", "completion", "tokens of a completion"),
+    Metric("source/{source}/truncated_fraction", "1", "mean", "completion", "completions cut at max_new_tokens"),
 )
 
 _EXACT = {metric.name: metric for metric in METRICS if "{" not in metric.name}
@@ -357,7 +363,8 @@ _PAGE_HEAD = """# Metrics
 Every number of `metrics.jsonl`, one line an optimizer step. The list is closed: another name is an error. This page is
 written from `logitless.train.metrics`.
 
-A part in braces stands for a name: of a reward function, a constraint, a family of constraints or a filter. "Over
+A part in braces stands for a name: of a reward function, a constraint, a family of constraints, a filter, a held-out
+set (`evaluation.sets`) or a source of a mixture. "Over
 token" means the trained tokens of the optimizer step; "over completion" and "over group" mean those of the block before
 any group is left out; "over run" counts from the first step. A number that a step does not have is absent from its
 line; one that is not finite is `null`. Times, speeds (`token/s`) and memory (`byte`) aside, a run that was stopped and

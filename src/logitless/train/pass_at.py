@@ -54,13 +54,13 @@ def success_metrics(num_correct: Sequence[int], num_samples: int) -> Mapping[str
 
     Example:
         >>> found = success_metrics([1, 0], 2)
-        >>> found["evaluation/accuracy"], found["evaluation/pass_at/2"]
+        >>> found["accuracy"], found["pass_at/2"]
         (0.25, 0.5)
     """
     ks = sorted({2**power for power in range(num_samples.bit_length()) if 2**power <= num_samples} | {num_samples})
     found: dict[str, float] = {}
     for k in ks:
-        name = "evaluation/accuracy" if k == 1 else f"evaluation/pass_at/{k}"
+        name = "accuracy" if k == 1 else f"pass_at/{k}"
         mean = math.fsum(pass_at_k(num_samples, c, k) for c in num_correct) / len(num_correct)
         low, high = interval(mean, len(num_correct))
         found |= {name: mean, f"{name}/low": low, f"{name}/high": high}

@@ -15,6 +15,7 @@ from torch import nn
 
 from logitless.errors import UnavailableError
 from logitless.head.chunked import default_budget
+from logitless.models.four_bit import saved_bytes
 from logitless.models.lm_head import causal_lm
 from logitless.models.value_head import ValueHead
 from logitless.rollout.environments import environment_of
@@ -23,6 +24,7 @@ from logitless.train.checks import check_before_start
 from logitless.train.config import AutoEngineSection, GpuEngineSection, Recipe
 from logitless.train.engines import open_engines
 from logitless.train.masters import master_of
+from logitless.train.memory import size_text
 from logitless.train.setup import (
     algorithm_of,
     data_of,
@@ -76,7 +78,7 @@ def plan_of(recipe: Recipe) -> Plan:
     """
     tokenizer = tokenizer_of(recipe.model)
     data = data_of(recipe, tokenizer, tools_of(environment_of(recipe.rollout.environment, tokenizer)))
-    rewards_of(recipe, [*data.train, *data.held_out])
+    rewards_of(recipe, data.judged)
     algorithm = algorithm_of(recipe)
     check_writers(recipe.writers)
     model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=torch.device("meta"))
@@ -121,11 +123,12 @@ def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None
     if train.activation_memory is not None:
         activations = min(activations, train.activation_memory)
     sampling = sampling_bytes(recipe, config, number)
+    stored = sum(p.numel() * p.element_size() for p in frozen)
     parts = {
         "trained weights": sum(p.numel() * p.element_size() for p in trained),
         "gradients": held,
         "AdamW moments": moments_bytes(recipe, held),
-        "frozen weights": sum(p.numel() * p.element_size() for p in frozen),
+        "frozen weights": stored if section.quantize is None else stored - saved_bytes(model),
     }
     if lowered and train.optimizer.moments != "host":
         parts["float32 masters"] = held
@@ -201,8 +204,8 @@ def check_disk(recipe: Recipe, parts: Mapping[str, int], folder: Path) -> None:
     if (short := _short_of_disk(parts, folder)) is not None:
         needed, free = short
         raise UnavailableError(
-            needed=f"{needed / GIB:.2f} GiB at {folder} for {recipe.checkpoint.keep + 1} checkpoints and the weights",
-            given=f"{free / GIB:.2f} GiB free",
+            needed=f"{size_text(needed)} at {folder} for {recipe.checkpoint.keep + 1} checkpoints and the weights",
+            given=f"{size_text(free)} free",
             remedy="Free disk space, choose another `output`, or lower checkpoint.keep.",
         )
 
@@ -216,27 +219,36 @@ def _short_of_disk(parts: Mapping[str, int], folder: Path) -> tuple[int, int] | 
     return (needed, free) if needed > free else None
 
 
+def _account(counts: Mapping[str, int]) -> str:
+    """What was read, and what of it was left out and why."""
+    words = {"empty": "empty", "too_long": "too long", "held_out": "held out"}
+    left_out = [f"{counts[name]:,} {word}" for name, word in words.items() if counts.get(name)]
+    kept = counts["prompts"] - counts.get("held_out", 0)
+    return f"{kept:,} prompts of {counts['rows']:,} rows" + (f"; left out: {', '.join(left_out)}" if left_out else "")
+
+
 def dry_run(recipe: Recipe) -> str:
     """The plan as text."""
     plan = plan_of(recipe)
     train = recipe.train
+    epochs = "1 epoch" if train.epochs_per_block == 1 else f"{train.epochs_per_block} epochs"
     lines = [
         f"recipe {recipe.name}: checked",
         f"  preset             {recipe.algorithm.preset}",
-        f"  data               {'; '.join(f'{k}: {dict(v)}' for k, v in plan.counts.items())}",
+        *(f"  {name:18s} {_account(counts)}" for name, counts in plan.counts.items()),
         f"  first prompt       {plan.first_prompt.text[:100]!r} ({len(plan.first_prompt.token_ids)} tokens)",
         f"  a block            {recipe.rollout.prompts_per_block} prompts x {recipe.rollout.completions_per_prompt} "
         f"completions = {plan.completions_per_block}, at most {plan.tokens_per_block:,} scored tokens",
-        f"  steps              at most {plan.steps_per_block} a block ({train.epochs_per_block} epochs), "
-        f"{plan.steps} in {train.blocks} blocks",
+        f"  steps              at most {plan.steps_per_block} a block ({epochs}), {plan.steps:,} in {train.blocks:,} "
+        "blocks",
         f"  micro-batch        {train.tokens_per_micro_batch:,} tokens",
         "  memory",
     ]
     width = max(len(name) for name in plan.memory_bytes)
-    lines += [f"    {name:{width}s} {size / GIB:8.3f} GiB" for name, size in plan.memory_bytes.items()]
-    lines.append(f"    {'total':{width}s} {plan.total_bytes / GIB:8.3f} GiB")
+    lines += [f"    {name:{width}s} {size_text(size):>12s}" for name, size in plan.memory_bytes.items()]
+    lines.append(f"    {'total':{width}s} {size_text(plan.total_bytes):>12s}")
     lines.append("  disk")
-    lines += [f"    {name:{width}s} {size / GIB:8.3f} GiB" for name, size in plan.disk_bytes.items()]
+    lines += [f"    {name:{width}s} {size_text(size):>12s}" for name, size in plan.disk_bytes.items()]
     if (short := _short_of_disk(plan.disk_bytes, Path(recipe.output) / recipe.name)) is not None:
-        lines.append(f"    a start here is refused: {short[1] / GIB:.3f} GiB are free")
+        lines.append(f"    a start here is refused: {size_text(short[1])} are free")
     return "\n".join(lines)

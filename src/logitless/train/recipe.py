@@ -20,6 +20,7 @@ from pydantic_core import ErrorDetails
 
 from logitless.errors import ConfigurationError
 from logitless.train.config import Recipe
+from logitless.train.shipped import shipped_recipes
 
 
 class _Loader(yaml.SafeLoader):
@@ -42,14 +43,16 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 PATHS = (
-    *("data.train.path", "data.held_out.path", "warm_start.data.path"),
+    *("data.train.path", "data.train.sources.*.data.path", "data.held_out.path", "evaluation.sets.*.data.path"),
+    "warm_start.data.path",
     *("rollout.engine.path", "rollout.engine.api_key_file", "rollout.engine.weights.path", "value_head.source"),
 )
-"""Keys whose value is the path of a file that the run reads."""
+"""Keys whose value is the path of a file that the run reads; a star stands for any name."""
 
 NAMES_OR_PATHS = (
     *("model.source", "model.tokenizer"),
-    *("data.train.dataset", "data.held_out.dataset", "warm_start.data.dataset"),
+    *("data.train.dataset", "data.train.sources.*.data.dataset", "data.held_out.dataset"),
+    *("evaluation.sets.*.data.dataset", "warm_start.data.dataset"),
 )
 """Keys whose value is a path if it begins with ``.``, ``/`` or ``~`` or a folder has that name, else a hub name."""
 
@@ -69,8 +72,13 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
+        remedy = "Check the path."
+        if not path.exists() and path.stem in shipped_recipes():
+            remedy = f"It comes with logitless: run `logitless recipes copy {path.stem}`, then name the copy."
         raise ConfigurationError(
-            needed=f"a readable recipe at {path}", given=str(error), remedy="Check the path."
+            needed=f"a readable recipe at {path}",
+            given=error.strerror or str(error),
+            remedy=remedy,
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigurationError(
@@ -102,22 +110,46 @@ def parse_recipe(raw: Mapping[str, Any]) -> Recipe:
 
 def _with_whole_paths(raw: Mapping[str, Any], folder_of: Callable[[str], Path]) -> dict[str, Any]:
     """The same with every relative path joined to the folder of its key; what is not a path yet is left for checks."""
-    whole = dict(raw)
-    for key in (*PATHS, *NAMES_OR_PATHS):
-        at: Any = whole
-        *sections, last = key.split(".")
-        for section in sections:
-            if not (isinstance(at, dict) and isinstance(at.get(section), Mapping)):
-                break
-            at[section] = dict(at[section])
-            at = at[section]
-        else:
-            value = at.get(last)
+    whole = _copied(raw)
+    for pattern in (*PATHS, *NAMES_OR_PATHS):
+        for key, at, last in places(whole, pattern):
+            value = at[last]
             if isinstance(value, str | Path) and str(value):
                 path = str((folder_of(key) / os.path.expanduser(value)).absolute())  # noqa: PTH111 - never raises
-                if key in PATHS or str(value).startswith((".", "/", "~")) or os.path.isdir(path):  # noqa: PTH112
+                if pattern in PATHS or str(value).startswith((".", "/", "~")) or os.path.isdir(path):  # noqa: PTH112
                     at[last] = path
     return whole
+
+
+def _copied(value: Any) -> Any:
+    """The same with mappings of its own, down to the first thing that is none."""
+    return {key: _copied(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
+
+
+def places(whole: Mapping[str, Any], pattern: str) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Where a key is in a recipe: its full name, the mapping that holds it, and its name there.
+
+    Args:
+        whole: the recipe, of plain mappings.
+        pattern: names with dots between them; a star stands for any name.
+
+    Example:
+        >>> found = places({"sets": {"a": {"path": "x"}, "b": {}}}, "sets.*.path")
+        >>> [(key, at[last]) for key, at, last in found]
+        [('sets.a.path', 'x')]
+    """
+    found: list[tuple[str, Any]] = [("", whole)]
+    *sections, last = pattern.split(".")
+    for section in sections:
+        found = [
+            (f"{path}{name}.", inner)
+            for path, at in found
+            for name, inner in at.items()
+            if section in ("*", name) and isinstance(inner, dict)
+        ]
+    for path, at in found:
+        if last in at:
+            yield f"{path}{last}", at, last
 
 
 def _checked(raw: Mapping[str, Any]) -> Recipe:
@@ -234,13 +266,14 @@ def _followed(kind: Any, location: Sequence[str]) -> tuple[list[str], set[str]]:
     for part in location:
         entered = [inner for k in kinds for name, inner in _fields(k).items() if name == part]
         items = [a for k in kinds if get_origin(k) in (tuple, list) for a in get_args(k) if a is not Ellipsis]
+        named = [get_args(k)[1] for k in kinds if get_origin(k) in (dict, Mapping) and len(get_args(k)) == 2]
         tagged = [k for k in kinds if part == getattr(k, "__name__", "") or part in _tags(k)]
         if not entered and not (items and part.isdigit()) and tagged:
             kinds = tagged
             continue
         path.append(part)
         beside = kinds
-        kinds = [a for inner in entered or items for a in _alternatives(inner)]
+        kinds = [a for inner in entered or named or items for a in _alternatives(inner)]
     return path, {name for k in beside for name in _fields(k)}
 
 

@@ -203,12 +203,6 @@ _EXACT = {"smooth": False}
 
 _CURVES = (
     _Curves(
-        "Held-out accuracy",
-        "Held-out completions that count as correct, under the evaluation's sampling settings.",
-        {"evaluation/accuracy": "accuracy"},
-        _FRACTION | _EXACT,
-    ),
-    _Curves(
         "KL to the reference",
         "k3 of each token, mean and 95th percentile, and the controller's target where it has one.",
         {"kl_ref/k3_mean": "mean", "kl_ref/k3_p95": "95th percentile"},
@@ -294,10 +288,34 @@ def _curves(records: Sequence[Mapping[str, Any]], target: Number | None) -> str:
         {"y_label": "reward"},
     )
     cards = []
-    for curves in (reward, *_CURVES):
+    for curves in (reward, *_of_sources(names), *_of_held_out(names), *_CURVES):
         level = ("target", target) if target is not None and curves.title == "KL to the reference" else None
         cards.append(_drawn(records, curves, level=level))
     return grid_of("Training", cards)
+
+
+def _of_sources(names: Iterable[str]) -> Iterator[_Curves]:
+    """The reward of each source, where there are several."""
+    labels = {name: name.split("/")[1] for name in names if metric_of(name).name == "source/{source}/reward_mean"}
+    if labels:
+        yield _Curves("Reward by source", "Mean over the prompts of each in the block.", labels, {"y_label": "reward"})
+
+
+def _of_held_out(names: Iterable[str]) -> Iterator[_Curves]:
+    """Accuracy of each held-out set, and its pass@k where several samples were taken."""
+    told = "Held-out completions that count as correct, under the evaluation's sampling settings."
+    labels, chances = {}, {}
+    for name in names:
+        held_out, _, number = name.removeprefix("evaluation/").removeprefix("held_out/").rpartition("/")
+        match metric_of(name).name:
+            case "evaluation/accuracy" | "held_out/{set}/accuracy":
+                labels[name] = held_out or "accuracy"
+            case "evaluation/pass_at/{k}" | "held_out/{set}/pass_at/{k}":
+                chances[name] = f"{held_out.removesuffix('pass_at').strip('/')} pass@{number}".strip()
+    if labels:
+        yield _Curves("Held-out accuracy", told, labels, _FRACTION | _EXACT)
+    if chances:
+        yield _Curves("pass@k", "Chance that one of k samples is correct, held out.", chances, _FRACTION | _EXACT)
 
 
 def _over_blocks(rollouts: _Rollouts) -> str:

@@ -38,7 +38,7 @@ from logitless.train.plan import check_disk, disk
 from logitless.train.policy import AdaptersOff, Policy, Scorer
 from logitless.train.provenance import digest_of_file, digest_of_log, digest_of_prompts, record_start
 from logitless.train.provenance import environment as made_with
-from logitless.train.recipe import dump_recipe, load_recipe
+from logitless.train.recipe import dump_recipe, load_recipe, places
 from logitless.train.report import write_report
 from logitless.train.run_folder import (
     WARM_START,
@@ -55,6 +55,7 @@ from logitless.train.setup import (
     data_of,
     device_of,
     effects,
+    order_of,
     policy_model,
     rewards_of,
     section_for,
@@ -106,7 +107,7 @@ def start(
         environment = environment_of(recipe.rollout.environment, tokenizer)
     data = data_of(recipe, tokenizer, tools_of(environment))
     _check_same_on_all(ranks, recipe, data)
-    rewards = rewards_of(recipe, [*data.train, *data.held_out])
+    rewards = rewards_of(recipe, data.judged)
     algorithm = algorithm_of(recipe)
     check_writers(recipe.writers)
     path, began = Path(recipe.output) / recipe.name, time.perf_counter()
@@ -182,9 +183,11 @@ def start(
             *(data.train, engines.training, environment, rewards, recipe.rollout),
             seed=recipe.seed,
             ranks=ranks,
+            order=order_of(recipe, data.train),
         )
         stack.callback(collector.close)
-        evaluation = evaluation_of(recipe, engines.evaluation, environment, data.held_out, rewards, ranks)
+        held_out = {"held_out": data.held_out, **data.held_out_sets}
+        evaluation = evaluation_of(recipe, engines.evaluation, environment, held_out, rewards, ranks)
         loop = Loop(recipe, collector, learner, evaluation, journal)
         view.message(f"optimizer AdamW ({implementation(learner.optimizer)})")
         if saved is not None:
@@ -313,7 +316,7 @@ def _digests(recipe: Recipe, data: Data) -> dict[str, str]:
         name: digest_of_prompts(prompts)
         for name in ("train", "held_out", "warm_start")
         if (prompts := getattr(data, name))
-    }
+    } | {f"evaluation.sets.{name}": digest_of_prompts(prompts) for name, prompts in data.held_out_sets.items()}
     engine = recipe.rollout.engine
     if isinstance(engine, RecordedEngineSection):
         path = Path(engine.path)
@@ -323,8 +326,8 @@ def _digests(recipe: Recipe, data: Data) -> dict[str, str]:
 
 _MAY_CHANGE = {"output", "checkpoint", "writers", "parallel"}
 _MAY_MOVE = (  # where it stands may change; what is in a file not, which its digest says
-    *("model.tokenizer", "data.train.path", "data.held_out.path"),
-    *("warm_start.data.path", "rollout.engine.path"),
+    *("model.tokenizer", "data.train.path", "data.train.sources.*.data.path", "data.held_out.path"),
+    *("evaluation.sets.*.data.path", "warm_start.data.path", "rollout.engine.path"),
     *(f"rollout.engine.{key}" for key in ("urls", "api_key_file", "api_key_variable", "give_up_seconds")),
 )
 
@@ -337,11 +340,8 @@ def _check_same(before: Recipe, now: Recipe) -> None:
         kept = {k: v for k, v in recipe.model_dump(mode="json").items() if k not in _MAY_CHANGE}
         kept["train"].pop("blocks")
         for key in _MAY_MOVE:
-            *sections, last = key.split(".")
-            at: Any = kept
-            for section in sections:
-                at = at.get(section) or {}
-            at.pop(last, None)
+            for _, at, last in places(kept, key):
+                at.pop(last)
         return kept
 
     old, new = fixed(before), fixed(now)

@@ -216,6 +216,7 @@ class RunFolder:
                 "block": block,
                 "group": number,
                 "sample": sample,
+                "source": group.prompt.source or None,
                 "prompt_id": group.prompt.id,
                 "prompt": group.prompt.text,
                 "completion": completion.text,

@@ -23,16 +23,20 @@ def sampled_scores(
     Args:
         groups: that are trained on, in order.
         engine: that sampled them.
-        options: of sampling; where they filter, tokens were drawn from something else than the policy.
+        options: of sampling; where they filter, ``logp_policy`` counts, and at temperature 0 there is none.
         version: of the policy's weights. Completions of others are scored anew.
     """
-    if not isinstance(engine, ExactEngine) or not engine.exact or options.filters_distribution:
+    if not isinstance(engine, ExactEngine) or not engine.exact or options.temperature == 0:
         return None
     completions = [completion for group in groups for completion in group.completions]
-    if any(c.weights_version != version or c.logp_sampler is None or c.entropy_sampler is None for c in completions):
+    logps = [c.logp_policy if options.filters_distribution else c.logp_sampler for c in completions]
+    known = all(c.weights_version == version and c.entropy_sampler is not None for c in completions)
+    if not known or None in logps:
         return None
     return TokenScores(
-        logp=torch.tensor([x for c in completions for x in _trained(c, c.logp_sampler)], dtype=torch.float32),
+        logp=torch.tensor(
+            [x for c, logp in zip(completions, logps, strict=True) for x in _trained(c, logp)], dtype=torch.float32
+        ),
         entropy=torch.tensor([x for c in completions for x in _trained(c, c.entropy_sampler)], dtype=torch.float32),
     )
 

@@ -81,6 +81,7 @@ def load_policy(
         changes["device"] = device
     if exact:
         changes["trained_dtype"] = "float32"
+        changes["quantize"] = None  # an adapter is merged into the base's own weights
     if exact or device_of(recipe.model.model_copy(update=changes)).type != "cuda":
         changes["layers"] = "transformers"
     section = recipe.model.model_copy(update=changes)

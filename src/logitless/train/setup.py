@@ -10,7 +10,7 @@ import os
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,13 @@ import transformers
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from logitless.data.prompts import load_prompts, without_overlap
+from logitless.data.mixing import MixedOrder
+from logitless.data.prompts import PromptOrder, load_prompts, without_overlap
+from logitless.data.sources import DataOptions, MixedData
 from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError, DataError, UnavailableError
 from logitless.models.activations import set_modes
+from logitless.models.four_bit import num_weights
 from logitless.models.liger_layers import install_liger_layers
 from logitless.models.lm_head import backbone, causal_lm
 from logitless.models.loading import check_vocabulary, compile_layers, disable_dropout, load_model, load_tokenizer
@@ -35,6 +38,7 @@ from logitless.rewards.combine import weighted
 from logitless.rewards.contract import WeightedReward
 from logitless.rewards.instruction_reward import InstructionReward
 from logitless.rewards.suites import warn_of_overlap
+from logitless.seeds import derived_seed
 from logitless.train.config import ModelSection, Recipe, ValueHeadSection
 from logitless.train.masters import lower_to
 from logitless.types import Prompt
@@ -51,12 +55,24 @@ class Data:
         held_out: prompts to evaluate on.
         warm_start: prompts with answers, none held out.
         counts: rows read and dropped, by source.
+        held_out_sets: further prompts to evaluate on, by the name of their set.
     """
 
     train: tuple[Prompt, ...]
     held_out: tuple[Prompt, ...]
     warm_start: tuple[Prompt, ...]
     counts: dict[str, dict[str, int]]
+    held_out_sets: Mapping[str, tuple[Prompt, ...]] = field(default_factory=dict)
+
+    @property
+    def judged(self) -> tuple[Prompt, ...]:
+        """All that rewards will read: to train and to evaluate on."""
+        return (*self.train, *self.all_held_out)
+
+    @property
+    def all_held_out(self) -> tuple[Prompt, ...]:
+        """Of every held-out set."""
+        return (*self.held_out, *(prompt for prompts in self.held_out_sets.values() for prompt in prompts))
 
 
 def device_of(section: ModelSection) -> torch.device:
@@ -165,6 +181,7 @@ def policy_model(
         random_weights=section.random_weights and not stored,
         seed=seed,
         drop_router_loss=section.drop_router_loss,
+        four_bit=section.quantize,
     )
     check_vocabulary(model, tokenizer)
     num_dropouts = disable_dropout(model)
@@ -261,6 +278,7 @@ def own_layers_because(section: ModelSection, model: nn.Module) -> str:
         f"model.attention: {section.attention}": section.attention != "packed",
         f"model.autocast: {section.autocast}": section.autocast is not None,
         "model.compile: true": section.compile,
+        f"model.quantize: {section.quantize}": section.quantize is not None,
     }
     found = [setting for setting, given in beside.items() if given] + list(uncovered(model))
     device = next(model.parameters()).device.type
@@ -282,13 +300,18 @@ def effects(section: ModelSection, device: torch.device, model: nn.Module) -> li
     lines = [
         f"device {device}" + (f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""),
         f"trained: {sum(p.numel() for p in trained):,} weights in {_dtypes(trained)}",
-        f"frozen: {sum(p.numel() for p in frozen):,} weights in {_dtypes(frozen)}" if frozen else "frozen: none",
+        f"frozen: {sum(map(num_weights, frozen)):,} weights in {_dtypes(frozen)}" if frozen else "frozen: none",
         f"products in {section.autocast or _dtypes(trained)}, float32 ones at precision "
         f"{torch.get_float32_matmul_precision()!r}",
         f"attention {causal_lm(model).config._attn_implementation}; SDPA may use {', '.join(sdpa)}",
         f"layers {_layers(section, model)}",
         f"gradient checkpointing {'on' if checkpointing else 'off'}, compile {'on' if compiled else 'off'}",
     ]
+    if section.quantize is not None:
+        lines.append(
+            f"base in four bits a weight ({section.quantize}, uint8 above), by bitsandbytes: log-probs of sampling and "
+            "training have no one set of bits"
+        )
     if device.type == "cuda":
         lines.append(f"allocator {os.environ.get('PYTORCH_CUDA_ALLOC_CONF', 'default')}")
     return lines
@@ -326,32 +349,67 @@ def data_of(
     section = recipe.data
     counts: dict[str, dict[str, int]] = {}
 
-    def load(name: str, options: object) -> tuple[Prompt, ...]:
+    def load(name: str, options: DataOptions) -> tuple[Prompt, ...]:
         found = load_prompts(
-            options,  # type: ignore[arg-type]
+            options,
             tokenizer,
             max_prompt_tokens=section.max_prompt_tokens,
             too_long=section.too_long,
             tools=tools,
         )
         counts[name] = dict(found.counts)
-        return found.prompts
+        return tuple(replace(prompt, source=name) for prompt in found.prompts)
 
-    train = load("train", section.train)
     held_out = load("held_out", section.held_out) if section.held_out is not None else ()
+    sets = {name: load(name, each.data) for name, each in recipe.evaluation.sets.items()}
+    evaluated = [*held_out, *(prompt for prompts in sets.values() for prompt in prompts)]
+
+    def to_train_on(name: str, options: DataOptions) -> tuple[Prompt, ...]:
+        split = without_overlap(load(name, options), evaluated)
+        counts[name]["held_out"] = split.num_removed
+        return split.training
+
+    if isinstance(section.train, MixedData):
+        train = tuple(
+            replace(prompt, id=f"{name}/{prompt.id}")
+            for name, each in section.train.sources.items()
+            for prompt in to_train_on(name, each.data)
+        )
+    else:
+        train = to_train_on("train", section.train)
     warm: tuple[Prompt, ...] = ()
     if recipe.warm_start is not None:
-        warm = without_overlap(load("warm_start", recipe.warm_start.data), held_out).training
-    split = without_overlap(train, held_out)
-    counts["train"]["held_out"] = split.num_removed
-    if len(split.training) < recipe.rollout.prompts_per_block:
+        warm = without_overlap(load("warm_start", recipe.warm_start.data), evaluated).training
+    if len(train) < recipe.rollout.prompts_per_block:
         raise DataError(
             needed=f"at least rollout.prompts_per_block = {recipe.rollout.prompts_per_block} prompts to train on",
-            given=f"{len(split.training)} ({counts['train']})",
+            given=f"{len(train)} ({ ({name: counts[name] for name in recipe.training_sources}) })",
             remedy="Give more data, raise data.max_prompt_tokens, or lower rollout.prompts_per_block.",
         )
-    warn_of_overlap(_instruction_ids(recipe, split.training), _instruction_ids(recipe, held_out))
-    return Data(split.training, held_out, warm, counts)
+    order_of(recipe, train)  # says what a mixture lacks, before anything else is loaded
+    warn_of_overlap(_instruction_ids(recipe, train), _instruction_ids(recipe, evaluated))
+    return Data(train, held_out, warm, counts, sets)
+
+
+def order_of(recipe: Recipe, prompts: Sequence[Prompt]) -> PromptOrder | MixedOrder:
+    """In which order prompts are drawn: an epoch of one source after another, or a mixture's sources in turn.
+
+    Args:
+        recipe: checked.
+        prompts: to train on.
+
+    Raises:
+        DataError: a source of a mixture has too few prompts for its share of a block.
+    """
+    data = recipe.data.train
+    if not isinstance(data, MixedData):
+        return PromptOrder(len(prompts), derived_seed(recipe.seed, "order"))
+    members: dict[str, list[int]] = {name: [] for name in data.sources}
+    for index, prompt in enumerate(prompts):
+        members[prompt.source].append(index)
+    weights = {name: each.weight for name, each in data.sources.items()}
+    most = recipe.rollout.prompts_per_block
+    return MixedOrder(members, weights, seed=derived_seed(recipe.seed, "order"), most=most)
 
 
 def _instruction_ids(recipe: Recipe, prompts: Sequence[Prompt]) -> set[str]:
@@ -362,11 +420,11 @@ def _instruction_ids(recipe: Recipe, prompts: Sequence[Prompt]) -> set[str]:
 
 
 def rewards_of(recipe: Recipe, prompts: Sequence[Prompt]) -> tuple[WeightedReward, ...]:
-    """The recipe's rewards, checked against every row they will be given."""
+    """The recipe's rewards, each checked against every row that it will be given."""
     rewards = weighted(recipe.rewards)
-    columns = {name: [p.columns.get(name) for p in prompts] for name in {n for p in prompts for n in p.columns}}
     for entry in rewards:
-        entry.reward.check(columns)
+        rows = [prompt.columns for prompt in prompts if entry.judges(prompt.source)]
+        entry.reward.check({name: [row.get(name) for row in rows] for name in {n for row in rows for n in row}})
     return rewards
 
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
+from logitless.models.kernels import rotary
 from logitless.models.kernels.gate import gated, gated_backward
 from logitless.models.kernels.linear import INTERPRETED, Tile, fixed_order_product
 from logitless.models.kernels.norm import norm, norm_backward
@@ -93,12 +94,12 @@ def rotated(x, weight, cos, sin, rotary, gemma, eps=1e-5):
     return torch.cat([out, x[..., rotary:]], -1)
 
 
-@pytest.mark.parametrize(("rotary", "gemma", "normed"), [(12, False, False), (8, False, True), (12, True, True)])
-def test_rotary_positions_and_their_gradients_are_those_of_float64(rotary, gemma, normed):
-    heads, rows = Heads(4, 2, 12, rotary), 5
+@pytest.mark.parametrize(("turning", "gemma", "normed"), [(12, False, False), (8, False, True), (12, True, True)])
+def test_rotary_positions_and_their_gradients_are_those_of_float64(turning, gemma, normed):
+    heads, rows = Heads(4, 2, 12, turning), 5
     qkv = draw(rows, 8 * 12)
     columns = (48, 24, 24)
-    angle = draw(9, rotary // 2, seed=1)
+    angle = draw(9, turning // 2, seed=1)
     cos, sin = (f(torch.cat([angle, angle], 1)) for f in (torch.cos, torch.sin))
     position = torch.tensor([0, 3, 8, 2, 2], dtype=torch.int32)
     norms = HeadNorms(draw(12, seed=2), draw(12, seed=3), 1e-5, gemma) if normed else None
@@ -109,7 +110,7 @@ def test_rotary_positions_and_their_gradients_are_those_of_float64(rotary, gemma
     wanted = []
     for part, weight, count in zip(leaf.split(columns, 1), [*weights, None], (4, 2, 2), strict=True):
         part = part.unflatten(1, (count, 12))
-        turned = rotated(part, weight, cos[position].double(), sin[position].double(), rotary, gemma)
+        turned = rotated(part, weight, cos[position].double(), sin[position].double(), turning, gemma)
         wanted.append(turned if len(wanted) < 2 else part)
     grads = [draw(rows, count, 12, seed=4 + count) for count in (4, 2, 2)]
     sum((w * g).sum() for w, g in zip(wanted, grads, strict=True)).backward()
@@ -121,6 +122,16 @@ def test_rotary_positions_and_their_gradients_are_those_of_float64(rotary, gemma
     assert relative(grad, leaf.grad) < 1e-6
     for got, weight in zip(grad_norms, weights, strict=True):
         assert (got is None) if weight is None else relative(got, weight.grad) < 1e-6
+
+
+def test_several_tokens_a_program_are_rotated_as_one_at_a_time(monkeypatch):
+    heads, norms = Heads(4, 2, 12, 8), HeadNorms(draw(12, seed=2), draw(12, seed=3), 1e-5)
+    query, key, value = draw(8, 8 * 12).split((48, 24, 24), 1)
+    cos, sin, position = draw(9, 8, seed=1), draw(9, 8, seed=5), torch.tensor([0, 3, 8, 2, 2, 1, 5, 4])
+    one = rotate(query, key, value, heads, position, cos, sin, norms)
+    monkeypatch.setattr(rotary, "MANY", 8)
+    for several, expected in zip(rotate(query, key, value, heads, position, cos, sin, norms), one, strict=True):
+        assert torch.equal(several, expected)
 
 
 def test_keys_and_values_go_to_their_slots_and_nowhere_without_one():

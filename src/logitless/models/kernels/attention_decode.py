@@ -250,23 +250,30 @@ def merge_splits(
     WIDTH: tl.constexpr,
     HEADS: tl.constexpr,  # R padded to a power of two
     SPLIT: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # splits loaded together
     WINDOWED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """A row's splits in order, for the query heads of one key head."""
     after_inputs(OVERLAP)
     row = tl.program_id(0)
-    i = tl.arange(0, HEADS)
-    head = tl.program_id(1) * R + i
-    head_ok = i < R
+    of_key = tl.arange(0, HEADS)
+    head = tl.program_id(1) * R + of_key
+    head_ok = of_key < R
     column = tl.arange(0, WIDTH)
     m, s, o = empty(HEADS, WIDTH)
     query_position = tl.load(position + row)
     first = query_position * 0
     if WINDOWED:
         first = tl.maximum(query_position - window + 1, 0) // SPLIT
-    for split in range(first, (query_position + SPLIT) // SPLIT):
-        place = (row.to(tl.int64) * splits + split) * H + head
-        m2, s2, o2 = load_state(state_m, state_s, state_o, place, head_ok, column, WIDTH)
-        m, s, o = merge(m, s, o, m2, s2, o2)
+    end = (query_position + SPLIT) // SPLIT
+    for start in range(first, end, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):  # whose loads wait for nothing between them
+            inside = start + i < end
+            place = (row.to(tl.int64) * splits + start + i) * H + head
+            m2, s2, o2 = load_state(state_m, state_s, state_o, place, head_ok & inside, column, WIDTH)
+            merged_m, merged_s, merged_o = merge(m, s, o, m2, s2, o2)
+            m = tl.where(inside, merged_m, m)
+            s = tl.where(inside, merged_s, s)
+            o = tl.where(inside, merged_o, o)
     store_result(output, log_sum_exp, row, head, head_ok, column, m, s, o, H, E, WIDTH)

@@ -223,7 +223,7 @@ def decoding(
             attention_decode.merge_splits[(rows, heads.num_key)],
             m, s, o, position, output, log_sum_exp, splits, form.window or 0, H=num_heads, R=heads.group, E=width,
             WIDTH=heads.padded, HEADS=power_of_two(heads.group), SPLIT=attention_tiles.SPLIT,
-            WINDOWED=form.window is not None, num_warps=4, **overlapping(device),
+            AT_ONCE=4, WINDOWED=form.window is not None, num_warps=4, **overlapping(device),
         )  # fmt: skip
         launches.append(merge)
     return Decoding(launches, output, log_sum_exp)

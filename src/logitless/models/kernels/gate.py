@@ -84,16 +84,16 @@ def gate_backward_kernel(
     tl.store(grad_up + at, (d * act).to(grad_up.dtype.element_ty), mask=inside)
 
 
-def _grid(gate: Tensor) -> tuple[tuple[int, int], int]:
+def _grid(gate: Tensor, most: int) -> tuple[tuple[int, int], int]:
     rows, width = gate.shape
-    block = min(1024, power_of_two(width))
+    block = min(most, power_of_two(width))
     return (rows, divided_up(width, block)), block
 
 
 def gated(gate: Tensor, up: Tensor, *, gelu: bool, out: Tensor | None = None) -> Tensor:
     """``act(gate) * up`` [T, I]; both may be columns of one wider tensor, with the same row stride."""
     out = empty_rows(*gate.shape, like=gate) if out is None else out
-    grid, block = _grid(gate)
+    grid, block = _grid(gate, 2048)
     gate_kernel[grid](
         gate, up, out, gate.stride(0), gate.shape[1], GELU=gelu, BLOCK=block, num_warps=4, **overlapping(gate.device)
     )
@@ -105,7 +105,7 @@ def gated_backward(gate: Tensor, up: Tensor, grad_out: Tensor, *, gelu: bool) ->
     rows, width = gate.shape
     both = torch.empty(rows, 2 * width, dtype=gate.dtype, device=gate.device)
     grad_gate, grad_up = both[:, :width], both[:, width:]
-    grid, block = _grid(gate)
+    grid, block = _grid(gate, 1024)
     gate_backward_kernel[grid](
         gate, up, grad_out, grad_gate, grad_up, gate.stride(0), both.stride(0), width,
         GELU=gelu, BLOCK=block, num_warps=4,

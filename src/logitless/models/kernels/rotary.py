@@ -21,6 +21,11 @@ from logitless.models.kernels.overlap import after_inputs, overlapping
 from logitless.models.kernels.rows import divided_up, power_of_two
 from logitless.quick_launch import quick_launch
 
+MANY = 256
+"""Tokens from which a program takes several: starting them is most of the time otherwise."""
+
+TOKENS = 2
+
 
 @dataclass(frozen=True)
 class HeadNorms:
@@ -107,11 +112,26 @@ def rotary_kernel(
     ROTARY: tl.constexpr,  # R
     BLOCK: tl.constexpr,  # power of two, at least E
     GEMMA: tl.constexpr,
+    TOKENS: tl.constexpr,  # a program takes; divides T
     OVERLAP: tl.constexpr,
 ):
-    """Some heads of one token: of the query, the key or the value."""
+    """Some heads of some tokens: of the query, the key or the value."""
     after_inputs(OVERLAP)
-    row = tl.program_id(0).to(tl.int64)
+    for token in tl.static_range(TOKENS):
+        rotate_row(
+            query, key, value, query_out, key_out, value_out, position, slot, cos, sin, query_norm, key_norm, eps,
+            query_stride, key_stride, value_stride, tl.program_id(0).to(tl.int64) * TOKENS + token, QUERY_HEADS,
+            KEY_HEADS, HEADS, WIDTH, ROTARY, BLOCK, GEMMA,
+        )  # fmt: skip
+
+
+@triton.jit
+def rotate_row(
+    query, key, value, query_out, key_out, value_out, position, slot, cos, sin, query_norm, key_norm, eps,
+    query_stride, key_stride, value_stride, row, QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr, GEMMA: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one token; arguments as of ``rotary_kernel``."""
     block = tl.program_id(1)
     p = tl.load(position + row).to(tl.int64) * ROTARY
     place = row if slot is None else tl.load(slot + row).to(tl.int64)
@@ -302,12 +322,13 @@ def rotate(
     key_out = key.new_empty(rows, heads.key, heads.width) if key_out is None else key_out
     value_out = value.new_empty(rows, heads.key, heads.width) if value_out is None else value_out
     blocks = (heads.query + 2 * heads.key) // heads.together
-    rotary_kernel[(rows, blocks)](
+    tokens = next(count for count in (TOKENS, 1) if rows % count == 0) if rows >= MANY else 1
+    rotary_kernel[(rows // tokens, blocks)](
         query, key, value, query_out, key_out, value_out, position, slot, cos, sin,
         None if norms is None else norms.query, None if norms is None else norms.key,
         0.0 if norms is None else norms.eps, query.stride(0), key.stride(0), value.stride(0),
         QUERY_HEADS=heads.query, KEY_HEADS=heads.key, HEADS=heads.together, WIDTH=heads.width, ROTARY=heads.rotary,
-        BLOCK=heads.block, GEMMA=norms is not None and norms.gemma, num_warps=heads.warps,
+        BLOCK=heads.block, GEMMA=norms is not None and norms.gemma, TOKENS=tokens, num_warps=heads.warps,
         **overlapping(query.device),
     )  # fmt: skip
     return query_out, key_out, value_out

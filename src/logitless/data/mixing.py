@@ -1,0 +1,101 @@
+"""Several sources of prompts at once: each gives its share of every draw, in an order that a checkpoint can hold.
+
+Nothing is drawn at random here but the order inside a source. Which source comes next follows from the shares alone:
+the one that is furthest behind what it should have given by then. So every block has each source's share, to a prompt
+or two, and a source of share 0.01 comes every hundredth prompt instead of sometimes.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from logitless.data.prompts import PromptOrder
+from logitless.errors import CheckpointError, DataError
+from logitless.seeds import derived_seed
+
+
+class MixedOrder:
+    """An endless order over the prompts of several sources: an epoch of each is a permutation of its own.
+
+    ``next source = argmax_s (share[s] * (drawn + 1) - drawn[s])``, the first one listed where two are equal
+
+    Args:
+        members: of each source by name, the indices of its prompts.
+        weights: of each source, above 0; its share is its weight over their sum.
+        seed: at least 0.
+        most: prompts asked for at once.
+
+    Raises:
+        DataError: a source has fewer prompts than a draw may take of it, and would be named twice in one.
+
+    Example:
+        >>> order = MixedOrder({"sums": range(6), "words": range(6, 10)}, {"sums": 3.0, "words": 1.0}, seed=0, most=4)
+        >>> [sum(index < 6 for index in order.next(4)) for _ in range(3)]
+        [3, 3, 3]
+    """
+
+    def __init__(
+        self, members: Mapping[str, Sequence[int]], weights: Mapping[str, float], *, seed: int, most: int
+    ) -> None:
+        whole = math.fsum(weights[name] for name in members)
+        self.shares = {name: weights[name] / whole for name in members}
+        for name, indices in members.items():
+            needed = most_of(self.shares[name], most, len(members))
+            if len(indices) < needed:
+                raise DataError(
+                    needed=f"at least {needed} prompts of the source {name!r}, as many as one draw of {most} may take "
+                    f"at a share of {self.shares[name]:.3g}",
+                    given=f"{len(indices)}, after what is held out",
+                    remedy="Give more data, or lower its weight or rollout.prompts_per_block.",
+                )
+        self._members = {name: tuple(indices) for name, indices in members.items()}
+        self._drawn = dict.fromkeys(members, 0)
+        self._orders = {name: PromptOrder(len(m), derived_seed(seed, "source", name)) for name, m in members.items()}
+
+    def next(self, count: int) -> list[int]:
+        """The next ``count`` indices of prompts, the sources in turn."""
+        turns = [self._turn() for _ in range(count)]
+        found = {name: iter(order.next(turns.count(name))) for name, order in self._orders.items()}
+        return [self._members[name][next(found[name])] for name in turns]
+
+    def _turn(self) -> str:
+        """The source that is furthest behind, counted as drawn from."""
+        drawn = sum(self._drawn.values()) + 1
+        name = max(self._drawn, key=lambda each: self.shares[each] * drawn - self._drawn[each])
+        self._drawn[name] += 1
+        return name
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that decides what comes next, as plain numbers."""
+        orders = {name: order.state_dict() for name, order in self._orders.items()}
+        return {"shares": self.shares, "drawn": dict(self._drawn), "orders": orders}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken.
+
+        Raises:
+            CheckpointError: the state belongs to other sources, weights, numbers of prompts or another seed.
+        """
+        if state.get("shares") != self.shares:
+            raise CheckpointError(
+                needed=f"sources with the shares {state.get('shares')}, as when the checkpoint was written",
+                given=str(self.shares),
+                remedy="Resume with the sources and weights of the run.",
+            )
+        self._drawn = {name: int(state["drawn"][name]) for name in self._orders}
+        for name, order in self._orders.items():
+            order.load_state_dict(state["orders"][name])
+
+
+def most_of(share: float, count: int, num_sources: int) -> int:
+    """The most prompts that one draw takes of a source.
+
+    A source is never a whole prompt ahead of its share, since it is chosen only where it is at least
+    ``1 / num_sources`` behind. What they are ahead and behind sums to 0, so that none is more than ``num_sources - 1``
+    behind, and in ``count`` draws it gets less than ``share * count + num_sources``.
+
+    Example:
+        >>> most_of(0.75, 4, 2), most_of(0.75, 100, 2)
+        (4, 76)
+    """
+    return min(count, math.ceil(share * count + num_sources) - 1)
