@@ -33,20 +33,24 @@ from logitless.train.score import scores_of
 
 
 class Parts:
-    """Seconds of host time by part of a step, one entry a step."""
+    """Seconds of host time by part of a step; a part inside of another is counted once, as the inner one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self._inner = [0.0]
 
     def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, and its time in the part ``name``."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
+            self._inner.append(0.0)
             try:
                 return function(*args, **kwargs)
             finally:
-                self.seconds[name] += time.perf_counter() - begin
+                spent = time.perf_counter() - begin
+                self.seconds[name] += spent - self._inner.pop()
+                self._inner[-1] += spent
 
         return timed
 
@@ -154,14 +158,14 @@ def on_the_device(take: Callable[[], object], restore: Callable[[], object]) -> 
 def report(shape: Shape, workload: str, live: float, stage: Stage, steps: int, top: int, output: Path) -> None:
     """One workload on the screen, and whole in a file."""
     rollouts = Rollouts.draw(shape.workload(workload), shape.vocabulary).with_live(live)
-    taken: Stepper | str = stage.stepper("logitless", rollouts)
-    assert not isinstance(taken, str)
+    stepper: Stepper | str = stage.stepper("logitless", rollouts)
+    assert not isinstance(stepper, str)
     plan = rollouts.plan.micro_batches
     logp = scores_of(stage.policy, rollouts.packed, plan, temperature=1.0, backend="auto").logp
     reference = Reference(logp.cpu(), {}, None, None)
 
     def take() -> None:
-        taken(rollouts, reference)
+        stepper.step(rollouts, reference)
 
     for _ in range(2):
         take()
@@ -190,7 +194,7 @@ def main() -> None:
     args = parser.parse_args()
     for name in args.models.split(","):
         shape = next(each for each in SHAPES if each.name == name)
-        stage = Stage(shape, args.device, "row-invariant")
+        stage = Stage(shape, args.device, "row-invariant", "float32")
         for workload in args.workloads.split(","):
             for live in args.live.split(","):
                 report(shape, workload, float(live), stage, args.steps, args.top, args.output)
