@@ -1,25 +1,31 @@
 """Does it learn, and as TRL does? One model, one task, equal weights, prompts and settings; and what a choice changes.
 
-    python benchmarks/evidence.py comparison --seeds 0 1 2
-    python benchmarks/evidence.py ablations
-    python benchmarks/evidence.py draw
+    python benchmarks/evidence.py comparison --seeds 0                 # alone on the device: its wall clock counts
+    python benchmarks/evidence.py comparison ablations --at-once 4     # what is still missing, side by side
+    python benchmarks/evidence.py draw                                 # plots and tables again
 
 The task is to sort letters. A model made from a config learns it by imitation until a sample is right about three
 times in ten; GRPO does the rest, with a reward for the whole answer alone. Accuracy is not estimated from samples: it
 is the probability that a sample is right, ``mean exp(sum logp of the answer)`` over held-out prompts, by the same code
-for every contender. What the result files lack is run, each run in a process of its own. ``--size tiny`` is for a CPU.
+for every contender. What the result files lack is run, each run in a process of its own, and each row names the digest
+of the weights that it began with: rows of other weights are never put beside each other. ``--size tiny`` is for a CPU.
 """
 
 import argparse
+import hashlib
 import json
+import os
 import random
 import shutil
 import subprocess
 import sys
 import time
-from dataclasses import replace
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,16 +36,20 @@ from logitless.data.packing import pack
 from logitless.data.prompts import PromptOrder
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import load_model
-from logitless.rollout.engine import Weights
+from logitless.rollout.engine import Engine, Weights
+from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.transformers import TransformersEngine
 from logitless.seeds import derived_seed
 from logitless.train import policy as policy_module
-from logitless.train.config import Recipe
-from logitless.train.engines import Engines
+from logitless.train.config import ModelSection, OptimizerSection, Recipe
+from logitless.train.engines import Engines, open_engines
+from logitless.train.optimizer import adamw, take_step
 from logitless.train.policy import Policy
+from logitless.train.provenance import environment as made_with
 from logitless.train.recipe import parse_recipe
 from logitless.train.run import start
-from logitless.types import Completion, Prompt
+from logitless.train.setup import policy_model
+from logitless.types import Completion, LMHead, Prompt, TokenScores
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -50,9 +60,9 @@ SIZES: dict[str, dict[str, Any]] = {
         "config": {"hidden_size": 896, "intermediate_size": 2432, "num_hidden_layers": 12, "num_attention_heads": 14},
         "letters": (10, 16),
         "rows": 60_000,
-        "learning_rate": 1e-5,
+        "learning_rate": 3e-5,
         "imitation_rate": 2e-4,
-        "blocks": 120,
+        "blocks": 50,
     },
     "tiny": {
         "config": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 1},
@@ -64,18 +74,30 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 HERE = {"rollout": {"engine": {"name": "transformers"}}}
+SAVINGS = ("share_prompts", "pack_by_cost", "leave_out_dead", "reuse_logp")
+CORRECTION = {"level": "token", "mode": "truncate", "max": 2.0}
 ABLATIONS: dict[str, dict[str, Any]] = {
-    "logitless": {},
+    "log-probs in bfloat16": {},
     "log-probs rounded to bfloat16": {},
     "sampler in bfloat16": HERE,
-    "sampler in bfloat16, corrected": {
-        **HERE,
-        "algorithm": {"correction": {"level": "token", "mode": "truncate", "max": 2.0}},
-    },
-    "transformers' layers and sampler": {"model": {"layers": "transformers"}, **HERE},
+    "sampler in bfloat16, corrected": {**HERE, "algorithm": {"correction": CORRECTION}},
+    "every saving off": {"train": dict.fromkeys(SAVINGS, False)},
     **{name: {"algorithm": {"preset": name}} for name in ("dr_grpo", "gspo", "cispo", "dapo", "ppo")},
+    **{f"{name} off": {"train": {name: False}} for name in SAVINGS[:3]},
+    "transformers' layers and sampler": {"model": {"layers": "transformers"}, **HERE},
 }
-"""What each changes of the recipe. A sampler in bfloat16 reads a rounded copy of float32 weights, trained as such."""
+"""What each changes of the recipe. A sampler in bfloat16 reads a rounded copy of float32 weights, trained as such.
+``reuse_logp`` has nothing to save where a block is used twice, so it is off in "every saving off" alone."""
+FIGURES = {
+    "precision": ("logitless", "log-probs in bfloat16", "log-probs rounded to bfloat16"),
+    "sampler": ("logitless", "sampler in bfloat16", "sampler in bfloat16, corrected"),
+    "savings": ("logitless", "every saving off", *(f"{name} off" for name in SAVINGS[:3])),
+    "algorithms": ("logitless", "dr_grpo", "gspo", "cispo", "dapo", "ppo"),
+    "layers": ("logitless", "transformers' layers and sampler"),
+}
+"""What one plot shows beside each other; runs of "logitless" are those of the comparison."""
+CONTENDERS = ("logitless", "trl")
+PAGE = ROOT / "docs" / "evidence.md"
 
 
 def questions(count: int, letters: tuple[int, int], seed: int) -> list[dict[str, str]]:
@@ -100,12 +122,12 @@ def letters() -> PreTrainedTokenizerBase:
 
 def answered(rows: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[tuple[Prompt, Completion]]:
     """Prompts with the right answer, its EOS included."""
-    pairs = []
-    for row in rows:
-        answer = (*tokenizer(row["answer"])["input_ids"], int(tokenizer.eos_token_id))
-        prompt = Prompt(row["id"], row["prompt"], tuple(tokenizer(row["prompt"])["input_ids"]))
-        pairs.append((prompt, Completion(row["id"], answer, row["answer"], "stop")))
-    return pairs
+    prompts, answers = (tokenizer([row[key] for row in rows])["input_ids"] for key in ("prompt", "answer"))
+    end = int(tokenizer.eos_token_id)
+    return [
+        (Prompt(row["id"], row["prompt"], tuple(asked)), Completion(row["id"], (*said, end), row["answer"], "stop"))
+        for row, asked, said in zip(rows, prompts, answers, strict=True)
+    ]
 
 
 @torch.no_grad()
@@ -121,41 +143,68 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def policy_from(source: Any, *, seed: int = 0) -> Policy:
-    """The model of a config or a folder, in float32, its products in bfloat16 on a GPU."""
-    model = load_model(
-        source, random_weights=isinstance(source, dict), seed=seed, dtype=torch.float32, device=torch.device(device())
-    )
-    return Policy(model, autocast=torch.bfloat16 if device() == "cuda" else None)
+def policy_from(folder: str | Path) -> Policy:
+    """The model of a folder, in float32 throughout: what is judged."""
+    return Policy(load_model(str(folder), dtype=torch.float32, device=torch.device(device())))
 
 
 def imitate(size: str, folder: Path) -> None:
-    """Leave a model that sorts about three times in ten, its tokenizer, and the data of all runs."""
+    """Leave a model that sorts about three times in ten, its tokenizer, and the data of all runs.
+
+    On a GPU through row-invariant layers, whose kernels have one order of every sum: the same weights each time.
+    """
     settings, tokenizer, rows = SIZES[size], letters(), data_of(size)
     config = {"model_type": "qwen3", "vocab_size": 30, "head_dim": 64, "max_position_embeddings": 64}
     config |= {"tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     config |= {**settings["config"], "num_key_value_heads": settings["config"]["num_attention_heads"]}
-    policy = policy_from(config)
+    section = ModelSection(source=config, random_weights=True, **in_products_of_bfloat16())
+    policy = Policy(policy_model(section, tokenizer, seed=0, device=torch.device(device())))
     pairs, judged = answered(rows["imitated"], tokenizer), answered(rows["held_out"], tokenizer)
-    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=settings["imitation_rate"], weight_decay=0.0)
-    order, steps = PromptOrder(len(pairs), seed=0), 0
+    optimizer = adamw(policy.model.parameters(), OptimizerSection(betas=(0.9, 0.999)), policy.device)
+    order, steps, began = PromptOrder(len(pairs), seed=0), 0, time.perf_counter()
     while (reached := accuracy(policy, judged)) < 0.3:
+        print(f"imitation {steps}: {reached:.3f} right, {time.perf_counter() - began:.0f} s", flush=True)
         for _ in range(10):
             batch = pack([pairs[number] for number in order.next(256)])
             loss = -policy.scores(batch, temperature=1.0, backend="auto").logp.mean()
-            optimizer.zero_grad()
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
-            optimizer.step()
+            take_step(optimizer, rate=settings["imitation_rate"], max_grad_norm=1.0)
         steps += 10
-        print(f"imitation {steps}: {float(loss):.3f} nat a token, {reached:.3f} right", flush=True)
-        if steps == 4_000:
+        if steps == 2_000:
             raise SystemExit("The model did not learn the task by imitation; change SIZES.")
-    policy.model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    policy.save(folder / "model", tokenizer)
     for name in ("train", "held_out"):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[name]))
-    (folder / "base.json").write_text(json.dumps({"accuracy": accuracy(policy, judged), "imitation_steps": steps}))
+    begun = policy_from(folder / "model")
+    found = {"accuracy": accuracy(begun, judged), "imitation_steps": steps, "digest": digest(begun.model)}
+    found["parameters"] = sum(p.numel() for p in begun.model.parameters())
+    print(found, flush=True)
+    (folder / "base.part").write_text(json.dumps(found))
+    (folder / "base.part").rename(folder / "base.json")
+
+
+def digest(model: nn.Module) -> str:
+    """Of every weight, in float32."""
+    found = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        found.update(name.encode())
+        found.update(parameter.detach().float().cpu().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def in_products_of_bfloat16() -> dict[str, Any]:
+    """Of a model section on a GPU: bfloat16 weights with float32 masters, and the layers with one set of bits."""
+    return {"trained_dtype": "bfloat16", "layers": "row_invariant"} if device() == "cuda" else {}
+
+
+def file_name(name: str, seed: int) -> str:
+    """Of what a run leaves.
+
+    Example:
+        >>> file_name("transformers' layers", 0)
+        'transformers-layers-0'
+    """
+    return "-".join("".join(c for c in name if c.isalnum() or c in " _-").split()) + f"-{seed}"
 
 
 def recipe(size: str, folder: Path, name: str, seed: int) -> Recipe:
@@ -164,7 +213,7 @@ def recipe(size: str, folder: Path, name: str, seed: int) -> Recipe:
     raw: dict[str, Any] = {
         "name": "run",
         "seed": seed,
-        "output": str(folder / "runs" / f"{name.replace(' ', '-').replace(',', '').replace(chr(39), '')}-{seed}"),
+        "output": str(folder / "runs" / file_name(name, seed)),
         "model": {"source": str(folder / "model"), "device": device()},
         "data": {"train": {"name": "file", "path": str(folder / "train.jsonl")}},
         "rollout": {
@@ -185,9 +234,11 @@ def recipe(size: str, folder: Path, name: str, seed: int) -> Recipe:
         "writers": [],
     }
     in_bfloat16 = "sampler in bfloat16" in name
-    if on_gpu and not in_bfloat16:
-        raw["model"] |= {"trained_dtype": "bfloat16", "layers": "row_invariant"}
-        raw["rollout"]["engine"] = {"name": "gpu"}
+    if on_gpu and in_bfloat16:
+        raw["model"]["matmul_precision"] = "high"
+    elif on_gpu:
+        raw["model"] |= in_products_of_bfloat16()
+        raw["rollout"]["engine"] = {"name": "gpu", "memory": 2**31}  # several runs may share the GPU
     for section, change in ABLATIONS.get(name, {}).items():
         raw[section] = {**raw[section], **change}
     return parse_recipe(raw)
@@ -208,37 +259,85 @@ def bfloat16_sampler(recipe: Recipe, _model: nn.Module, tokenizer: PreTrainedTok
     return Engines(engine, engine)
 
 
+def rescoring(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Engines:
+    """The recipe's engine without the promise that its log-probs are the trainer's: each block is scored anew."""
+
+    @dataclass(frozen=True)
+    class Rescored:
+        engine: Engine
+
+        def sample(
+            self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
+        ) -> list[list[Completion]]:
+            return self.engine.sample(prompts, num_samples, options, seed=seed)
+
+        def load(self, weights: Weights, version: int) -> None:
+            self.engine.load(weights, version)
+
+        def close(self) -> None:
+            self.engine.close()
+
+    engine = Rescored(open_engines(recipe, model, tokenizer).training)
+    return Engines(engine, engine)
+
+
+def rounded(hidden: torch.Tensor, head: LMHead, target: torch.Tensor, **options: Any) -> TokenScores:
+    """The head's scores, each log-prob rounded to bfloat16; its gradient stays the exact one."""
+    scores = EXACT(hidden, head, target, **options)
+    return replace(scores, logp=scores.logp + (scores.logp.bfloat16().float() - scores.logp).detach())
+
+
+def in_bfloat16(
+    hidden: torch.Tensor, head: LMHead, target: torch.Tensor, *, temperature: float, **_: Any
+) -> TokenScores:
+    """Logits and their log-softmax in bfloat16, as of trainers that leave the model's dtype as it is."""
+    logits = (hidden.bfloat16() @ head.weight.bfloat16().T) / temperature
+    logp = logits.log_softmax(-1)
+    entropy = -(logp.float().exp() * logp.float()).sum(-1)
+    return TokenScores(logp.gather(-1, target[:, None]).squeeze(-1).float(), entropy)
+
+
+EXACT = policy_module.token_scores
+HEADS = {"log-probs in bfloat16": in_bfloat16, "log-probs rounded to bfloat16": rounded}
+"""What stands in for the library's head in these ablations, for log-probs before training and in it."""
+
+
 def logitless_run(size: str, folder: Path, name: str, seed: int) -> dict[str, Any]:
     """The recipe, trained."""
     made = recipe(size, folder, name, seed)
     shutil.rmtree(made.output, ignore_errors=True)
     arguments: dict[str, Any] = {"open_engines": bfloat16_sampler} if "sampler in bfloat16" in name else {}
-    if "rounded" in name:
-        exact = policy_module.token_scores
-
-        def rounded(*args: Any, **kwargs: Any) -> Any:
-            scores = exact(*args, **kwargs)
-            step = (scores.logp.to(torch.bfloat16).float() - scores.logp).detach()
-            return replace(scores, logp=scores.logp + step)
-
-        policy_module.token_scores = rounded
+    policy_module.token_scores = HEADS.get(name, EXACT)
+    if name in HEADS:
+        arguments["open_engines"] = rescoring
     run, _ = start(made, **arguments)
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
-    blocks = [line for line in lines if line.get("epoch") == 1]
     summary = json.loads((run.path / "summary.json").read_text())
+    by_block = {line["block"]: line for line in lines}  # the last line of each
+    ended = [summary["seconds"]["start"], *(by_block[block]["time/elapsed_seconds"] for block in sorted(by_block))]
     return {
-        "reward": [line["reward/mean"] for line in blocks],
-        "seconds": summary["seconds"],
-        "train_seconds": sum(summary["seconds"].values()),
+        "reward": [line["reward/mean"] for line in lines if "reward/mean" in line],
+        "block_seconds": [after - before for before, after in pairwise(ended)],
+        "phases": summary["seconds"],
         "weights": str(run.path / "model"),
     }
 
 
-def trl_run(size: str, folder: Path, seed: int) -> dict[str, Any]:
+def trl_run(size: str, folder: Path, seed: int, until: float) -> dict[str, Any]:
     """TRL's trainer with the recipe's settings: its own layers, its own sampler, its own loss."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
+
+    class Clock(TrainerCallback):
+        """When each optimizer step ended."""
+
+        def __init__(self) -> None:
+            self.ended: list[float] = []
+
+        def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+            self.ended.append(time.perf_counter())
+            control.should_training_stop |= time.time() > until and state.global_step % EPOCHS == 0
 
     settings = SIZES[size]
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
@@ -281,91 +380,225 @@ def trl_run(size: str, folder: Path, seed: int) -> dict[str, Any]:
         args=arguments,
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(folder / "model", padding_side="left"),
+        callbacks=[clock := Clock()],
     )
     began = time.perf_counter()
     trainer.train()
-    seconds = time.perf_counter() - began
     weights = Path(arguments.output_dir) / "model"
     trainer.model.save_pretrained(weights)
-    rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
-    return {"reward": rewards, "train_seconds": seconds, "weights": str(weights)}
+    ended = [began, *clock.ended[EPOCHS - 1 :: EPOCHS]]
+    return {
+        "reward": [line["reward"] for line in trainer.state.log_history if "reward" in line],
+        "block_seconds": [after - before for before, after in pairwise(ended)],
+        "weights": str(weights),
+    }
 
 
-def one(size: str, folder: Path, name: str, seed: int) -> None:
-    """One run, in this process: its row as JSON in the folder."""
-    row = trl_run(size, folder, seed) if name == "trl" else logitless_run(size, folder, name, seed)
+def work(size: str, folder: Path, runs: Sequence["Run"], *, at_once: int, until: float) -> None:
+    """Runs, one after the other in this process: the row of each as JSON in the folder when it is done.
+
+    Args:
+        size: of ``SIZES``.
+        folder: with the model to begin with and the data.
+        runs: to make.
+        at_once: processes that share the device, for the row.
+        until: time from which TRL's trainer ends with the block that it is in, and no further run is begun.
+    """
+    base = json.loads((folder / "base.json").read_text())
     judged = answered([json.loads(x) for x in (folder / "held_out.jsonl").read_text().splitlines()], letters())
-    row["accuracy"] = accuracy(policy_from(row.pop("weights")), judged)
-    (folder / "row.json").write_text(json.dumps(row))
+    for run in runs:
+        if time.time() > until:
+            break
+        print(f"{run.name}, seed {run.seed}", flush=True)
+        row = {"run": run.name, "seed": run.seed, "at_once": at_once, "base": base["digest"]}
+        try:
+            row |= trl_run(size, folder, run.seed, until) if run.name == "trl" else logitless_run(size, folder, *run)
+        except Exception:
+            traceback.print_exc()
+            continue
+        row["accuracy"] = accuracy(policy_from(row.pop("weights")), judged)
+        row["train_seconds"] = sum(row["block_seconds"])
+        (folder / "rows").mkdir(exist_ok=True)
+        part = folder / "rows" / f"{file_name(*run)}.part"
+        part.write_text(json.dumps(row))
+        part.rename(part.with_suffix(".json"))
+        print(f"{base['accuracy']:.3f} -> {row['accuracy']:.3f}, blocks {row['train_seconds']:.0f} s", flush=True)
 
 
-def missing(size: str, folder: Path, names: list[str], seeds: list[int], out: Path) -> None:
-    """Every run that the file lacks, one after the other, each added to it when it is done."""
+class Run(NamedTuple):
+    """A name of ``CONTENDERS`` or ``ABLATIONS`` and a seed."""
+
+    name: str
+    seed: int
+
+    @classmethod
+    def of(cls, text: str) -> "Run":
+        """From ``name:seed``.
+
+        Example:
+            >>> Run.of("trl:0")
+            Run(name='trl', seed=0)
+        """
+        name, _, seed = text.rpartition(":")
+        return cls(name, int(seed))
+
+    @property
+    def file(self) -> str:
+        """That its row belongs to."""
+        return f"evidence-{'comparison' if self.name in CONTENDERS else 'ablations'}.json"
+
+
+def missing(size: str, folder: Path, runs: Sequence[Run], *, at_once: int) -> None:
+    """Make runs in so many processes side by side; the model to begin with, where it is missing, first."""
     folder.mkdir(parents=True, exist_ok=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
     if not (folder / "base.json").exists():
         imitate(size, folder)
+    command = [sys.executable, __file__, "work", "--size", size, "--folder", str(folder), "--at-once", str(at_once)]
+    children, logs = [], []
+    for number in range(min(at_once, len(runs))):
+        mine = [f"{run.name}:{run.seed}" for run in runs[number::at_once]]
+        logs.append(folder / f"worker-{number}.txt")
+        with logs[-1].open("w") as output:
+            children.append(subprocess.Popen([*command, "--runs", *mine], stdout=output, stderr=subprocess.STDOUT))
+    for child, log in zip(children, logs, strict=True):
+        if child.wait():
+            print(f"{log} ends with:", *log.read_text().splitlines()[-15:], sep="\n", flush=True)
+
+
+def gather(size: str, folder: Path, results: Path) -> None:
+    """Put the rows of a folder into the result files; an unfinished row gives place to a longer one.
+
+    Raises:
+        SystemExit: a file has rows that began with other weights.
+    """
+    results.mkdir(parents=True, exist_ok=True)
     base = json.loads((folder / "base.json").read_text())
-    document = json.loads(out.read_text()) if out.exists() else {"rows": []}
-    document |= {"machine": environment(device(), ["torch", "transformers", "trl"]), "size": size, "base": base}
-    settings = ("letters", "learning_rate", "blocks", "config")
-    document["settings"] = {key: SIZES[size][key] for key in settings} | {"prompts": PROMPTS_PER_BLOCK}
-    document["settings"] |= {"samples": SAMPLES, "epochs": EPOCHS, "max_new_tokens": LENGTH}
-    for seed in seeds:
-        for name in names:
-            if any((row["run"], row["seed"]) == (name, seed) for row in document["rows"]):
-                continue
-            command = [sys.executable, __file__, "one", "--name", name, "--seeds", str(seed), "--size", size]
-            finished = subprocess.run([*command, "--folder", str(folder)], check=False)
-            if finished.returncode:
-                print(f"{name}, seed {seed}: failed, not recorded", flush=True)
-                continue
-            row = {"run": name, "seed": seed, **json.loads((folder / "row.json").read_text())}
-            document["rows"].append(row)
-            write_result(out, document)
-            print(f"{name}, seed {seed}: {base['accuracy']:.3f} -> {row['accuracy']:.3f}, {row['train_seconds']:.0f} s")
+    rows = [json.loads(path.read_text()) for path in sorted(folder.glob("rows/*.json"))]
+    for file in sorted({Run(row["run"], row["seed"]).file for row in rows}):
+        out = results / file
+        document = json.loads(out.read_text()) if out.exists() else {"rows": []}
+        if any(row["base"] != base["digest"] for row in document["rows"]):
+            raise SystemExit(f"{out} has rows that began with other weights: remove it, or run where it was begun.")
+        found = {(row["run"], row["seed"]): row for row in document["rows"]}
+        for row in rows:
+            key = Run(row["run"], row["seed"])
+            if key.file == file and len(row["reward"]) > len(found.get(key, {"reward": []})["reward"]):
+                found[key] = row
+        document |= {"machine": environment(device(), ["triton", "transformers", "trl"]), "size": size, "base": base}
+        document["commit"] = os.environ.get("COMMIT") or made_with(torch.device("cpu"))["commit"]
+        settings = {key: SIZES[size][key] for key in ("letters", "learning_rate", "blocks", "config")}
+        settings |= {"prompts": PROMPTS_PER_BLOCK, "samples": SAMPLES, "epochs": EPOCHS, "max_new_tokens": LENGTH}
+        order = [*CONTENDERS, *ABLATIONS]
+        document |= {
+            "settings": settings,
+            "rows": sorted(found.values(), key=lambda r: (order.index(r["run"]), r["seed"])),
+        }
+        write_result(out, document)
 
 
-def draw(out: Path) -> None:
-    """Mean reward of every run in a file over its seeds, with the band from the lowest to the highest."""
+def lacking(size: str, results: Path, runs: Sequence[Run]) -> list[Run]:
+    """Those of the runs that the result files do not have, or not with all their blocks."""
+    there = set()
+    for file in {run.file for run in runs}:
+        if (results / file).exists():
+            rows = json.loads((results / file).read_text())["rows"]
+            there |= {(row["run"], row["seed"]) for row in rows if len(row["reward"]) >= SIZES[size]["blocks"]}
+    return [run for run in runs if run not in there]
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Mean reward over the seeds of each name, with the band from the lowest to the highest."""
     from matplotlib.figure import Figure
 
-    rows = json.loads(out.read_text())["rows"]
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.add_subplot()
     for name in dict.fromkeys(row["run"] for row in rows):
-        curves = torch.tensor([row["reward"] for row in rows if row["run"] == name])
+        found = [row["reward"] for row in rows if row["run"] == name]
+        curves = torch.tensor([each[: min(map(len, found))] for each in found])
         smooth = torch.stack([curves[:, max(0, b - 4) : b + 1].mean(1) for b in range(curves.shape[1])], dim=1)
         x = range(1, curves.shape[1] + 1)
-        [line] = axes.plot(x, smooth.mean(0), label=name, linewidth=1.5)
+        label = name if len(curves) == 1 else f"{name}, {len(curves)} seeds"
+        [line] = axes.plot(x, smooth.mean(0), label=label, linewidth=1.5)
         axes.fill_between(x, smooth.amin(0), smooth.amax(0), color=line.get_color(), alpha=0.2, linewidth=0)
     axes.set(xlabel="block", ylabel="mean reward, five blocks", ylim=(0, 1.02))
     figure.legend(loc="outside upper left", ncols=2, fontsize=8)
-    figure.savefig(out.with_suffix(".svg"))
+    figure.savefig(path)
+
+
+def table(document: dict[str, Any]) -> str:
+    """Each run of a file, with what it began with and reached."""
+    lines = ["| Run | Seed | Blocks | Held out | Last ten blocks | Seconds a block | All blocks | Side by side |"]
+    lines.append("|---|--:|--:|--:|--:|--:|--:|--:|")
+    for row in document["rows"]:
+        last = row["reward"][-10:]
+        middle = sorted(row["block_seconds"])[len(row["block_seconds"]) // 2]
+        lines.append(
+            f"| {row['run']} | {row['seed']} | {len(row['reward'])} | {document['base']['accuracy']:.3f} to "
+            f"{row['accuracy']:.3f} | {sum(last) / len(last):.3f} | {middle:.2f} s | {row['train_seconds']:.0f} s "
+            f"| {row['at_once']} |"
+        )
+    return "\n".join(lines)
+
+
+def with_tables(page: str, documents: dict[str, dict[str, Any]]) -> str:
+    """A page with the table of each file between its marks."""
+    for what, document in documents.items():
+        begin, end = f"<!-- evidence {what}: begin -->\n", f"<!-- evidence {what}: end -->"
+        before, _, rest = page.partition(begin)
+        page = f"{before}{begin}{table(document)}\n{end}{rest.partition(end)[2]}"
+    return page
+
+
+def publish(results: Path, page: Path) -> None:
+    """Plots beside the files, and the page's tables."""
+    found = {what: results / f"evidence-{what}.json" for what in ("comparison", "ablations")}
+    documents = {what: json.loads(path.read_text()) for what, path in found.items() if path.exists()}
+    rows = [row for document in documents.values() for row in document["rows"]]
+    for figure, names in {"comparison": CONTENDERS, **FIGURES}.items():
+        shown = [row for name in names for row in rows if row["run"] == name]
+        if {row["run"] for row in shown} > {"logitless"}:
+            draw(shown, results / f"evidence-{figure}.svg")
+    if page.exists():
+        page.write_text(with_tables(page.read_text(), documents))
 
 
 def main() -> None:
     """See the top of the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["comparison", "ablations", "draw", "one"])
-    parser.add_argument("--seeds", type=int, nargs="+")
+    parser.add_argument("what", choices=["comparison", "ablations", "draw", "base", "work"], nargs="+")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the comparison; ablations have 0")
+    parser.add_argument("--at-once", type=int, default=1, help="processes side by side")
     parser.add_argument("--size", choices=list(SIZES), default="116m")
-    parser.add_argument("--folder", type=Path, default=Path("runs/evidence"), help="models and data of the runs")
+    parser.add_argument("--folder", type=Path, help="models and data of the runs; default: runs/evidence/SIZE")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--name", help="of the one run")
+    parser.add_argument("--runs", type=Run.of, nargs="+", help="of the work: NAME:SEED")
+    parser.add_argument("--after", type=Path, nargs="*", default=[], help="files that the work waits for")
+    parser.add_argument("--until", type=float, default=float("inf"), help="time (of `date +%%s`) when work shall end")
     options = parser.parse_args()
-    files = {what: options.results / f"evidence-{what}.json" for what in ("comparison", "ablations")}
-    folder = options.folder / options.size if options.what != "one" else options.folder
-    match options.what:
-        case "one":
-            one(options.size, folder, options.name, options.seeds[0])
-        case "comparison":
-            missing(options.size, folder, ["logitless", "trl"], options.seeds or [0, 1, 2], files["comparison"])
-        case "ablations":
-            missing(options.size, folder, list(ABLATIONS), options.seeds or [0], files["ablations"])
-    for file in files.values():
-        if options.what != "one" and file.exists():
-            draw(file)
+    size, folder = options.size, options.folder or Path("runs/evidence") / options.size
+    if options.what == ["work"]:
+        if any(run.name == "trl" for run in options.runs):
+            import trl  # noqa: F401  # slow, so before what is waited for
+        while not all(path.exists() for path in [folder / "base.json", *options.after]):
+            if time.time() > options.until:
+                raise SystemExit("Waited in vain.")
+            time.sleep(0.1)
+        work(size, folder, options.runs, at_once=options.at_once, until=options.until)
+        return
+    if options.what == ["base"]:
+        folder.mkdir(parents=True, exist_ok=True)
+        imitate(size, folder)
+        return
+    runs: list[Run] = []
+    if "comparison" in options.what:
+        runs += [Run(name, seed) for seed in options.seeds for name in CONTENDERS]
+    if "ablations" in options.what:
+        runs += [Run(name, 0) for name in ABLATIONS]
+    if runs := lacking(size, options.results, runs):
+        missing(size, folder, runs, at_once=options.at_once)
+    if folder.exists():
+        gather(size, folder, options.results)
+    publish(options.results, PAGE if options.results == RESULTS else options.results / "evidence.md")
 
 
 if __name__ == "__main__":

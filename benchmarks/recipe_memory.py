@@ -1,18 +1,24 @@
-"""Runs a block of each 24 GB recipe under a limit of 24 GiB and records the peak beside the plan's.
+"""Runs two blocks of each small-card recipe under its card's limit and records the peaks beside the plan's.
 
     python benchmarks/recipe_memory.py
+    python benchmarks/recipe_memory.py --recipes qwen3-1.7b-gsm8k-24gb --keep-others
 
-No weights are downloaded: the recipes' stand-ins under ``recipes/dry-run`` give shapes, tokenizer and prompts, and the
-weights are random. Every completion is then as long as it may be and, with a constant reward and raw rewards as
-advantages, every token has a gradient: the memory is a real run's at its worst, and nothing is learned. Fewer
-completions than in the recipe, and never fewer than are decoded at once or make two micro-batches.
+No weights are downloaded: the recipes' stand-ins under ``recipes/dry-run`` give shapes and a tokenizer, and the weights
+are random, drawn on the GPU. Every prompt has as many tokens as the recipe allows, every completion is as long as it
+may be and, with a constant reward and raw rewards as advantages, every token has a gradient: the memory is a real run's
+at its worst, and nothing is learned. Fewer completions than in the recipe, and never fewer than are decoded at once or
+make two micro-batches. The second block is trained by another process, which resumes from the first one's checkpoint.
 """
 
 import argparse
+import gc
 import json
+import os
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -20,26 +26,31 @@ from typing import Any
 import torch
 
 from logitless.bench.machine import environment, write_result
+from logitless.data.prompts import load_prompts
+from logitless.data.sources import FileData
 from logitless.errors import UnavailableError
+from logitless.models import loading
+from logitless.train import setup
+from logitless.train.config import Recipe
 from logitless.train.plan import GIB, plan_of
 from logitless.train.recipe import load_recipe
 from logitless.train.run import start
+from logitless.train.setup import tokenizer_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "recipe-memory.json"
-LIMIT = 24 * GIB
-
+LIMITS = {
+    "qwen2.5-0.5b-gsm8k": 24 * GIB,
+    "llama3.1-8b-ifeval-24gb": 24 * GIB,
+    "qwen3-1.7b-gsm8k-24gb": 24 * GIB,
+    "llama3.1-8b-ifeval-16gb": 16 * GIB,
+}
+"""What the card of each recipe has."""
 STAND_INS = {
-    "qwen2.5-0.5b-gsm8k": [
-        "model.source=recipes/dry-run/qwen2.5-0.5b",
-        "data.train={name: file, path: recipes/dry-run/gsm8k.jsonl, columns: {prompt: question}}",
-        "rollout.completions_per_prompt=32",
-    ],
-    "llama3.1-8b-ifeval-24gb": [
-        "model.source=recipes/dry-run/llama3.1-8b",
-        "data.train={name: file, path: recipes/dry-run/ifeval.jsonl, columns: {id: key}}",
-        "rollout.completions_per_prompt=4",
-    ],
+    "qwen2.5-0.5b-gsm8k": ["model.source=recipes/dry-run/qwen2.5-0.5b", "rollout.completions_per_prompt=32"],
+    "llama3.1-8b-ifeval-24gb": ["model.source=recipes/dry-run/llama3.1-8b", "rollout.completions_per_prompt=4"],
+    "qwen3-1.7b-gsm8k-24gb": ["model.source=recipes/dry-run/qwen3-1.7b", "rollout.completions_per_prompt=12"],
+    "llama3.1-8b-ifeval-16gb": ["model.source=recipes/dry-run/llama3.1-8b", "rollout.completions_per_prompt=4"],
 }
 EVERYTHING_AT_ITS_LONGEST = [
     "model.random_weights=true",
@@ -49,56 +60,135 @@ EVERYTHING_AT_ITS_LONGEST = [
     "rollout.zero_signal=keep",
     "rewards=[{name: regex, pattern: '.*'}]",
     "algorithm.advantage={name: raw}",
-    "train.blocks=1",
+    "checkpoint.every_blocks=1",
+    "writers=[]",
 ]
 
 
-def measure(recipe: Path, overrides: list[str]) -> dict[str, Any]:
-    """The plan and the peak of one run, which has this process to itself; no peak without a GPU."""
+def longest_prompts(recipe: Recipe, path: Path) -> int:
+    """Leave a file of as many prompts as a block has, each as long as the recipe allows; returns their tokens."""
+    most = recipe.data.max_prompt_tokens
+    path.write_text("".join(json.dumps({"id": str(n), "prompt": "x" * n}) + "\n" for n in range(1, most + 1)))
+    found = load_prompts(FileData(path=path), tokenizer_of(recipe.model), max_prompt_tokens=most).prompts
+    longest = max(found, key=lambda prompt: len(prompt.token_ids))
+    text = "x" * int(longest.id)
+    rows = [{"id": str(n), "prompt": text} for n in range(recipe.rollout.prompts_per_block)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return len(longest.token_ids)
+
+
+@contextmanager
+def drawn_on_the_device(limit: int, *, rounded_there: bool) -> Iterator[None]:
+    """Random weights are drawn there; on the CPU eight billion take minutes.
+
+    Args:
+        limit: bytes that the process may use.
+        rounded_there: weights are rounded to four bits where they were drawn, which the limit is no part of: those that
+            are read from files wait on the host for it.
+    """
+    build, load = loading._built, setup.load_model
+    if not torch.cuda.is_available():
+        yield
+        return
+    fraction = min(1.0, limit / torch.cuda.get_device_properties(0).total_memory)
+
+    def built(config: Any, options: Any) -> Any:
+        torch.cuda.manual_seed(0)
+        with torch.device("cuda"):
+            return build(config, options)
+
+    def loaded(*arguments: Any, **options: Any) -> Any:
+        torch.cuda.set_per_process_memory_fraction(1.0 if rounded_there else fraction)
+        model = load(*arguments, **options)
+        if rounded_there:
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        torch.cuda.set_per_process_memory_fraction(fraction)
+        return model
+
+    loading._built, setup.load_model = built, loaded
+    try:
+        yield
+    finally:
+        loading._built, setup.load_model = build, load
+
+
+def measure(recipe: Path, overrides: list[str], limit: int, folder: Path, *, blocks: int) -> dict[str, Any]:
+    """The plan and the peak of one run, which has this process to itself; no peak without a GPU.
+
+    Args:
+        recipe: file.
+        overrides: of its keys.
+        limit: bytes of the card.
+        folder: of the run; with more than one block the run that is there is resumed.
+        blocks: that it has at the end.
+    """
+    prompts = folder / "prompts.jsonl"
+    overrides = [*overrides, f"data.train={{name: file, path: {prompts}}}"]
+    prompts.write_text(json.dumps({"prompt": "x"}) + "\n")  # for the first reading
+    places = [f"output={folder}", f"train.blocks={blocks}"]
+    num_tokens = longest_prompts(load_recipe(recipe, [*overrides, *places]), prompts)
+    checked = load_recipe(recipe, [*overrides, *places])
+    if checked.model.allocator is not None:  # as a run sets it, and before anything here asks for the device
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", checked.model.allocator)
+    plan = plan_of(checked)
     cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_per_process_memory_fraction(min(1.0, LIMIT / torch.cuda.get_device_properties(0).total_memory))
-    with tempfile.TemporaryDirectory() as output:
-        checked = load_recipe(recipe, [*overrides, f"output={output}"])
-        plan = plan_of(checked)
-        began = time.perf_counter()
-        folder, _ = start(checked)
-        seconds = time.perf_counter() - began
-        summary = json.loads(folder.summary.read_text())
+    began = time.perf_counter()
+    with drawn_on_the_device(limit, rounded_there=checked.model.quantize is not None):
+        run, complete = start(checked, resume=blocks > 1)
+    summary = json.loads(run.summary.read_text())
+    lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+    lengths = [line["length/mean"] for line in lines if "length/mean" in line]
     return {
         "recipe": checked.name,
-        "overrides": overrides,
+        "limit_bytes": limit,
+        "overrides": [*overrides[:-1], *places[1:]],
+        "resumed": blocks > 1,
+        "complete": complete,
+        "prompt_tokens": num_tokens,
+        "completion_tokens_mean": lengths[-1] if lengths else None,
         "planned_bytes": dict(plan.memory_bytes),
         "planned_total_bytes": plan.total_bytes,
         "peak_allocated_bytes": torch.cuda.max_memory_allocated() if cuda else None,
         "peak_reserved_bytes": torch.cuda.max_memory_reserved() if cuda else None,
-        "wall_clock_seconds": seconds,
+        "halvings": max((line.get("optimizer/halvings", 0) for line in lines), default=0),
+        "wall_clock_seconds": time.perf_counter() - began,
         "seconds": summary["seconds"],
     }
 
 
 def main() -> None:
-    """Both recipes, each in a process of its own."""
+    """Each recipe, a block and its resume in processes of their own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", choices=STAND_INS, default=list(STAND_INS))
     parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--keep-others", action="store_true", help="keep the file's rows of other recipes")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise UnavailableError(
             needed="a CUDA device", given="none", remedy="Use --dry-run of the recipes for the plan."
         )
-    rows = []
+    rows = json.loads(options.out.read_text())["rows"] if options.keep_others and options.out.exists() else []
+    rows = [row for row in rows if row["recipe"] not in options.recipes]
     for name in options.recipes:
         overrides = [*EVERYTHING_AT_ITS_LONGEST, *STAND_INS[name]]
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
-            rows.append(processes.submit(measure, Path(f"recipes/{name}.yaml"), overrides).result())
-        found = rows[-1]
-        print(f"{name}: planned {found['planned_total_bytes'] / GIB:.1f} GiB, peak", end=" ")
-        print(
-            f"{found['peak_allocated_bytes'] / GIB:.1f}, reserved {found['peak_reserved_bytes'] / GIB:.1f}", flush=True
-        )
-        machine = environment("cuda", ("triton", "transformers", "peft"))
-        write_result(options.out, {"environment": machine, "limit_bytes": LIMIT, "rows": rows})
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            spawn = get_context("spawn")
+            alone = [stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn)) for _ in range(2)]
+            alone[1].submit(int)  # its imports meanwhile
+            for blocks, process in enumerate(alone, start=1):
+                work = process.submit(
+                    measure, Path(f"recipes/{name}.yaml"), overrides, LIMITS[name], Path(folder), blocks=blocks
+                )
+                rows.append(work.result())
+                process.shutdown()
+                found = rows[-1]
+                print(f"{name}, block {blocks}: planned {found['planned_total_bytes'] / GIB:.1f} GiB, peak", end=" ")
+                print(f"{found['peak_allocated_bytes'] / GIB:.1f}", end=", ")
+                print(f"reserved {found['peak_reserved_bytes'] / GIB:.1f}", flush=True)
+                machine = environment("cuda", ("triton", "transformers", "peft", "bitsandbytes"))
+                write_result(options.out, {"environment": machine, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -119,26 +119,28 @@ def kind_of(device: int, args: Sequence[Any], named: dict[str, Any]) -> tuple[tu
     """
     key: list[Any] = [device]
     values: list[Any] = []
+    say, give = key.append, values.append
     for each in args:
         kind = type(each)
         if kind is Tensor or kind is nn.Parameter:
             address = each.data_ptr()
-            key += (each.dtype, not address & 15)
-            values.append(address)
+            say(each.dtype)
+            say(not address & 15)
+            give(address)
             continue
         if kind is int:
             if not -_LIMIT <= each < _LIMIT:
                 return None
-            key.append(1 if each == 1 else 0 if each & 15 else 16)
+            say(1 if each == 1 else 0 if each & 15 else 16)
         elif kind is float:
-            key.append("float")
+            say("float")
         elif kind is TensorDescriptor:
             key += (each.base.dtype, *each.block_shape, each.padding, getattr(each, "round_f32_to_tf32", False))
         elif each is None:
-            key.append(None)
+            say(None)
         else:
             return None
-        values.append(each)
+        give(each)
     constants = named.values()
     return (*key, *named, *constants, *map(type, constants)), values
 

@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from logitless.errors import ConfigurationError, UnavailableError
 pytestmark = pytest.mark.filterwarnings("default")  # of transformers, accelerate and TRL
 
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks/results"
 FIELDS = {
     "contender", "seconds", "seconds_min", "seconds_max", "runs", "tokens", "tokens_per_second", "peak_bytes",
     "reserved_bytes", "loss", "grad_norm", "failure",
@@ -58,7 +60,8 @@ def document_in(folder):
 def test_a_run_leaves_complete_rows_of_every_contender(folder):
     document = document_in(folder)
     found = [(row["contender"], row["live"]) for row in document["rows"]]
-    assert sorted(found) == sorted((name, live) for name in step_rows.CONTENDERS for live in step_rows.LIVE)
+    named = [name for name in step_rows.CONTENDERS if name not in step_rows.MOMENTS]
+    assert sorted(found) == sorted((name, live) for name in named for live in step_rows.LIVE)
     for row in document["rows"]:
         assert (row["model"], row["workload"], row["failure"]) == ("tiny", "long", None)
         assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds"])
@@ -125,6 +128,17 @@ def test_a_second_run_measures_nothing_again_but_what_it_is_told_to(folder):
 def test_no_row_is_begun_when_the_time_is_over(tmp_path):
     step.run(options(tmp_path, "--minutes", "0", "--parts", "rows"))
     assert not (tmp_path / "step-tiny.json").exists()
+
+
+def test_moments_that_this_machine_cannot_hold_are_recorded_as_such(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    step.run(options(tmp_path, "--parts", "rows", "--contenders", "logitless-8bit-moments,logitless-host-moments"))
+    rows = document_in(tmp_path)["rows"]
+    assert [(row["contender"], row["live"], row["seconds"]) for row in rows] == [
+        (name, 1.0, None) for name in step_rows.MOMENTS
+    ]
+    assert "needed torchao" in rows[0]["failure"]
+    assert "train.optimizer.moments: host" in rows[1]["failure"]
 
 
 def test_a_trainer_that_is_not_installed_is_recorded_as_such_and_tried_again(tmp_path, monkeypatch):
@@ -262,4 +276,4 @@ def test_the_tables_show_failures_and_what_was_extrapolated():
 
 def test_the_committed_table_is_made_from_the_committed_results():
     pages = [ROOT / "README.md", ROOT / "docs/step.md", ROOT / "docs/performance.md"]
-    assert step_report.update(pages, step_report.load(ROOT / "benchmarks/results"), check=True) == 0
+    assert step_report.update(pages, step_report.load(RESULTS), step_report.load_activations(RESULTS), check=True) == 0

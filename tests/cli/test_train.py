@@ -37,7 +37,9 @@ def plan(recipe, *more):
 # --- dry runs -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-0.5b-gsm8k", "llama3.1-8b-ifeval-24gb"])
+@pytest.mark.parametrize(
+    "name", ["qwen2.5-0.5b-gsm8k", "qwen3-1.7b-gsm8k-24gb", "llama3.1-8b-ifeval-24gb", "llama3.1-8b-ifeval-16gb"]
+)
 def test_the_documented_dry_run_of_a_recipe_passes_and_prints_memory_by_part(name, capsys):
     assert main(dry_run_command(RECIPES / f"{name}.yaml")) == 0
     printed = capsys.readouterr().out
@@ -59,6 +61,16 @@ def test_full_fine_tuning_of_half_a_billion_weights_fits_24_gib_with_a_gib_to_sp
     assert found.total_bytes < 23 * GIB
 
 
+def test_full_fine_tuning_of_1_7_billion_weights_fits_24_gib_with_its_optimizer_on_the_host():
+    found = plan(RECIPES / "qwen3-1.7b-gsm8k-24gb.yaml")
+    assert found.memory_bytes["gradients"] == 2 * found.memory_bytes["trained weights"]
+    assert found.memory_bytes["AdamW moments"] == 0
+    assert "float32 masters" not in found.memory_bytes
+    assert found.total_bytes < 23 * GIB
+    on_the_gpu = plan(RECIPES / "qwen3-1.7b-gsm8k-24gb.yaml", "train.optimizer.moments=float32")
+    assert on_the_gpu.total_bytes - found.total_bytes == 3 * found.memory_bytes["gradients"] > 19 * GIB
+
+
 def test_eight_billion_weights_fit_24_gib_under_lora_with_a_gib_to_spare():
     found = plan(RECIPES / "llama3.1-8b-ifeval-24gb.yaml")
     d, f, kv, v, rank = 4096, 14336, 1024, 128256, 16
@@ -68,6 +80,15 @@ def test_eight_billion_weights_fit_24_gib_under_lora_with_a_gib_to_spare():
     assert found.memory_bytes["trained weights"] == 4 * 32 * factors
     assert "reference" not in found.memory_bytes, "under LoRA the reference is the base with the adapter off"
     assert found.total_bytes < 23 * GIB
+
+
+def test_eight_billion_weights_fit_16_gib_in_four_bits_with_a_gib_to_spare():
+    found = plan(RECIPES / "llama3.1-8b-ifeval-16gb.yaml")
+    d, f, kv, v = 4096, 14336, 1024, 128256
+    linears = 32 * (2 * d * d + 2 * d * kv + 3 * d * f)  # 4 bits, 8 for 64 of them, 32 for 256 of those
+    rest = 2 * v * d + 32 * 2 * d + d
+    assert found.memory_bytes["frozen weights"] == linears * (4 + 8 / 64 + 32 / (64 * 256)) / 8 + 2 * rest
+    assert found.total_bytes < 15 * GIB
 
 
 def test_eight_billion_weights_do_not_fit_24_gib_under_full_fine_tuning():

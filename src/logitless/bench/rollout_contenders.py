@@ -17,8 +17,8 @@ from logitless.data.packing import pack
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.lm_head import backbone, causal_lm
 from logitless.models.lora import LoraOptions, add_lora
+from logitless.models.modes import evaluating
 from logitless.models.row_invariant import install_row_invariant
-from logitless.rollout.completions import evaluating
 from logitless.rollout.engine import Engine
 from logitless.rollout.gpu import GpuEngine
 from logitless.rollout.sampling import SamplingOptions

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from logitless import pages
+from logitless.bench import rollout_run
 from logitless.pages import Marks
 
 
@@ -18,6 +19,7 @@ def update(paths: Sequence[Path], folder: Path, *, check: bool) -> int:
     """Rewrites the tables between the marks of each document; with ``check``, 1 if one is out of date."""
     tables = {
         Marks("rollout", "speed"): "\n\n".join(speed_table(each) for each in documents(folder, "rollout")),
+        Marks("rollout", "run"): "\n\n".join(rollout_run.table(each) for each in documents(folder, "run")),
         Marks("rollout", "step"): "\n\n".join(step_table(each) for each in documents(folder, "decode-step")),
         Marks("rollout", "block"): "\n\n".join(block_table(each) for each in documents(folder, "block")),
         Marks("rollout", "law"): "\n\n".join(law_table(each) for each in documents(folder, "sampled-bits")),

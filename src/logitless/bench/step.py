@@ -153,7 +153,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", default=names, help=f"by commas, of {names},{TINY.name}")
     parser.add_argument("--parts", default=",".join(PARTS), help="what to measure, by commas")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="of the rows, by commas")
-    parser.add_argument("--contenders", default=",".join(step_rows.CONTENDERS), help="of the rows, by commas")
+    parser.add_argument(
+        "--contenders",
+        default=",".join(name for name in step_rows.CONTENDERS if name not in step_rows.MOMENTS),
+        help=f"of the rows, by commas; besides: {', '.join(step_rows.MOMENTS)}",
+    )
     parser.add_argument("--live", default="1,0.5", help="of the rows: fractions of groups with an advantage, by commas")
     parser.add_argument("--again", default="", help="contenders whose rows are thrown away first, by commas")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each contender, fewer where they are slow")
@@ -178,7 +182,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures what is missing under ``--output``, or rewrites tables; 0 when all is well."""
     if args.table is not None:
-        return step_report.update(args.table, step_report.load(args.output), check=args.check)
+        found, activations = step_report.load(args.output), step_report.load_activations(args.output)
+        return step_report.update(args.table, found, activations, check=args.check)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UnavailableError(
             needed="a CUDA device", given="none", remedy="Use --device cpu --models tiny to try the tool itself."

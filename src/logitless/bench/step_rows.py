@@ -30,6 +30,7 @@ from torch import Tensor
 from logitless.bench.machine import release
 from logitless.bench.step_contenders import ALGORITHM, WORKLOADS, InstalledTRL, Rollouts, Shape
 from logitless.bench.step_profile import kernel_times
+from logitless.errors import UnavailableError
 from logitless.models.activations import set_modes
 from logitless.models.lm_head import backbone, causal_lm, lm_head
 from logitless.train.block import AdvantagedBlock
@@ -40,14 +41,22 @@ from logitless.train.optimizer import take_step
 from logitless.train.policy import Policy
 from logitless.train.score import scores_of
 
-CONTENDERS = ("logitless", "logitless-budget-0", "logitless-autocast", "trl", "trl-without-recomputation")
 FORM = {
     "logitless": "row-invariant",
     "logitless-budget-0": "row-invariant",
+    "logitless-8bit-moments": "row-invariant",
+    "logitless-host-moments": "row-invariant",
     "logitless-autocast": "autocast",
     "trl": "autocast",
     "trl-without-recomputation": "autocast",
 }
+CONTENDERS = tuple(FORM)
+MOMENTS = {"logitless-8bit-moments": "8bit", "logitless-host-moments": "host"}
+"""``train.optimizer.moments`` of those that are not float32 on the device; measured at live fraction 1 on *long*."""
+
+STAGES = (("autocast", "float32"), ("row-invariant", "float32"), ("row-invariant", "8bit"), ("row-invariant", "host"))
+"""Form and moments, in the order in which they are measured: the first gives what the others are compared with."""
+
 LIVE = (1.0, 0.5)
 PROFILED = ("long", 1.0)
 """Where kernels are timed, too."""
@@ -92,6 +101,7 @@ def cases(
         for live in fractions
         for contender in contenders
         if live == 1.0 or workload == "long" or FORM[contender] == "row-invariant"
+        if contender not in MOMENTS or (workload, live) == PROFILED
     ]
 
 
@@ -117,13 +127,22 @@ def measure(
         in_time: whether another case may start.
     """
     rate = product_rate(device)
-    for form in ("autocast", "row-invariant"):
-        mine = [case for case in todo if FORM[case.contender] == form]
+    for form, moments in STAGES:
+        mine = [
+            case for case in todo if (FORM[case.contender], MOMENTS.get(case.contender, "float32")) == (form, moments)
+        ]
         unknown = [case for case in todo if case not in mine and not _reference_path(references, shape, case).exists()]
         unknown = list({(case.workload, _compared(case)): case for case in unknown}.values())
         if not (mine or (form == "autocast" and unknown)):
             continue
-        stage = Stage(shape, device, form)
+        try:
+            stage = Stage(shape, device, form, moments)
+        except Exception as error:  # moments that this machine cannot hold
+            timed = Timed(failure=_first_line(error))
+            for case in mine:
+                drawn = Rollouts.draw(shape.workload(case.workload), shape.vocabulary).with_live(case.live)
+                keep("rows", [_row(shape, case, drawn, timed, Reference(torch.empty(0), {}, None, None), rate)])
+            continue
         for case in [*mine, *unknown] if form == "autocast" else mine:
             if not in_time():
                 return
@@ -227,9 +246,14 @@ class Stage:
         shape: of the model.
         device: ``cuda`` or ``cpu``; on the CPU, to try the tool, both forms are the layers of transformers in float32.
         form: ``autocast`` or ``row-invariant``.
+        moments: of the optimizer, as in a recipe.
     """
 
-    def __init__(self, shape: Shape, device: str, form: str) -> None:
+    def __init__(self, shape: Shape, device: str, form: str, moments: str) -> None:
+        if moments == "host" and device != "cuda":
+            raise UnavailableError(
+                needed="a GPU for train.optimizer.moments: host", given=device, remedy="Leave the contender out."
+            )
         self.shape, self.device, self.form = shape, device, form
         self.model = shape.build(device)
         fused = device == "cuda" and form == "row-invariant"
@@ -241,7 +265,9 @@ class Stage:
             install_row_invariant(self.model)
             self_check(self.model)
         autocast = torch.bfloat16 if device == "cuda" and form == "autocast" else None
-        recipe = _recipe(shape, "row_invariant" if fused else "transformers", saves=form == "row-invariant")
+        recipe = _recipe(
+            shape, "row_invariant" if fused else "transformers", saves=form == "row-invariant", moments=moments
+        )
         self.policy = Policy(self.model, autocast=autocast, share_prompts=recipe.train.share_prompts)
         self.learner = Learner(recipe, ALGORITHM, self.policy, None, reward_weights={})
         held = {name: p for name, p in self.policy.held().items() if p.requires_grad}
@@ -257,6 +283,8 @@ class Stage:
                 p.copy_(self.start[name], non_blocking=True)
         round_masters(self.policy.named_parameters().values())
         for state in self.learner.optimizer.state.values():
+            if any(hasattr(value, "codes") for value in state.values()):
+                state.clear()
             for value in state.values():
                 value.zero_()
         self.learner.progress = Progress()
@@ -384,7 +412,7 @@ def _block(rollouts: Rollouts, *, leave_out_dead: bool) -> AdvantagedBlock:
     )
 
 
-def _recipe(shape: Shape, layers: str, *, saves: bool) -> Recipe:
+def _recipe(shape: Shape, layers: str, *, saves: bool, moments: str) -> Recipe:
     """What the learner reads of a recipe; one step over everything, with every saving or with none."""
     lora = shape.lora_rank is not None
     row_invariant = layers == "row_invariant"
@@ -406,7 +434,7 @@ def _recipe(shape: Shape, layers: str, *, saves: bool) -> Recipe:
         "train": {
             "tokens_per_step": 10**9,
             "tokens_per_micro_batch": WORKLOADS["long"].tokens_per_micro_batch,
-            "optimizer": {"learning_rate": LEARNING_RATE},
+            "optimizer": {"learning_rate": LEARNING_RATE, "moments": moments},
             **dict.fromkeys(("share_prompts", "pack_by_cost", "leave_out_dead"), saves),
         },
     }

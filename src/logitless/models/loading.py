@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from logitless.errors import ConfigurationError, UnavailableError
 from logitless.hub import use_cache_if_unreachable
+from logitless.models.four_bit import FourBit, quantize
 from logitless.models.lm_head import backbone, causal_lm, verify_lm_head, verify_packing
 from logitless.models.packed import PACKED
 from logitless.models.rotary import separate_long_sequences
@@ -37,6 +38,7 @@ def load_model(
     random_weights: bool = False,
     seed: int = 0,
     drop_router_loss: bool = False,
+    four_bit: FourBit | None = None,
 ) -> PreTrainedModel:
     """A causal language model with its weights, its LM head and its packing verified.
 
@@ -49,12 +51,14 @@ def load_model(
         random_weights: draw the weights instead of reading them.
         seed: of the random weights; the global generators are left alone.
         drop_router_loss: train a mixture of experts without its load-balancing loss.
+        four_bit: round the decoder's linear layers to four bits a weight, one after the other on their way to the
+            device; for a base that is not trained.
 
     Raises:
         ConfigurationError: the source does not exist, has no safetensors, lacks weights, or is a mixture of experts
             whose router loss would be dropped.
         UnavailableError: this architecture cannot run with this attention, has layers that carry a state from token
-            to token (Mamba, linear attention), or its LM head is not an LMHead.
+            to token (Mamba, linear attention), its LM head is not an LMHead, or there is nothing to round with.
 
     Example:
         >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
@@ -85,10 +89,14 @@ def load_model(
             model = _built(config, options)
     else:
         model = _read_weights(source, config, options)
-    model.to(device)
+    if four_bit is None:
+        model.to(device)
     separate_long_sequences(model)
     verify_lm_head(model)
     verify_packing(model)
+    if four_bit is not None:  # after the checks, for products in four bits differ by more than their tolerance
+        quantize(model, four_bit, torch.device(device))
+        model.to(device)
     return model
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from logitless.distributed.arrangement import Arrangement
@@ -18,7 +19,7 @@ from logitless.rollout.sampling import SamplingOptions
 from logitless.train.config import GpuEngineSection, Recipe, RecordedEngineSection
 from logitless.train.eight_bit import check_torchao
 from logitless.train.policy import Policy
-from logitless.train.setup import Data, device_of
+from logitless.train.setup import Data
 from logitless.types import Completion
 
 
@@ -34,15 +35,15 @@ def check_before_start(recipe: Recipe, data: Data, model: nn.Module) -> None:
         ConfigurationError, DataError: see below.
     """
     check_positions(recipe, data, model)
-    check_moments(recipe)
+    check_moments(recipe, model)
     engine = recipe.rollout.engine
     if isinstance(engine, RecordedEngineSection) and not Path(engine.path).is_dir():
         vocabulary = causal_lm(model).get_input_embeddings().weight.shape[0]
         check_recorded(recipe, data, read_completions(engine.path), vocabulary)
 
 
-def check_moments(recipe: Recipe) -> None:
-    """Refuse moments that this machine cannot hold as asked.
+def check_moments(recipe: Recipe, model: nn.Module) -> None:
+    """Refuse moments that this machine cannot hold as asked; on the meta device a GPU elsewhere is planned for.
 
     Raises:
         UnavailableError: of 8 bits, without torchao.
@@ -51,7 +52,9 @@ def check_moments(recipe: Recipe) -> None:
     moments = recipe.train.optimizer.moments
     if moments == "8bit":
         check_torchao()
-    device = device_of(recipe.model)
+    device = next(model.parameters()).device
+    if device.type == "meta":
+        device = torch.device("cuda" if recipe.model.device == "auto" else recipe.model.device)
     if moments == "host" and device.type != "cuda":
         raise ConfigurationError(
             needed="a GPU beside train.optimizer.moments: host",
@@ -100,6 +103,12 @@ def arrangement_of(recipe: Recipe, world: int) -> Arrangement:
             needed="all weights on every process for model.layers: row_invariant",
             given=f"weights sharded over {arrangement.weights}",
             remedy="Set parallel.replicate to the number of processes, or leave model.layers at auto.",
+        )
+    if arrangement.is_sharded and recipe.model.quantize is not None:
+        raise ConfigurationError(
+            needed="all weights on every process beside model.quantize, whose four bits are not cut",
+            given=f"weights sharded over {arrangement.weights}",
+            remedy="Set parallel.replicate to the number of processes, or leave model.quantize out.",
         )
     if arrangement.sequence > 1 and recipe.model.attention != "packed":
         raise ConfigurationError(

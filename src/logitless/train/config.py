@@ -89,6 +89,11 @@ class ModelSection(Section):
     )
     trust_remote_code: bool = Field(False, description="run code that the model repository ships")
     lora: LoraSection | None = Field(None, description="None: full fine-tuning")
+    quantize: Literal["nf4"] | None = Field(
+        None,
+        description="nf4: LoRA's base in four bits a weight, by bitsandbytes, which promises no bits and cannot be "
+        "merged; None: in `dtype`",
+    )
 
 
 class DataSection(Section):
@@ -569,6 +574,24 @@ class Recipe(Section):
             f"model.dtype={self.model.dtype} with full fine-tuning and no reference",
             "Remove it, or set model.autocast to make products in bfloat16.",
         )
+        _require(
+            self.model.quantize is None or self.model.lora is not None,
+            "model.lora beside model.quantize, for weights in four bits are not trained",
+            "full fine-tuning",
+            "Set model.lora: {}, or leave model.quantize out.",
+        )
+        _require(
+            self.model.quantize is None or self.warm_start is None,
+            "a base that stays as it is beside model.quantize",
+            "a warm_start, whose adapter would be merged into it",
+            "Leave one of them out.",
+        )
+        _require(
+            self.model.quantize is None or self.model.layers in ("auto", "transformers"),
+            "model.layers: auto or transformers beside model.quantize, whose products have no one set of bits",
+            self.model.layers,
+            "Leave model.layers out.",
+        )
         for reward in self.rewards:
             _require(
                 reward.metric_name.isprintable() and "/" not in reward.metric_name,
@@ -659,6 +682,14 @@ class Recipe(Section):
                     "no model.lora" if self.model.lora is None else "a warm_start",
                     "Set rollout.engine.weights: {name: folder}.",
                 )
+        _require(
+            self.model.quantize is None
+            or not isinstance(engine, VllmEngineSection | VllmServerEngineSection)
+            or isinstance(getattr(engine, "weights", None), AdapterWeightsSection),
+            "an engine beside model.quantize that takes the adapter alone, which cannot be merged into four bits",
+            f"rollout.engine: {engine.name}",
+            "Sample with rollout.engine: {name: transformers}, or push with weights: {name: adapter}.",
+        )
         if isinstance(engine, VllmServerEngineSection | VllmEngineSection):
             for sampling in self.samplings:
                 sampling_fields(sampling)

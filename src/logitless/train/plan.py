@@ -15,6 +15,7 @@ from torch import nn
 
 from logitless.errors import UnavailableError
 from logitless.head.chunked import default_budget
+from logitless.models.four_bit import saved_bytes
 from logitless.models.lm_head import causal_lm
 from logitless.models.value_head import ValueHead
 from logitless.rollout.environments import environment_of
@@ -122,11 +123,12 @@ def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None
     if train.activation_memory is not None:
         activations = min(activations, train.activation_memory)
     sampling = sampling_bytes(recipe, config, number)
+    stored = sum(p.numel() * p.element_size() for p in frozen)
     parts = {
         "trained weights": sum(p.numel() * p.element_size() for p in trained),
         "gradients": held,
         "AdamW moments": moments_bytes(recipe, held),
-        "frozen weights": sum(p.numel() * p.element_size() for p in frozen),
+        "frozen weights": stored if section.quantize is None else stored - saved_bytes(model),
     }
     if lowered and train.optimizer.moments != "host":
         parts["float32 masters"] = held

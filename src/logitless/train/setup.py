@@ -26,6 +26,7 @@ from logitless.data.sources import DataOptions, MixedData
 from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError, DataError, UnavailableError
 from logitless.models.activations import set_modes
+from logitless.models.four_bit import num_weights
 from logitless.models.liger_layers import install_liger_layers
 from logitless.models.lm_head import backbone, causal_lm
 from logitless.models.loading import check_vocabulary, compile_layers, disable_dropout, load_model, load_tokenizer
@@ -180,6 +181,7 @@ def policy_model(
         random_weights=section.random_weights and not stored,
         seed=seed,
         drop_router_loss=section.drop_router_loss,
+        four_bit=section.quantize,
     )
     check_vocabulary(model, tokenizer)
     num_dropouts = disable_dropout(model)
@@ -276,6 +278,7 @@ def own_layers_because(section: ModelSection, model: nn.Module) -> str:
         f"model.attention: {section.attention}": section.attention != "packed",
         f"model.autocast: {section.autocast}": section.autocast is not None,
         "model.compile: true": section.compile,
+        f"model.quantize: {section.quantize}": section.quantize is not None,
     }
     found = [setting for setting, given in beside.items() if given] + list(uncovered(model))
     device = next(model.parameters()).device.type
@@ -297,13 +300,18 @@ def effects(section: ModelSection, device: torch.device, model: nn.Module) -> li
     lines = [
         f"device {device}" + (f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""),
         f"trained: {sum(p.numel() for p in trained):,} weights in {_dtypes(trained)}",
-        f"frozen: {sum(p.numel() for p in frozen):,} weights in {_dtypes(frozen)}" if frozen else "frozen: none",
+        f"frozen: {sum(map(num_weights, frozen)):,} weights in {_dtypes(frozen)}" if frozen else "frozen: none",
         f"products in {section.autocast or _dtypes(trained)}, float32 ones at precision "
         f"{torch.get_float32_matmul_precision()!r}",
         f"attention {causal_lm(model).config._attn_implementation}; SDPA may use {', '.join(sdpa)}",
         f"layers {_layers(section, model)}",
         f"gradient checkpointing {'on' if checkpointing else 'off'}, compile {'on' if compiled else 'off'}",
     ]
+    if section.quantize is not None:
+        lines.append(
+            f"base in four bits a weight ({section.quantize}, uint8 above), by bitsandbytes: log-probs of sampling and "
+            "training have no one set of bits"
+        )
     if device.type == "cuda":
         lines.append(f"allocator {os.environ.get('PYTORCH_CUDA_ALLOC_CONF', 'default')}")
     return lines
