@@ -35,7 +35,7 @@ def speed_table(document: Mapping[str, Any]) -> str:
         >>> row |= {"roofline_tokens_per_second": 4e3, "first_seconds": 7.0}
         >>> here = dict.fromkeys(("gpu", "driver", "torch", "triton"), "x")
         >>> print(speed_table({"environment": here, "rows": [row]}).splitlines()[-1])
-        | m | w | gpu | 1,000 | 25% | 7.0 s | 1.0 GiB |
+        | m | w | gpu | 1,000 | 25% |  | 7.0 s | 1.0 GiB |
     """
     here = document["environment"]
     title = f"**{here['gpu']}**, driver {here['driver']}, torch {here['torch']}, Triton {here['triton']}"
@@ -43,13 +43,14 @@ def speed_table(document: Mapping[str, Any]) -> str:
 
 
 def _speed_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    yield "| model | workload | engine | tokens/s | of the roofline | first call | memory in use |"
-    yield "|---|---|---|--:|--:|--:|--:|"
+    yield "| model | workload | engine | tokens/s | of the roofline | host busy | first call | memory in use |"
+    yield "|---|---|---|--:|--:|--:|--:|--:|"
     for row in rows:
         share = row["tokens_per_second"] / row["roofline_tokens_per_second"]
+        busy = f"{row['host_seconds'] / row['seconds']:.0%}" if "host_seconds" in row else ""
         yield (
             f"| {row['model']} | {row['workload']} | {row['engine']} | {row['tokens_per_second']:,.0f} | {share:.0%} |"
-            f" {row['first_seconds']:.1f} s | {row['peak_bytes'] / 2**30:.1f} GiB |"
+            f" {busy} | {row['first_seconds']:.1f} s | {row['peak_bytes'] / 2**30:.1f} GiB |"
         )
 
 
