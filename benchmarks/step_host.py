@@ -33,20 +33,24 @@ from logitless.train.score import scores_of
 
 
 class Parts:
-    """Seconds of host time by part of a step, one entry a step."""
+    """Seconds of host time by part of a step; a part inside of another is counted once, as the inner one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self._inner = [0.0]
 
     def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, and its time in the part ``name``."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
+            self._inner.append(0.0)
             try:
                 return function(*args, **kwargs)
             finally:
-                self.seconds[name] += time.perf_counter() - begin
+                spent = time.perf_counter() - begin
+                self.seconds[name] += spent - self._inner.pop()
+                self._inner[-1] += spent
 
         return timed
 
@@ -114,7 +118,8 @@ def dearest_functions(take: Callable[[], object], restore: Callable[[], object],
 
 
 def on_the_device(take: Callable[[], object], restore: Callable[[], object]) -> dict[str, Any]:
-    """Busy and idle milliseconds of the GPU in a step, launches by kernel, and before which kernels it was idle."""
+    """Busy and idle milliseconds of the GPU in a step, launches by kernel, before which kernels it was idle, and what
+    calls of the driver cost the host."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
@@ -134,11 +139,17 @@ def on_the_device(take: Callable[[], object], restore: Callable[[], object]) -> 
         idle[name[:110]] += max(0, begin - end)
         end = max(end, finish)
     classes = Counter(kernel_class(name) for _, _, name in events)
+    calls, spent = Counter[str](), Counter[str]()
+    for event in recorded.events() or ():
+        if event.device_type.name == "CPU" and event.name.startswith("cu"):
+            calls[event.name] += 1
+            spent[event.name] += event.time_range.end - event.time_range.start
     return {
         "launches": len(events),
         "busy_ms": sum(busy.values()) / 1000,
         "idle_ms": sum(idle.values()) / 1000,
         "classes": dict(classes.most_common()),
+        "driver": {name: (n, round(spent[name] / 1000, 3)) for name, n in calls.most_common(12)},
         "most_launched": [(name, n, round(busy[name] / 1000, 3)) for name, n in launches.most_common(40)],
         "idle_before": [(name, round(us / 1000, 3)) for name, us in idle.most_common(25)],
     }
@@ -147,14 +158,14 @@ def on_the_device(take: Callable[[], object], restore: Callable[[], object]) -> 
 def report(shape: Shape, workload: str, live: float, stage: Stage, steps: int, top: int, output: Path) -> None:
     """One workload on the screen, and whole in a file."""
     rollouts = Rollouts.draw(shape.workload(workload), shape.vocabulary).with_live(live)
-    taken: Stepper | str = stage.stepper("logitless", rollouts)
-    assert not isinstance(taken, str)
+    stepper: Stepper | str = stage.stepper("logitless", rollouts)
+    assert not isinstance(stepper, str)
     plan = rollouts.plan.micro_batches
     logp = scores_of(stage.policy, rollouts.packed, plan, temperature=1.0, backend="auto").logp
     reference = Reference(logp.cpu(), {}, None, None)
 
     def take() -> None:
-        taken(rollouts, reference)
+        stepper.step(rollouts, reference)
 
     for _ in range(2):
         take()
@@ -183,7 +194,7 @@ def main() -> None:
     args = parser.parse_args()
     for name in args.models.split(","):
         shape = next(each for each in SHAPES if each.name == name)
-        stage = Stage(shape, args.device, "row-invariant")
+        stage = Stage(shape, args.device, "row-invariant", "float32")
         for workload in args.workloads.split(","):
             for live in args.live.split(","):
                 report(shape, workload, float(live), stage, args.steps, args.top, args.output)

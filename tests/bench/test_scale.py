@@ -2,16 +2,23 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from logitless.bench import scale_report
 from logitless.bench.scale import Work, head_over_shards, measured
-from logitless.bench.step_contenders import TINY
+from logitless.bench.step_contenders import SHAPES, TINY
 from logitless.cli.main import main
 from logitless.distributed import Ranks
+from logitless.distributed.arrangement import Arrangement
+from logitless.train.masters import lower_to
+from logitless.train.training_memory import training_memory
 from tests.ranks import run_on_ranks
 
+ROOT = Path(__file__).parents[2]
 WORK = Work(tokens=64, length=16, micro_batches=2, steps=2, head_budget=1000, device="cpu")
 
 
@@ -69,3 +76,42 @@ def test_more_gpus_than_there_are_is_an_error(capsys):
 def test_an_unknown_layout_is_bad_input():
     with pytest.raises(ValueError, match="a layout of shard, replicate, sequence, in_order"):
         measured(Ranks.alone(), TINY, "everything", WORK)
+
+
+# --- what was measured ------------------------------------------------------------------------------------------------
+
+ROWS = [row for document in scale_report.load(ROOT / "benchmarks/results") for row in document["rows"]]
+STEPS = [row for row in ROWS if "forecast_bytes" in row]
+
+
+def _name(row):
+    return "-".join(str(row[key]) for key in ("model", "gpus", "layout", "tokens"))
+
+
+@pytest.fixture(scope="module")
+def models():
+    """By name, on the meta device, as the bench trains them."""
+    found = {}
+    for name in {row["model"] for row in STEPS}:
+        shape = next(shape for shape in SHAPES if shape.name == name)
+        found[name] = shape.build("meta")
+        if shape.lora_rank is None:
+            lower_to(torch.bfloat16, found[name].parameters())
+    return found
+
+
+@pytest.mark.parametrize("row", STEPS, ids=_name)
+def test_memory_is_forecast_within_a_tenth_of_what_was_measured(row, models):
+    arrangement = Arrangement(**row["parallel"])
+    found = training_memory(
+        models[row["model"]],
+        arrangement,
+        tokens=row["tokens"] // arrangement.sequence,
+        head_budget=row["head_budget"],
+        in_order=row["layout"] == "in_order",
+    )
+    assert found.peak_bytes == pytest.approx(row["peak_bytes"], rel=0.1)
+
+
+def test_the_page_shows_what_was_measured():
+    assert scale_report.update([ROOT / "docs/scale.md"], ROOT / "benchmarks/results", check=True) == 0

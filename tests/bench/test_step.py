@@ -27,6 +27,7 @@ from logitless.errors import ConfigurationError, UnavailableError
 pytestmark = pytest.mark.filterwarnings("default")  # of transformers, accelerate and TRL
 
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks/results"
 FIELDS = {
     "contender", "seconds", "seconds_min", "seconds_max", "runs", "tokens", "tokens_per_second", "peak_bytes",
     "reserved_bytes", "loss", "grad_norm", "failure",
@@ -275,4 +276,4 @@ def test_the_tables_show_failures_and_what_was_extrapolated():
 
 def test_the_committed_table_is_made_from_the_committed_results():
     pages = [ROOT / "README.md", ROOT / "docs/step.md", ROOT / "docs/performance.md"]
-    assert step_report.update(pages, step_report.load(ROOT / "benchmarks/results"), check=True) == 0
+    assert step_report.update(pages, step_report.load(RESULTS), step_report.load_activations(RESULTS), check=True) == 0

@@ -1,8 +1,13 @@
 """The command line's own part: what is set before a command's imports."""
 
+import importlib.metadata
 import os
 import subprocess
 import sys
+
+import pytest
+
+from logitless.cli.main import main
 
 READ_BACK = """
 import os, sys
@@ -23,3 +28,29 @@ def spin_count(**environment):
 def test_threads_that_wait_soon_sleep_unless_the_user_says_otherwise():
     assert spin_count() == "10000"
     assert spin_count(GOMP_SPINCOUNT="77") == "77"
+
+
+def test_without_a_command_it_shows_what_to_begin_with(capsys):
+    assert main([]) == 2
+    assert "logitless recipes copy quickstart" in capsys.readouterr().err
+
+
+def test_it_knows_its_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"logitless {importlib.metadata.version('logitless')}\n"
+
+
+def test_a_command_that_there_is_not_gets_the_nearest_one(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["trian", "recipe.yaml"])
+    assert ended.value.code == 2
+    assert "there is no command 'trian'; did you mean 'train'?" in capsys.readouterr().err
+
+
+def test_a_recipe_that_comes_along_is_named_where_its_file_is_missing(tmp_path, capsys):
+    assert main(["train", str(tmp_path / "quickstart.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert "No such file" in said
+    assert "logitless recipes copy quickstart" in said

@@ -233,7 +233,8 @@ def _gradients(rank, folder, changes, block):
     learner, _ = _learner(folder, changes, Ranks(data=dist.group.WORLD) if dist.is_initialized() else Ranks.alone())
     found = []
 
-    def instead_of_a_step(optimizer, **_):
+    def instead_of_a_step(optimizer, *, meanwhile, **_):
+        meanwhile()
         found.append({name: p.grad.clone() for name, p in learner.policy.named_parameters().items()})
         optimizer.zero_grad(set_to_none=True)
         return torch.tensor(0.0), True

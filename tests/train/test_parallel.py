@@ -88,7 +88,8 @@ def _gradients(rank, folder, changes, dtype, groups, arrangement=None, device="c
     learner, _ = _learner(folder, changes, dtype, arrangement, device)
     found = []
 
-    def instead_of_a_step(optimizer, **_):
+    def instead_of_a_step(optimizer, *, meanwhile, **_):
+        meanwhile()
         named = learner.policy.named_parameters()
         found.append({name: whole(p.grad).clone() for name, p in named.items() if p.grad is not None})
         for parameter in named.values():

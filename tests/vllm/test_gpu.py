@@ -11,6 +11,8 @@ from logitless.rollout.vllm import VllmEngine
 from logitless.types import Prompt
 from tests.vllm.conftest import PATIENCE, PROMPT, TOKENIZER, engine_at, tiny_model, tiny_server
 
+pytest.importorskip("vllm")
+
 PROMPTS = [Prompt("0", "", PROMPT[:8])]
 OPTIONS = SamplingOptions(max_new_tokens=8)
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from logitless.bench import scale_report
 from logitless.bench.machine import environment, release, write_result
 from logitless.bench.step_contenders import SHAPES, TINY, Shape
 from logitless.data.packing import pack
@@ -83,11 +84,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-budget", type=int, help="bytes that the head may keep; default: half of what is free")
     parser.add_argument("--head", action="store_true", help="time the head over shards as well")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder of the JSON files")
+    parser.add_argument("--table", type=Path, nargs="*", help="documents whose tables to rewrite; measures nothing")
+    parser.add_argument("--check", action="store_true", help="with --table: fail if a document is out of date")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the tool itself with --models tiny")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure every model on every number of GPUs and add the rows to ``scale-<model>.json``; 0 when all is well."""
+    if args.table is not None:
+        return scale_report.update(args.table, args.output, check=args.check)
     counts = [int(n) for n in args.gpus.split(",")]
     if args.device == "cuda" and torch.cuda.device_count() < max(counts):
         raise UnavailableError(

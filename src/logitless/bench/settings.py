@@ -30,7 +30,7 @@ from logitless.train.config import OptimizerSection
 from logitless.train.optimizer import adamw
 from logitless.train.plots import bar_plot
 
-PACKAGES = ("triton", "transformers", "liger-kernel", "bitsandbytes")
+PACKAGES = ("triton", "transformers", "liger-kernel", "torchao")
 
 
 @dataclass(frozen=True)
@@ -199,13 +199,12 @@ def optimizer(scale: Scale, device: str) -> Iterator[Contender]:
 
         return step
 
-    def adamw_by(implementation: str) -> Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]:
-        options = OptimizerSection(implementation=implementation)  # type: ignore[arg-type]
-        return lambda parameters: adamw(parameters, options, torch.device(device))
+    def adamw_by(**options: Any) -> Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]:
+        return lambda parameters: adamw(parameters, OptimizerSection(**options), torch.device(device))
 
     for name in ("loop", "foreach", "fused"):
-        yield Contender(name, of(adamw_by(name)), (f"train.optimizer.implementation: {name}",))
-    yield Contender("8-bit (bitsandbytes)", of(_eight_bit))
+        yield Contender(name, of(adamw_by(implementation=name)), (f"train.optimizer.implementation: {name}",))
+    yield Contender("8-bit moments (torchao)", of(adamw_by(moments="8bit")))  # other numbers: not recommended for speed
 
 
 def _stepping(optimizer: torch.optim.Optimizer) -> Step:
@@ -213,13 +212,6 @@ def _stepping(optimizer: torch.optim.Optimizer) -> Step:
         optimizer.step()
 
     return step
-
-
-def _eight_bit(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    import bitsandbytes  # type: ignore[import-not-found, unused-ignore]
-
-    found: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(parameters)
-    return found
 
 
 def compiled(scale: Scale, device: str) -> Iterator[Contender]:

@@ -182,7 +182,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures what is missing under ``--output``, or rewrites tables; 0 when all is well."""
     if args.table is not None:
-        return step_report.update(args.table, step_report.load(args.output), check=args.check)
+        found, activations = step_report.load(args.output), step_report.load_activations(args.output)
+        return step_report.update(args.table, found, activations, check=args.check)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UnavailableError(
             needed="a CUDA device", given="none", remedy="Use --device cpu --models tiny to try the tool itself."

@@ -8,12 +8,14 @@ from typing import Any
 from logitless import pages
 from logitless.bench.step_contenders import WORKLOADS
 from logitless.bench.step_profile import CLASSES, OTHER
+from logitless.models.activations import MODE_WORDS
 
 Row = dict[str, Any]
 MARKS = pages.Marks("step")
 LONGEST = pages.Marks("step", "longest")
 SUMMARY = pages.Marks("step", "summary")
 PROFILE = pages.Marks("step", "profile")
+ACTIVATIONS = pages.Marks("step", "activations")
 NAMES = {
     "logitless": "logitless",
     "logitless-budget-0": "logitless, memory budget 0",
@@ -23,6 +25,9 @@ NAMES = {
     "trl": "TRL",
     "trl-without-recomputation": "TRL, no recomputation",
 }
+DRAWN = ("trl", "logitless-autocast", "logitless")
+"""Whose kernels are shown; the result files have those of all."""
+
 HEADS = {
     "full-logits": "full logits",
     "logitless": "logitless",
@@ -42,7 +47,19 @@ def load(folder: Path) -> list[dict[str, Any]]:
     return sorted(documents, key=lambda d: d["model"]["parameters"])
 
 
-def update(documents: Sequence[Path], results: Sequence[dict[str, Any]], *, check: bool) -> int:
+def load_activations(folder: Path) -> list[Row]:
+    """Rows of ``benchmarks/activations.py``.
+
+    Example:
+        >>> load_activations(Path("/nonexistent"))
+        []
+    """
+    return [row for path in sorted(folder.glob("activations-*.json")) for row in json.loads(path.read_text())["rows"]]
+
+
+def update(
+    documents: Sequence[Path], results: Sequence[dict[str, Any]], activations: Sequence[Row], *, check: bool
+) -> int:
     """Rewrites the table in each document; with ``check``, 1 if one is out of date."""
     return pages.update(
         documents,
@@ -51,6 +68,7 @@ def update(documents: Sequence[Path], results: Sequence[dict[str, Any]], *, chec
             LONGEST: longest_table(results),
             SUMMARY: summary(results),
             PROFILE: profile_table(results),
+            ACTIVATIONS: activations_table(activations),
         },
         check=check,
     )
@@ -145,7 +163,7 @@ def _profiles(results: Sequence[dict[str, Any]]) -> list[tuple[str, str, dict[st
     """Model, contender, and milliseconds by class, the last run of each."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for document in results:
-        for contender in reversed(NAMES):
+        for contender in DRAWN:
             rows = [row for row in document["profile"] if row["contender"] == contender]
             if rows:
                 found[document["model"]["title"], contender] = {row["class"]: row["ms"] for row in rows}
@@ -167,6 +185,35 @@ def profile_table(results: Sequence[dict[str, Any]]) -> str:
     for kind in _classes(profiles):
         lines.append(f"| {kind} | " + " | ".join(f"{c[kind]:.1f}" if kind in c else "" for *_, c in profiles) + " |")
     lines.append("| the step | " + " | ".join(f"{sum(c.values()):.0f}" for *_, c in profiles) + " |")
+    return "\n".join(lines)
+
+
+def activations_table(rows: Sequence[Row]) -> str:
+    """Markdown: estimated and measured peaks of what layers take, a row a plan, columns a model.
+
+    Example:
+        >>> row = {"model": "m", "modes": "keep", "layers": {"keep": 2, "host": 0}, "part": "layers",
+        ...        "estimated_bytes": 2e9, "measured_bytes": 2.5e9, "error": -0.2}
+        >>> print(activations_table([row]).splitlines()[-1])
+        | 2 keep all | 2.00 | 2.50 | -20.0% |
+    """
+    mine = [row for row in rows if row["part"] == "layers"]
+    if not mine:
+        return "No results yet: run `python benchmarks/activations.py` on a GPU."
+    lines: list[str] = []
+    for model in dict.fromkeys(row["model"] for row in mine):
+        lines += [
+            *([""] if lines else []),
+            f"| {model} | estimated, GB | measured, GB | difference |",
+            "|---|--:|--:|--:|",
+        ]
+        for row in mine:
+            if row["model"] == model:
+                plan = ", ".join(f"{count} {MODE_WORDS[mode]}" for mode, count in row["layers"].items() if count)
+                lines.append(
+                    f"| {plan} | {row['estimated_bytes'] / 1e9:.2f} | {row['measured_bytes'] / 1e9:.2f} | "
+                    f"{row['error']:+.1%} |"
+                )
     return "\n".join(lines)
 
 

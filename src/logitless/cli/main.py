@@ -1,7 +1,9 @@
 """The command line. Exit status 0: done; 2: bad input (arguments, recipe, data); 1: a run that failed; 130: Ctrl-C."""
 
 import argparse
+import difflib
 import importlib
+import importlib.metadata
 import logging
 import os
 import signal
@@ -27,6 +29,12 @@ COMMANDS = {
     "completion": "print a script with which bash or zsh completes commands and options",
 }
 
+FIRST = """first:
+  logitless recipes copy quickstart           a recipe with its data, into recipes/
+  logitless train recipes/quickstart.yaml     minutes on two CPU cores
+  logitless doctor                            what this machine can run
+  logitless COMMAND --help"""
+
 SHORT_WAITS = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
 """How long OpenMP's threads (GNU's by turns of a loop, LLVM's by milliseconds) wait for each other before they sleep.
 
@@ -47,14 +55,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, value in SHORT_WAITS.items():
         os.environ.setdefault(name, value)
     given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="logitless", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="logitless", description=__doc__, epilog=FIRST, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     parser.add_argument("--verbose", action="store_true", help="show a traceback for every error")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = next((word for word in given if not word.startswith("-")), None)
+    if chosen is not None and chosen not in COMMANDS:
+        near = difflib.get_close_matches(chosen, COMMANDS, n=1)
+        parser.error(f"there is no command {chosen!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         if name == chosen:  # the others' imports are not worth waiting for
             importlib.import_module(module_of(name)).add_arguments(command)
+    if not given:
+        parser.print_help(sys.stderr)
+        return 2
     options = parser.parse_args(given)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for noisy in ("httpx", "urllib3", "filelock", "absl"):
@@ -71,6 +88,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"logitless {options.command}: stopped by Ctrl-C", file=sys.stderr)
             return 128 + signal.SIGINT
     return status
+
+
+class _Version(argparse.Action):
+    """Prints the installed version; read when asked for, since sources on a path alone have none."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        try:
+            print(f"logitless {importlib.metadata.version('logitless')}")
+        except importlib.metadata.PackageNotFoundError:
+            parser.exit(1, "logitless: not installed as a package, and so without a version\n")
+        parser.exit()
 
 
 def module_of(command: str) -> str:

@@ -29,6 +29,12 @@ from logitless.types import PackedInputs
 
 Mode = Literal["keep", "selective", "recompute", "host"]
 MODES: tuple[Mode, ...] = ("keep", "selective", "recompute", "host")
+MODE_WORDS: dict[str, str] = {
+    "keep": "keep all",
+    "selective": "keep products",
+    "recompute": "are recomputed",
+    "host": "on the host",
+}
 PROBE = {"cuda": (1024, 3072), "cpu": (16, 32)}
 """Tokens of the two passes that measure, by device; on a GPU enough for rows to spare not to show."""
 
@@ -132,6 +138,11 @@ class _Kept(saved_tensors_hooks):
 # --- what kernels of ours made, made again
 
 _current: "_MadeAgain | None" = None
+
+
+def recipes_are_kept() -> bool:
+    """Whether somebody would keep what ``can_be_made_again`` says."""
+    return _current is not None
 
 
 def can_be_made_again(out: Tensor, again: Callable[[], Tensor]) -> None:
@@ -346,8 +357,7 @@ class ActivationPlan:
         return {mode: self.modes.count(mode) for mode in MODES}
 
     def __str__(self) -> str:
-        named = {"keep": "keep all", "selective": "keep products", "recompute": "are recomputed", "host": "on the host"}
-        parts = [f"{count} {named[mode]}" for mode, count in self.counts.items() if count]
+        parts = [f"{count} {MODE_WORDS[mode]}" for mode, count in self.counts.items() if count]
         return f"{', '.join(parts)}: {self.num_bytes / 2**30:.2f} GiB for {self.num_tokens:,} tokens"
 
 

@@ -19,8 +19,9 @@ class RepeatedRows:
     Args:
         index: [U] rows of x.
         first: [U'] the first place of every row that is taken.
-        again: for every row that is taken more than once, (row [K], its first place [K]), and for each further turn
-            (which of the K [J], place [J]); None where no row is taken twice.
+        again: of the rows that are taken more than once, the most often taken first: which they are [K], their first
+            places [K], and the places of each further turn [J], which the first J of them have; None where no row is
+            taken twice.
 
     Example:
         >>> rows = RepeatedRows.of(torch.tensor([1, 1, 0]))
@@ -34,7 +35,7 @@ class RepeatedRows:
 
     index: Int[Tensor, "U"]
     first: Int[Tensor, "U2"]
-    again: tuple[tuple[Tensor, Tensor], ...] | None
+    again: tuple[Tensor, ...] | None
 
     @classmethod
     def of(cls, index: Int[Tensor, "U"]) -> "RepeatedRows":
@@ -43,27 +44,24 @@ class RepeatedRows:
         ordered = index[order]
         begins = torch.ones(len(index), dtype=torch.bool)
         begins[1:] = ordered[1:] != ordered[:-1]
-        owner = begins.long().cumsum(0) - 1  # of each place, in sorted order
         starts = torch.nonzero(begins)[:, 0]
-        turn = torch.arange(len(index)) - starts[owner] if len(index) else starts
         first = order[starts]
-        counts = torch.bincount(owner, minlength=len(starts))
-        several = torch.nonzero(counts > 1)[:, 0]
-        if not len(several):
+        counts = torch.diff(starts, append=torch.tensor([len(index)]))
+        often = torch.argsort(counts, descending=True, stable=True)
+        often = often[counts[often] > 1]
+        if not len(often):
             return cls(index, first, None)
-        slot = torch.full((len(starts),), -1).scatter(0, several, torch.arange(len(several)))
-        again = [(ordered[starts[several]], first[several])]
-        for number in range(1, int(counts.max())):
-            places = torch.nonzero(turn == number)[:, 0]
-            again.append((slot[owner[places]], order[places]))
+        again = [ordered[starts[often]], first[often]]
+        for turn in range(1, int(counts.max())):
+            have = int((counts[often] > turn).sum())
+            again.append(order[starts[often[:have]] + turn])
         return cls(index, first, tuple(again))
 
     def to(self, device: torch.device | str) -> "RepeatedRows":
         """The same on another device, by one transfer."""
-        pairs = self.again or ()
-        tensors = [self.index, self.first, *(tensor for pair in pairs for tensor in pair)]
-        index, first, *rest = torch.cat(tensors).to(device).split([len(each) for each in tensors])  # type: ignore[no-untyped-call]
-        return RepeatedRows(index, first, tuple(zip(rest[::2], rest[1::2], strict=True)) or None)
+        tensors = [self.index, self.first, *(self.again or ())]
+        index, first, *again = torch.cat(tensors).to(device).split([len(each) for each in tensors])  # type: ignore[no-untyped-call]
+        return RepeatedRows(index, first, tuple(again) or None)
 
     def take(self, x: Float[Tensor, "T *rest"]) -> Float[Tensor, "U *rest"]:
         """``x[index]``.
@@ -89,9 +87,9 @@ class _Take(torch.autograd.Function):
         else:
             out.index_copy_(0, rows.index[rows.first], grad.index_select(0, rows.first))
             wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
-            (row, first), *further = rows.again
+            row, first, *further = rows.again
             total = grad.index_select(0, first).to(wide)
-            for slot, place in further:
-                total.index_add_(0, slot, grad.index_select(0, place).to(wide))  # each slot once: no order to choose
+            for place in further:
+                total[: len(place)] += grad.index_select(0, place).to(wide)
             out.index_copy_(0, row, total.to(grad.dtype))
         return out, None

@@ -9,8 +9,9 @@ All randomness comes from the run's seed and the numbers in ``Progress``, so tha
 was stopped.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,15 @@ from logitless.train.policy import Policy, Scorer
 from logitless.train.savings import saved_by_packing
 from logitless.train.score import ScoringRows, score
 from logitless.train.setup import value_head_section
-from logitless.train.step import MicroBatch, MicroBatchOutput, backward, dead_output, step_batch, step_metrics
+from logitless.train.step import (
+    MicroBatch,
+    MicroBatchOutput,
+    backward,
+    dead_output,
+    on_host,
+    step_batch,
+    step_numbers,
+)
 from logitless.train.stored import load_block, stored_block
 from logitless.types import Group, TokenBatch, TokenScores
 
@@ -272,8 +281,8 @@ class Learner:
         parts = (now.block.packed, now.tokens, step, self.algorithm.objective, self.algorithm.weighting)
         options: Any = {"dropped": now.dropped, "num_steps": len(plan), "statistics": now.statistics}
         micro_batches = step_batch(*parts, **options, scores_itself=now.block.scores_itself)
-        dead = dead_output(*parts, **options, device=self.policy.device, ranks=self.ranks)
-        record = self._optimize(micro_batches, dead, now.statistics)
+        dead_numbers = partial(dead_output, *parts, **options, device=self.policy.device, ranks=self.ranks)
+        record = self._optimize(micro_batches, dead_numbers, now.statistics)
         if record is not None:
             record |= saved_by_packing(step, now.block.packed.inputs, now.packing)
             record["optimizer/sequences"] += len(step.dead)
@@ -311,7 +320,10 @@ class Learner:
         self.progress.block, self.progress.epoch, self._current = self.progress.block + 1, 0, None
 
     def _optimize(
-        self, micro_batches: list[MicroBatch], dead: MicroBatchOutput | None, statistics: BlockStatistics | None
+        self,
+        micro_batches: list[MicroBatch],
+        dead_numbers: Callable[[], MicroBatchOutput | None],
+        statistics: BlockStatistics | None,
     ) -> Numbers | None:
         recipe, progress, ranks = self.recipe, self.progress, self.ranks
         self.policy.release()  # whole weights were for sampling
@@ -322,18 +334,25 @@ class Learner:
                 raise
             return None
         rate = learning_rate(progress.step, progress.block / recipe.train.blocks, recipe.train.optimizer)
+        numbers: dict[str, Tensor] = {}
+
+        def diagnose() -> None:
+            dead = dead_numbers()
+            numbers.update(step_numbers(outputs if dead is None else [*outputs, dead], ranks))
+
         norm, taken = take_step(
             self.optimizer,
             rate=rate,
             max_grad_norm=recipe.train.max_grad_norm,
             ranks=ranks,
             as_several=recipe.parallel.deterministic,
+            meanwhile=diagnose,
         )
         progress.step += 1
         progress.skipped += not taken
         progress.skipped_in_a_row = 0 if taken else progress.skipped_in_a_row + 1
         self.tokens_per_rank = tuple(ranks.gather(torch.tensor([sum(b.tokens.num_tokens for b in mine)])).tolist())
-        record = step_metrics(outputs if dead is None else [*outputs, dead], ranks) | {
+        record = on_host(numbers) | {
             "optimizer/grad_norm": float(norm),
             "optimizer/learning_rate": rate,
             "optimizer/sequences": sum(each.tokens.num_sequences for each in micro_batches),

@@ -164,11 +164,14 @@ class MasterAdamW(torch.optim.AdamW):
         self._fused(gradients, torch.ones(1, device=next(iter(gradients)).device))
 
     @torch.no_grad()
-    def clipped_step(self, max_grad_norm: float | None) -> tuple[Float[Tensor, ""], bool]:
+    def clipped_step(
+        self, max_grad_norm: float | None, meanwhile: Callable[[], object] = lambda: None
+    ) -> tuple[Float[Tensor, ""], bool]:
         """Clip and update where ``fuses`` holds, in two passes over memory and without waiting in between.
 
         Args:
             max_grad_norm: norm to clip at, or None.
+            meanwhile: called while the device is at it.
 
         Returns:
             The norm before clipping, and whether the step was taken: not where a gradient is not finite.
@@ -176,6 +179,7 @@ class MasterAdamW(torch.optim.AdamW):
         gradients = self._gradients()
         norm = gradient_norm(self._chunks_of(list(gradients)), list(gradients.values()))
         self._fused(gradients, clip_factor(norm, max_grad_norm))
+        meanwhile()
         taken = bool(torch.isfinite(norm))  # waits for the device, which has everything to do by now
         if not taken:
             for master in gradients:
@@ -187,26 +191,30 @@ class MasterAdamW(torch.optim.AdamW):
     def _fused(self, gradients: Mapping[nn.Parameter, Tensor], scale: Float[Tensor, "1"]) -> None:
         """The kernel, once a parameter group and step counter (counters differ only where gradients were missing)."""
         for group in self.param_groups:
-            by_step: dict[int, list[nn.Parameter]] = {}
-            for master in group["params"]:
-                if master in gradients:
-                    state = self._state_of(master)
-                    state["step"] += 1
-                    by_step.setdefault(int(state["step"]), []).append(master)
-            for step, masters in by_step.items():
+            masters = [master for master in group["params"] if master in gradients]
+            if not masters:
+                continue
+            states = [self._state_of(master) for master in masters]
+            counters = [state["step"] for state in states]
+            torch._foreach_add_(counters, 1)
+            by_step: dict[float, list[int]] = {}
+            for place, step in enumerate(torch.stack(counters).tolist()):
+                by_step.setdefault(step, []).append(place)
+            for step, places in by_step.items():
+                of_step = [masters[place] for place in places]
                 fused_update(
-                    self._chunks_of(masters),
-                    masters,
-                    [gradients[m] for m in masters],
-                    [self.state[m]["exp_avg"] for m in masters],
-                    [self.state[m]["exp_avg_sq"] for m in masters],
-                    [self.lowered[m].detach() for m in masters],
+                    self._chunks_of(of_step),
+                    of_step,
+                    [gradients[master] for master in of_step],
+                    [states[place]["exp_avg"] for place in places],
+                    [states[place]["exp_avg_sq"] for place in places],
+                    [self.lowered[master].detach() for master in of_step],
                     scale=scale,
                     rate=group["lr"],
                     betas=group["betas"],
                     eps=group["eps"],
                     weight_decay=group["weight_decay"],
-                    step=step,
+                    step=int(step),
                 )
 
     def _state_of(self, master: nn.Parameter) -> dict[str, Any]:

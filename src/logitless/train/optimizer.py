@@ -1,7 +1,7 @@
 """AdamW and its learning rate, as functions of the step, so that nothing about the schedule has to be saved."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -132,6 +132,7 @@ def take_step(
     max_grad_norm: float | None,
     ranks: Ranks = Ranks.alone(),
     as_several: bool = False,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> tuple[Float[Tensor, ""], bool]:
     """Clip the summed gradients by their global norm and step, unless a gradient is not finite.
 
@@ -144,6 +145,7 @@ def take_step(
         max_grad_norm: norm to clip at; None leaves gradients as they are.
         ranks: that hold the same sums of gradients, and step or pass over together.
         as_several: one rank steps as several do, by the same operations.
+        meanwhile: called once, where the device has its work and the host would wait for it.
 
     Returns:
         The norm of the model's gradient before clipping, and whether the step was taken. Gradients are freed either
@@ -157,7 +159,7 @@ def take_step(
     else:
         optimizer.take_gradients()
         if optimizer.fuses and ranks.world == 1 and not as_several:
-            norm, taken = optimizer.clipped_step(max_grad_norm)
+            norm, taken = optimizer.clipped_step(max_grad_norm, meanwhile)
             optimizer.zero_grad(set_to_none=True)
             return norm, taken
     model, value_head = list[nn.Parameter](), list[nn.Parameter]()
@@ -173,6 +175,7 @@ def take_step(
                 _clip(part, max_grad_norm, norm)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    meanwhile()
     return norms[0], finite
 
 

@@ -20,6 +20,7 @@ from pydantic_core import ErrorDetails
 
 from logitless.errors import ConfigurationError
 from logitless.train.config import Recipe
+from logitless.train.shipped import shipped_recipes
 
 
 class _Loader(yaml.SafeLoader):
@@ -71,8 +72,13 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
+        remedy = "Check the path."
+        if not path.exists() and path.stem in shipped_recipes():
+            remedy = f"It comes with logitless: run `logitless recipes copy {path.stem}`, then name the copy."
         raise ConfigurationError(
-            needed=f"a readable recipe at {path}", given=str(error), remedy="Check the path."
+            needed=f"a readable recipe at {path}",
+            given=error.strerror or str(error),
+            remedy=remedy,
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigurationError(

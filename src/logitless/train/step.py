@@ -8,7 +8,7 @@ and speed and nothing else. Dead sequences are in no micro-batch, and count in t
 what scoring said of them into the step's numbers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -261,11 +261,24 @@ def step_metrics(outputs: Sequence[MicroBatchOutput], ranks: Ranks = Ranks.alone
         outputs: of this rank.
         ranks: that trained together; every rank gets the numbers of the whole step.
     """
+    return on_host(step_numbers(outputs, ranks))
+
+
+def step_numbers(outputs: Sequence[MicroBatchOutput], ranks: Ranks = Ranks.alone()) -> dict[str, Tensor]:
+    """The same on the device, which nobody waits for.
+
+    Args:
+        outputs, ranks: as of ``step_metrics``.
+    """
     numbers = step_diagnostics([each.policy for each in outputs], gather=ranks.gather)
     values = [each.value for each in outputs if each.value is not None]
     if values:
         numbers |= value_diagnostics(values, gather=ranks.gather)
         of_values = torch.stack([each.loss.detach() for each in values]).double().sum()
         numbers["loss/total"] = numbers["loss/total"] + ranks.sum(of_values)
-    on_host = torch.stack(list(numbers.values())).tolist()
-    return dict(zip(numbers, on_host, strict=True))
+    return numbers
+
+
+def on_host(numbers: Mapping[str, Tensor]) -> Numbers:
+    """Scalars of one dtype, brought to the host in one transfer."""
+    return dict(zip(numbers, torch.stack(list(numbers.values())).tolist(), strict=True))

@@ -89,7 +89,7 @@ def training_memory(
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     if number is None:
-        number = min(p.element_size() for p in parameters)
+        number = min(p.element_size() for p in parameters if p.is_floating_point())
     if recomputes is None:
         recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     head = inner.get_output_embeddings().weight
