@@ -7,7 +7,7 @@ one kind, and calls its launcher directly the next time.
 
 What kind an argument is of decides what Triton compiles, so it is all that the memory goes by:
 
-    tensor        dtype, and whether its address is a multiple of 16
+    tensor        dtype, whether it is on a GPU, and whether its address is a multiple of 16
     int           whether it is 1, and whether it is a multiple of 16
     float, None   that
     descriptor    dtype and block (TMA)
@@ -115,7 +115,7 @@ def kind_of(device: int, args: Sequence[Any], named: dict[str, Any]) -> tuple[tu
     Example:
         >>> key, values = kind_of(0, [torch.zeros(4), 32, 1.5, None], {"BLOCK": 8})
         >>> key
-        (0, torch.float32, True, 16, 'float', None, 'BLOCK', 8, <class 'int'>)
+        (0, torch.float32, False, True, 16, 'float', None, 'BLOCK', 8, <class 'int'>)
     """
     key: list[Any] = [device]
     values: list[Any] = []
@@ -125,6 +125,7 @@ def kind_of(device: int, args: Sequence[Any], named: dict[str, Any]) -> tuple[tu
         if kind is Tensor or kind is nn.Parameter:
             address = each.data_ptr()
             say(each.dtype)
+            say(each.is_cuda)
             say(not address & 15)
             give(address)
             continue
