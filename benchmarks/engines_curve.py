@@ -78,10 +78,10 @@ def recipe(engine: str, seed: int, blocks: int, folder: Path, device: str) -> di
     raw["model"] |= {"device": device, "dtype": "float32", "trained_dtype": "bfloat16", "layers": "row_invariant"}
     raw["model"]["source"] |= SIZE
     raw["model"]["tokenizer"] = str(ROOT / "recipes" / "quickstart" / "tokenizer")
-    raw["warm_start"] |= {"steps": 100, "learning_rate": 1.0e-3}
+    raw["warm_start"] |= {"steps": 200, "learning_rate": 1.0e-3}
     raw["rollout"]["engine"] = {"name": engine}
     raw["rewards"] = [{"name": "function", "path": "engines_curve:whole", "process": "kept"}]
-    raw["train"] |= {"blocks": blocks, "optimizer": {"learning_rate": 2.0e-4, "schedule": "linear", "warmup_steps": 5}}
+    raw["train"] |= {"blocks": blocks, "optimizer": {"learning_rate": 4.0e-4, "schedule": "linear", "warmup_steps": 5}}
     raw["evaluation"]["every_blocks"] = raw["checkpoint"]["every_blocks"] = blocks
     return raw
 

@@ -14,28 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from logitless.bench.machine import environment, write_result
+from logitless.bench.rollout_run import model_folder
 from logitless.bench.vllm_process import vllm_server
-from logitless.models.loading import load_tokenizer
 from logitless.train.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "quickstart_vllm.json"
 HERE = ROOT / "benchmarks" / "results" / "quickstart.json"
 FLAGS = ("--dtype", "float32", "--load-format", "dummy", "--max-model-len", "128", "--enforce-eager")
-
-
-def model_folder(folder: Path) -> Path:
-    """The quickstart's model as a server reads it, without weights: the first push brings them."""
-    recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml")
-    source = dict(recipe.model.source) if isinstance(recipe.model.source, dict) else {}
-    kind = transformers.AutoConfig.for_model(**source)
-    kind.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(kind)].__name__]
-    kind.save_pretrained(folder)
-    load_tokenizer(str(recipe.model.tokenizer)).save_pretrained(str(folder))
-    return folder
 
 
 def run(seed: int, url: str, output: Path, settings: list[str]) -> dict[str, Any]:
@@ -89,7 +77,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = model_folder(folder / "model")
+        model = model_folder(load_recipe(ROOT / "recipes" / "quickstart.yaml"), folder / "model")
         with vllm_server(model, options.vllm, folder / "server.log", FLAGS) as server:
             runs = [run(seed, server.url, folder, options.set) for seed in options.seeds]
     here = json.loads(HERE.read_text())

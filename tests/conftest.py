@@ -23,7 +23,7 @@ CHECKED = [
     "logitless.objective",
     *(
         f"logitless.{part}.{module.stem}"
-        for part in ("models", "rollout")
+        for part in ("models", "rollout", "train")
         for module in (PACKAGE / part).glob("[!_]*.py")
     ),
     "logitless.head.contract",
@@ -34,7 +34,6 @@ CHECKED = [
     "logitless.head.api",
     "logitless.data",
     "logitless.distributed",
-    "logitless.train",
 ]
 install_import_hook(CHECKED, "beartype.beartype")
 

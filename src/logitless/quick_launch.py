@@ -7,7 +7,7 @@ one kind, and calls its launcher directly the next time.
 
 What kind an argument is of decides what Triton compiles, so it is all that the memory goes by:
 
-    tensor        dtype, and whether its address is a multiple of 16
+    tensor        dtype, whether it is on a GPU, and whether its address is a multiple of 16
     int           whether it is 1, and whether it is a multiple of 16
     float, None   that
     descriptor    dtype and block (TMA)
@@ -115,30 +115,33 @@ def kind_of(device: int, args: Sequence[Any], named: dict[str, Any]) -> tuple[tu
     Example:
         >>> key, values = kind_of(0, [torch.zeros(4), 32, 1.5, None], {"BLOCK": 8})
         >>> key
-        (0, torch.float32, True, 16, 'float', None, 'BLOCK', 8, <class 'int'>)
+        (0, torch.float32, False, True, 16, 'float', None, 'BLOCK', 8, <class 'int'>)
     """
     key: list[Any] = [device]
     values: list[Any] = []
+    say, give = key.append, values.append
     for each in args:
         kind = type(each)
         if kind is Tensor or kind is nn.Parameter:
             address = each.data_ptr()
-            key += (each.dtype, not address & 15)
-            values.append(address)
+            say(each.dtype)
+            say(each.is_cuda)
+            say(not address & 15)
+            give(address)
             continue
         if kind is int:
             if not -_LIMIT <= each < _LIMIT:
                 return None
-            key.append(1 if each == 1 else 0 if each & 15 else 16)
+            say(1 if each == 1 else 0 if each & 15 else 16)
         elif kind is float:
-            key.append("float")
+            say("float")
         elif kind is TensorDescriptor:
             key += (each.base.dtype, *each.block_shape, each.padding, getattr(each, "round_f32_to_tf32", False))
         elif each is None:
-            key.append(None)
+            say(None)
         else:
             return None
-        values.append(each)
+        give(each)
     constants = named.values()
     return (*key, *named, *constants, *map(type, constants)), values
 

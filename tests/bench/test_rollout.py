@@ -1,11 +1,13 @@
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from logitless.bench import rollout_report
+from logitless.bench import rollout_report, rollout_run
 from logitless.bench.rollout import Results
 from logitless.bench.rollout_workloads import Ceilings, Cost, Workload, roofline
+from logitless.cli.main import main
 from logitless.errors import ConfigurationError
 from logitless.rollout.sampling import SamplingOptions
 from tests.rollout.test_gpu import model_of
@@ -75,3 +77,24 @@ def test_the_tables_of_the_documentation_are_those_of_the_result_files(tmp_path)
     document = rollout_report.documents(ROOT / "benchmarks/results", "decode-step")[0]
     rollout_report.plot_step(document, tmp_path / "step.svg")
     assert "rotary" in (tmp_path / "step.svg").read_text()
+
+
+def test_a_short_run_says_where_its_time_went():
+    row = rollout_run.measured("transformers", 2, Path("vllm"))
+    assert row["blocks"] == 2
+    assert row["seconds"] > 0
+    assert row["tokens_per_second"] > 0
+    assert sum(row[f"{called}_share"] for called in rollout_run.PHASES.values()) == pytest.approx(1.0)
+
+
+def test_a_short_run_is_measured_without_a_gpu_and_an_engine_that_is_not_there_is_named(tmp_path, monkeypatch, capsys):
+    shares = {f"{called}_share": 0.25 for called in rollout_run.PHASES.values()}
+    found = {"blocks": 3, "seconds": 2.0, "tokens_per_second": 10.0, **shares}
+    monkeypatch.setattr(rollout_run, "measured", lambda engine, blocks, executable: found)
+    words = ["bench", "rollout", "--output", str(tmp_path)]
+    assert main([*words, "--runs", "transformers,vllm_server", "--run-blocks", "3"]) == 0
+    assert "| vllm_server | 10 | 2 s | 25% | 25% | 25% | 25% |" in capsys.readouterr().out
+    [result] = tmp_path.glob("run-*.json")
+    assert [row["engine"] for row in json.loads(result.read_text())["rows"]] == ["transformers", "vllm_server"]
+    assert main([*words, "--runs", "generate"]) == 2
+    assert "vllm_server" in capsys.readouterr().err

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 LONG = {
+    "doctor recipes/length-toy.yaml": "shown with its output, of a committed run: tests/benchmarks/test_commands.py",
     "serve-engine": "serves until it is stopped; tests/cli/test_serve_engine.py",
     "bench head": "minutes on a GPU; tests/bench/test_head.py",
     "bench step": "minutes on a GPU; tests/bench/test_step.py",
@@ -52,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
     for place in ("their/code", "FOLDER"):
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "train.py").write_text("print('training')\n")
-    asked = {"key": 1, "prompt": "Say 1.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    asked = {"key": 1, "prompt": "Say 1.", "instruction_id_list": ["count:unique_word_count"], "kwargs": [{"N": 1}]}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(asked) + "\n")
     (tmp_path / "responses.jsonl").write_text(json.dumps({"prompt": "Say 1.", "response": "1"}) + "\n")
     return tmp_path

@@ -15,6 +15,7 @@ from logitless.models.lora import LoraOptions, add_lora
 from logitless.rollout import steps
 from logitless.rollout.engine import Weights
 from logitless.rollout.gpu import GpuEngine
+from logitless.rollout.page_memory import PageMemory
 from logitless.rollout.sampling import History, SamplingOptions, sampling_logp
 from logitless.rollout.steps import Steps
 from logitless.train.policy import Policy
@@ -208,6 +209,22 @@ def test_out_of_memory_puts_rows_back_and_gives_the_same_tokens(monkeypatch, cap
         assert engine_of().sample(PROMPTS[:2], 2, options, seed=1) == expected
     assert "at most 2 rows" in caplog.text
     assert max(calls[2:]) == 2
+
+
+def test_where_the_pages_do_not_fit_into_the_device_fewer_are_taken_and_tokens_are_the_same(monkeypatch):
+    options = SamplingOptions(max_new_tokens=9)
+    expected = engine_of().sample(PROMPTS, 2, options, seed=1)
+    give, sizes = PageMemory.open, []
+
+    def scarce(self, part_bytes):
+        sizes.append(part_bytes)
+        if len(sizes) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return give(self, part_bytes)
+
+    monkeypatch.setattr(PageMemory, "open", scarce)
+    assert engine_of().sample(PROMPTS, 2, options, seed=1) == expected
+    assert sizes[1] <= sizes[0] / 2
 
 
 def test_out_of_memory_with_a_single_row_is_raised(monkeypatch):

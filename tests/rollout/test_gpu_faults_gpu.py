@@ -136,8 +136,11 @@ def test_a_model_that_went_to_the_host_and_back_is_sampled_as_before():
 def test_nothing_of_the_pages_is_left_after_a_call(model):
     engine, prompts = engine_of(model), prompts_of(64)
     engine.sample(prompts, 8, OPTIONS, seed=1)
-    free = torch.cuda.mem_get_info()[0]
-    taken = torch.cuda.memory_reserved()
-    for seed in range(3):
+    pages = engine._steps.page_bytes * 64 * 3  # at least those of the prompts
+    left = []
+    for seed in range(4):
+        free, reserved = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
         engine.sample(prompts, 8, OPTIONS, seed=seed)
-    assert free - torch.cuda.mem_get_info()[0] <= torch.cuda.memory_reserved() - taken + 2**26
+        left.append(free - torch.cuda.mem_get_info()[0] - (torch.cuda.memory_reserved() - reserved))
+    assert min(left) < pages  # others may use the device too
+    assert not engine._steps.memory._mapped

@@ -4,22 +4,11 @@ import pytest
 import torch
 
 from logitless.errors import EngineError
-from logitless.models.char_tokenizer import character_tokenizer
-from logitless.models.loading import load_model
 from logitless.rollout.probe import TEMPERATURE, Probe, probe_prompt, scored_tokens
 from logitless.rollout.transformers import TransformersEngine
 from logitless.rollout.vllm_api import Sampled
 from logitless.types import Prompt
-
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 11,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 1,
-}
-TOKENIZER = character_tokenizer("abcdefgh")
+from tests.rollout.policy import TOKENIZER, tiny_policy
 
 
 def _ask(model, change=lambda logp: logp):
@@ -34,7 +23,7 @@ def _ask(model, change=lambda logp: logp):
 
 @pytest.mark.parametrize("attention", ["packed", "sdpa"])
 def test_equal_weights_pass_and_the_difference_is_returned(attention):
-    model = load_model(LLAMA, random_weights=True, attention=attention).train()
+    model = tiny_policy(attention=attention).train()
     probe = Probe(probe_prompt(TOKENIZER, 20), max_difference=1e-4)
     assert probe.check(_ask(model), model, where="here", version=0) < 1e-4
     assert model.training
@@ -44,20 +33,20 @@ def test_equal_weights_pass_and_the_difference_is_returned(attention):
     "change", [lambda logp: logp + 0.01, lambda logp: float("nan"), lambda logp: logp * TEMPERATURE]
 )
 def test_another_log_prob_stops_the_run(change):
-    model = load_model(LLAMA, random_weights=True)
+    model = tiny_policy()
     with pytest.raises(EngineError, match="after weights of version 7 were pushed"):
         Probe((3, 4), max_difference=1e-4).check(_ask(model, change), model, where="there", version=7)
 
 
 def test_other_weights_stop_the_run():
-    other = _ask(load_model(LLAMA, random_weights=True, seed=1))
+    other = _ask(tiny_policy(seed=1))
     with pytest.raises(EngineError, match="there and"):
-        Probe((3, 4), max_difference=1e-4).check(other, load_model(LLAMA, random_weights=True), where="x", version=0)
+        Probe((3, 4), max_difference=1e-4).check(other, tiny_policy(), where="x", version=0)
 
 
 def test_a_second_probe_of_the_same_weights_asks_what_the_trainer_said_before_and_not_the_model():
-    model, known = load_model(LLAMA, random_weights=True), {}
-    ask, probe = _ask(load_model(LLAMA, random_weights=True)), Probe((3, 4), max_difference=1e-4)
+    model, known = tiny_policy(), {}
+    ask, probe = _ask(tiny_policy()), Probe((3, 4), max_difference=1e-4)
     probe.check(ask, model, where="x", version=0, known=known)
     assert len(known) == 2
     with torch.no_grad():
@@ -65,13 +54,13 @@ def test_a_second_probe_of_the_same_weights_asks_what_the_trainer_said_before_an
     assert probe.check(ask, model, where="x", version=0, known=known) < 1e-4
     with pytest.raises(EngineError):
         probe.check(ask, model, where="x", version=0)
-    other = _ask(load_model(LLAMA, random_weights=True, seed=1))
+    other = _ask(tiny_policy(seed=1))
     with pytest.raises(EngineError):  # other tokens from the first on, or others' log-probs
         probe.check(other, model, where="x", version=0, known=known)
 
 
 def test_tokens_are_scored_at_the_temperature():
-    model = load_model(LLAMA, random_weights=True)
+    model = tiny_policy()
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([[3, 4, 5, 6]])).logits[0].double()
     expected = [(logits[i] / 0.5).log_softmax(-1)[token].item() for i, token in ((1, 5), (2, 6))]

@@ -178,7 +178,6 @@ def test_a_seed_of_ones_own_gives_the_same_again_and_without_one_every_request_i
         ({"prompt": ""}, "prompt"),
         ({"prompt": [10**9]}, "token ids"),
         ({"prompt": "ok", "best_of": 3}, "best_of"),
-        ({"prompt": "ok", "stream": True}, "stream"),
         ({"prompt": "ok", "n": 0}, "n:"),
         ({"prompt": "ok", "temperature": -1.0}, "temperature"),
         ({"prompt": "ok", "temperature": "hot"}, ""),
@@ -188,6 +187,29 @@ def test_what_cannot_be_done_is_refused_in_words(server, body, named):
     status, reply = post(f"{server.url}/completions", **body)
     assert status == 400
     assert named in reply["error"]["message"]
+
+
+def events(url, **body):
+    """The pieces of a streamed reply."""
+    request = urllib.request.Request(url, json.dumps({"stream": True, **body}).encode())
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        assert reply.headers["Content-Type"] == "text/event-stream"
+        lines = [line.removeprefix("data: ") for line in reply.read().decode().split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_a_client_that_asks_for_a_stream_gets_all_of_it_at_once(server):
+    _, whole = post(f"{server.url}/chat/completions", messages=QUESTION, seed=5)
+    piece, usage = events(f"{server.url}/chat/completions", messages=QUESTION, seed=5, stream_options={})
+    assert piece["object"] == "chat.completion.chunk"
+    assert piece["choices"][0]["delta"] == whole["choices"][0]["message"]
+    assert piece["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
+    piece, _ = events(f"{server.url}/completions", prompt="ok", seed=5)
+    assert (
+        piece["choices"][0]["text"] == post(f"{server.url}/completions", prompt="ok", seed=5)[1]["choices"][0]["text"]
+    )
 
 
 def test_an_engine_that_fails_is_a_500_with_its_words_and_the_server_goes_on(server):

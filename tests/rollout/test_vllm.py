@@ -10,8 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from logitless.errors import EngineError, UnavailableError
-from logitless.models.char_tokenizer import character_tokenizer
-from logitless.models.loading import load_model
 from logitless.rollout.engine import PushingEngine, Weights
 from logitless.rollout.probe import Probe, probe_prompt
 from logitless.rollout.sampling import SamplingOptions
@@ -20,17 +18,8 @@ from logitless.rollout.vllm import VllmEngine
 from logitless.rollout.weight_folder import read_weights
 from logitless.seeds import derived_seed
 from logitless.types import Prompt
+from tests.rollout.policy import TOKENIZER, tiny_policy
 
-SHAPE = {
-    "model_type": "llama",
-    "vocab_size": 11,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "max_position_embeddings": 64,
-}
-TOKENIZER = character_tokenizer("abcdefgh")
 PROMPTS = [Prompt(str(i), "", ids) for i, ids in enumerate([(3, 4), (5,)])]
 OPTIONS = SamplingOptions(max_new_tokens=6)
 
@@ -95,10 +84,6 @@ def vllm(monkeypatch):
     return module
 
 
-def _model(seed=0):
-    return load_model(SHAPE, random_weights=True, seed=seed).eval()
-
-
 def _engine(**changes):
     options = {"dtype": "float32", "context": 64, "memory_fraction": 0.4, "sleep": False, "eager": True, "max_rows": 8}
     probe = Probe(probe_prompt(TOKENIZER, 12), max_difference=1e-4, new_tokens=4)
@@ -109,7 +94,7 @@ def _engine(**changes):
 def test_completions_are_of_the_weights_loaded_last_with_their_version():
     engine = _engine()
     for version, seed in enumerate((0, 1)):
-        model = _model(seed)
+        model = tiny_policy(seed)
         engine.load(Weights.of(model), version)
         groups = engine.sample(PROMPTS, 3, OPTIONS, seed=7)
         for prompt, group in zip(PROMPTS, groups, strict=True):
@@ -130,9 +115,9 @@ def test_completions_are_of_the_weights_loaded_last_with_their_version():
 @pytest.mark.usefixtures("vllm")
 def test_it_sleeps_between_rounds_where_it_is_told_to():
     engine = _engine(sleep=True)
-    engine.load(Weights.of(_model()), 0)
+    engine.load(Weights.of(tiny_policy()), 0)
     engine.sample(PROMPTS, 1, OPTIONS, seed=0)
-    engine.load(Weights.of(_model(1)), 1)
+    engine.load(Weights.of(tiny_policy(1)), 1)
     assert StandIn.last.said == ["wake", "sleep"] * (1 + 1 + 1 + 1)  # probe, round, weights, probe
     assert StandIn.last.options["enable_sleep_mode"] is True
 
@@ -140,25 +125,25 @@ def test_it_sleeps_between_rounds_where_it_is_told_to():
 @pytest.mark.usefixtures("vllm")
 def test_a_prefix_cache_that_is_not_reset_stops_the_run():
     engine = _engine()
-    engine.load(Weights.of(_model()), 0)
+    engine.load(Weights.of(tiny_policy()), 0)
     StandIn.last.resets = False
     with pytest.raises(EngineError, match="did not reset"):
-        engine.load(Weights.of(_model(1)), 1)
+        engine.load(Weights.of(tiny_policy(1)), 1)
 
 
 @pytest.mark.usefixtures("vllm")
 def test_weights_that_did_not_arrive_stop_the_run(monkeypatch):
     engine = _engine()
-    engine.load(Weights.of(_model()), 0)
+    engine.load(Weights.of(tiny_policy()), 0)
     monkeypatch.setattr(StandIn, "collective_rpc", lambda *arguments, **options: None)
     with pytest.raises(EngineError, match=r"vLLM in this process within 0\.0001 nats"):
-        engine.load(Weights.of(_model(1)), 1)
+        engine.load(Weights.of(tiny_policy(1)), 1)
 
 
 @pytest.mark.usefixtures("vllm")
 def test_a_completion_without_log_probs_stops_the_run(monkeypatch):
     engine = _engine()
-    engine.load(Weights.of(_model()), 0)
+    engine.load(Weights.of(tiny_policy()), 0)
     output = types.SimpleNamespace(outputs=[Output([3], None, "length")])
     monkeypatch.setattr(StandIn, "generate", lambda *arguments, **options: [output])
     with pytest.raises(EngineError, match="a finished completion with log-probs"):
@@ -171,6 +156,6 @@ def test_nothing_is_sampled_before_there_are_weights_and_nothing_without_vllm(mo
         engine.sample(PROMPTS, 1, OPTIONS, seed=0)
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(UnavailableError, match=r"logitless\[vllm\]"):
-        engine.load(Weights.of(_model()), 0)
+        engine.load(Weights.of(tiny_policy()), 0)
     assert isinstance(engine._root, Path)
     engine.close()

@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from logitless.errors import EngineError, InputError
-from logitless.models.char_tokenizer import character_tokenizer
-from logitless.models.loading import load_model
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.rollout.engine import PushingEngine, Weights
 from logitless.rollout.http_client import HttpClient, Patience
@@ -21,30 +19,16 @@ from logitless.rollout.weight_sync import AdapterSync, FolderSync
 from logitless.seeds import derived_seed
 from logitless.types import Prompt
 from tests.rollout.fake_vllm import Served, changed, choice, failing, gone, serving, slow
+from tests.rollout.policy import TOKENIZER, tiny_policy
 
-SHAPE = {
-    "model_type": "llama",
-    "vocab_size": 11,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.5,
-}
-TOKENIZER = character_tokenizer("abcdefgh")
 PROMPTS = [Prompt(str(i), "", ids) for i, ids in enumerate([(3, 4), (5,), (6, 7, 8)])]
 OPTIONS = SamplingOptions(max_new_tokens=6)
 QUICK = Patience(give_up_seconds=5.0, first_wait_seconds=0.01, longest_wait_seconds=0.02)
 IMPATIENT = Patience(give_up_seconds=0.05, first_wait_seconds=0.01)
 
 
-def _model(seed=0):
-    return load_model(SHAPE, random_weights=True, seed=seed).eval()
-
-
 def _served(**options):
-    return Served(partial(_model, 9), TOKENIZER, **options)  # started with other weights than the policy's
+    return Served(partial(tiny_policy, 9), TOKENIZER, **options)  # started with other weights than the policy's
 
 
 def _engine(*urls, sync=None, patience=QUICK, seconds=30.0, key=None):
@@ -86,7 +70,7 @@ def _sample(engine, prompts=PROMPTS, options=OPTIONS):
 
 
 def test_completions_are_those_of_the_pushed_weights_with_their_log_probs_and_version(url):
-    model, engine = _model(), _engine(url)
+    model, engine = tiny_policy(), _engine(url)
     engine.load(Weights.of(model), 4)
     groups = _sample(engine)
     assert _tokens(groups) == _expected(model)
@@ -100,7 +84,7 @@ def test_completions_are_those_of_the_pushed_weights_with_their_log_probs_and_ve
 
 def test_a_group_is_one_request_with_one_settings_object(served, url):
     engine = _engine(url)
-    engine.load(Weights.of(_model()), 0)
+    engine.load(Weights.of(tiny_policy()), 0)
     served.asked.clear()
     _sample(engine, options=SamplingOptions(max_new_tokens=6, temperature=0.7, stop=("a",), stop_token_ids=(5,)))
     asked = [body for path, body in served.asked if path == "/inference/v1/generate"]
@@ -113,13 +97,13 @@ def test_a_group_is_one_request_with_one_settings_object(served, url):
 
 def test_at_temperature_0_a_token_has_log_prob_0(url):
     engine = _engine(url)
-    engine.load(Weights.of(_model()), 0)
+    engine.load(Weights.of(tiny_policy()), 0)
     [group] = engine.sample(PROMPTS[:1], 1, OPTIONS.greedy(), seed=0)
     assert set(group[0].logp_sampler) == {0.0}
 
 
 def test_prompts_take_turns_on_several_servers_that_all_get_the_weights(served, url):
-    other, model = _served(), _model()
+    other, model = _served(), tiny_policy()
     with serving(other) as second:
         engine = _engine(url, second)
         engine.load(Weights.of(model), 0)
@@ -133,9 +117,9 @@ def test_prompts_take_turns_on_several_servers_that_all_get_the_weights(served, 
 
 def test_new_weights_are_paused_for_pushed_and_the_prefix_cache_is_reset(served, url):
     engine = _engine(url)
-    engine.load(Weights.of(_model()), 0)
+    engine.load(Weights.of(tiny_policy()), 0)
     served.asked.clear()
-    engine.load(Weights.of(_model(1)), 1)
+    engine.load(Weights.of(tiny_policy(1)), 1)
     told = [path for path, _ in served.asked if path not in ("/weight_info", "/v1/models", "/inference/v1/generate")]
     assert told == [
         "/pause?mode=wait",
@@ -145,17 +129,17 @@ def test_new_weights_are_paused_for_pushed_and_the_prefix_cache_is_reset(served,
         "/update_weight_version",
         "/resume",
     ]
-    assert _tokens(_sample(engine)) == _expected(_model(1))
+    assert _tokens(_sample(engine)) == _expected(tiny_policy(1))
 
 
 def test_weights_that_did_not_arrive_stop_the_run_with_both_numbers(served, url):
     served.loads = False
     with pytest.raises(EngineError, match=r"within 0.0001 nats .* version 3 .*-[\d.]+ there and -[\d.]+ here"):
-        _engine(url).load(Weights.of(_model()), 3)
+        _engine(url).load(Weights.of(tiny_policy()), 3)
 
 
 def test_an_adapter_alone_is_pushed_under_a_name_of_its_version(served, url):
-    policy = add_lora(_model(9), LoraOptions(rank=2, targets=("q_proj", "down_proj")), seed=0)
+    policy = add_lora(tiny_policy(9), LoraOptions(rank=2, targets=("q_proj", "down_proj")), seed=0)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             if "lora_B" in name:
@@ -174,14 +158,14 @@ def test_an_adapter_alone_is_pushed_under_a_name_of_its_version(served, url):
 
 
 def test_an_adapter_on_another_base_model_is_found_by_the_probe(url):
-    policy = add_lora(_model(1), LoraOptions(rank=2), seed=0)
+    policy = add_lora(tiny_policy(1), LoraOptions(rank=2), seed=0)
     with pytest.raises(EngineError, match="nats of the trainer's"):
         _engine(url, sync=AdapterSync(QUICK)).load(Weights.of(policy), 0)
 
 
 def test_a_policy_without_an_adapter_cannot_push_one(url):
     with pytest.raises(EngineError, match="a policy without one"):
-        _engine(url, sync=AdapterSync(QUICK)).load(Weights.of(_model()), 0)
+        _engine(url, sync=AdapterSync(QUICK)).load(Weights.of(tiny_policy()), 0)
 
 
 # --- faults
@@ -199,7 +183,7 @@ def test_a_policy_without_an_adapter_cannot_push_one(url):
     ids=["500", "503", "gone", "truncated JSON", "empty"],
 )
 def test_a_passing_fault_is_asked_through_and_changes_nothing(served, url, fault):
-    model, engine = _model(), _engine(url)
+    model, engine = tiny_policy(), _engine(url)
     engine.load(Weights.of(model), 0)
     served.faults["/inference/v1/generate"] = [fault, fault]
     assert _tokens(_sample(engine)) == _expected(model)
@@ -231,7 +215,7 @@ UNUSABLE = {
 
 @pytest.mark.parametrize(("change", "message"), UNUSABLE.values(), ids=UNUSABLE)
 def test_an_answer_that_lacks_something_is_asked_for_again_and_then_stops_the_run(served, url, change, message):
-    model, engine = _model(), _engine(url)
+    model, engine = tiny_policy(), _engine(url)
     engine.load(Weights.of(model), 0)
     served.faults["/inference/v1/generate"] = [changed(served, change)]
     assert _tokens(_sample(engine)) == _expected(model)
@@ -244,13 +228,13 @@ def test_a_server_that_is_gone_for_good_stops_the_run_at_the_deadline():
     served = _served()
     with serving(served) as url:
         engine = _engine(url, patience=IMPATIENT)
-        engine.load(Weights.of(_model()), 0)
+        engine.load(Weights.of(tiny_policy()), 0)
     with pytest.raises(EngineError, match=r"3 samples of a prompt from http://127.0.0.1:\d+; given ConnectionRefused"):
         _sample(engine)
 
 
 def test_a_server_that_is_too_slow_is_asked_again(served, url):
-    model, engine = _model(), _engine(url, seconds=0.4)
+    model, engine = tiny_policy(), _engine(url, seconds=0.4)
     engine.load(Weights.of(model), 0)
     served.faults["/inference/v1/generate"] = [slow(0.8)]
     assert _tokens(_sample(engine, PROMPTS[:1])) == _expected(model, PROMPTS[:1])
@@ -259,7 +243,7 @@ def test_a_server_that_is_too_slow_is_asked_again(served, url):
 def test_a_server_that_came_back_with_old_weights_gets_them_again_and_what_it_said_without_them_is_not_used(
     served, url
 ):
-    model, engine = _model(), _engine(url)
+    model, engine = tiny_policy(), _engine(url)
     engine.load(Weights.of(model), 0)
 
     def restart(body):
@@ -277,7 +261,7 @@ def test_a_server_that_came_back_with_old_weights_gets_them_again_and_what_it_sa
 @pytest.mark.parametrize("when", ["between rounds", "during a round", "before a push"])
 def test_weights_that_somebody_else_pushed_stop_the_run(served, url, when):
     engine = _engine(url)
-    engine.load(Weights.of(_model()), 0)
+    engine.load(Weights.of(tiny_policy()), 0)
 
     def intrude(body=None):
         served.name = "theirs"
@@ -288,20 +272,20 @@ def test_weights_that_somebody_else_pushed_stop_the_run(served, url, when):
     else:
         intrude()
     with pytest.raises(EngineError, match="somebody else pushed, called 'theirs'"):
-        engine.load(Weights.of(_model()), 1) if when == "before a push" else _sample(engine)
+        engine.load(Weights.of(tiny_policy()), 1) if when == "before a push" else _sample(engine)
 
 
 def test_a_prompt_longer_than_the_servers_context_is_refused_before_it_is_asked(served, url):
     served.context = 8
     engine = _engine(url)
-    engine.load(Weights.of(_model()), 0)
+    engine.load(Weights.of(tiny_policy()), 0)
     with pytest.raises(InputError, match="prompt '2' of 3 tokens and 6 new"):
         _sample(engine)
 
 
 def test_what_a_server_refuses_stops_the_run_with_its_words(served, url):
     engine = _engine(url)
-    engine.load(Weights.of(_model()), 0)
+    engine.load(Weights.of(tiny_policy()), 0)
     served.faults["/inference/v1/generate"] = [failing(400, "the prompt is too long")] * 3
     with pytest.raises(EngineError, match="a refusal, HTTP 400: the prompt is too long"):
         _sample(engine)
@@ -312,21 +296,21 @@ def test_a_prefix_cache_that_is_not_reset_is_tried_again_and_then_stops_the_run(
         return 200, b'{"success": false}'
 
     served.faults["/reset_prefix_cache"] = [kept]
-    _engine(url).load(Weights.of(_model()), 0)
+    _engine(url).load(Weights.of(tiny_policy()), 0)
     served.faults["/reset_prefix_cache"] = [kept] * 50
     with pytest.raises(EngineError, match="a prefix cache that was not reset"):
-        _engine(url, patience=IMPATIENT).load(Weights.of(_model()), 0)
+        _engine(url, patience=IMPATIENT).load(Weights.of(tiny_policy()), 0)
 
 
 def test_a_server_of_another_model_is_named(url):
     engine = _engine(url, sync=FolderSync("another", QUICK))
     with pytest.raises(EngineError, match=r"a server of the model 'another' .* given one of 'policy'"):
-        engine.load(Weights.of(_model()), 0)
+        engine.load(Weights.of(tiny_policy()), 0)
 
 
 def test_a_completion_that_ends_where_the_policys_tokenizer_does_not_is_refused(served, url):
     engine = _engine(url)
-    engine.load(Weights.of(_model()), 0)
+    engine.load(Weights.of(tiny_policy()), 0)
 
     def end_early(found):
         [name] = {span["version"] for span in found["choices"][0]["weight_versions"]}
@@ -340,15 +324,15 @@ def test_a_completion_that_ends_where_the_policys_tokenizer_does_not_is_refused(
 def test_the_key_is_sent_and_a_wrong_one_is_named():
     with serving(_served(key="secret")) as url:
         engine = _engine(url, key="secret")
-        engine.load(Weights.of(_model()), 0)
+        engine.load(Weights.of(tiny_policy()), 0)
         _sample(engine)
         with pytest.raises(EngineError, match=r"HTTP 401: .*Unauthorized.* api_key_file"):
-            _engine(url).load(Weights.of(_model()), 0)
+            _engine(url).load(Weights.of(tiny_policy()), 0)
 
 
 def test_ctrl_c_ends_the_requests_under_way(served, url):
     engine = _engine(url)
-    engine.load(Weights.of(_model()), 0)
+    engine.load(Weights.of(tiny_policy()), 0)
     served.faults["/inference/v1/generate"] = [slow(20.0)] * 3
     interrupt = threading.Timer(0.3, _interrupt_main)
     interrupt.start()
@@ -377,7 +361,7 @@ def _in_flight(url, **options):
 
 def _pushed_in_the_middle(served, url, versions=(0, 1)):
     """Completions of twenty tokens at least, in the middle of which the weights change; and all weights by version."""
-    models = {version: _model(version) for version in versions}
+    models = {version: tiny_policy(version) for version in versions}
     engine = _in_flight(url)
     engine.load(Weights.of(models[versions[0]]), versions[0])
     served.token_seconds, found = 0.01, []
@@ -410,14 +394,14 @@ def test_weights_that_arrive_in_the_middle_of_a_completion_are_those_of_its_late
 
 def test_completions_that_no_push_met_have_one_version(served, url):
     engine = _in_flight(url)
-    engine.load(Weights.of(_model()), 3)
+    engine.load(Weights.of(tiny_policy()), 3)
     for completion in (c for group in _sample(engine) for c in group):
         assert (completion.weights_version, completion.token_versions) == (3, None)
     assert "/pause?mode=keep" in [path for path, _ in served.asked]
 
 
 def test_a_server_that_restarts_while_the_policy_is_trained_is_probed_with_what_the_trainer_said_before(served, url):
-    model, engine = _model(), _engine(url)
+    model, engine = tiny_policy(), _engine(url)
     engine.load(Weights.of(model), 0)
     expected = _expected(model)
     with torch.no_grad():

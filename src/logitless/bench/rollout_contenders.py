@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -17,11 +17,12 @@ from logitless.data.packing import pack
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.lm_head import backbone, causal_lm
 from logitless.models.lora import LoraOptions, add_lora
+from logitless.models.modes import evaluating
 from logitless.models.row_invariant import install_row_invariant
-from logitless.rollout.completions import evaluating
 from logitless.rollout.engine import Engine
 from logitless.rollout.gpu import GpuEngine
 from logitless.rollout.sampling import SamplingOptions
+from logitless.rollout.steps import Log, Steps
 from logitless.rollout.transformers import TransformersEngine, _Batch
 from logitless.train.block import pack_groups
 from logitless.train.learner import Learner
@@ -75,6 +76,10 @@ class Contender(Protocol):
         """New tokens of one pass."""
         ...
 
+    def waited(self) -> float:
+        """Seconds of the last pass in which the host waited for the device, where they are counted."""
+        ...
+
     def close(self) -> None:
         """Give back what is held."""
         ...
@@ -91,10 +96,15 @@ class _OfEngine:
         return self.engine.sample(self.prompts, self.work.samples, options, seed=0)
 
     def sample(self) -> int:
+        if isinstance(self.engine, _ForcedGpu):
+            self.engine.waited = 0.0
         groups = self.completions(SamplingOptions(max_new_tokens=self.work.most, stop=(_NEVER,)[: self.stops]))
         return sum(completion.length for group in groups for completion in group)
 
     stops = 0
+
+    def waited(self) -> float:
+        return getattr(self.engine, "waited", 0.0)
 
     def close(self) -> None:
         self.engine.close()
@@ -104,7 +114,27 @@ _NEVER = "\0 no text has this \0"
 
 
 class _ForcedGpu(GpuEngine):
+    """Counts the seconds in which the host waits for the device, which is how far it is ahead of it."""
+
     work: Workload
+    waited = 0.0
+
+    def _steps_for(self, max_rows: int, max_pages: int, group_size: int) -> Steps:
+        steps = super()._steps_for(max_rows, max_pages, group_size)
+        if "run" not in vars(steps):
+            steps.run = partial(self._run, steps.run)  # type: ignore[method-assign]
+        return steps
+
+    def _run(self, run: Callable[..., Callable[[], Log]], *arguments: Any) -> Callable[[], Log]:
+        wait = run(*arguments)
+
+        def timed() -> Log:
+            start = time.perf_counter()
+            log = wait()
+            self.waited += time.perf_counter() - start
+            return log
+
+        return timed
 
     def _limit(self, prompt: Prompt, sample: int, options: SamplingOptions) -> int:  # noqa: ARG002
         return self.work.lengths[int(prompt.id)][sample]
@@ -168,6 +198,9 @@ class _Generate:
             )  # fmt: skip
         return self.work.tokens
 
+    def waited(self) -> float:
+        return 0.0
+
     def close(self) -> None:
         self.model.set_attn_implementation(self.before)
         self.model._cache = None
@@ -189,19 +222,23 @@ def measured(name: str, subject: Subject, work: Workload) -> dict[str, Any]:
     start = time.perf_counter()
     contender = CONTENDERS[name](subject, work)
     seconds: list[float] = []
+    waited: list[float] = []
     with MemoryWatch() as memory:
         while len(seconds) < (3 if name in _REPEATED and sum(seconds[1:]) < _ENOUGH else 2 if name in _REPEATED else 1):
             tokens = contender.sample()
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
+            waited.append(contender.waited())
             start = time.perf_counter()
     contender.close()
     release("cuda")
     again = seconds[1:] or seconds
+    host = seconds[seconds.index(min(again))] - waited[seconds.index(min(again))]
     return {
         "tokens": tokens,
         "seconds": min(again),
         "first_seconds": seconds[0],
+        **({"host_seconds": host} if name == "gpu" else {}),
         "tokens_per_second": tokens / min(again),
         "peak_bytes": memory.most,
     }

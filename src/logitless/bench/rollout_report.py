@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from logitless import pages
+from logitless.bench import rollout_run
 from logitless.pages import Marks
 
 
@@ -18,6 +19,7 @@ def update(paths: Sequence[Path], folder: Path, *, check: bool) -> int:
     """Rewrites the tables between the marks of each document; with ``check``, 1 if one is out of date."""
     tables = {
         Marks("rollout", "speed"): "\n\n".join(speed_table(each) for each in documents(folder, "rollout")),
+        Marks("rollout", "run"): "\n\n".join(rollout_run.table(each) for each in documents(folder, "run")),
         Marks("rollout", "step"): "\n\n".join(step_table(each) for each in documents(folder, "decode-step")),
         Marks("rollout", "block"): "\n\n".join(block_table(each) for each in documents(folder, "block")),
         Marks("rollout", "law"): "\n\n".join(law_table(each) for each in documents(folder, "sampled-bits")),
@@ -33,7 +35,7 @@ def speed_table(document: Mapping[str, Any]) -> str:
         >>> row |= {"roofline_tokens_per_second": 4e3, "first_seconds": 7.0}
         >>> here = dict.fromkeys(("gpu", "driver", "torch", "triton"), "x")
         >>> print(speed_table({"environment": here, "rows": [row]}).splitlines()[-1])
-        | m | w | gpu | 1,000 | 25% | 7.0 s | 1.0 GiB |
+        | m | w | gpu | 1,000 | 25% |  | 7.0 s | 1.0 GiB |
     """
     here = document["environment"]
     title = f"**{here['gpu']}**, driver {here['driver']}, torch {here['torch']}, Triton {here['triton']}"
@@ -41,13 +43,14 @@ def speed_table(document: Mapping[str, Any]) -> str:
 
 
 def _speed_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    yield "| model | workload | engine | tokens/s | of the roofline | first call | memory in use |"
-    yield "|---|---|---|--:|--:|--:|--:|"
+    yield "| model | workload | engine | tokens/s | of the roofline | host busy | first call | memory in use |"
+    yield "|---|---|---|--:|--:|--:|--:|--:|"
     for row in rows:
         share = row["tokens_per_second"] / row["roofline_tokens_per_second"]
+        busy = f"{row['host_seconds'] / row['seconds']:.0%}" if "host_seconds" in row else ""
         yield (
             f"| {row['model']} | {row['workload']} | {row['engine']} | {row['tokens_per_second']:,.0f} | {share:.0%} |"
-            f" {row['first_seconds']:.1f} s | {row['peak_bytes'] / 2**30:.1f} GiB |"
+            f" {busy} | {row['first_seconds']:.1f} s | {row['peak_bytes'] / 2**30:.1f} GiB |"
         )
 
 

@@ -25,6 +25,9 @@ NAMES = {
     "trl": "TRL",
     "trl-without-recomputation": "TRL, no recomputation",
 }
+DRAWN = ("trl", "logitless-autocast", "logitless")
+"""Whose kernels are shown; the result files have those of all."""
+
 HEADS = {
     "full-logits": "full logits",
     "logitless": "logitless",
@@ -160,7 +163,7 @@ def _profiles(results: Sequence[dict[str, Any]]) -> list[tuple[str, str, dict[st
     """Model, contender, and milliseconds by class, the last run of each."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for document in results:
-        for contender in reversed(NAMES):
+        for contender in DRAWN:
             rows = [row for row in document["profile"] if row["contender"] == contender]
             if rows:
                 found[document["model"]["title"], contender] = {row["class"]: row["ms"] for row in rows}
@@ -190,9 +193,9 @@ def activations_table(rows: Sequence[Row]) -> str:
 
     Example:
         >>> row = {"model": "m", "modes": "keep", "layers": {"keep": 2, "host": 0}, "part": "layers",
-        ...        "estimated_bytes": 2e9, "measured_bytes": 2.5e9, "error": -0.2, "seconds": 0.1}
+        ...        "estimated_bytes": 2e9, "measured_bytes": 2.5e9, "error": -0.2}
         >>> print(activations_table([row]).splitlines()[-1])
-        | 2 keep all | 2.00 | 2.50 | -20.0% | 100 ms |
+        | 2 keep all | 2.00 | 2.50 | -20.0% |
     """
     mine = [row for row in rows if row["part"] == "layers"]
     if not mine:
@@ -201,15 +204,15 @@ def activations_table(rows: Sequence[Row]) -> str:
     for model in dict.fromkeys(row["model"] for row in mine):
         lines += [
             *([""] if lines else []),
-            f"| {model} | estimated, GB | measured, GB | difference | forward and backward |",
-            "|---|--:|--:|--:|--:|",
+            f"| {model} | estimated, GB | measured, GB | difference |",
+            "|---|--:|--:|--:|",
         ]
         for row in mine:
             if row["model"] == model:
                 plan = ", ".join(f"{count} {MODE_WORDS[mode]}" for mode, count in row["layers"].items() if count)
                 lines.append(
                     f"| {plan} | {row['estimated_bytes'] / 1e9:.2f} | {row['measured_bytes'] / 1e9:.2f} | "
-                    f"{row['error']:+.1%} | {1000 * row['seconds']:.0f} ms |"
+                    f"{row['error']:+.1%} |"
                 )
     return "\n".join(lines)
 

@@ -11,7 +11,6 @@ from logitless.data.sources import FileData, MixedData, Rendered, Row, TrainingD
 from logitless.errors import ConfigurationError
 from logitless.rollout.recorded import write_completions
 from logitless.rollout.sampling import SamplingOptions
-from logitless.rollout.transformers import TransformersEngine
 from logitless.train.run_folder import open_run_folder
 from logitless.train.saved_policy import load_policy
 
@@ -41,7 +40,6 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     given = None if options.file is None else read_rows(FileData(path=options.file, columns={"prompt": options.column}))
     saved = load_policy(folder, options.checkpoint, device=options.device)
-    rollout = saved.recipe.rollout
     prompts = prompts_of_rows(
         given or [Row("the command line", {"prompt": options.prompt})],
         _rendered(saved.recipe.data.train, options.source),
@@ -49,16 +47,8 @@ def run(options: argparse.Namespace) -> int:
         max_prompt_tokens=saved.recipe.data.max_prompt_tokens,
         too_long="error",
     ).prompts
-    engine = TransformersEngine(
-        saved.policy.model,
-        saved.tokenizer,
-        max_rows=rollout.max_rows,
-        prefill_tokens=rollout.prefill_tokens,
-        autocast=saved.policy.autocast,
-    )
-    engine.load(saved.policy.weights(), saved.step)
-    sampling = _sampling(rollout.sampling, options.temperature, options.max_new_tokens)
-    groups = engine.sample(prompts, options.samples, sampling, seed=options.seed)
+    sampling = _sampling(saved.recipe.rollout.sampling, options.temperature, options.max_new_tokens)
+    groups = saved.engine().sample(prompts, options.samples, sampling, seed=options.seed)
     print(f"from {saved.source}, after {saved.block} blocks and {saved.step} steps", file=sys.stderr, flush=True)
     if options.out is not None:
         write_completions(options.out, [completion for group in groups for completion in group])

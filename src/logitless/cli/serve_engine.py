@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 from logitless.errors import ConfigurationError
 from logitless.rollout.engine import Engine
 from logitless.rollout.serving import EngineServer
-from logitless.rollout.transformers import TransformersEngine
 from logitless.train.config import Recipe
 from logitless.train.engines import open_engines
 from logitless.train.recipe import load_recipe
@@ -58,16 +57,7 @@ def _opened(options: argparse.Namespace) -> tuple[Recipe, Engine, PreTrainedToke
     """A recipe with its engine, which has the weights of the run or those that the run would begin with."""
     if options.source.is_dir():
         saved = load_policy(open_run_folder(options.source), options.checkpoint)
-        rollout = saved.recipe.rollout
-        engine = TransformersEngine(
-            saved.policy.model,
-            saved.tokenizer,
-            max_rows=rollout.max_rows,
-            prefill_tokens=rollout.prefill_tokens,
-            autocast=saved.policy.autocast,
-        )
-        engine.load(saved.policy.weights(), saved.step)
-        return saved.recipe, engine, saved.tokenizer, saved.step
+        return saved.recipe, saved.engine(), saved.tokenizer, saved.step
     recipe = load_recipe(options.source, options.overrides)
     set_process(recipe.model, seed=recipe.seed)
     tokenizer = tokenizer_of(recipe.model)

@@ -1,18 +1,144 @@
-"""Rewards in both directions between logitless and `verifiers`, whose tasks judge a trace by decorated methods.
+"""Environments and rewards of `verifiers`: tasks that verifiers plays and judges, and rewards in both directions.
+
+``play_task`` drives an episode: verifiers runs a task of a taskset, with its own harness program, tools and rewards,
+against the policy's endpoint, and the trainer sees the tokens (``rollout.environment: {name: harness}``). ``task_rows``
+are the rows to train on, which ``python -m logitless.integrations.verifiers TASKSET`` prints as JSON lines.
 
 ``task_reward`` makes a logitless reward a method of a task; ``task_function`` makes a task a reward function of TRL's
 shape, which TRL takes as it is and logitless by its import path. Written for verifiers 0.4, where the rubric of older
-versions is a task's ``@reward`` methods. Gives up what needs a sandbox or a judge model: no runtime is started here.
+versions is a task's ``@reward`` methods. Gives up environments of several agents; and in ``task_function`` what needs a
+sandbox or a judge model, for no runtime is started there.
 """
 
 import asyncio
+import functools
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from logitless.errors import ConfigurationError, InputError, UnavailableError
 from logitless.rewards.contract import RESERVED_ARGUMENTS, Text, TextReward, TrlFunction, completion_text
+
+
+def play_task(
+    base_url: str,
+    row: Mapping[str, Any],
+    seed: int,  # noqa: ARG001 - the endpoint draws, and what a task draws itself is the task's
+    *,
+    taskset: str,
+    config: Mapping[str, Any] | None = None,
+    harness: str = "null",
+    max_turns: int | None = None,
+) -> float | None:
+    """Have verifiers play one task against an endpoint; what a recipe names as ``rollout.environment.function``.
+
+    The harness's program runs in a process of this machine, with your rights.
+
+    Args:
+        base_url: of the episode.
+        row: of ``task_rows``; its ``idx`` says which task.
+        seed: not used.
+        taskset: name of an installed package that exports one, or of a module.
+        config: of the taskset, besides its name.
+        harness: the program that talks to the policy; ``null`` is a chat with the task's tools.
+        max_turns: of the policy; None: those of ``rollout.limits``.
+
+    Returns:
+        The task's reward, the weighted sum of its ``@reward`` methods.
+
+    Raises:
+        UnavailableError: verifiers is not installed.
+        ConfigurationError: no such taskset.
+        InputError: a row without the task's number.
+        RuntimeError: verifiers could not play or judge it; that episode has no reward.
+    """
+    verifiers = _verifiers()
+    if not isinstance(row.get("idx"), int):
+        raise InputError(
+            needed="rows with the number of a task",
+            given=f"idx={row.get('idx')!r}",
+            remedy="Write the data by python -m logitless.integrations.verifiers TASKSET > tasks.jsonl.",
+        )
+    task = _task(taskset, json.dumps(dict(config or {}), sort_keys=True), row["idx"])
+    agent = verifiers.make_agent(
+        verifiers.AgentConfig.model_validate(
+            {
+                "harness": {"id": harness},
+                "runtime": verifiers.SubprocessConfig(),
+                "client": verifiers.EvalClientConfig(base_url=base_url, api_key_var="LOGITLESS_HAS_NO_KEY"),
+                "model": "policy",
+                "max_turns": max_turns,
+            }
+        )
+    )
+    trace = asyncio.run_coroutine_threadsafe(agent.run(task), _loop()).result()
+    if not trace.ok:
+        raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in trace.errors) or "no trace")
+    return float(trace.reward)
+
+
+def task_rows(taskset: str, config: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+    """A taskset as rows of a data file: ``id``, ``prompt`` and ``idx``, by which ``play_task`` finds the task again.
+
+    Args:
+        taskset, config: as of ``play_task``.
+
+    Raises:
+        UnavailableError: verifiers is not installed.
+        ConfigurationError: no such taskset, or one that never ends.
+    """
+    for task in _tasks(taskset, json.dumps(dict(config or {}), sort_keys=True)):
+        yield {"id": task.data.id or str(task.data.idx), "prompt": task.data.prompt_text, "idx": task.data.idx}
+
+
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    """The one event loop on which all episodes are played: what verifiers shares between them belongs to one."""
+    with _ONE_AT_A_TIME:
+        return _started_loop()
+
+
+@functools.cache
+def _started_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="logitless-verifiers", daemon=True).start()
+    return loop
+
+
+@functools.cache
+def _tasks(taskset: str, config: str) -> tuple[Any, ...]:
+    _verifiers()
+    loaders: Any = importlib.import_module("verifiers.v1.utils.loaders")
+    try:
+        made = loaders.load_taskset(loaders.taskset_config_type(taskset)(id=taskset, **json.loads(config)))
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            needed=f"a taskset of verifiers called {taskset!r}",
+            given=f"{type(error).__name__}: {error}",
+            remedy="Install the package that exports it, or put its module on PYTHONPATH.",
+        ) from error
+    if not made.bounded:
+        raise ConfigurationError(
+            needed="a taskset that ends", given=f"{taskset!r}, which does not", remedy="Bound it in its config."
+        )
+    return tuple(made)
+
+
+def _task(taskset: str, config: str, number: int) -> Any:
+    tasks = _tasks(taskset, config)
+    if not 0 <= number < len(tasks):
+        raise InputError(
+            needed=f"a task of {taskset!r}, from 0 to {len(tasks) - 1}",
+            given=str(number),
+            remedy="Write the data anew, with the config of the recipe.",
+        )
+    return tasks[number]
 
 
 def task_reward(reward: TextReward, *, weight: float = 1.0) -> Callable[..., Any]:
@@ -142,3 +268,8 @@ def _trace(verifiers: Any, task: Any, text: str) -> Any:
         is_completed=True,
         ok=True,
     )
+
+
+if __name__ == "__main__":
+    for each in task_rows(sys.argv[1], json.loads(sys.argv[2]) if len(sys.argv) > 2 else None):
+        print(json.dumps(each, ensure_ascii=False))

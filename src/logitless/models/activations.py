@@ -140,6 +140,11 @@ class _Kept(saved_tensors_hooks):
 _current: "_MadeAgain | None" = None
 
 
+def recipes_are_kept() -> bool:
+    """Whether somebody would keep what ``can_be_made_again`` says."""
+    return _current is not None
+
+
 def can_be_made_again(out: Tensor, again: Callable[[], Tensor]) -> None:
     """Said of a kernel's result: what wants to keep it may keep ``again`` instead, which must not refer to ``out``."""
     if _current is not None:

@@ -5,8 +5,7 @@ and ``verify_packing`` compare numbers with the model's own forward pass and ref
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from transformers import PreTrainedModel
 
 from logitless.errors import InputError, UnavailableError
 from logitless.models.attention import AttentionLayout, PromptGroup
+from logitless.models.modes import evaluating, whole_float32
 from logitless.models.packed import PACKED, PackedLayout
 from logitless.models.rotary import LongRotary, check_rotary_lengths, scaling_begins
 from logitless.types import LMHead, PackedInputs, SharedInputs
@@ -275,7 +275,7 @@ def why_unshared(model: nn.Module) -> str | None:
     rows = torch.cat([torch.arange(prompt + completions[0]), prompt + completions[0] + prompt + torch.arange(2)])
     rows = rows.to(ids.device)
     shared = SharedInputs(ids[rows], probe.position_ids[rows], ((prompt, completions),), rows[:0])
-    with torch.no_grad(), _evaluating(inner):
+    with torch.no_grad(), evaluating(inner), whole_float32():
         apart = backbone_hidden(model, replace(probe, input_ids=ids))[rows]
         together = backbone_hidden(model, shared)
     if not _close(together, apart, next(inner.parameters()).dtype):
@@ -403,7 +403,7 @@ def verify_lm_head(model: nn.Module, head: LMHead | None = None) -> None:
         return
     head = lm_head(model) if head is None else head
     inputs = _probe(inner, (8,))
-    with torch.no_grad(), _evaluating(inner):
+    with torch.no_grad(), evaluating(inner), whole_float32():
         logits = inner(input_ids=inputs.input_ids[None], use_cache=False).logits[0].double()
         mine = _logits(backbone_hidden(model, inputs), head)
     if mine.shape != logits.shape or not _close(mine, logits, head.weight.dtype):
@@ -440,7 +440,7 @@ def verify_packing(model: nn.Module) -> None:
     ids = inputs.input_ids.clone()
     ids[:first] = ids[:first].flip(0)
     changed = PackedInputs(ids, inputs.position_ids, inputs.lengths, inputs.source, inputs.source_counts)
-    with torch.no_grad(), _evaluating(inner):
+    with torch.no_grad(), evaluating(inner), whole_float32():
         together = backbone_hidden(model, inputs)
         beside_another = backbone_hidden(model, changed)
         alone = torch.cat(
@@ -493,16 +493,3 @@ def _probe(inner: PreTrainedModel, lengths: Sequence[int], first_position: int =
 
 def _is_meta(inner: PreTrainedModel) -> bool:
     return next(inner.parameters()).device.type == "meta"
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off and float32 products whole: TF32, whose error depends on the shape, would hide what is looked for."""
-    training, precision = model.training, torch.get_float32_matmul_precision()
-    model.eval()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
-        model.train(training)

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from logitless.errors import UnavailableError
 from logitless.float32_sums import add_rows, gradient_dtype, sums_in_float32
-from logitless.models.activations import can_be_made_again
+from logitless.models.activations import can_be_made_again, recipes_are_kept
 from logitless.models.attention import AttentionLayout, PrefixAttention
 from logitless.models.kernels.gate import gated, gated_backward
 from logitless.models.kernels.norm import norm, norm_backward
@@ -247,7 +247,7 @@ class _LayerWeights:
         """Of a decoder layer."""
         attention, mlp = layer.self_attn, layer.mlp
         names = _GEMMA_NORMS if gemma else _NORMS
-        norms = [getattr(layer, name) for name in names]
+        norms = [layer._modules[name] for name in names]
         head_norms = None
         if "q_norm" in attention._modules:
             query, key = attention.q_norm, attention.k_norm
@@ -473,7 +473,8 @@ def _project(x: Tensor, projections: list[Projection], columns: tuple[int, ...])
 
 
 def _epsilon(module: Any) -> float:
-    return float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps)
+    fields = vars(module)
+    return float(fields["variance_epsilon"] if "variance_epsilon" in fields else fields["eps"])
 
 
 def _add_and_norm(
@@ -538,8 +539,9 @@ class _Norm(torch.autograd.Function):
         assert out is not None
         ctx.save_for_backward(total, weight)
         ctx.eps, ctx.gemma, ctx.weight_dtype = eps, gemma, gradient_dtype(weight)
-        kept, scale = total.detach(), weight.detach()
-        can_be_made_again(out, lambda: cast(Tensor, norm(kept, scale, eps, gemma=gemma)[1]))
+        if recipes_are_kept():
+            kept, scale = total.detach(), weight.detach()
+            can_be_made_again(out, lambda: cast(Tensor, norm(kept, scale, eps, gemma=gemma)[1]))
         ctx.set_materialize_grads(False)
         return total, out
 
@@ -596,7 +598,7 @@ class _Rotary(torch.autograd.Function):
         ctx.save_for_backward(position, cos, sin, *raw)
         ctx.heads, ctx.options = heads, options
         turned = rotate(query, key, value, heads, position, cos, sin, norms)
-        if norms is not None:  # which keep queries and keys as they were
+        if norms is not None and recipes_are_kept():  # norms keep queries and keys as they were
             raw_query, raw_key, raw_value = query.detach(), key.detach(), value.detach()
             again = _Once(partial(rotate, raw_query, raw_key, raw_value, heads, position, cos, sin, norms))
             for number, out in enumerate(turned):
@@ -635,8 +637,10 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.gelu = gelu
-        out, kept_gate, kept_up = gated(gate, up, gelu=gelu), gate.detach(), up.detach()
-        can_be_made_again(out, lambda: gated(kept_gate, kept_up, gelu=gelu))
+        out = gated(gate, up, gelu=gelu)
+        if recipes_are_kept():
+            kept_gate, kept_up = gate.detach(), up.detach()
+            can_be_made_again(out, lambda: gated(kept_gate, kept_up, gelu=gelu))
         return out
 
     @staticmethod

@@ -1,7 +1,6 @@
 """What every engine does around the model: prompts checked before, stops recognised, text cut and completions made."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -12,17 +11,6 @@ from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
 
 _TEXT = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """A model in evaluation mode, where it recomputes no activations (a graph could not hold that), and back."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 def check_prompts(prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, limit: int | None) -> None:

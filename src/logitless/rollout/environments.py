@@ -20,8 +20,7 @@ class OwnEnvironment:
     """An environment of yours, by the import path of what makes it; it runs in this process, with your rights.
 
     Args:
-        factory: `package.module:function`; what it returns has `start` and `reply`. For environments of `verifiers`:
-            `logitless.integrations.verifiers:environment`.
+        factory: `package.module:function`; what it returns has `start` and `reply`.
         options: what the function is called with.
         template: plain text around `{reply}`, used instead of the tokenizer's chat template.
 

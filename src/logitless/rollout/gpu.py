@@ -31,12 +31,12 @@ from logitless.head.api import why_not
 from logitless.models.attention import AttentionLayout
 from logitless.models.decoding import prefill
 from logitless.models.lm_head import backbone, causal_lm, lm_head
+from logitless.models.modes import evaluating
 from logitless.models.paged_attention import Chunk, PrefillLayout
 from logitless.models.row_invariant import Installation, install_row_invariant, uncovered
 from logitless.rollout.completions import (
     OfPolicy,
     check_prompts,
-    evaluating,
     made_completions,
     stop_ids,
     stop_window,

@@ -12,7 +12,8 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
@@ -40,7 +41,9 @@ class Harness:
     a reward.
 
     Args:
-        function: `package.module:function`, called with base url, row and seed; it returns the reward or null.
+        function: `package.module:function`, called with base url, row and seed; it returns the reward or null. For
+            tasks of `verifiers`: `logitless.integrations.verifiers:play_task`.
+        options: what the function is called with besides, by name.
         command: program and arguments.
         concurrency: episodes at a time.
         seconds: for one episode; a command is ended then.
@@ -59,6 +62,7 @@ class Harness:
 
     name: Literal["harness"] = "harness"
     function: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
     command: tuple[str, ...] = ()
     concurrency: int = 16
     seconds: float = 300.0
@@ -66,10 +70,12 @@ class Harness:
     template: str | None = None
 
     def __post_init__(self) -> None:
-        if (self.function is None) == (not self.command) or not (self.concurrency > 0 and self.seconds > 0):
+        one = (self.function is None) != (not self.command) and not (self.command and self.options)
+        if not (one and self.concurrency > 0 and self.seconds > 0):
             raise ConfigurationError(
-                needed="a function or a command, and positive limits",
-                given=f"function={self.function}, command={self.command}, concurrency={self.concurrency}",
+                needed="a function or a command, options with a function alone, and positive limits",
+                given=f"function={self.function}, options={dict(self.options)}, command={self.command},"
+                f" concurrency={self.concurrency}, seconds={self.seconds}",
                 remedy="Name one of the two.",
             )
 
@@ -90,7 +96,7 @@ class Harness:
                 given=f"{self.function!r} ({error})",
                 remedy="Correct rollout.environment.function.",
             ) from error
-        return found
+        return partial(found, **self.options) if self.options else found
 
     def _run_command(self, base_url: str, row: Mapping[str, Any], seed: int) -> float | None:
         environment = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "none"}

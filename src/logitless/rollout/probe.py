@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from logitless.errors import EngineError
 from logitless.models.lm_head import causal_lm
-from logitless.rollout.completions import evaluating
+from logitless.models.modes import evaluating
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.vllm_api import Sampled
 

@@ -48,7 +48,15 @@ _TAKEN = {
     "user",
     "logprobs",
 }
-_TAKEN |= {"top_logprobs", "return_token_ids", "stream", "tool_choice", "parallel_tool_calls", *_SETTINGS}
+_TAKEN |= {
+    "top_logprobs",
+    "return_token_ids",
+    "stream",
+    "stream_options",
+    "tool_choice",
+    "parallel_tool_calls",
+    *_SETTINGS,
+}
 
 
 @dataclass
@@ -237,8 +245,6 @@ class EngineServer:
             parts = parts[2:]
         if unknown := sorted(set(body) - _TAKEN):
             raise _RefusedError(400, f"unknown parameters: {', '.join(unknown)}")
-        if body.get("stream"):
-            raise _RefusedError(400, "stream: only whole completions are given; set stream to false")
         if parts == ["v1", "completions"] and session is None:
             return self._complete(body)
         if parts == ["v1", "chat", "completions"]:
@@ -510,7 +516,11 @@ def _handler(server: EngineServer) -> type[BaseHTTPRequestHandler]:
                     raise _RefusedError(400, f"no JSON: {error}") from error
                 if not isinstance(body, dict):
                     raise _RefusedError(400, "a JSON object is needed")
-                self._say(200, server.answer(self.path.partition("?")[0], body))
+                reply = server.answer(self.path.partition("?")[0], body)
+                if body.get("stream"):
+                    self._send(200, "text/event-stream", _events(reply))
+                else:
+                    self._say(200, reply)
             except _RefusedError as refused:
                 self._say(refused.status, _error(str(refused), refused.code))
             except (InputError, ConfigurationError) as error:
@@ -519,10 +529,12 @@ def _handler(server: EngineServer) -> type[BaseHTTPRequestHandler]:
                 self._say(500, _error(f"{type(error).__name__}: {error}", "server_error"))
 
         def _say(self, status: int, content: Mapping[str, Any]) -> None:
-            said = json.dumps(content).encode()
+            self._send(status, "application/json", json.dumps(content).encode())
+
+        def _send(self, status: int, kind: str, said: bytes) -> None:
             try:
                 self.send_response(status)
-                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(said)))
                 self.end_headers()
                 self.wfile.write(said)
@@ -533,6 +545,24 @@ def _handler(server: EngineServer) -> type[BaseHTTPRequestHandler]:
             """Nothing is logged: what the policy says belongs to the run."""
 
     return Handler
+
+
+def _events(reply: Mapping[str, Any]) -> bytes:
+    """A whole reply as a client that asked for a stream reads it: all at once, then what it took, then the end."""
+    chat = reply["object"] == "chat.completion"
+    choices = [_streamed(choice) if chat else choice for choice in reply["choices"]]
+    whole = {**reply, "object": "chat.completion.chunk" if chat else reply["object"], "choices": choices}
+    usage = {**whole, "choices": []}
+    del whole["usage"]
+    return b"".join(b"data: %s\n\n" % each for each in (*(json.dumps(x).encode() for x in (whole, usage)), b"[DONE]"))
+
+
+def _streamed(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """A choice whose message is the one piece that comes."""
+    message = dict(choice["message"])
+    if "tool_calls" in message:
+        message["tool_calls"] = [{"index": number, **call} for number, call in enumerate(message["tool_calls"])]
+    return {**{name: value for name, value in choice.items() if name != "message"}, "delta": message}
 
 
 def _error(message: str, code: str) -> dict[str, Any]:

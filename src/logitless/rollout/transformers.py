@@ -27,9 +27,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from logitless.errors import InputError, TrainingError, UnavailableError
 from logitless.head.contract import on_device
+from logitless.models.modes import evaluating
 from logitless.rollout.completions import (
     check_prompts,
-    evaluating,
     made_completions,
     stop_ids,
     stop_window,

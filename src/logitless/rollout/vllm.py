@@ -5,6 +5,7 @@ its memory is given away while nothing samples; that exists on GPUs alone, and h
 as every engine with kernels of its own, and a second copy of the weights.
 """
 
+import copy
 import os
 import shutil
 import tempfile
@@ -75,6 +76,8 @@ class VllmEngine:
             "enable_sleep_mode": sleep,
             "disable_log_stats": True,
         }
+        if not torch.cuda.is_available():  # vLLM 0.32 fails on CPUs where it reads a prompt with a seed in two pieces
+            self._options["enable_chunked_prefill"] = False
         self.hand_over: dict[str, float | int] = {}
 
     def load(self, weights: Weights, version: int) -> None:
@@ -88,7 +91,9 @@ class VllmEngine:
         inner: Any = causal_lm(weights.module)
 
         def configure(folder: Path) -> None:
-            inner.config.save_pretrained(folder)
+            config = copy.deepcopy(inner.config)
+            config.architectures = [type(inner).__name__]  # a config made by hand does not say so
+            config.save_pretrained(folder)
             self._tokenizer.save_pretrained(str(folder))
 
         written = self._folders.write(weights.tensors(), version, configure)

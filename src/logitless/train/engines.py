@@ -108,14 +108,7 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
         DataError: a file of completions that is absent or malformed.
         UnavailableError: a model that the engine cannot run.
     """
-    autocast = None if recipe.model.autocast is None else getattr(torch, recipe.model.autocast)
-    here = TransformersEngine(
-        model,
-        tokenizer,
-        max_rows=recipe.rollout.max_rows,
-        prefill_tokens=recipe.rollout.prefill_tokens,
-        autocast=autocast,
-    )
+    here = engine_here(recipe, model, tokenizer)
     ahead = recipe.rollout.staleness > 0
     training = OwnCopy(here.another()) if ahead else here
     match recipe.rollout.engine:
@@ -144,6 +137,23 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
         case VllmEngineSection() as section:
             vllm = _vllm(recipe, section, tokenizer)
             return Engines(vllm, vllm)
+
+
+def engine_here(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> TransformersEngine:
+    """The engine that samples any model in this process, as a recipe sets it.
+
+    Args:
+        recipe: says how many rows and tokens at once, and in which dtype.
+        model: that it samples with, until it is given other weights.
+        tokenizer: of the model.
+    """
+    return TransformersEngine(
+        model,
+        tokenizer,
+        max_rows=recipe.rollout.max_rows,
+        prefill_tokens=recipe.rollout.prefill_tokens,
+        autocast=None if recipe.model.autocast is None else getattr(torch, recipe.model.autocast),
+    )
 
 
 def _vllm_servers(recipe: Recipe, section: VllmServerEngineSection, tokenizer: PreTrainedTokenizerBase) -> Engine:

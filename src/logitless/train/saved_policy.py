@@ -17,9 +17,11 @@ from transformers import PreTrainedTokenizerBase
 from logitless.errors import CheckpointError, ConfigurationError
 from logitless.models.export import adapter_tensors
 from logitless.models.value_head import ValueHead, value_head_for
+from logitless.rollout.transformers import TransformersEngine
 from logitless.seeds import derived_seed
 from logitless.train.checkpoint import checkpoints, damaged, read_checkpoint, restore_parameters
 from logitless.train.config import Recipe
+from logitless.train.engines import engine_here
 from logitless.train.policy import Policy
 from logitless.train.recipe import load_recipe
 from logitless.train.run_folder import RunFolder
@@ -45,6 +47,12 @@ class SavedPolicy:
     source: Path
     block: int
     step: int
+
+    def engine(self) -> TransformersEngine:
+        """What samples with it in this process."""
+        engine = engine_here(self.recipe, self.policy.model, self.tokenizer)
+        engine.load(self.policy.weights(), self.step)
+        return engine
 
 
 def load_policy(
