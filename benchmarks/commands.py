@@ -79,7 +79,7 @@ def measure(out: Path, *, again: bool, only: list[str]) -> None:
     commands = EVERYWHERE | (ON_A_GPU if device == "cuda" else ON_A_CPU)
     machine = environment(device, ("transformers", "triton"))
     path, rows = out / f"commands-{short_name(device)}.json", dict[str, Any]()
-    if path.exists() and (before := json.loads(path.read_text()))["environment"] == machine and not again:
+    if path.exists() and (before := json.loads(path.read_text()))["environment"] == machine:
         rows = before["rows"]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "recipes").symlink_to(ROOT / "recipes")

@@ -70,7 +70,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "rows": 8_000,
         "learning_rate": 3e-4,
         "imitation_rate": 3e-3,
-        "blocks": 20,
+        "blocks": 40,
     },
 }
 HERE = {"rollout": {"engine": {"name": "transformers"}}}
@@ -442,10 +442,9 @@ class Run(NamedTuple):
         name, _, seed = text.rpartition(":")
         return cls(name, int(seed))
 
-    @property
-    def file(self) -> str:
+    def file(self, size: str) -> str:
         """That its row belongs to."""
-        return f"evidence-{'comparison' if self.name in CONTENDERS else 'ablations'}.json"
+        return f"evidence-{size}-{'comparison' if self.name in CONTENDERS else 'ablations'}.json"
 
 
 def missing(size: str, folder: Path, runs: Sequence[Run], *, at_once: int) -> None:
@@ -474,7 +473,7 @@ def gather(size: str, folder: Path, results: Path) -> None:
     results.mkdir(parents=True, exist_ok=True)
     base = json.loads((folder / "base.json").read_text())
     rows = [json.loads(path.read_text()) for path in sorted(folder.glob("rows/*.json"))]
-    for file in sorted({Run(row["run"], row["seed"]).file for row in rows}):
+    for file in sorted({Run(row["run"], row["seed"]).file(size) for row in rows}):
         out = results / file
         document = json.loads(out.read_text()) if out.exists() else {"rows": []}
         if any(row["base"] != base["digest"] for row in document["rows"]):
@@ -482,7 +481,7 @@ def gather(size: str, folder: Path, results: Path) -> None:
         found = {(row["run"], row["seed"]): row for row in document["rows"]}
         for row in rows:
             key = Run(row["run"], row["seed"])
-            if key.file == file and len(row["reward"]) > len(found.get(key, {"reward": []})["reward"]):
+            if key.file(size) == file and len(row["reward"]) > len(found.get(key, {"reward": []})["reward"]):
                 found[key] = row
         document |= {"machine": environment(device(), ["triton", "transformers", "trl"]), "size": size, "base": base}
         document["commit"] = os.environ.get("COMMIT") or made_with(torch.device("cpu"))["commit"]
@@ -499,7 +498,7 @@ def gather(size: str, folder: Path, results: Path) -> None:
 def lacking(size: str, results: Path, runs: Sequence[Run]) -> list[Run]:
     """Those of the runs that the result files do not have, or not with all their blocks."""
     there = set()
-    for file in {run.file for run in runs}:
+    for file in {run.file(size) for run in runs}:
         if (results / file).exists():
             rows = json.loads((results / file).read_text())["rows"]
             there |= {(row["run"], row["seed"]) for row in rows if len(row["reward"]) >= SIZES[size]["blocks"]}
@@ -541,23 +540,29 @@ def table(document: dict[str, Any]) -> str:
 
 
 def with_tables(page: str, documents: dict[str, dict[str, Any]]) -> str:
-    """A page with the table of each file between its marks."""
+    """A page with the table of each file between its marks, where it has them."""
     for what, document in documents.items():
-        begin, end = f"<!-- evidence {what}: begin -->\n", f"<!-- evidence {what}: end -->"
-        before, _, rest = page.partition(begin)
-        page = f"{before}{begin}{table(document)}\n{end}{rest.partition(end)[2]}"
+        begin, end = f"<!-- {what}: begin -->\n", f"<!-- {what}: end -->"
+        if begin in page:
+            before, _, rest = page.partition(begin)
+            page = f"{before}{begin}\n{table(document)}\n\n{end}{rest.partition(end)[2]}"
     return page
 
 
-def publish(results: Path, page: Path) -> None:
+def documents_in(results: Path, size: str) -> dict[str, dict[str, Any]]:
+    """The result files that are there, by name."""
+    found = [results / f"evidence-{size}-{what}.json" for what in ("comparison", "ablations")]
+    return {path.stem: json.loads(path.read_text()) for path in found if path.exists()}
+
+
+def publish(results: Path, size: str, page: Path) -> None:
     """Plots beside the files, and the page's tables."""
-    found = {what: results / f"evidence-{what}.json" for what in ("comparison", "ablations")}
-    documents = {what: json.loads(path.read_text()) for what, path in found.items() if path.exists()}
+    documents = documents_in(results, size)
     rows = [row for document in documents.values() for row in document["rows"]]
     for figure, names in {"comparison": CONTENDERS, **FIGURES}.items():
         shown = [row for name in names for row in rows if row["run"] == name]
         if {row["run"] for row in shown} > {"logitless"}:
-            draw(shown, results / f"evidence-{figure}.svg")
+            draw(shown, results / f"evidence-{size}-{figure}.svg")
     if page.exists():
         page.write_text(with_tables(page.read_text(), documents))
 
@@ -598,7 +603,7 @@ def main() -> None:
         missing(size, folder, runs, at_once=options.at_once)
     if folder.exists():
         gather(size, folder, options.results)
-    publish(options.results, PAGE if options.results == RESULTS else options.results / "evidence.md")
+    publish(options.results, size, PAGE if options.results == RESULTS else options.results / "evidence.md")
 
 
 if __name__ == "__main__":

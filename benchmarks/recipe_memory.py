@@ -39,6 +39,7 @@ from logitless.train.setup import tokenizer_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "recipe-memory.json"
+PAGE = ROOT / "docs" / "small_cards.md"
 LIMITS = {
     "qwen2.5-0.5b-gsm8k": 24 * GIB,
     "llama3.1-8b-ifeval-24gb": 24 * GIB,
@@ -158,13 +159,46 @@ def measure(recipe: Path, overrides: list[str], limit: int, folder: Path, *, blo
     }
 
 
+def table(document: dict[str, Any]) -> str:
+    """The planned and the measured bytes of each run of a file, in GiB."""
+    machine = document["environment"]
+    lines = [
+        f"{machine['gpu']} with PyTorch limited to what the card has; torch {machine['torch']}, transformers "
+        f"{machine['transformers']}, PEFT {machine['peft']}, bitsandbytes {machine['bitsandbytes']}. GiB.",
+        "",
+        "| Recipe | Card | Prompt, completion (tokens) | | Planned | Allocated, peak | Reserved, peak | Run |",
+        "|---|--:|--:|---|--:|--:|--:|--:|",
+    ]
+    for row in document["rows"]:
+        numbers = [row[f"{name}_bytes"] / GIB for name in ("planned_total", "peak_allocated", "peak_reserved")]
+        lines.append(
+            f"| {row['recipe']} | {row['limit_bytes'] / GIB:.0f} | {row['prompt_tokens']}, "
+            f"{row['completion_tokens_mean']:.0f} | {'resumed' if row['resumed'] else 'first block'} | "
+            f"{' | '.join(f'{number:.1f}' for number in numbers)} | {row['wall_clock_seconds']:.0f} s |"
+        )
+    return "\n".join(lines)
+
+
+def with_table(page: str, document: dict[str, Any]) -> str:
+    """A page with the table between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}{table(document)}\n\n{END}{rest.partition(END)[2]}"
+
+
+BEGIN, END = "<!-- recipe memory: begin -->\n\n", "<!-- recipe memory: end -->"
+
+
 def main() -> None:
     """Each recipe, a block and its resume in processes of their own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", choices=STAND_INS, default=list(STAND_INS))
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--keep-others", action="store_true", help="keep the file's rows of other recipes")
+    parser.add_argument("--page", action="store_true", help="only write the table of docs/small_cards.md anew")
     options = parser.parse_args()
+    if options.page:
+        PAGE.write_text(with_table(PAGE.read_text(), json.loads(options.out.read_text())))
+        return
     if not torch.cuda.is_available():
         raise UnavailableError(
             needed="a CUDA device", given="none", remedy="Use --dry-run of the recipes for the plan."

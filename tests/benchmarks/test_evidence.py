@@ -95,9 +95,11 @@ def test_rows_are_put_into_their_files_and_an_unfinished_one_gives_place_to_a_lo
     assert evidence.lacking("tiny", results, wanted) == [evidence.Run("trl", 1)]
     evidence.gather("tiny", folder_with(tmp_path / "b", row("trl", 1, whole), row("trl", 0, 2)), results)
     assert evidence.lacking("tiny", results, wanted) == []
-    found = json.loads((results / "evidence-comparison.json").read_text())
+    found = json.loads((results / "evidence-tiny-comparison.json").read_text())
     assert [(each["seed"], len(each["reward"])) for each in found["rows"]] == [(0, whole), (1, whole)]
-    assert [each["run"] for each in json.loads((results / "evidence-ablations.json").read_text())["rows"]] == ["ppo"]
+    assert [each["run"] for each in json.loads((results / "evidence-tiny-ablations.json").read_text())["rows"]] == [
+        "ppo"
+    ]
 
 
 def test_rows_that_began_with_other_weights_are_not_put_beside_each_other(tmp_path):
@@ -131,9 +133,20 @@ def test_runs_of_a_process_that_fail_are_left_out_and_those_after_them_are_made(
 
 def test_each_table_stands_between_its_marks(tmp_path):
     document = {"base": {"accuracy": 0.3}, "rows": [row("trl", 0, 3)]}
-    page = "# Page\n\n<!-- evidence comparison: begin -->\nold\n<!-- evidence comparison: end -->\nrest\n"
-    written = evidence.with_tables(page, {"comparison": document})
+    name = "evidence-tiny-comparison"
+    page = f"# Page\n\n<!-- {name}: begin -->\nold\n<!-- {name}: end -->\nrest\n"
+    written = evidence.with_tables(page, {name: document, "evidence-tiny-ablations": document})
     assert "| trl | 0 | 3 | 0.300 to 0.900 | 0.500 | 2.00 s | 6 s | 2 |" in written
     assert "old" not in written
-    assert written.endswith("<!-- evidence comparison: end -->\nrest\n")
-    assert evidence.with_tables(written, {"comparison": document}) == written
+    assert written.endswith(f"<!-- {name}: end -->\nrest\n")
+    assert evidence.with_tables(written, {name: document}) == written
+
+
+@pytest.mark.parametrize("size", evidence.SIZES)
+def test_the_page_shows_what_was_measured_of_runs_that_all_began_with_the_same_weights(size):
+    documents = evidence.documents_in(evidence.RESULTS, size)
+    page = evidence.PAGE.read_text()
+    assert evidence.with_tables(page, documents) == page
+    for document in documents.values():
+        assert {each["base"] for each in document["rows"]} == {document["base"]["digest"]}
+        assert all(len(each["block_seconds"]) == len(each["reward"]) for each in document["rows"])

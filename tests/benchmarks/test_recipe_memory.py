@@ -51,3 +51,8 @@ def test_what_was_measured_fits_its_card():
     for row in found["rows"]:
         assert row["peak_reserved_bytes"] < row["limit_bytes"] == benchmark.LIMITS[row["recipe"]]
         assert not row["halvings"]
+
+
+def test_the_page_shows_what_was_measured():
+    page = benchmark.PAGE.read_text()
+    assert benchmark.with_table(page, json.loads(benchmark.RESULT.read_text())) == page
