@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder) / "tests.xml"
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:benchmark", "-q", "-rfEs"]
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:benchmark", "-v", "-rfEs"]
         command += ["--tb=short", "-m", "multi_gpu", "--junitxml", str(xml), *options.tests]
         command += ["-n", str(options.workers)] if options.workers > 1 else []
         status = subprocess.run(command, check=False).returncode

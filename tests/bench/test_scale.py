@@ -14,6 +14,7 @@ from logitless.bench.step_contenders import SHAPES, TINY
 from logitless.cli.main import main
 from logitless.distributed import Ranks
 from logitless.distributed.arrangement import Arrangement
+from logitless.train.forecast import Speeds
 from logitless.train.masters import lower_to
 from logitless.train.training_memory import training_memory
 from tests.ranks import run_on_ranks
@@ -109,8 +110,25 @@ def test_memory_is_forecast_within_a_tenth_of_what_was_measured(row, models):
         tokens=row["tokens"] // arrangement.sequence,
         head_budget=row["head_budget"],
         in_order=row["layout"] == "in_order",
+        micro_batches=row["micro_batches"],
     )
     assert found.peak_bytes == pytest.approx(row["peak_bytes"], rel=0.1)
+
+
+OTHER = {"shard": "replicate", "replicate": "shard"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row for row in STEPS if row["gpus"] > 1 and row["layout"] in OTHER and row["model"] == "qwen3-1.7b"],
+    ids=_name,
+)
+def test_a_step_in_one_layout_is_forecast_from_constants_measured_in_the_other(row):
+    rows = [each for each in STEPS if each["model"] == row["model"]]
+    speeds = Speeds.measured(rows, OTHER[row["layout"]])
+    tokens = row["tokens"] * row["micro_batches"]
+    seconds = tokens / speeds.tokens_per_second + speeds.exposed * row["sent_bytes"] / speeds.bytes_per_second
+    assert seconds == pytest.approx(row["gpus"] * tokens / row["tokens_per_second"], rel=0.05)
 
 
 def test_the_page_shows_what_was_measured():

@@ -224,6 +224,7 @@ ON_GPUS = {
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("case", ON_GPUS)
 def test_two_gpus_have_the_gradients_of_one_to_rounding(case, tmp_path):
     changes, arrangement = ON_GPUS[case]
@@ -232,12 +233,14 @@ def test_two_gpus_have_the_gradients_of_one_to_rounding(case, tmp_path):
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_bfloat16_weights_with_sharded_masters_have_the_gradients_of_one_gpu_to_rounding(tmp_path):
     changes = {"model__source": LLAMA, "model__trained_dtype": "bfloat16", "train__training_backend": "chunked"}
     _check(tmp_path, changes, 2, Arrangement(1, 2, 1), dtype=None, rtol=0.1, atol=0.02, device="cuda")
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_summed_in_order_two_gpus_have_the_bits_of_one(tmp_path):
     changes = {
         "model__source": LLAMA,

@@ -191,6 +191,7 @@ def measured(ranks: Ranks, shape: Shape, layout: str, work: Work) -> dict[str, A
         tokens=work.tokens // arrangement.sequence,
         head_budget=work.head_budget,
         in_order=layout == "in_order",
+        micro_batches=work.micro_batches,
     )
     sent = traffic_of_rank(
         model,

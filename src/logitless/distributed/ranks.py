@@ -283,9 +283,9 @@ class Ranks:
                 everyones = [torch.empty_like(there) for _ in range(self.world)]
                 dist.all_gather(everyones, there, group=self._everyone)
                 flat = _flat(bucket)
-                parts = [torch.empty_like(flat) for _ in range(self.world)]
-                dist.all_gather(parts, flat, group=self._everyone)
-                split = [torch.split(part, [p.numel() for p in bucket]) for part in parts]
+                parts = flat.new_empty(self.world * len(flat))
+                dist.all_gather_into_tensor(parts, flat, group=self._everyone)
+                split = [torch.split(part, [p.numel() for p in bucket]) for part in parts.chunk(self.world)]
                 for i, p in enumerate(bucket):
                     has = [bool(row[i]) for row in everyones]
                     total = TreeSum()

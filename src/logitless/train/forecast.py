@@ -151,7 +151,7 @@ def forecast(
     steps_tokens = recipe.train.tokens_per_step
     data_ranks = arrangement.replicate * arrangement.shard
     tokens = math.ceil(steps_tokens / data_ranks)
-    rows = max(1, math.ceil(tokens / recipe.train.tokens_per_micro_batch))
+    rows = _rows(recipe, arrangement)
     return Forecast(
         arrangement,
         memory_of_rank(recipe, model, arrangement, value_head),
@@ -184,6 +184,7 @@ def memory_of_rank(
         tokens=math.ceil(train.tokens_per_micro_batch / arrangement.sequence),
         head_budget=train.head_memory_budget,
         in_order=parallel.deterministic,
+        micro_batches=_rows(recipe, arrangement),
         number=2 if section.autocast is not None else None,
         recomputes=section.gradient_checkpointing or train.activation_memory is not None,
     )
@@ -283,6 +284,12 @@ def forecast_text(recipe: Recipe, found: Forecast) -> str:
             f"({found.traffic_share or 0:.0%} of the step)"
         )
     return "\n".join(lines)
+
+
+def _rows(recipe: Recipe, arrangement: Arrangement) -> int:
+    """Micro-batches of a rank in a step."""
+    tokens = math.ceil(recipe.train.tokens_per_step / (arrangement.replicate * arrangement.shard))
+    return max(1, math.ceil(tokens / recipe.train.tokens_per_micro_batch))
 
 
 def _unit_bytes(parameters: list[nn.Parameter]) -> int:

@@ -62,6 +62,7 @@ def training_memory(
     tokens: int,
     head_budget: int | None = None,
     in_order: bool = False,
+    micro_batches: int = 1,
     number: int | None = None,
     recomputes: bool | None = None,
 ) -> TrainingMemory:
@@ -73,6 +74,7 @@ def training_memory(
         tokens: N, read by this process in a micro-batch, all of them scored.
         head_budget: bytes for kept exponentials; None: all that there are.
         in_order: gradients are summed along a tree (``parallel.deterministic``).
+        micro_batches: of a step; under ``in_order`` sums of some of them wait for the others.
         number: bytes of a number in activations; None: of the narrowest weight.
         recomputes: layers keep their input alone; None: as the model is set.
 
@@ -111,8 +113,11 @@ def training_memory(
     row = 2 * width * number * tokens  # the last hidden states and their gradient
     start = {"inputs of layers": all_layers, "gradient of the LM head": of_head}
     end = {"gradients": held, "inputs of layers": 0 if recomputes else one, "units in use": in_use + at_end}
-    if in_order:  # a subtree's sum beside the next leaf
-        end["a sum of gradients"] = held
+    if in_order:
+        end["sums along the tree"] = held * (micro_batches - 1).bit_length()
+        if arrangement.replicate > 1:  # the largest gradient, laid flat, and that of every rank
+            flat = 4 * max((p.numel() for p in trained), default=0)
+            end["gradients of all ranks"] = max(0, flat * (1 + arrangement.replicate) - one - row)
     return TrainingMemory(
         always,
         {
