@@ -1,7 +1,9 @@
 """Engines that take turns: samples side by side, and a push alone."""
 
+import signal
 import threading
 
+import pytest
 from torch import nn
 
 from logitless.rollout.engine import ConcurrentEngine, Weights
@@ -10,57 +12,88 @@ from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
 
 OPTIONS = SamplingOptions(max_new_tokens=1)
+WEIGHTS = Weights.of(nn.Linear(1, 1))
 
 
-class Meeting:
-    """An engine whose calls of ``sample`` wait for each other, so that they must be there at the same time."""
+def _waiting(of, count):
+    """Until so many calls are inside."""
+    while of() < count:
+        threading.Event().wait(0.001)
+
+
+def _started(call, *arguments):
+    thread = threading.Thread(target=call, args=arguments)
+    thread.start()
+    return thread
+
+
+class Gated:
+    """An engine whose calls of ``sample`` are inside until the gate is opened."""
 
     prompts_at_once = 4
 
-    def __init__(self, calls):
-        self.barrier, self.version, self.sampling = threading.Barrier(calls, timeout=30), 0, 0
-        self.lock, self.pushed_alone = threading.Lock(), []
+    def __init__(self):
+        self.gate, self.lock = threading.Event(), threading.Lock()
+        self.version, self.inside, self.inside_at_push = 0, 0, []
 
     def sample(self, prompts, num_samples, options, *, seed):
         with self.lock:
-            self.sampling += 1
-        self.barrier.wait()
+            self.inside += 1
+        assert self.gate.wait(30)
         version = self.version
         with self.lock:
-            self.sampling -= 1
+            self.inside -= 1
         return [[Completion(p.id, (3,), "a", "stop", weights_version=version)] for p in prompts]
 
     def load(self, weights, version):
-        self.pushed_alone.append(self.sampling == 0)
+        self.inside_at_push.append(self.inside)
         self.version = version
 
     def close(self):
         pass
 
 
+def _asking(engine):
+    found = {}
+
+    def ask(name):
+        found[name] = engine.sample([Prompt(name, "", (3,))], 1, OPTIONS, seed=0)[0][0].weights_version
+
+    return found, ask
+
+
 def test_calls_sample_side_by_side_and_a_push_waits_for_them_and_holds_up_the_next():
-    inner = Meeting(calls=2)
+    inner = Gated()
     engine = TurnTaking(inner)
     assert isinstance(engine, ConcurrentEngine)
     assert engine.prompts_at_once == 4
-    found = []
+    found, ask = _asking(engine)
+    early = [_started(ask, name) for name in ("one", "two")]
+    _waiting(lambda: inner.inside, 2)  # both at once
+    push = _started(engine.load, WEIGHTS, 5)
+    _waiting(lambda: engine._loading, 1)
+    late = _started(ask, "late")
+    late.join(0.05)
+    assert (inner.inside, inner.inside_at_push) == (2, [])  # neither the push nor the late call got in
+    inner.gate.set()
+    for thread in (*early, push, late):
+        thread.join(30)
+    assert inner.inside_at_push == [0]
+    assert found == {"one": 0, "two": 0, "late": 5}
 
-    def ask(name):
-        found.append(engine.sample([Prompt(name, "", (3,))], 1, OPTIONS, seed=0)[0][0])
 
-    early, late = threading.Thread(target=ask, args=("early",)), threading.Thread(target=ask, args=("late",))
-    early.start()
-    while not inner.sampling:
-        threading.Event().wait(0.001)
-    ask_too = threading.Thread(target=ask, args=("too",))
-    ask_too.start()
-    early.join()
-    ask_too.join()  # both were inside at once, or the barrier would have broken
-    push = threading.Thread(target=engine.load, args=(Weights.of(nn.Linear(1, 1)), 5))
-    push.start()
-    push.join()
-    inner.barrier = threading.Barrier(1)
-    late.start()
-    late.join()
-    assert inner.pushed_alone == [True]
-    assert {c.prompt_id: c.weights_version for c in found} == {"early": 0, "too": 0, "late": 5}
+def test_a_push_that_is_interrupted_while_it_waits_holds_nobody_up():
+    inner = Gated()
+    engine = TurnTaking(inner)
+    found, ask = _asking(engine)
+    early = _started(ask, "early")
+    _waiting(lambda: inner.inside, 1)
+    main = threading.main_thread().ident
+    threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.load(WEIGHTS, 5)
+    inner.gate.set()
+    late = _started(ask, "late")
+    for thread in (early, late):
+        thread.join(30)
+    assert found == {"early": 0, "late": 0}

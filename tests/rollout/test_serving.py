@@ -8,7 +8,7 @@ import urllib.request
 import pytest
 from torch import nn
 
-from logitless.errors import ConfigurationError, InputError
+from logitless.errors import ConfigurationError, EngineError, InputError
 from logitless.rollout.engine import Weights
 from logitless.rollout.environment import Driver, Limits
 from logitless.rollout.environments import environment_of
@@ -292,6 +292,24 @@ def test_a_harness_that_fails_or_never_asks_ends_its_episode_without_a_reward(to
     assert all("RuntimeError: lost" in e.failure for group in groups for e in group)
     _, groups = had(tokenizer, lambda base_url, row, seed: 1.0)
     assert all("never asked" in e.failure and e.completion.length == 0 for group in groups for e in group)
+
+
+def test_an_engine_that_fails_stops_the_round_also_where_the_harness_calls_it_a_wrong_answer(tokenizer):
+    class Gone(Letters):
+        def sample(self, prompts, num_samples, options, *, seed):
+            self.calls.append(prompts)
+            raise EngineError(needed="a server", given="none", remedy="Start it.")
+
+    def drive(base_url, row, seed):
+        return float(post(f"{base_url}/chat/completions", messages=QUESTION)[0] == 200)
+
+    engine = Gone(tokenizer)
+    prompts = [Prompt(str(i), "ok?", (5, 6)) for i in range(3)]
+    with pytest.raises(EngineError, match="a server; given none"):
+        HarnessEpisodes(drive, tokenizer, concurrency=1).episodes(
+            engine, prompts, num_samples=2, options=OPTIONS, seed=0, limits=Limits()
+        )
+    assert len(engine.calls) == 1  # it is not waited for again by every other episode
 
 
 def test_a_harness_that_stumbles_over_its_limit_has_played_to_it(tokenizer):

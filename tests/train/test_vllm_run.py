@@ -134,6 +134,22 @@ def test_opening_asks_no_server_anything(tmp_path):
     _opened(_recipe(tmp_path)).close()
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_over_nccl_a_restarted_server_gets_the_weights_again_only_where_nothing_trains_meanwhile(tmp_path, staleness):
+    made = {}
+
+    class Noting(NcclSync):
+        def __init__(self, *arguments, **options):
+            made.update(options)
+            super().__init__(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("logitless.train.engines.NcclSync", Noting)
+        weights = {"name": "nccl", "address": "127.0.0.1"}
+        _opened(_recipe(tmp_path, engine={"weights": weights}, rollout__staleness=staleness)).close()
+    assert made["trains_meanwhile"] == (staleness > 0)
+
+
 def test_several_trainer_processes_with_an_engine_each_on_their_gpus_are_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
     with pytest.raises(UnavailableError, match="engine vllm, for each would push the weights; given 2 ranks"):

@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
-from logitless.errors import ConfigurationError, InputError
-from logitless.rollout.engine import Engine
+from logitless.errors import ConfigurationError, EngineError, InputError
+from logitless.rollout.engine import Engine, Weights
 from logitless.rollout.environment import Limits
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.serving import EngineServer
@@ -166,14 +166,20 @@ class HarnessEpisodes:
             options: of a turn, the same for all.
             seed: of the round.
             limits: of an episode.
+
+        Raises:
+            EngineError: the engine's, whatever the harness made of the answer that said so.
         """
         settings: dict[str, Any] = {"limits": limits, "format": self.format, "template": self.template}
+        remembering = _Remembering(engine)
         with (
-            EngineServer(engine, self.tokenizer, options, seed=seed, own_settings=False, **settings) as server,
+            EngineServer(remembering, self.tokenizer, options, seed=seed, own_settings=False, **settings) as server,
             ThreadPoolExecutor(max_workers=self.concurrency) as threads,
         ):
             asked = [(prompt, g) for prompt in prompts for g in range(num_samples)]
             had = list(threads.map(lambda each: self._one(server, *each, seed=seed, limits=limits), asked))
+        if remembering.failure is not None:
+            raise remembering.failure
         groups = [had[p * num_samples : (p + 1) * num_samples] for p in range(len(prompts))]
         told = [_with_common_prompt(p, group) for p, group in zip(prompts, groups, strict=True)]
         return [prompt for prompt, _ in told], [group for _, group in told]
@@ -197,6 +203,31 @@ class HarnessEpisodes:
         episode = found.episode(reward)
         read = () if found.prompt is None else found.prompt.token_ids
         return read, replace(episode, completion=replace(episode.completion, prompt_id=prompt.id))
+
+
+class _Remembering:
+    """An ``Engine`` that, once it has failed, is not asked again: every further call raises what the first one did."""
+
+    def __init__(self, inner: Engine) -> None:
+        self._inner = inner
+        self.failure: EngineError | None = None
+
+    def sample(
+        self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
+    ) -> list[list[Completion]]:
+        if self.failure is not None:
+            raise self.failure
+        try:
+            return self._inner.sample(prompts, num_samples, options, seed=seed)
+        except EngineError as error:
+            self.failure = error
+            raise
+
+    def load(self, weights: Weights, version: int) -> None:
+        self._inner.load(weights, version)
+
+    def close(self) -> None:
+        self._inner.close()
 
 
 def _with_common_prompt(prompt: Prompt, had: Sequence[tuple[tuple[int, ...], Episode]]) -> tuple[Prompt, list[Episode]]:

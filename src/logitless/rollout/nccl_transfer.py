@@ -51,9 +51,21 @@ class NcclSync:
         address: of this machine, as the servers reach it.
         port: of the first server's rendezvous; each further one has the next.
         in_flight: push while completions are under way, which go on with the new weights.
+        trains_meanwhile: whether the policy is trained while servers sample. It is then no longer what was pushed last,
+            of which there is no copy, and a server that was restarted ends the run.
     """
 
-    def __init__(self, served: str, patience: Patience, *, address: str, port: int, in_flight: bool = False) -> None:
+    def __init__(
+        self,
+        served: str,
+        patience: Patience,
+        *,
+        address: str,
+        port: int,
+        in_flight: bool = False,
+        trains_meanwhile: bool = False,
+    ) -> None:
+        self._trains_meanwhile = trains_meanwhile or in_flight
         self._mode: Literal["wait", "keep"] = "keep" if in_flight else "wait"
         self._served, self._patience, self._address, self._port = served, patience, address, port
         self._names = Names()
@@ -76,7 +88,10 @@ class NcclSync:
         for number, server in enumerate(servers):
             self._ports.setdefault(server.url, self._port + number)
             if self._names.current is not None:
-                refuse_others(self.held(server), server)
+                held = self.held(server)
+                refuse_others(held, server)
+                if held == "fresh":  # restarted since, and the communicator went with it
+                    self._trainers.pop(server.url, None)
         self._weights, self._names.current = weights, self._names.of(version)
         for server in servers:
             self._send(server)
@@ -84,8 +99,18 @@ class NcclSync:
         return Push(num_bytes, None, time.perf_counter() - start)
 
     def again(self, server: VllmServer) -> None:
-        """The last weights once more; the communicator went with the server."""
+        """The last weights once more; the communicator went with the server.
+
+        Raises:
+            EngineError: the policy has been trained since, or may be while the weights are on their way.
+        """
         self._trainers.pop(server.url, None)
+        if self._trains_meanwhile:
+            raise EngineError(
+                needed=f"the weights of the last push once more, for {server.url}, which was restarted",
+                given="a policy that is trained while servers sample, whose weights go over NCCL as they are now",
+                remedy="Go on with --resume, or set rollout.engine.weights: {name: folder}, where they are kept.",
+            )
         self._send(server)
 
     def _send(self, server: VllmServer) -> None:

@@ -108,12 +108,12 @@ class TurnTaking:
 
     def load(self, weights: Weights, version: int) -> None:
         """Wait for the calls that are sampling, then push."""
-        with self._changed:
-            self._loading = True
-            self._changed.wait_for(lambda: not self._sampling)
         try:
+            with self._changed:
+                self._loading = True
+                self._changed.wait_for(lambda: not self._sampling)
             self._inner.load(weights, version)
-        finally:
+        finally:  # Ctrl-C while it waits, too: calls that wait for it go on
             with self._changed:
                 self._loading = False
                 self._changed.notify_all()

@@ -116,11 +116,13 @@ class VllmServerEngine:
                 pushing.enter_context(watched.lock)
             push = self._sync.push([watched.server for watched in self._watched], weights, version)
             self._weights, self._version, self._probed_before = weights, version, {}
-        self._context = min(self._patiently(w.server, "its models", self._context_of) for w in self._watched)
+            self._context = min(self._patiently(w.server, "its models", self._context_of) for w in self._watched)
+            # the trainer's log-probs are noted here, before the policy is trained further; then others may probe
+            difference = max(self._probed(watched) for watched in self._watched)
         self.hand_over = {
             "weights/pushed_bytes": push.num_bytes,
             "weights/push_seconds": push.seconds,
-            "weights/probe_difference_max": max(self._probed(watched) for watched in self._watched),
+            "weights/probe_difference_max": difference,
         }
         if push.changed_fraction is not None:
             self.hand_over["weights/changed_fraction"] = push.changed_fraction

@@ -251,7 +251,8 @@ class AdapterSync:
         """Write the adapter once, have each server load it and drop the one before.
 
         Raises:
-            EngineError: weights without an adapter, or a server that cannot load it.
+            EngineError: weights without an adapter, a server that cannot load it, or one whose base model somebody else
+                gave other weights since the first push.
         """
         start = time.perf_counter()
         if weights.adapter is None:
@@ -277,7 +278,9 @@ class AdapterSync:
         """Have a server load the adapter of the last push."""
 
         def load() -> None:
-            self._bases[server.url] = server.weights_name()
+            base = server.weights_name()
+            if self._bases.setdefault(server.url, base) != base:
+                raise others_weights(base, server)
             server.load_adapter(self.model(), str(self._folder))
             if self._before is not None and self._before != self.model():
                 server.unload_adapter(self._before)

@@ -176,7 +176,14 @@ def _vllm_servers(recipe: Recipe, section: VllmServerEngineSection, tokenizer: P
         case AdapterWeightsSection(path=path):
             sync = AdapterSync(patience, root=None if path is None else Path(path))
         case NcclWeightsSection(address=address, port=port):
-            sync = NcclSync(served, patience, address=address, port=port, in_flight=section.in_flight)
+            sync = NcclSync(
+                served,
+                patience,
+                address=address,
+                port=port,
+                in_flight=section.in_flight,
+                trains_meanwhile=recipe.rollout.staleness > 0,
+            )
     dtypes = {recipe.model.trained_dtype, getattr(section.weights, "dtype", None)}
     return VllmServerEngine(
         servers,
