@@ -21,7 +21,7 @@ from logitless.quick_launch import QuickKernel, descriptor, kind_of  # noqa: E40
 
 
 def add(source, other, target, number, count, FLAG: tl.constexpr, BLOCK: tl.constexpr):
-    """target = source + number on BLOCK numbers."""
+    """target = source + other + number (+ 1) on ``count`` numbers."""
     i = tl.arange(0, BLOCK)
     x = tl.load(source + i, mask=i < count, other=0.0)
     if other is not None:
@@ -120,13 +120,45 @@ def test_what_is_not_known_is_launched_as_ever(monkeypatch):
     assert launches.launched == []
 
 
-def test_a_profiler_hears_of_every_launch(monkeypatch):
+def test_a_constant_by_position_is_no_integer_of_its_kind(monkeypatch):
     launches = Launches(monkeypatch)
-    launches.of(numbers(), None, numbers(), 1.5, 5)
-    heard = SimpleNamespace(runtime=SimpleNamespace(launch_enter_hook=print, launch_exit_hook=None))
-    monkeypatch.setattr(quick_launch, "knobs", heard)
+    for block in (8, 24, 8):  # neither is 1 or a multiple of 16
+        launches.kernel[(3,)](numbers(), None, numbers(), 1.5, 5, 0, block, num_warps=1)
+    assert launches.launched == []
+
+
+def test_a_grid_that_is_a_function_is_left_to_triton(monkeypatch):
+    launches = Launches(monkeypatch)
+
+    def grid(constants):
+        return (constants["BLOCK"],)
+
     assert launches.of(numbers(), None, numbers(), 1.5, 5) is None
-    assert len(launches.compiled) == 2
+    assert launches.of(numbers(), None, numbers(), 1.5, 5, grid=grid) is None
+    assert launches.compiled[1][1] is grid
+
+
+def test_a_tensor_on_another_gpu_is_of_another_kind(monkeypatch):
+    kinds = []
+    for device in (0, 1):
+        monkeypatch.setattr(torch.Tensor, "get_device", lambda _, device=device: device)
+        kinds.append(kind_of(0, [numbers()], {}))
+    assert kinds[0][0] != kinds[1][0]
+
+
+@pytest.mark.parametrize("setting", ["launch_enter_hook", "launch_exit_hook", "debug"])
+def test_while_somebody_watches_triton_launches_and_nothing_of_it_is_remembered(monkeypatch, setting):
+    launches, known = Launches(monkeypatch), quick_launch.knobs
+    unset = {"launch_enter_hook": None, "launch_exit_hook": None, "debug": False}
+    watching = SimpleNamespace(runtime=SimpleNamespace(**(unset | {setting: print})))
+    monkeypatch.setattr(quick_launch, "knobs", watching)
+    for _ in range(2):
+        assert launches.of(numbers(), None, numbers(), 1.5, 5) is None
+    monkeypatch.setattr(quick_launch, "knobs", known)
+    assert launches.of(numbers(), None, numbers(), 1.5, 5) is None
+    assert launches.of(numbers(), None, numbers(), 1.5, 5) == 2
+    monkeypatch.setattr(quick_launch, "knobs", watching)
+    assert launches.of(numbers(), None, numbers(), 1.5, 5) is None
 
 
 def test_versions_whose_launcher_is_not_known_launch_as_ever(monkeypatch):

@@ -5,22 +5,10 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-import triton.language as tl  # noqa: E402
-
 from logitless.quick_launch import quick_launch  # noqa: E402
+from tests.test_quick_launch import add  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
-def add(source, other, target, number, count, FLAG: tl.constexpr, BLOCK: tl.constexpr):
-    """target = source + other + number on ``count`` numbers."""
-    i = tl.arange(0, BLOCK)
-    x = tl.load(source + i, mask=i < count, other=0.0)
-    if other is not None:
-        x += tl.load(other + i, mask=i < count, other=0.0)
-    if FLAG:
-        x += 1
-    tl.store(target + i, x + number, mask=i < count)
 
 
 def test_quick_launches_compute_what_triton_launches_compute():

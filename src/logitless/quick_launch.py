@@ -7,15 +7,16 @@ one kind, and calls its launcher directly the next time.
 
 What kind an argument is of decides what Triton compiles, so it is all that the memory goes by:
 
-    tensor        dtype, whether it is on a GPU, and whether its address is a multiple of 16
+    tensor        dtype, its GPU, and whether its address is a multiple of 16
     int           whether it is 1, and whether it is a multiple of 16
     float, None   that
     descriptor    dtype and block (TMA)
     by name       constants and options such as ``num_warps``: their values
 
-Everything else is launched as ever: other arguments, integers of more than 32 bits, parameters of the kernel that are
-given by name, hooks of a profiler, other hardware than NVIDIA's, versions of Triton whose launcher is not known here,
-Triton's interpreter.
+Everything else is launched as ever: other arguments, integers of more than 32 bits, constants that are given by
+position and other parameters by name, a grid that is a function, hooks of a profiler, Triton's debugging, other
+hardware than NVIDIA's, versions of Triton whose launcher is not known here, Triton's interpreter. Triton's other
+settings, and constants of a kernel's module, stay what they were at the first launch of a kind.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ _LIMIT = 1 << 31
 def quick_launch(kernel: Any) -> Any:
     """The kernel that ``triton.jit`` made, launched quickly from its second launch on; the interpreter's as it is.
 
-    Its parameters that are no constants are to be passed by position.
+    A launch is quick where constants are passed by name, and all other parameters by position.
 
     Example:
         >>> @quick_launch
@@ -73,11 +74,12 @@ class QuickKernel(JITFunction):
 
     _remembered: dict[tuple[Any, ...], tuple[Any, ...]]
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        return partial(self._launch, grid)
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return partial(self._launch, grid) if type(grid) is tuple else super().__getitem__(grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
-        if self._remembered and not self.pre_run_hooks and not _profiled():
+        quick = not self.pre_run_hooks and not _watched()
+        if quick and self._remembered:
             active = driver.active
             device = active.get_current_device()
             found = kind_of(device, args, named)
@@ -89,14 +91,16 @@ class QuickKernel(JITFunction):
                 run(x, y, z, stream, function, metadata, None, None, None, *found[1], *constants)
                 return
         compiled = self.run(*args, grid=grid, warmup=False, **named)
-        if type(compiled) is CompiledKernel and compiled.metadata.target.backend == "cuda":
+        if quick and type(compiled) is CompiledKernel and compiled.metadata.target.backend == "cuda":
             found, constants = kind_of(driver.active.get_current_device(), args, named), self._constants(args, named)
             if found is not None and constants is not None:
                 self._remembered[found[0]] = (compiled.run, compiled.function, compiled.packed_metadata, constants)
 
     def _constants(self, args: Sequence[Any], named: dict[str, Any]) -> tuple[Any, ...] | None:
-        """What the launcher gets behind the arguments given by position; None where that is not constants alone."""
-        behind = self.params[len(args) :]
+        """What the launcher gets behind the arguments given by position: all constants; None where they are others."""
+        given, behind = self.params[: len(args)], self.params[len(args) :]
+        if any(param.is_constexpr for param in given):
+            return None
         if not all(param.is_constexpr and param.name in named for param in behind):
             return None
         return tuple(named[param.name] for param in behind)
@@ -115,7 +119,7 @@ def kind_of(device: int, args: Sequence[Any], named: dict[str, Any]) -> tuple[tu
     Example:
         >>> key, values = kind_of(0, [torch.zeros(4), 32, 1.5, None], {"BLOCK": 8})
         >>> key
-        (0, torch.float32, False, True, 16, 'float', None, 'BLOCK', 8, <class 'int'>)
+        (0, torch.float32, -1, True, 16, 'float', None, 'BLOCK', 8, <class 'int'>)
     """
     key: list[Any] = [device]
     values: list[Any] = []
@@ -125,7 +129,7 @@ def kind_of(device: int, args: Sequence[Any], named: dict[str, Any]) -> tuple[tu
         if kind is Tensor or kind is nn.Parameter:
             address = each.data_ptr()
             say(each.dtype)
-            say(each.is_cuda)
+            say(each.get_device())
             say(not address & 15)
             give(address)
             continue
@@ -146,10 +150,10 @@ def kind_of(device: int, args: Sequence[Any], named: dict[str, Any]) -> tuple[tu
     return (*key, *named, *constants, *map(type, constants)), values
 
 
-def _profiled() -> bool:
-    """Whether somebody wants to hear of every launch."""
-    hooks = knobs.runtime
-    return bool(_calls(hooks.launch_enter_hook) or _calls(hooks.launch_exit_hook))
+def _watched() -> bool:
+    """Whether a profiler wants to hear of every launch, or kernels are to be compiled for debugging: for a while."""
+    runtime = knobs.runtime
+    return bool(runtime.debug or _calls(runtime.launch_enter_hook) or _calls(runtime.launch_exit_hook))
 
 
 def _calls(hook: Any) -> Any:

@@ -49,6 +49,33 @@ def test_gradients_are_those_of_separate_nodes(used):
     assert (weight is None and same_weight is None) or torch.equal(weight, same_weight)
 
 
+def test_a_retained_graph_goes_backward_again_with_the_same_bits():
+    x, weight = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(3.0, requires_grad=True)
+    out, *_ = one_node(lambda: scaled_twice(x, weight), [x, weight])
+    first = torch.autograd.grad(out.sum(), [x, weight], retain_graph=True)
+    second = torch.autograd.grad(out.sum(), [x, weight])
+    assert all(map(torch.equal, first, second))
+    with pytest.raises(RuntimeError, match="second time"):
+        out.sum().backward()
+
+
+def test_what_was_saved_and_changed_since_is_noticed():
+    x, weight = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(3.0, requires_grad=True)
+    out, *_ = one_node(lambda: scaled_twice(x, weight), [x, weight])
+    with torch.no_grad():
+        weight += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_gradient_of_a_gradient_is_refused():
+    x, weight = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(3.0, requires_grad=True)
+    out, *_ = one_node(lambda: scaled_twice(x, weight), [x, weight])
+    (gradient,) = torch.autograd.grad(out.square().sum(), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.backward()
+
+
 def test_what_needs_no_gradient_gets_none():
     x, weight = torch.ones(2), torch.tensor(3.0, requires_grad=True)
     out, *_ = one_node(lambda: scaled_twice(x, weight), [x, weight])

@@ -207,6 +207,29 @@ def test_masters_on_the_host_are_updated_from_the_parameters_gradients_with_the_
         assert all(torch.equal(states[0][key], states[1][key]) for key in ("step", "exp_avg", "exp_avg_sq"))
 
 
+def test_a_plain_step_moves_masters_on_the_host_too(monkeypatch):
+    if not interpreted():
+        pytest.skip("a GPU has tests of its own")
+    where_kernels_run()
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self.clone())
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    found = []
+    for plain in (True, False):
+        layer = a_layer()
+        lower_to(torch.bfloat16, layer.parameters())
+        optimizer = MasterAdamW([{"params": list(layer.parameters())}], on_host=True, lr=RATE)
+        optimizer.step()  # no gradient yet: nothing moves
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones(parameter.shape)
+        if plain:
+            optimizer.step()
+        else:
+            optimizer.clipped_step(None)
+        found.append([master_of(p) for p in layer.parameters()])
+    assert not torch.equal(found[0][0], a_layer().weight)
+    assert all(map(torch.equal, *found))
+
+
 def bfloat16_recipe(folder: Path, **changes: Any) -> Recipe:
     return tiny_recipe(folder, model__trained_dtype="bfloat16", model__dtype="bfloat16", **changes)
 

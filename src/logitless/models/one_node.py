@@ -6,7 +6,8 @@ of their results went into which, hands autograd a single node for all of it, an
 when gradients come. Kernels, their order and every bit are the same.
 
 What the functions save is saved by that node, so that hooks on saved tensors (checkpointing, ``activations``) see it.
-Inside, tensors must go from function to function unchanged: what plain torch makes of them has no gradient.
+Inside, tensors must go from function to function unchanged: what plain torch makes of them has no gradient. Gradients
+have none themselves: autograd refuses to differentiate a node twice, where it would leave out what is inside.
 """
 
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 Function = type[torch.autograd.Function]
 
@@ -160,5 +162,6 @@ class _OneNode(torch.autograd.Function):
         return outs
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None, *ctx.node.backward(ctx.saved_tensors, grads))

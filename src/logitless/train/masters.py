@@ -151,6 +151,10 @@ class MasterAdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One update of every master and parameter that has a gradient."""
         assert closure is None
+        if self.on_host:
+            if self._gradients():
+                self.clipped_step(None)  # waits for the device, which writes what the host may read next
+            return
         gradients = {master: master.grad for master in self.lowered if master.grad is not None}
         if not gradients or next(iter(gradients)).device.type != "cuda":
             super().step()
