@@ -9,6 +9,7 @@ from torch import nn
 from logitless.float32_sums import add_rows, sums_in_float32
 from logitless.head import fused
 from logitless.models.linear import Projection, lay_end_to_end, project
+from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.row_invariant import install_row_invariant
 from logitless.train.masters import lower_to
 from logitless.types import LMHead
@@ -58,6 +59,23 @@ def test_products_of_micro_batches_add_up_without_a_rounding(together):
         assert weight.grad.dtype == torch.float32
         # Three sums of 50 exact products each, in float32: bfloat16 is 2^16 times coarser.
         assert (weight.grad.double() - wanted).abs().max() < 150 * 2**-24 * 50
+
+
+def test_gradients_of_lora_factors_and_of_norms_of_heads_are_not_rounded():
+    model, inputs = small("qwen3"), packed(LENGTHS)
+    model = add_lora(model, LoraOptions(rank=2))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+        if "q_norm" in name or "k_norm" in name:
+            parameter.requires_grad_()
+    lower_to(torch.bfloat16, model.parameters())
+    model.bfloat16()  # what is frozen
+    install_row_invariant(model)
+    _, gradients = hidden_and_gradients(model, inputs, torch.randn(sum(LENGTHS), 16, dtype=torch.float64))
+    assert len(gradients) > 2
+    for name, gradient in gradients.items():
+        assert not torch.equal(gradient, gradient.bfloat16().to(gradient.dtype)), name
 
 
 def test_a_weight_with_a_hook_is_left_to_autograd():

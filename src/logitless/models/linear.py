@@ -303,6 +303,7 @@ class _Project(torch.autograd.Function):
         ctx.scales, ctx.lora = scales, lora
         ctx.summed = [w for w in weights if sums_in_float32(w)]
         ctx.bias_dtypes = [None if b is None else gradient_dtype(b) for b in biases]
+        ctx.lora_dtypes = [None if t is None else gradient_dtype(t) for t in (*tensors[2::4], *tensors[3::4])]
         return outs[0].split_with_sizes(columns, 1) if columns else outs
 
     @staticmethod
@@ -341,17 +342,18 @@ class _Project(torch.autograd.Function):
                 out[4 * i + 1] = g.sum(0, dtype=ctx.bias_dtypes[i])
         if ctx.lora:
             lora_as, lora_bs, low_ranks = saved[2 : 4 * count : 4], saved[3 : 4 * count : 4], saved[4 * count :]
-            parts = zip(grads, lora_as, lora_bs, low_ranks, ctx.scales, strict=True)
-            for i, (g, a, b, low_rank, scale) in enumerate(parts):
+            dtypes = zip(ctx.lora_dtypes[:count], ctx.lora_dtypes[count:], strict=True)
+            parts = zip(grads, lora_as, lora_bs, low_ranks, ctx.scales, dtypes, strict=True)
+            for i, (g, a, b, low_rank, scale, (a_dtype, b_dtype)) in enumerate(parts):
                 if a is None:
                     continue
                 back = (g @ b.to(x.dtype)) * scale  # [T, R]
                 if grad_x is not None:
                     grad_x.addmm_(back, a.to(x.dtype))
                 if needed[4 * i + 2]:
-                    out[4 * i + 2] = float32_product(back.t(), x).to(a.dtype)
+                    out[4 * i + 2] = float32_product(back.t(), x).to(a_dtype)
                 if needed[4 * i + 3]:
-                    out[4 * i + 3] = float32_product(g.t(), low_rank).to(b.dtype) * scale
+                    out[4 * i + 3] = float32_product(g.t(), low_rank).to(b_dtype) * scale
         return grad_x, None, None, *out
 
 

@@ -597,6 +597,7 @@ class _Rotary(torch.autograd.Function):
         raw = () if norms is None else (query, key, query_norm, key_norm)
         ctx.save_for_backward(position, cos, sin, *raw)
         ctx.heads, ctx.options = heads, options
+        ctx.norm_dtypes = None if norms is None else (gradient_dtype(norms.query), gradient_dtype(norms.key))
         turned = rotate(query, key, value, heads, position, cos, sin, norms)
         if norms is not None and recipes_are_kept():  # norms keep queries and keys as they were
             raw_query, raw_key, raw_value = query.detach(), key.detach(), value.detach()
@@ -613,8 +614,9 @@ class _Rotary(torch.autograd.Function):
         query, key = raw[:2] if raw else (grads[0].flatten(1), grads[1].flatten(1))
         norms = HeadNorms(*raw[2:], *ctx.options) if raw else None
         grad, grad_query_norm, grad_key_norm = rotate_backward(
-            query, key, heads, position, cos, sin, norms, *grads, norms_needed=any(ctx.needs_input_grad[3:5])
-        )
+            query, key, heads, position, cos, sin, norms, *grads,
+            norm_dtypes=ctx.norm_dtypes if any(ctx.needs_input_grad[3:5]) else None,
+        )  # fmt: skip
         columns = (heads.query * heads.width, heads.key * heads.width, heads.key * heads.width)
         return *grad.split(columns, 1), grad_query_norm, grad_key_norm, *(None,) * 5  # type: ignore[no-untyped-call]
 

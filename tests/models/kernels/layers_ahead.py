@@ -46,7 +46,7 @@ def main() -> None:
             grads = [torch.zeros(8, n, width, dtype=dtype) for n in (4, 2, 2)]
             for norms in (None, HeadNorms(query[0, :width], key[0, :width], 1e-6)):
                 rotate(query, key, key, heads, position, table, table, norms, slot=position.long())
-                rotate_backward(query, key, heads, position, table, table, norms, *grads, norms_needed=True)
+                rotate_backward(query, key, heads, position, table, table, norms, *grads, norm_dtypes=(dtype, dtype))
     print(json.dumps([list(kernel) for kernel in found]))
 
 

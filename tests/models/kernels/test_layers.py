@@ -117,7 +117,15 @@ def test_rotary_positions_and_their_gradients_are_those_of_float64(turning, gemm
     for got, want in zip(found, wanted, strict=True):
         assert relative(got, want.detach()) < 1e-6
     grad, *grad_norms = rotate_backward(
-        query, key, heads, position, cos, sin, norms, *grads, norms_needed=norms is not None
+        query,
+        key,
+        heads,
+        position,
+        cos,
+        sin,
+        norms,
+        *grads,
+        norm_dtypes=None if norms is None else (query.dtype, key.dtype),
     )
     assert relative(grad, leaf.grad) < 1e-6
     for got, weight in zip(grad_norms, weights, strict=True):

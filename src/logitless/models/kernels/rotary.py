@@ -336,17 +336,20 @@ def rotate(
 
 def rotate_backward(
     query: Tensor, key: Tensor, heads: Heads, position: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None,
-    grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, *, norms_needed: bool,
+    grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, *, norm_dtypes: tuple[torch.dtype, torch.dtype] | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradient of query, key and value side by side, [T, (H + 2 K) * E], and of the two norms' weights."""
+    """Gradient of query, key and value side by side, [T, (H + 2 K) * E], and of the two norms' weights.
+
+    Args:
+        norm_dtypes: of the gradients of the norms' weights, query's and key's; None where they are not wanted.
+    """
     rows = query.shape[0]
     grad = query.new_empty(rows, (heads.query + 2 * heads.key) * heads.width)
     blocks = (heads.query + 2 * heads.key) // heads.together
-    sums = norms is not None and norms_needed
     per_program = divided_up(rows, 2048 if query.is_cuda else 2)
     programs = divided_up(rows, per_program)
     query_parts = key_parts = None
-    if sums:
+    if norms is not None and norm_dtypes is not None:
         query_parts = grad.new_empty(programs, heads.query // heads.together, heads.width, dtype=torch.float32)
         key_parts = grad.new_empty(programs, heads.key // heads.together, heads.width, dtype=torch.float32)
     rotary_backward_kernel[(programs, blocks)](
@@ -356,10 +359,10 @@ def rotate_backward(
         QUERY_HEADS=heads.query, KEY_HEADS=heads.key, HEADS=heads.together, WIDTH=heads.width, ROTARY=heads.rotary,
         BLOCK=heads.block, GEMMA=norms is not None and norms.gemma, num_warps=heads.warps,
     )  # fmt: skip
-    if norms is None or query_parts is None or key_parts is None:
+    if norm_dtypes is None or query_parts is None or key_parts is None:
         return grad, None, None
     return (
         grad,
-        sum_parts(query_parts.flatten(0, 1), norms.query.dtype),
-        sum_parts(key_parts.flatten(0, 1), norms.key.dtype),
+        sum_parts(query_parts.flatten(0, 1), norm_dtypes[0]),
+        sum_parts(key_parts.flatten(0, 1), norm_dtypes[1]),
     )
