@@ -10,8 +10,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as for a background job; processes of tests would inherit it
+# Ignored in a background job or under nohup, and processes of tests would inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 from jaxtyping import install_import_hook
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from logitless.train.recipe import load_recipe
+
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("quickstart_vllm", ROOT / "benchmarks" / "quickstart_vllm.py")
 quickstart_vllm = importlib.util.module_from_spec(spec)
@@ -36,6 +38,7 @@ def test_noise_is_that_between_two_seeds():
 def test_a_server_finds_the_quickstarts_model_and_tokenizer_in_the_folder(tmp_path):
     from transformers import AutoConfig, AutoTokenizer
 
-    folder = quickstart_vllm.model_folder(tmp_path / "model")
+    recipe = load_recipe(quickstart_vllm.ROOT / "recipes" / "quickstart.yaml")
+    folder = quickstart_vllm.model_folder(recipe, tmp_path / "model")
     assert AutoConfig.from_pretrained(folder).architectures == ["Qwen3ForCausalLM"]
     assert AutoTokenizer.from_pretrained(folder).eos_token_id == 2

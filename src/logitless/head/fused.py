@@ -117,7 +117,7 @@ def peak_bytes(
         >>> peak_bytes(16384, 4096, 128256, memory_budget=0) // 2**20
         453
         >>> peak_bytes(16384, 4096, 128256, memory_budget=0, shards=8) // 2**20
-        828
+        1204
     """
     from logitless.head import passes
     from logitless.head.kernels import launch, variants

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from logitless.distributed.arrangement import Arrangement
@@ -52,13 +51,13 @@ def check_moments(recipe: Recipe, model: nn.Module) -> None:
     moments = recipe.train.optimizer.moments
     if moments == "8bit":
         check_torchao()
-    device = next(model.parameters()).device
-    if device.type == "meta":
-        device = torch.device("cuda" if recipe.model.device == "auto" else recipe.model.device)
-    if moments == "host" and device.type != "cuda":
+    kind = next(model.parameters()).device.type
+    if kind == "meta":
+        kind = "cuda" if recipe.model.device == "auto" else recipe.model.device.split(":")[0]
+    if moments == "host" and kind != "cuda":
         raise ConfigurationError(
             needed="a GPU beside train.optimizer.moments: host",
-            given=f"model.device {device.type}",
+            given=f"model.device {kind}",
             remedy="Leave moments at float32.",
         )
 
