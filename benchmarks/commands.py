@@ -5,7 +5,8 @@
     python benchmarks/commands.py --pages --check
 
 Each command has a process of its own, in a folder that is empty but for the recipes, and finds no settings of earlier
-benchmarks but those of this run. An output is kept as it came, standard error included, without the folder's name.
+benchmarks but those of this run. An output is kept as it came, standard error included, but for the names of that
+folder, of Python's environment and of the user's home.
 """
 
 import argparse
@@ -69,7 +70,7 @@ def ran(command: str, folder: Path) -> dict[str, Any]:
         timeout=300,
     )
     seconds = time.perf_counter() - began
-    output = done.stdout.replace(f"{folder}/", "").replace(str(Path.home()), "~")
+    output = done.stdout.replace(f"{folder}/", "").replace(sys.prefix, ".venv").replace(str(Path.home()), "~")
     return {"command": command, "status": done.returncode, "seconds": round(seconds, 1), "output": output.splitlines()}
 
 
