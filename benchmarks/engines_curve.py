@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from curves import reward_curve
 from quickstart import ROOT
 
 from logitless.bench.machine import environment, write_result
-from logitless.train.plots import Line, line_plot
+from logitless.train.plots import line_plot
 
 RESULT = ROOT / "benchmarks" / "results" / "engines-curve.json"
 ENGINES = ("gpu", "transformers")
@@ -113,11 +114,7 @@ def run(engine: str, seed: int, blocks: int, device: str) -> dict[str, Any]:
 
 def draw(runs: list[dict[str, Any]], out: Path) -> None:
     """The mean reward of each run, smoothed over ten blocks."""
-    lines = []
-    for found in runs:
-        mean = found["reward"]
-        smooth = [sum(mean[max(0, b - 9) : b + 1]) / len(mean[max(0, b - 9) : b + 1]) for b in range(len(mean))]
-        lines.append(Line(f"{found['engine']}, seed {found['seed']}", tuple(range(1, len(mean) + 1)), tuple(smooth)))
+    lines = [reward_curve(f"{found['engine']}, seed {found['seed']}", found["reward"]) for found in runs]
     out.write_text(line_plot(lines, x_label="block", y_label="mean reward, over ten blocks"))
 
 

@@ -13,9 +13,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from curves import reward_curve
 from quickstart import ROOT, record
 
-from logitless.train.plots import Line, line_plot
+from logitless.train.plots import line_plot
 
 RESULT = ROOT / "benchmarks" / "results" / "savings.json"
 SAVINGS = ("share_prompts", "pack_by_cost", "leave_out_dead", "reuse_logp")
@@ -49,11 +50,7 @@ def run(way: str, seed: int, steps: int, output: Path) -> dict[str, Any]:
 
 def draw(runs: list[dict[str, Any]], out: Path) -> None:
     """The mean reward of each run, smoothed over ten steps."""
-    lines = []
-    for found in runs:
-        mean = found["reward"]
-        smooth = [sum(mean[max(0, b - 9) : b + 1]) / len(mean[max(0, b - 9) : b + 1]) for b in range(len(mean))]
-        lines.append(Line(f"{found['way']}, seed {found['seed']}", tuple(range(1, len(mean) + 1)), tuple(smooth)))
+    lines = [reward_curve(f"{found['way']}, seed {found['seed']}", found["reward"]) for found in runs]
     out.write_text(line_plot(lines, x_label="step", y_label="mean reward, over ten steps"))
 
 

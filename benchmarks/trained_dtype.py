@@ -11,9 +11,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from curves import reward_curve
 from quickstart import ROOT, record
 
-from logitless.train.plots import Line, line_plot
+from logitless.train.plots import line_plot
 
 RESULT = ROOT / "benchmarks" / "results" / "trained-dtype.json"
 WAYS = {
@@ -43,8 +44,7 @@ def draw(runs: list[dict[str, Any]], out: Path) -> None:
     for way in WAYS:
         curves = [found["reward"] for found in runs if found["way"] == way]
         mean = [sum(values) / len(values) for values in zip(*curves, strict=True)]
-        smooth = [sum(mean[max(0, b - 9) : b + 1]) / len(mean[max(0, b - 9) : b + 1]) for b in range(len(mean))]
-        lines.append(Line(way, tuple(range(1, len(mean) + 1)), tuple(smooth)))
+        lines.append(reward_curve(way, mean))
     out.write_text(line_plot(lines, x_label="block", y_label="mean reward, three seeds"))
 
 

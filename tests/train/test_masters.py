@@ -176,12 +176,18 @@ def test_the_fused_update_equals_torch(sizes: tuple[int, ...]):
         assert torch.equal(copy, our.detach().bfloat16())
 
 
-def test_masters_on_the_host_are_updated_from_the_parameters_gradients_with_the_same_bits(monkeypatch):
+@pytest.fixture
+def host_that_kernels_read(monkeypatch):
+    """Memory of the host counts as page-locked, which the interpreter's kernels do not need."""
     if not interpreted():
         pytest.skip("a GPU has tests of its own")
     where_kernels_run()
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self.clone())
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+
+
+@pytest.mark.usefixtures("host_that_kernels_read")
+def test_masters_on_the_host_are_updated_from_the_parameters_gradients_with_the_same_bits():
     layers, optimizers = [a_layer(), a_layer()], []
     for layer, on_host in zip(layers, (True, False), strict=True):
         lower_to(torch.bfloat16, layer.parameters())
@@ -207,12 +213,8 @@ def test_masters_on_the_host_are_updated_from_the_parameters_gradients_with_the_
         assert all(torch.equal(states[0][key], states[1][key]) for key in ("step", "exp_avg", "exp_avg_sq"))
 
 
-def test_a_plain_step_moves_masters_on_the_host_too(monkeypatch):
-    if not interpreted():
-        pytest.skip("a GPU has tests of its own")
-    where_kernels_run()
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self.clone())
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+@pytest.mark.usefixtures("host_that_kernels_read")
+def test_a_plain_step_moves_masters_on_the_host_too():
     found = []
     for plain in (True, False):
         layer = a_layer()
