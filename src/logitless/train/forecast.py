@@ -148,9 +148,7 @@ def forecast(
         value_head: of the algorithm.
         speeds: measured.
     """
-    steps_tokens = recipe.train.tokens_per_step
-    data_ranks = arrangement.replicate * arrangement.shard
-    tokens = math.ceil(steps_tokens / data_ranks)
+    tokens = _tokens(recipe, arrangement)
     rows = _rows(recipe, arrangement)
     return Forecast(
         arrangement,
@@ -286,10 +284,14 @@ def forecast_text(recipe: Recipe, found: Forecast) -> str:
     return "\n".join(lines)
 
 
+def _tokens(recipe: Recipe, arrangement: Arrangement) -> int:
+    """Of a step, for each group of ranks that share sequences, at most."""
+    return math.ceil(recipe.train.tokens_per_step / (arrangement.replicate * arrangement.shard))
+
+
 def _rows(recipe: Recipe, arrangement: Arrangement) -> int:
     """Micro-batches of a rank in a step."""
-    tokens = math.ceil(recipe.train.tokens_per_step / (arrangement.replicate * arrangement.shard))
-    return max(1, math.ceil(tokens / recipe.train.tokens_per_micro_batch))
+    return max(1, math.ceil(_tokens(recipe, arrangement) / recipe.train.tokens_per_micro_batch))
 
 
 def _unit_bytes(parameters: list[nn.Parameter]) -> int:
