@@ -32,4 +32,4 @@ def test_the_fused_head_compiles_within_99_kib():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_all_that_a_head_may_have_compiles_within_the_shared_memory_of(capability, dtype):
-    assert compiled(capability, dtype, "--everything") == FUSED
+    assert compiled(capability, dtype, "--everything") == FUSED | {"low_products"}

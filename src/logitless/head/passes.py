@@ -227,6 +227,8 @@ def gradients(
         sink.open(shard)
         here = None if kept is None else kept[:, columns.kept_block(shard)]
         if before is not None and here is not None:
+            if anew is None:
+                sink.add_low(before, here)
             sink.add_rows(before, here, 0)
         for first in range(0, len(shard.weight), width):
             pieces = []
@@ -381,6 +383,7 @@ class _Sink:
         self._shards = columns.gradient_of_shards() if needed.weight else None
         self._columns: Tensor | None = None
         self._lora_a: Tensor | None = None
+        self._low_is_there = False
 
     def lend_hidden(self) -> Tensor | None:
         """The gradient of the hidden states, for another use until the last ``add_rows``; None where it is in use."""
@@ -401,6 +404,24 @@ class _Sink:
                 self._shards.add(self._weight, shard)
             self._weight = None
 
+    def add_low(self, part: _Part, k: Tensor) -> None:
+        """Both of LoRA's products with all of the shard's columns, in one pass, where both are needed.
+
+        They are what ``add_rows`` and ``add_columns`` would find otherwise.
+        """
+        self._low_is_there = False
+        lora_b, first, width = self._head.lora_b, self.multiplied.first, len(self.multiplied.weight)
+        if lora_b is None or part.low is None or not (self._needed.hidden or self._needed.lora_a):
+            return
+        shard, variant = slice(first, first + width), self.multiplied.variant
+        narrow = _padded(lora_b[shard].to(self.multiplied.product))
+        of_rows, of_columns = launch.low_products(k[:, :width], narrow, part.low, part.chosen.taken, variant)
+        part.sums.low = of_rows if part.sums.low is None else part.sums.low.add_(of_rows)
+        if self._columns is None:
+            self._columns = _zeros(self._head.weight, part.low)
+        self._columns[shard] = of_columns
+        self._low_is_there = True
+
     def add_rows(self, part: _Part, k: Tensor, first: int) -> None:
         """Add what the shard's columns from ``first`` on give to the gradients of hidden states and lora_a.
 
@@ -414,11 +435,13 @@ class _Sink:
         whole = last and among_all.start == 0
         before = None if among_all.start == 0 else sums.wide
         if head.lora_a is not None and head.lora_b is not None and (self._needed.hidden or self._needed.lora_a):
-            narrow = _padded(head.lora_b[among_all].to(multiplied.product))
-            low, sums.low = (None, _zeros(k, narrow)) if among_all.start == 0 else (sums.low, sums.low)
-            assert sums.low is not None
-            launch.row_product(k, narrow, sums.low, count, variant, base=low, whole=whole)
+            if not self._low_is_there:
+                narrow = _padded(head.lora_b[among_all].to(multiplied.product))
+                low, sums.low = (None, _zeros(k, narrow)) if among_all.start == 0 else (sums.low, sums.low)
+                assert sums.low is not None
+                launch.row_product(k, narrow, sums.low, count, variant, base=low, whole=whole)
             if last:
+                assert sums.low is not None
                 moved = (sums.low * head.lora_scale).to(variant.kept)[:, : len(head.lora_a)]
                 if self._needed.lora_a:
                     added = _product(moved.T, part.hidden.to(variant.kept))
@@ -453,7 +476,7 @@ class _Sink:
             products = [(k, part.hidden, part.chosen.taken) for part, k in pieces]
             self._chain(products, self._weight[block], adds=self._of_ranks.adds)
         low = [(k, part.low, part.chosen.taken) for part, k in pieces if part.low is not None]
-        if low:
+        if low and not self._low_is_there:
             if self._columns is None:
                 self._columns = _zeros(self._head.weight, low[0][1])
             self._chain(low, self._columns[among_all])

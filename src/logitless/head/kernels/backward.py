@@ -356,3 +356,60 @@ def column_product(
             store_columns(right, v, cols + BN // 2, base, out, V, D, stride)
         else:
             store_columns(acc, v, first + tl.arange(0, BN), base, out, V, D, stride)
+
+
+@triton.jit(do_not_specialize=["slots", "steps"])
+def low_products(
+    k,  # [slots, V] of row stride k_stride, or its TMA descriptor; 0 from ``count`` to the next multiple of BM
+    narrow,  # [V, R]
+    low,  # [slots, C], 0 from ``count`` on
+    of_rows,  # out [strips, slots, R] float32: k @ narrow over each strip of columns
+    of_columns,  # out [chunks, V, C] float32: k.T @ low over each chunk of rows
+    count,  # [1] int32
+    V, slots, k_stride, steps,
+    R: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Both products of a chunk of GROUP row tiles and a strip of ``steps`` blocks of columns, each read once.
+
+    A block's part of the second product stays in registers while the chunk's rows pass; the first adds up in
+    ``of_rows``, which stays in L2.
+    """
+    strip = tl.program_id(0)
+    chunk = tl.program_id(1)
+    num_rows = tl.load(count).to(tl.int32)
+    first = chunk * GROUP * BM
+    num_tiles = tl.minimum(tl.cdiv(tl.maximum(num_rows - first, 0), BM), GROUP)
+    r = tl.arange(0, R)
+    c = tl.arange(0, C)
+    of_rows += strip.to(tl.int64) * slots * R
+    for step in range(steps):
+        start = (strip * steps + step) * BN
+        v = start + tl.arange(0, BN)
+        right = tl.load(narrow + v.to(tl.int64)[:, None] * R + r[None, :], mask=(v < V)[:, None], other=0.0)
+        if UPCAST:
+            right = right.to(tl.float32)
+        total = tl.zeros((BN, C), tl.float32)
+        for m in range(num_tiles):
+            slot = first + m * BM + tl.arange(0, BM)
+            taken = slot < num_rows
+            if TMA:
+                e = k.load([first + m * BM, start])
+            else:
+                place = k + slot.to(tl.int64)[:, None] * k_stride + v[None, :]
+                e = tl.load(place, mask=taken[:, None] & (v < V)[None, :], other=0.0)
+            left = tl.load(low + slot.to(tl.int64)[:, None] * C + c[None, :], mask=taken[:, None], other=0.0)
+            if UPCAST:
+                e = e.to(tl.float32)
+                left = left.to(tl.float32)
+            row_at = of_rows + slot.to(tl.int64)[:, None] * R + r[None, :]
+            before = tl.load(row_at, mask=(slot < slots)[:, None] & (step > 0), other=0.0)
+            tl.store(row_at, tl.dot(e, right, before, input_precision=PRECISION), mask=(slot < slots)[:, None])
+            total = tl.dot(tl.trans(e), left, total, input_precision=PRECISION)
+        out = of_columns + (chunk.to(tl.int64) * V + v)[:, None] * C + c[None, :]
+        tl.store(out, total, mask=(v < V)[:, None])
+        tl.debug_barrier()  # another thread may read a row's sum in the next step than has written it in this one
+    for m in range(num_tiles, GROUP):
+        slot = first + m * BM + tl.arange(0, BM)
+        row_at = of_rows + slot.to(tl.int64)[:, None] * R + r[None, :]
+        tl.store(row_at, tl.zeros((BM, R), tl.float32), mask=(slot < slots)[:, None])

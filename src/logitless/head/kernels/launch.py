@@ -369,6 +369,34 @@ def column_product(
         )  # fmt: skip
 
 
+def low_products(k: Tensor, narrow: Tensor, low: Tensor, count: Tensor, variant: Variant) -> tuple[Tensor, Tensor]:
+    """``k @ narrow`` and ``k.T @ low`` over the taken slots, from one pass over k.
+
+    Args:
+        k: [slots, V], 0 in the slots that follow the taken ones in a tile.
+        narrow: [V, R].
+        low: [slots, C], 0 in slots that are not taken.
+
+    Returns:
+        [slots, R], 0 in slots that are not taken, and [V, C]; float32.
+    """
+    tile, (slots, v) = variant.low, k.shape
+    chunk = tile.rows * tile.group
+    chunks = triton.cdiv(slots, chunk)
+    blocks = triton.cdiv(v, tile.columns)
+    steps = triton.cdiv(blocks, max(1, 4 * variant.programs // chunks))
+    strips = triton.cdiv(blocks, steps)
+    of_rows = torch.empty(strips, slots, narrow.shape[1], dtype=torch.float32, device=k.device)
+    of_columns = torch.empty(chunks, v, low.shape[1], dtype=torch.float32, device=k.device)
+    tma = variant.tma and _aligned(k)
+    backward.low_products[(strips, chunks)](
+        _tiles(k, (tile.rows, tile.columns), tma), narrow, low, of_rows, of_columns, count, v, slots, k.stride(0),
+        steps, R=narrow.shape[1], C=low.shape[1], GROUP=tile.group, TMA=tma, UPCAST=not variant.narrow,
+        PRECISION=variant.precision, BM=tile.rows, BN=tile.columns, num_stages=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+    return of_rows.sum(0), of_columns.sum(0)
+
+
 def tile_sums(product: Tensor, outside: Tensor | None, target: Tensor, inside: float | None) -> Tensor:
     """Maximum, S, T and target's logit [4, n] of a tile of products [n, columns], which is read once."""
     n, columns = product.shape
