@@ -5,6 +5,7 @@ device, through ``launch.Compaction``.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +24,9 @@ LOG2E = 1 / math.log(2)
 BLOCK_BYTES = 192 * 2**20
 """Logit gradients that are made anew are held for a block of columns of about this size."""
 
+
+LENT = 4
+"""A weight's gradient that is so many times as large lends room to a block of logit gradients."""
 
 FULL = 0.9
 """A block of columns whose weight gradient fills less of its rounds of the grid than this is made narrower."""
@@ -87,9 +91,9 @@ def form(hidden: Tensor, head: LMHead) -> Form:
 def operands(form: Form, head: LMHead, shard: Shard) -> Operands:
     """The columns of a shard as the kernels multiply them, rounded to hidden's dtype."""
     columns = slice(shard.first, shard.first + len(shard.weight))
-    weight = shard.weight.to(form.product)
+    weight, low = shard.weight.to(form.product), None
     if head.lora_b is not None:
-        weight = _beside([weight, *[head.lora_b[columns].to(form.product)] * _addends(form.product)], align=8)
+        low = _beside([head.lora_b[columns].to(form.product)] * _addends(form.product), align=8)
     aligned = weight.data_ptr() % 16 == 0
     return Operands(
         form.product,
@@ -97,6 +101,7 @@ def operands(form: Form, head: LMHead, shard: Shard) -> Operands:
         form.softcap,
         form.variant,
         weight=weight.contiguous() if aligned else weight.clone(memory_format=torch.contiguous_format),
+        low=low,
         bias=None if head.bias is None else head.bias[columns].float().contiguous(),
         first=shard.first,
     )
@@ -120,13 +125,13 @@ def scored(
     """
     how = form(hidden, head)
     multiplier = _by_row((head.scale if head.softcap is None else head.softcap) * LOG2E, temperature, hidden)
-    wide = _with_low(hidden, head)
+    low = _low_rows(hidden, head)
     target_logit, slope = columns.target_logits(multiplier), torch.ones_like(multiplier)
     kept = launch.kept_rows(kept_rows, columns.kept_width, how.variant, hidden.device) if kept_rows else None
     sums = None
     for shard in columns.shards_in_turn(hidden.dtype):
         multiplied = operands(how, head, shard)
-        rows = Rows(wide, multiplier, _counted_from(shard.first, target))
+        rows = Rows(hidden, low, multiplier, _counted_from(shard.first, target))
         launch.target_logits(multiplied, rows, target_logit, slope)
         columns.summed(target_logit)
         if sums is not None:
@@ -210,7 +215,7 @@ def gradients(
     place = torch.arange(len(hidden), device=hidden.device) if order is None else order
     logit = _LogitGradient.of(state, grad_logp, grad_entropy)
     sink = _Sink(how, columns, head, hidden, needed)
-    before = anew = block = None
+    before = anew = None
     width = columns.most
     if kept is not None:
         rows = slice(num_kept)
@@ -222,7 +227,6 @@ def gradients(
         lent = sink.lend_hidden() if kept is None else None
         anew = _anew(state.part(rows), logit.part(rows), hidden[rows], place[rows], how, head, needed, lent)
         width = block_width(len(anew.part.hidden), hidden.shape[1], columns.most, variant=how.variant)
-        block = torch.empty(len(anew.part.hidden), width, dtype=how.variant.kept, device=hidden.device)
     for shard in columns.shards_in_turn(hidden.dtype):
         sink.open(shard)
         here = None if kept is None else kept[:, columns.kept_block(shard)]
@@ -230,13 +234,13 @@ def gradients(
             if anew is None:
                 sink.add_low(before, here)
             sink.add_rows(before, here, 0)
-        for first in range(0, len(shard.weight), width):
+        for first, room in [(0, None)] if anew is None else sink.rooms(len(anew.part.hidden), width):
             pieces = []
             if before is not None and here is not None:
-                pieces.append((before, here[:, first : first + width]))
-            if anew is not None and block is not None:
-                anew.logit_gradient(sink.multiplied, first, block)
-                pieces.append((anew.part, block[:, : len(shard.weight) - first]))
+                pieces.append((before, here if room is None else here[:, first : first + room.shape[1]]))
+            if anew is not None and room is not None:
+                anew.logit_gradient(sink.multiplied, first, room)
+                pieces.append((anew.part, room[:, : len(shard.weight) - first]))
             sink.add_columns(pieces, first)
             if anew is not None:  # last: the rows' gradient may lie where their hidden states do
                 sink.add_rows(*pieces[-1], first)
@@ -309,7 +313,7 @@ class _Anew(NamedTuple):
     def logit_gradient(self, multiplied: Operands, first: int, block: Tensor) -> None:
         state, logit = self.state, self.logit
         factor = state.multiplier * multiplied.slope
-        rows = Rows(self.wide, state.multiplier, _counted_from(multiplied.first, state.target))
+        rows = Rows(self.wide, None, state.multiplier, _counted_from(multiplied.first, state.target))
         launch.logit_gradient(
             multiplied,
             rows,
@@ -340,7 +344,7 @@ def _from_kept(
             kept, logit.live, columns.kept_place(state.target), exact, -torch.log2(state.normaliser), logit.logp,
             logit.entropy, state.entropy, how.variant,
         )  # fmt: skip
-    chosen = launch.compaction(logit.live)
+    chosen = launch.block_compaction(logit.live, how.variant.block)
     launch.move_rows(kept, chosen, how.variant)
     factor = factor[chosen.source]
     scaled = launch.gather_rows(hidden, chosen.source, factor, chosen.taken, how.variant.kept)
@@ -357,12 +361,13 @@ def _anew(
     """Live rows first, with all that their logit gradients are made of; ``lent`` is room for their hidden states."""
     chosen = launch.compaction(logit.live)
     rows = launch.gather_rows(hidden, chosen.source, None, chosen.taken, hidden.dtype, lent)
+    beside = _low_rows(rows, head)
     low = _low_columns(rows, None, chosen, head, how) if needed.bias or needed.lora_b else None
     moved = state.part(chosen.source)
     row_of_slot = place[chosen.source]
     return _Anew(
         part=_Part(hidden=rows, chosen=chosen, row_of_slot=row_of_slot, factor=None, low=low, sums=_RowSums()),
-        wide=_with_low(rows, head),
+        wide=rows if beside is None else torch.cat([rows, beside], dim=1),
         state=moved,
         logit=logit.part(chosen.source),
         log_normaliser=moved.anchor + torch.log2(moved.normaliser),
@@ -395,6 +400,24 @@ class _Sink:
         self.multiplied = operands(self._form, self._head, shard)
         self._weight = self._of_ranks.room_for_gradient(shard) if self._needed.weight else None
 
+    def rooms(self, rows: int, width: int) -> Iterator[tuple[int, Tensor]]:
+        """Blocks of the shard's columns in order: the first column of each, and room for so many rows' logit gradients.
+
+        Where the weight's gradient is large, its rows that are written last are that room. Only for the columns of
+        these rows memory is taken, for narrower blocks.
+        """
+        columns, weight, variant = len(self.multiplied.weight), self._weight, self._form.variant
+        size, free = rows * width, 0
+        if weight is not None and not self._of_ranks.adds and variant.tma and weight.is_contiguous():
+            lent = weight.view(-1).view(variant.kept)
+            if LENT * size <= len(lent):
+                free = (columns - -(-columns * size // len(lent))) // width * width
+                room = lent[-size:].view(rows, width)
+                yield from ((first, room) for first in range(0, free, width))
+                width = lent_width(width, variant)
+        room = torch.empty(rows, width, dtype=variant.kept, device=self.multiplied.weight.device)
+        yield from ((first, room) for first in range(free, columns, width))
+
     def close(self, shard: Shard) -> None:
         """All blocks of this shard came."""
         if self._weight is not None:
@@ -415,7 +438,7 @@ class _Sink:
             return
         shard, variant = slice(first, first + width), self.multiplied.variant
         narrow = _padded(lora_b[shard].to(self.multiplied.product))
-        of_rows, of_columns = launch.low_products(k[:, :width], narrow, part.low, part.chosen.taken, variant)
+        of_rows, of_columns = launch.low_products(k[:, :width], narrow, part.low, part.chosen, variant)
         part.sums.low = of_rows if part.sums.low is None else part.sums.low.add_(of_rows)
         if self._columns is None:
             self._columns = _zeros(self._head.weight, part.low)
@@ -427,7 +450,7 @@ class _Sink:
 
         Blocks come in order; sums over them stay float32 and are rounded once, with the last.
         """
-        multiplied, head, count, sums = self.multiplied, self._head, part.chosen.taken, part.sums
+        multiplied, head, chosen, sums = self.multiplied, self._head, part.chosen, part.sums
         variant = multiplied.variant
         block = slice(first, first + k.shape[1])
         among_all = slice(multiplied.first + block.start, multiplied.first + block.stop)
@@ -439,7 +462,7 @@ class _Sink:
                 narrow = _padded(head.lora_b[among_all].to(multiplied.product))
                 low, sums.low = (None, _zeros(k, narrow)) if among_all.start == 0 else (sums.low, sums.low)
                 assert sums.low is not None
-                launch.row_product(k, narrow, sums.low, count, variant, base=low, whole=whole)
+                launch.row_product(k, narrow, sums.low, chosen, variant, base=low, whole=whole)
             if last:
                 assert sums.low is not None
                 moved = (sums.low * head.lora_scale).to(variant.kept)[:, : len(head.lora_a)]
@@ -451,19 +474,19 @@ class _Sink:
                     before = added if before is None else before.add_(added)
         if self._hidden is None:
             return
-        weight = multiplied.weight[block, : part.hidden.shape[1]]
+        weight = multiplied.weight[block]
         if last:
             if self._lent:
                 self._hidden.zero_()  # rows that are not live keep this
             launch.row_product(
-                k, weight, self._hidden, count, variant, row_of_slot=part.row_of_slot, factor=part.factor, base=before,
+                k, weight, self._hidden, chosen, variant, row_of_slot=part.row_of_slot, factor=part.factor, base=before,
                 whole=whole,
             )  # fmt: skip
             sums.wide = None
         else:
             if sums.wide is None:
                 sums.wide = torch.empty(len(k), weight.shape[1], dtype=torch.float32, device=k.device)
-            launch.row_product(k, weight, sums.wide, count, variant, base=before)
+            launch.row_product(k, weight, sums.wide, chosen, variant, base=before)
 
     def add_columns(self, pieces: list[tuple[_Part, Tensor]], first: int) -> None:
         """Set the gradients of weight, lora_b and bias in the shard's rows from ``first`` on.
@@ -473,9 +496,9 @@ class _Sink:
         block = slice(first, first + pieces[0][1].shape[1])
         among_all = slice(self.multiplied.first + block.start, self.multiplied.first + block.stop)
         if self._weight is not None:
-            products = [(k, part.hidden, part.chosen.taken) for part, k in pieces]
+            products = [(k, part.hidden, part.chosen) for part, k in pieces]
             self._chain(products, self._weight[block], adds=self._of_ranks.adds)
-        low = [(k, part.low, part.chosen.taken) for part, k in pieces if part.low is not None]
+        low = [(k, part.low, part.chosen) for part, k in pieces if part.low is not None]
         if low and not self._low_is_there:
             if self._columns is None:
                 self._columns = _zeros(self._head.weight, low[0][1])
@@ -497,15 +520,15 @@ class _Sink:
             lora_b=_like(head.lora_b, None if columns is None else columns[:, :rank]) if self._needed.lora_b else None,
         )
 
-    def _chain(self, products: list[tuple[Tensor, Tensor, Tensor]], out: Tensor, *, adds: bool = False) -> None:
-        """The sum of k.T @ h over all (k, h, taken), float32 until the last; with ``adds`` on top of ``out``."""
+    def _chain(self, products: list[tuple[Tensor, Tensor, Compaction]], out: Tensor, *, adds: bool = False) -> None:
+        """The sum of k.T @ h over all (k, h, chosen), float32 until the last; with ``adds`` on top of ``out``."""
         base = out if adds else None
-        for k, h, taken in products[:-1]:
+        for k, h, chosen in products[:-1]:
             wide = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
-            launch.column_product(k, h, wide, taken, self._form.variant, base=base)
+            launch.column_product(k, h, wide, chosen, self._form.variant, base=base)
             base = wide
-        k, h, taken = products[-1]
-        launch.column_product(k, h, out, taken, self._form.variant, base=base)
+        k, h, chosen = products[-1]
+        launch.column_product(k, h, out, chosen, self._form.variant, base=base)
 
 
 def _by_row(value: float, temperature: float | Tensor, hidden: Tensor) -> Tensor:
@@ -528,13 +551,13 @@ def _addends(dtype: torch.dtype) -> int:
     return 1 if dtype == torch.float32 else 2
 
 
-def _with_low(hidden: Tensor, head: LMHead) -> Tensor:
-    """Hidden states and, with LoRA, lora_scale * hidden @ lora_a.T beside them, as addends in hidden's dtype."""
+def _low_rows(hidden: Tensor, head: LMHead) -> Tensor | None:
+    """With LoRA, lora_scale * hidden @ lora_a.T, as addends in hidden's dtype that stand beside each other."""
     if head.lora_a is None:
-        return hidden
+        return None
     product = head.lora_scale * _product(hidden, head.lora_a.to(hidden.dtype).T)
     high = product.to(hidden.dtype)
-    return _beside([hidden, high, (product - high).to(hidden.dtype)][: 1 + _addends(hidden.dtype)], align=8)
+    return _beside([high, (product - high).to(hidden.dtype)][: _addends(hidden.dtype)], align=8)
 
 
 def _low_columns(hidden: Tensor, factor: Tensor | None, chosen: Compaction, head: LMHead, how: Form) -> Tensor:
@@ -585,3 +608,8 @@ def block_width(rows: int, width: int, vocabulary: int, *, variant: Variant) -> 
     filling = int(rounds) * variant.programs // across * tile.rows // step * step
     chosen = most if rounds > FULL * math.ceil(rounds) or filling < step else filling
     return min(chosen, -(-vocabulary // step) * step)
+
+
+def lent_width(width: int, variant: Variant) -> int:
+    """Columns of the last blocks, whose logit gradients have no place in the weight's gradient any more."""
+    return max(variant.score.columns, width // 4 // variant.score.columns * variant.score.columns)

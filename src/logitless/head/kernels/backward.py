@@ -1,9 +1,11 @@
 """Kernels of the gradient pass: two products on the live rows, and what prepares their operands.
 
 Only rows with a gradient (live rows) enter the products. They are brought to the front: slot j holds row ``source[j]``,
-for the ``count`` slots that there are live rows. A live row below ``count`` stays where it is, and a dead one is
-overwritten by a live row from ``count`` or beyond, so no row is read and written in the same launch. ``count`` stays on
-the device; nothing on the host needs to know how many rows are live.
+for the ``count`` slots that there are live rows. Slots come in blocks of BLOCK, and block i of them lies at row
+``blocks[i]`` of the kept exponentials, so that a block of live rows stays where it is; in what is made in slot order
+``blocks`` is None. A live row in a slot below ``count`` stays there, and a dead one is overwritten by a live row from
+``count`` or beyond, so no row is read and written in the same launch. ``count`` stays on the device; nothing on the
+host needs to know how many rows are live.
 """
 
 import triton
@@ -13,40 +15,49 @@ from logitless.head.kernels.forward import LN2, halves, row_by_column, tanh, til
 
 
 @triton.jit
+def row_of(slot, blocks, BLOCK: tl.constexpr):
+    """The row of a slot."""
+    return slot if blocks is None else tl.load(blocks + slot // BLOCK) + slot % BLOCK
+
+
+@triton.jit
 def move_rows(
     kept,  # in and out [N, V] of row stride ``stride``
     source,  # [N] int32
+    blocks,  # [blocks of slots] int32
     count,  # [1] int32
-    V, stride, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+    V, stride, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Row ``source[j]`` of ``kept`` to row j for all j < count."""
+    """Row ``source[j]`` of ``kept`` to the row of slot j for all j < count."""
     for slot in range(tl.program_id(0), tl.load(count).to(tl.int32), PROGRAMS):
         origin = tl.load(source + slot)
-        if origin != slot:
-            to = kept + tl.cast(slot, tl.int64) * stride
+        row = row_of(slot, blocks, BLOCK)
+        if origin != row:
+            to = kept + row.to(tl.int64) * stride
             of = kept + origin.to(tl.int64) * stride
-            for start in range(0, V, BLOCK):
-                v = start + tl.arange(0, BLOCK)
+            for start in range(0, V, COLUMNS):
+                v = start + tl.arange(0, COLUMNS)
                 tl.store(to + v, tl.load(of + v, mask=v < V), mask=v < V)
 
 
 @triton.jit(do_not_specialize=["N"])
 def clear_rows(
     kept,  # out [N, V] of row stride ``stride``
+    blocks,  # [blocks of slots] int32
     count,  # [1] int32
-    V, stride, N, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+    V, stride, N, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Zeros in the rows from ``count`` up to the next multiple of ALIGN (a whole ALIGN when count is 0).
+    """Zeros in the slots from ``count`` to the end of its block (the first block when count is 0).
 
     A launch of its own: these rows may be where ``move_rows`` reads.
     """
     live = tl.load(count).to(tl.int32)
-    row = live + tl.program_id(0)
-    end = tl.minimum(tl.cdiv(tl.maximum(live, 1), ALIGN) * ALIGN, N)
-    if row < end:
-        v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        zero = tl.zeros((BLOCK,), kept.dtype.element_ty)
-        tl.store(kept + row.to(tl.int64) * stride + v, zero, mask=v < V)
+    slot = live + tl.program_id(0)
+    end = tl.minimum(tl.cdiv(tl.maximum(live, 1), BLOCK) * BLOCK, N)
+    if slot < end:
+        v = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        zero = tl.zeros((COLUMNS,), kept.dtype.element_ty)
+        tl.store(kept + row_of(slot, blocks, BLOCK).to(tl.int64) * stride + v, zero, mask=v < V)
 
 
 @triton.jit
@@ -132,7 +143,9 @@ def logit_gradient_product(
         row = m * BM + tl.arange(0, BM)
         row_ok = row < num_rows
         cols = first + n * BN + tl.arange(0, BN)
-        z = row_by_column(x, w, bias, row, row_ok, m * BM, first + n * BN, V, D, BM, BN, BK, TMA, PRECISION)
+        z = row_by_column(
+            x, w, None, None, bias, row, row_ok, m * BM, first + n * BN, V, D, 0, BM, BN, BK, TMA, PRECISION
+        )
         slope = 1.0
         if SOFTCAP:
             capped = tanh(z * (inner * gain))
@@ -213,9 +226,11 @@ def row_product(
     out,  # out [rows, D] of row stride ``stride``; with SHARED [room, D] float32, the parts of all rows in turn
     row_of_slot,  # [slots], or None for the slot itself
     factor,  # [slots] float32, or None for 1
+    blocks,  # [blocks of slots] int32, or None for slots that are in order
     count,  # [1] int32
     V, D, k_stride, w_stride, stride, most, room,
-    SHARED: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, SHARED: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """out[row_of_slot[j]] = factor[j] * (base[j] + sum_v k[j, v] w[v]), for j < count.
@@ -233,17 +248,18 @@ def row_product(
         part = share % parts
         slot = m * BM + tl.arange(0, BM)
         slot_ok = slot < num_rows
+        row = row_of(m * BM, blocks, BLOCK)
         first = n * BN
         acc = tl.zeros((BM, BN), tl.float32)
         for step in range(num_steps):
             start = (part * num_steps + step) * BK
             if TMA:
-                a = k.load([m * BM, start])
+                a = k.load([row, start])
                 b = w.load([start, first])
             else:
                 v = start + tl.arange(0, BK)
                 cols = first + tl.arange(0, BN)
-                a_place = k + slot.to(tl.int64)[:, None] * k_stride + v[None, :]
+                a_place = k + (row + tl.arange(0, BM)).to(tl.int64)[:, None] * k_stride + v[None, :]
                 b_place = w + v.to(tl.int64)[:, None] * w_stride + cols[None, :]
                 a = tl.load(a_place, mask=slot_ok[:, None] & (v < V)[None, :], other=0.0)
                 b = tl.load(b_place, mask=(v < V)[:, None] & (cols < D)[None, :], other=0.0)
@@ -319,9 +335,10 @@ def column_product(
     h,  # [slots, D] of row stride h_stride, or its TMA descriptor; both 0 from ``count`` to the next multiple of BK
     base,  # [V, D] of row stride ``stride``, or None
     out,  # out [V, D] of row stride ``stride``
+    blocks,  # [blocks of slots] int32, or None for slots that are in order
     count,  # [1] int32
     V, D, k_stride, h_stride, stride,
-    TMA: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """out[v] = base[v] + sum_{j < count} k[j, v] h[j]."""
@@ -334,14 +351,16 @@ def column_product(
         v = m * BM + tl.arange(0, BM)
         first = n * BN
         acc = tl.zeros((BM, BN), tl.float32)
+        row = row_of(tl.full((), 0, tl.int32), blocks, BLOCK)
         for step in range(num_steps):
+            following = row_of((step + 1) * BK, blocks, BLOCK)  # a step ahead, or its load would end the pipeline
             if TMA:
-                a = k.load([step * BK, m * BM])
+                a = k.load([row, m * BM])
                 b = h.load([step * BK, first])
             else:
                 slot = step * BK + tl.arange(0, BK)
                 cols = first + tl.arange(0, BN)
-                a_place = k + slot.to(tl.int64)[:, None] * k_stride + v[None, :]
+                a_place = k + (row + tl.arange(0, BK)).to(tl.int64)[:, None] * k_stride + v[None, :]
                 b_place = h + slot.to(tl.int64)[:, None] * h_stride + cols[None, :]
                 a = tl.load(a_place, mask=(slot < num_rows)[:, None] & (v < V)[None, :], other=0.0)
                 b = tl.load(b_place, mask=(slot < num_rows)[:, None] & (cols < D)[None, :], other=0.0)
@@ -349,6 +368,7 @@ def column_product(
                 a = a.to(tl.float32)
                 b = b.to(tl.float32)
             acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+            row = following
         if SPLIT:
             left, right = halves(acc, BM, BN)
             cols = first + tl.arange(0, BN // 2)
@@ -365,10 +385,11 @@ def low_products(
     low,  # [slots, C], 0 from ``count`` on
     of_rows,  # out [strips, slots, R] float32: k @ narrow over each strip of columns
     of_columns,  # out [chunks, V, C] float32: k.T @ low over each chunk of rows
+    blocks,  # [blocks of slots] int32, or None for slots that are in order
     count,  # [1] int32
     V, slots, k_stride, steps,
-    R: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BLOCK: tl.constexpr, R: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
+    UPCAST: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Both products of a chunk of GROUP row tiles and a strip of ``steps`` blocks of columns, each read once.
 
@@ -393,10 +414,11 @@ def low_products(
         for m in range(num_tiles):
             slot = first + m * BM + tl.arange(0, BM)
             taken = slot < num_rows
+            row = row_of(first + m * BM, blocks, BLOCK)
             if TMA:
-                e = k.load([first + m * BM, start])
+                e = k.load([row, start])
             else:
-                place = k + slot.to(tl.int64)[:, None] * k_stride + v[None, :]
+                place = k + (row + tl.arange(0, BM)).to(tl.int64)[:, None] * k_stride + v[None, :]
                 e = tl.load(place, mask=taken[:, None] & (v < V)[None, :], other=0.0)
             left = tl.load(low + slot.to(tl.int64)[:, None] * C + c[None, :], mask=taken[:, None], other=0.0)
             if UPCAST:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -43,37 +44,84 @@ class Form:
 
 @dataclass(frozen=True)
 class Operands(Form):
-    """Columns of the head as the kernels multiply them: ``product = rows.hidden @ weight.T + bias``.
+    """Columns of the head as the kernels multiply them: ``product = hidden @ weight.T + low @ low.T + bias``.
 
     Args:
-        weight: [V, D] in hidden's dtype; with LoRA, lora_b stands beside it, once an addend of ``rows.hidden``.
+        weight: [V, D] in hidden's dtype.
+        low: [V, E] with LoRA: lora_b, once an addend of ``rows.low``; or None.
         bias: [V] float32 or None.
         first: the place of the first column among all that the rows meet.
     """
 
     weight: Tensor
+    low: Tensor | None
     bias: Tensor | None
     first: int
 
     @property
     def gain(self) -> float:
         """What undoes the mean error of the products: matrix units that truncate make every sum a little small."""
-        return 1 + self.variant.truncation * self.weight.shape[1]
+        return 1 + self.variant.truncation * (self.weight.shape[1] + self.rank)
+
+    @property
+    def rank(self) -> int:
+        """Columns of ``low``."""
+        return 0 if self.low is None else self.low.shape[1]
+
+    @cached_property
+    def wide(self) -> Tensor:
+        """``low`` beside the weight: a copy, for kernels that read one matrix."""
+        return self.weight if self.low is None else torch.cat([self.weight, self.low], dim=1)
 
 
 class Rows(NamedTuple):
-    """Per-row inputs of the products; with LoRA, lora_scale * hidden @ lora_a.T stands beside the hidden states."""
+    """Per-row inputs of the products: ``hidden`` [N, D] and, with LoRA, lora_scale * hidden @ lora_a.T as ``low``."""
 
     hidden: Tensor
+    low: Tensor | None
     multiplier: Tensor
     target: Tensor
 
+    @property
+    def wide(self) -> Tensor:
+        """``low`` beside the hidden states."""
+        return self.hidden if self.low is None else torch.cat([self.hidden, self.low], dim=1)
+
 
 class Compaction(NamedTuple):
-    """Which row each slot takes, and how many slots are taken (a device scalar)."""
+    """Which row each slot takes, and how many slots are taken (a device scalar).
+
+    Args:
+        blocks: the row at which each block of slots begins, and one entry more, which is read and not used; None for
+            slots in the order of the rows.
+    """
 
     source: Tensor
     taken: Tensor
+    blocks: Tensor | None = None
+
+
+def block_compaction(live: Tensor, block: int) -> Compaction:
+    """Live rows first, a block at a time: blocks without a dead row come first and stay where they are.
+
+    Dead rows come as whole completions, so that few blocks hold both kinds.
+
+    Example:
+        >>> found = block_compaction(torch.tensor([True, False, False, False, True, True, True]), 2)
+        >>> found.taken, found.blocks  # rows 4 and 5 stand first, rows 0 and 1 next; row 6 moves to row 1
+        (tensor([4], dtype=torch.int32), tensor([4, 0, 2, 6, 8], dtype=torch.int32))
+        >>> found.source[:4]
+        tensor([4, 5, 0, 6], dtype=torch.int32)
+    """
+    whole = len(live) // block
+    among = live[: whole * block].view(whole, block).sum(1, dtype=torch.int32)
+    order = torch.sort(among, descending=True, stable=True).indices.int()
+    last = torch.arange(whole, triton.cdiv(len(live), block) + 1, dtype=torch.int32, device=live.device)
+    blocks = torch.cat([order, last]) * block
+    inside = torch.arange(block, dtype=torch.int32, device=live.device)
+    rows = (blocks[:, None] + inside).flatten()[: len(live)]
+    found = compaction(live[rows])
+    return Compaction(source=rows[found.source], taken=found.taken, blocks=blocks)
 
 
 def compaction(live: Tensor) -> Compaction:
@@ -115,8 +163,9 @@ def target_logits(operands: Operands, rows: Rows, target_logit: Tensor, slope: T
     """z_y in bits and the softcap's slope there, of rows whose target is one of these columns."""
     v, d = operands.weight.shape
     forward.target_logits[(len(target_logit),)](
-        rows.hidden, operands.weight, operands.bias, rows.target, rows.multiplier, operands.inner, target_logit, slope,
-        v, d, SOFTCAP=operands.softcap, BLOCK=min(1024, triton.next_power_of_2(d)), num_warps=4,
+        rows.hidden, operands.weight, rows.low, operands.low, operands.bias, rows.target, rows.multiplier,
+        operands.inner, target_logit, slope, v, d, operands.rank, SOFTCAP=operands.softcap,
+        BLOCK=min(1024, triton.next_power_of_2(d)), num_warps=4,
     )  # fmt: skip
 
 
@@ -159,7 +208,7 @@ class TileSums(NamedTuple):
             target_logit, flagged: [N]; ``flagged`` becomes True where the normaliser leaves the range.
             maximum: whether the tiles hold maxima.
         """
-        row_list, count = (None, None) if chosen is None else chosen
+        row_list, count = (None, None) if chosen is None else chosen[:2]
         base = (None, None, None) if before is None else before
         n = len(s)
         forward.partial_sums[(triton.cdiv(n, 64),)](
@@ -182,24 +231,59 @@ def exp_product(
     """
     variant, tile = operands.variant, operands.variant.score
     tma = variant.tma and chosen is None
-    v, d = operands.weight.shape
-    n = len(anchor)
-    row_list, count = (None, None) if chosen is None else chosen
+    v, n = len(operands.weight), len(anchor)
+    if variant.overlaps and tma and not (maximum or operands.softcap or operands.bias is not None):
+        _overlapped_exp_product(operands, rows, anchor, kept, parts)
+        return
+    row_list, count = (None, None) if chosen is None else chosen[:2]
     place = None if kept is None else _tiles(kept[:, :v], _store_block(tile), tma)
+    apart = (rows.hidden, operands.weight, rows.low, operands.low)
+    x, w, *low = (rows.wide, operands.wide, None, None) if tma else apart
     forward.anchored_exp_product[_grid(variant, n, v, tile)](
-        *_row_operands(operands, rows, tile, tma), place, row_list, count, rows.multiplier, operands.inner,
-        operands.gain, anchor, rows.target, parts.s, parts.t, n, v, d, num_kept, 0 if kept is None else kept.stride(0),
+        _tiles(x, (tile.rows, tile.depth), tma), _tiles(w, (tile.columns, tile.depth), tma), *low, operands.bias,
+        place, row_list, count, rows.multiplier, operands.inner, operands.gain, anchor, rows.target, parts.s, parts.t,
+        n, v, x.shape[1], 0 if tma else operands.rank, num_kept, 0 if kept is None else kept.stride(0),
         SOFTCAP=operands.softcap, MAXIMUM=maximum, EVEN=v % tile.columns == 0, TMA=tma, SPLIT=tile.halves,
         PRECISION=variant.precision,
         **_blocks(variant, tile),
     )  # fmt: skip
 
 
+def _overlapped_exp_product(
+    operands: Operands, rows: Rows, anchor: Tensor, kept: Tensor | None, parts: TileSums
+) -> None:
+    """``exp_product`` of all rows in order, on Hopper."""
+    from logitless.head.kernels import overlapped
+
+    tile, (v, d) = operands.variant.score, operands.weight.shape
+    half, rank = tile.rows // 2, triton.next_power_of_2(max(16, operands.rank)) if operands.rank else 0
+    x_low = rows.hidden if rows.low is None else rows.low
+    w_low = operands.weight if operands.low is None else operands.low
+    out = rows.hidden if kept is None else kept[:, :v]
+    overlapped.overlapped_exp_product[_grid(operands.variant, len(anchor), v, tile)](
+        _swizzled(rows.hidden, half, tile.depth), _swizzled(operands.weight, tile.columns, tile.depth),
+        _swizzled(x_low, half, tile.depth), _swizzled(w_low, tile.columns, tile.depth),
+        _swizzled(out, half, tile.columns // 2), rows.multiplier, operands.gain, anchor, rows.target, parts.s, parts.t,
+        len(anchor), v, d, KEEP=kept is not None, RANK=rank, GROUP=tile.group, PROGRAMS=operands.variant.programs,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def _swizzled(matrix: Tensor, rows: int, columns: int) -> Any:
+    """Blocks of a bfloat16 matrix as warp groups multiply them."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SwizzledDescriptor
+
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return SwizzledDescriptor.from_tensor(matrix, [rows, columns], layout)
+
+
 def leading_maximum(operands: Operands, rows: Rows) -> Tensor:
     """The largest logit of each row among the first columns, in bits: one tile of the product."""
     some = slice(operands.variant.score.columns)
     bias = None if operands.bias is None else operands.bias[some]
-    leading = replace(operands, weight=operands.weight[some], bias=bias)
+    low = None if operands.low is None else operands.low[some]
+    leading = replace(operands, weight=operands.weight[some], low=low, bias=bias)
     parts = TileSums.of(leading, rows)
     exp_product(leading, rows, rows.multiplier, None, 0, parts, None, maximum=True)
     return parts.s[0].clamp(min=LOWEST)
@@ -246,10 +330,11 @@ def logit_gradient(
 ) -> None:  # fmt: skip
     """Columns ``first`` to ``first + out.shape[1]`` of the loss's gradient in the products, into ``out``."""
     variant, tile = operands.variant, operands.variant.score
-    v, d = operands.weight.shape
+    v, d = operands.wide.shape
     n, width = out.shape
     backward.logit_gradient_product[_grid(variant, n, width, tile)](
-        *_row_operands(operands, rows, tile, variant.tma),
+        _tiles(rows.wide, (tile.rows, tile.depth), variant.tma),
+        _tiles(operands.wide, (tile.columns, tile.depth), variant.tma), operands.bias,
         _tiles(out, _store_block(tile), variant.tma), count, rows.multiplier, operands.inner, operands.gain,
         log_normaliser, rows.target, grad_logp, grad_target, grad_entropy, entropy, first, v, d, n, width,
         SOFTCAP=operands.softcap, TMA=variant.tma, SPLIT=tile.halves, PRECISION=variant.precision,
@@ -270,13 +355,14 @@ def add_entropy_gradient(
 
 
 def move_rows(kept: Tensor, chosen: Compaction, variant: Variant) -> None:
-    """Brings live rows to the front, in place, and clears what a step of the weight's product reads beyond them."""
-    programs, width, stride, align = variant.programs * 8, kept.shape[1], kept.stride(0), 2 * variant.weight.depth
+    """Brings live rows to their slots, in place, and clears the rest of the last block that has one."""
+    programs, width, stride, block = variant.programs * 8, kept.shape[1], kept.stride(0), variant.block
     backward.move_rows[(programs,)](
-        kept, chosen.source, chosen.taken, width, stride, BLOCK=4096, PROGRAMS=programs, num_warps=4
-    )
-    backward.clear_rows[(align, triton.cdiv(width, 4096))](
-        kept, chosen.taken, width, stride, len(kept), ALIGN=align, BLOCK=4096, num_warps=4
+        kept, chosen.source, chosen.blocks, chosen.taken, width, stride, BLOCK=block, COLUMNS=4096, PROGRAMS=programs,
+        num_warps=4,
+    )  # fmt: skip
+    backward.clear_rows[(block, triton.cdiv(width, 4096))](
+        kept, chosen.blocks, chosen.taken, width, stride, len(kept), BLOCK=block, COLUMNS=4096, num_warps=4
     )
 
 
@@ -293,10 +379,11 @@ def gather_rows(
 
 
 def row_product(
-    k: Tensor, w: Tensor, out: Tensor, count: Tensor, variant: Variant, *, row_of_slot: Tensor | None = None,
+    k: Tensor, w: Tensor, out: Tensor, chosen: Compaction, variant: Variant, *, row_of_slot: Tensor | None = None,
     factor: Tensor | None = None, base: Tensor | None = None, whole: bool = False,
 ) -> None:  # fmt: skip
     """out[row_of_slot[j]] = factor[j] (base[j] + k[j] @ w) for the taken slots; ``whole``: w has all columns."""
+    count = chosen.taken
     v, stride = w.shape
     k = k[:, :v]
     for strip, tile in _strips(variant, variant.hidden, len(k), stride):
@@ -308,9 +395,9 @@ def row_product(
         before, to, row, scale = end if shares is None else (None, shares, None, None)
         backward.row_product[_grid(variant, len(k), width, tile, sharing.most)](
             _tiles(k, (tile.rows, tile.depth), tma), _tiles(w[:, strip], (tile.depth, tile.columns), tma),
-            before, to, row, scale, count, v, width, k.stride(0), w.stride(0), stride if shares is None else width,
-            *sharing, SHARED=shares is not None, TMA=tma, SPLIT=_wide(to, tile), UPCAST=not variant.narrow,
-            PRECISION=variant.precision, **_blocks(variant, tile),
+            before, to, row, scale, chosen.blocks, count, v, width, k.stride(0), w.stride(0),
+            stride if shares is None else width, *sharing, BLOCK=variant.block, SHARED=shares is not None, TMA=tma,
+            SPLIT=_wide(to, tile), UPCAST=not variant.narrow, PRECISION=variant.precision, **_blocks(variant, tile),
         )  # fmt: skip
         if shares is not None:
             backward.sum_parts[(len(k),)](
@@ -354,7 +441,7 @@ class Sharing(NamedTuple):
 
 
 def column_product(
-    k: Tensor, h: Tensor, out: Tensor, count: Tensor, variant: Variant, *, base: Tensor | None = None
+    k: Tensor, h: Tensor, out: Tensor, chosen: Compaction, variant: Variant, *, base: Tensor | None = None
 ) -> None:
     """out = base + k.T @ h over the taken slots; ``out`` [V, D] may be a block of rows of a larger matrix."""
     v, stride = out.shape
@@ -364,12 +451,13 @@ def column_product(
         tma = variant.tma and _aligned(k, h[:, strip])
         backward.column_product[_grid(variant, v, width, tile)](
             _tiles(k, (tile.depth, tile.rows), tma), _tiles(h[:, strip], (tile.depth, tile.columns), tma),
-            _strip(base, strip), out[:, strip], count, v, width, k.stride(0), h.stride(0), stride, TMA=tma,
-            SPLIT=_wide(out, tile), UPCAST=not variant.narrow, PRECISION=variant.precision, **_blocks(variant, tile),
+            _strip(base, strip), out[:, strip], chosen.blocks, chosen.taken, v, width, k.stride(0), h.stride(0), stride,
+            BLOCK=variant.block, TMA=tma, SPLIT=_wide(out, tile), UPCAST=not variant.narrow,
+            PRECISION=variant.precision, **_blocks(variant, tile),
         )  # fmt: skip
 
 
-def low_products(k: Tensor, narrow: Tensor, low: Tensor, count: Tensor, variant: Variant) -> tuple[Tensor, Tensor]:
+def low_products(k: Tensor, narrow: Tensor, low: Tensor, chosen: Compaction, variant: Variant) -> tuple[Tensor, Tensor]:
     """``k @ narrow`` and ``k.T @ low`` over the taken slots, from one pass over k.
 
     Args:
@@ -390,9 +478,10 @@ def low_products(k: Tensor, narrow: Tensor, low: Tensor, count: Tensor, variant:
     of_columns = torch.empty(chunks, v, low.shape[1], dtype=torch.float32, device=k.device)
     tma = variant.tma and _aligned(k)
     backward.low_products[(strips, chunks)](
-        _tiles(k, (tile.rows, tile.columns), tma), narrow, low, of_rows, of_columns, count, v, slots, k.stride(0),
-        steps, R=narrow.shape[1], C=low.shape[1], GROUP=tile.group, TMA=tma, UPCAST=not variant.narrow,
-        PRECISION=variant.precision, BM=tile.rows, BN=tile.columns, num_stages=tile.stages, num_warps=tile.warps,
+        _tiles(k, (tile.rows, tile.columns), tma), narrow, low, of_rows, of_columns, chosen.blocks, chosen.taken,
+        v, slots, k.stride(0), steps, BLOCK=variant.block, R=narrow.shape[1], C=low.shape[1], GROUP=tile.group, TMA=tma,
+        UPCAST=not variant.narrow, PRECISION=variant.precision, BM=tile.rows, BN=tile.columns, num_stages=tile.stages,
+        num_warps=tile.warps,
     )  # fmt: skip
     return of_rows.sum(0), of_columns.sum(0)
 
@@ -425,14 +514,6 @@ def tile_gradient(
         SOFTCAP=inside is not None, WIDE=wide and not in_place, BLOCK=4096, num_warps=8,
     )  # fmt: skip
     return narrow
-
-
-def _row_operands(operands: Operands, rows: Rows, tile: Tile, tma: bool) -> tuple[Any, ...]:
-    return (
-        _tiles(rows.hidden, (tile.rows, tile.depth), tma),
-        _tiles(operands.weight, (tile.columns, tile.depth), tma),
-        operands.bias,
-    )
 
 
 def _tiles(matrix: Tensor, block: tuple[int, int], tma: bool) -> Any:

@@ -43,6 +43,7 @@ class Variant:
         kept: dtype of kept exponentials and logit gradients.
         precision: how float32 operands are multiplied (irrelevant for 16-bit ones).
         truncation: relative loss of a sum of products per unit of its length, measured.
+        overlaps: whether the forward product is that of ``overlapped.py``.
     """
 
     tma: bool
@@ -54,6 +55,12 @@ class Variant:
     kept: torch.dtype
     precision: str
     truncation: float = 0.0
+    overlaps: bool = False
+
+    @property
+    def block(self) -> int:
+        """Rows that lie together where live rows come first: what any tile or step of a product on them takes."""
+        return max(self.hidden.rows, 2 * self.weight.depth, self.low.rows)
 
     @property
     def narrow(self) -> bool:
@@ -111,7 +118,8 @@ def variant(hidden: Tensor) -> Variant:
     capability = torch.cuda.get_device_capability(hidden.device)
     programs = torch.cuda.get_device_properties(hidden.device).multi_processor_count
     if kept == torch.bfloat16 and capability[0] in (9, 10) and aligned:  # others have less shared memory
-        return replace(hopper(hidden.shape[1], programs), truncation=truncation(hidden.device, hidden.dtype))
+        lost = truncation(hidden.device, hidden.dtype)
+        return replace(hopper(hidden.shape[1], programs), truncation=lost, overlaps=capability[0] == 9)
     if kept == torch.bfloat16:
         return Variant(False, programs * 2, PLAIN, PLAIN, PLAIN, replace(LOW, columns=128), kept, precision)
     score = PLAIN if hidden.dtype == torch.float16 else FLOAT32
