@@ -53,6 +53,17 @@ def halves(tile, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
+def row_sums(tile, BM: tl.constexpr, BN: tl.constexpr, HALVED: tl.constexpr):
+    """Over the columns of a tile, or of its halves and then of both: the order of ``overlapped.py``."""
+    if HALVED:
+        left, right = halves(tile, BM, BN)
+        total = tl.sum(left, 1) + tl.sum(right, 1)
+    else:
+        total = tl.sum(tile, 1)
+    return total
+
+
+@triton.jit
 def add_product(x, w, acc, row, row_ok, cols, V, D, BK: tl.constexpr, PRECISION: tl.constexpr):
     """acc + x @ w.T of some rows and columns, by masked loads."""
     inner = tl.arange(0, BK)
@@ -188,9 +199,8 @@ def anchored_exp_product(
             if not EVEN:
                 d = tl.where((cols < V)[None, :], d, NEVER)
             e = tl.exp2(d)
-            weighted = e * d
-            tl.store(part_s + part, tl.sum(e, 1), mask=row_ok)
-            tl.store(part_t + part, tl.sum(weighted, 1), mask=row_ok)
+            tl.store(part_s + part, row_sums(e, BM, BN, TMA), mask=row_ok)
+            tl.store(part_t + part, row_sums(e * d, BM, BN, TMA), mask=row_ok)
             if kept is not None:
                 if SOFTCAP:
                     e *= slope

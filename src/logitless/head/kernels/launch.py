@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from logitless.head.kernels import backward, forward, tiles
-from logitless.head.kernels.variants import Tile, Variant
+from logitless.head.kernels.variants import DEEP, Tile, Variant
 
 FEW_ROUNDS, FEW_PARTS = 6, 8
 """Up to so many rounds of tiles are cut into parts, up to so many: an idle last round would weigh too much there."""
@@ -232,7 +232,8 @@ def exp_product(
     variant, tile = operands.variant, operands.variant.score
     tma = variant.tma and chosen is None
     v, n = len(operands.weight), len(anchor)
-    if variant.overlaps and tma and not (maximum or operands.softcap or operands.bias is not None):
+    pays = operands.low is not None or operands.weight.shape[1] < DEEP
+    if variant.overlaps and pays and tma and not (maximum or operands.softcap or operands.bias is not None):
         _overlapped_exp_product(operands, rows, anchor, kept, parts)
         return
     row_list, count = (None, None) if chosen is None else chosen[:2]
@@ -260,12 +261,13 @@ def _overlapped_exp_product(
     x_low = rows.hidden if rows.low is None else rows.low
     w_low = operands.weight if operands.low is None else operands.low
     out = rows.hidden if kept is None else kept[:, :v]
+    group = max(16, tile.group) if kept is None else 16  # what is stored leaves less of L2 to the rows
     overlapped.overlapped_exp_product[_grid(operands.variant, len(anchor), v, tile)](
         _swizzled(rows.hidden, half, tile.depth), _swizzled(operands.weight, tile.columns, tile.depth),
         _swizzled(x_low, half, tile.depth), _swizzled(w_low, tile.columns, tile.depth),
         _swizzled(out, half, tile.columns // 2), rows.multiplier, operands.gain, anchor, rows.target, parts.s, parts.t,
-        len(anchor), v, d, KEEP=kept is not None, RANK=rank, GROUP=tile.group, PROGRAMS=operands.variant.programs,
-        num_warps=4,
+        len(anchor), v, d, KEEP=kept is not None, RANK=rank, GROUP=group,
+        PROGRAMS=operands.variant.programs, num_warps=4,
     )  # fmt: skip
 
 
