@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,12 @@ from logitless.train.training_memory import training_memory
 from logitless.types import Completion, LMHead, PackedBatch, Prompt
 
 PACKAGES = ("triton", "transformers", "peft")
-LAYOUTS = ("shard", "replicate", "sequence", "in_order")
-"""Which dimension of ``parallel`` has all the GPUs; in_order: copies whose gradients are summed in one fixed order."""
+LAYOUTS = ("shard", "all_rows", "replicate", "sequence", "in_order")
+"""Which dimension of ``parallel`` has all the GPUs; all_rows: shards, and an LM head that scores all GPUs' tokens
+together (``parallel.vocabulary``); in_order: copies whose gradients are summed in one fixed order."""
+
+MODELS = (*SHAPES, replace(next(s for s in SHAPES if s.lora_rank), name="llama-3.1-8b", title="8B", lora_rank=None))
+"""The last: every weight of Llama-3.1-8B."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Work:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``logitless bench scale``."""
-    names = ",".join(shape.name for shape in SHAPES if shape is not TINY)
+    names = ",".join(shape.name for shape in MODELS if shape is not TINY)
     parser.add_argument("--models", default=names, help=f"by commas, of {names},{TINY.name}")
     parser.add_argument("--gpus", default="1,2,4", help="numbers of GPUs, by commas; begin with 1")
     parser.add_argument("--layouts", default="shard,replicate", help=f"by commas, of {','.join(LAYOUTS)}")
@@ -203,6 +207,7 @@ def measured(ranks: Ranks, shape: Shape, layout: str, work: Work) -> dict[str, A
     policy = Policy(model, memory_budget=work.head_budget)
     if arrangement.is_sharded:
         policy.shard(arrangement.mesh(device))
+        policy.all_rows = layout == "all_rows"
     if ranks.sequence is not None:
         policy.share_sequences(ranks.sequence)
     optimizer = adamw(policy.model.parameters(), OptimizerSection(), policy.device)
@@ -316,13 +321,13 @@ def head_over_shards(ranks: Ranks, shape: Shape, work: Work) -> dict[str, Any]:
 def _arrangement(world: int, layout: str) -> Arrangement:
     if layout not in LAYOUTS:
         raise ConfigurationError(needed=f"a layout of {', '.join(LAYOUTS)}", given=layout, remedy="Name one of them.")
-    return Arrangement(**{"replicate" if layout == "in_order" else layout: world})
+    return Arrangement(**{{"in_order": "replicate", "all_rows": "shard"}.get(layout, layout): world})
 
 
 def _shape(name: str) -> Shape:
-    found = next((shape for shape in SHAPES if shape.name == name), None)
+    found = next((shape for shape in MODELS if shape.name == name), None)
     if found is None:
-        known = ", ".join(shape.name for shape in SHAPES)
+        known = ", ".join(shape.name for shape in MODELS)
         raise ConfigurationError(needed=f"a model of {known}", given=name, remedy="Name one of them.")
     return found
 
