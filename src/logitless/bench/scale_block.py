@@ -81,7 +81,8 @@ def block_over_ranks(ranks: Ranks, shape: Shape, layout: str, work: Workload, de
     if arrangement.is_sharded:
         policy.shard(arrangement.mesh(device))
         policy.all_rows = 16384 * arrangement.shard < shape.vocabulary
-    recipe = parse_recipe(contenders.block_recipe(whole, lora=shape.lora_rank is not None, gpu=exact, ranks=ranks.data_world))
+    lora = shape.lora_rank is not None
+    recipe = parse_recipe(contenders.block_recipe(whole, lora=lora, gpu=exact, ranks=ranks.data_world))
     learner = Learner(recipe, algorithm_of(recipe), policy, None, reward_weights={"every_other": 1.0}, ranks=ranks)
     prompts = [Prompt(str(p), "", ids) for p, ids in enumerate(whole.prompt_ids(shape.vocabulary))]
     options = SamplingOptions(max_new_tokens=work.most, stop=() if exact else (contenders.NEVER,))

@@ -4,6 +4,7 @@ The reference is another ``Policy`` around a frozen copy, or ``AdaptersOff`` und
 code, the same packing and the same head.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedTokenizerBase
 
-from logitless.data.packing import nothing_to_score
+from logitless.data.packing import nothing_to_score, pack
 from logitless.data.packing import share_prompts as with_shared_prompts
 from logitless.distributed.exchange import pieced_together
 from logitless.distributed.sharding import ShardedModel, is_sharded, whole
@@ -31,7 +32,7 @@ from logitless.models.value_head import ValueHead
 from logitless.rollout.engine import Weights
 from logitless.train.config import Backend
 from logitless.train.masters import master_of, raise_to_masters, round_masters
-from logitless.types import LMHead, PackedBatch, SharedInputs, TokenScores
+from logitless.types import Completion, LMHead, PackedBatch, Prompt, SharedInputs, TokenScores
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -197,7 +198,16 @@ class Policy:
     def weights(self) -> Weights:
         """What an engine samples with; the value head is no part of it. Of a sharded model the tensors are made whole
         one after the other, in the dtype of its products, and all ranks read them together."""
-        return Weights.of(self.model, dtype=None if self.sharded is None else self.sharded.dtype)
+        if self.sharded is None:
+            return Weights.of(self.model)
+        return Weights.of(self.model, dtype=self.sharded.dtype, score=self._score_one)
+
+    def _score_one(self, prompt: Sequence[int], completion: Sequence[int], temperature: float) -> list[float]:
+        """The log-probs of one completion; a collective of a sharded model, whose ranks all ask for the same."""
+        pair = Prompt("", "", tuple(prompt)), Completion("", tuple(completion), "", "length")
+        with torch.no_grad():
+            logp: list[float] = self.scores(pack([pair]), temperature=temperature, backend="auto").logp.tolist()
+        return logp
 
     def whole_state(self, *, keep: bool = True) -> dict[str, Tensor] | None:
         """The weights that ``save`` writes of a sharded model, whole in the host's memory; None where it needs no help.
