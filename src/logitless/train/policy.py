@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from logitless.data.packing import nothing_to_score, pack
 from logitless.data.packing import share_prompts as with_shared_prompts
 from logitless.distributed.exchange import pieced_together
-from logitless.distributed.sharding import ShardedModel, is_sharded, whole
+from logitless.distributed.sharding import ShardedModel, is_sharded, shards_on, whole
 from logitless.errors import UnavailableError
 from logitless.head import token_scores
 from logitless.head.all_rows import token_scores_of_all
@@ -116,9 +116,15 @@ class Policy:
         self.sharded = ShardedModel(self.model, units_of(self.model), mesh, dtype=dtype, on_host=on_host)
 
     def gather(self) -> None:
-        """Make all weights whole on this rank, for sampling; they are let go by ``release``. A collective."""
-        if self.sharded is not None:
-            self.sharded.gather()
+        """Make all weights whole on this rank, for sampling; they are let go by ``release``. A collective.
+
+        Raises:
+            UnavailableError: on every rank, where one of them has no room for all weights.
+        """
+        if self.sharded is None or self.sharded.is_whole:
+            return
+        _check_room(self.sharded.whole_bytes, self.device)
+        self.sharded.gather()
 
     def release(self) -> None:
         """Let go of other ranks' weights."""
@@ -176,8 +182,14 @@ class Policy:
         return self.head().weight.shape[1]
 
     def head(self) -> LMHead:
-        """The LM head, read from the model now: its LoRA factors are absent while adapters are off."""
-        return lm_head(self.model)
+        """The LM head, read from the model now: its LoRA factors are absent while adapters are off. No unit of FSDP2
+        brings its shards to the device where they wait on the host."""
+        head = lm_head(self.model)
+        if self.sharded is None or not self.sharded.on_host:
+            return head
+        others = (head.bias, head.lora_a, head.lora_b)
+        bias, lora_a, lora_b = (None if each is None else shards_on(each, self.device) for each in others)
+        return replace(head, weight=shards_on(head.weight, self.device), bias=bias, lora_a=lora_a, lora_b=lora_b)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Of the model and, under ``value_head.``, of the value head; some are frozen under LoRA. Shards where it is
@@ -271,3 +283,30 @@ class AdaptersOff:
         """logp and entropy [N] under the base model, which has no value head."""
         with adapters_off(self.policy.model):
             return replace(self.policy.scores(batch, temperature=temperature, backend=backend), value=None)
+
+
+def _check_room(needed: int, device: torch.device) -> None:
+    """Whether every rank has room for so many bytes, each on its device; a collective.
+
+    Raises:
+        UnavailableError: one has not.
+    """
+    least = torch.tensor([_room(device)], device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    if int(least) < needed:
+        raise UnavailableError(
+            needed=f"{needed / 2**30:.1f} GiB on each GPU for all weights, which are whole while this process samples",
+            given=f"{int(least) / 2**30:.1f} GiB",
+            remedy="Sample on servers that divide the weights among their GPUs (rollout.engine: {name: vllm_server}, "
+            "started with --tensor-parallel-size): they get one tensor after the other.",
+        )
+
+
+def _room(device: torch.device) -> int:
+    """Bytes of a GPU that nobody uses, or that this process uses no more; of a CPU nobody counts them."""
+    if device.type != "cuda":
+        return torch.iinfo(torch.int64).max
+    free, total = torch.cuda.mem_get_info(device)
+    own = torch.cuda.memory_allocated(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(free + torch.cuda.memory_reserved(device) - own, allowed - own)
