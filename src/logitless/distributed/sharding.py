@@ -8,7 +8,7 @@ for other ranks at each token, and ranks with other prompts take another number 
 torch's FSDP2 and DTensor take seconds to import, so only a run with shards does.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,6 +143,7 @@ class ShardedModel:
         dtype: that weights are gathered in, and products made in; None for their own. Shards keep theirs, gradients are
             summed in it.
         on_host: shards wait in the host's memory; for what is not trained.
+        made_same: called with the weights of a unit, on the mesh's device and still whole, before they are cut.
 
     Attributes:
         parameters: the shards by name; the same objects while weights are whole, so that an optimizer can hold them.
@@ -157,6 +158,7 @@ class ShardedModel:
         *,
         dtype: torch.dtype | None = None,
         on_host: bool = False,
+        made_same: Callable[[Iterable[Tensor]], None] | None = None,
     ) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -166,6 +168,11 @@ class ShardedModel:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
         self.dtype, self.on_host, self.units = dtype, on_host, list[Any]()
         for unit in units:
+            own = [p for p in unit.parameters() if not is_sharded(p)]
+            for parameter in own:
+                parameter.data = parameter.data.to(mesh.device_type)
+            if made_same is not None:
+                made_same(own)
             wrapped: Any = fully_shard(
                 unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy, offload_policy=offload
             )

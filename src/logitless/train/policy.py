@@ -4,7 +4,7 @@ The reference is another ``Policy`` around a frozen copy, or ``AdaptersOff`` und
 code, the same packing and the same head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -94,12 +94,20 @@ class Policy:
         check_sequence_group(self.model, dist.get_world_size(group))
         self.sequence = group
 
-    def shard(self, mesh: "DeviceMesh", *, on_host: bool = False) -> None:
-        """Cut the model's weights over the ranks of a mesh, which must hold equal ones; masters become the shards.
+    def shard(
+        self,
+        mesh: "DeviceMesh",
+        *,
+        on_host: bool = False,
+        made_same: Callable[[Iterable[Tensor]], None] | None = None,
+    ) -> None:
+        """Cut the model's weights over the ranks of a mesh; masters become the shards. A model in the host's memory
+        goes to the mesh's device by units, so that it is whole there at no time.
 
         Args:
             mesh: of ``Arrangement.mesh``.
             on_host: shards wait in the host's memory; for a reference.
+            made_same: gives all ranks the weights of the first, unit by unit; None where they are equal.
 
         Raises:
             UnavailableError: weights outside of the decoder and its LM head, or frozen ones of another dtype than
@@ -113,7 +121,15 @@ class Policy:
                 given=f"trained ones in {dtype} beside frozen ones in {', '.join(map(str, others))}",
                 remedy="Set model.dtype and model.trained_dtype alike, or give every process a copy (replicate).",
             )
-        self.sharded = ShardedModel(self.model, units_of(self.model), mesh, dtype=dtype, on_host=on_host)
+        self.sharded = ShardedModel(
+            self.model, units_of(self.model), mesh, dtype=dtype, on_host=on_host, made_same=made_same
+        )
+        if mesh.device_type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        if self.value_head is not None:
+            self.value_head.to(self.device)
+            if made_same is not None:
+                made_same(self.value_head.parameters())
 
     def gather(self) -> None:
         """Make all weights whole on this rank, for sampling; they are let go by ``release``. A collective.
