@@ -119,6 +119,7 @@ def block_over_ranks(ranks: Ranks, shape: Shape, layout: str, work: Workload, de
         "layout": f"block_{layout}",
         "engine": "gpu" if exact else "transformers",
         "tokens": work.tokens,
+        "drawn_tokens": packed.packed.num_tokens,
         "length": work.most,
         "micro_batches": 1,
         "head_budget": None,
