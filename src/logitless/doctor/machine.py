@@ -30,11 +30,14 @@ OPTIONAL = {
     "nltk": "rewards",
     "trl": "trl",
     "liger_kernel": "liger",
+    "torchao": "torchao",
+    "bitsandbytes": "four-bit",
     "verifiers": "verifiers",
+    "vllm": "vllm",
 }
 """Packages, and the extra that brings each."""
 
-_OTHERS = ("vllm", "bitsandbytes", "wandb", "trackio")
+_OTHERS = ("wandb", "trackio")
 """Packages that are used where they are, and that no extra brings."""
 
 Sections = dict[str, dict[str, Any]]
@@ -50,15 +53,14 @@ def findings() -> Sections:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     head = LMHead(torch.zeros(8, 16, device=device, dtype=torch.bfloat16))
     hidden = torch.zeros(1, 16, device=device, dtype=torch.bfloat16)
-    installed = {
-        module: "installed" if importlib.util.find_spec(module) else f"absent: pip install 'logitless[{extra}]'"
-        for module, extra in OPTIONAL.items()
+    optional = {
+        module: _version(module) or f"absent: pip install 'logitless[{extra}]'" for module, extra in OPTIONAL.items()
     }
-    others = {name: "installed" if importlib.util.find_spec(name) else "absent" for name in _OTHERS}
+    others = {name: _version(name) or f"absent: pip install {name}" for name in _OTHERS}
     return {
         "machine": _hardware(device),
         "packages": {name: importlib.metadata.version(name) for name in ("logitless", "torch", "transformers")},
-        "optional": installed | others,
+        "optional": optional | others,
         "walls around a model's text": {
             "programs (code)": str(walls_of("program")),
             "graders (math, reasoning_gym)": str(walls_of("grader")),
@@ -69,6 +71,16 @@ def findings() -> Sections:
         "attention": _attention(),
         "settings": dict(_settings()),
     }
+
+
+def _version(module: str) -> str:
+    """Of the package that an import of this module would find; empty where there is none."""
+    if importlib.util.find_spec(module) is None:
+        return ""
+    try:
+        return importlib.metadata.version(module)
+    except importlib.metadata.PackageNotFoundError:
+        return "installed"
 
 
 def _hardware(device: str) -> dict[str, Any]:
