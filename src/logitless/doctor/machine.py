@@ -16,8 +16,9 @@ from logitless.bench.recommended import recommended_here
 from logitless.head.api import why_not
 from logitless.rewards.sandbox import walls_of
 from logitless.train.config import Recipe
+from logitless.train.optimizer import automatic_implementation
 from logitless.train.plan import Plan
-from logitless.train.setup import device_of, sdpa_allowed
+from logitless.train.setup import device_of, own_layers_because, policy_model, sdpa_allowed, tokenizer_of
 from logitless.types import LMHead
 
 OPTIONAL = {
@@ -166,16 +167,51 @@ def left_on_the_table(recipe: Recipe, plan: Plan) -> list[str]:
         recipe: runs here.
         plan: of the recipe.
     """
-    measured = [f"{line} — bench {name}" for name, line in recommended_here() if not _has(recipe, line)]
-    return [*_left(recipe, plan, device_of(recipe.model)), *measured]
+    device = device_of(recipe.model)
+    settled = _settled(recipe, device)
+    measured = [
+        f"{line} — bench {name}"
+        for name, line in recommended_here()
+        if line.partition(":")[0] not in settled and not _has(recipe, line, device)
+    ]
+    return [*_left(recipe, plan, device), *measured]
 
 
-def _has(recipe: Recipe, line: str) -> bool:
+_NOT_ROW_INVARIANT = frozenset(
+    f"model.{key}" for key in ("attention", "sdpa_backends", "autocast", "matmul_precision", "compile", "layers")
+)
+
+
+def _settled(recipe: Recipe, device: torch.device) -> frozenset[str]:
+    """Keys whose fastest value on this machine is no advice: with it the recipe would lose what it was set for."""
+    if takes_row_invariant_layers(recipe, device):
+        return _NOT_ROW_INVARIANT
+    lowered = recipe.model.trained_dtype != "float32"  # its products are in that dtype already
+    return frozenset({"model.autocast", "model.matmul_precision"}) if lowered else frozenset()
+
+
+def takes_row_invariant_layers(recipe: Recipe, device: torch.device) -> bool:
+    """Whether a run would have the layers with one set of bits, unless this GPU's self-check finds against them.
+
+    Args:
+        recipe: runs here.
+        device: that it would run on.
+    """
+    if device.type != "cuda" or recipe.model.layers not in ("auto", "row_invariant"):
+        return False
+    tokenizer = tokenizer_of(recipe.model)
+    model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=torch.device("meta"))
+    return not own_layers_because(recipe.model, model)
+
+
+def _has(recipe: Recipe, line: str, device: torch.device) -> bool:
     """Whether a recipe has the setting that a line names already, written out or by its default."""
     key, _, value = line.partition(": ")
     at: Any = recipe
     for part in key.split("."):
         at = getattr(at, part)
+    if key == "train.optimizer.implementation" and at == "auto":
+        at = automatic_implementation(device)
     wanted = yaml.safe_load(value)
     return bool(at == (tuple(wanted) if isinstance(wanted, list) else wanted))
 
