@@ -63,10 +63,10 @@ SIZES: dict[str, dict[str, Any]] = {
         "config": {"hidden_size": 896, "intermediate_size": 2432, "num_hidden_layers": 12, "num_attention_heads": 14},
         "letters": (10, 16),
         "rows": 60_000,
-        "learning_rate": 3e-5,
+        "learning_rate": 1e-5,
         "imitation_rate": 2e-4,
         "warm_up": 50,
-        "blocks": 50,
+        "blocks": 100,
     },
     "tiny": {
         "config": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 1},
@@ -679,6 +679,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["comparison", "ablations", "draw", "base", "work"], nargs="+")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the comparison; ablations have 0")
+    parser.add_argument("--only", choices=list(ABLATIONS), nargs="+", default=list(ABLATIONS), help="of the ablations")
     parser.add_argument("--at-once", type=int, default=1, help="processes side by side on each GPU, or on the CPU")
     parser.add_argument("--size", choices=list(SIZES), default="116m")
     parser.add_argument("--folder", type=Path, help="models and data of the runs; default: runs/evidence/SIZE")
@@ -698,7 +699,7 @@ def main() -> None:
     if "comparison" in options.what:
         runs += [Run(name, seed) for seed in options.seeds for name in CONTENDERS]
     if "ablations" in options.what:
-        runs += [Run(name, 0) for name in ABLATIONS]
+        runs += [Run(name, 0) for name in options.only]
     if runs := lacking(size, options.results, runs):
         missing(size, folder, options.results, runs, at_once=options.at_once, until=options.until)
     if folder.exists():
