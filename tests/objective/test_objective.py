@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from logitless.errors import ConfigurationError, InputError
+from logitless.errors import ConfigurationError, InputError, UnavailableError
 from logitless.objective.correction import SamplerCorrection
 from logitless.objective.divergence import KLPenalty
 from logitless.objective.entropy import AdaptiveEntropy, EntropyBonus
@@ -483,6 +483,13 @@ def test_the_gradient_is_that_of_the_loss_by_finite_differences():
     assert torch.autograd.gradcheck(
         lambda logp, entropy: objective(logp, entropy, batch, beta=0.3).loss, (logp, entropy)
     )
+
+
+def test_a_second_derivative_is_refused():
+    logp, entropy, batch = random_batch((2, 3), seed=1)
+    output = Objective()(logp, entropy, batch)
+    with pytest.raises(UnavailableError, match="differentiated twice"):
+        torch.autograd.grad(output.loss, logp, create_graph=True)
 
 
 def test_results_are_float32_for_lower_inputs_and_float64_for_float64():
