@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from logitless.errors import UnavailableError
 from logitless.float32_sums import end_to_end
 from logitless.models import linear
 from logitless.models.kernels.rows import with_room
@@ -58,6 +59,13 @@ def test_projections_and_their_gradients_are_those_of_float64(bias, rank, togeth
     got = torch.autograd.grad(found, [x, *tensors(parts)], grads)
     for a, b in zip((*found, *got), (*wanted, *want), strict=True):
         torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_second_derivative_is_refused():
+    parts = projections(end_to_end=False)
+    (found,) = project(torch.randn(5, parts[0].weight.shape[1]), parts[:1])
+    with pytest.raises(UnavailableError, match="differentiated twice"):
+        torch.autograd.grad(found.square().sum(), parts[0].weight, create_graph=True)
 
 
 def test_parameters_laid_end_to_end_stay_the_parameters_they_were():

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from logitless.errors import InputError, UnavailableError
 from logitless.models.kernels.attention_tiles import PROCESSORS, attention_tiles
-from logitless.models.one_node import apply
+from logitless.models.one_node import apply, refuse_twice
 
 MAX_WIDTH = 256
 MAX_GROUP = 64
@@ -370,6 +370,7 @@ class PrefixAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_log_sum_exp: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        refuse_twice()
         query, key, value, output, log_sum_exp = ctx.saved_tensors
         layout, form, choice = ctx.layout, ctx.form, ctx.choice
         launch = launches()

@@ -22,7 +22,7 @@ from torch import Tensor
 from logitless.float32_sums import add_product, end_to_end, float32_product, gradient_dtype, sums_in_float32
 from logitless.models.kernels.linear import INTERPRETED, Tile, fixed_order_product
 from logitless.models.kernels.rows import FEW_ROWS, MOST_ROWS, checked_count, checked_count_below, empty_rows, widened
-from logitless.models.one_node import apply
+from logitless.models.one_node import apply, refuse_twice
 
 Library = Literal["cublas", "cublaslt"]
 Way = Tile | Library
@@ -308,6 +308,7 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        refuse_twice()
         x, *saved = ctx.saved_tensors
         count = len(ctx.scales)
         weights = saved[0 : 4 * count : 4]

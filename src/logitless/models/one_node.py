@@ -7,7 +7,7 @@ when gradients come. Kernels, their order and every bit are the same.
 
 What the functions save is saved by that node, so that hooks on saved tensors (checkpointing, ``activations``) see it.
 Inside, tensors must go from function to function unchanged: what plain torch makes of them has no gradient. Gradients
-have none themselves: autograd refuses to differentiate a node twice, where it would leave out what is inside.
+have none themselves: a backward that is to be differentiated is refused, where autograd would leave out what is inside.
 """
 
 import threading
@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from logitless.second_derivative import refuse_second_derivative
 
 Function = type[torch.autograd.Function]
 
@@ -69,6 +70,17 @@ def one_node(run: Callable[[], tuple[Tensor, ...]], inputs: Sequence[Tensor]) ->
     if not torch.is_grad_enabled() or _recording.node is not None:
         return run()
     return _OneNode.apply(run, *inputs)  # type: ignore[no-untyped-call]
+
+
+def refuse_twice() -> None:
+    """Raise in a backward of these functions that is to be differentiated itself.
+
+    Raises:
+        UnavailableError: it runs under ``create_graph=True``.
+    """
+    refuse_second_derivative(
+        "layers", given="row-invariant layers or their attention", remedy="Load the model with its own layers."
+    )
 
 
 class Context:
@@ -162,6 +174,6 @@ class _OneNode(torch.autograd.Function):
         return outs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_twice()
         return (None, *ctx.node.backward(ctx.saved_tensors, grads))
