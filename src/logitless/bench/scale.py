@@ -213,6 +213,7 @@ def measured(ranks: Ranks, shape: Shape, layout: str, work: Work) -> dict[str, A
         rows=work.micro_batches,
         tokens_per_row=work.tokens,
         in_order=layout == "in_order",
+        all_rows=layout == "all_rows",
     )
     policy = Policy(model, memory_budget=work.head_budget)
     if arrangement.is_sharded:

@@ -24,6 +24,7 @@ from logitless.rewards.contract import Columns, Text, WeightedReward
 from logitless.rollout.environment import SingleTurn
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.block import pack_groups
+from logitless.train.forecast import scores_all_rows
 from logitless.train.learner import Learner
 from logitless.train.masters import lower_to
 from logitless.train.policy import Policy
@@ -80,9 +81,10 @@ def block_over_ranks(ranks: Ranks, shape: Shape, layout: str, work: Workload, de
     policy = Policy(model)
     if arrangement.is_sharded:
         policy.shard(arrangement.mesh(device))
-        policy.all_rows = 16384 * arrangement.shard < shape.vocabulary
     lora = shape.lora_rank is not None
     recipe = parse_recipe(contenders.block_recipe(whole, lora=lora, gpu=exact, ranks=ranks.data_world))
+    if arrangement.is_sharded:
+        policy.all_rows = scores_all_rows(recipe, arrangement, policy.head().weight)
     learner = Learner(recipe, algorithm_of(recipe), policy, None, reward_weights={"every_other": 1.0}, ranks=ranks)
     prompts = [Prompt(str(p), "", ids) for p, ids in enumerate(whole.prompt_ids(shape.vocabulary))]
     options = SamplingOptions(max_new_tokens=work.most, stop=() if exact else (contenders.NEVER,))

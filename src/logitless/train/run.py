@@ -26,10 +26,11 @@ from logitless.rollout.tool_environment import tools_of
 from logitless.seeds import derived_seed
 from logitless.train.ahead import LOG, collector_of
 from logitless.train.checkpoint import Checkpoint, checkpoints, clear_remains, damaged, load_checkpoint
-from logitless.train.checks import arrangement_of, check_before_start, scores_all_rows
+from logitless.train.checks import arrangement_of, check_before_start
 from logitless.train.config import Recipe, RecordedEngineSection
 from logitless.train.engines import Engines, engines_on, open_engines
 from logitless.train.evaluate import evaluation_of
+from logitless.train.forecast import scores_all_rows
 from logitless.train.journal import Journal
 from logitless.train.learner import Learner
 from logitless.train.live_view import LiveView
@@ -165,7 +166,7 @@ def start(
             policy.shard(mesh, made_same=ranks.copy_of_first)
             if isinstance(reference, Policy):
                 reference.shard(mesh, on_host=recipe.parallel.reference == "host")
-            all_rows = scores_all_rows(recipe, arrangement, policy)
+            all_rows = scores_all_rows(recipe, arrangement, policy.head().weight)
             for each in (policy, reference):
                 if isinstance(each, Policy):
                     each.all_rows = all_rows
