@@ -66,7 +66,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "learning_rate": 1e-5,
         "imitation_rate": 2e-4,
         "warm_up": 50,
-        "blocks": 80,
+        "blocks": 100,
     },
     "tiny": {
         "config": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 1},
