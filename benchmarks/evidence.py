@@ -681,7 +681,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["comparison", "ablations", "draw", "base", "work"], nargs="+")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2 of the comparison, 0 of ablations")
-    parser.add_argument("--only", choices=list(ABLATIONS), nargs="+", default=list(ABLATIONS), help="of the ablations")
+    parser.add_argument(
+        "--only", choices=list(ABLATIONS), nargs="+", metavar="NAME", default=list(ABLATIONS), help="of the ablations"
+    )
     parser.add_argument("--at-once", type=int, default=1, help="processes side by side on each GPU, or on the CPU")
     parser.add_argument("--size", choices=list(SIZES), default="116m")
     parser.add_argument("--folder", type=Path, help="models and data of the runs; default: runs/evidence/SIZE")
