@@ -212,7 +212,7 @@ class MasterAdamW(torch.optim.AdamW):
                     [gradients[master] for master in of_step],
                     [states[place]["exp_avg"] for place in places],
                     [states[place]["exp_avg_sq"] for place in places],
-                    [self.lowered[master].detach() for master in of_step],
+                    [self.lowered[master] for master in of_step],
                     scale=scale,
                     rate=group["lr"],
                     betas=group["betas"],
@@ -359,7 +359,7 @@ def fused_update(
 
 def _addresses(columns: Sequence[Sequence[Tensor]], device: torch.device) -> tuple[Int[Tensor, "c P"], bool]:
     """Where the tensors lie, on the device, and whether all begin at multiples of 16 bytes."""
-    numbers = torch.tensor([[t.detach().data_ptr() for t in part] for part in columns])
+    numbers = torch.tensor([[t.data_ptr() for t in part] for part in columns])
     aligned = not bool((numbers % 16).any())
     if device.type == "cuda":
         return numbers.pin_memory().to(device, non_blocking=True), aligned
