@@ -69,18 +69,6 @@ def test_a_kernel_that_several_shapes_share_is_compiled_once_and_before_the_chec
     assert {tile for tile, _ in ran} == {*tiles.values(), check.REFERENCE}
 
 
-def test_what_is_compiled_before_a_check_is_what_nobody_has_found_out_yet_attention_first():
-    form = AttentionForm(Heads(2, 1, 16, 16), 0.25, None, None, "")
-    cpu, bf16 = torch.device("cpu"), torch.bfloat16
-    shape = Shape(64, 256, bf16, bf16, False, cpu)
-    found = {"linear": {check.shape_name(shape): {}}, "attention": {check.form_name(form, bf16): {}}}
-    calls = check.launches_of([(shape, False)], [form], bf16, cpu, {})
-    assert len(calls) == 1 + len(check.compilations([shape]))
-    assert calls[0]() == {}  # launched, and not compared
-    assert len(check.launches_of([(shape, False)], [form], bf16, cpu, {"linear": found["linear"]})) == 1
-    assert check.launches_of([(shape, False)], [form], bf16, cpu, found) == []
-
-
 def test_a_second_library_is_looked_at_where_times_are_compared_and_where_the_first_failed(monkeypatch):
     looked = []
 

@@ -14,6 +14,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from itertools import cycle
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from logitless.float32_sums import end_to_end
 from logitless.models import attention, linear, paged_attention
-from logitless.models.kernels.compiling import compiled_together
+from logitless.models.kernels.compiling import Compiling
 from logitless.models.kernels.linear import REFERENCE, Tile, fixed_order_product
 from logitless.models.kernels.rotary import Heads
 from logitless.models.kernels.rows import CHECKED_ROWS, FEW_ROWS
@@ -110,13 +111,16 @@ class Report:
         return not any(count for counts in self.attention.values() for count in counts.values())
 
 
-def self_check(model: nn.Module, *, thorough: bool = False, folder: Path | None = None) -> Report:
+def self_check(
+    model: nn.Module, *, thorough: bool = False, folder: Path | None = None, beside: Callable[[], object] | None = None
+) -> Report:
     """Checks what a model with row-invariant layers will run on its GPU, and plans its products accordingly.
 
     Args:
         model: on CUDA, after ``install_row_invariant``.
         thorough: try every tile instead of the default ones, and check again what is known.
         folder: of the findings; default ``logitless`` in the user's cache.
+        beside: launches what else is to be compiled, at the same time (as inside ``compiled_together``).
 
     Returns:
         What was found; the plans are in force from here on.
@@ -124,7 +128,7 @@ def self_check(model: nn.Module, *, thorough: bool = False, folder: Path | None 
     decoder: Any = backbone(model)
     weight = decoder.norm.weight
     shapes, forms = product_shapes(model), _forms(decoder)
-    return check_shapes(shapes, forms, weight.dtype, weight.device, thorough=thorough, folder=folder)
+    return check_shapes(shapes, forms, weight.dtype, weight.device, thorough=thorough, folder=folder, beside=beside)
 
 
 def check_layer(device: torch.device) -> Report:
@@ -149,7 +153,7 @@ def rows_in_words(counts: Sequence[int]) -> str:
 
 def check_shapes(
     shapes: Sequence[tuple[Shape, bool]], forms: Sequence[AttentionForm], dtype: torch.dtype, device: torch.device, *,
-    thorough: bool = False, folder: Path | None = None,
+    thorough: bool = False, folder: Path | None = None, beside: Callable[[], object] | None = None,
 ) -> Report:  # fmt: skip
     """``self_check`` of shapes of products, each with whether it only has few rows, and of forms of attention."""
     path = _known_path(folder, device)
@@ -158,8 +162,13 @@ def check_shapes(
     start = time.perf_counter()
     entries: dict[str, Any] = known.setdefault("linear", {})
     known_forms = known.setdefault("attention", {})
-    with _current(device):
-        compile_together(launches_of(shapes, forms, dtype, device, known, thorough=thorough), device)
+    unknown = [shape for shape, _ in shapes if shape_name(shape) not in entries]
+    new = [form for form in forms if form_name(form, dtype) not in known_forms]
+    attended = [partial(check_attention, form, dtype, device, launched_once=True) for form in new]
+    others = [] if beside is None else [beside]
+    with _current(device), _compiled(device, attended, compilations(unknown, thorough=thorough), others) as compiled:
+        attention_compiled, products_compiled, _ = compiled  # attention takes longest: products are checked meanwhile
+        products_compiled()
         for shape, few_only in shapes:
             name = shape_name(shape)
             entry = entries.get(name)
@@ -170,6 +179,7 @@ def check_shapes(
                 plan, finding = _plan(entry["plan"]), _finding(entry["finding"])
             set_plan(shape, plan)
             report.linear[name] = finding
+        attention_compiled()
         for form in forms:
             name = form_name(form, dtype)
             if name not in known_forms:
@@ -182,34 +192,21 @@ def check_shapes(
     return report
 
 
-def launches(model: nn.Module, *, folder: Path | None = None) -> list[Callable[[], object]]:
-    """Calls that launch the kernels of a ``self_check`` of this model, for whoever compiles more than those at once.
+@contextmanager
+def _compiled(device: torch.device, *groups: Sequence[Callable[[], object]]) -> Iterator[list[Callable[[], None]]]:
+    """What groups of calls launch is compiled by threads; yields a function for each that waits for its kernels.
 
-    None where everything is known already.
+    At its end all are waited for. On a CPU, whose interpreter compiles nothing, no call is made.
     """
-    decoder: Any = backbone(model)
-    weight = decoder.norm.weight
-    known = _read(_known_path(folder, weight.device))
-    return launches_of(product_shapes(model), _forms(decoder), weight.dtype, weight.device, known)
+    if device.type != "cuda" or not any(groups):
+        yield [_nothing] * len(groups)
+        return
+    with Compiling() as compiling:
+        yield [compiling.begin(calls) for calls in groups]
 
 
-def launches_of(
-    shapes: Sequence[tuple[Shape, bool]], forms: Sequence[AttentionForm], dtype: torch.dtype, device: torch.device,
-    known: Mapping[str, Any], *, thorough: bool = False,
-) -> list[Callable[[], object]]:  # fmt: skip
-    """``launches`` of what is not among the findings; attention first, which compiles longest."""
-    unknown = [shape for shape, _ in shapes if shape_name(shape) not in known.get("linear", {})]
-    new = {name: form for form in forms if (name := form_name(form, dtype)) not in known.get("attention", {})}
-    attended = [partial(check_attention, form, dtype, device, launched_once=True) for form in new.values()]
-    return [*attended, *compilations(unknown, thorough=thorough)]
-
-
-def compile_together(calls: Sequence[Callable[[], object]], device: torch.device) -> None:
-    """Compiles what these calls launch, side by side; on a CPU, whose interpreter compiles nothing, does nothing."""
-    if calls and device.type == "cuda":
-        with compiled_together():
-            for call in calls:
-                call()
+def _nothing() -> None:
+    return
 
 
 def _forms(decoder: Any) -> list[AttentionForm]:

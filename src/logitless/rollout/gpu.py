@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -197,16 +198,15 @@ class GpuEngine:
             )
         facts = tuple((p.shape, p.dtype, p.device) for p in self._model.parameters())
         if facts != self._checked and self._weight.is_cuda:
-            from logitless.models.self_check import launches, self_check
+            from logitless.models.self_check import self_check
 
-            if beside := launches(self._model):
-                steps = self._steps_for(max_rows, wanted.max_pages, wanted.num_samples)
-                try:
-                    steps.open(1)
-                    steps.compile(max_rows, wanted.reaches, wanted.drawing, beside)
-                finally:
-                    steps.close()
-            self._kept_bits = self_check(self._model).exact
+            steps = self._steps_for(max_rows, wanted.max_pages, wanted.num_samples)
+            try:
+                steps.open(1)
+                beside = partial(steps.launch_all, max_rows, wanted.reaches, wanted.drawing)
+                self._kept_bits = self_check(self._model, beside=beside).exact
+            finally:
+                steps.close()
             if not self._kept_bits:
                 logger.warning("attention here has not one set of bits: what is sampled will be scored again")
         self._checked = facts

@@ -220,9 +220,7 @@ class Steps:
         """Gives back what graphs hold; they are captured again."""
         self._graphs, self._graph_memory, self._held = {}, None, []
 
-    def compile(
-        self, rows: int, reaches: tuple[int, int], drawing: Drawing, beside: Sequence[Callable[[], object]] = ()
-    ) -> None:
+    def compile(self, rows: int, reaches: tuple[int, int], drawing: Drawing) -> None:
         """Kernels of the steps of at most so many rows, and of reading prompts, side by side, once a ``drawing``.
 
         A kernel that is missed here is compiled where it is first launched. Nothing is in the pages yet.
@@ -230,31 +228,29 @@ class Steps:
         Args:
             rows: at once.
             reaches: the least and the most positions that a step has to reach.
-            drawing: of the steps. With penalties they are left out: they look up tokens, and none are drawn here.
-            beside: calls that launch what else is to be compiled.
+            drawing: of the steps. With penalties nothing is done: they look up tokens, and none are drawn here.
         """
-        if not self.graphed:
+        splits = sorted({_splits(reach) for reach in reaches})
+        key = bucket(rows), *splits, drawing
+        if not self.graphed or drawing.options.penalties or key in self._compiled:
             return
         from logitless.models.kernels.compiling import compiled_together  # needs Triton
 
-        splits = sorted({_splits(reach) for reach in reaches})
-        key = bucket(rows), *splits, drawing
-        counts = sorted({bucket(min(rows, count)) for count in _UNLIKE}, reverse=True)
-        if drawing.options.penalties or key in self._compiled:
-            counts = []
         self._compiled.add(key)
-        self._empty_rows()
-        for some, others in ((counts[:1], beside), (counts[1:], ())):  # most are found with the first
-            if some or others:
-                with compiled_together():
-                    for call in others:
-                        call()
-                    for count in some:
-                        self._launch_all(count, splits, drawing)
-        self._empty_rows()
+        counts = sorted({bucket(min(rows, count)) for count in _UNLIKE}, reverse=True)
+        for some in (counts[:1], counts[1:]):  # most are found with the first; what is there by then is launched
+            with compiled_together():
+                for count in some:
+                    self._launch_all(count, splits, drawing)
+
+    def launch_all(self, rows: int, reaches: tuple[int, int], drawing: Drawing) -> None:
+        """Every kernel of steps of so many rows once, for ``compiled_together``; arguments as of ``compile``."""
+        if self.graphed and not drawing.options.penalties:
+            self._launch_all(bucket(rows), sorted({_splits(reach) for reach in reaches}), drawing)
 
     def _launch_all(self, count: int, splits: Sequence[int], drawing: Drawing) -> None:
-        """Every kernel of steps of so many rows once, over as many layers as are unlike each other."""
+        """Over as many layers as are unlike each other."""
+        self._empty_rows()
         for size in splits:
             for groups in (0, 1) if self._together(count, size) else (0,):
                 self._step(count, size * SPLIT, groups, drawing, self._num_unlike)
@@ -265,6 +261,7 @@ class Steps:
         prefill(self.model, tokens, prompt, self.caches, num_layers=self._num_unlike)
         first = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._copy_pages(first, first)
+        self._empty_rows()
 
     def _empty_rows(self) -> None:
         """Rows that read nothing and write nowhere, whatever runs."""

@@ -1,12 +1,15 @@
 """Kernels that are compiled side by side: what is done with one when it is compiled."""
 
+import threading
+from functools import partial
+
 import pytest
 
 pytest.importorskip("triton")
 
 from triton.runtime.errors import OutOfResources
 
-from logitless.models.kernels.compiling import ready_to_launch
+from logitless.models.kernels.compiling import Compiling, ready_to_launch
 
 
 class Kernel:
@@ -32,3 +35,33 @@ def test_a_kernel_that_does_not_fit_is_left_to_its_launch_and_any_other_error_is
     ready_to_launch(Kernel(OutOfResources(10, 5, "shared memory")))
     with pytest.raises(OSError, match="no compiler"):
         ready_to_launch(Kernel(OSError("no compiler")))
+
+
+def test_some_kernels_are_waited_for_while_others_compile_and_each_is_compiled_once():
+    compiled, there, may_end = [], [], threading.Event()
+    with Compiling() as compiling:
+
+        def launch(name):
+            def compile_it():
+                assert name != "slow" or may_end.wait(60)
+                compiled.append(name)
+                return Kernel()
+
+            compiling.unlaunched.submit(name, compile_it, lambda _: there.append(name))
+
+        slow = compiling.begin([partial(launch, "slow")])
+        quick = compiling.begin([partial(launch, "quick"), partial(launch, "slow")])
+        quick()
+        assert there == ["quick"]
+        may_end.set()
+        slow()
+        assert there == ["quick", "slow"]
+    assert sorted(compiled) == ["quick", "slow"]
+
+
+def test_a_compilation_that_fails_is_raised_where_its_kernel_is_waited_for():
+    def fail():
+        raise ValueError("no such register")
+
+    with pytest.raises(ValueError, match="no such register"), Compiling() as compiling:
+        compiling.begin([lambda: compiling.unlaunched.submit("one", fail, print)])()

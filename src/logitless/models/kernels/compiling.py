@@ -7,9 +7,10 @@ other they take as long as the compilations.
 """
 
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +31,35 @@ def compiled_together() -> Iterator[None]:
         >>> with compiled_together():
         ...     pass
     """
-    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as executor, _Together(executor):
+    with Compiling() as compiling, compiling.unlaunched:
         yield
+
+
+class Compiling:
+    """Threads that compile what calls launch; at its end all is there.
+
+    Example:
+        >>> with Compiling() as compiling:
+        ...     wait = compiling.begin([])
+        ...     wait()
+    """
+
+    def __enter__(self) -> "Compiling":
+        self._threads = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1))
+        self.unlaunched = _Unlaunched(self._threads)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown()
+        self.unlaunched.wait(0)
+
+    def begin(self, calls: Iterable[Callable[[], object]]) -> Callable[[], None]:
+        """Makes these calls as inside ``compiled_together``; the result waits for the kernels that they brought."""
+        first = len(self.unlaunched.kernels)
+        with self.unlaunched:
+            for call in calls:
+                call()
+        return partial(self.unlaunched.wait, first, len(self.unlaunched.kernels))
 
 
 def ready_to_launch(kernel: Any) -> None:
@@ -45,27 +73,36 @@ def ready_to_launch(kernel: Any) -> None:
         return
 
 
-class _Together(triton.AsyncCompileMode):  # type: ignore[misc]
-    """Triton's own, which waits for a kernel where it is launched, and this does not."""
+class _Unlaunched(triton.AsyncCompileMode):  # type: ignore[misc]
+    """Triton's own, which waits for a kernel where it is launched and for all where it ends; this does not."""
 
-    def __init__(self, executor: ThreadPoolExecutor) -> None:
-        super().__init__(executor)
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        super().__init__(threads)
+        self.kernels: list[tuple[Future[Any], Callable[[Any], None]]] = []
+        self._known: set[str] = set()
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
-    def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> "_Unlaunched":
-        def compiled() -> Any:
-            kernel = compile_fn()
-            if self._device is not None:
-                with torch.cuda.device(self._device):
-                    torch.zeros(1, device="cuda")  # CUDA's runtime gives a thread its context with its first launch
-                    ready_to_launch(kernel)
-            return kernel
+    def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> "_Nothing":
+        if key not in self._known:
+            self._known.add(key)
+            self.kernels.append((self.executor.submit(self._compiled, compile_fn), finalize_fn))
+        return _Nothing()
 
-        super().submit(key, compiled, finalize_fn)
-        return _Unlaunched()
+    def _compiled(self, compile_fn: Callable[[], Any]) -> Any:
+        kernel = compile_fn()
+        if self._device is not None:
+            with torch.cuda.device(self._device):
+                torch.zeros(1, device="cuda")  # CUDA's runtime gives a thread its context with its first launch
+                ready_to_launch(kernel)
+        return kernel
+
+    def wait(self, first: int, stop: int | None = None) -> None:
+        """For some kernels, which are launched from here on."""
+        for future, finalize in self.kernels[first:stop]:
+            finalize(future.result())
 
 
-class _Unlaunched:
+class _Nothing:
     """Stands where a compiled kernel would: to launch it does nothing."""
 
     function = packed_metadata = None
