@@ -1,6 +1,7 @@
 """What the first call of the sampler in a process costs: seconds by phase, and what was compiled meanwhile.
 
     python benchmarks/first_call.py                        # Qwen2.5-0.5B, results/first-call-GPU.json
+    python benchmarks/first_call.py --document docs/rollout.md      # writes what was measured into the page
 
 Each measurement is a process of its own. ``empty``: it begins with empty caches, Triton's, the driver's and that of
 the self-check, as on a new machine. ``full``: it finds there what the process before it left, as every later run does.
@@ -11,6 +12,7 @@ milliseconds.
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+_BEGIN = "<!-- first call: begin (made by `python benchmarks/first_call.py --document docs/rollout.md`) -->"
+_END = "<!-- first call: end -->"
 _EVERY = 0.004  # seconds between two looks at the main thread
 
 
@@ -155,6 +159,37 @@ class Stacks:
         return [(round(seconds, 3), where) for where, seconds in dearest[:150]]
 
 
+def table(found: dict[str, Any]) -> str:
+    """What was measured, for the page: by state of the caches the median of the runs."""
+    machine, rows = found["machine"], found["rows"]
+    lines = [
+        f"**{machine['gpu']}**, driver {machine['driver']}, torch {machine['torch']}, Triton {machine['triton']};"
+        f" {rows[0]['model']}, {rows[0]['workload']}",
+        "",
+        "| seconds | with empty caches | with full ones |",
+        "|---|--:|--:|",
+    ]
+    states = [[row for row in rows if row["caches"] == state] for state in ("empty", "full")]
+
+    def line(name: str, number: Callable[[dict[str, Any]], float], digits: int = 1) -> None:
+        cells = [f"{statistics.median(map(number, of)):.{digits}f}" for of in states]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+
+    line("the first call", lambda row: row["first_seconds"])
+    line("of it the self-check, and compilations beside it", lambda row: row["first_seconds_by_phase"]["self-check"])
+    line("what else the steps compile", lambda row: row["first_seconds_by_phase"].get("compile", 0.0))
+    line("capturing graphs", lambda row: row["first_seconds_by_phase"].get("capture", 0.0))
+    line("the second call", lambda row: row["second_seconds"])
+    line("kernels compiled", lambda row: row["compiled"], 0)
+    return "\n".join(lines)
+
+
+def replaced(text: str, made: str) -> str:
+    """The page with another table between its two marks."""
+    before, rest = text.split(_BEGIN)
+    return f"{before}{_BEGIN}\n\n{made}\n\n{_END}{rest.split(_END)[1]}"
+
+
 def in_a_process(caches: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """What ``measured`` finds in a new process with these caches."""
     names = ("TRITON_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
@@ -176,7 +211,13 @@ def main() -> None:
     parser.add_argument("--stacks", action="store_true", help="note where the main thread is")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--document", type=Path, help="write the table of the H200 into this page; measures nothing")
     arguments = parser.parse_args()
+    if arguments.document:
+        text = arguments.document.read_text()
+        found = json.loads((RESULTS / "first-call-H200.json").read_text())
+        arguments.document.write_text(replaced(text, table(found)))
+        return
     if arguments.here:
         print(json.dumps(measured(arguments.model, arguments.workload, stacks=arguments.stacks)))
         return
