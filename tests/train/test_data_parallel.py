@@ -286,10 +286,22 @@ SHORT = [
 def _quickstart_alike(tmp_path, num_ranks, device, tolerance):
     """The quickstart under torchrun and in this process: what is drawn is equal, numbers are to a tolerance."""
     settings = [*SHORT, f"output={tmp_path}", f"model.device={device}"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    torchrun += ["--nproc-per-node", str(num_ranks), "-m", "logitless"]
     for_both = [argument for each in settings for argument in ("--set", each)]
     child = subprocess.run(
-        [*torchrun, "-m", "logitless", "train", "recipes/quickstart.yaml", "--set", "name=several", *for_both],
+        [
+            *torchrun,
+            "--nproc-per-node",
+            str(num_ranks),
+            "-m",
+            "logitless",
+            "train",
+            "recipes/quickstart.yaml",
+            "--set",
+            "name=several",
+            *for_both,
+        ],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
