@@ -175,10 +175,12 @@ def table(found: dict[str, Any]) -> str:
         cells = [f"{statistics.median(map(number, of)):.{digits}f}" for of in states]
         lines.append(f"| {name} | {' | '.join(cells)} |")
 
+    def in_phases(*names: str) -> Callable[[dict[str, Any]], float]:
+        return lambda row: sum(row["first_seconds_by_phase"].get(name, 0.0) for name in names)
+
     line("the first call", lambda row: row["first_seconds"])
-    line("of it the self-check, and compilations beside it", lambda row: row["first_seconds_by_phase"]["self-check"])
-    line("what else the steps compile", lambda row: row["first_seconds_by_phase"].get("compile", 0.0))
-    line("capturing graphs", lambda row: row["first_seconds_by_phase"].get("capture", 0.0))
+    line("of it compilations and the self-check", in_phases("self-check", "compile"))
+    line("capturing graphs", in_phases("capture"))
     line("the second call", lambda row: row["second_seconds"])
     line("kernels compiled", lambda row: row["compiled"], 0)
     return "\n".join(lines)
