@@ -320,7 +320,7 @@ def test_however_the_interpreter_ends_no_process_is_left(ending):
         [sys.executable, "-W", "error", "-c", f"NAME = {value!r}\n{SCRIPT}{ending}"],
         cwd=ROOT,
         capture_output=True,
-        timeout=60,
+        timeout=600,
     )
     assert ended.stdout == b"started\n"
     assert b"ResourceWarning" not in ended.stderr

@@ -24,6 +24,7 @@ from logitless.errors import UnavailableError
 from logitless.head import token_scores
 from logitless.head.all_rows import token_scores_of_all
 from logitless.head.contract import logits_dtype
+from logitless.models.attention import sent
 from logitless.models.lm_head import backbone_hidden, check_sequence_group, lm_head, rows_of_rank, why_unshared
 from logitless.models.lora import adapters_off, save_adapters
 from logitless.models.repeated_rows import RepeatedRows
@@ -173,13 +174,13 @@ class Policy:
         if isinstance(inputs, SharedInputs):  # the first targets of a group have a row in common
             rows = RepeatedRows.of(source).to(self.device).take(hidden)
         else:
-            rows = hidden.index_select(0, source.to(self.device))
+            rows = hidden.index_select(0, sent(source, self.device))
         head = self.head()
         of_all = self.all_rows and is_sharded(head.weight)
         scores = (token_scores_of_all if of_all else token_scores)(
             rows if self.autocast is None else rows.to(self.autocast),
             head,
-            target.to(self.device),
+            sent(target, self.device),
             temperature=temperature,
             backend=backend,
             memory_budget=self.memory_budget,
