@@ -12,13 +12,13 @@ from logitless.models.linear import Plan, Projection, Shape, lay_end_to_end, pro
 SIZES = (6, 4, 4)
 
 
-def projections(dtype=torch.float32, *, bias=False, rank=0, end_to_end=True):
+def projections(dtype=torch.float32, *, bias=False, rank=0, end_to_end=True, sizes=SIZES):
     g = torch.Generator().manual_seed(1)
 
     def parameter(*shape):
         return nn.Parameter(torch.randn(*shape, generator=g).to(dtype))
 
-    weights, biases = [parameter(n, 8) for n in SIZES], [parameter(n) for n in SIZES]
+    weights, biases = [parameter(n, 8) for n in sizes], [parameter(n) for n in sizes]
     if end_to_end:
         lay_end_to_end(weights)
         lay_end_to_end(biases)
@@ -58,6 +58,38 @@ def test_projections_and_their_gradients_are_those_of_float64(bias, rank, togeth
     got = torch.autograd.grad(found, [x, *tensors(parts)], grads)
     for a, b in zip((*found, *got), (*wanted, *want), strict=True):
         torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rank", "sizes"), [(3, (128, 256, 24)), (20, (128, 8))])
+def test_lora_factors_that_lie_end_to_end_are_two_products_with_the_bits_of_two_for_each(rank, sizes, monkeypatch):
+    parts = projections(torch.bfloat16, rank=rank, sizes=sizes)
+    x = torch.randn(37, 8, generator=torch.Generator().manual_seed(3)).bfloat16()
+    calls = []
+    monkeypatch.setattr(linear, "product", lambda *given: calls.append(given[1].shape) or product(*given))
+    grads = [torch.randn(37, n, generator=torch.Generator().manual_seed(n)).bfloat16() for n in sizes]
+    results = []
+    for together in (False, True):
+        if together:
+            lay_end_to_end([p.lora_a for p in parts])
+            lay_end_to_end([p.lora_b for p in parts])
+        calls.clear()
+        found = project(x, parts)
+        results.append([*found, *torch.autograd.grad(found, tensors(parts), grads)])
+        assert calls[1:] == ([(rank * len(sizes), 8)] if together else [(rank, 8)] * len(sizes))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    without = project(x, [p._replace(lora_a=None, lora_b=None) for p in parts])
+    assert not any(torch.equal(a, b) for a, b in zip(without, results[0], strict=False))
+
+
+def test_lora_of_other_scales_or_many_ranks_is_added_map_by_map():
+    sizes = (128, 128)
+    for parts in (projections(rank=3, sizes=sizes), projections(rank=80, sizes=sizes)):
+        parts[1] = parts[1]._replace(lora_scale=2.0 if parts[1].lora_a.shape[0] == 3 else 0.5)
+        lay_end_to_end([p.lora_a for p in parts])
+        lay_end_to_end([p.lora_b for p in parts])
+        x = torch.randn(5, 8)
+        for got, want in zip(project(x, parts), plain(x.double(), parts), strict=True):
+            torch.testing.assert_close(got.double(), want.detach(), rtol=1e-5, atol=1e-4)
 
 
 def test_parameters_laid_end_to_end_stay_the_parameters_they_were():

@@ -312,7 +312,7 @@ def block(name: str, engine_name: str, work: Workload) -> dict[str, Any]:
 
 
 def law(name: str, work: Workload, num_tokens: int) -> Iterator[dict[str, Any]]:
-    """Tokens whose log-prob or entropy is not training's, over blocks between which weights change; after each block."""
+    """After each block: tokens so far, and those with other bits than training's; weights change between blocks."""
     subject = Subject(name)
     contender = CONTENDERS["gpu"](subject, work)
     assert isinstance(contender, _OfEngine)

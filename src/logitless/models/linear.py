@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from logitless.float32_sums import add_product, end_to_end, float32_product, gradient_dtype, sums_in_float32
-from logitless.models.kernels.linear import INTERPRETED, Tile, fixed_order_product
+from logitless.models.kernels.linear import (
+    INTERPRETED,
+    MOST_RANK,
+    Tile,
+    add_low_rank,
+    fixed_order_product,
+    whole_tiles,
+)
 from logitless.models.kernels.rows import FEW_ROWS, MOST_ROWS, checked_count, checked_count_below, empty_rows, widened
 from logitless.models.one_node import apply
 
@@ -291,14 +298,7 @@ class _Project(torch.autograd.Function):
         else:
             outs = tuple(product(x, w, b) for w, b in zip(weights, biases, strict=True))
         lora = any(a is not None for a in tensors[2::4])
-        low_ranks = (
-            [
-                None if a is None or b is None else _add_low_rank(out, x, a.to(x.dtype), b.to(x.dtype), scale)
-                for out, a, b, scale in zip(outs, tensors[2::4], tensors[3::4], scales, strict=True)
-            ]
-            if lora
-            else []
-        )
+        low_ranks = _add_low_ranks(outs, x, tensors[2::4], tensors[3::4], scales) if lora else ()
         ctx.save_for_backward(x, *tensors, *low_ranks)
         ctx.scales, ctx.lora = scales, lora
         ctx.summed = [w for w in weights if sums_in_float32(w)]
@@ -357,9 +357,36 @@ class _Project(torch.autograd.Function):
         return grad_x, None, None, *out
 
 
+def _add_low_ranks(
+    outs: Sequence[Tensor], x: Tensor, lora_as: Sequence[Tensor | None], lora_bs: Sequence[Tensor | None],
+    scales: Sequence[float],
+) -> Sequence[Tensor | None]:  # fmt: skip
+    """``out += scale * (x @ lora_a.T) @ lora_b.T`` where there are factors; returns ``x @ lora_a.T`` of each.
+
+    Two products for all where factors and outputs lie end to end, else two for each.
+    """
+    whole, lora_a, lora_b = side_by_side(outs), end_to_end(lora_as), end_to_end(lora_bs)
+    widths = [out.shape[1] for out in outs]
+    if whole is not None and lora_a is not None and lora_b is not None:
+        rank = lora_b.shape[1]
+        if lora_a.shape[0] == rank * len(outs) and rank <= MOST_RANK and len(set(scales)) == 1 and whole_tiles(widths):
+            low = product(x, lora_a.to(x.dtype))
+            add_low_rank(low, lora_b.to(x.dtype), whole, widths, scales[0])
+            return low.split_with_sizes([rank] * len(outs), 1)
+    return [
+        None if a is None or b is None else _add_low_rank(out, x, a.to(x.dtype), b.to(x.dtype), scale)
+        for out, a, b, scale in zip(outs, lora_as, lora_bs, scales, strict=True)
+    ]
+
+
 def _add_low_rank(out: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
-    """``out += scale * (x @ lora_a.T) @ lora_b.T``, rounded once; returns ``x @ lora_a.T``."""
     low_rank = product(x, lora_a)
-    tile = INTERPRETED if not x.is_cuda else _LOW_RANK
-    fixed_order_product(low_rank, lora_b, tile, out=out, add_to_out=scale)
+    if lora_b.shape[1] <= MOST_RANK:
+        add_low_rank(low_rank, lora_b, out, [out.shape[1]], scale)
+    else:
+        fixed_order_product(low_rank, lora_b, _tile_of_any_length(x), out=out, add_to_out=scale)
     return low_rank
+
+
+def _tile_of_any_length(x: Tensor) -> Tile:
+    return _LOW_RANK if x.is_cuda else INTERPRETED

@@ -356,6 +356,7 @@ def install_row_invariant(model: nn.Module) -> Installation:
             lay_end_to_end([linear.weight for linear in linears])
             if all(linear.bias is not None for linear in linears):
                 lay_end_to_end([linear.bias for linear in linears])
+            _lay_adapters_end_to_end(_modules(owner, names))
         layer.__class__ = _mixed(RowInvariantLayer, layer.__class__)
     decoder.row_invariant = installation
     decoder.__class__ = _mixed(RowInvariantDecoder, decoder.__class__)
@@ -470,6 +471,15 @@ def _projection(module: Any) -> Projection:
 
 def _project(x: Tensor, projections: list[Projection], columns: tuple[int, ...]) -> tuple[Tensor, ...]:
     return project(x, projections, columns if len(projections) == 1 else None)
+
+
+def _lay_adapters_end_to_end(modules: Sequence[Any]) -> None:
+    """The factors of each LoRA adapter that all of these modules carry."""
+    for name in getattr(modules[0], "lora_A", {}):
+        for factors in ([getattr(module, factor, {}) for module in modules] for factor in ("lora_A", "lora_B")):
+            weights = [factor[name].weight for factor in factors if name in factor]
+            if len(weights) == len(modules) and len({(w.shape[1], w.dtype, w.device) for w in weights}) == 1:
+                lay_end_to_end(weights)
 
 
 def _epsilon(module: Any) -> float:

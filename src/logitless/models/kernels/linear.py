@@ -12,7 +12,9 @@ Two ways to load: TMA descriptors (Hopper and later), or plain masked tiles of l
 GPU from capability 8.0).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import triton
@@ -20,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from logitless.models.kernels.overlap import after_inputs, overlapping
-from logitless.models.kernels.rows import divided_up, empty_rows
+from logitless.models.kernels.rows import divided_up, empty_rows, power_of_two
 from logitless.quick_launch import descriptor, quick_launch
 
 
@@ -169,3 +171,75 @@ def fixed_order_product(
         EVEN=length % tile.depth == 0, num_warps=tile.warps, num_stages=tile.stages, **overlapping(rows.device),
     )  # fmt: skip
     return out
+
+
+@quick_launch
+@triton.jit(do_not_specialize=["num_rows"])
+def low_rank_kernel(
+    low,  # [M, P * rank] contiguous: of P maps, side by side
+    weight,  # [N, rank] contiguous: of the maps, end to end
+    out,  # [M, N] a row ``out_stride`` after the other
+    scale,
+    num_rows,  # M
+    num_columns,  # N
+    second,  # the column where the second map begins
+    third,
+    rank,
+    low_stride,
+    out_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,  # at least the rank
+    OVERLAP: tl.constexpr,
+):
+    """One tile of ``out += scale * low @ weight.T``, whose columns are of one map."""
+    after_inputs(OVERLAP)
+    num_m = tl.cdiv(num_rows, ROWS)
+    row_start = tl.program_id(0) % num_m * ROWS
+    column_start = tl.program_id(0) // num_m * COLUMNS
+    part = (column_start >= second).to(tl.int32) + (column_start >= third).to(tl.int32)
+    row = row_start + tl.arange(0, ROWS)[:, None]
+    column = column_start + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    at = out + row.to(tl.int64) * out_stride + column[None, :]
+    stored = (row < num_rows) & (column < num_columns)[None, :]
+    before = tl.load(at, mask=stored, other=0.0)
+    inside = (row < num_rows) & (depth < rank)[None, :]
+    x = tl.load(low + row.to(tl.int64) * low_stride + part * rank + depth[None, :], mask=inside, other=0.0)
+    inside = (column < num_columns)[:, None] & (depth < rank)[None, :]
+    w = tl.load(weight + column[:, None] * rank + depth[None, :], mask=inside, other=0.0)
+    acc = tl.dot(x, w.T, input_precision="ieee")
+    tl.store(at, tl.fma(acc, scale, before.to(tl.float32)).to(out.dtype.element_ty), mask=stored)
+
+
+_LOW_RANK_TILE = (32, 128, 4)  # rows, columns, warps
+MOST_RANK = 64
+
+
+def whole_tiles(widths: Sequence[int]) -> bool:
+    """Whether ``add_low_rank`` takes maps of these widths together: a tile's columns are of one map.
+
+    Example:
+        >>> whole_tiles((4096, 1024, 1024)), whole_tiles((96, 32)), whole_tiles((100,))
+        (True, False, True)
+    """
+    return len(widths) <= 3 and all(width % _LOW_RANK_TILE[1] == 0 for width in widths[:-1])
+
+
+def add_low_rank(low: Tensor, weight: Tensor, out: Tensor, widths: Sequence[int], scale: float) -> None:
+    """``out_p += scale * low_p @ weight_p.T`` for maps p whose columns lie side by side; one rounding, of the sum.
+
+    Args:
+        low: [M, P * R] with contiguous rows, those of a map behind those of the one before; R at most 64.
+        weight: [N, R] contiguous, in the dtype of ``low``: the maps end to end.
+        out: [M, N] with contiguous rows.
+        widths: columns of each map; at most three maps, as ``whole_tiles`` has it.
+        scale: of the product.
+    """
+    (num_rows, _), (num_columns, rank) = low.shape, weight.shape
+    rows, columns, warps = _LOW_RANK_TILE
+    starts = [*accumulate(widths), num_columns, num_columns]
+    low_rank_kernel[(divided_up(num_rows, rows) * divided_up(num_columns, columns),)](
+        low, weight, out, scale, num_rows, num_columns, starts[0], starts[1], rank, low.stride(0), out.stride(0),
+        ROWS=rows, COLUMNS=columns, DEPTH=max(16, power_of_two(rank)), num_warps=warps, **overlapping(low.device),
+    )  # fmt: skip
