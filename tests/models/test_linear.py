@@ -6,8 +6,10 @@ from torch import nn
 
 from logitless.float32_sums import end_to_end
 from logitless.models import linear
+from logitless.models.kernels.gate import gated
+from logitless.models.kernels.linear import Tile
 from logitless.models.kernels.rows import with_room
-from logitless.models.linear import Plan, Projection, Shape, lay_end_to_end, product, project
+from logitless.models.linear import Plan, Projection, Shape, lay_end_to_end, product, project, project_gated
 
 SIZES = (6, 4, 4)
 
@@ -124,6 +126,25 @@ def test_columns_of_one_projection_are_handed_out_and_their_gradients_taken_toge
     grads = [torch.randn(5, n) for n in SIZES]
     (found,) = torch.autograd.grad(parts, [weight], grads)
     torch.testing.assert_close(found, torch.cat(grads, 1).T @ x)
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+def test_product_and_gate_are_one_kernel_where_a_check_planned_it_and_nobody_wants_gradients(gelu, monkeypatch):
+    g = torch.Generator().manual_seed(4)
+    parts = [Projection(nn.Parameter(torch.randn(24, 32, generator=g).bfloat16())) for _ in range(2)]
+    lay_end_to_end([p.weight for p in parts])
+    x = torch.randn(9, 32, generator=g).bfloat16()
+    shape = Shape.of(end_to_end([p.weight for p in parts]), None)._replace(gate="gelu" if gelu else "silu")
+    with torch.no_grad():
+        assert project_gated(x, parts, gelu=gelu) is None  # nobody planned it
+        monkeypatch.setitem(linear._plans, shape, Plan({}, {16: Tile(16, 16, 32, 1, 1, tma=True)}))
+        assert torch.equal(project_gated(x, parts, gelu=gelu), gated(*project(x, parts), gelu=gelu))
+        assert project_gated(x, parts, gelu=not gelu) is None
+        assert project_gated(x[:1], parts, gelu=gelu) is None  # another count
+        assert project_gated(x.repeat(2, 1), parts, gelu=gelu) is None
+        with_lora = parts[0]._replace(lora_a=parts[0].weight, lora_b=parts[0].weight)
+        assert project_gated(x, [with_lora, parts[1]], gelu=gelu) is None
+    assert project_gated(x, parts, gelu=gelu) is None
 
 
 def test_a_row_has_the_same_bits_in_any_product(monkeypatch):

@@ -26,7 +26,7 @@ from logitless.models.attention import AttentionLayout, PrefixAttention
 from logitless.models.kernels.gate import gated, gated_backward
 from logitless.models.kernels.norm import norm, norm_backward
 from logitless.models.kernels.rotary import HeadNorms, Heads, rotate, rotate_backward
-from logitless.models.linear import Projection, lay_end_to_end, project
+from logitless.models.linear import Projection, lay_end_to_end, project, project_gated
 from logitless.models.lm_head import _split_lora, backbone
 from logitless.models.one_node import apply, one_node
 from logitless.models.packed import PackedLayout
@@ -217,6 +217,9 @@ class RowInvariantLayer:
 
     def _mlp(self, x: Tensor, weights: "_LayerWeights") -> Tensor:
         width = weights.down.weight.shape[1]
+        product = project_gated(x, weights.gate_up, gelu=self.row_invariant_gelu)
+        if product is not None:
+            return project(product, [weights.down])[0]
         gate, up = _project(x, weights.gate_up, (width, width))
         return project(apply(_Gate, gate, up, self.row_invariant_gelu), [weights.down])[0]
 

@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.models.kernels.overlap import after_inputs, overlapping
+from logitless.models.kernels.gate import activation
+from logitless.models.kernels.overlap import after_inputs, ask_for_rows, overlapping
 from logitless.models.kernels.rows import divided_up, empty_rows, power_of_two
 from logitless.quick_launch import descriptor, quick_launch
 
@@ -67,6 +68,7 @@ _GROUP = 8  # row tiles walked together, so that they meet the weight's tiles in
 def product_kernel(
     rows,  # [M, K] a row ``row_stride`` after the other, or its TMA descriptor
     weight,  # [N, K] contiguous, or its TMA descriptor
+    ahead,  # the weight again where it is asked for before the inputs are there, or None
     bias,  # [N] or None
     addend,  # [M, N] a row ``out_stride`` after the other, or None
     out,  # [M, N] likewise; may be ``addend`` itself
@@ -83,10 +85,10 @@ def product_kernel(
     SWAPPED: tl.constexpr,
     TMA: tl.constexpr,
     EVEN: tl.constexpr,  # whether DEPTH divides K
+    PIECES: tl.constexpr,  # in which a row of the weight is asked for
     OVERLAP: tl.constexpr,
 ):
     """One tile of the output."""
-    after_inputs(OVERLAP)
     tile = tl.program_id(0)
     num_m = tl.cdiv(num_rows, ROWS)
     num_n = tl.cdiv(num_columns, COLUMNS)
@@ -95,6 +97,9 @@ def product_kernel(
     inside = tile % (GROUP * num_n)
     row_start = (first + inside % size) * ROWS
     column_start = (inside // size) * COLUMNS
+    if ahead is not None:
+        ask_for_rows(ahead, column_start, num_columns, length, COLUMNS, PIECES)
+    after_inputs(OVERLAP)
     row = row_start + tl.arange(0, ROWS)
     column = column_start + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
@@ -164,11 +169,100 @@ def fixed_order_product(
     if tile.tma:
         x, w = descriptor(rows, [tile.rows, tile.depth]), descriptor(weight, [tile.columns, tile.depth])
     grid = (divided_up(num_rows, tile.rows) * divided_up(num_columns, tile.columns),)
+    pieces, overlap = _pieces(tile, weight), overlapping(rows.device)
+    asks = tile.tma and overlap["OVERLAP"] and num_rows <= _FEW and weight.nbytes <= _FITS and pieces > 0
     product_kernel[grid](
-        x, w, bias, None if add_to_out is None else out, out, 1.0 if add_to_out is None else add_to_out,
-        num_rows, num_columns, length, rows.stride(0), out.stride(0),
+        x, w, weight if asks else None, bias, None if add_to_out is None else out, out,
+        1.0 if add_to_out is None else add_to_out, num_rows, num_columns, length, rows.stride(0), out.stride(0),
         ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=_GROUP, SWAPPED=tile.swapped, TMA=tile.tma,
-        EVEN=length % tile.depth == 0, num_warps=tile.warps, num_stages=tile.stages, **overlapping(rows.device),
+        EVEN=length % tile.depth == 0, PIECES=pieces if asks else 1, num_warps=tile.warps, num_stages=tile.stages,
+        **overlap,
+    )  # fmt: skip
+    return out
+
+
+_FEW = 64
+_FITS = 24 * 2**20
+"""Bytes of a weight that is asked for ahead, for few rows: half of Hopper's L2 cache."""
+
+
+def _pieces(tile: Tile, weight: Tensor) -> int:
+    """Pieces of a row of the weight, so that each thread asks for one; 0 where they cannot be even."""
+    pieces = max(1, 32 * tile.warps // tile.columns)
+    return pieces if weight.itemsize == 2 and weight.shape[1] % (8 * pieces) == 0 else 0
+
+
+@quick_launch
+@triton.jit(do_not_specialize=["num_rows"])
+def gated_product_kernel(
+    rows,  # [M, K], its TMA descriptor
+    weight,  # [2 I, K], the same: the gate's rows before those of up
+    ahead,  # the weight again where it is asked for before the inputs are there, or None
+    out,  # [M, I] contiguous
+    num_rows,  # M
+    width,  # I
+    length,  # K
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    GELU: tl.constexpr,
+    PIECES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One tile of ``act(rows @ gate.T) * (rows @ up.T)``, rounded where products and gate of their own round."""
+    num_m = tl.cdiv(num_rows, ROWS)
+    row_start = tl.program_id(0) % num_m * ROWS
+    column_start = tl.program_id(0) // num_m * COLUMNS
+    if ahead is not None:
+        ask_for_rows(ahead, column_start, 2 * width, length, COLUMNS, PIECES)
+        ask_for_rows(ahead, width + column_start, 2 * width, length, COLUMNS, PIECES)
+    after_inputs(OVERLAP)
+    row = row_start + tl.arange(0, ROWS)
+    column = column_start + tl.arange(0, COLUMNS)
+    gate = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
+    up = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
+    for step in range(tl.cdiv(length, DEPTH)):
+        x = rows.load([row_start, step * DEPTH])
+        g = weight.load([column_start, step * DEPTH])
+        u = weight.load([width + column_start, step * DEPTH])
+        if SWAPPED:
+            gate = tl.dot(g, x.T, gate, input_precision="ieee")
+            up = tl.dot(u, x.T, up, input_precision="ieee")
+        else:
+            gate = tl.dot(x, g.T, gate, input_precision="ieee")
+            up = tl.dot(x, u.T, up, input_precision="ieee")
+    if SWAPPED:
+        row_of = row[None, :]
+        column_of = column[:, None]
+    else:
+        row_of = row[:, None]
+        column_of = column[None, :]
+    kind = out.dtype.element_ty
+    act, _ = activation(gate.to(kind).to(tl.float32), GELU)
+    product = act.to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
+    at = out + row_of.to(tl.int64) * width + column_of
+    tl.store(at, product.to(kind), mask=(row_of < num_rows) & (column_of < width))
+
+
+def gated_product(rows: Tensor, weight: Tensor, tile: Tile, *, gelu: bool) -> Tensor:
+    """``act(rows @ gate.T) * (rows @ up.T)`` [M, I] in one kernel, with the bits of a product and a gate apart.
+
+    Args:
+        rows: [M, K], the last dimension contiguous; row stride and K multiples of 16 bytes.
+        weight: [2 I, K] contiguous, in the dtype of ``rows``: gate and up end to end.
+        tile: how; its columns are of each of the two.
+        gelu: the gate's activation, else SiLU.
+    """
+    (num_rows, length), width = rows.shape, weight.shape[0] // 2
+    out = empty_rows(num_rows, width, like=rows)
+    pieces, overlap = _pieces(tile, weight), overlapping(rows.device)
+    asks = overlap["OVERLAP"] and num_rows <= _FEW and weight.nbytes <= _FITS and pieces > 0
+    gated_product_kernel[(divided_up(num_rows, tile.rows) * divided_up(width, tile.columns),)](
+        descriptor(rows, [tile.rows, tile.depth]), descriptor(weight, [tile.columns, tile.depth]),
+        weight if asks else None, out, num_rows, width, length,
+        ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, SWAPPED=tile.swapped, GELU=gelu,
+        PIECES=pieces if asks else 1, num_warps=tile.warps, num_stages=tile.stages, **overlap,
     )  # fmt: skip
     return out
 
