@@ -523,6 +523,8 @@ def _is_ours(kind: type) -> bool:
 
 
 def _embedded(layer: nn.Module, ids: Tensor) -> Tensor:
+    if type(layer) is nn.Embedding and layer.max_norm is None and not torch.is_grad_enabled():
+        return layer.weight[ids]  # one kernel for any number of rows; that of the layer is slow for a few
     if type(layer) is nn.Embedding and layer.padding_idx is None and sums_in_float32(layer.weight):
         return _Embedded.apply(layer.weight, ids)  # type: ignore[no-untyped-call, no-any-return]
     return cast(Tensor, layer(ids))
