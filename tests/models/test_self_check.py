@@ -8,6 +8,7 @@ from logitless.models import self_check as check
 from logitless.models.kernels.linear import Tile
 from logitless.models.kernels.rotary import Heads
 from logitless.models.linear import Plan, Shape
+from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.row_invariant import AttentionForm, install_row_invariant
 from tests.models.tiny import tiny
 
@@ -20,6 +21,15 @@ def test_every_product_of_a_model_is_looked_at_once_as_it_runs():
         "32 -> 64 float32, bias", "32 -> 32 float32", "32 -> 96 float32", "48 -> 32 float32",
         "32 -> 96 float32, silu gate", "32 -> 61 float32",
     ]  # fmt: skip
+
+
+def test_first_factors_of_lora_are_looked_at_together_and_each_by_itself():
+    model = add_lora(tiny("qwen2"), LoraOptions(rank=2))
+    install_row_invariant(model)
+    names = [check.shape_name(shape) for shape, _ in check.product_shapes(model)]
+    lora = ["32 -> 6 float32", "32 -> 2 float32", "32 -> 4 float32", "48 -> 2 float32"]
+    assert [name for name in names if name in lora] == lora
+    assert not any("gate" in name for name in names)  # an adapter stands between
 
 
 def test_a_plan_survives_the_disk():

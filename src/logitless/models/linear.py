@@ -57,7 +57,7 @@ _HOPPER = {
     MOST_ROWS: Tile(128, 128, 64, 8, 4, tma=True),
 }
 
-_NARROW = 64
+NARROW = 64
 """Columns of a weight up to which one tile takes them all: the first factors of LoRA."""
 
 _LOW_RANK = Tile(64, 64, 32, 4, 2)
@@ -129,7 +129,7 @@ def default_tiles(shape: Shape) -> dict[int, Tile]:
     hopper = torch.cuda.get_device_capability(shape.device) == (9, 0) and shape.aligned
     if shape.dtype == torch.float32:
         return {MOST_ROWS: _FLOAT32}
-    if shape.columns <= _NARROW:
+    if shape.columns <= NARROW:
         return {MOST_ROWS: _narrow_tile(shape.columns, hopper)}
     return _HOPPER if hopper else _PLAIN
 

@@ -33,6 +33,7 @@ from logitless.models.kernels.rotary import Heads
 from logitless.models.kernels.rows import CHECKED_ROWS, FEW_ROWS
 from logitless.models.linear import (
     LIBRARIES,
+    NARROW,
     Library,
     Plan,
     Shape,
@@ -42,7 +43,7 @@ from logitless.models.linear import (
     product,
     set_plan,
 )
-from logitless.models.lm_head import backbone, causal_lm
+from logitless.models.lm_head import _split_lora, backbone, causal_lm
 from logitless.models.row_invariant import AttentionForm
 
 _SEARCHED = {  # by rows: what a thorough check tries beside the default tiles
@@ -239,6 +240,11 @@ def _add_shapes(found: dict[Shape, bool], owner: Any, groups: Sequence[Sequence[
         whole = weight is not None and (bias is not None) == any(m.bias is not None for m in linears)
         for w, b in [(weight, bias)] if whole and weight is not None else [(m.weight, m.bias) for m in linears]:
             found.setdefault(Shape.of(w, b), False)
+        factors = [None if lora is None else lora[0] for _, lora in map(_split_lora, modules)]
+        ranks = [factor.shape[0] for factor in factors if factor is not None]
+        for columns in dict.fromkeys((sum(ranks), *ranks)) if ranks else ():  # together, and each by itself
+            base = linears[0].weight
+            found.setdefault(Shape(columns, base.shape[1], base.dtype, base.dtype, False, base.device), True)
 
 
 def _add_gated_shape(found: dict[Shape, bool], layer: Any) -> None:
@@ -278,6 +284,9 @@ def check_linear(shape: Shape, *, thorough: bool = False, few_only: bool = False
     rows = normal(counts[-1], shape.length)
     reference = fixed_order_product(rows, weight, REFERENCE, bias=bias, dtype=shape.out_dtype)
     plan.tiles = _checked_tiles(plan.tiles, rows, weight, bias, reference, finding)
+    if shape.columns <= NARROW:
+        finding.ways = {count: way_name(plan.tile(count)) for count in counts}
+        return plan, finding
     out = torch.empty_like(reference)
     libraries = LIBRARIES if shape.out_dtype == shape.dtype else LIBRARIES[:1]
     for library in libraries:
