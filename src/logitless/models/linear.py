@@ -51,7 +51,8 @@ _PLAIN = {  # less than 99 KiB of shared memory each, for any GPU
     MOST_ROWS: Tile(128, 128, 32, 8, 4),
 }
 _HOPPER = {
-    64: Tile(16, 64, 256, 4, 4, swapped=True, tma=True),
+    32: Tile(16, 64, 256, 4, 4, swapped=True, tma=True),
+    64: Tile(64, 16, 256, 4, 4, tma=True),
     128: Tile(64, 64, 128, 4, 5, tma=True),
     256: Tile(64, 128, 64, 4, 6, tma=True),
     MOST_ROWS: Tile(128, 128, 64, 8, 4, tma=True),

@@ -57,7 +57,7 @@ _SEARCHED = {  # by rows: what a thorough check tries beside the default tiles
     64: (
         Tile(64, 32, 128, 4, 6, tma=True),
         Tile(64, 64, 128, 4, 5, tma=True),
-        Tile(64, 16, 256, 4, 4, tma=True),
+        Tile(16, 64, 256, 4, 4, swapped=True, tma=True),
         Tile(32, 64, 128, 4, 6, swapped=True, tma=True),
         Tile(32, 32, 256, 4, 4),
     ),
@@ -74,8 +74,8 @@ _SEARCHED = {  # by rows: what a thorough check tries beside the default tiles
     512: (Tile(128, 256, 64, 8, 3, tma=True), Tile(64, 128, 64, 4, 6, tma=True)),
 }
 _GATED = {  # by rows: gate and up in one kernel
-    16: Tile(16, 32, 128, 2, 4, tma=True),
-    64: Tile(64, 32, 128, 4, 3, tma=True),
+    32: Tile(16, 32, 128, 2, 3, tma=True),
+    64: Tile(64, 32, 64, 4, 4, tma=True),
 }
 _WORTH = 0.98  # another kernel must take less than this part of cuBLAS's time
 

@@ -181,9 +181,11 @@ def fixed_order_product(
     return out
 
 
-_FEW = 64
+_FEW = 32
+"""Rows for which a weight is asked for ahead; with more, it is the kernel before that needs the bandwidth."""
+
 _FITS = 24 * 2**20
-"""Bytes of a weight that is asked for ahead, for few rows: half of Hopper's L2 cache."""
+"""Bytes of a weight that is asked for ahead: half of Hopper's L2 cache."""
 
 
 def _pieces(tile: Tile, weight: Tensor) -> int:
