@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from logitless.bench import recommended, settings
 from logitless.bench.settings import Contender, Row, Scale, Step, best_lines, measured
 from logitless.cli.main import main
-from logitless.doctor.machine import left_on_the_table
+from logitless.doctor.machine import left_on_the_table, takes_row_invariant_layers
 from logitless.train.plan import plan_of
-from tests.train.tiny import tiny_recipe
+from tests.train.tiny import tiny_raw, tiny_recipe
 
 TINY = Scale(0, 2, 5.0, 16, 1, 1, 16, 8, (8,), (8,))
 
@@ -102,6 +103,44 @@ def test_doctor_leaves_out_a_line_that_the_recipe_has(tmp_path: Path, monkeypatc
     assert left_on_the_table(plain, plan_of(plain)) == [f"{line} — bench {name}" for name, line in lines]
     has = tiny_recipe(tmp_path, train__optimizer__implementation="fused", model__sdpa_backends=["flash"])
     assert left_on_the_table(has, plan_of(has)) == []
+
+
+def test_doctor_leaves_out_what_auto_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tiny_recipe(tmp_path)
+    for name, left_out in (("foreach", True), ("loop", False)):
+        line = ("optimizer", f"train.optimizer.implementation: {name}")
+        monkeypatch.setattr("logitless.doctor.machine.recommended_here", lambda line=line: [line])
+        assert (left_on_the_table(recipe, plan_of(recipe)) == []) is left_out
+
+
+def test_doctor_leaves_out_lines_that_would_cost_one_set_of_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [
+        ("attention", "model.attention: sdpa"),
+        ("attention", "model.sdpa_backends: [cudnn]"),
+        ("precision", "model.autocast: bfloat16"),
+        ("compile", "model.compile: true"),
+        ("layers", "model.layers: liger"),
+        ("optimizer", "train.optimizer.implementation: fused"),
+    ]
+    monkeypatch.setattr("logitless.doctor.machine.recommended_here", lambda: lines)
+    recipe = tiny_recipe(tmp_path)
+    assert len(left_on_the_table(recipe, plan_of(recipe))) == len(lines)
+    monkeypatch.setattr("logitless.doctor.machine.takes_row_invariant_layers", lambda *_: True)
+    assert left_on_the_table(recipe, plan_of(recipe)) == ["train.optimizer.implementation: fused — bench optimizer"]
+
+
+def test_row_invariant_layers_are_taken_on_a_gpu_for_bfloat16_weights_alone(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    source = tiny_raw(tmp_path)["model"]["source"] | {"hidden_size": 64, "intermediate_size": 64}
+    lowered = tiny_recipe(tmp_path, model__source=source, model__trained_dtype="bfloat16")
+    gpu = torch.device("cuda")
+    assert takes_row_invariant_layers(lowered, gpu)
+    assert not takes_row_invariant_layers(lowered, torch.device("cpu"))
+    assert not takes_row_invariant_layers(tiny_recipe(tmp_path, model__source=source), gpu)
+    own = tiny_recipe(tmp_path, model__source=source, model__trained_dtype="bfloat16", model__layers="transformers")
+    assert not takes_row_invariant_layers(own, gpu)
 
 
 def test_a_single_contender_that_runs_is_no_choice() -> None:

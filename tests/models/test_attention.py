@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from logitless.errors import InputError
+from logitless.errors import InputError, UnavailableError
 from logitless.models import attention
 from logitless.models.attention import AttentionLayout, PromptGroup, prefix_attention
 from logitless.models.kernels import attention_tiles
@@ -133,6 +133,14 @@ def gradients(x, layout, upstream, attend, **options):
     return outputs, torch.autograd.grad(
         outputs, leaves, [u.to(o.dtype) for u, o in zip(upstream, outputs, strict=True)]
     )
+
+
+def test_a_second_derivative_is_refused():
+    layout = AttentionLayout([PromptGroup(3, (2,))])
+    leaves = [t.float().requires_grad_() for t in draw(5, 2, 1, 16)[:3]]
+    output = prefix_attention(*leaves, layout)[0]
+    with pytest.raises(UnavailableError, match="differentiated twice"):
+        torch.autograd.grad(output.sum(), leaves, create_graph=True)
 
 
 def error(a, b):

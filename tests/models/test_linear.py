@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from logitless.errors import UnavailableError
 from logitless.float32_sums import end_to_end
 from logitless.models import linear
 from logitless.models.kernels.gate import gated
@@ -92,6 +93,13 @@ def test_lora_of_other_scales_or_many_ranks_is_added_map_by_map():
         x = torch.randn(5, 8)
         for got, want in zip(project(x, parts), plain(x.double(), parts), strict=True):
             torch.testing.assert_close(got.double(), want.detach(), rtol=1e-5, atol=1e-4)
+
+
+def test_a_second_derivative_is_refused():
+    parts = projections(end_to_end=False)
+    (found,) = project(torch.randn(5, parts[0].weight.shape[1]), parts[:1])
+    with pytest.raises(UnavailableError, match="differentiated twice"):
+        torch.autograd.grad(found.square().sum(), parts[0].weight, create_graph=True)
 
 
 def test_parameters_laid_end_to_end_stay_the_parameters_they_were():

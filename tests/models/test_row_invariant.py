@@ -101,6 +101,15 @@ def test_bfloat16_is_no_further_from_float64_than_transformers_layers():
             assert relative(our_grads[name], want) <= 1.5 * relative(their_grads[name], want) + 2**-8
 
 
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.down_proj.weight"])
+def test_a_second_derivative_is_refused_in_the_last_norm_and_in_layers(name):
+    model = small("qwen2")
+    install_row_invariant(model)
+    hidden = backbone_hidden(model, packed(LENGTHS))
+    with pytest.raises(UnavailableError, match="differentiated twice"):
+        torch.autograd.grad(hidden.sum(), model.get_parameter(name), create_graph=True)
+
+
 def test_installing_shows_in_the_model_and_is_taken_back():
     model = tiny("qwen3")
     names, before = dict(model.named_parameters()).keys(), backbone_hidden(model, packed(LENGTHS))

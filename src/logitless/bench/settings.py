@@ -216,22 +216,30 @@ def _stepping(optimizer: torch.optim.Optimizer) -> Step:
 
 def compiled(scale: Scale, device: str) -> Iterator[Contender]:
     """Layers as they are, and compiled."""
+    dtype = _products(device)
+
+    def plain() -> Step:
+        return _training(_model(scale, device), scale, device, autocast=dtype)
 
     def with_compile() -> Step:
         model = _model(scale, device)
         compile_layers(model)
-        return _training(model, scale, device)
+        return _training(model, scale, device, autocast=dtype)
 
-    plain = Contender("plain", lambda: _training(_model(scale, device), scale, device), ("model.compile: false",))
-    yield plain
+    yield Contender("plain", plain, ("model.compile: false",))
     yield Contender("compiled", with_compile, ("model.compile: true",))
+
+
+def _products(device: str) -> torch.dtype | None:
+    """What a recipe's products are in, where one benchmark compares something else."""
+    return torch.bfloat16 if device == "cuda" else None
 
 
 def layers(scale: Scale, device: str) -> Iterator[Contender]:
     """Who computes norm, rotary embedding and gate."""
     from logitless.models.liger_layers import install_liger_layers
 
-    dtype = torch.bfloat16 if device == "cuda" else None
+    dtype = _products(device)
 
     def plain() -> Step:
         return _training(_model(scale, device), scale, device, autocast=dtype)

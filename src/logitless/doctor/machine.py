@@ -16,8 +16,9 @@ from logitless.bench.recommended import recommended_here
 from logitless.head.api import why_not
 from logitless.rewards.sandbox import walls_of
 from logitless.train.config import Recipe
+from logitless.train.optimizer import automatic_implementation
 from logitless.train.plan import Plan
-from logitless.train.setup import device_of, sdpa_allowed
+from logitless.train.setup import device_of, own_layers_because, policy_model, sdpa_allowed, tokenizer_of
 from logitless.types import LMHead
 
 OPTIONAL = {
@@ -30,11 +31,14 @@ OPTIONAL = {
     "nltk": "rewards",
     "trl": "trl",
     "liger_kernel": "liger",
+    "torchao": "torchao",
+    "bitsandbytes": "four-bit",
     "verifiers": "verifiers",
+    "vllm": "vllm",
 }
 """Packages, and the extra that brings each."""
 
-_OTHERS = ("vllm", "bitsandbytes", "wandb", "trackio")
+_OTHERS = ("wandb", "trackio")
 """Packages that are used where they are, and that no extra brings."""
 
 Sections = dict[str, dict[str, Any]]
@@ -50,15 +54,14 @@ def findings() -> Sections:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     head = LMHead(torch.zeros(8, 16, device=device, dtype=torch.bfloat16))
     hidden = torch.zeros(1, 16, device=device, dtype=torch.bfloat16)
-    installed = {
-        module: "installed" if importlib.util.find_spec(module) else f"absent: pip install 'logitless[{extra}]'"
-        for module, extra in OPTIONAL.items()
+    optional = {
+        module: _version(module) or f"absent: pip install 'logitless[{extra}]'" for module, extra in OPTIONAL.items()
     }
-    others = {name: "installed" if importlib.util.find_spec(name) else "absent" for name in _OTHERS}
+    others = {name: _version(name) or f"absent: pip install {name}" for name in _OTHERS}
     return {
         "machine": _hardware(device),
         "packages": {name: importlib.metadata.version(name) for name in ("logitless", "torch", "transformers")},
-        "optional": installed | others,
+        "optional": optional | others,
         "walls around a model's text": {
             "programs (code)": str(walls_of("program")),
             "graders (math, reasoning_gym)": str(walls_of("grader")),
@@ -69,6 +72,16 @@ def findings() -> Sections:
         "attention": _attention(),
         "settings": dict(_settings()),
     }
+
+
+def _version(module: str) -> str:
+    """Of the package that an import of this module would find; empty where there is none."""
+    if importlib.util.find_spec(module) is None:
+        return ""
+    try:
+        return importlib.metadata.version(module)
+    except importlib.metadata.PackageNotFoundError:
+        return "installed"
 
 
 def _hardware(device: str) -> dict[str, Any]:
@@ -154,16 +167,51 @@ def left_on_the_table(recipe: Recipe, plan: Plan) -> list[str]:
         recipe: runs here.
         plan: of the recipe.
     """
-    measured = [f"{line} — bench {name}" for name, line in recommended_here() if not _has(recipe, line)]
-    return [*_left(recipe, plan, device_of(recipe.model)), *measured]
+    device = device_of(recipe.model)
+    settled = _settled(recipe, device)
+    measured = [
+        f"{line} — bench {name}"
+        for name, line in recommended_here()
+        if line.partition(":")[0] not in settled and not _has(recipe, line, device)
+    ]
+    return [*_left(recipe, plan, device), *measured]
 
 
-def _has(recipe: Recipe, line: str) -> bool:
+_NOT_ROW_INVARIANT = frozenset(
+    f"model.{key}" for key in ("attention", "sdpa_backends", "autocast", "matmul_precision", "compile", "layers")
+)
+
+
+def _settled(recipe: Recipe, device: torch.device) -> frozenset[str]:
+    """Keys whose fastest value on this machine is no advice: with it the recipe would lose what it was set for."""
+    if takes_row_invariant_layers(recipe, device):
+        return _NOT_ROW_INVARIANT
+    lowered = recipe.model.trained_dtype != "float32"  # its products are in that dtype already
+    return frozenset({"model.autocast", "model.matmul_precision"}) if lowered else frozenset()
+
+
+def takes_row_invariant_layers(recipe: Recipe, device: torch.device) -> bool:
+    """Whether a run would have the layers with one set of bits, unless this GPU's self-check finds against them.
+
+    Args:
+        recipe: runs here.
+        device: that it would run on.
+    """
+    if device.type != "cuda" or recipe.model.layers not in ("auto", "row_invariant"):
+        return False
+    tokenizer = tokenizer_of(recipe.model)
+    model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=torch.device("meta"))
+    return not own_layers_because(recipe.model, model)
+
+
+def _has(recipe: Recipe, line: str, device: torch.device) -> bool:
     """Whether a recipe has the setting that a line names already, written out or by its default."""
     key, _, value = line.partition(": ")
     at: Any = recipe
     for part in key.split("."):
         at = getattr(at, part)
+    if key == "train.optimizer.implementation" and at == "auto":
+        at = automatic_implementation(device)
     wanted = yaml.safe_load(value)
     return bool(at == (tuple(wanted) if isinstance(wanted, list) else wanted))
 

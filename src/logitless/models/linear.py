@@ -38,7 +38,7 @@ from logitless.models.kernels.rows import (
     power_of_two,
     widened,
 )
-from logitless.models.one_node import apply
+from logitless.models.one_node import apply, refuse_twice
 
 Library = Literal["cublas", "cublaslt"]
 Way = Tile | Library
@@ -366,6 +366,7 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        refuse_twice()
         x, *saved = ctx.saved_tensors
         count = len(ctx.scales)
         weights = saved[0 : 4 * count : 4]

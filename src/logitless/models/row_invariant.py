@@ -28,7 +28,7 @@ from logitless.models.kernels.norm import norm, norm_backward
 from logitless.models.kernels.rotary import HeadNorms, Heads, rotate, rotate_backward
 from logitless.models.linear import Projection, lay_end_to_end, project, project_gated
 from logitless.models.lm_head import _split_lora, backbone
-from logitless.models.one_node import apply, one_node
+from logitless.models.one_node import apply, one_node, refuse_twice
 from logitless.models.packed import PackedLayout
 from logitless.models.rotary import LongRotary
 
@@ -465,7 +465,10 @@ def _linear(module: Any) -> nn.Linear:
 
 def _projection(module: Any) -> Projection:
     if type(module) is nn.Linear:
-        return Projection(module.weight, module.bias)
+        parameters = (
+            module._parameters
+        )  # nn.Module looks through three dictionaries, and there are seven of them a layer
+        return Projection(cast(Tensor, parameters["weight"]), parameters["bias"])
     base, lora = _split_lora(module)
     if lora is None:
         return Projection(base.weight, base.bias)
@@ -541,6 +544,7 @@ class _Embedded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        refuse_twice()
         add_rows(ctx.weight, grad, *ctx.saved_tensors)
         return None, None
 
@@ -562,6 +566,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor | None, grad_out: Tensor | None) -> tuple[Any, ...]:
+        refuse_twice()
         total, weight = ctx.saved_tensors
         grad, grad_weight = grad_total, None
         if grad_out is not None:
@@ -581,6 +586,7 @@ class _NormAfter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        refuse_twice()
         delta, weight = ctx.saved_tensors
         weight_dtype = ctx.weight_dtype if ctx.needs_input_grad[2] else None
         grad_delta, grad_weight = norm_backward(
@@ -623,6 +629,7 @@ class _Rotary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> tuple[Any, ...]:
+        refuse_twice()
         position, cos, sin, *raw = ctx.saved_tensors
         heads = ctx.heads
         grads = [grad.contiguous() for grad in (grad_query, grad_key, grad_value)]
@@ -662,5 +669,6 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        refuse_twice()
         gate, up = ctx.saved_tensors
         return *gated_backward(gate, up, grad.contiguous(), gelu=ctx.gelu), None

@@ -147,6 +147,7 @@ def fixed_order_product(
     out: Tensor | None = None,
     add_to_out: float | None = None,
     dtype: torch.dtype | None = None,
+    ahead: bool | None = None,
 ) -> Tensor:
     """``rows @ weight.T + bias``, or ``out += add_to_out * (rows @ weight.T)`` in float32 before one rounding.
 
@@ -158,6 +159,7 @@ def fixed_order_product(
         out: [M, N] with contiguous rows; made where it is not given.
         add_to_out: factor of the product, which is then added to what ``out`` holds.
         dtype: of ``out`` where it is made; default that of ``rows``.
+        ahead: ask for the weight while the kernel before still runs; None: where that helps (``asks_ahead``).
 
     Returns:
         ``out``.
@@ -169,29 +171,39 @@ def fixed_order_product(
     if tile.tma:
         x, w = descriptor(rows, [tile.rows, tile.depth]), descriptor(weight, [tile.columns, tile.depth])
     grid = (divided_up(num_rows, tile.rows) * divided_up(num_columns, tile.columns),)
-    pieces, overlap = _pieces(tile, weight), overlapping(rows.device)
-    asks = tile.tma and overlap["OVERLAP"] and num_rows <= _FEW and weight.nbytes <= _FITS and pieces > 0
+    overlap = overlapping(rows.device)
+    asks = overlap["OVERLAP"] and (asks_ahead(tile, num_columns, length, weight.itemsize) if ahead is None else ahead)
     product_kernel[grid](
         x, w, weight if asks else None, bias, None if add_to_out is None else out, out,
         1.0 if add_to_out is None else add_to_out, num_rows, num_columns, length, rows.stride(0), out.stride(0),
         ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=_GROUP, SWAPPED=tile.swapped, TMA=tile.tma,
-        EVEN=length % tile.depth == 0, PIECES=pieces if asks else 1, num_warps=tile.warps, num_stages=tile.stages,
-        **overlap,
+        EVEN=length % tile.depth == 0, PIECES=_pieces(tile) if asks else 1,
+        num_warps=tile.warps, num_stages=tile.stages, **overlap,
     )  # fmt: skip
     return out
 
-
-_FEW = 32
-"""Rows for which a weight is asked for ahead; with more, it is the kernel before that needs the bandwidth."""
 
 _FITS = 24 * 2**20
 """Bytes of a weight that is asked for ahead: half of Hopper's L2 cache."""
 
 
-def _pieces(tile: Tile, weight: Tensor) -> int:
-    """Pieces of a row of the weight, so that each thread asks for one; 0 where they cannot be even."""
-    pieces = max(1, 32 * tile.warps // tile.columns)
-    return pieces if weight.itemsize == 2 and weight.shape[1] % (8 * pieces) == 0 else 0
+def asks_ahead(tile: Tile, columns: int, length: int, itemsize: int) -> bool:
+    """Whether a tile asks for its part of a weight [columns, length] while the kernel before still runs.
+
+    Those for few rows do: with more rows, it is the kernel before that needs the bandwidth.
+
+    Example:
+        >>> asks_ahead(Tile(16, 64, 256, 4, 4, tma=True), 896, 4864, 2), asks_ahead(REFERENCE, 896, 4864, 2)
+        (True, False)
+    """
+    if tile.rows > 32 or not tile.tma or itemsize != 2:
+        return False
+    return columns * length * itemsize <= _FITS and length % (8 * _pieces(tile)) == 0
+
+
+def _pieces(tile: Tile) -> int:
+    """Pieces of a row of the weight, so that each thread asks for one."""
+    return max(1, 32 * tile.warps // tile.columns)
 
 
 @quick_launch
@@ -247,7 +259,7 @@ def gated_product_kernel(
     tl.store(at, product.to(kind), mask=(row_of < num_rows) & (column_of < width))
 
 
-def gated_product(rows: Tensor, weight: Tensor, tile: Tile, *, gelu: bool) -> Tensor:
+def gated_product(rows: Tensor, weight: Tensor, tile: Tile, *, gelu: bool, ahead: bool | None = None) -> Tensor:
     """``act(rows @ gate.T) * (rows @ up.T)`` [M, I] in one kernel, with the bits of a product and a gate apart.
 
     Args:
@@ -255,16 +267,17 @@ def gated_product(rows: Tensor, weight: Tensor, tile: Tile, *, gelu: bool) -> Te
         weight: [2 I, K] contiguous, in the dtype of ``rows``: gate and up end to end.
         tile: how; its columns are of each of the two.
         gelu: the gate's activation, else SiLU.
+        ahead: as of ``fixed_order_product``.
     """
     (num_rows, length), width = rows.shape, weight.shape[0] // 2
     out = empty_rows(num_rows, width, like=rows)
-    pieces, overlap = _pieces(tile, weight), overlapping(rows.device)
-    asks = overlap["OVERLAP"] and num_rows <= _FEW and weight.nbytes <= _FITS and pieces > 0
+    overlap = overlapping(rows.device)
+    asks = overlap["OVERLAP"] and (asks_ahead(tile, 2 * width, length, weight.itemsize) if ahead is None else ahead)
     gated_product_kernel[(divided_up(num_rows, tile.rows) * divided_up(width, tile.columns),)](
         descriptor(rows, [tile.rows, tile.depth]), descriptor(weight, [tile.columns, tile.depth]),
         weight if asks else None, out, num_rows, width, length,
         ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, SWAPPED=tile.swapped, GELU=gelu,
-        PIECES=pieces if asks else 1, num_warps=tile.warps, num_stages=tile.stages, **overlap,
+        PIECES=_pieces(tile) if asks else 1, num_warps=tile.warps, num_stages=tile.stages, **overlap,
     )  # fmt: skip
     return out
 
