@@ -169,7 +169,7 @@ def layer_bytes(model: nn.Module, number: int) -> int:
 def _head_bytes(
     tokens: int, width: int, vocabulary: int, number: int, budget: int | None, head: torch.Tensor, cut: int
 ) -> int:
-    """Of the fused head beyond its inputs and returned gradients, as ``fused.peak_bytes`` counts them where Triton is."""
+    """Of the fused head beyond its inputs and returned gradients; ``fused.peak_bytes`` counts them where Triton is."""
     row = vocabulary * number
     kept = tokens if budget is None else min(tokens, budget // row)
     most = math.ceil(vocabulary / cut)
