@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from logitless.errors import ConfigurationError, UnavailableError
@@ -96,7 +96,7 @@ def _run(mode: Mode, tally: "_Tally | None", layer: Callable[..., Any], *args: A
         args = (args[0] + args[1], None)
     kept: Any = _MadeAgain(tally) if mode == "selective" else _Kept(tally)
     if mode == "host":
-        kept = save_on_cpu(pin_memory=args[0].is_cuda)
+        kept = _OnHost()
     with kept:
         return layer(*args) if mode in ("keep", "selective") else checkpoint(layer, *args, use_reentrant=False)
 
@@ -133,6 +133,20 @@ class _Kept(saved_tensors_hooks):
     def __exit__(self, *args: object) -> None:
         if self._counts:
             super().__exit__(*args)
+
+
+class _OnHost(saved_tensors_hooks):
+    """Keeps what is saved in the host's memory, page-locked where it comes from a GPU.
+
+    Both copies are queued on the GPU, behind what makes a tensor and before what reads it: the host waits for neither.
+    """
+
+    def __init__(self) -> None:
+        def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+            there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            return tensor.device, there.copy_(tensor, non_blocking=True)
+
+        super().__init__(pack, lambda kept: kept[1].to(kept[0], non_blocking=True))
 
 
 # --- what kernels of ours made, made again
