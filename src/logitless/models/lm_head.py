@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from logitless.errors import InputError, UnavailableError
-from logitless.models.attention import AttentionLayout, PromptGroup
+from logitless.models.attention import AttentionLayout
 from logitless.models.modes import evaluating, whole_float32
 from logitless.models.packed import PACKED, PackedLayout
 from logitless.models.rotary import LongRotary, check_rotary_lengths, scaling_begins
@@ -190,7 +190,7 @@ def _filled_up(inputs: PackedInputs | SharedInputs, num_tokens: int) -> PackedIn
         "position_ids": torch.cat([inputs.position_ids, positions]),
     }
     if isinstance(inputs, SharedInputs):
-        return replace(inputs, **tokens, groups=(*inputs.groups, (more, ())))
+        return replace(inputs, **tokens, groups=(*inputs.groups, PromptGroup(more)))
     lengths, counts = (*inputs.lengths, more), (*inputs.source_counts, 0)
     return PackedInputs(**tokens, lengths=lengths, source=inputs.source, source_counts=counts)
 
@@ -201,7 +201,7 @@ def _packing_arguments(decoder: PreTrainedModel, inputs: PackedInputs | SharedIn
     attention = config._attn_implementation
     layout: AttentionLayout | PackedLayout
     if isinstance(inputs, SharedInputs):
-        layout = AttentionLayout([PromptGroup(*group) for group in inputs.groups], device)
+        layout = AttentionLayout(inputs.groups, device)
     else:
         layout = PackedLayout(inputs.lengths, device)
     if hasattr(decoder, "row_invariant"):
@@ -241,10 +241,8 @@ def _packed_mask(layout: PackedLayout) -> Bool[Tensor, "T T"]:
 def _shared_mask(layout: AttentionLayout) -> Bool[Tensor, "T T"]:
     """The same where completions see their prompt."""
     pieces, rows = layout.segments, torch.arange(layout.num_tokens)
-    piece = torch.repeat_interleave(torch.arange(len(pieces.length)), pieces.length)
-    first, length = pieces.prefix_row[piece][:, None], pieces.prefix_length[piece][:, None]
-    in_prompt = (rows >= first) & (rows < first + length)
-    return ((piece[:, None] == piece) | in_prompt).tril().to(layout.device)
+    last_seen_by = torch.repeat_interleave(pieces.last_seen_by, pieces.length)
+    return (rows[:, None] < last_seen_by).tril().to(layout.device)
 
 
 def why_unshared(model: nn.Module) -> str | None:

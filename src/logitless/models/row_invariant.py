@@ -298,7 +298,7 @@ class Installation:
             longest = layout.max_length
             layout = layout.attention
         else:
-            longest = max(prompt + max(completions, default=0) for prompt, completions in layout.groups)
+            longest = layout.longest
         return PackedRows(layout, position, self.reach(longest))
 
     def reach(self, length: int) -> RopeTables:
