@@ -7,7 +7,7 @@ import torch
 import triton
 
 from logitless.models import attention, paged_attention
-from logitless.models.attention import AttentionLayout, PromptGroup, prefix_attention
+from logitless.models.attention import AttentionLayout, prefix_attention
 from logitless.models.kernels import attention_launch, attention_tiles
 from logitless.models.kernels.attention_tiles import QueryTile, hopper_tiles, plain_tiles
 from logitless.models.paged_attention import (
@@ -18,6 +18,7 @@ from logitless.models.paged_attention import (
     decode_attention,
     prefill_attention,
 )
+from logitless.types import PromptGroup
 from tests.models.kernels.attention_cases import dense, draw, paged
 
 pytestmark = [

@@ -158,12 +158,12 @@ def _prefixes(
     prompts = sorted(of_prompt)
     for first, last, tokens in _alike(prompts):
         begin((s for prompt in prompts[first:last] for s in of_prompt[prompt]), tokens)
-    for prompt, sequences in of_prompt.items():
-        begin(sequences, len(prompt))
-        read = {s: pairs[s][1].token_ids[: lengths[s] - len(prompt)] for s in sequences}
+    for ids, sequences in of_prompt.items():
+        begin(sequences, len(ids))
+        read = {s: pairs[s][1].token_ids[: lengths[s] - len(ids)] for s in sequences}
         order = sorted(sequences, key=read.__getitem__)
         for first, last, tokens in _alike([read[s] for s in order]):
-            begin(order[first:last], len(prompt) + tokens)
+            begin(order[first:last], len(ids) + tokens)
     return tuple(map(tuple, found))
 
 

@@ -336,7 +336,8 @@ def prefix_attention(
     Memory: backward 2 H T float32, and K * 2 * E float32 for every key whose queries are cut into parts.
 
     Example:
-        >>> from logitless.models.attention import AttentionLayout, PromptGroup, prefix_attention
+        >>> from logitless.models.attention import AttentionLayout, prefix_attention
+        >>> from logitless.types import PromptGroup
         >>> layout = AttentionLayout([PromptGroup(prompt=5, completions=(3, 4))])
         >>> query = torch.randn(12, 4, 16)
         >>> prefix_attention(query[:3], query[:3], query[:3], layout)  # doctest: +ELLIPSIS

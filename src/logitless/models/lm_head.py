@@ -22,7 +22,7 @@ from logitless.models.attention import AttentionLayout
 from logitless.models.modes import evaluating, whole_float32
 from logitless.models.packed import PACKED, PackedLayout
 from logitless.models.rotary import LongRotary, check_rotary_lengths, scaling_begins
-from logitless.types import LMHead, PackedInputs, SharedInputs
+from logitless.types import LMHead, PackedInputs, PromptGroup, SharedInputs
 
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
@@ -266,13 +266,12 @@ def why_unshared(model: nn.Module) -> str | None:
     inner = causal_lm(model)
     if _is_meta(inner):
         return None
-    prompt, completions = 4, (3, 2)
-    probe = _probe(inner, [prompt + n for n in completions])
+    tree = PromptGroup(4, (PromptGroup(2, (1, 2)), 2))  # sequences of 7, 8 and 6 tokens
+    probe = _probe(inner, [7, 8, 6])
     ids = probe.input_ids.clone()
-    ids[prompt + completions[0] :][:prompt] = ids[:prompt]
-    rows = torch.cat([torch.arange(prompt + completions[0]), prompt + completions[0] + prompt + torch.arange(2)])
-    rows = rows.to(ids.device)
-    shared = SharedInputs(ids[rows], probe.position_ids[rows], ((prompt, completions),), rows[:0])
+    ids[7:13], ids[15:19] = ids[:6], ids[:4]
+    rows = torch.tensor([*range(7), 13, 14, 19, 20], device=ids.device)
+    shared = SharedInputs(ids[rows], probe.position_ids[rows], (tree,), rows[:0])
     with torch.no_grad(), evaluating(inner), whole_float32():
         apart = backbone_hidden(model, replace(probe, input_ids=ids))[rows]
         together = backbone_hidden(model, shared)

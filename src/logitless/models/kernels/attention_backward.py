@@ -20,7 +20,6 @@ from logitless.models.kernels.attention_forward import (
     key_rows,
     load_rows,
     load_whole_block,
-    prefix_blocks,
     products,
     query_tile,
     run_of_blocks,
@@ -98,7 +97,13 @@ def query_gradient(
     lowest = first * 0
     if WINDOWED:
         lowest = tl.maximum(prefix_length + first - window + 1, 0) // BLOCK * BLOCK
-    trunk_length, branches, gathered, own = prefix_blocks(line, prefix_length, branch_rows, BLOCK)
+    trunk_length = prefix_length
+    branches = branch_rows
+    if branch_rows is not None:
+        trunk_length = tl.load(line + 5)
+        branches = branch_rows + tl.load(line + 6)
+    gathered = trunk_length // BLOCK * BLOCK  # what lies behind the trunk, with the blocks that straddle its ends
+    own = tl.cdiv(prefix_length, BLOCK) * BLOCK
     straddled = own > gathered
     own_shift = own_row - prefix_length
 

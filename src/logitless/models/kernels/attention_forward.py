@@ -113,22 +113,6 @@ def key_rows(
 
 
 @triton.jit
-def prefix_blocks(line, prefix_length, branch_rows, BLOCK: tl.constexpr):
-    """Of a tile's line: length of the trunk, rows behind it, and from where to where blocks of the prefix are gathered.
-
-    Those are what lies behind the trunk, with the blocks that straddle its end and that of the prefix.
-    """
-    trunk_length = prefix_length
-    branches = branch_rows
-    if branch_rows is not None:
-        trunk_length = tl.load(line + 5)
-        branches = branch_rows + tl.load(line + 6)
-    gathered = trunk_length // BLOCK * BLOCK
-    own = tl.cdiv(prefix_length, BLOCK) * BLOCK
-    return trunk_length, branches, gathered, own
-
-
-@triton.jit
 def load_rows(x, row, row_ok, head, stride, column, E: tl.constexpr, WIDTH: tl.constexpr):
     """[rows, WIDTH]: x[row, head, :], zero in rows that are not ok and in columns that pad E to WIDTH."""
     place = x + row.to(tl.int64)[:, None] * stride + (head * E)[:, None] + column[None, :]
@@ -185,7 +169,8 @@ def query_tile(tiles, K: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
 def run_of_blocks(run, lowest, whole, end, straddled, gathered, own, WINDOWED: tl.constexpr):
     """Run number ``run`` of a tile's blocks: [start, masked) are loaded whole and unmasked, [masked, stop) gathered.
 
-    One run up to and with the block that straddles the prefix's end, where there is one, and one for the rest.
+    One run up to and with the block that straddles the prefix's end, where there is one, and one for the rest. Of the
+    prefix [gathered, own) is gathered.
     """
     first = (run == 0) & straddled
     start = tl.where(run == 0, lowest, tl.maximum(lowest, own))
@@ -246,7 +231,13 @@ def attention_forward(
     lowest = first * 0
     if WINDOWED:
         lowest = tl.maximum(prefix_length + first - window + 1, 0) // BLOCK * BLOCK
-    trunk_length, branches, gathered, own = prefix_blocks(line, prefix_length, branch_rows, BLOCK)
+    trunk_length = prefix_length
+    branches = branch_rows
+    if branch_rows is not None:
+        trunk_length = tl.load(line + 5)
+        branches = branch_rows + tl.load(line + 6)
+    gathered = trunk_length // BLOCK * BLOCK  # what lies behind the trunk, with the blocks that straddle its ends
+    own = tl.cdiv(prefix_length, BLOCK) * BLOCK
     straddled = own > gathered
     pages = page_table
     if PAGED:
