@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from logitless.errors import ConfigurationError, UnavailableError
 from logitless.float32_sums import gradient_dtype
 from logitless.models.lm_head import backbone, backbone_hidden
+from logitless.models.one_node import made_again
 from logitless.types import PackedInputs
 
 Mode = Literal["keep", "selective", "recompute", "host"]
@@ -98,7 +99,12 @@ def _run(mode: Mode, tally: "_Tally | None", layer: Callable[..., Any], *args: A
     if mode == "host":
         kept = _OnHost()
     with kept:
-        return layer(*args) if mode in ("keep", "selective") else checkpoint(layer, *args, use_reentrant=False)
+        if mode in ("keep", "selective"):
+            return layer(*args)
+        if not of_rows:
+            return checkpoint(layer, *args, use_reentrant=False)
+        with made_again():
+            return layer(*args)
 
 
 class _Tally:
@@ -238,9 +244,10 @@ def costs_per_token(model: nn.Module) -> dict[Mode, Cost]:
         with _gradients_in_place(model):
             for mode in _modes_of(layers):
                 (kept0, peak0), (kept1, peak1) = (_kept_and_peak(model, mode, tokens) for tokens in (few, many))
-                kept = (kept1 - kept0) / (many - few) / len(layers)
-                peak = (peak1 - peak0) / (many - few)
-                found[mode] = Cost(kept, max(0.0, peak - kept * len(layers)))
+                kept = (kept1 - kept0) / (many - few)
+                # in short rows a part of it may be a weight's: what is needed grows as fast as it is in the longer row
+                needed = max((peak1 - peak0) / (many - few) - kept, (peak1 - kept1) / many)
+                found[mode] = Cost(kept / len(layers), max(0.0, needed))
     finally:
         for layer, (on, function) in zip(layers, before, strict=True):
             layer.gradient_checkpointing = on
