@@ -3,8 +3,8 @@
     python benchmarks/common_beginnings.py
 
 8 prompts with 8 completions each, and every prompt begins with the same instructions, as with a long system message,
-descriptions of tools or worked examples. The same step with nothing shared, with each prompt read once
-(what a pass would do if it knew of prompts alone), and with the tree: instructions once, then each prompt once, then the
+descriptions of tools or worked examples. The same step with nothing shared, with each prompt read once (what a pass
+would do if it knew of prompts alone), and with the tree: instructions once, then each prompt once, then the
 completions. Random weights, bfloat16 with float32 masters, row-invariant layers; loss and gradient norm say that the
 three are one step.
 """
