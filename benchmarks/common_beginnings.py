@@ -71,7 +71,7 @@ def measure(shape: Shape, device: str, keep: Callable[[dict[str, Any]], None], *
             recipe = stage.learner.recipe
             train = recipe.train.model_copy(update={"share_prompts": way != "nothing"})
             stage.learner.recipe = recipe.model_copy(update={"train": train})
-            stage.policy.share_prompts = way != "nothing"
+            stage.policy.shares_prompts = way != "nothing"
             plan = rollouts.plan.micro_batches
             logp = scores_of(stage.policy, rollouts.packed, plan, temperature=1.0, backend="auto").logp
             taken = stage.timed(Stepper(stage._learn, stage._learn), rollouts, Reference(logp, {}, None, None), steps=5)
