@@ -603,6 +603,7 @@ def _tensors(item: "TokenBatch | PackedBatch | PackedInputs | SharedInputs") -> 
 
 def _ranges(counts: Sequence[int], chosen: Sequence[int]) -> Int[Tensor, "K"]:
     """Indices of the chosen contiguous ranges, one after the other."""
-    starts = torch.cumsum(torch.tensor([0, *counts]), 0)
-    parts = [torch.arange(int(starts[s]), int(starts[s + 1])) for s in chosen]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)
+    every, these = torch.tensor(counts, dtype=torch.long), torch.tensor(chosen, dtype=torch.long)
+    sizes = every[these]
+    begins = (every.cumsum(0) - every)[these] - (sizes.cumsum(0) - sizes)
+    return torch.repeat_interleave(begins, sizes) + torch.arange(int(sizes.sum()))

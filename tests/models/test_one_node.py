@@ -78,6 +78,37 @@ def test_a_gradient_of_a_gradient_is_refused():
         torch.autograd.grad(out.square().sum(), weight, create_graph=True)
 
 
+class Times(torch.autograd.Function):
+    """x * weight, whose gradient is float32."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, grad.float() * x.float()
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_parameter_that_sums_in_float32_gets_its_gradient_from_the_node_unless_somebody_hooks_it(hooked):
+    weight, seen = torch.nn.Parameter(torch.tensor([1.0, 3.0], dtype=torch.bfloat16)), []
+    weight.grad_dtype = torch.float32
+    if hooked:
+        weight.register_hook(lambda grad: seen.append(grad.clone()))
+    x = torch.tensor([2.0, 1 / 3], dtype=torch.bfloat16, requires_grad=True)
+    expected = torch.zeros(2)
+    for factor in (1.0, 1 / 256, 3.0):
+        (out,) = one_node(lambda: (apply(Times, x, weight),), [x, weight])
+        (factor * out).sum().backward()
+        expected += torch.tensor(factor).bfloat16().float() * x.detach().float()
+    assert weight.grad.dtype == torch.float32
+    assert torch.equal(weight.grad, expected)
+    assert len(seen) == (3 if hooked else 0)
+
+
 def test_what_needs_no_gradient_gets_none():
     x, weight = torch.ones(2), torch.tensor(3.0, requires_grad=True)
     out, *_ = one_node(scaled_twice, [x, weight])

@@ -195,7 +195,7 @@ class AttentionLayout:
         within = torch.arange(int(length.sum())) - torch.repeat_interleave(starts - prefix_length, length)
         padded = torch.zeros(self.num_tokens, dtype=torch.int32)
         padded[: len(within)] = within.int()
-        return padded.to(self.device)
+        return sent(padded, self.device)
 
     def unshared(self) -> "tuple[AttentionLayout, Int[Tensor, 'U']]":
         """The same sequences each in full, and for every token of theirs its row here.
@@ -296,9 +296,20 @@ def _divided_up(number: Any, by: Any) -> Any:
 def table(columns: tuple[Tensor, ...], order: Tensor, device: torch.device | str) -> Tensor:
     """Rows of 8 int32 on the device, in this order."""
     rows = torch.zeros(len(order), 8, dtype=torch.int32)
-    for i, column in enumerate(columns):
-        rows[:, i] = column[order].int()
-    return rows.to(device)
+    rows[:, : len(columns)] = torch.stack(columns, 1)[order]
+    return sent(rows, device)
+
+
+def sent(numbers: Tensor, device: torch.device | str) -> Tensor:
+    """Numbers on the device, for whatever is launched next; the host does not wait for what was launched before.
+
+    Example:
+        >>> sent(torch.arange(2), "cpu").tolist()
+        [0, 1]
+    """
+    if numbers.is_cuda or torch.device(device).type != "cuda":
+        return numbers.to(device)
+    return numbers.pin_memory().to(device, non_blocking=True)
 
 
 def prefix_attention(

@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from logitless.float32_sums import add_gradient, sums_in_float32
 from logitless.second_derivative import refuse_second_derivative
 
 Function = type[torch.autograd.Function]
@@ -122,6 +123,7 @@ class _Node:
 
     def __init__(self, inputs: Sequence[Tensor], needed: Sequence[bool]) -> None:
         self.numbers = {id(each): i for i, each in enumerate(inputs) if needed[i]}
+        self.parameters = [(i, each) for i, each in enumerate(inputs) if needed[i] and type(each) is nn.Parameter]
         self.alive: list[Any] = list(inputs)  # so that no two tensors have one id
         self.count = self.num_inputs = len(inputs)
         self.steps: list[tuple[Function, Context, list[int | None], list[int]]] = []
@@ -129,13 +131,14 @@ class _Node:
 
     def run(self, function: Function, args: tuple[Any, ...]) -> Any:
         """A function's forward; what it made is known from now on."""
-        numbers, context = self.numbers, Context()
-        sources = [numbers.get(id(each)) for each in args]
-        for source, each in zip(sources, args, strict=True):
+        numbers, context, sources = self.numbers, Context(), list[int | None]()
+        for each in args:
+            source = numbers.get(id(each))
             assert source is not None or not isinstance(each, Tensor) or not each.requires_grad, "an input of the node"
-        context.needs_input_grad = tuple(number is not None for number in sources)
+            sources.append(source)
+        context.needs_input_grad = tuple([source is not None for source in sources])
         made = function.forward(context, *args)
-        if any(context.needs_input_grad):
+        if True in context.needs_input_grad:
             outs = made if isinstance(made, tuple) else (made,)
             targets = list(range(self.count, self.count + len(outs)))
             self.count += len(outs)
@@ -155,7 +158,7 @@ class _Node:
         return saved
 
     def backward(self, saved: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of the inputs."""
+        """Gradients of the inputs; parameters with a float32 sum have theirs added to it."""
         found: list[Tensor | None] = [None] * self.count
         end = len(saved)
         for number, grad in zip(self.outputs, grads, strict=True):
@@ -174,6 +177,11 @@ class _Node:
             for number in targets:
                 found[number] = None
             end = begin
+        for number, parameter in self.parameters:
+            grad = found[number]
+            if grad is not None and grad.dtype == torch.float32 and sums_in_float32(parameter):
+                add_gradient(parameter, grad)
+                found[number] = None
         return found[: self.num_inputs]
 
 

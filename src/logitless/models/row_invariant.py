@@ -463,7 +463,10 @@ def _linear(module: Any) -> nn.Linear:
 
 def _projection(module: Any) -> Projection:
     if type(module) is nn.Linear:
-        return Projection(module.weight, module.bias)
+        parameters = (
+            module._parameters
+        )  # nn.Module looks through three dictionaries, and there are seven of them a layer
+        return Projection(cast(Tensor, parameters["weight"]), parameters["bias"])
     base, lora = _split_lora(module)
     if lora is None:
         return Projection(base.weight, base.bias)

@@ -14,7 +14,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from itertools import cycle
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from logitless.float32_sums import end_to_end
 from logitless.models import attention, linear, paged_attention
+from logitless.models.kernels.compiling import Compiling
 from logitless.models.kernels.linear import REFERENCE, Tile, fixed_order_product
 from logitless.models.kernels.rotary import Heads
 from logitless.models.kernels.rows import CHECKED_ROWS, FEW_ROWS
@@ -110,21 +111,24 @@ class Report:
         return not any(count for counts in self.attention.values() for count in counts.values())
 
 
-def self_check(model: nn.Module, *, thorough: bool = False, folder: Path | None = None) -> Report:
+def self_check(
+    model: nn.Module, *, thorough: bool = False, folder: Path | None = None, beside: Callable[[], object] | None = None
+) -> Report:
     """Checks what a model with row-invariant layers will run on its GPU, and plans its products accordingly.
 
     Args:
         model: on CUDA, after ``install_row_invariant``.
         thorough: try every tile instead of the default ones, and check again what is known.
         folder: of the findings; default ``logitless`` in the user's cache.
+        beside: launches what else is to be compiled, at the same time (as inside ``compiled_together``).
 
     Returns:
         What was found; the plans are in force from here on.
     """
     decoder: Any = backbone(model)
     weight = decoder.norm.weight
-    forms = list(dict.fromkeys(layer.row_invariant_form for layer in decoder.layers))
-    return check_shapes(product_shapes(model), forms, weight.dtype, weight.device, thorough=thorough, folder=folder)
+    shapes, forms = product_shapes(model), _forms(decoder)
+    return check_shapes(shapes, forms, weight.dtype, weight.device, thorough=thorough, folder=folder, beside=beside)
 
 
 def check_layer(device: torch.device) -> Report:
@@ -149,7 +153,7 @@ def rows_in_words(counts: Sequence[int]) -> str:
 
 def check_shapes(
     shapes: Sequence[tuple[Shape, bool]], forms: Sequence[AttentionForm], dtype: torch.dtype, device: torch.device, *,
-    thorough: bool = False, folder: Path | None = None,
+    thorough: bool = False, folder: Path | None = None, beside: Callable[[], object] | None = None,
 ) -> Report:  # fmt: skip
     """``self_check`` of shapes of products, each with whether it only has few rows, and of forms of attention."""
     path = _known_path(folder, device)
@@ -158,12 +162,13 @@ def check_shapes(
     start = time.perf_counter()
     entries: dict[str, Any] = known.setdefault("linear", {})
     known_forms = known.setdefault("attention", {})
-    new = {form_name(form, dtype): form for form in forms if form_name(form, dtype) not in known_forms}
     unknown = [shape for shape, _ in shapes if shape_name(shape) not in entries]
-    with _current(device), Beside(device) as beside:  # attention compiles longest: products are checked meanwhile
-        found = {name: beside(partial(check_attention, form, dtype, device)) for name, form in new.items()}
-        for compiled in [beside(call) for call in compilations(unknown, thorough=thorough)]:
-            compiled.result()
+    new = [form for form in forms if form_name(form, dtype) not in known_forms]
+    attended = [partial(check_attention, form, dtype, device, launched_once=True) for form in new]
+    others = [] if beside is None else [beside]
+    with _current(device), _compiled(device, attended, compilations(unknown, thorough=thorough), others) as compiled:
+        attention_compiled, products_compiled, _ = compiled  # attention takes longest: products are checked meanwhile
+        products_compiled()
         for shape, few_only in shapes:
             name = shape_name(shape)
             entry = entries.get(name)
@@ -174,8 +179,12 @@ def check_shapes(
                 plan, finding = _plan(entry["plan"]), _finding(entry["finding"])
             set_plan(shape, plan)
             report.linear[name] = finding
-        known_forms |= {name: differing.result() for name, differing in found.items()}
-    report.attention = {form_name(form, dtype): known_forms[form_name(form, dtype)] for form in forms}
+        attention_compiled()
+        for form in forms:
+            name = form_name(form, dtype)
+            if name not in known_forms:
+                known_forms[name] = check_attention(form, dtype, device)
+            report.attention[name] = known_forms[name]
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     report.seconds = time.perf_counter() - start
@@ -183,25 +192,50 @@ def check_shapes(
     return report
 
 
+@contextmanager
+def _compiled(device: torch.device, *groups: Sequence[Callable[[], object]]) -> Iterator[list[Callable[[], None]]]:
+    """What groups of calls launch is compiled by threads; yields a function for each that waits for its kernels.
+
+    At its end all are waited for. On a CPU, whose interpreter compiles nothing, no call is made.
+    """
+    if device.type != "cuda" or not any(groups):
+        yield [_nothing] * len(groups)
+        return
+    with Compiling() as compiling:
+        yield [compiling.begin(calls) for calls in groups]
+
+
+def _nothing() -> None:
+    return
+
+
+def _forms(decoder: Any) -> list[AttentionForm]:
+    return list(dict.fromkeys(layer.row_invariant_form for layer in decoder.layers))
+
+
 def machine(device: torch.device) -> dict[str, str]:
     """What findings depend on."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
-    except OSError:
-        driver = "unknown"
     sources = b"".join(Path(m.__file__ or "").read_bytes() for m in (linear, attention, paged_attention))
     kernels = Path(__file__).parent / "kernels"
     sources += b"".join(path.read_bytes() for path in sorted(kernels.glob("*.py"))) + Path(__file__).read_bytes()
     return {
         "gpu": torch.cuda.get_device_name(device),
-        "driver": driver,
+        "driver": _driver(),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "triton": triton.__version__,
         "workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
         "source": hashlib.sha256(sources).hexdigest()[:12],
     }
+
+
+@cache
+def _driver() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
+    except OSError:
+        return "unknown"
 
 
 def product_shapes(model: nn.Module) -> list[tuple[Shape, bool]]:
@@ -369,35 +403,6 @@ def _run_once(tile: Tile, shape: Shape) -> None:
     _try(tile, weight.new_empty(16, shape.length), weight, bias, shape.out_dtype)
 
 
-class Beside:
-    """Calls in threads of their own on a GPU, whose results are waited for; on a CPU one after the other.
-
-    What takes time is compilation, half a second to two seconds a kernel, of which Python itself has a tenth.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._executor = ThreadPoolExecutor(64 if device.type == "cuda" else 1)
-        if device.type == "cuda":
-            triton.runtime.driver.active.get_current_device()  # loads the driver, before several threads do
-
-    def __enter__(self) -> "Beside":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._executor.shutdown()
-
-    def __call__(self, call: Callable[[], Any]) -> "Future[Any]":
-        """What the call gives, once it has."""
-        return self._executor.submit(self._on_device, call)
-
-    def _on_device(self, call: Callable[[], Any]) -> Any:
-        with _current(self._device), torch.no_grad():
-            if self._device.type == "cuda":
-                torch.zeros(1, device=self._device)  # CUDA's runtime gives a thread its context with its first launch
-            return call()
-
-
 def _current(device: torch.device) -> torch.cuda.device:
     """A region in which kernels are launched on this device; none of CUDA's for another kind."""
     return torch.cuda.device(device if device.type == "cuda" else -1)
@@ -456,11 +461,18 @@ def _differs(a: Tensor, b: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def check_attention(form: AttentionForm, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+def check_attention(
+    form: AttentionForm, dtype: torch.dtype, device: torch.device, *, launched_once: bool = False
+) -> dict[str, int]:
     """Numbers of the output and of the log-sum-exp that decoding and prefilling have otherwise than the packed row.
 
     One sequence of three splits: every position of it decoded, those behind its first pages also with these pages read
     once for all, and prefilled in chunks of odd sizes.
+
+    Args:
+        form: of attention.
+        dtype, device: of keys.
+        launched_once: launch every kernel, and look at nothing.
     """
     heads = form.heads
     length = 1100 if device.type == "cuda" else 70
@@ -493,7 +505,7 @@ def check_attention(form: AttentionForm, dtype: torch.dtype, device: torch.devic
         step = paged_attention.DecodeLayout(table[rows].clone(), position[rows].clone(), shared)
         return paged_attention.decoding(query[rows].clone(), cache, step, **options)
 
-    starts = range(length % 5, length, 25)
+    starts = range(length % 5, length, 25)[: 1 if launched_once else None]
     num_shared = max(1, length * 5 // 8 // page)
     behind = num_shared * page  # rows that see all shared pages
     members = torch.arange(length - behind, dtype=torch.int32, device=device)[None]
@@ -505,21 +517,16 @@ def check_attention(form: AttentionForm, dtype: torch.dtype, device: torch.devic
             (rows := slice(behind, length), decoding(rows, paged_attention.SharedPages(members, counts[:1], counts)))
         ],
     }
-    packed = partial(attention.prefix_attention, query, key, value, layout, **options)
-    prefilled = partial(paged_attention.prefill_attention, query, cache, prefill, **options)
-    with Beside(device) as beside:  # every kernel is compiled by itself
-        results = [beside(call) for call in (packed, prefilled)]
-        if device.type == "cuda":
-            alone = [beside(launch) for [(_, step), *_] in steps.values() for launch in step.launches]
-            for each in alone:
-                each.result()
-    expected, in_chunks = (each.result() for each in results)
+    expected = attention.prefix_attention(query, key, value, layout, **options)
+    in_chunks = paged_attention.prefill_attention(query, cache, prefill, **options)
     found = {"prefilled in chunks": [(slice(0, length), in_chunks)]}
     for how, parts in steps.items():
         for _, step in parts:
             for launch in step.launches:
                 launch()
         found[how] = [(rows, (step.output, step.log_sum_exp)) for rows, step in parts]
+    if launched_once:
+        return {}
     return {
         f"{how}, {what}": sum(int((got[i] != expected[i][rows]).sum()) for rows, got in parts)
         for how, parts in found.items()

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -150,10 +151,10 @@ class GpuEngine:
         inner: Any = causal_lm(self._model)
         limit = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
         check_prompts(prompts, num_samples, options, limit)
-        self._check_model()
         wanted = _Wanted(prompts, num_samples, options, seed, tuple(stop_ids(self.tokenizer, inner, options)))
         rows, tokens, part = min(self.max_rows, len(prompts) * num_samples), self.prefill_tokens, 1
         with torch.no_grad(), evaluating(self._model), _on(self._weight.device):
+            self._check_model(wanted, rows)
             while wanted.unfinished:
                 try:
                     _Session(self, wanted, max_rows=rows, read_at_once=tokens, part=part).run()
@@ -183,8 +184,11 @@ class GpuEngine:
         """New tokens that a completion may have; benchmarks set an end to each."""
         return options.max_new_tokens
 
-    def _check_model(self) -> None:
-        """Look at this machine's kernels once for a model, and again when it was moved, resized or cast."""
+    def _check_model(self, wanted: "_Wanted", max_rows: int) -> None:
+        """Look at this machine's kernels once for a model, and again when it was moved, resized or cast.
+
+        What the check and what the steps launch is compiled at once.
+        """
         if lm_head(self._model).lora_a is not None:
             raise UnavailableError(
                 needed="an LM head without an adapter",
@@ -196,7 +200,13 @@ class GpuEngine:
         if facts != self._checked and self._weight.is_cuda:
             from logitless.models.self_check import self_check
 
-            self._kept_bits = self_check(self._model).exact
+            steps = self._steps_for(max_rows, wanted.max_pages, wanted.num_samples)
+            try:
+                steps.open(1)
+                beside = partial(steps.launch_all, max_rows, wanted.reaches, wanted.drawing)
+                self._kept_bits = self_check(self._model, beside=beside).exact
+            finally:
+                steps.close()
             if not self._kept_bits:
                 logger.warning("attention here has not one set of bits: what is sampled will be scored again")
         self._checked = facts
@@ -240,6 +250,22 @@ class _Wanted:
     done: dict[tuple[int, int], "_Scored"] = field(default_factory=dict)
 
     @property
+    def drawing(self) -> Drawing:
+        """How tokens are drawn and what ends a completion."""
+        return Drawing(self.options, self.ends)
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of the longest completion, its prompt included."""
+        return pages_for(max(len(prompt.token_ids) for prompt in self.prompts) + self.options.max_new_tokens - 1)
+
+    @property
+    def reaches(self) -> tuple[int, int]:
+        """The least and the most positions that a step has to reach."""
+        lengths = [len(prompt.token_ids) for prompt in self.prompts]
+        return min(lengths) + 1, max(lengths) + self.options.max_new_tokens
+
+    @property
     def unfinished(self) -> list[list[int]]:
         """Samples of each prompt that are missing; an empty list where none is."""
         left = [[g for g in range(self.num_samples) if (p, g) not in self.done] for p in range(len(self.prompts))]
@@ -279,16 +305,14 @@ class _Session:
 
     def __init__(self, engine: GpuEngine, wanted: _Wanted, *, max_rows: int, read_at_once: int, part: int = 1) -> None:
         self.engine, self.wanted, self.model = engine, wanted, engine._model
-        self.options, self.drawing = wanted.options, Drawing(wanted.options, wanted.ends)
+        self.options, self.drawing = wanted.options, wanted.drawing
         missing, new = wanted.unfinished, wanted.options.max_new_tokens
         chosen = [p for p, samples in enumerate(missing) if samples]
         self.lengths = [len(prompt.token_ids) for prompt in wanted.prompts]
         lengths = [self.lengths[p] for p in chosen]
         needs = [PromptPages.of(length, new) for length in lengths]
         max_rows = min(max_rows, sum(map(len, missing)))
-        steps = engine._steps_for(
-            max_rows, max(pages_for(self.lengths[p] + new - 1) for p in chosen), wanted.num_samples
-        )
+        steps = engine._steps_for(max_rows, wanted.max_pages, wanted.num_samples)
         self.steps, self.device = steps, steps.device
         num_pages = pages_within(
             _budget(self.device) if engine.memory is None else engine.memory,
@@ -300,7 +324,6 @@ class _Session:
             max_rows,
         )
         self.num_pages = num_pages = max(num_pages // part, *(need.to_begin for need in needs))
-        self.reaches = min(lengths) + 1, max(lengths) + new
         self.schedule = Schedule(
             self.lengths, missing, max_new_tokens=new, pool=Pool(num_pages), max_rows=max_rows,
             read_at_once=read_at_once,
@@ -319,7 +342,7 @@ class _Session:
         before: _Round | None = None
         try:
             self.steps.open(self.num_pages)
-            self.steps.compile(len(self.drawn), self.reaches, self.drawing)
+            self.steps.compile(len(self.drawn), self.wanted.reaches, self.drawing)
             while self.schedule.unfinished or before is not None:
                 after = self._launch()
                 if before is not None:
