@@ -1,4 +1,4 @@
-"""Row-invariant layers whose weights are cut over ranks: run a second time, they have the gradients of being run once."""
+"""Row-invariant layers whose weights are cut over ranks: run a second time, they give the same gradients."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.models.tiny import packed
 from tests.ranks import run_on_ranks
 
 
-def _gradients(rank, mode):  # noqa: ARG001 every rank does the same
+def _gradients(rank, mode):
     complete_interpreter()
     model = small("qwen3").train()
     install_row_invariant(model)
