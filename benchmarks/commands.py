@@ -40,7 +40,7 @@ STAND_INS = (
 )
 """The 0.5B recipe where there is no hub: weights drawn at random, eight questions."""
 
-BENCHMARKS = ("precision", "optimizer", "attention", "layers", "compile")
+BENCHMARKS = ("precision", "optimizer", "attention", "layers", "compile", "sampling")
 
 EVERYWHERE = {
     "doctor": "logitless doctor",

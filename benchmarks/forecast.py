@@ -2,6 +2,7 @@
 
     python benchmarks/forecast.py                          # the cases of this machine that its results lack
     python benchmarks/forecast.py --cases length-toy --again
+    python benchmarks/forecast.py --page                   # puts the results into docs/doctor.md
 
 Forecast and run have a process each, so that neither finds memory or kernels that the other left. The run's block is
 the median over all but the first, which compiles. Both are repeated in turn, because a machine is not equally fast all
@@ -13,6 +14,7 @@ import argparse
 import json
 import statistics
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -23,12 +25,15 @@ import torch
 
 from logitless.bench.machine import environment, short_name, write_result
 from logitless.doctor.forecast import Forecast, forecast_of
+from logitless.train.memory import size_text
 from logitless.train.plan import plan_of
 from logitless.train.recipe import load_recipe
 from logitless.train.run import start
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "doctor.md"
+BEGIN, END = "<!-- forecasts: begin (made by `python benchmarks/forecast.py --page`) -->\n\n", "<!-- forecasts: end -->"
 
 STILL = ("train.optimizer.learning_rate=1e-12", "train.optimizer.warmup_steps=0")
 WITHOUT_A_HUB = (
@@ -70,7 +75,7 @@ ON_A_GPU = {
             "model.trained_dtype=bfloat16",
             "model.gradient_checkpointing=false",
         ),
-        4,
+        3,
     ),
     "0.5b, recipe": Case(
         "qwen2.5-0.5b-gsm8k",
@@ -83,9 +88,12 @@ ON_A_GPU = {
             *SMALL[:-2],
             "model.source=recipes/dry-run/qwen3-1.7b",
             "rollout.prompts_per_block=8",
-            "rollout.completions_per_prompt=24",
+            "rollout.completions_per_prompt=12",
+            "rollout.max_rows=48",
+            "rollout.sampling={max_new_tokens: 256}",
+            "train.tokens_per_step=12288",
         ),
-        3,
+        2,
     ),
 }
 
@@ -111,33 +119,62 @@ def real(recipe: Path, overrides: list[str], blocks: int) -> tuple[float, int, l
     return later, records[-1]["memory/peak_bytes"], kept
 
 
-def compared(name: str, case: Case, repeats: int) -> dict[str, Any]:
-    """Both, and how far the forecast is off, as a fraction of the run's."""
+def compared(name: str, case: Case, repeats: int) -> Iterator[dict[str, Any]]:
+    """Both, and how far the forecast is off, as a fraction of the run's; after each repeat."""
     recipe, overrides = ROOT / "recipes" / f"{case.recipe}.yaml", [*STILL, *case.overrides]
     foretold, ran = list[Forecast](), list[tuple[float, int, list[dict[str, Any]]]]()
-    for _ in range(repeats):
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as processes:
-            foretold.append(processes.submit(forecast, recipe, overrides).result())
-            ran.append(processes.submit(real, recipe, overrides, case.blocks).result())
-    expected = statistics.median(each.block_seconds for each in foretold)
-    seconds = statistics.median(each for each, _, _ in ran)
-    held, peak = (statistics.median(each) for each in ([f.peak_bytes for f in foretold], [p for _, p, _ in ran]))
-    return {
-        "case": name,
-        "recipe": case.recipe,
-        "overrides": overrides,
-        "blocks": case.blocks,
-        "repeats": repeats,
-        "forecast_block_seconds": expected,
-        "run_block_seconds": seconds,
-        "seconds_off": expected / seconds - 1,
-        "forecast_seconds": [dict(each.seconds) for each in foretold],
-        "run_seconds": [records for _, _, records in ran],
-        "forecast_peak_bytes": held,
-        "planned_bytes": foretold[0].planned_bytes,
-        "run_peak_bytes": peak,
-        "peak_off": held / peak - 1,
-    }
+    for done in range(1, repeats + 1):
+        spawn = get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=spawn) as first, ProcessPoolExecutor(1, mp_context=spawn) as second:
+            second.submit(int)  # its imports meanwhile
+            foretold.append(first.submit(forecast, recipe, overrides).result())
+            first.shutdown()
+            ran.append(second.submit(real, recipe, overrides, case.blocks).result())
+        expected = statistics.median(each.block_seconds for each in foretold)
+        seconds = statistics.median(each for each, _, _ in ran)
+        held, peak = (statistics.median(each) for each in ([f.peak_bytes for f in foretold], [p for _, p, _ in ran]))
+        yield {
+            "case": name,
+            "recipe": case.recipe,
+            "overrides": overrides,
+            "blocks": case.blocks,
+            "repeats": done,
+            "share": foretold[0].share,
+            "forecast_block_seconds": expected,
+            "run_block_seconds": seconds,
+            "seconds_off": expected / seconds - 1,
+            "forecast_seconds": [dict(each.seconds) for each in foretold],
+            "run_seconds": [records for _, _, records in ran],
+            "forecast_peak_bytes": held,
+            "planned_bytes": foretold[0].planned_bytes,
+            "run_peak_bytes": peak,
+            "peak_off": held / peak - 1,
+        }
+
+
+def table(results: Path = RESULTS) -> str:
+    """Each case of each machine: the forecast beside the run."""
+    lines = [
+        "| Case | On | A block, forecast | in a run | off | Memory, forecast | in a run | off |",
+        "|---|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for path in sorted(results.glob("forecast-*.json")):
+        document = json.loads(path.read_text())
+        where = document["environment"]
+        on = "a CPU" if where["gpu"] == "none" else where["gpu"]
+        for row in document["rows"]:
+            seconds = [f"{row[f'{name}_block_seconds']:.3g} s" for name in ("forecast", "run")]
+            held = [size_text(row[f"{name}_peak_bytes"]) for name in ("forecast", "run")]
+            times, sizes = " | ".join(seconds), " | ".join(held)
+            off = f"{row['seconds_off']:+.1%}", f"{row['peak_off']:+.1%}"
+            lines.append(f"| {row['case']} | {on} | {times} | {off[0]} | {sizes} | {off[1]} |")
+    return "\n".join(lines)
+
+
+def with_table(page: str) -> str:
+    """A page with the table between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}{table()}\n\n{END}{rest.partition(END)[2]}"
 
 
 def main() -> None:
@@ -149,16 +186,22 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure cases that have a row, too")
     parser.add_argument("--repeats", type=int, default=3, help="forecasts and runs of each")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--page", action="store_true", help="only write the table of docs/doctor.md anew")
     options = parser.parse_args()
+    if options.page:
+        PAGE.write_text(with_table(PAGE.read_text()))
+        return
     machine = environment(device, ("triton", "transformers"))
     path, rows = options.out / f"forecast-{short_name(device)}.json", dict[str, dict[str, Any]]()
     if path.exists() and (before := json.loads(path.read_text()))["environment"] == machine:
         rows = {row["case"]: row for row in before["rows"]}
     for name in options.cases:
         if name not in rows or options.again:
-            rows[name] = compared(name, cases[name], options.repeats)
-            print(json.dumps(rows[name], indent=1), flush=True)
-            write_result(path, {"environment": machine, "rows": list(rows.values())})
+            for row in compared(name, cases[name], options.repeats):
+                rows[name] = row
+                found = f"{row['forecast_block_seconds']:.3g} s forecast, {row['run_block_seconds']:.3g} s in a run"
+                print(f"{name}: {found}, memory {row['peak_off']:+.1%}", flush=True)
+                write_result(path, {"environment": machine, "rows": list(rows.values())})
 
 
 if __name__ == "__main__":

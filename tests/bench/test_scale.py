@@ -166,5 +166,29 @@ def test_a_step_in_one_layout_is_forecast_from_constants_measured_in_the_other(r
     assert seconds == pytest.approx(row["gpus"] * tokens / row["tokens_per_second"], rel=0.05)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [row for row in STEPS if row["gpus"] == 4 and row["layout"] in OTHER and row["model"] == "qwen3-1.7b"],
+    ids=_name,
+)
+def test_a_step_on_four_gpus_is_forecast_from_constants_measured_on_two(row):
+    speeds = Speeds.measured([each for each in STEPS if each["model"] == row["model"] and each["gpus"] < 4])
+    tokens = row["tokens"] * row["micro_batches"]
+    seconds = tokens / speeds.tokens_per_second + speeds.exposed * row["sent_bytes"] / speeds.bytes_per_second
+    assert seconds == pytest.approx(4 * tokens / row["tokens_per_second"], rel=0.1)
+
+
+MUST = [
+    row
+    for row in STEPS
+    if row["gpus"] == 4 and row["layout"] == "shard" and row["model"] in ("qwen3-1.7b", "llama-3.1-8b-lora")
+]
+
+
+def test_four_gpus_do_nine_tenths_of_four_times_the_work_of_one():
+    assert {row["model"] for row in MUST} == {"qwen3-1.7b", "llama-3.1-8b-lora"}
+    assert all(row["efficiency"] >= 0.9 for row in MUST)
+
+
 def test_the_page_shows_what_was_measured():
     assert scale_report.update([ROOT / "docs/scale.md"], ROOT / "benchmarks/results", check=True) == 0

@@ -13,7 +13,7 @@ from logitless.doctor.machine import left_on_the_table, takes_row_invariant_laye
 from logitless.train.plan import plan_of
 from tests.train.tiny import tiny_raw, tiny_recipe
 
-TINY = Scale(0, 2, 5.0, 16, 1, 1, 16, 8, (8,), (8,))
+TINY = Scale(0, 2, 5.0, 16, 1, 1, 16, 8, (8,), (8,), 16, 2, (8, 16))
 
 
 def slept(seconds: float) -> Step:
@@ -27,7 +27,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "QUICK", TINY)
 
 
-@pytest.mark.parametrize("name", ["attention", "precision", "optimizer", "layers"])
+@pytest.mark.parametrize("name", ["attention", "precision", "optimizer", "layers", "sampling"])
 def test_a_quick_look_prints_and_keeps_every_contender(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +129,37 @@ def test_doctor_leaves_out_lines_that_would_cost_one_set_of_bits(
     assert len(left_on_the_table(recipe, plan_of(recipe))) == len(lines)
     monkeypatch.setattr("logitless.doctor.machine.takes_row_invariant_layers", lambda *_: True)
     assert left_on_the_table(recipe, plan_of(recipe)) == ["train.optimizer.implementation: fused — bench optimizer"]
+
+
+def test_doctor_names_the_dtype_that_row_invariant_layers_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr("logitless.doctor.machine.recommended_here", list)
+    monkeypatch.setattr("logitless.doctor.machine.device_of", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**37, 2**37))
+    source = tiny_raw(tmp_path)["model"]["source"] | {"hidden_size": 64, "intermediate_size": 64}
+
+    def left(**changes: object) -> str:
+        recipe = tiny_recipe(tmp_path, model__source=source, **changes)
+        return "\n".join(left_on_the_table(recipe, plan_of(recipe)))
+
+    wanted = "model.trained_dtype: bfloat16, and no model.autocast"
+    assert wanted in left()
+    assert wanted in left(model__autocast="bfloat16")
+    assert wanted not in left(model__trained_dtype="bfloat16")
+    assert wanted not in left(model__layers="transformers")
+    assert wanted not in left(model__attention="sdpa")
+
+
+def test_rows_are_recommended_where_there_is_room_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("logitless.doctor.machine.recommended_here", lambda: [("sampling", "rollout.max_rows: 8")])
+    few, all_ = tiny_recipe(tmp_path, rollout__max_rows=4), tiny_recipe(tmp_path, rollout__max_rows=16)
+    assert left_on_the_table(few, plan_of(few)) == ["rollout.max_rows: 8 — bench sampling"]
+    assert left_on_the_table(all_, plan_of(all_)) == []
+    monkeypatch.setattr("logitless.doctor.machine.free_memory", lambda _: 3 * plan_of(few).total_bytes)
+    assert left_on_the_table(few, plan_of(few)) == []
 
 
 def test_row_invariant_layers_are_taken_on_a_gpu_for_bfloat16_weights_alone(tmp_path: Path) -> None:

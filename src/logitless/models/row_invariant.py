@@ -192,11 +192,13 @@ class RowInvariantLayer:
                 args = (delta, *args)
             return cast(Any, super()).forward(hidden_states, *args, **kwargs)
         weights = _LayerWeights.of(own, gemma=self.row_invariant_gemma)
-        inputs = [hidden_states, *([] if delta is None else [delta]), *weights.tensors]
-        made = one_node(lambda: self._rows(hidden_states, delta, rows, weights), inputs)
+        given = [hidden_states, *([] if delta is None else [delta])]
+        made = one_node(partial(self._rows, rows, weights), given, weights.tensors)
         return made if len(made) == 2 else (*made, None)
 
-    def _rows(self, residual: Tensor, delta: Tensor | None, rows: Rows, weights: "_LayerWeights") -> tuple[Tensor, ...]:
+    def _rows(
+        self, rows: Rows, weights: "_LayerWeights", residual: Tensor, delta: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """(residual, delta) of the next layer; the former alone where there is nothing to be added."""
         norms, eps, gemma = weights.norms, weights.eps, self.row_invariant_gemma
         residual, x = _add_and_norm(residual, delta, norms[0], eps[0], gemma)
@@ -301,7 +303,7 @@ class Installation:
             longest = layout.max_length
             layout = layout.attention
         else:
-            longest = max(prompt + max(completions, default=0) for prompt, completions in layout.groups)
+            longest = layout.longest
         return PackedRows(layout, position, self.reach(longest))
 
     def reach(self, length: int) -> RopeTables:
