@@ -169,13 +169,17 @@ def layer_bytes(model: nn.Module, number: int) -> int:
 def _head_bytes(
     tokens: int, width: int, vocabulary: int, number: int, budget: int | None, head: torch.Tensor, cut: int
 ) -> int:
-    """Of the fused head beyond its inputs and returned gradients (docs/head.md, "Memory")."""
+    """Of the fused head beyond its inputs and returned gradients; ``fused.peak_bytes`` counts them where Triton is."""
     row = vocabulary * number
     kept = tokens if budget is None else min(tokens, budget // row)
     most = math.ceil(vocabulary / cut)
-    total = kept * (row + number * width) + 320 * tokens
-    if kept < tokens:
-        total += 4 * (tokens - kept) * width + BLOCK
+    total = kept * row + 320 * tokens
+    if kept:
+        total += tokens * number * width
+    if anew := tokens - kept:
+        columns = min(most, BLOCK // (anew * number))
+        total += anew * (columns * number + (4 * width if columns < vocabulary else 0))
+        total += 4 * columns * width if kept else 0
     if cut > 1:
         total += 4 * kept * width
         total += most * width * (2 * number + ((8 if cut > 2 else 6) if head.requires_grad else 0))
