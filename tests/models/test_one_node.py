@@ -101,7 +101,7 @@ def test_a_parameter_that_sums_in_float32_gets_its_gradient_from_the_node_unless
     x = torch.tensor([2.0, 1 / 3], dtype=torch.bfloat16, requires_grad=True)
     expected = torch.zeros(2)
     for factor in (1.0, 1 / 256, 3.0):
-        (out,) = one_node(lambda: (apply(Times, x, weight),), [x, weight])
+        (out,) = one_node(lambda x, w: (apply(Times, x, w),), [x, weight])
         (factor * out).sum().backward()
         expected += torch.tensor(factor).bfloat16().float() * x.detach().float()
     assert weight.grad.dtype == torch.float32
