@@ -59,7 +59,7 @@ STAGES = (("autocast", "float32"), ("row-invariant", "float32"), ("row-invariant
 
 LIVE = (1.0, 0.5)
 PROFILED = ("long", 1.0)
-"""Where everyone's kernels are timed, too; those of ``logitless`` are everywhere."""
+"""Where everyone's kernels are timed, too; those of ``logitless`` also where they are asked for."""
 
 LEARNING_RATE = 1e-4
 SHORT_ROWS = 12288
@@ -114,6 +114,7 @@ def measure(
     steps: int,
     keep: Callable[[str, list[Row]], None],
     in_time: Callable[[], bool],
+    profiles: Sequence[str] = (),
 ) -> None:
     """Measures cases and hands out each row as soon as it is there.
 
@@ -125,6 +126,7 @@ def measure(
         steps: timed steps of a case, fewer of a slow one.
         keep: takes ``rows`` or ``profile`` and rows.
         in_time: whether another case may start.
+        profiles: workloads on which kernels of ``logitless`` are timed, besides ``PROFILED``.
     """
     rate = product_rate(device)
     for form, moments in STAGES:
@@ -161,7 +163,8 @@ def measure(
                 continue
             timed = stage.timed(stepper, rollouts, reference, steps=steps)
             keep("rows", [_row(shape, case, rollouts, timed, reference, rate)])
-            shown = case.contender == "logitless" or (case.workload, case.live) == PROFILED
+            asked = case.contender == "logitless" and case.workload in profiles
+            shown = asked or (case.workload, case.live) == PROFILED
             if shown and timed.failure is None and device == "cuda":
                 found = kernel_times(partial(stepper.step, rollouts, reference), before=stage.restore)
                 named = {"contender": case.contender, "workload": case.workload, "live": case.live}
