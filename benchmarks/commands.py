@@ -5,8 +5,9 @@
     python benchmarks/commands.py --pages --check
 
 Each command has a process of its own, in a folder that is empty but for the recipes, and finds no settings of earlier
-benchmarks but those of this run. An output is kept as it came, standard error included, but for the names of that
-folder, of Python's environment and of the user's home.
+benchmarks but those of these commands; on a GPU what the benchmarks leave there is kept beside the outputs. An output
+is kept as it came, standard error included, but for the names of that folder, of Python's environment and of the user's
+home.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,25 +35,29 @@ STAND_INS = (
     "--set model.source=recipes/dry-run/qwen2.5-0.5b --set model.random_weights=true "
     "--set model.tokenizer=recipes/dry-run/tokenizer --set data.held_out=null "
     "--set 'data.train={name: file, path: recipes/dry-run/gsm8k.jsonl, columns: {prompt: question}}' "
+    "--set 'rewards=[{name: regex, pattern: .}]' "
     "--set rollout.prompts_per_block=8 --set rollout.completions_per_prompt=32"
 )
 """The 0.5B recipe where there is no hub: weights drawn at random, eight questions."""
 
+BENCHMARKS = ("precision", "optimizer", "attention", "layers", "compile", "sampling")
+
 EVERYWHERE = {
     "doctor": "logitless doctor",
-    **{
-        f"bench-{name}": f"logitless bench {name} --quick"
-        for name in ("precision", "optimizer", "attention", "layers", "compile")
-    },
     "train": "logitless train recipes/length-toy.yaml --set train.blocks=6",
     "show": "logitless show runs/length-toy --block 6 --group 1",
     "doctor-recipe": "logitless doctor recipes/length-toy.yaml",
 }
 ON_A_CPU = {
+    **{f"bench-{name}": f"logitless bench {name} --quick" for name in BENCHMARKS},
     "recipes": "logitless recipes list",
     "doctor-refuses": "logitless doctor recipes/length-toy.yaml --set model.device=cuda --no-measure",
 }
-ON_A_GPU = {"doctor-0.5b": f"logitless doctor recipes/qwen2.5-0.5b-gsm8k.yaml {STAND_INS} --no-measure"}
+ON_A_GPU = {
+    **{f"bench-{name}": f"logitless bench {name}" for name in BENCHMARKS},
+    "bench-quick": "logitless bench precision --quick --out quick",
+    "doctor-0.5b": f"logitless doctor recipes/qwen2.5-0.5b-gsm8k.yaml {STAND_INS}",
+}
 
 
 def ran(command: str, folder: Path) -> dict[str, Any]:
@@ -77,19 +83,24 @@ def ran(command: str, folder: Path) -> dict[str, Any]:
 def measure(out: Path, *, again: bool, only: list[str]) -> None:
     """Run what the results of this machine lack, and write them after each command."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    commands = EVERYWHERE | (ON_A_GPU if device == "cuda" else ON_A_CPU)
+    commands = {**(ON_A_GPU if device == "cuda" else ON_A_CPU), **EVERYWHERE}
     machine = environment(device, ("transformers", "triton"))
     path, rows = out / f"commands-{short_name(device)}.json", dict[str, Any]()
     if path.exists() and (before := json.loads(path.read_text()))["environment"] == machine:
         rows = before["rows"]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "recipes").symlink_to(ROOT / "recipes")
+        settings = out / f"settings-{short_name(device)}"
+        if settings.is_dir():
+            shutil.copytree(settings, Path(folder) / "settings")
         for name, command in commands.items():
             if (name in rows and not again) or (only and name not in only):
                 continue
             rows[name] = ran(command, Path(folder))
             print(f"{rows[name]['seconds']:7.1f} s, exit status {rows[name]['status']}: {command}", flush=True)
             write_result(path, {"environment": machine, "rows": rows})
+            if device == "cuda" and (Path(folder) / "settings").is_dir():
+                shutil.copytree(Path(folder) / "settings", settings, dirs_exist_ok=True)
 
 
 MARKED = re.compile(r"(<!-- output of (\S+) (\S+): begin[^\n]*-->\n).*?(<!-- output: end -->)", re.DOTALL)

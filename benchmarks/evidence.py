@@ -1,30 +1,33 @@
 """Does it learn, and as TRL does? One model, one task, equal weights, prompts and settings; and what a choice changes.
 
-    python benchmarks/evidence.py comparison --seeds 0                 # alone on the device: its wall clock counts
-    python benchmarks/evidence.py comparison ablations --at-once 4     # what is still missing, side by side
-    python benchmarks/evidence.py draw                                 # plots and tables again
+    python benchmarks/evidence.py comparison                  # a run at a time on each GPU: wall clocks count
+    python benchmarks/evidence.py ablations --at-once 4       # what is still missing, four side by side on each GPU
+    python benchmarks/evidence.py draw                        # plots and tables again
 
 The task is to sort letters. A model made from a config learns it by imitation until a sample is right about three
 times in ten; GRPO does the rest, with a reward for the whole answer alone. Accuracy is not estimated from samples: it
 is the probability that a sample is right, ``mean exp(sum logp of the answer)`` over held-out prompts, by the same code
-for every contender. What the result files lack is run, each run in a process of its own, and each row names the digest
-of the weights that it began with: rows of other weights are never put beside each other. ``--size tiny`` is for a CPU.
+for every contender. What the result files lack is run, each run in a process of its own, on all GPUs that are visible;
+its row is in the file as soon as it ends. Each row names the digest of the weights that it began with: rows of other
+weights are never put beside each other. ``--size tiny`` is for a CPU.
 """
 
 import argparse
 import hashlib
 import json
 import os
+import queue
 import random
 import shutil
 import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
+from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
 import torch
@@ -60,9 +63,10 @@ SIZES: dict[str, dict[str, Any]] = {
         "config": {"hidden_size": 896, "intermediate_size": 2432, "num_hidden_layers": 12, "num_attention_heads": 14},
         "letters": (10, 16),
         "rows": 60_000,
-        "learning_rate": 3e-5,
+        "learning_rate": 1e-5,
         "imitation_rate": 2e-4,
-        "blocks": 50,
+        "warm_up": 50,
+        "blocks": 100,
     },
     "tiny": {
         "config": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 1},
@@ -70,6 +74,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "rows": 8_000,
         "learning_rate": 3e-4,
         "imitation_rate": 3e-3,
+        "warm_up": 1,
         "blocks": 40,
     },
 }
@@ -161,23 +166,27 @@ def imitate(size: str, folder: Path) -> None:
     policy = Policy(policy_model(section, tokenizer, seed=0, device=torch.device(device())))
     pairs, judged = answered(rows["imitated"], tokenizer), answered(rows["held_out"], tokenizer)
     optimizer = adamw(policy.model.parameters(), OptimizerSection(betas=(0.9, 0.999)), policy.device)
-    order, steps, began = PromptOrder(len(pairs), seed=0), 0, time.perf_counter()
+    order, steps, curve, began = PromptOrder(len(pairs), seed=0), 0, [], time.perf_counter()
     while (reached := accuracy(policy, judged)) < 0.3:
-        print(f"imitation {steps}: {reached:.3f} right, {time.perf_counter() - began:.0f} s", flush=True)
+        curve.append([steps, reached])
         for _ in range(10):
             batch = pack([pairs[number] for number in order.next(256)])
             loss = -policy.scores(batch, temperature=1.0, backend="auto").logp.mean()
             loss.backward()
-            take_step(optimizer, rate=settings["imitation_rate"], max_grad_norm=1.0)
-        steps += 10
-        if steps == 2_000:
+            rate = settings["imitation_rate"] * min(1.0, (steps + 1) / settings["warm_up"])
+            take_step(optimizer, rate=rate, max_grad_norm=1.0)
+            steps += 1
+        seconds = time.perf_counter() - began
+        print(f"imitation {steps}: {reached:.3f} right before, loss {loss:.3f}, {seconds:.0f} s", flush=True)
+        if steps == 3_000:
             raise SystemExit("The model did not learn the task by imitation; change SIZES.")
     policy.save(folder / "model", tokenizer)
     for name in ("train", "held_out"):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[name]))
     begun = policy_from(folder / "model")
     found = {"accuracy": accuracy(begun, judged), "imitation_steps": steps, "digest": digest(begun.model)}
-    found["parameters"] = sum(p.numel() for p in begun.model.parameters())
+    found |= {"parameters": sum(p.numel() for p in begun.model.parameters()), "curve": curve}
+    found["seconds"] = time.perf_counter() - began
     print(found, flush=True)
     (folder / "base.part").write_text(json.dumps(found))
     (folder / "base.part").rename(folder / "base.json")
@@ -394,37 +403,6 @@ def trl_run(size: str, folder: Path, seed: int, until: float) -> dict[str, Any]:
     }
 
 
-def work(size: str, folder: Path, runs: Sequence["Run"], *, at_once: int, until: float) -> None:
-    """Runs, one after the other in this process: the row of each as JSON in the folder when it is done.
-
-    Args:
-        size: of ``SIZES``.
-        folder: with the model to begin with and the data.
-        runs: to make.
-        at_once: processes that share the device, for the row.
-        until: time from which TRL's trainer ends with the block that it is in, and no further run is begun.
-    """
-    base = json.loads((folder / "base.json").read_text())
-    judged = answered([json.loads(x) for x in (folder / "held_out.jsonl").read_text().splitlines()], letters())
-    for run in runs:
-        if time.time() > until:
-            break
-        print(f"{run.name}, seed {run.seed}", flush=True)
-        row = {"run": run.name, "seed": run.seed, "at_once": at_once, "base": base["digest"]}
-        try:
-            row |= trl_run(size, folder, run.seed, until) if run.name == "trl" else logitless_run(size, folder, *run)
-        except Exception:
-            traceback.print_exc()
-            continue
-        row["accuracy"] = accuracy(policy_from(row.pop("weights")), judged)
-        row["train_seconds"] = sum(row["block_seconds"])
-        (folder / "rows").mkdir(exist_ok=True)
-        part = folder / "rows" / f"{file_name(*run)}.part"
-        part.write_text(json.dumps(row))
-        part.rename(part.with_suffix(".json"))
-        print(f"{base['accuracy']:.3f} -> {row['accuracy']:.3f}, blocks {row['train_seconds']:.0f} s", flush=True)
-
-
 class Run(NamedTuple):
     """A name of ``CONTENDERS`` or ``ABLATIONS`` and a seed."""
 
@@ -447,21 +425,78 @@ class Run(NamedTuple):
         return f"evidence-{size}-{'comparison' if self.name in CONTENDERS else 'ablations'}.json"
 
 
-def missing(size: str, folder: Path, runs: Sequence[Run], *, at_once: int) -> None:
-    """Make runs in so many processes side by side; the model to begin with, where it is missing, first."""
+def work(size: str, folder: Path, run: Run, *, at_once: int, until: float) -> None:
+    """One run in this process: its row as JSON in the folder when it is done.
+
+    Args:
+        size: of ``SIZES``.
+        folder: with the model to begin with and the data.
+        run: to make.
+        at_once: processes that share the device, for the row.
+        until: time from which TRL's trainer ends with the block that it is in.
+    """
+    base = json.loads((folder / "base.json").read_text())
+    judged = answered([json.loads(x) for x in (folder / "held_out.jsonl").read_text().splitlines()], letters())
+    row = {"run": run.name, "seed": run.seed, "at_once": at_once, "base": base["digest"]}
+    began = time.perf_counter()
+    row |= trl_run(size, folder, run.seed, until) if run.name == "trl" else logitless_run(size, folder, *run)
+    row["run_seconds"] = time.perf_counter() - began
+    row["train_seconds"] = sum(row["block_seconds"])
+    row["accuracy"] = accuracy(policy_from(row.pop("weights")), judged)
+    (folder / "rows").mkdir(exist_ok=True)
+    part = folder / "rows" / f"{file_name(*run)}.part"
+    part.write_text(json.dumps(row))
+    part.rename(part.with_suffix(".json"))
+    print(f"{base['accuracy']:.3f} -> {row['accuracy']:.3f}, blocks {row['train_seconds']:.0f} s", flush=True)
+
+
+def gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES names one by one; on a CPU one place without any."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())] or [""]
+
+
+def missing(size: str, folder: Path, results: Path, runs: Sequence[Run], *, at_once: int, until: float) -> None:
+    """Make runs, each in a process, so many side by side on each GPU; the model to begin with, where missing, first.
+
+    A run that fails leaves its log in the folder and no row; those after it are made.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    places: queue.Queue[str] = queue.Queue()
+    for _ in range(at_once):
+        for gpu in gpus():
+            places.put(gpu)
+
+    def process(log: str, *arguments: str) -> None:
+        gpu, path = places.get(), folder / f"{log}.txt"
+        command = [sys.executable, __file__, *arguments, "--size", size, "--folder", str(folder)]
+        try:
+            if time.time() < until:
+                with path.open("w") as output:
+                    settings = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
+                    ended = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=settings).returncode
+                last = path.read_text().splitlines()[-15 if ended else -1 :]
+                print(f"{log} ends with status {ended}:", *last, sep="\n", flush=True)
+        finally:
+            places.put(gpu)
+
     if not (folder / "base.json").exists():
-        imitate(size, folder)
-    command = [sys.executable, __file__, "work", "--size", size, "--folder", str(folder), "--at-once", str(at_once)]
-    children, logs = [], []
-    for number in range(min(at_once, len(runs))):
-        mine = [f"{run.name}:{run.seed}" for run in runs[number::at_once]]
-        logs.append(folder / f"worker-{number}.txt")
-        with logs[-1].open("w") as output:
-            children.append(subprocess.Popen([*command, "--runs", *mine], stdout=output, stderr=subprocess.STDOUT))
-    for child, log in zip(children, logs, strict=True):
-        if child.wait():
-            print(f"{log} ends with:", *log.read_text().splitlines()[-15:], sep="\n", flush=True)
+        process("base", "base")
+    if not (folder / "base.json").exists():
+        raise SystemExit("There is no model to begin with.")
+    with ThreadPoolExecutor(places.qsize()) as pool:
+        each = [
+            pool.submit(
+                process,
+                file_name(*run),
+                *("work", "--run", f"{run.name}:{run.seed}"),
+                *("--at-once", str(at_once), "--until", str(until)),
+            )
+            for run in sorted(runs, key=lambda run: run.name != "trl")  # the longest first
+        ]
+        for done in as_completed(each):
+            done.result()
+            gather(size, folder, results)
 
 
 def gather(size: str, folder: Path, results: Path) -> None:
@@ -505,47 +540,120 @@ def lacking(size: str, results: Path, runs: Sequence[Run]) -> list[Run]:
     return [run for run in runs if run not in there]
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Mean reward over the seeds of each name, with the band from the lowest to the highest."""
+def draw(rows: list[dict[str, Any]], path: Path, *, seconds: bool) -> None:
+    """Mean reward over the seeds of each name, with the band from the lowest to the highest.
+
+    Args:
+        rows: of one plot.
+        path: of the SVG file.
+        seconds: whether a second panel has runs that were alone on a device, over the seconds that their blocks took.
+    """
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-    axes = figure.add_subplot()
+    figure = Figure(figsize=(10.4 if seconds else 6.4, 3.6), layout="constrained")
+    panels = figure.subplots(1, 1 + seconds, sharey=True, squeeze=False)[0]
     for name in dict.fromkeys(row["run"] for row in rows):
-        found = [row["reward"] for row in rows if row["run"] == name]
-        curves = torch.tensor([each[: min(map(len, found))] for each in found])
+        found = [row for row in rows if row["run"] == name]
+        curves = torch.tensor([row["reward"][: min(len(other["reward"]) for other in found)] for row in found])
         smooth = torch.stack([curves[:, max(0, b - 4) : b + 1].mean(1) for b in range(curves.shape[1])], dim=1)
         x = range(1, curves.shape[1] + 1)
         label = name if len(curves) == 1 else f"{name}, {len(curves)} seeds"
-        [line] = axes.plot(x, smooth.mean(0), label=label, linewidth=1.5)
-        axes.fill_between(x, smooth.amin(0), smooth.amax(0), color=line.get_color(), alpha=0.2, linewidth=0)
-    axes.set(xlabel="block", ylabel="mean reward, five blocks", ylim=(0, 1.02))
+        [line] = panels[0].plot(x, smooth.mean(0), label=label, linewidth=1.5)
+        panels[0].fill_between(x, smooth.amin(0), smooth.amax(0), color=line.get_color(), alpha=0.2, linewidth=0)
+        for row, rewards in zip(found, smooth, strict=True):
+            if seconds and row["at_once"] == 1:
+                ended = list(accumulate(row["block_seconds"]))[: len(rewards)]
+                panels[1].plot(ended, rewards, color=line.get_color(), linewidth=1)
+    panels[0].set(xlabel="block", ylabel="mean reward, five blocks", ylim=(0, 1.02))
+    if seconds:
+        panels[1].set(xlabel="seconds, runs alone on a device", xlim=(0, None))
     figure.legend(loc="outside upper left", ncols=2, fontsize=8)
-    figure.savefig(path)
+    with rc_context({"svg.hashsalt": path.name}):  # the same file for the same rows
+        figure.savefig(path, metadata={"Date": None})
 
 
-def table(document: dict[str, Any]) -> str:
-    """Each run of a file, with what it began with and reached."""
-    lines = ["| Run | Seed | Blocks | Held out | Last ten blocks | Seconds a block | All blocks | Side by side |"]
-    lines.append("|---|--:|--:|--:|--:|--:|--:|--:|")
+def as_far_as(row: dict[str, Any], other: dict[str, Any]) -> int:
+    """The number of first blocks in which two runs had the same mean reward.
+
+    Example:
+        >>> as_far_as({"reward": [0.1, 0.2, 0.3]}, {"reward": [0.1, 0.2, 0.4]})
+        2
+    """
+    pairs = zip(row["reward"], other["reward"], strict=False)
+    return sum(1 for _ in takewhile(lambda pair: abs(pair[0] - pair[1]) < 1e-6, pairs))
+
+
+def table(document: dict[str, Any], beside: dict[str, Any]) -> str:
+    """Each run of a file, with what it began with and reached; the comparison has the runs to stand beside."""
+    lines = [
+        "| Run | Seed | Blocks | Held out | Mean reward | Last ten | As logitless | A block | All blocks | At once |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    same = {row["seed"]: row for row in beside["rows"] if row["run"] == "logitless"}
     for row in document["rows"]:
-        last = row["reward"][-10:]
-        middle = sorted(row["block_seconds"])[len(row["block_seconds"]) // 2]
+        other = same.get(row["seed"])
         lines.append(
             f"| {row['run']} | {row['seed']} | {len(row['reward'])} | {document['base']['accuracy']:.3f} to "
-            f"{row['accuracy']:.3f} | {sum(last) / len(last):.3f} | {middle:.2f} s | {row['train_seconds']:.0f} s "
-            f"| {row['at_once']} |"
+            f"{row['accuracy']:.3f} | {fmean(row['reward']):.3f} | {fmean(row['reward'][-10:]):.3f} "
+            f"| {as_far_as(row, other) if other and row is not other else ''} | {median(row['block_seconds']):.2f} s "
+            f"| {row['train_seconds']:.0f} s | {row['at_once']} |"
         )
     return "\n".join(lines)
 
 
+STUDENT = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}
+"""Student's quantile of 97.5% by degrees of freedom."""
+
+
+def verdict(document: dict[str, Any]) -> str:
+    """Both trainers' seeds: mean and spread, the difference with its 95% interval, and the ratio of the times."""
+    rows = {name: [row for row in document["rows"] if row["run"] == name] for name in CONTENDERS}
+    ours, theirs = (rows[name] for name in CONTENDERS)
+    seeds = min(len(ours), len(theirs))
+    if seeds < 2:
+        return ""
+    lines = ["| | logitless | TRL | TRL less logitless, 95% |", "|---|--:|--:|--:|"]
+    measured: dict[str, Callable[[dict[str, Any]], float]] = {
+        "Mean reward, all blocks": lambda row: fmean(row["reward"]),
+        "Mean reward, last ten blocks": lambda row: fmean(row["reward"][-10:]),
+        "Held out, at the end": lambda row: row["accuracy"],
+    }
+    for what, measure in measured.items():
+        a, b = ([measure(row) for row in found] for found in (ours, theirs))
+        pooled = ((len(a) - 1) * stdev(a) ** 2 + (len(b) - 1) * stdev(b) ** 2) / (len(a) + len(b) - 2)
+        half = STUDENT[len(a) + len(b) - 2] * (pooled * (1 / len(a) + 1 / len(b))) ** 0.5
+        lines.append(
+            f"| {what} | {fmean(a):.3f} ± {stdev(a):.3f} | {fmean(b):.3f} ± {stdev(b):.3f} "
+            f"| {fmean(b) - fmean(a):+.3f} ± {half:.3f} |"
+        )
+    lines += ["", "| Alone on a device | logitless | TRL | TRL / logitless |", "|---|--:|--:|--:|"]
+    times: dict[str, Callable[[dict[str, Any]], float]] = {
+        "A block, median": lambda row: median(row["block_seconds"]),
+        "All blocks": lambda row: row["train_seconds"],
+        "The run, with loading and first calls": lambda row: row["run_seconds"],
+    }
+    alone = [[row for row in found if row["at_once"] == 1 and "run_seconds" in row] for found in (ours, theirs)]
+    if not all(alone):
+        return "\n".join(lines[:-3])
+    for what, measure in times.items():
+        a, b = ([measure(row) for row in found] for found in alone)
+        lines.append(f"| {what} | {fmean(a):.2f} s | {fmean(b):.2f} s | {fmean(b) / fmean(a):.1f} |")
+    return "\n".join(lines)
+
+
 def with_tables(page: str, documents: dict[str, dict[str, Any]]) -> str:
-    """A page with the table of each file between its marks, where it has them."""
+    """A page with the table of each file, and what the comparison comes to, between their marks, where it has them."""
     for what, document in documents.items():
-        begin, end = f"<!-- {what}: begin -->\n", f"<!-- {what}: end -->"
-        if begin in page:
-            before, _, rest = page.partition(begin)
-            page = f"{before}{begin}\n{table(document)}\n\n{end}{rest.partition(end)[2]}"
+        compared = document if "comparison" in what else documents.get(what.replace("ablations", "comparison"))
+        tables = {what: table(document, compared or {"rows": []})}
+        if compared is document:
+            tables[what.replace("comparison", "verdict")] = verdict(document)
+        for mark, text in tables.items():
+            begin, end = f"<!-- {mark}: begin -->\n", f"<!-- {mark}: end -->"
+            if begin in page:
+                before, _, rest = page.partition(begin)
+                page = f"{before}{begin}\n{text}\n\n{end}{rest.partition(end)[2]}"
     return page
 
 
@@ -562,7 +670,8 @@ def publish(results: Path, size: str, page: Path) -> None:
     for figure, names in {"comparison": CONTENDERS, **FIGURES}.items():
         shown = [row for name in names for row in rows if row["run"] == name]
         if {row["run"] for row in shown} > {"logitless"}:
-            draw(shown, results / f"evidence-{size}-{figure}.svg")
+            timed = figure == "comparison" and {row["run"] for row in shown if row["at_once"] == 1} == {*CONTENDERS}
+            draw(shown, results / f"evidence-{size}-{figure}.svg", seconds=timed)
     if page.exists():
         page.write_text(with_tables(page.read_text(), documents))
 
@@ -571,24 +680,20 @@ def main() -> None:
     """See the top of the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["comparison", "ablations", "draw", "base", "work"], nargs="+")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the comparison; ablations have 0")
-    parser.add_argument("--at-once", type=int, default=1, help="processes side by side")
+    parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2 of the comparison, 0 of ablations")
+    parser.add_argument(
+        "--only", choices=list(ABLATIONS), nargs="+", metavar="NAME", default=list(ABLATIONS), help="of the ablations"
+    )
+    parser.add_argument("--at-once", type=int, default=1, help="processes side by side on each GPU, or on the CPU")
     parser.add_argument("--size", choices=list(SIZES), default="116m")
     parser.add_argument("--folder", type=Path, help="models and data of the runs; default: runs/evidence/SIZE")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--runs", type=Run.of, nargs="+", help="of the work: NAME:SEED")
-    parser.add_argument("--after", type=Path, nargs="*", default=[], help="files that the work waits for")
-    parser.add_argument("--until", type=float, default=float("inf"), help="time (of `date +%%s`) when work shall end")
+    parser.add_argument("--run", type=Run.of, help="of the work: NAME:SEED")
+    parser.add_argument("--until", type=float, default=float("inf"), help="time (of `date +%%s`) of the last begin")
     options = parser.parse_args()
     size, folder = options.size, options.folder or Path("runs/evidence") / options.size
     if options.what == ["work"]:
-        if any(run.name == "trl" for run in options.runs):
-            import trl  # noqa: F401  # slow, so before what is waited for
-        while not all(path.exists() for path in [folder / "base.json", *options.after]):
-            if time.time() > options.until:
-                raise SystemExit("Waited in vain.")
-            time.sleep(0.1)
-        work(size, folder, options.runs, at_once=options.at_once, until=options.until)
+        work(size, folder, options.run, at_once=options.at_once, until=options.until)
         return
     if options.what == ["base"]:
         folder.mkdir(parents=True, exist_ok=True)
@@ -596,11 +701,11 @@ def main() -> None:
         return
     runs: list[Run] = []
     if "comparison" in options.what:
-        runs += [Run(name, seed) for seed in options.seeds for name in CONTENDERS]
+        runs += [Run(name, seed) for seed in options.seeds or [0, 1, 2] for name in CONTENDERS]
     if "ablations" in options.what:
-        runs += [Run(name, 0) for name in ABLATIONS]
+        runs += [Run(name, seed) for seed in options.seeds or [0] for name in options.only]
     if runs := lacking(size, options.results, runs):
-        missing(size, folder, runs, at_once=options.at_once)
+        missing(size, folder, options.results, runs, at_once=options.at_once, until=options.until)
     if folder.exists():
         gather(size, folder, options.results)
     publish(options.results, size, PAGE if options.results == RESULTS else options.results / "evidence.md")

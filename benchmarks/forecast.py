@@ -1,18 +1,22 @@
 """Compares `logitless doctor`'s forecast of a block with blocks of a real run: seconds and peak memory.
 
-    python benchmarks/forecast.py                          # length-toy on this machine
-    python benchmarks/forecast.py recipes/X.yaml --set KEY=VALUE
+    python benchmarks/forecast.py                          # the cases of this machine that its results lack
+    python benchmarks/forecast.py --cases length-toy --again
+    python benchmarks/forecast.py --page                   # puts the results into docs/doctor.md
 
 Forecast and run have a process each, so that neither finds memory or kernels that the other left. The run's block is
 the median over all but the first, which compiles. Both are repeated in turn, because a machine is not equally fast all
-the time, and the medians are compared.
+the time, and the medians are compared. The learning rate is next to nothing: a forecast is about completions as long as
+the policy writes them now, and a policy that learns to write longer ones takes longer.
 """
 
 import argparse
 import json
 import statistics
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -21,12 +25,77 @@ import torch
 
 from logitless.bench.machine import environment, short_name, write_result
 from logitless.doctor.forecast import Forecast, forecast_of
+from logitless.train.memory import size_text
 from logitless.train.plan import plan_of
 from logitless.train.recipe import load_recipe
 from logitless.train.run import start
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "doctor.md"
+BEGIN, END = "<!-- forecasts: begin (made by `python benchmarks/forecast.py --page`) -->\n\n", "<!-- forecasts: end -->"
+
+STILL = ("train.optimizer.learning_rate=1e-12", "train.optimizer.warmup_steps=0")
+WITHOUT_A_HUB = (
+    "model.random_weights=true",
+    "model.tokenizer=recipes/dry-run/tokenizer",
+    "data.held_out=null",
+    "rewards=[{name: regex, pattern: '.*'}]",
+    "algorithm.advantage={name: raw}",
+)
+QUESTIONS = "data.train={name: file, path: recipes/dry-run/gsm8k.jsonl, columns: {prompt: question}}"
+"""Eight of them."""
+SMALL = (*WITHOUT_A_HUB, QUESTIONS, "model.source=recipes/dry-run/qwen2.5-0.5b", "rollout.prompts_per_block=8")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe as it is measured.
+
+    Args:
+        recipe: name of a file of ``recipes/``.
+        overrides: of its keys.
+        blocks: of a run.
+    """
+
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    blocks: int = 8
+
+
+EVERYWHERE = {"length-toy": Case("length-toy")}
+ON_A_CPU = {"calculator": Case("calculator", ("data.held_out=null", "warm_start=null"), 6)}
+ON_A_GPU = {
+    "0.5b, one set of bits": Case(
+        "qwen2.5-0.5b-gsm8k",
+        (
+            *SMALL,
+            "rollout.completions_per_prompt=64",
+            "model.autocast=null",
+            "model.trained_dtype=bfloat16",
+            "model.gradient_checkpointing=false",
+        ),
+        3,
+    ),
+    "0.5b, recipe": Case(
+        "qwen2.5-0.5b-gsm8k",
+        (*SMALL, "rollout.completions_per_prompt=64", "rollout.sampling={max_new_tokens: 128}"),
+        3,
+    ),
+    "1.7b on 24 GB": Case(
+        "qwen3-1.7b-gsm8k-24gb",
+        (
+            *SMALL[:-2],
+            "model.source=recipes/dry-run/qwen3-1.7b",
+            "rollout.prompts_per_block=8",
+            "rollout.completions_per_prompt=12",
+            "rollout.max_rows=48",
+            "rollout.sampling={max_new_tokens: 256}",
+            "train.tokens_per_step=12288",
+        ),
+        2,
+    ),
+}
 
 
 def forecast(recipe: Path, overrides: list[str]) -> Forecast:
@@ -35,8 +104,8 @@ def forecast(recipe: Path, overrides: list[str]) -> Forecast:
     return forecast_of(checked, plan_of(checked))
 
 
-def real(recipe: Path, overrides: list[str], blocks: int) -> tuple[float, int]:
-    """Median seconds of a block, and the peak, of a run of so many blocks."""
+def real(recipe: Path, overrides: list[str], blocks: int) -> tuple[float, int, list[dict[str, Any]]]:
+    """Median seconds of a block, the peak, and the seconds of each record, of a run of so many blocks."""
     with tempfile.TemporaryDirectory() as output:
         overrides = [*overrides, f"train.blocks={blocks}", f"output={output}", "writers=[]", "data.held_out=null"]
         folder, _ = start(load_recipe(recipe, [*overrides, "rollout.zero_signal=keep"]))
@@ -45,50 +114,94 @@ def real(recipe: Path, overrides: list[str], blocks: int) -> tuple[float, int]:
     for record in records:
         phases = (record.get(f"time/{phase}_seconds") or 0.0 for phase in ("rollout", "scoring", "training"))
         seconds[record["block"]] = seconds.get(record["block"], 0.0) + sum(phases)
-    return statistics.median([value for block, value in seconds.items() if block > 1]), records[-1]["memory/peak_bytes"]
+    later = statistics.median([value for block, value in seconds.items() if block > 1])
+    kept = [{key: v for key, v in record.items() if key.startswith(("time/", "block"))} for record in records]
+    return later, records[-1]["memory/peak_bytes"], kept
 
 
-def compared(recipe: Path, overrides: list[str], blocks: int, repeats: int) -> dict[str, Any]:
-    """Both, and how far the forecast is off, as a fraction of the run's."""
-    foretold, ran = list[Forecast](), list[tuple[float, int]]()
-    for _ in range(repeats):
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as processes:
-            foretold.append(processes.submit(forecast, recipe, overrides).result())
-            ran.append(processes.submit(real, recipe, overrides, blocks).result())
-    expected = statistics.median(each.block_seconds for each in foretold)
-    seconds = statistics.median(each for each, _ in ran)
-    held, peak = (statistics.median(each) for each in ([f.peak_bytes for f in foretold], [p for _, p in ran]))
-    return {
-        "recipe": recipe.stem,
-        "overrides": overrides,
-        "repeats": repeats,
-        "forecast_block_seconds": expected,
-        "run_block_seconds": seconds,
-        "seconds_off": expected / seconds - 1,
-        "forecast_peak_bytes": held,
-        "planned_bytes": foretold[0].planned_bytes,
-        "run_peak_bytes": peak,
-        "peak_off": held / peak - 1,
-    }
+def compared(name: str, case: Case, repeats: int) -> Iterator[dict[str, Any]]:
+    """Both, and how far the forecast is off, as a fraction of the run's; after each repeat."""
+    recipe, overrides = ROOT / "recipes" / f"{case.recipe}.yaml", [*STILL, *case.overrides]
+    foretold, ran = list[Forecast](), list[tuple[float, int, list[dict[str, Any]]]]()
+    for done in range(1, repeats + 1):
+        spawn = get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=spawn) as first, ProcessPoolExecutor(1, mp_context=spawn) as second:
+            second.submit(int)  # its imports meanwhile
+            foretold.append(first.submit(forecast, recipe, overrides).result())
+            first.shutdown()
+            ran.append(second.submit(real, recipe, overrides, case.blocks).result())
+        expected = statistics.median(each.block_seconds for each in foretold)
+        seconds = statistics.median(each for each, _, _ in ran)
+        held, peak = (statistics.median(each) for each in ([f.peak_bytes for f in foretold], [p for _, p, _ in ran]))
+        yield {
+            "case": name,
+            "recipe": case.recipe,
+            "overrides": overrides,
+            "blocks": case.blocks,
+            "repeats": done,
+            "share": foretold[0].share,
+            "forecast_block_seconds": expected,
+            "run_block_seconds": seconds,
+            "seconds_off": expected / seconds - 1,
+            "forecast_seconds": [dict(each.seconds) for each in foretold],
+            "run_seconds": [records for _, _, records in ran],
+            "forecast_peak_bytes": held,
+            "planned_bytes": foretold[0].planned_bytes,
+            "run_peak_bytes": peak,
+            "peak_off": held / peak - 1,
+        }
+
+
+def table(results: Path = RESULTS) -> str:
+    """Each case of each machine: the forecast beside the run."""
+    lines = [
+        "| Case | On | A block, forecast | in a run | off | Memory, forecast | in a run | off |",
+        "|---|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for path in sorted(results.glob("forecast-*.json")):
+        document = json.loads(path.read_text())
+        where = document["environment"]
+        on = "a CPU" if where["gpu"] == "none" else where["gpu"]
+        for row in document["rows"]:
+            seconds = [f"{row[f'{name}_block_seconds']:.3g} s" for name in ("forecast", "run")]
+            held = [size_text(row[f"{name}_peak_bytes"]) for name in ("forecast", "run")]
+            times, sizes = " | ".join(seconds), " | ".join(held)
+            off = f"{row['seconds_off']:+.1%}", f"{row['peak_off']:+.1%}"
+            lines.append(f"| {row['case']} | {on} | {times} | {off[0]} | {sizes} | {off[1]} |")
+    return "\n".join(lines)
+
+
+def with_table(page: str) -> str:
+    """A page with the table between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}{table()}\n\n{END}{rest.partition(END)[2]}"
 
 
 def main() -> None:
-    """Measure one recipe and keep the row beside those of others."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", type=Path, nargs="?", default=ROOT / "recipes" / "length-toy.yaml")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--blocks", type=int, default=8, help="of a run")
-    parser.add_argument("--repeats", type=int, default=3, help="forecasts and runs")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    """Measure the cases and keep a row of each."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    cases = EVERYWHERE | (ON_A_GPU if device == "cuda" else ON_A_CPU)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=cases, default=list(cases), metavar="CASE")
+    parser.add_argument("--again", action="store_true", help="measure cases that have a row, too")
+    parser.add_argument("--repeats", type=int, default=3, help="forecasts and runs of each")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--page", action="store_true", help="only write the table of docs/doctor.md anew")
+    options = parser.parse_args()
+    if options.page:
+        PAGE.write_text(with_table(PAGE.read_text()))
+        return
     machine = environment(device, ("triton", "transformers"))
-    row = compared(options.recipe, options.overrides, options.blocks, options.repeats)
-    print(json.dumps(row, indent=1))
-    path, rows = options.out / f"forecast-{short_name(device)}.json", list[dict[str, Any]]()
+    path, rows = options.out / f"forecast-{short_name(device)}.json", dict[str, dict[str, Any]]()
     if path.exists() and (before := json.loads(path.read_text()))["environment"] == machine:
-        rows = [other for other in before["rows"] if other["recipe"] != row["recipe"]]
-    write_result(path, {"environment": machine, "rows": [*rows, row]})
+        rows = {row["case"]: row for row in before["rows"]}
+    for name in options.cases:
+        if name not in rows or options.again:
+            for row in compared(name, cases[name], options.repeats):
+                rows[name] = row
+                found = f"{row['forecast_block_seconds']:.3g} s forecast, {row['run_block_seconds']:.3g} s in a run"
+                print(f"{name}: {found}, memory {row['peak_off']:+.1%}", flush=True)
+                write_result(path, {"environment": machine, "rows": list(rows.values())})
 
 
 if __name__ == "__main__":

@@ -1,22 +1,64 @@
 """The tests that need several GPUs, counted: ``python benchmarks/multi_gpu.py`` writes ``results/multi-gpu.json``.
 
 python benchmarks/multi_gpu.py --workers 8      # several tests at a time, on the same GPUs
+
+The file is written anew after every test, and what a failed test said is printed at once, so that a run that is cut off
+still says which tests failed.
 """
 
 import argparse
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
+import pytest
 import torch
 
 from logitless.bench.machine import environment, write_result
 
 RESULT = Path(__file__).parent / "results" / "multi-gpu.json"
+
+
+class Counted:
+    """A plugin of pytest: how many tests passed, failed and were skipped, why the last, and which ones failed.
+
+    Args:
+        path: of the JSON file, written after every test.
+        environment: of the run.
+
+    Attributes:
+        complete: whether pytest came to its end.
+    """
+
+    def __init__(self, path: Path, environment: dict[str, Any]) -> None:
+        self.path, self.environment, self.complete = path, environment, False
+        self.passed = 0
+        self.skipped: dict[str, int] = {}
+        self.failures: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A test's set-up, call or end; with several workers, of any of them."""
+        if report.failed and report.nodeid not in self.failures:
+            self.failures.append(report.nodeid)
+            print(f"\n{report.nodeid} failed in its {report.when}:\n{report.longreprtext}", flush=True)
+        elif report.skipped:
+            reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            self.skipped[reason] = self.skipped.get(reason, 0) + 1
+        elif report.when == "call" and report.passed:
+            self.passed += 1
+        if report.when == "teardown" or report.failed:
+            self.write()
+
+    def pytest_sessionfinish(self) -> None:
+        """The end, which a run that is cut off does not reach."""
+        self.complete = True
+
+    def write(self) -> None:
+        """What came of the tests so far."""
+        counts = {"passed": self.passed, "failed": len(self.failures), "skipped": self.skipped}
+        found = {"complete": self.complete, **counts, "failures": self.failures}
+        write_result(self.path, {"environment": self.environment, **found})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,37 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=RESULT, help="the JSON file")
     parser.add_argument("tests", nargs="*", default=["tests"], help="files or folders")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        xml = Path(folder) / "tests.xml"
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:benchmark", "-v", "-rfEs"]
-        command += ["--tb=short", "-m", "multi_gpu", "--junitxml", str(xml), *options.tests]
-        command += ["-n", str(options.workers)] if options.workers > 1 else []
-        status = subprocess.run(command, check=False).returncode
-        found = counts(ElementTree.parse(xml).getroot())
     here = environment("cuda" if torch.cuda.is_available() else "cpu", ("triton", "transformers", "peft"))
-    write_result(options.output, {"environment": here | {"gpus": torch.cuda.device_count()}, **found})
-    return status
-
-
-def counts(root: ElementTree.Element) -> dict[str, Any]:
-    """How many tests passed, failed and were skipped, why the last, and the names of those that failed.
-
-    Example:
-        >>> report = '<r><testcase name="a"/><testcase name="b"><skipped message="needs 3"/></testcase></r>'
-        >>> counts(ElementTree.fromstring(report))
-        {'passed': 1, 'failed': 0, 'skipped': {'needs 3': 1}, 'failures': []}
-    """
-    cases = list(root.iter("testcase"))
-    skipped: dict[str, int] = {}
-    failures = []
-    for case in cases:
-        if (reason := case.find("skipped")) is not None:
-            words = reason.get("message", "")
-            skipped[words] = skipped.get(words, 0) + 1
-        elif case.find("failure") is not None or case.find("error") is not None:
-            failures.append(f"{case.get('classname')}::{case.get('name')}")
-    passed = len(cases) - len(failures) - sum(skipped.values())
-    return {"passed": passed, "failed": len(failures), "skipped": skipped, "failures": failures}
+    counted = Counted(options.output, here | {"gpus": torch.cuda.device_count()})
+    command = ["-p", "no:cacheprovider", "-p", "no:benchmark", "-v", "-rfEs", "--tb=short", "-m", "multi_gpu"]
+    command += ["-n", str(options.workers)] if options.workers > 1 else []
+    status = pytest.main([*command, *options.tests], plugins=[counted])
+    counted.write()
+    return int(status)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)]
 
 
 def run_on_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, device: str = "cpu", timeout_seconds: float = 120
+    num_ranks: int, function: Callable[..., Any], *args: Any, device: str = "cpu", timeout_seconds: float = 600
 ) -> list[Any]:
     """``function(rank, *args)`` on each rank, inside a process group of all of them; the results by rank, on the CPU.
 
@@ -54,8 +54,8 @@ def run_on_ranks(
 
 
 def _cause(futures: list[Future[Any]]) -> BaseException:
-    """Of what the ranks raised so far, and in the second it takes to notice, what is not torch's word of it."""
-    ended = wait(futures, timeout=1).done
+    """Of what the ranks raised so far, and in the seconds it takes to notice, what is not torch's word of it."""
+    ended = wait(futures, timeout=5).done
     errors = [error for future in futures if future in ended and (error := future.exception()) is not None]
     return next((error for error in errors if type(error) is not RuntimeError), errors[0])
 
@@ -92,7 +92,7 @@ def _on_rank(
         init_method=f"file://{store}",
         rank=rank,
         world_size=num_ranks,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=300),
         device_id=torch.device("cuda", rank) if on_gpu else None,
     )
     try:

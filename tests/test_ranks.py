@@ -30,7 +30,7 @@ def test_no_module_that_was_collected_skips_them():
 def wait_for_the_other(rank):
     if rank == 0:
         dist.all_reduce(torch.zeros(1))  # as a rank whose collectives run in another order
-    time.sleep(60)
+    time.sleep(600)
 
 
 def end_without_a_word(rank):
@@ -51,6 +51,6 @@ def fail(rank):
 def test_a_test_that_hangs_aborts_or_fails_takes_no_other_along(what, error):
     started = time.monotonic()
     with pytest.raises(error):
-        run_on_ranks(2, what, timeout_seconds=10 if error is TimeoutError else 60)
-    assert time.monotonic() - started < 45
+        run_on_ranks(2, what, timeout_seconds=10 if error is TimeoutError else 300)
+    assert time.monotonic() - started < 300  # and not as long as the rank sleeps
     assert run_on_ranks(2, rank_and_sum) == [(0, 3.0), (1, 3.0)]

@@ -95,6 +95,27 @@ def add_product(weights: Sequence[nn.Parameter], grad: Float[Tensor, "T N"], x: 
             total.addmm_(part.t().float(), x.float())
 
 
+def add_gradient(weight: nn.Parameter, grad: Tensor) -> None:
+    """``weight.grad += grad``, as autograd would; it takes a copy where this keeps the tensor that it is given.
+
+    Args:
+        weight: with ``sums_in_float32``.
+        grad: float32, of its shape, and nobody else's.
+
+    Example:
+        >>> weight = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+        >>> weight.grad_dtype = torch.float32
+        >>> for _ in range(2):
+        ...     add_gradient(weight, torch.ones(2))
+        >>> weight.grad
+        tensor([2., 2.])
+    """
+    if weight.grad is None:
+        weight.grad = grad
+    else:
+        weight.grad += grad
+
+
 def add_rows(weight: nn.Parameter, grad: Float[Tensor, "T D"], row: Int[Tensor, "T"]) -> None:
     """``weight.grad[row[t]] += grad[t]``, each row's numbers summed in one order.
 

@@ -67,7 +67,7 @@ def test_every_engine_samples_the_lengths_of_the_workload(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     contender = contenders.CONTENDERS[name](subject, work)
     assert contender.sample() == work.tokens
-    groups = contender.completions(SamplingOptions(max_new_tokens=6, stop=(contenders._NEVER,)[: contender.stops]))
+    groups = contender.completions(SamplingOptions(max_new_tokens=6, stop=(contenders.NEVER,)[: contender.stops]))
     assert tuple(tuple(c.length for c in group) for group in groups) == work.lengths
     contender.close()
 

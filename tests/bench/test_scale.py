@@ -1,5 +1,6 @@
 """``bench scale`` measures what its rows say, on CPU processes in place of GPUs."""
 
+import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from logitless.bench import scale_report
-from logitless.bench.scale import Work, head_over_shards, measured
-from logitless.bench.step_contenders import SHAPES, TINY
+from logitless.bench import scale, scale_report
+from logitless.bench.rollout_workloads import Workload
+from logitless.bench.scale import MODELS, Work, head_over_shards, measured
+from logitless.bench.scale_block import block_over_ranks
+from logitless.bench.step_contenders import TINY
 from logitless.cli.main import main
 from logitless.distributed import Ranks
 from logitless.distributed.arrangement import Arrangement
@@ -27,13 +30,13 @@ def _row(rank, layout):
     return measured(Ranks(data=dist.group.WORLD), TINY, layout, WORK)
 
 
-@pytest.mark.parametrize("layout", ["shard", "sequence", "in_order"])
+@pytest.mark.parametrize("layout", ["shard", "all_rows", "sequence", "in_order"])
 def test_two_processes_are_measured_together(layout):
     rows = run_on_ranks(2, _row, layout)
     alone = measured(Ranks.alone(), TINY, "shard", replace(WORK, steps=1))
     for row in rows:
         assert (row["gpus"], row["model"], len(row["seconds"])) == (2, "tiny", 2)
-        dimension = "replicate" if layout == "in_order" else layout
+        dimension = {"in_order": "replicate", "all_rows": "shard"}.get(layout, layout)
         assert row["parallel"] == {"replicate": 1, "shard": 1, "sequence": 1} | {dimension: 2}
         read = 128 if layout == "sequence" else 256
         assert row["tokens_per_second"] == pytest.approx(read / (sum(row["seconds"]) / 2))
@@ -58,13 +61,49 @@ def test_the_head_over_shards_is_timed_with_and_without_overlap():
         assert all(seconds > 0 for seconds in row["seconds"].values())
 
 
+BLOCK = Workload.parse("2x4-8-1:8")
+
+
+def _block(rank, layout):
+    return block_over_ranks(Ranks(data=dist.group.WORLD), TINY, layout, BLOCK, "cpu")
+
+
+@pytest.mark.parametrize("layout", ["replicate", "shard"])
+def test_a_whole_block_of_two_processes_has_twice_the_prompts_of_one(layout):
+    for row in run_on_ranks(2, _block, layout):
+        assert (row["gpus"], row["layout"], row["engine"]) == (2, f"block_{layout}", "transformers")
+        assert row["tokens"] == BLOCK.tokens
+        assert BLOCK.tokens < row["drawn_tokens"] <= replace(BLOCK, prompts=4).tokens  # some end by themselves
+        assert row["seconds"].keys() == {"handing_over", "rollout", "scoring", "training"}
+        assert row["tokens_per_second"] == pytest.approx(row["drawn_tokens"] / sum(row["seconds"].values()))
+
+
+def test_blocks_are_compared_with_blocks_of_one_gpu_and_steps_with_steps(tmp_path):
+    row = {"model": "tiny", "length": 8, "micro_batches": 1, "head_budget": None, "tokens": 64}
+    options = argparse.Namespace(output=tmp_path, device="cpu")
+    for gpus, layout, speed in (
+        (2, "shard", 160.0), (1, "shard", 100.0), (2, "block_shard", 15.0), (1, "block_shard", 10.0),
+        (2, "block_replicate", 18.0),
+    ):  # fmt: skip
+        scale._keep(options, row | {"gpus": gpus, "layout": layout, "tokens_per_second": speed})
+    rows = json.loads((tmp_path / "scale-tiny.json").read_text())["rows"]
+    found = {(row["gpus"], row["layout"]): row["efficiency"] for row in rows}
+    assert found[2, "shard"] == 0.8
+    assert found[2, "block_shard"] == 0.75
+    assert found[2, "block_replicate"] is None
+
+
 def test_rows_are_kept_as_they_come_and_compared_with_one_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     options = ["--models", "tiny", "--device", "cpu", "--output", str(tmp_path), "--steps", "1", "--head"]
     options += ["--tokens", "64", "--length", "16", "--layouts", "shard"]
     assert main(["bench", "scale", *options, "--gpus", "1,2"]) == 0
-    assert main(["bench", "scale", *options, "--gpus", "1"]) == 0  # in the place of the first
-    rows = json.loads((tmp_path / "scale-tiny.json").read_text())["rows"]
+    file = tmp_path / "scale-tiny.json"
+    first = json.loads(file.read_text())["rows"][0]
+    again = first | {"tokens_per_second": 2 * first["tokens_per_second"]}
+    scale._keep(argparse.Namespace(output=tmp_path, device="cpu"), again)  # in the place of the first
+    rows = json.loads(file.read_text())["rows"]
+    assert rows[0]["tokens_per_second"] == again["tokens_per_second"]
     assert [(row["gpus"], row["layout"]) for row in rows] == [(1, "shard"), (2, "head"), (2, "shard")]
     assert rows[2]["efficiency"] == rows[2]["tokens_per_second"] / rows[0]["tokens_per_second"] / 2
 
@@ -75,7 +114,7 @@ def test_more_gpus_than_there_are_is_an_error(capsys):
 
 
 def test_an_unknown_layout_is_bad_input():
-    with pytest.raises(ValueError, match="a layout of shard, replicate, sequence, in_order"):
+    with pytest.raises(ValueError, match="a layout of shard, all_rows, replicate, sequence, in_order"):
         measured(Ranks.alone(), TINY, "everything", WORK)
 
 
@@ -94,7 +133,7 @@ def models():
     """By name, on the meta device, as the bench trains them."""
     found = {}
     for name in {row["model"] for row in STEPS}:
-        shape = next(shape for shape in SHAPES if shape.name == name)
+        shape = next(shape for shape in MODELS if shape.name == name)
         found[name] = shape.build("meta")
         if shape.lora_rank is None:
             lower_to(torch.bfloat16, found[name].parameters())
@@ -129,6 +168,30 @@ def test_a_step_in_one_layout_is_forecast_from_constants_measured_in_the_other(r
     tokens = row["tokens"] * row["micro_batches"]
     seconds = tokens / speeds.tokens_per_second + speeds.exposed * row["sent_bytes"] / speeds.bytes_per_second
     assert seconds == pytest.approx(row["gpus"] * tokens / row["tokens_per_second"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row for row in STEPS if row["gpus"] == 4 and row["layout"] in OTHER and row["model"] == "qwen3-1.7b"],
+    ids=_name,
+)
+def test_a_step_on_four_gpus_is_forecast_from_constants_measured_on_two(row):
+    speeds = Speeds.measured([each for each in STEPS if each["model"] == row["model"] and each["gpus"] < 4])
+    tokens = row["tokens"] * row["micro_batches"]
+    seconds = tokens / speeds.tokens_per_second + speeds.exposed * row["sent_bytes"] / speeds.bytes_per_second
+    assert seconds == pytest.approx(4 * tokens / row["tokens_per_second"], rel=0.1)
+
+
+MUST = [
+    row
+    for row in STEPS
+    if row["gpus"] == 4 and row["layout"] == "shard" and row["model"] in ("qwen3-1.7b", "llama-3.1-8b-lora")
+]
+
+
+def test_four_gpus_do_nine_tenths_of_four_times_the_work_of_one():
+    assert {row["model"] for row in MUST} == {"qwen3-1.7b", "llama-3.1-8b-lora"}
+    assert all(row["efficiency"] >= 0.9 for row in MUST)
 
 
 def test_the_page_shows_what_was_measured():

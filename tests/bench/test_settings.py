@@ -4,15 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from logitless.bench import recommended, settings
 from logitless.bench.settings import Contender, Row, Scale, Step, best_lines, measured
 from logitless.cli.main import main
-from logitless.doctor.machine import left_on_the_table
+from logitless.doctor.machine import left_on_the_table, takes_row_invariant_layers
 from logitless.train.plan import plan_of
-from tests.train.tiny import tiny_recipe
+from tests.train.tiny import tiny_raw, tiny_recipe
 
-TINY = Scale(0, 2, 5.0, 16, 1, 1, 16, 8, (8,), (8,))
+TINY = Scale(0, 2, 5.0, 16, 1, 1, 16, 8, (8,), (8,), 16, 2, (8, 16))
 
 
 def slept(seconds: float) -> Step:
@@ -26,7 +27,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "QUICK", TINY)
 
 
-@pytest.mark.parametrize("name", ["attention", "precision", "optimizer", "layers"])
+@pytest.mark.parametrize("name", ["attention", "precision", "optimizer", "layers", "sampling"])
 def test_a_quick_look_prints_and_keeps_every_contender(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,6 +103,75 @@ def test_doctor_leaves_out_a_line_that_the_recipe_has(tmp_path: Path, monkeypatc
     assert left_on_the_table(plain, plan_of(plain)) == [f"{line} — bench {name}" for name, line in lines]
     has = tiny_recipe(tmp_path, train__optimizer__implementation="fused", model__sdpa_backends=["flash"])
     assert left_on_the_table(has, plan_of(has)) == []
+
+
+def test_doctor_leaves_out_what_auto_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tiny_recipe(tmp_path)
+    for name, left_out in (("foreach", True), ("loop", False)):
+        line = ("optimizer", f"train.optimizer.implementation: {name}")
+        monkeypatch.setattr("logitless.doctor.machine.recommended_here", lambda line=line: [line])
+        assert (left_on_the_table(recipe, plan_of(recipe)) == []) is left_out
+
+
+def test_doctor_leaves_out_lines_that_would_cost_one_set_of_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [
+        ("attention", "model.attention: sdpa"),
+        ("attention", "model.sdpa_backends: [cudnn]"),
+        ("precision", "model.autocast: bfloat16"),
+        ("compile", "model.compile: true"),
+        ("layers", "model.layers: liger"),
+        ("optimizer", "train.optimizer.implementation: fused"),
+    ]
+    monkeypatch.setattr("logitless.doctor.machine.recommended_here", lambda: lines)
+    recipe = tiny_recipe(tmp_path)
+    assert len(left_on_the_table(recipe, plan_of(recipe))) == len(lines)
+    monkeypatch.setattr("logitless.doctor.machine.takes_row_invariant_layers", lambda *_: True)
+    assert left_on_the_table(recipe, plan_of(recipe)) == ["train.optimizer.implementation: fused — bench optimizer"]
+
+
+def test_doctor_names_the_dtype_that_row_invariant_layers_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr("logitless.doctor.machine.recommended_here", list)
+    monkeypatch.setattr("logitless.doctor.machine.device_of", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**37, 2**37))
+    source = tiny_raw(tmp_path)["model"]["source"] | {"hidden_size": 64, "intermediate_size": 64}
+
+    def left(**changes: object) -> str:
+        recipe = tiny_recipe(tmp_path, model__source=source, **changes)
+        return "\n".join(left_on_the_table(recipe, plan_of(recipe)))
+
+    wanted = "model.trained_dtype: bfloat16, and no model.autocast"
+    assert wanted in left()
+    assert wanted in left(model__autocast="bfloat16")
+    assert wanted not in left(model__trained_dtype="bfloat16")
+    assert wanted not in left(model__layers="transformers")
+    assert wanted not in left(model__attention="sdpa")
+
+
+def test_rows_are_recommended_where_there_is_room_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("logitless.doctor.machine.recommended_here", lambda: [("sampling", "rollout.max_rows: 8")])
+    few, all_ = tiny_recipe(tmp_path, rollout__max_rows=4), tiny_recipe(tmp_path, rollout__max_rows=16)
+    assert left_on_the_table(few, plan_of(few)) == ["rollout.max_rows: 8 — bench sampling"]
+    assert left_on_the_table(all_, plan_of(all_)) == []
+    monkeypatch.setattr("logitless.doctor.machine.free_memory", lambda _: 3 * plan_of(few).total_bytes)
+    assert left_on_the_table(few, plan_of(few)) == []
+
+
+def test_row_invariant_layers_are_taken_on_a_gpu_for_bfloat16_weights_alone(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    source = tiny_raw(tmp_path)["model"]["source"] | {"hidden_size": 64, "intermediate_size": 64}
+    lowered = tiny_recipe(tmp_path, model__source=source, model__trained_dtype="bfloat16")
+    gpu = torch.device("cuda")
+    assert takes_row_invariant_layers(lowered, gpu)
+    assert not takes_row_invariant_layers(lowered, torch.device("cpu"))
+    assert not takes_row_invariant_layers(tiny_recipe(tmp_path, model__source=source), gpu)
+    own = tiny_recipe(tmp_path, model__source=source, model__trained_dtype="bfloat16", model__layers="transformers")
+    assert not takes_row_invariant_layers(own, gpu)
 
 
 def test_a_single_contender_that_runs_is_no_choice() -> None:

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -111,35 +113,75 @@ def test_rows_that_began_with_other_weights_are_not_put_beside_each_other(tmp_pa
         evidence.gather("tiny", other, results)
 
 
-def test_runs_of_a_process_that_fail_are_left_out_and_those_after_them_are_made(tmp_path, monkeypatch):
+def test_a_run_leaves_its_row_with_the_device_it_shared_and_how_long_it_took(tmp_path, monkeypatch):
     folder = folder_with(tmp_path / "a")
     (folder / "held_out.jsonl").write_text("".join(json.dumps(each) + "\n" for each in ROWS))
-
-    def run(size, folder, name, seed):
-        if name == "gspo":
-            raise ValueError("no such thing")
-        return {"reward": [0.5], "block_seconds": [2.0], "weights": name}
-
-    monkeypatch.setattr(evidence, "logitless_run", run)
+    monkeypatch.setattr(
+        evidence, "logitless_run", lambda *_: {"reward": [0.5], "block_seconds": [2.0], "weights": "there"}
+    )
     monkeypatch.setattr(evidence, "policy_from", lambda weights: weights)
     monkeypatch.setattr(evidence, "accuracy", lambda policy, pairs: 0.9)
-    runs = [evidence.Run.of(text) for text in ("gspo:0", "cispo:0")]
-    evidence.work("tiny", folder, runs, at_once=2, until=float("inf"))
+    evidence.work("tiny", folder, evidence.Run.of("cispo:0"), at_once=2, until=float("inf"))
     [path] = folder.glob("rows/*")
-    assert json.loads(path.read_text()) == row("cispo", 0, 1) | {"reward": [0.5]}
-    evidence.work("tiny", folder, [evidence.Run("dapo", 0)], at_once=2, until=0)
-    assert len(list(folder.glob("rows/*"))) == 1
+    found = json.loads(path.read_text())
+    assert found.pop("run_seconds") >= 0
+    assert found == row("cispo", 0, 1)
 
 
-def test_each_table_stands_between_its_marks(tmp_path):
-    document = {"base": {"accuracy": 0.3}, "rows": [row("trl", 0, 3)]}
+def test_runs_are_spread_over_the_gpus_and_one_that_fails_stops_no_other(tmp_path, monkeypatch, capsys):
+    folder, results, places, begun = folder_with(tmp_path / "a"), tmp_path / "results", {}, threading.Barrier(4)
+
+    def process(command, *, stdout, stderr, env):
+        run = evidence.Run.of(command[command.index("--run") + 1])
+        places[run] = env["CUDA_VISIBLE_DEVICES"]
+        begun.wait(20)  # all four are under way at once
+        if run.name == "gspo":
+            stdout.write("no such thing")
+            return subprocess.CompletedProcess(command, 1)
+        text = json.dumps(row(run.name, run.seed, 1))
+        (folder / "rows" / f"{evidence.file_name(*run)}.json").write_text(text)
+        return subprocess.CompletedProcess(command, 0)
+
+    (folder / "rows").mkdir(exist_ok=True)
+    monkeypatch.setattr(evidence.subprocess, "run", process)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
+    monkeypatch.setenv("COMMIT", "abc")
+    runs = [evidence.Run.of(text) for text in ("gspo:0", "cispo:0", "trl:0", "trl:1")]
+    evidence.missing("tiny", folder, results, runs, at_once=2, until=float("inf"))
+    assert sorted(places.values()) == ["1", "1", "3", "3"]
+    assert "gspo-0 ends with status 1:\nno such thing" in capsys.readouterr().out
+    assert set(evidence.lacking("tiny", results, runs)) >= {evidence.Run("gspo", 0)}
+    documents = evidence.documents_in(results, "tiny").values()
+    assert sorted(each["run"] for document in documents for each in document["rows"]) == ["cispo", "trl", "trl"]
+    evidence.missing("tiny", folder, results, [evidence.Run("dapo", 0)], at_once=2, until=0)
+    assert evidence.Run("dapo", 0) not in places  # the time was over
+
+
+def test_each_table_stands_between_its_marks_and_says_how_long_a_run_went_as_the_plain_one():
+    document = {"base": {"accuracy": 0.3}, "rows": [row("logitless", 0, 3), row("trl", 0, 3)]}
+    document["rows"][1]["reward"] = [0.5, 0.5, 0.2]
     name = "evidence-tiny-comparison"
     page = f"# Page\n\n<!-- {name}: begin -->\nold\n<!-- {name}: end -->\nrest\n"
     written = evidence.with_tables(page, {name: document, "evidence-tiny-ablations": document})
-    assert "| trl | 0 | 3 | 0.300 to 0.900 | 0.500 | 2.00 s | 6 s | 2 |" in written
+    assert "| logitless | 0 | 3 | 0.300 to 0.900 | 0.500 | 0.500 |  | 2.00 s | 6 s | 2 |" in written
+    assert "| trl | 0 | 3 | 0.300 to 0.900 | 0.400 | 0.400 | 2 | 2.00 s | 6 s | 2 |" in written
     assert "old" not in written
     assert written.endswith(f"<!-- {name}: end -->\nrest\n")
     assert evidence.with_tables(written, {name: document}) == written
+
+
+def test_the_verdict_is_the_difference_of_the_means_with_students_interval_and_the_ratio_of_runs_alone():
+    rows = [row(name, seed, 2) | {"run_seconds": 7.0} for name in ("logitless", "trl") for seed in (0, 1, 2)]
+    for each, accuracy in zip(rows, (0.80, 0.82, 0.84, 0.83, 0.85, 0.87), strict=True):
+        each["accuracy"] = accuracy
+    assert "TRL / logitless" not in evidence.verdict({"rows": rows})  # none had a device alone
+    for each in rows:
+        each |= {"at_once": 1, "train_seconds": 12.0 if each["run"] == "trl" else 4.0}
+    text = evidence.verdict({"rows": rows})
+    # both spreads 0.02: 2.776 * sqrt(0.0004 * 2 / 3) = 0.0453
+    assert "| Held out, at the end | 0.820 ± 0.020 | 0.850 ± 0.020 | +0.030 ± 0.045 |" in text
+    assert "| All blocks | 4.00 s | 12.00 s | 3.0 |" in text
+    assert evidence.verdict({"rows": rows[:4]}) == ""  # one seed of TRL has no spread
 
 
 @pytest.mark.parametrize("size", evidence.SIZES)

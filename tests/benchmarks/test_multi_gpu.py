@@ -1,9 +1,13 @@
 """The counts of the tests that need several GPUs are those of the report that pytest writes."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 from benchmarks import multi_gpu
+
+ROOT = Path(__file__).parents[2]
 
 TESTS = """
 import pytest
@@ -24,16 +28,36 @@ def broken():
 def test_without_the_marker():
     assert False
 """
+CUT = """
+@pytest.mark.multi_gpu
+def test_that_is_cut_off():
+    import os, signal
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def _run(folder, tests):
+    (folder / "test_them.py").write_text(tests)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    multi_gpu: x\n")
+    command = [sys.executable, ROOT / "benchmarks/multi_gpu.py", "--output", folder / "found.json", folder]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done, json.loads((folder / "found.json").read_text())
 
 
 def test_what_passed_failed_and_was_skipped_is_counted_with_reasons_and_names(tmp_path):
-    (tmp_path / "test_them.py").write_text(TESTS)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    multi_gpu: x\n")
-    assert multi_gpu.main(["--output", str(tmp_path / "found.json"), str(tmp_path)]) == 1
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, {"needs 4 CUDA devices": 1})
+    done, found = _run(tmp_path, TESTS)
+    assert done.returncode == 1
+    assert (found["passed"], found["failed"], found["complete"]) == (1, 2, True)
+    assert found["skipped"] == {"Skipped: needs 4 CUDA devices": 1}
     assert [name.rpartition("[")[2] for name in found["failures"]] == ["fails]", "breaks]"]
     assert found["environment"]["torch"]
+
+
+def test_a_run_that_is_cut_off_leaves_the_names_of_what_failed(tmp_path):
+    done, found = _run(tmp_path, TESTS + CUT)
+    assert done.returncode < 0
+    assert (found["failed"], found["complete"]) == (2, False)
+    assert "assert 'fails' == 'passes'" in done.stdout
 
 
 def test_every_failure_on_two_gpus_has_a_line():

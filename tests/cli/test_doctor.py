@@ -1,7 +1,10 @@
 """``logitless doctor``: the machine, a recipe on it, someone's code."""
 
+import importlib.util
 import json
 import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,10 @@ import torch
 import yaml
 
 from logitless.cli.main import main
+from logitless.doctor.machine import OPTIONAL
 from tests.train.tiny import tiny_raw
+
+ROOT = Path(__file__).parents[2]
 
 
 def recipe_file(folder: Path, **changes: object) -> str:
@@ -26,6 +32,20 @@ def test_the_machine_is_described_and_nothing_is_an_error(capsys: pytest.Capture
     assert found["engines"]["transformers"] == "runs"
     assert found["packages"]["torch"] == torch.__version__
     assert {"machine", "optional", "settings", "one set of bits", "walls around a model's text"} <= set(found)
+
+
+def test_every_optional_package_of_an_extra_is_listed_with_its_version_or_how_to_get_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert main(["doctor", "--json"]) == 0
+    optional = json.loads(capsys.readouterr().out)["optional"]
+    assert set(OPTIONAL.values()) == set(extras) - {"dev"}
+    for module, extra in OPTIONAL.items():
+        package = module.replace("_", "-")
+        assert any(each.startswith(package) for each in extras[extra])
+        there = importlib.util.find_spec(module) is not None
+        assert optional[module] == (metadata.version(package) if there else f"absent: pip install 'logitless[{extra}]'")
 
 
 def test_a_recipe_that_runs_has_plan_audit_and_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,5 +47,5 @@ def test_a_run_whose_output_is_piped_into_head_trains_to_its_end(tmp_path):
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         assert process.stdout.readline()
         process.stdout.close()
-        assert process.wait(250) == 0
+        assert process.wait(800) == 0
     assert (tmp_path / "length-toy" / "summary.json").exists()

@@ -25,7 +25,7 @@ def test_a_client_in_another_process_gets_tokens_log_probs_and_the_version(recip
         try:
             url = server.stdout.readline().strip()
             body = json.dumps({"prompt": "ab", "n": 2, "max_tokens": 4}).encode()
-            with urllib.request.urlopen(urllib.request.Request(f"{url}/completions", body), timeout=60) as reply:
+            with urllib.request.urlopen(urllib.request.Request(f"{url}/completions", body), timeout=300) as reply:
                 said = json.load(reply)
         finally:
             server.kill()

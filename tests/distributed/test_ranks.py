@@ -150,7 +150,7 @@ import sys
 from logitless.distributed import ranks_of_environment
 from logitless.errors import TrainingError
 try:
-    with ranks_of_environment("cpu", timeout_seconds=60) as ranks:
+    with ranks_of_environment("cpu", timeout_seconds=300) as ranks:
         assert ranks.any(ranks.rank == 1)
         if ranks.rank == 1 and sys.argv[1] == "fail":
             raise ValueError("rank 1 cannot go on")
@@ -165,11 +165,20 @@ except TrainingError as error:
 def two_processes(tmp_path, *, end):
     script = tmp_path / "script.py"
     script.write_text(TWO_RANKS)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+        "--nproc-per-node",
+        "2",
+    ]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     started = time.monotonic()
     done = subprocess.run(
-        [*launcher, str(script), end], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [*launcher, str(script), end], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     return done, time.monotonic() - started
 
@@ -185,7 +194,7 @@ def test_what_one_rank_raises_ends_all_of_them_with_exit_status_1(tmp_path):
     assert done.returncode == 1
     assert "rank 1 cannot go on" in done.stderr
     assert "done" not in done.stdout
-    assert seconds < 60  # not the time-out of the collective
+    assert seconds < 250  # not the time-out of the collective
 
 
 def wait_for_a_rank_that_left(rank):

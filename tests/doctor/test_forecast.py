@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from logitless.doctor.forecast import forecast_of
+from logitless.doctor.forecast import batch_of, forecast_of
 from logitless.rollout.environment import SingleTurn
 from logitless.train.plan import plan_of
 from tests.train.tiny import tiny_recipe
@@ -31,6 +31,44 @@ def test_a_block_of_several_rounds_is_scaled_from_one(tmp_path: Path, monkeypatc
     assert found.share == 0.5
     assert found.seconds == {"rollout": 2.0, "scoring": 1.0, "training": 4.0}
     assert "the run            21 s in 3 blocks" in str(found)
+
+
+def test_the_first_batch_is_one_round_of_decoding(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, rollout__prompts_per_block=8, rollout__completions_per_prompt=2, rollout__max_rows=5)
+    assert batch_of(recipe).rollout.prompts_per_block == 3
+    assert batch_of(tiny_recipe(tmp_path, rollout__prompts_per_block=2)).rollout.prompts_per_block == 2
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_step", "prompts", "reads_itself"),
+    [
+        (10, 2, False),  # eight steps a block, each of one prompt: the round of two is enough
+        (20, 2, False),  # four steps of two prompts
+        (40, 4, False),  # two steps of four
+        (80, 8, True),  # one step: the whole block, which reads logp_old in its own pass
+        (999, 8, True),
+    ],
+)
+def test_a_batch_has_a_whole_optimizer_step(
+    tokens_per_step: int, prompts: int, reads_itself: bool, tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(tmp_path, rollout__prompts_per_block=8, train__tokens_per_step=tokens_per_step)
+    batch = batch_of(recipe, 2, tokens=20)  # ten tokens a prompt
+    assert batch.rollout.prompts_per_block == prompts
+    assert batch.train.reuse_logp is reads_itself
+
+
+def test_a_block_of_several_steps_is_foretold_from_whole_ones(tmp_path: Path) -> None:
+    recipe = tiny_recipe(
+        tmp_path,
+        rollout__prompts_per_block=8,
+        rollout__completions_per_prompt=2,
+        rollout__max_rows=2,
+        train__tokens_per_step=24,
+    )
+    found = forecast_of(recipe, plan_of(recipe))
+    assert 1 / 8 < found.share < 1  # more than the round of one prompt, less than the block of at most 96 tokens
+    assert found.completions == found.share * 16
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def run_in(copy: Path, *arguments: str, also: Sequence[Path] = ()) -> str:
         env=os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=800,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

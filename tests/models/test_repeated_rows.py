@@ -27,6 +27,12 @@ def test_a_rows_gradient_is_summed_in_float32_and_rounded_once():
     assert x.grad.flatten().tolist() == [2.0, 0.0]  # in bfloat16, 1 + 1/256 is 1 again
 
 
+def test_a_second_derivative_is_whole():
+    x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    rows = RepeatedRows.of(torch.tensor([0, 2, 0, 0]))
+    assert torch.autograd.gradgradcheck(lambda x: rows.take(x).pow(3), x)
+
+
 def test_no_rows_are_taken_of_nothing():
     x = torch.zeros(3, 2, requires_grad=True)
     rows = RepeatedRows.of(torch.zeros(0, dtype=torch.long))

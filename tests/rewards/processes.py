@@ -18,7 +18,7 @@ def processes_of(name: str) -> set[int]:
     return found
 
 
-def none_left(name: str, seconds: float = 5.0) -> bool:
+def none_left(name: str, seconds: float = 60.0) -> bool:
     """Whether the last process of the pool is gone in time."""
     patience = time.monotonic() + seconds
     while processes_of(name):

@@ -116,7 +116,7 @@ def test_a_pattern_that_never_ends_is_spoiled_and_costs_its_own_row_only():
     }
     start = time.monotonic()
     verdicts = InstructionReward().verdicts(["?"] * 3, ["a" * 40 + "!", "a", "aaa"], columns)
-    assert time.monotonic() - start < 12 * PATTERN_SECONDS
+    assert time.monotonic() - start < 60 * PATTERN_SECONDS
     assert [verdict.status for verdict in verdicts] == ["spoiled", "graded", "graded"]
     assert [verdict.score for verdict in verdicts] == [0.0, 1.0, 1.0]
     assert verdicts[2].detail == (("keywords:existence", True),)

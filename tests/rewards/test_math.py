@@ -58,7 +58,7 @@ STALLS_THE_PARSER = "$" + "+".join(f"(x+{number})^{{300}}" for number in range(6
 
 def test_stalling_is_worth_what_a_wrong_answer_is():
     texts = ["3", "4", "5", STALLS_THE_PARSER]
-    verdicts = Math(deadline_seconds=0.2).verdicts(["p"] * 4, texts, {"answer": ["3", "3", "3", "$(x+1)^{9000}$"]})
+    verdicts = Math(deadline_seconds=1.0).verdicts(["p"] * 4, texts, {"answer": ["3", "3", "3", "$(x+1)^{9000}$"]})
     assert [verdict.status for verdict in verdicts] == ["graded", "graded", "graded", "spoiled"]
     rewards = torch.tensor([float(verdict.score) for verdict in verdicts])
     asked = AdvantageInputs(rewards=rewards, group=torch.zeros(4, dtype=torch.long), sequence=torch.arange(4))

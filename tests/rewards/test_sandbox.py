@@ -43,7 +43,7 @@ def report_of(forbidden, user=None):
     """What a process finds on a machine without these walls, and what its rewards do."""
     command = [sys.executable, "-m", "tests.rewards.restricted", forbidden, sys.executable, "-c", REPORT]
     as_user = {} if user is None else {"user": user, "group": user, "extra_groups": []}
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, **as_user)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, **as_user)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
 

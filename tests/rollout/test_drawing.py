@@ -105,7 +105,7 @@ def test_what_is_impossible_is_no_fault_unless_nothing_is_possible():
     assert drawn.token[0] == 10
 
 
-@pytest.mark.parametrize("capability", [80, 86, 89, 90, 120])
+@pytest.mark.parametrize("capability", ahead.CAPABILITIES)
 def test_the_kernels_compile_within_99_kib_and_without_spilling_for(capability):
     found = [ahead.Kernel(*kernel) for kernel in ahead.run("tests.rollout.draw_ahead", str(capability))]
     assert {kernel.name for kernel in found} == {

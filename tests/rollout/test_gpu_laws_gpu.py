@@ -1,5 +1,7 @@
 """The engine on a GPU, with graphs: training's bits over many tokens, while the weights change between blocks."""
 
+import threading
+
 import pytest
 import torch
 
@@ -64,3 +66,31 @@ def test_every_token_has_the_trainers_bits_while_weights_change_between_blocks(l
                 if parameter.requires_grad or not lora:
                     parameter.add_(0.01 * torch.randn_like(parameter))
         engine.load(Weights.of(model), block + 1)
+
+
+def test_a_first_call_waits_for_no_kernel_in_its_own_thread_and_other_lengths_need_no_new_ones(tmp_path, monkeypatch):
+    import triton
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing is known of this machine
+    config = {**CONFIGS["qwen2"], **WIDE, "hidden_size": 768, "intermediate_size": 1536, "num_attention_heads": 12}
+    model = load_model(config, random_weights=True, seed=1, dtype=torch.bfloat16, device="cuda").eval()
+    engine = GpuEngine(model, character_tokenizer("abcdefgh"), max_rows=64)
+    compiled: list[tuple[str, bool]] = []  # kernels, and whether the caller's thread waited for them
+
+    def note(*, src, **_):
+        compiled.append((src.name, threading.current_thread() is threading.main_thread()))
+
+    def sampled(lengths: list[int], new_tokens: int) -> None:
+        prompts = [Prompt(str(i), "", (5,) * n) for i, n in enumerate(lengths)]
+        engine.sample(prompts, 6, SamplingOptions(max_new_tokens=new_tokens), seed=0)
+
+    with triton.knobs.cache.scope(), triton.knobs.compilation.scope():
+        triton.knobs.cache.dir = str(tmp_path / "triton")
+        triton.knobs.compilation.listener = note
+        sampled([700, 40, 65], 400)
+        assert compiled
+        assert not [name for name, waited_for in compiled if waited_for]
+        compiled.clear()
+        sampled([41, 600, 64, 130], 300)
+        sampled([41, 600, 64, 129], 300)
+        assert compiled == []

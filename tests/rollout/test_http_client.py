@@ -1,5 +1,8 @@
 """Where a key goes, which addresses are taken, and how long a failing request is repeated."""
 
+import socket
+from http.client import HTTPConnection
+
 import pytest
 
 from logitless.errors import ConfigurationError, EngineError
@@ -45,6 +48,20 @@ def test_a_key_that_is_not_there_is_refused(tmp_path, monkeypatch):
             api_key(file, variable)
 
 
+def test_a_request_that_is_given_up_while_it_connects_ends(monkeypatch):
+    connect = HTTPConnection.connect
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = HttpClient(f"http://127.0.0.1:{silent.getsockname()[1]}")
+
+        def given_up(connection):
+            client.give_up()
+            connect(connection)
+
+        monkeypatch.setattr(HTTPConnection, "connect", given_up)
+        with pytest.raises(PassingFault, match="given up"):
+            client.get("/")
+
+
 def _failing(*faults):
     left = list(faults)
 
@@ -76,7 +93,7 @@ def test_a_refusal_is_not_repeated():
 
 
 def test_waiting_ends_at_the_deadline_and_the_last_fault_is_named():
-    with pytest.raises(EngineError, match=r"given b \(2 attempts in 0 s\).*--resume"):
+    with pytest.raises(EngineError, match=r"given b \(2 attempts in \d+ s\).*--resume"):
         Patience(give_up_seconds=0.03, first_wait_seconds=0.02).until_done(
             _failing(PassingFault("a"), PassingFault("b"), PassingFault("c")), what="x", where="y"
         )

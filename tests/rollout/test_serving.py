@@ -49,7 +49,7 @@ class Letters:
 def post(url, **body):
     request = urllib.request.Request(url, json.dumps(body).encode())
     try:
-        with urllib.request.urlopen(request, timeout=30) as reply:
+        with urllib.request.urlopen(request, timeout=300) as reply:
             return reply.status, json.load(reply)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -192,7 +192,7 @@ def test_what_cannot_be_done_is_refused_in_words(server, body, named):
 def events(url, **body):
     """The pieces of a streamed reply."""
     request = urllib.request.Request(url, json.dumps({"stream": True, **body}).encode())
-    with urllib.request.urlopen(request, timeout=30) as reply:
+    with urllib.request.urlopen(request, timeout=300) as reply:
         assert reply.headers["Content-Type"] == "text/event-stream"
         lines = [line.removeprefix("data: ") for line in reply.read().decode().split("\n\n") if line]
     assert lines[-1] == "[DONE]"
@@ -225,12 +225,12 @@ def test_an_engine_that_fails_is_a_500_with_its_words_and_the_server_goes_on(ser
 def test_another_host_name_is_refused(server):
     request = urllib.request.Request(f"{server.url}/completions", b"{}", {"Host": "attacker.example:80"})
     with pytest.raises(urllib.error.HTTPError, match="403"):
-        urllib.request.urlopen(request, timeout=30)
+        urllib.request.urlopen(request, timeout=300)
 
 
 def test_what_is_served_can_be_asked(server):
     server.load(WEIGHTS, 4)
-    with urllib.request.urlopen(f"{server.url}/models", timeout=30) as reply:
+    with urllib.request.urlopen(f"{server.url}/models", timeout=300) as reply:
         assert json.load(reply)["data"] == [{"id": "policy", "object": "model", "weights_version": 4}]
     with pytest.raises(InputError, match="new session"):
         server.open_session("a") and server.open_session("a")

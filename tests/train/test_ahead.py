@@ -55,7 +55,7 @@ def ahead(folder, engine, tmp_path, *, staleness, blocks=6):
 
 def until(condition):
     """Wait until a thread has done something."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)

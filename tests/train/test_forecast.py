@@ -86,6 +86,55 @@ def test_shards_and_messages_are_those_of_real_processes(case, num_ranks, tmp_pa
         assert traffic["shards of the LM head"] == sent["broadcast"] + sent["reduce"]
 
 
+class _HiddenSent(TorchDispatchMode):
+    """Bytes of hidden states and their gradients that this rank sends in gathers and sums of lists of rows."""
+
+    def __init__(self, world):
+        super().__init__()
+        self.world, self.bytes = world, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            name = function._schema.name.split("::")[1].strip("_")
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            size = max(t.numel() * t.element_size() for t in tensors)
+            if tensors[0].ndim == 2 and tensors[0].shape[1] == LLAMA["hidden_size"]:
+                sent = {"allgather": self.world - 1, "allreduce": 2 * (self.world - 1) / self.world}
+                self.bytes += int(size * sent.get(name, 0))
+        return function(*args, **(kwargs or {}))
+
+
+def _measured_all_rows(rank, folder, changes):
+    recipe = tiny_recipe(folder, model__source=LLAMA, **changes)
+    policy = Policy(policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("cpu")))
+    policy.shard(Arrangement(1, dist.get_world_size(), 1).mesh("cpu"))
+    policy.all_rows = True
+    block = pack_groups([group_of("a", [1.0, 0.0], [4, 3]), group_of("b", [1.0, 0.0], [5, 2])])
+    with _HiddenSent(dist.get_world_size()) as sent:
+        policy.scores(block.packed, temperature=1.0, backend="chunked").logp.sum().backward()
+    return block.packed.num_tokens, sent.bytes
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_hidden_states_that_travel_to_a_head_of_all_rows_are_those_of_real_processes(case, tmp_path):
+    tiny_raw(tmp_path)
+    recipe, arrangement = tiny_recipe(tmp_path, model__source=LLAMA, **CASES[case]), Arrangement(1, 2, 1)
+    model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("meta"))
+    for tokens, sent in run_on_ranks(2, _measured_all_rows, tmp_path, CASES[case]):
+        traffic = traffic_of_rank(model, arrangement, rows=1, tokens_per_row=tokens, all_rows=True)
+        assert traffic["tokens for the LM head"] == sent
+
+
+@pytest.mark.parametrize(("tokens", "travel"), [(16, "tokens for the LM head"), (16384, "shards of the LM head")])
+def test_auto_lets_travel_for_the_head_what_is_fewer_bytes(tokens, travel, tmp_path):
+    tiny_raw(tmp_path)
+    recipe = tiny_recipe(tmp_path, model__source=LLAMA | {"vocab_size": 4000}, train__tokens_per_micro_batch=tokens)
+    model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("meta"))
+    assert travel in forecast(recipe, model, Arrangement(1, 2, 1)).traffic_bytes
+    copies = forecast(recipe, model, Arrangement(2, 2, 1))
+    assert "shards of the LM head" in copies.traffic_bytes
+
+
 def test_more_processes_need_less_each_and_time_is_only_said_where_speeds_are_known(tmp_path):
     tiny_raw(tmp_path)
     recipe = tiny_recipe(tmp_path, model__source=LLAMA, train__tokens_per_step=4096)

@@ -24,6 +24,14 @@ def test_a_silent_view_shows_nothing(capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_record_with_nothing_to_show_has_no_line_off_a_terminal() -> None:
+    out = io.StringIO()
+    with LiveView(3, title="toy", console=Console(file=out, width=80)) as view:
+        view.update({"step": 0, "block": 1, "memory/peak_bytes": 9}, sample=None)
+        view.update({"step": 1, "block": 1, "reward/mean": 0.25}, sample=None)
+    assert out.getvalue() == "toy: 3 blocks\nblock 1/3  step 1  reward 0.25\n"
+
+
 def terminal() -> Console:
     return Console(file=io.StringIO(), force_terminal=True, width=90, height=30, color_system=None)
 

@@ -7,11 +7,14 @@ import torch.distributed as dist
 from logitless.distributed import Ranks
 from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.sharding import whole
+from logitless.errors import UnavailableError
 from logitless.models.lora import frozen_copy
 from logitless.rollout.environment import SingleTurn
 from logitless.rollout.play import play
+from logitless.rollout.probe import scored_tokens
 from logitless.rollout.transformers import TransformersEngine
 from logitless.train import learner as learner_module
+from logitless.train import policy as policy_module
 from logitless.train.block import pack_groups
 from logitless.train.judge import judge
 from logitless.train.learner import Learner
@@ -50,11 +53,13 @@ LLAMA = {
 
 
 def _learner(folder, changes, dtype, arrangement=None, device="cpu"):
-    """A learner of the tiny recipe, its weights cut over the ranks of the process group as the arrangement says."""
+    """A learner of the tiny recipe, its weights cut over the ranks of the process group as the arrangement says; those
+    that are cut start in the host's memory."""
     recipe = tiny_recipe(folder, **changes)
     tokenizer = tokenizer_of(recipe.model)
     algorithm = algorithm_of(recipe)
-    models = [policy_model(recipe.model, tokenizer, seed=seed, device=torch.device(device)) for seed in (0, 1)]
+    place = torch.device("cpu" if arrangement is not None and arrangement.is_sharded else device)
+    models = [policy_model(recipe.model, tokenizer, seed=seed, device=place) for seed in (0, 1)]
     if dtype is not None:
         models = [model.to(dtype) for model in models]
     value_head = value_head_of(recipe, algorithm, models[0])
@@ -208,51 +213,64 @@ def test_without_the_order_other_numbers_of_ranks_have_other_bits(tmp_path):
     assert any(not torch.equal(b[name], a[name]) for a, b in zip(one, two, strict=True) for name in a)
 
 
-# --- what only GPUs can show ------------------------------------------------------------------------------------------
-
-ON_GPUS = {
-    "shards": ({}, Arrangement(1, 2, 1)),
-    "copies": ({}, Arrangement(2, 1, 1)),
-    "shared sequences": ({}, Arrangement(1, 1, 2)),
-    "a shared vocabulary": ({"parallel__vocabulary": "all_rows"}, Arrangement(1, 2, 1)),
-    "a reference on the host": ({"parallel__reference": "host"}, Arrangement(1, 2, 1)),
-    "shards, a value head, many rows": (
-        {"algorithm": {"preset": "ppo"}, "train__tokens_per_micro_batch": 13},
-        Arrangement(1, 2, 1),
-    ),
-}
+# --- weights that no rank has whole -----------------------------------------------------------------------------------
 
 
-@pytest.mark.multi_gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("case", ON_GPUS)
-def test_two_gpus_have_the_gradients_of_one_to_rounding(case, tmp_path):
-    changes, arrangement = ON_GPUS[case]
-    changes = {"model__source": LLAMA, "train__training_backend": "chunked", **changes}
-    _check(tmp_path, changes, 2, arrangement, dtype=torch.float32, rtol=2e-3, atol=2e-4, device="cuda")
+def _sharded(rank, folder, made_same=None, **changes):
+    """A policy whose weights each rank drew otherwise, cut over all of them."""
+    recipe = tiny_recipe(folder, **changes)
+    model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=rank, device=torch.device("cpu"))
+    policy = Policy(model)
+    policy.shard(Arrangement(1, dist.get_world_size(), 1).mesh("cpu"), made_same=made_same)
+    return policy
 
 
-@pytest.mark.multi_gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_bfloat16_weights_with_sharded_masters_have_the_gradients_of_one_gpu_to_rounding(tmp_path):
-    changes = {"model__source": LLAMA, "model__trained_dtype": "bfloat16", "train__training_backend": "chunked"}
-    _check(tmp_path, changes, 2, Arrangement(1, 2, 1), dtype=None, rtol=0.1, atol=0.02, device="cuda")
+def _after_sharding(rank, folder, changes):
+    policy = _sharded(rank, folder, Ranks(data=dist.group.WORLD).copy_of_first, **changes)
+    return {name: whole(p.detach()) for name, p in policy.named_parameters().items()}
 
 
-@pytest.mark.multi_gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_summed_in_order_two_gpus_have_the_bits_of_one(tmp_path):
-    changes = {
-        "model__source": LLAMA,
-        "parallel__deterministic": True,
-        "train__tokens_per_micro_batch": 17,
-        "train__training_backend": "chunked",
-    }
+@pytest.mark.parametrize("changes", [{}, {"model__trained_dtype": "bfloat16"}, {"model__source": LLAMA}])
+def test_all_ranks_get_the_first_ones_weights_unit_by_unit_as_they_are_cut(changes, tmp_path):
     tiny_raw(tmp_path)
-    groups = _groups(tmp_path, changes, None, "cuda")
-    _, losses, gradients = _gradients(0, tmp_path, changes, None, groups, None, "cuda")
-    arrangement = Arrangement(2, 1, 1)
-    for found in run_on_ranks(2, _gradients, tmp_path, changes, None, groups, arrangement, "cuda", device="cuda"):
-        assert found[1] == losses
-        for step, of_one in zip(found[2], gradients, strict=True):
-            assert all(torch.equal(step[name], gradient.cpu()) for name, gradient in of_one.items())
+    recipe = tiny_recipe(tmp_path, **changes)
+    first = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("cpu"))
+    for found in run_on_ranks(2, _after_sharding, tmp_path, changes):
+        for name, master in Policy(first).held().items():
+            assert torch.equal(found[name], master), name
+
+
+def _without_room(rank, folder):
+    policy = _sharded(0, folder)
+    needed = policy.sharded.whole_bytes
+    plain, policy_module._room = policy_module._room, lambda device: needed - (rank == 1)
+    try:
+        policy.gather()
+    except UnavailableError as error:
+        return needed, policy.sharded.is_whole, str(error)
+    finally:
+        policy_module._room = plain
+
+
+def test_where_one_rank_has_no_room_for_all_weights_every_rank_refuses_to_sample(tmp_path):
+    tiny_raw(tmp_path)
+    numbers = sum(p.numel() for p in _learner(tmp_path, {}, None)[0].policy.named_parameters().values())
+    for needed, is_whole, said in run_on_ranks(2, _without_room, tmp_path):
+        assert (needed, is_whole) == (4 * numbers, False)
+        assert "for all weights, which are whole while this process samples" in said
+        assert "vllm_server" in said
+
+
+def _scored_in_shards(rank, folder, changes):
+    policy = _sharded(0, folder, **changes)
+    with torch.no_grad():
+        return policy.weights().score((3, 4, 5), (6, 7), 0.8)
+
+
+@pytest.mark.parametrize("changes", [{}, {"model__source": LLAMA}])  # a tied LM head, and one of its own
+def test_a_probe_of_sharded_weights_says_what_full_logits_of_whole_ones_say(changes, tmp_path):
+    tiny_raw(tmp_path)
+    model = _learner(tmp_path, changes, None)[0].policy.model
+    expected = scored_tokens(model, (3, 4, 5), (6, 7), 0.8)
+    for found in run_on_ranks(2, _scored_in_shards, tmp_path, changes):
+        assert found == pytest.approx(expected, abs=1e-5)

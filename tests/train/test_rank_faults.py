@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -21,76 +22,89 @@ from logitless.train.shared_checkpoint import SharedSaver
 from tests.ranks import run_on_ranks
 from tests.train.tiny import tiny_raw, tiny_recipe
 
-# What a rank does wrong in the middle of a run, the first time that it is started.
+# What rank 1 does wrong in the middle of a run: it is killed the first time that it is started, and hangs the second.
 PROGRAM = """
 import os, signal, sys, time
 from logitless.cli.main import main
 from logitless.train.learner import Learner
 
-fault, step, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
-plain = Learner.step
+plain, start = Learner.step, int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 def faulty(self):
-    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and self.progress.step == step:
-        if fault == "killed":
+    if os.environ["RANK"] == "1" and self.progress.step == (3, 5)[start]:
+        if start == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1000)
     return plain(self)
 
 Learner.step = faulty
 if __name__ == "__main__":
-    sys.exit(main(arguments))
+    sys.exit(main(sys.argv[1:]))
 """
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
 
 
-def _torchrun(folder, fault, *, step=3, restarts=0, settings=()):
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(tiny_raw(folder)))
-    (folder / "program.py").write_text(PROGRAM)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = ["train", str(folder / "recipe.yaml"), *(a for each in settings for a in ("--set", each))]
-    return subprocess.run(
-        [*launcher, f"--max-restarts={restarts}", str(folder / "program.py"), fault, str(step), *arguments],
-        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+def _run(rank, folder, resume):
+    return start(tiny_recipe(folder), ranks=Ranks(data=dist.group.WORLD), resume=resume)[1]
+
+
+def _metrics(folder):
+    return [repeatable(record) for record in RunFolder(folder / "runs" / "tiny").read_metrics()]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The metrics of the same run on two ranks that nothing happens to."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = _torchrun(folder, "none", step=-1)
-    assert done.returncode == 0, done.stderr
-    return [repeatable(record) for record in RunFolder(folder / "runs" / "tiny").read_metrics()]
+    tiny_raw(folder)
+    assert run_on_ranks(2, _run, folder, False) == [True, True]
+    return _metrics(folder)
 
 
-def test_a_killed_rank_ends_all_and_the_last_checkpoint_holds(tmp_path, undisturbed):
-    done = _torchrun(tmp_path, "killed", step=5)
-    assert done.returncode == 1
-    run = RunFolder(tmp_path / "runs" / "tiny")
-    assert checkpoints.load_checkpoint(run.checkpoints).state["progress"]["block"] >= 1
-    resumed = start(tiny_recipe(tmp_path), resume=True)  # on one rank
-    assert resumed[1]
-    assert len(run.read_metrics()) == len(undisturbed)
-
-
-def test_torchrun_starts_a_run_again_and_it_goes_on_by_itself_bit_for_bit(tmp_path, undisturbed):
-    done = _torchrun(tmp_path, "killed", restarts=1)
-    assert done.returncode == 0, done.stderr
-    run = RunFolder(tmp_path / "runs" / "tiny")
-    assert [repeatable(record) for record in run.read_metrics()] == undisturbed
-    assert len(json.loads(run.provenance.read_text())["starts"]) == 2
-
-
-def test_a_rank_that_hangs_is_named_past_the_deadline(tmp_path):
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory):
+    """The folder of a run that torchrun starts twice, and what became of it."""
+    folder = tmp_path_factory.mktemp("disturbed")
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(tiny_raw(folder)))
+    (folder / "program.py").write_text(PROGRAM)
+    launcher = [sys.executable, *TORCHRUN, "--max-restarts", "1", "--shutdown-timeout", "2", str(folder / "program.py")]
     began = time.monotonic()
-    done = _torchrun(tmp_path, "hung", settings=["parallel.timeout_seconds=8"])
+    done = subprocess.run(
+        [*launcher, "train", str(folder / "recipe.yaml"), "--set", "parallel.timeout_seconds=20"],
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return folder, done, time.monotonic() - began
+
+
+def test_torchrun_starts_a_run_again_whose_rank_was_killed_and_it_goes_on_bit_for_bit(disturbed, undisturbed):
+    folder, done, _ = disturbed
+    assert len(json.loads(RunFolder(folder / "runs" / "tiny").provenance.read_text())["starts"]) == 2, done.stderr
+    found = _metrics(folder)
+    assert found[-1]["step"] == 5  # where the second fault comes
+    assert found == undisturbed[: len(found)]
+
+
+def test_a_rank_that_hangs_is_named_past_the_deadline_and_ends_all(disturbed):
+    _, done, seconds = disturbed
     assert done.returncode == 1
     assert "rank 1, which says nothing: killed, or hung" in done.stderr, done.stderr
-    assert time.monotonic() - began < 120
+    assert seconds < 900
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_a_fault_ended_goes_on_from_its_last_checkpoint(num_ranks, disturbed, undisturbed, tmp_path):
+    shutil.copytree(disturbed[0], tmp_path, dirs_exist_ok=True)
+    run = RunFolder(tmp_path / "runs" / "tiny")
+    assert checkpoints.load_checkpoint(run.checkpoints).state["progress"]["block"] >= 1
+    if num_ranks == 1:
+        assert start(tiny_recipe(tmp_path), resume=True)[1]
+        assert len(_metrics(tmp_path)) == len(undisturbed)
+    else:
+        assert run_on_ranks(2, _run, tmp_path, True) == [True, True]
+        assert _metrics(tmp_path) == undisturbed
 
 
 def _with_another(rank, folder, which):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from logitless.distributed import Ranks
+from logitless.distributed.sharding import ShardedModel
 from logitless.errors import ConfigurationError, EngineError, UnavailableError
 from logitless.rollout.engine import Weights
 from logitless.rollout.http_client import HttpClient, Patience
@@ -17,6 +18,7 @@ from logitless.train.ahead import LOG
 from logitless.train.checkpoint import checkpoints, read_checkpoint
 from logitless.train.engines import open_engines
 from logitless.train.metrics import repeatable
+from logitless.train.one_client import ReadTogether
 from logitless.train.run import start
 from logitless.train.run_folder import RunFolder
 from logitless.train.setup import policy_model, tokenizer_of
@@ -156,16 +158,20 @@ def test_several_trainer_processes_with_an_engine_each_on_their_gpus_are_refused
         _opened(tiny_recipe(tmp_path, rollout__engine={"name": "vllm"}))
 
 
-def _on_servers(rank, folder, urls, node, changes):
-    """A run of several ranks on servers; what it ended with on this rank."""
+def _on_servers(rank, folder, urls, node, changes, device="cpu"):
+    """A run of several ranks on servers, whose weights are never whole; what it ended with on this rank."""
     os.environ["LOCAL_RANK"] = "0" if rank % node == 0 else "1"
+    gather = ShardedModel.gather
+    ShardedModel.gather = None
     engine = {"name": "vllm_server", "urls": urls, "model": "policy", **changes}
     try:
-        return start(tiny_recipe(folder, rollout__engine=engine, name="several"), ranks=Ranks(data=dist.group.WORLD))[1]
+        recipe = tiny_recipe(folder, rollout__engine=engine, name="several", model__device=device)
+        return start(recipe, ranks=Ranks(data=dist.group.WORLD))[1]
     except EngineError as error:
         return str(error)
     finally:
         del os.environ["LOCAL_RANK"]
+        ShardedModel.gather = gather
 
 
 def _prompts_asked(served):
@@ -187,6 +193,13 @@ def test_one_rank_of_a_node_asks_the_servers_and_all_train_on_what_one_process_w
     assert len(loads) == 4  # one at the start and one after each block: the other rank pushes nothing
 
 
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_sharded_weights_of_gpus_reach_a_server_tensor_by_tensor_and_pass_its_probe(tmp_path):
+    with serving(_served(tmp_path)) as url:
+        assert run_on_ranks(2, _on_servers, tmp_path, [url], 2, {}, "cuda", device="cuda") == [True, True]
+
+
 def test_each_node_has_a_client_with_servers_and_prompts_of_its_own(tmp_path):
     first, second = _served(tmp_path), _served(tmp_path)
     way = {"name": "folder", "path": str(tmp_path / "weights")}
@@ -196,6 +209,34 @@ def test_each_node_has_a_client_with_servers_and_prompts_of_its_own(tmp_path):
     assert _prompts_asked(second)
     assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["client-0", "client-1"]
     assert all(len([path for path, _ in each.asked if path == "/collective_rpc"]) == 4 for each in (first, second))
+
+
+def test_sharded_weights_that_were_pushed_over_a_network_are_not_read_again_by_one_rank_alone(tmp_path):
+    weights = Weights.of(_served(tmp_path).model(), score=lambda *_: [])
+    reading = ReadTogether(Ranks.alone(), 0, weights)
+    lent = reading.weights()
+    assert [name for name, _ in lent.tensors()] == [name for name, _ in weights.tensors()]
+    reading.end()
+    with pytest.raises(EngineError, match="a server that was restarted and must get them again"):
+        next(lent.tensors())
+
+
+def _half_read(rank, values):
+    """What a reader gets that gives up a reading and begins another one, then asks for a score."""
+    held = Weights(None, lambda: iter(values.items()), None, lambda prompt, completion, _: [len(prompt), *completion])
+    reading = ReadTogether(Ranks(data=dist.group.WORLD), 1, held)
+    if rank != 1:
+        reading.take_part()
+        return None
+    lent = reading.weights()
+    first = next(lent.tensors())[0]
+    found = first, [name for name, _ in lent.tensors()], lent.score((4, 5), (6,), 1.0)
+    reading.end()
+    return found
+
+
+def test_a_reading_of_sharded_weights_may_be_given_up_for_another():
+    assert run_on_ranks(2, _half_read, {"a": 1, "b": 2}) == [None, ("a", ["a", "b"], [2, 6])]
 
 
 def test_a_node_without_a_server_has_no_client(tmp_path):

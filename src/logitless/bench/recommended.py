@@ -15,7 +15,7 @@ FOLDER = "LOGITLESS_SETTINGS"
 
 
 def settings_folder() -> Path:
-    """Where ``bench attention | precision | optimizer | compile | layers`` keep what they measured."""
+    """Where ``bench attention | precision | optimizer | compile | layers | sampling`` keep what they measured."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get(FOLDER) or cache / "logitless" / "settings")
 

@@ -1,7 +1,7 @@
 """Who is measured by ``logitless bench rollout``. Every sample has a forced length."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -96,9 +96,9 @@ class _OfEngine:
         return self.engine.sample(self.prompts, self.work.samples, options, seed=0)
 
     def sample(self) -> int:
-        if isinstance(self.engine, _ForcedGpu):
+        if isinstance(self.engine, ForcedGpu):
             self.engine.waited = 0.0
-        groups = self.completions(SamplingOptions(max_new_tokens=self.work.most, stop=(_NEVER,)[: self.stops]))
+        groups = self.completions(SamplingOptions(max_new_tokens=self.work.most, stop=(NEVER,)[: self.stops]))
         return sum(completion.length for group in groups for completion in group)
 
     stops = 0
@@ -110,10 +110,10 @@ class _OfEngine:
         self.engine.close()
 
 
-_NEVER = "\0 no text has this \0"
+NEVER = "\0 no text has this \0"
 
 
-class _ForcedGpu(GpuEngine):
+class ForcedGpu(GpuEngine):
     """Counts the seconds in which the host waits for the device, which is how far it is ahead of it."""
 
     work: Workload
@@ -140,7 +140,7 @@ class _ForcedGpu(GpuEngine):
         return self.work.lengths[int(prompt.id)][sample]
 
 
-class _ForcedTransformers(TransformersEngine):
+class ForcedTransformers(TransformersEngine):
     """Ends rows where it would look for a stop string."""
 
     work: Workload
@@ -155,7 +155,7 @@ class _ForcedTransformers(TransformersEngine):
 
 
 def _gpu(subject: Subject, work: Workload) -> Contender:
-    engine = _ForcedGpu(subject.model, character_tokenizer("abcdefgh"), max_rows=2048)
+    engine = ForcedGpu(subject.model, character_tokenizer("abcdefgh"), max_rows=2048)
     engine.work = work
     return _OfEngine(engine, subject, work)
 
@@ -165,7 +165,7 @@ class _Transformers(_OfEngine):
 
 
 def _transformers(subject: Subject, work: Workload) -> Contender:
-    engine = _ForcedTransformers(subject.model, character_tokenizer("abcdefgh"))
+    engine = ForcedTransformers(subject.model, character_tokenizer("abcdefgh"))
     engine.work = work
     return _Transformers(engine, subject, work)
 
@@ -177,9 +177,9 @@ class _Generate:
         self.model: Any = causal_lm(subject.model)
         self.before = self.model.config._attn_implementation
         self.model.set_attn_implementation("sdpa")
-        ids = torch.tensor(work.prompt_ids(subject.vocabulary), device="cuda")
+        ids = torch.tensor(work.prompt_ids(subject.vocabulary), device=self.model.device)
         self.ids, self.work = ids.repeat_interleave(work.samples, 0), work
-        self.lengths = torch.tensor([n for group in work.lengths for n in group], device="cuda")
+        self.lengths = torch.tensor([n for group in work.lengths for n in group], device=self.model.device)
 
     def sample(self) -> int:
         start, lengths = self.work.prompt_tokens, self.lengths
@@ -189,12 +189,13 @@ class _Generate:
                 return lengths <= input_ids.shape[1] - start
 
         settings = GenerationConfig(
-            do_sample=True, max_new_tokens=self.work.most, top_k=0, pad_token_id=0, cache_implementation="static"
-        )
+            do_sample=True, max_new_tokens=self.work.most, top_k=0, pad_token_id=0, cache_implementation="static",
+            disable_compile=True,
+        )  # fmt: skip
         with torch.no_grad(), evaluating(self.model):
             self.model.generate(
                 self.ids, attention_mask=torch.ones_like(self.ids), generation_config=settings,
-                stopping_criteria=StoppingCriteriaList([Ended()]), disable_compile=True,
+                stopping_criteria=StoppingCriteriaList([Ended()]),
             )  # fmt: skip
         return self.work.tokens
 
@@ -278,11 +279,11 @@ def block(name: str, engine_name: str, work: Workload) -> dict[str, Any]:
     model = subject.model.train()
     if engine_name == "gpu":
         install_row_invariant(model)
-    recipe = parse_recipe(_recipe(work, lora=lora, gpu=engine_name == "gpu"))
+    recipe = parse_recipe(block_recipe(work, lora=lora, gpu=engine_name == "gpu"))
     learner = Learner(recipe, algorithm_of(recipe), Policy(model), None, reward_weights={"length": 1.0})
     contender = CONTENDERS[engine_name](subject, work)
     assert isinstance(contender, _OfEngine)
-    options = SamplingOptions(max_new_tokens=work.most, stop=(_NEVER,)[: contender.stops])
+    options = SamplingOptions(max_new_tokens=work.most, stop=(NEVER,)[: contender.stops])
     for _ in range(2):
         marks = [_now()]
         contender.engine.load(learner.weights(), learner.version)
@@ -310,8 +311,8 @@ def block(name: str, engine_name: str, work: Workload) -> dict[str, Any]:
     }
 
 
-def law(name: str, work: Workload, num_tokens: int) -> dict[str, Any]:
-    """Tokens whose log-prob or entropy is not training's, over blocks between which weights change."""
+def law(name: str, work: Workload, num_tokens: int) -> Iterator[dict[str, Any]]:
+    """After each block: tokens so far, and those with other bits than training's; weights change between blocks."""
     subject = Subject(name)
     contender = CONTENDERS["gpu"](subject, work)
     assert isinstance(contender, _OfEngine)
@@ -336,8 +337,8 @@ def law(name: str, work: Workload, num_tokens: int) -> dict[str, Any]:
             for parameter in trained:
                 parameter.mul_(1 + 0.01 * torch.randn_like(parameter))
         contender.engine.load(policy.weights(), blocks)
+        yield {"tokens": tokens, "blocks": blocks, "mismatched_tokens": differ}
     contender.close()
-    return {"tokens": tokens, "blocks": blocks, "mismatched_tokens": differ}
 
 
 def _now() -> float:
@@ -351,7 +352,15 @@ def _judged(prompt: Prompt, completions: Sequence[Completion]) -> Group:
     return Group(prompt, tuple(completions), tuple({"length": Verdict.graded(reward)} for reward in rewards), rewards)
 
 
-def _recipe(work: Workload, *, lora: bool, gpu: bool) -> dict[str, Any]:
+def block_recipe(work: Workload, *, lora: bool, gpu: bool, ranks: int = 1) -> dict[str, Any]:
+    """Of a block; its model is not read.
+
+    Args:
+        work: of all ranks.
+        lora: whether an adapter alone is trained.
+        gpu: whether sampling has the bits of training.
+        ranks: with prompts of their own; each reads as many tokens in a step as one alone.
+    """
     return {
         "name": "block",
         "model": {
@@ -370,5 +379,5 @@ def _recipe(work: Workload, *, lora: bool, gpu: bool) -> dict[str, Any]:
             "sampling": {"max_new_tokens": work.most},
         },
         "rewards": [{"name": "length"}],
-        "train": {"tokens_per_step": 65536, "tokens_per_micro_batch": 16384},
+        "train": {"tokens_per_step": 65536 * ranks, "tokens_per_micro_batch": 16384},
     }

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from logitless.bench import scale_report
 from logitless.bench.machine import environment, release, write_result
+from logitless.bench.rollout_workloads import Workload
 from logitless.bench.step_contenders import SHAPES, TINY, Shape
 from logitless.data.packing import pack
 from logitless.distributed.arrangement import Arrangement
@@ -43,8 +44,12 @@ from logitless.train.training_memory import training_memory
 from logitless.types import Completion, LMHead, PackedBatch, Prompt
 
 PACKAGES = ("triton", "transformers", "peft")
-LAYOUTS = ("shard", "replicate", "sequence", "in_order")
-"""Which dimension of ``parallel`` has all the GPUs; in_order: copies whose gradients are summed in one fixed order."""
+LAYOUTS = ("shard", "all_rows", "replicate", "sequence", "in_order")
+"""Which dimension of ``parallel`` has all the GPUs; all_rows: shards, and an LM head that scores all GPUs' tokens
+together (``parallel.vocabulary``); in_order: copies whose gradients are summed in one fixed order."""
+
+MODELS = (*SHAPES, replace(next(s for s in SHAPES if s.lora_rank), name="llama-3.1-8b", title="8B", lora_rank=None))
+"""The last: every weight of Llama-3.1-8B."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class Work:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``logitless bench scale``."""
-    names = ",".join(shape.name for shape in SHAPES if shape is not TINY)
+    names = ",".join(shape.name for shape in MODELS if shape is not TINY)
     parser.add_argument("--models", default=names, help=f"by commas, of {names},{TINY.name}")
     parser.add_argument("--gpus", default="1,2,4", help="numbers of GPUs, by commas; begin with 1")
     parser.add_argument("--layouts", default="shard,replicate", help=f"by commas, of {','.join(LAYOUTS)}")
@@ -83,6 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warm-up-tokens", type=int, help="of the step that is not timed, where others take minutes")
     parser.add_argument("--head-budget", type=int, help="bytes that the head may keep; default: half of what is free")
     parser.add_argument("--head", action="store_true", help="time the head over shards as well")
+    parser.add_argument("--block", help="a whole block instead of steps, of so much work a GPU, as 64x8-512-1:512")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder of the JSON files")
     parser.add_argument("--table", type=Path, nargs="*", help="documents whose tables to rewrite; measures nothing")
     parser.add_argument("--check", action="store_true", help="with --table: fail if a document is out of date")
@@ -123,6 +129,8 @@ def _launched(args: argparse.Namespace, gpus: int) -> None:
     if gpus == 1 and "shard" not in layouts:
         layouts.insert(0, "shard")
     order = {"models": args.models.split(","), "layouts": layouts, "head": args.head and gpus > 1, "work": asdict(work)}
+    if args.block is not None:
+        order |= {"layouts": args.layouts.split(","), "head": False, "block": args.block}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
     command += ["-m", "logitless.bench.scale", json.dumps(order)]
     with (
@@ -150,14 +158,20 @@ def _keep(args: argparse.Namespace, row: dict[str, Any]) -> None:
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     rows = [each for each in rows if _key(each) != _key(row)] + [row]
     of_one = {
-        _work_of(each): each["tokens_per_second"] for each in rows if (each["gpus"], each["layout"]) == (1, "shard")
+        (_is_block(each) and each["layout"], *_work_of(each)): each["tokens_per_second"]
+        for each in rows
+        if each["gpus"] == 1 and (each["layout"] == "shard" or _is_block(each))
     }
     for each in rows:
         if "tokens_per_second" in each:
-            alone = of_one.get(_work_of(each))
+            alone = of_one.get((_is_block(each) and each["layout"], *_work_of(each)))
             each["efficiency"] = None if alone is None else each["tokens_per_second"] / (alone * each["gpus"])
     rows.sort(key=lambda each: (each["gpus"], _work_of(each)[:3], each["layout"]))
     write_result(path, {"environment": environment(args.device, PACKAGES), "model": row["model"], "rows": rows})
+
+
+def _is_block(row: dict[str, Any]) -> bool:
+    return str(row["layout"]).startswith("block")
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -199,10 +213,12 @@ def measured(ranks: Ranks, shape: Shape, layout: str, work: Work) -> dict[str, A
         rows=work.micro_batches,
         tokens_per_row=work.tokens,
         in_order=layout == "in_order",
+        all_rows=layout == "all_rows",
     )
     policy = Policy(model, memory_budget=work.head_budget)
     if arrangement.is_sharded:
         policy.shard(arrangement.mesh(device))
+        policy.all_rows = layout == "all_rows"
     if ranks.sequence is not None:
         policy.share_sequences(ranks.sequence)
     optimizer = adamw(policy.model.parameters(), OptimizerSection(), policy.device)
@@ -316,13 +332,13 @@ def head_over_shards(ranks: Ranks, shape: Shape, work: Work) -> dict[str, Any]:
 def _arrangement(world: int, layout: str) -> Arrangement:
     if layout not in LAYOUTS:
         raise ConfigurationError(needed=f"a layout of {', '.join(LAYOUTS)}", given=layout, remedy="Name one of them.")
-    return Arrangement(**{"replicate" if layout == "in_order" else layout: world})
+    return Arrangement(**{{"in_order": "replicate", "all_rows": "shard"}.get(layout, layout): world})
 
 
 def _shape(name: str) -> Shape:
-    found = next((shape for shape in SHAPES if shape.name == name), None)
+    found = next((shape for shape in MODELS if shape.name == name), None)
     if found is None:
-        known = ", ".join(shape.name for shape in SHAPES)
+        known = ", ".join(shape.name for shape in MODELS)
         raise ConfigurationError(needed=f"a model of {known}", given=name, remedy="Name one of them.")
     return found
 
@@ -367,6 +383,14 @@ def _main(order: dict[str, Any]) -> None:
             rows: list[Callable[[], dict[str, Any]]] = [
                 partial(measured, ranks, _shape(name), layout, work) for layout in order["layouts"]
             ]
+            if "block" in order:
+                from logitless.bench.scale_block import block_over_ranks  # needs Triton
+
+                drawn = Workload.parse(order["block"])
+                rows = [
+                    partial(block_over_ranks, ranks, _shape(name), layout, drawn, work.device)
+                    for layout in order["layouts"]
+                ]
             if order["head"]:
                 rows.append(partial(head_over_shards, ranks, _shape(name), work))
             for row in rows:

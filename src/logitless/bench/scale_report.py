@@ -19,6 +19,7 @@ def update(paths: Sequence[Path], folder: Path, *, check: bool) -> int:
     results = load(folder)
     tables = {
         Marks("scale", "steps"): "\n".join(step_table(results)),
+        Marks("scale", "blocks"): "\n".join(block_table(results)),
         Marks("scale", "head"): "\n".join(head_table(results)),
     }
     return pages.update(paths, tables, check=check)
@@ -34,7 +35,7 @@ def step_table(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         >>> list(step_table([{"environment": here, "rows": [row]}]))[-1]
         '| m | 2 | shard | 2 x 8,192 | 2,048 | 10,000 | 90% | 2.0 GiB | 1.00 |'
     """
-    rows = [row for result in results for row in result["rows"] if "tokens_per_second" in row]
+    rows = [row for result in results for row in result["rows"] if "forecast_bytes" in row]
     here = results[0]["environment"]
     yield f"**{here['gpu']}**, driver {here['driver']}, torch {here['torch']}, Triton {here['triton']}"
     yield ""
@@ -55,6 +56,28 @@ def step_table(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _alone(row: Mapping[str, Any]) -> str:
     return "alone, in order" if row["layout"] == "in_order" else "alone"
+
+
+def block_table(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Tokens a second of a whole block, and seconds of its phases.
+
+    Example:
+        >>> row = {"gpus": 2, "model": "m", "layout": "block_replicate", "engine": "gpu", "tokens": 8192}
+        >>> row |= {"tokens_per_second": 1e4, "efficiency": 0.9}
+        >>> row |= {"seconds": {"handing_over": 0.1, "rollout": 1.0, "scoring": 0.2, "training": 0.34}}
+        >>> list(block_table([{"rows": [row]}]))[-1]
+        '| m | 2 | replicate | gpu | 8,192 | 10,000 | 90% | 0.10 | 1.00 | 0.20 | 0.34 |'
+    """
+    columns = ["model", "GPUs", "layout", "engine", "tokens a GPU", "tokens/s", "efficiency"]
+    yield f"| {' | '.join([*columns, 'handing over, s', 'rollout', 'packing, scoring', 'training'])} |"
+    yield "|---|--:|---|---|--:|--:|--:|--:|--:|--:|--:|"
+    for row in (row for result in results for row in result["rows"] if row["layout"].startswith("block")):
+        efficiency = "" if row["efficiency"] is None else f"{row['efficiency']:.0%}"
+        seconds = " | ".join(f"{value:.2f}" for value in row["seconds"].values())
+        yield (
+            f"| {row['model']} | {row['gpus']} | {row['layout'].removeprefix('block_')} | {row['engine']} |"
+            f" {row['tokens']:,} | {row['tokens_per_second']:,.0f} | {efficiency} | {seconds} |"
+        )
 
 
 def head_table(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:

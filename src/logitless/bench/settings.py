@@ -1,4 +1,4 @@
-"""``logitless bench attention | precision | optimizer | compile | layers``: which setting is best on this machine.
+"""``logitless bench attention | precision | optimizer | compile | layers | sampling``: what is best on this machine.
 
 One small model (or one attention, or one set of weights) takes the same step with each setting in turn: warm-up, then
 the median of many steps, tokens a second and, on a GPU, peak memory. What cannot run here is listed with the reason.
@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from logitless.bench.recommended import settings_folder
 from logitless.errors import LogitlessError
 from logitless.models.lm_head import backbone
 from logitless.models.loading import compile_layers, load_model
+from logitless.rollout.engine import Engine
 from logitless.train.config import OptimizerSection
 from logitless.train.optimizer import adamw
 from logitless.train.plots import bar_plot
@@ -44,6 +45,8 @@ class Scale:
         tokens: of a step, in sequences of
         length: tokens.
         lengths, head_dims: of attention.
+        completions, new_tokens: that are sampled, and how many of them are decoded at once, each of
+        rows.
     """
 
     warmup: int
@@ -56,11 +59,14 @@ class Scale:
     length: int
     lengths: tuple[int, ...]
     head_dims: tuple[int, ...]
+    completions: int
+    new_tokens: int
+    rows: tuple[int, ...]
 
 
-QUICK = Scale(2, 8, 6.0, 128, 2, 2, 512, 128, (128, 512), (64,))
-QUICK_ON_GPU = Scale(5, 20, 2.0, 896, 4, 14, 8192, 1024, (2048,), (64, 128))
-FULL = Scale(50, 200, 120.0, 896, 12, 14, 8192, 1024, (512, 2048, 8192), (64, 128))
+QUICK = Scale(2, 8, 6.0, 128, 2, 2, 512, 128, (128, 512), (64,), 64, 16, (16, 64))
+QUICK_ON_GPU = Scale(5, 20, 2.0, 896, 4, 14, 8192, 1024, (2048,), (64, 128), 256, 64, (256,))
+FULL = Scale(50, 200, 120.0, 896, 12, 14, 8192, 1024, (512, 2048, 8192), (64, 128), 512, 64, (128, 256, 512))
 
 Step = Callable[[], None]
 
@@ -216,22 +222,30 @@ def _stepping(optimizer: torch.optim.Optimizer) -> Step:
 
 def compiled(scale: Scale, device: str) -> Iterator[Contender]:
     """Layers as they are, and compiled."""
+    dtype = _products(device)
+
+    def plain() -> Step:
+        return _training(_model(scale, device), scale, device, autocast=dtype)
 
     def with_compile() -> Step:
         model = _model(scale, device)
         compile_layers(model)
-        return _training(model, scale, device)
+        return _training(model, scale, device, autocast=dtype)
 
-    plain = Contender("plain", lambda: _training(_model(scale, device), scale, device), ("model.compile: false",))
-    yield plain
+    yield Contender("plain", plain, ("model.compile: false",))
     yield Contender("compiled", with_compile, ("model.compile: true",))
+
+
+def _products(device: str) -> torch.dtype | None:
+    """What a recipe's products are in, where one benchmark compares something else."""
+    return torch.bfloat16 if device == "cuda" else None
 
 
 def layers(scale: Scale, device: str) -> Iterator[Contender]:
     """Who computes norm, rotary embedding and gate."""
     from logitless.models.liger_layers import install_liger_layers
 
-    dtype = torch.bfloat16 if device == "cuda" else None
+    dtype = _products(device)
 
     def plain() -> Step:
         return _training(_model(scale, device), scale, device, autocast=dtype)
@@ -351,7 +365,8 @@ def _ours(length: int, width: int, device: str) -> Callable[[], Step]:
     def make() -> Step:
         if importlib.util.find_spec("triton") is None or device != "cuda":
             _needs_a_gpu()
-        from logitless.models.attention import AttentionLayout, PromptGroup, prefix_attention
+        from logitless.models.attention import AttentionLayout, prefix_attention
+        from logitless.types import PromptGroup
 
         leaves = _operands(length, width, device, packed=True)
         layout, _ = AttentionLayout([PromptGroup(0, (length,))], device).unshared()
@@ -365,25 +380,78 @@ def _ours(length: int, width: int, device: str) -> Callable[[], Step]:
     return make
 
 
+def sampling(scale: Scale, device: str) -> Iterator[Contender]:
+    """Engines, and how many completions each decodes at once; a step samples all of them, every one as long.
+
+    The engine of ``auto`` is the fastest that a model and a recipe allow, so that a recipe is told its rows alone.
+    """
+    from logitless.rollout.transformers import TransformersEngine
+
+    def gpu(rows: int) -> Callable[[], Step]:
+        def make() -> Step:
+            if device != "cuda":
+                _needs_a_gpu()
+            from logitless.rollout.gpu import GpuEngine
+
+            model = _model(scale, device, "packed").to(torch.bfloat16)
+            return _drawing(GpuEngine(model, _tokenizer(), max_rows=rows), scale)
+
+        return make
+
+    def transformers(rows: int) -> Callable[[], Step]:
+        def make() -> Step:
+            model = _model(scale, device).to(_products(device) or torch.float32)
+            return _drawing(TransformersEngine(model, _tokenizer(), max_rows=rows), scale)
+
+        return make
+
+    for name, make, chosen in (("transformers", transformers, device != "cuda"), ("gpu", gpu, device == "cuda")):
+        for rows in scale.rows:
+            lines = (f"rollout.max_rows: {rows}",) if chosen else ()
+            yield Contender(f"{name}, {rows} rows", make(rows), lines)
+
+
+def _tokenizer() -> Any:
+    from logitless.models.char_tokenizer import character_tokenizer
+
+    return character_tokenizer("abcdefgh")
+
+
+def _drawing(engine: Engine, scale: Scale) -> Step:
+    """Eight completions of each prompt, none of which ends before its last token."""
+    from logitless.rollout.sampling import SamplingOptions
+    from logitless.types import Prompt
+
+    options = SamplingOptions(max_new_tokens=scale.new_tokens, min_new_tokens=scale.new_tokens)
+    prompts = [Prompt(str(number), "", (3,) * 64) for number in range(scale.completions // 8)]
+
+    def step() -> None:
+        engine.sample(prompts, 8, options, seed=0)
+
+    return step
+
+
 # --- the command
 
 
 @dataclass(frozen=True)
 class SettingBenchmark:
-    """One of the five, as a subcommand.
+    """One of them, as a subcommand.
 
     Args:
         name: of the subcommand and of its files.
         contenders: of a scale and a device.
-        reads_tokens: whether a step reads any; an optimizer's does not.
+        tokens: that a step reads or samples; an optimizer's none.
+        steps: of a model that a step of a contender is.
     """
 
     name: str
     contenders: Callable[[Scale, str], Iterator[Contender]]
-    reads_tokens: bool = True
+    tokens: Callable[[Scale], int | None] = field(default=lambda scale: scale.tokens)
+    steps: Callable[[Scale], int] = field(default=lambda _: 1)
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """The same for all five."""
+        """The same for all of them."""
         parser.add_argument("--quick", action="store_true", help="a small model and few steps, for a look")
         parser.add_argument("--warmup", type=int, help="steps before the timed ones")
         parser.add_argument("--steps", type=int, help="timed steps of each contender")
@@ -395,11 +463,13 @@ class SettingBenchmark:
         given = {key: value for key in ("warmup", "steps") if (value := getattr(options, key)) is not None}
         quick = QUICK_ON_GPU if options.device == "cuda" else QUICK
         scale = Scale(**{**asdict(quick if options.quick else FULL), **given})
+        whole = self.steps(scale)
+        scale = replace(scale, warmup=-(-scale.warmup // whole), steps=max(1, -(-scale.steps // whole)))
         before, rows = torch.get_float32_matmul_precision(), []
         try:
             for contender in self.contenders(scale, options.device):
-                tokens = int(contender.case.split()[0]) if contender.case else scale.tokens
-                rows.append(measured(contender, scale, options.device, tokens if self.reads_tokens else None))
+                tokens = int(contender.case.split()[0]) if contender.case else self.tokens(scale)
+                rows.append(measured(contender, scale, options.device, tokens))
                 print(_line(rows[-1]), flush=True)
         finally:
             torch.set_float32_matmul_precision(before)
@@ -458,5 +528,11 @@ def _line(row: Row) -> str:
 ATTENTION = SettingBenchmark("attention", attention)
 COMPILE = SettingBenchmark("compile", compiled)
 LAYERS = SettingBenchmark("layers", layers)
-OPTIMIZER = SettingBenchmark("optimizer", optimizer, reads_tokens=False)
+OPTIMIZER = SettingBenchmark("optimizer", optimizer, tokens=lambda _: None)
 PRECISION = SettingBenchmark("precision", precision)
+SAMPLING = SettingBenchmark(
+    "sampling",
+    sampling,
+    tokens=lambda scale: scale.completions * scale.new_tokens,
+    steps=lambda scale: scale.new_tokens,
+)

@@ -22,6 +22,7 @@ _BENCHMARKS: dict[str, tuple[Benchmark, str]] = {
     "optimizer": (settings.OPTIMIZER, "implementations of AdamW"),
     "compile": (settings.COMPILE, "layers as they are, and compiled"),
     "layers": (settings.LAYERS, "transformers' own layers, Liger's, row-invariant ones"),
+    "sampling": (settings.SAMPLING, "engines, and completions decoded at once"),
     "bits": (bits, "the laws and the price of one set of bits"),
     "head": (head, "the LM head against bare products and other libraries"),
     "rollout": (rollout, "sampling by each engine against what the device allows, and a whole block"),

@@ -8,7 +8,7 @@ for other ranks at each token, and ranks with other prompts take another number 
 torch's FSDP2 and DTensor take seconds to import, so only a run with shards does.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,6 +101,25 @@ def sharded_like(value: Tensor, like: Tensor) -> Tensor:
     )
 
 
+def shards_on(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor, or a sharded one whose shards wait on the host, on the device that it is used on.
+
+    Example:
+        >>> x = torch.zeros(2)
+        >>> shards_on(x, torch.device("cpu")) is x
+        True
+    """
+    if not is_sharded(tensor) or tensor.device == device:
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    cut: Any = tensor
+    part = cut.to_local().to(device, non_blocking=True)
+    return DTensor.from_local(
+        part, cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
+    )
+
+
 def sum_over_shards(part: Tensor, like: Tensor) -> Tensor:
     """The sum over the ranks that have a sharded tensor together, in place.
 
@@ -124,6 +143,7 @@ class ShardedModel:
         dtype: that weights are gathered in, and products made in; None for their own. Shards keep theirs, gradients are
             summed in it.
         on_host: shards wait in the host's memory; for what is not trained.
+        made_same: called with the weights of a unit, on the mesh's device and still whole, before they are cut.
 
     Attributes:
         parameters: the shards by name; the same objects while weights are whole, so that an optimizer can hold them.
@@ -138,6 +158,7 @@ class ShardedModel:
         *,
         dtype: torch.dtype | None = None,
         on_host: bool = False,
+        made_same: Callable[[Iterable[Tensor]], None] | None = None,
     ) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -145,8 +166,13 @@ class ShardedModel:
         self._tied = _tied_from_outside(model, units)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
-        self.dtype, self.units = dtype, list[Any]()
+        self.dtype, self.on_host, self.units = dtype, on_host, list[Any]()
         for unit in units:
+            own = [p for p in unit.parameters() if not is_sharded(p)]
+            for parameter in own:
+                parameter.data = parameter.data.to(mesh.device_type)
+            if made_same is not None:
+                made_same(own)
             wrapped: Any = fully_shard(
                 unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy, offload_policy=offload
             )
@@ -158,6 +184,11 @@ class ShardedModel:
         self._tie()
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.is_whole = False
+
+    @property
+    def whole_bytes(self) -> int:
+        """Of all weights while they are gathered."""
+        return sum(p.numel() * (self.dtype or p.dtype).itemsize for p in dict.fromkeys(self.parameters.values()))
 
     def gather(self) -> None:
         """Make every weight whole until ``release``; a collective."""

@@ -2,8 +2,11 @@
 
 The batch is drawn, judged, scored and trained on by the parts of a run: once to warm up (kernels are compiled, the
 allocator finds its blocks), and then once to be measured, or up to five times where that takes a few seconds; of each
-phase the median counts. It has as many prompts as one round of decoding (``rollout.max_rows`` completions) or the
-block, if that is less; a block is that many times longer. Nothing is written outside a temporary folder. Groups without
+phase the median counts. It has as many prompts as one round of decoding takes (``rollout.max_rows`` completions) or one
+optimizer step, whichever is more, and no more than the block; a block is that many times longer. A whole step, because
+its update takes as long whatever was read before it; and where a block has several, none of them reads ``logp_old`` in
+its own pass. Completions are as long as the policy writes them now: one that learns to write longer ones takes longer.
+Nothing is written outside a temporary folder. Groups without
 a signal are trained on here, also where the recipe leaves them out, and a warm start is left out: both make a block of
 the run shorter than it says. One process measures, also of a recipe for several.
 """
@@ -46,8 +49,8 @@ from logitless.train.setup import (
     value_head_of,
 )
 
-MOST_BLOCKS, ENOUGH_SECONDS = 5, 5.0
-"""Blocks that are measured at most, and seconds after which no further one is begun."""
+MOST_BATCHES, ENOUGH_SECONDS = 5, 5.0
+"""Batches that are measured at most, and seconds after which no further one is begun."""
 
 
 @dataclass(frozen=True)
@@ -128,43 +131,52 @@ def forecast_of(recipe: Recipe, plan: Plan) -> Forecast:
     device = device_of(recipe.model)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    batch = _one_round(recipe)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            seconds, completions, tokens = _measured(batch, Path(folder))
+            seconds, completions, tokens = _measured(recipe, Path(folder))
         except torch.OutOfMemoryError as error:
             raise UnavailableError(
-                needed=f"memory for {batch.rollout.prompts_per_block} prompts on {device}",
+                needed=f"memory for a batch of this recipe on {device}",
                 given=str(error).partition(". ")[0],
                 remedy="Lower what the plan shows to be large.",
             ) from error
     rollout = recipe.rollout
     rows = rollout.prompts_per_block * rollout.completions_per_prompt
-    drawn = batch.rollout.prompts_per_block * rollout.completions_per_prompt
-    rounds = math.ceil(rows / rollout.max_rows) / math.ceil(drawn / rollout.max_rows)
-    times = {"rollout": rounds}
+    rounds = math.ceil(rows / rollout.max_rows) / math.ceil(completions / rollout.max_rows)
+    times = {"weights": 1.0, "rollout": rounds}
     return Forecast(
         planned_bytes=plan.total_bytes,
         peak_bytes=peak_memory(device),
-        seconds={phase: value * times.get(phase, rows / drawn) for phase, value in seconds.items()},
+        seconds={phase: value * times.get(phase, rows / completions) for phase, value in seconds.items()},
         blocks=recipe.train.blocks,
         completions=completions,
         tokens=tokens,
-        share=drawn / rows,
+        share=completions / rows,
         also_held="" if device.type == "cuda" else " by the whole process, torch's own included",
     )
 
 
-def _one_round(recipe: Recipe) -> Recipe:
-    """The recipe with a block that is one round of decoding, every group of which is trained on."""
-    rollout = recipe.rollout
-    prompts = min(rollout.prompts_per_block, math.ceil(rollout.max_rows / rollout.completions_per_prompt))
-    changed = rollout.model_copy(update={"prompts_per_block": prompts, "zero_signal": "keep"})
-    return recipe.model_copy(update={"rollout": changed})
+def batch_of(recipe: Recipe, prompts: int | None = None, tokens: int = 0) -> Recipe:
+    """The recipe with a block that is the batch to be measured, every group of which is trained on.
+
+    Args:
+        recipe: whose block is foretold.
+        prompts: of a batch that was drawn already; None: one round of decoding.
+        tokens: that were sampled for it, by which the steps of a block are known.
+    """
+    rollout, train = recipe.rollout, recipe.train
+    whole = rollout.prompts_per_block
+    if prompts is None:
+        wanted, itself = math.ceil(rollout.max_rows / rollout.completions_per_prompt), train.reuse_logp
+    else:
+        steps = max(1, round(tokens * whole / prompts / train.tokens_per_step))
+        wanted, itself = max(prompts, math.ceil(whole / steps)), train.reuse_logp and steps == 1
+    changed = rollout.model_copy(update={"prompts_per_block": min(whole, wanted), "zero_signal": "keep"})
+    return recipe.model_copy(update={"rollout": changed, "train": train.model_copy(update={"reuse_logp": itself})})
 
 
 def _measured(recipe: Recipe, folder: Path) -> tuple[dict[str, float], int, int]:
-    """Median seconds by phase of the blocks after the first, and completions and sampled tokens of the last."""
+    """Median seconds by phase of batches, after one to warm up; and completions and sampled tokens of the last."""
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
     tokenizer = tokenizer_of(recipe.model)
     environment = environment_of(recipe.rollout.environment, tokenizer)
@@ -183,24 +195,29 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[dict[str, float], int, int]
         view = LiveView(2, title="forecast", silent=True)
         journal = Journal(create_run_folder(folder, "forecast"), view, (), policy.device)
         learner = Learner(recipe, algorithm, policy, reference, reward_weights={r.name: r.weight for r in rewards})
+        batch = batch_of(recipe)
         collector = Collector(
             data.train,
             engines.training,
             environment,
             rewards,
-            recipe.rollout,
+            batch.rollout,
             seed=recipe.seed,
             order=order_of(recipe, data.train),
         )
-        _block(engines, collector, learner, journal)
-        blocks = list[dict[str, float]]()
-        spent, completions, tokens = 0.0, 0, 0
-        while not blocks or (len(blocks) < MOST_BLOCKS and spent < ENOUGH_SECONDS):
+        _, tokens = _block(engines, collector, learner, journal)
+        larger = batch_of(recipe, batch.rollout.prompts_per_block, tokens)
+        collector.options, learner.recipe = larger.rollout, larger
+        if larger != batch:  # kernels and buffers of its size, too, are made before it is measured
+            _block(engines, collector, learner, journal)
+        batches = list[dict[str, float]]()
+        spent, completions = 0.0, 0
+        while not batches or (len(batches) < MOST_BATCHES and spent < ENOUGH_SECONDS):
             journal.seconds.clear()
             completions, tokens = _block(engines, collector, learner, journal)
-            blocks.append(dict(journal.seconds))
+            batches.append(dict(journal.seconds))
             spent += math.fsum(journal.seconds.values())
-        return {phase: statistics.median(each[phase] for each in blocks) for phase in blocks[0]}, completions, tokens
+        return {phase: statistics.median(each[phase] for each in batches) for phase in batches[0]}, completions, tokens
     finally:
         engines.close()
 

@@ -13,11 +13,13 @@ import yaml
 
 from logitless.bench.machine import environment
 from logitless.bench.recommended import recommended_here
+from logitless.doctor.nearest import free_memory
 from logitless.head.api import why_not
 from logitless.rewards.sandbox import walls_of
 from logitless.train.config import Recipe
+from logitless.train.optimizer import automatic_implementation
 from logitless.train.plan import Plan
-from logitless.train.setup import device_of, sdpa_allowed
+from logitless.train.setup import device_of, own_layers_because, policy_model, sdpa_allowed, tokenizer_of
 from logitless.types import LMHead
 
 OPTIONAL = {
@@ -30,11 +32,14 @@ OPTIONAL = {
     "nltk": "rewards",
     "trl": "trl",
     "liger_kernel": "liger",
+    "torchao": "torchao",
+    "bitsandbytes": "four-bit",
     "verifiers": "verifiers",
+    "vllm": "vllm",
 }
 """Packages, and the extra that brings each."""
 
-_OTHERS = ("vllm", "bitsandbytes", "wandb", "trackio")
+_OTHERS = ("wandb", "trackio")
 """Packages that are used where they are, and that no extra brings."""
 
 Sections = dict[str, dict[str, Any]]
@@ -50,15 +55,14 @@ def findings() -> Sections:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     head = LMHead(torch.zeros(8, 16, device=device, dtype=torch.bfloat16))
     hidden = torch.zeros(1, 16, device=device, dtype=torch.bfloat16)
-    installed = {
-        module: "installed" if importlib.util.find_spec(module) else f"absent: pip install 'logitless[{extra}]'"
-        for module, extra in OPTIONAL.items()
+    optional = {
+        module: _version(module) or f"absent: pip install 'logitless[{extra}]'" for module, extra in OPTIONAL.items()
     }
-    others = {name: "installed" if importlib.util.find_spec(name) else "absent" for name in _OTHERS}
+    others = {name: _version(name) or f"absent: pip install {name}" for name in _OTHERS}
     return {
         "machine": _hardware(device),
-        "packages": {name: importlib.metadata.version(name) for name in ("logitless", "torch", "transformers")},
-        "optional": installed | others,
+        "packages": {name: _version(name) for name in ("logitless", "torch", "transformers")},
+        "optional": optional | others,
         "walls around a model's text": {
             "programs (code)": str(walls_of("program")),
             "graders (math, reasoning_gym)": str(walls_of("grader")),
@@ -69,6 +73,16 @@ def findings() -> Sections:
         "attention": _attention(),
         "settings": dict(_settings()),
     }
+
+
+def _version(module: str) -> str:
+    """Of the package that an import of this module would find; empty where there is none."""
+    if importlib.util.find_spec(module) is None:
+        return ""
+    try:
+        return importlib.metadata.version(module)
+    except importlib.metadata.PackageNotFoundError:
+        return "imported from a folder, without a version"
 
 
 def _hardware(device: str) -> dict[str, Any]:
@@ -154,16 +168,70 @@ def left_on_the_table(recipe: Recipe, plan: Plan) -> list[str]:
         recipe: runs here.
         plan: of the recipe.
     """
-    measured = [f"{line} — bench {name}" for name, line in recommended_here() if not _has(recipe, line)]
-    return [*_left(recipe, plan, device_of(recipe.model)), *measured]
+    device = device_of(recipe.model)
+    settled = _settled(recipe, plan, device)
+    measured = [
+        f"{line} — bench {name}"
+        for name, line in recommended_here()
+        if line.partition(":")[0] not in settled and not _has(recipe, line, device)
+    ]
+    keys = {line.partition(":")[0] for line in measured}
+    return [*(line for line in _left(recipe, plan, device) if line.partition(":")[0] not in keys), *measured]
 
 
-def _has(recipe: Recipe, line: str) -> bool:
+_NOT_ROW_INVARIANT = frozenset(
+    f"model.{key}" for key in ("attention", "sdpa_backends", "autocast", "matmul_precision", "compile", "layers")
+)
+
+
+def _settled(recipe: Recipe, plan: Plan, device: torch.device) -> frozenset[str]:
+    """Keys whose fastest value on this machine is no advice: with it the recipe would lose what it was set for."""
+    rows = frozenset[str]() if _has_room_for_rows(recipe, plan, device) else frozenset({"rollout.max_rows"})
+    if takes_row_invariant_layers(recipe, device):
+        return rows | _NOT_ROW_INVARIANT
+    lowered = recipe.model.trained_dtype != "float32"  # its products are in that dtype already
+    return rows | ({"model.autocast", "model.matmul_precision"} if lowered else frozenset())
+
+
+def _has_room_for_rows(recipe: Recipe, plan: Plan, device: torch.device) -> bool:
+    """Whether more completions could be decoded at once: not all of a block are, and three quarters of the memory
+    stay free."""
+    rollout = recipe.rollout
+    completions = rollout.prompts_per_block * rollout.completions_per_prompt
+    return rollout.max_rows < completions and plan.total_bytes < free_memory(device) / 4
+
+
+def takes_row_invariant_layers(recipe: Recipe, device: torch.device) -> bool:
+    """Whether a run would have the layers with one set of bits, unless this GPU's self-check finds against them.
+
+    Args:
+        recipe: runs here.
+        device: that it would run on.
+    """
+    if device.type != "cuda" or recipe.model.layers not in ("auto", "row_invariant"):
+        return False
+    tokenizer = tokenizer_of(recipe.model)
+    model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=torch.device("meta"))
+    return not own_layers_because(recipe.model, model)
+
+
+def _would_take_row_invariant_layers(recipe: Recipe, device: torch.device) -> bool:
+    """Whether nothing but a dtype keeps a recipe from them: that of its weights, under LoRA that of its base."""
+    if recipe.model.layers != "auto" or takes_row_invariant_layers(recipe, device):
+        return False
+    key = "trained_dtype" if recipe.model.lora is None else "dtype"
+    lowered = recipe.model.model_copy(update={"autocast": None, key: "bfloat16"})
+    return takes_row_invariant_layers(recipe.model_copy(update={"model": lowered}), device)
+
+
+def _has(recipe: Recipe, line: str, device: torch.device) -> bool:
     """Whether a recipe has the setting that a line names already, written out or by its default."""
     key, _, value = line.partition(": ")
     at: Any = recipe
     for part in key.split("."):
         at = getattr(at, part)
+    if key == "train.optimizer.implementation" and at == "auto":
+        at = automatic_implementation(device)
     wanted = yaml.safe_load(value)
     return bool(at == (tuple(wanted) if isinstance(wanted, list) else wanted))
 
@@ -173,7 +241,12 @@ def _left(recipe: Recipe, plan: Plan, device: torch.device) -> Iterator[str]:
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         float32 = model.autocast is None and model.trained_dtype == "float32"
-        if float32 and capability >= (8, 0):
+        if _would_take_row_invariant_layers(recipe, device):
+            yield (
+                f"model.{'trained_dtype' if model.lora is None else 'dtype'}: bfloat16, and no model.autocast — layers "
+                "and sampling then have one set of bits and kernels of their own (docs/bits.md)"
+            )
+        elif float32 and capability >= (8, 0):
             yield (
                 "model.autocast: bfloat16, or model.trained_dtype: bfloat16 — every product is in float32, several "
                 "times slower here"
@@ -190,11 +263,9 @@ def _left(recipe: Recipe, plan: Plan, device: torch.device) -> Iterator[str]:
                 f"model.gradient_checkpointing: false — about a quarter of the backbone's work is done twice, and "
                 f"{free / 2**30:.0f} of {total / 2**30:.0f} GiB are free"
             )
-    completions = rollout.prompts_per_block * rollout.completions_per_prompt
-    if rollout.max_rows < completions and device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-        if plan.total_bytes < free / 4:
-            yield f"rollout.max_rows: {completions} — {rollout.max_rows} rows are decoded at once, and memory is free"
+    if device.type == "cuda" and _has_room_for_rows(recipe, plan, device):
+        completions = rollout.prompts_per_block * rollout.completions_per_prompt
+        yield f"rollout.max_rows: {completions} — {rollout.max_rows} rows are decoded at once, and memory is free"
     if "reference" in (recipe.train.training_backend, recipe.train.scoring_backend):
         yield "train.training_backend: auto — the reference backend holds all logits"
 

@@ -104,12 +104,31 @@ def _lacking(recipe: Recipe) -> Iterator[tuple[str, tuple[str, ...]]]:
     except LogitlessError as error:
         yield str(error), ("model.device=auto",)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    no_kernels = device.type != "cuda" or importlib.util.find_spec("triton") is None
-    lacks = "Triton" if device.type == "cuda" else "a GPU"
-    if model.layers == "row_invariant" and no_kernels:
-        engine = isinstance(recipe.rollout.engine, GpuEngineSection)
+    on_gpu = device.type == "cuda"
+    lacks = "a GPU" if not on_gpu else "Triton" if _absent("triton") else ""
+    engine = isinstance(recipe.rollout.engine, GpuEngineSection)
+    if model.layers == "row_invariant" and lacks:
         also = ("rollout.engine={name: transformers}",) if engine else ()
         yield f"model.layers: row_invariant needs {lacks}", ("model.layers=transformers", *also)
+    elif engine and lacks:
+        yield f"rollout.engine: gpu needs {lacks}", ("rollout.engine={name: transformers}",)
+    if model.layers == "liger" and (not on_gpu or _absent("liger_kernel")):
+        liger = "Liger: pip install 'logitless[liger]'" if on_gpu else "a GPU"
+        yield f"model.layers: liger needs {liger}", ("model.layers=auto",)
+    if model.attention == "flex_attention" and not on_gpu:
+        yield "model.attention: flex_attention needs a GPU for its backward", ("model.attention=packed",)
+    if model.quantize is not None and _absent("bitsandbytes"):
+        yield (
+            f"model.quantize: {model.quantize} needs bitsandbytes: pip install 'logitless[four-bit]'",
+            ("model.quantize=null",),
+        )
+    if train.optimizer.moments == "8bit" and _absent("torchao"):
+        yield (
+            "train.optimizer.moments: 8bit needs torchao: pip install 'logitless[torchao]'",
+            ("train.optimizer.moments=float32",),
+        )
+    if train.optimizer.moments == "host" and not on_gpu:
+        yield "train.optimizer.moments: host needs a GPU", ("train.optimizer.moments=float32",)
     for key, backend in (("training_backend", train.training_backend), ("scoring_backend", train.scoring_backend)):
         if backend != "auto":
             head = LMHead(torch.zeros(8, 16, device=device))
@@ -121,8 +140,12 @@ def _lacking(recipe: Recipe) -> Iterator[tuple[str, tuple[str, ...]]]:
     except LogitlessError as error:
         left = [name for name in recipe.writers if name == "tensorboard" or importlib.util.find_spec(name)]
         yield str(error), (f"writers=[{', '.join(left)}]",)
-    if model.lora is not None and importlib.util.find_spec("peft") is None:
+    if model.lora is not None and _absent("peft"):
         yield "model.lora needs peft: pip install 'logitless[lora]'", ()
+
+
+def _absent(package: str) -> bool:
+    return importlib.util.find_spec(package) is None
 
 
 Change = Callable[[Recipe], Sequence[str]]
@@ -151,7 +174,7 @@ def _head(recipe: Recipe) -> Sequence[str]:
 
 
 def _lora(recipe: Recipe) -> Sequence[str]:
-    if recipe.model.lora is not None or importlib.util.find_spec("peft") is None:
+    if recipe.model.lora is not None or _absent("peft"):
         return []
     low = [] if recipe.model.trained_dtype == "bfloat16" else ["model.autocast=bfloat16"]
     return ["model.lora={rank: 16, alpha: 32}", "model.dtype=bfloat16", *low, "train.optimizer.learning_rate=1e-5"]

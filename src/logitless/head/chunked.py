@@ -22,10 +22,11 @@ from torch.distributed import ProcessGroup
 
 from logitless.distributed.sharding import is_sharded
 from logitless.head import sharded, vocab_parallel
-from logitless.head.contract import logits_dtype, refuse_second_derivative, without_autocast
+from logitless.head.contract import logits_dtype, without_autocast
 from logitless.head.kernels.variants import truncation
 from logitless.head.sharded import Shard, shards
 from logitless.head.vocab_parallel import Partial, merged
+from logitless.second_derivative import refuse_second_derivative
 from logitless.types import LMHead, TokenScores
 
 logger = logging.getLogger("logitless")
@@ -280,7 +281,7 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("chunked")
+        refuse_second_derivative("a head", given="backend='chunked'", remedy="Use backend='reference'.")
         saved = ctx.saved_tensors  # read once: activation checkpointing recomputes them for one reading
         hidden, bias, lora_a, lora_b, weight, *whole, target, outside = saved[:10]
         head, scored = _Head(weight, *whole), saved[10:]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from logitless.distributed.sharding import is_sharded
-from logitless.errors import InputError, UnavailableError
+from logitless.errors import InputError
 from logitless.types import LMHead
 
 Backend = Literal["reference", "chunked", "fused"]
@@ -146,24 +146,6 @@ def require(condition: Tensor, *, needed: str, given: str, remedy: str) -> None:
             raise InputError(needed=needed, given=given, remedy=remedy)
     else:
         torch._assert_async(condition.all(), f"needed {needed}; given {given}. {remedy}")
-
-
-def refuse_second_derivative(backend: Backend) -> None:
-    """Raise in a backward whose own graph is asked for; autograd would leave its part out without a word.
-
-    Raises:
-        UnavailableError: the backward runs under ``create_graph=True``.
-
-    Example:
-        >>> with torch.no_grad():
-        ...     refuse_second_derivative("chunked")
-    """
-    if torch.is_grad_enabled():
-        raise UnavailableError(
-            needed="a head that can be differentiated twice (create_graph=True)",
-            given=f"backend={backend!r}",
-            remedy="Use backend='reference'.",
-        )
 
 
 def logits_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -20,8 +20,9 @@ from logitless.distributed.sharding import is_sharded
 from logitless.errors import UnavailableError
 from logitless.float32_sums import sums_in_float32
 from logitless.head.columns import Columns
-from logitless.head.contract import on_device, refuse_second_derivative, without_autocast
+from logitless.head.contract import on_device, without_autocast
 from logitless.head.sharded import summed_like, whole
+from logitless.second_derivative import refuse_second_derivative
 from logitless.types import LMHead, TokenScores
 
 SHARE = 2
@@ -314,7 +315,7 @@ class _TokenScores(torch.autograd.Function):
     def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         from logitless.head import passes
 
-        refuse_second_derivative("fused")
+        refuse_second_derivative("a head", given="backend='fused'", remedy="Use backend='reference'.")
 
         hidden, weight, bias, lora_a, lora_b, *saved = ctx.saved_tensors
         small, saved = saved[:3], saved[3:]

@@ -5,26 +5,31 @@ the host more than the launches of those kernels. ``one_node`` runs such functio
 of their results went into which, hands autograd a single node for all of it, and walks what it wrote down backwards
 when gradients come. Kernels, their order and every bit are the same.
 
-What the functions save is saved by that node, so that hooks on saved tensors (checkpointing, ``activations``) see it.
+What the functions save is saved by that node, so that hooks on saved tensors (``activations``) see it; or the node
+keeps what it was given and runs them again (``made_again``).
 Inside, tensors must go from function to function unchanged: what plain torch makes of them has no gradient. Gradients
-have none themselves: autograd refuses to differentiate a node twice, where it would leave out what is inside.
+have none themselves: a backward that is to be differentiated is refused, where autograd would leave out what is inside.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch import Tensor, nn
+
+from logitless.float32_sums import add_gradient, sums_in_float32
+from logitless.second_derivative import refuse_second_derivative
 
 Function = type[torch.autograd.Function]
 
 
 class _Recording(threading.local):
-    """The node that functions of this thread join."""
+    """The node that functions of this thread join, and whether nodes keep what they were given alone."""
 
     node: "_Node | None" = None
+    again: bool = False
 
 
 _recording = _Recording()
@@ -45,12 +50,15 @@ def apply(function: Function, *args: Any) -> Any:
     return function.apply(*args)  # type: ignore[no-untyped-call]
 
 
-def one_node(run: Callable[[], tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What ``run`` gives, as one node.
+def one_node(
+    run: Callable[..., tuple[Tensor, ...]], given: Sequence[Tensor], parameters: Sequence[Tensor] = ()
+) -> tuple[Tensor, ...]:
+    """``run(*given)`` as one node.
 
     Args:
         run: calls ``apply``, and nothing else that is to be differentiated.
-        inputs: every tensor from outside that may need a gradient, parameters included.
+        given: tensors that it is called with.
+        parameters: every other tensor that may need a gradient.
 
     Example:
         >>> class Double(torch.autograd.Function):
@@ -61,14 +69,39 @@ def one_node(run: Callable[[], tuple[Tensor, ...]], inputs: Sequence[Tensor]) ->
         ...     def backward(ctx, grad):
         ...         return 2 * grad
         >>> x = torch.ones(1, requires_grad=True)
-        >>> (y,) = one_node(lambda: (apply(Double, apply(Double, x)),), [x])
+        >>> (y,) = one_node(lambda x: (apply(Double, apply(Double, x)),), [x])
         >>> y.backward()
         >>> x.grad
         tensor([4.])
     """
     if not torch.is_grad_enabled() or _recording.node is not None:
-        return run()
-    return _OneNode.apply(run, *inputs)  # type: ignore[no-untyped-call]
+        return run(*given)
+    return _OneNode.apply(run, len(given), *given, *parameters)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def made_again() -> Iterator[None]:
+    """Inside, a node keeps what it was given alone, and runs its functions again when gradients come.
+
+    As ``torch.utils.checkpoint`` does it, without what that takes on the host for any code at all: a millisecond a
+    layer. What runs must be the same the second time, as kernels without chance are.
+    """
+    before, _recording.again = _recording.again, True
+    try:
+        yield
+    finally:
+        _recording.again = before
+
+
+def refuse_twice() -> None:
+    """Raise in a backward of these functions that is to be differentiated itself.
+
+    Raises:
+        UnavailableError: it runs under ``create_graph=True``.
+    """
+    refuse_second_derivative(
+        "layers", given="row-invariant layers or their attention", remedy="Load the model with its own layers."
+    )
 
 
 class Context:
@@ -90,6 +123,7 @@ class _Node:
 
     def __init__(self, inputs: Sequence[Tensor], needed: Sequence[bool]) -> None:
         self.numbers = {id(each): i for i, each in enumerate(inputs) if needed[i]}
+        self.parameters = [(i, each) for i, each in enumerate(inputs) if needed[i] and type(each) is nn.Parameter]
         self.alive: list[Any] = list(inputs)  # so that no two tensors have one id
         self.count = self.num_inputs = len(inputs)
         self.steps: list[tuple[Function, Context, list[int | None], list[int]]] = []
@@ -97,13 +131,14 @@ class _Node:
 
     def run(self, function: Function, args: tuple[Any, ...]) -> Any:
         """A function's forward; what it made is known from now on."""
-        numbers, context = self.numbers, Context()
-        sources = [numbers.get(id(each)) for each in args]
-        for source, each in zip(sources, args, strict=True):
+        numbers, context, sources = self.numbers, Context(), list[int | None]()
+        for each in args:
+            source = numbers.get(id(each))
             assert source is not None or not isinstance(each, Tensor) or not each.requires_grad, "an input of the node"
-        context.needs_input_grad = tuple(number is not None for number in sources)
+            sources.append(source)
+        context.needs_input_grad = tuple([source is not None for source in sources])
         made = function.forward(context, *args)
-        if any(context.needs_input_grad):
+        if True in context.needs_input_grad:
             outs = made if isinstance(made, tuple) else (made,)
             targets = list(range(self.count, self.count + len(outs)))
             self.count += len(outs)
@@ -123,7 +158,7 @@ class _Node:
         return saved
 
     def backward(self, saved: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of the inputs."""
+        """Gradients of the inputs; parameters with a float32 sum have theirs added to it."""
         found: list[Tensor | None] = [None] * self.count
         end = len(saved)
         for number, grad in zip(self.outputs, grads, strict=True):
@@ -142,6 +177,11 @@ class _Node:
             for number in targets:
                 found[number] = None
             end = begin
+        for number, parameter in self.parameters:
+            grad = found[number]
+            if grad is not None and grad.dtype == torch.float32 and sums_in_float32(parameter):
+                add_gradient(parameter, grad)
+                found[number] = None
         return found[: self.num_inputs]
 
 
@@ -149,19 +189,39 @@ def _sum(before: Tensor | None, more: Tensor) -> Tensor:
     return more if before is None else before + more
 
 
+def _recorded(
+    run: Callable[..., tuple[Tensor, ...]], num_given: int, inputs: Sequence[Tensor], needed: Sequence[bool]
+) -> tuple["_Node", tuple[Tensor, ...]]:
+    """The functions as they run, and what comes out."""
+    node = _recording.node = _Node(inputs, needed)
+    try:
+        return node, run(*inputs[:num_given])
+    finally:
+        _recording.node = None
+
+
 class _OneNode(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Callable[[], tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, run: Callable[..., tuple[Tensor, ...]], num_given: int, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        node = _recording.node = ctx.node = _Node(inputs, ctx.needs_input_grad[1:])
-        try:
-            outs = run()
-        finally:
-            _recording.node = None
-        ctx.save_for_backward(*node.finish(outs))
+        if _recording.again:
+            ctx.again, ctx.parameters = (run, num_given), inputs[num_given:]
+            ctx.save_for_backward(*inputs[:num_given])
+            return run(*inputs[:num_given])
+        ctx.again = None
+        ctx.node, outs = _recorded(run, num_given, inputs, ctx.needs_input_grad[2:])
+        ctx.save_for_backward(*ctx.node.finish(outs))
         return outs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *ctx.node.backward(ctx.saved_tensors, grads))
+        refuse_twice()
+        if ctx.again is None:
+            return (None, None, *ctx.node.backward(ctx.saved_tensors, grads))
+        run, num_given = ctx.again
+        inputs = (*ctx.saved_tensors, *ctx.parameters)
+        with torch.autocast(inputs[0].device.type, enabled=False):
+            node, outs = _recorded(run, num_given, inputs, ctx.needs_input_grad[2:])
+        return (None, None, *node.backward(node.finish(outs), grads))

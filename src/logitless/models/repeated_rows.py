@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from logitless.models.attention import sent
+
 
 @dataclass(frozen=True)
 class RepeatedRows:
@@ -60,7 +62,7 @@ class RepeatedRows:
     def to(self, device: torch.device | str) -> "RepeatedRows":
         """The same on another device, by one transfer."""
         tensors = [self.index, self.first, *(self.again or ())]
-        index, first, *again = torch.cat(tensors).to(device).split([len(each) for each in tensors])  # type: ignore[no-untyped-call]
+        index, first, *again = sent(torch.cat(tensors), device).split([len(each) for each in tensors])  # type: ignore[no-untyped-call]
         return RepeatedRows(index, first, tuple(again) or None)
 
     def take(self, x: Float[Tensor, "T *rest"]) -> Float[Tensor, "U *rest"]:

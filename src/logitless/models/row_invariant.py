@@ -26,9 +26,9 @@ from logitless.models.attention import AttentionLayout, PrefixAttention
 from logitless.models.kernels.gate import gated, gated_backward
 from logitless.models.kernels.norm import norm, norm_backward
 from logitless.models.kernels.rotary import HeadNorms, Heads, rotate, rotate_backward
-from logitless.models.linear import Projection, lay_end_to_end, project
+from logitless.models.linear import Projection, lay_end_to_end, project, project_gated
 from logitless.models.lm_head import _split_lora, backbone
-from logitless.models.one_node import apply, one_node
+from logitless.models.one_node import apply, one_node, refuse_twice
 from logitless.models.packed import PackedLayout
 from logitless.models.rotary import LongRotary
 
@@ -192,11 +192,13 @@ class RowInvariantLayer:
                 args = (delta, *args)
             return cast(Any, super()).forward(hidden_states, *args, **kwargs)
         weights = _LayerWeights.of(own, gemma=self.row_invariant_gemma)
-        inputs = [hidden_states, *([] if delta is None else [delta]), *weights.tensors]
-        made = one_node(lambda: self._rows(hidden_states, delta, rows, weights), inputs)
+        given = [hidden_states, *([] if delta is None else [delta])]
+        made = one_node(partial(self._rows, rows, weights), given, weights.tensors)
         return made if len(made) == 2 else (*made, None)
 
-    def _rows(self, residual: Tensor, delta: Tensor | None, rows: Rows, weights: "_LayerWeights") -> tuple[Tensor, ...]:
+    def _rows(
+        self, rows: Rows, weights: "_LayerWeights", residual: Tensor, delta: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """(residual, delta) of the next layer; the former alone where there is nothing to be added."""
         norms, eps, gemma = weights.norms, weights.eps, self.row_invariant_gemma
         residual, x = _add_and_norm(residual, delta, norms[0], eps[0], gemma)
@@ -217,6 +219,9 @@ class RowInvariantLayer:
 
     def _mlp(self, x: Tensor, weights: "_LayerWeights") -> Tensor:
         width = weights.down.weight.shape[1]
+        product = project_gated(x, weights.gate_up, gelu=self.row_invariant_gelu)
+        if product is not None:
+            return project(product, [weights.down])[0]
         gate, up = _project(x, weights.gate_up, (width, width))
         return project(apply(_Gate, gate, up, self.row_invariant_gelu), [weights.down])[0]
 
@@ -298,7 +303,7 @@ class Installation:
             longest = layout.max_length
             layout = layout.attention
         else:
-            longest = max(prompt + max(completions, default=0) for prompt, completions in layout.groups)
+            longest = layout.longest
         return PackedRows(layout, position, self.reach(longest))
 
     def reach(self, length: int) -> RopeTables:
@@ -356,6 +361,7 @@ def install_row_invariant(model: nn.Module) -> Installation:
             lay_end_to_end([linear.weight for linear in linears])
             if all(linear.bias is not None for linear in linears):
                 lay_end_to_end([linear.bias for linear in linears])
+            _lay_adapters_end_to_end(_modules(owner, names))
         layer.__class__ = _mixed(RowInvariantLayer, layer.__class__)
     decoder.row_invariant = installation
     decoder.__class__ = _mixed(RowInvariantDecoder, decoder.__class__)
@@ -461,7 +467,10 @@ def _linear(module: Any) -> nn.Linear:
 
 def _projection(module: Any) -> Projection:
     if type(module) is nn.Linear:
-        return Projection(module.weight, module.bias)
+        parameters = (
+            module._parameters
+        )  # nn.Module looks through three dictionaries, and there are seven of them a layer
+        return Projection(cast(Tensor, parameters["weight"]), parameters["bias"])
     base, lora = _split_lora(module)
     if lora is None:
         return Projection(base.weight, base.bias)
@@ -470,6 +479,15 @@ def _projection(module: Any) -> Projection:
 
 def _project(x: Tensor, projections: list[Projection], columns: tuple[int, ...]) -> tuple[Tensor, ...]:
     return project(x, projections, columns if len(projections) == 1 else None)
+
+
+def _lay_adapters_end_to_end(modules: Sequence[Any]) -> None:
+    """The factors of each LoRA adapter that all of these modules carry."""
+    for name in getattr(modules[0], "lora_A", {}):
+        for factors in ([getattr(module, factor, {}) for module in modules] for factor in ("lora_A", "lora_B")):
+            weights = [factor[name].weight for factor in factors if name in factor]
+            if len(weights) == len(modules) and len({(w.shape[1], w.dtype, w.device) for w in weights}) == 1:
+                lay_end_to_end(weights)
 
 
 def _epsilon(module: Any) -> float:
@@ -510,6 +528,8 @@ def _is_ours(kind: type) -> bool:
 
 
 def _embedded(layer: nn.Module, ids: Tensor) -> Tensor:
+    if type(layer) is nn.Embedding and layer.max_norm is None and not torch.is_grad_enabled():
+        return layer.weight[ids]  # one kernel for any number of rows; that of the layer is slow for a few
     if type(layer) is nn.Embedding and layer.padding_idx is None and sums_in_float32(layer.weight):
         return _Embedded.apply(layer.weight, ids)  # type: ignore[no-untyped-call, no-any-return]
     return cast(Tensor, layer(ids))
@@ -526,6 +546,7 @@ class _Embedded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        refuse_twice()
         add_rows(ctx.weight, grad, *ctx.saved_tensors)
         return None, None
 
@@ -547,6 +568,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor | None, grad_out: Tensor | None) -> tuple[Any, ...]:
+        refuse_twice()
         total, weight = ctx.saved_tensors
         grad, grad_weight = grad_total, None
         if grad_out is not None:
@@ -566,6 +588,7 @@ class _NormAfter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        refuse_twice()
         delta, weight = ctx.saved_tensors
         weight_dtype = ctx.weight_dtype if ctx.needs_input_grad[2] else None
         grad_delta, grad_weight = norm_backward(
@@ -608,6 +631,7 @@ class _Rotary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> tuple[Any, ...]:
+        refuse_twice()
         position, cos, sin, *raw = ctx.saved_tensors
         heads = ctx.heads
         grads = [grad.contiguous() for grad in (grad_query, grad_key, grad_value)]
@@ -647,5 +671,6 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        refuse_twice()
         gate, up = ctx.saved_tensors
         return *gated_backward(gate, up, grad.contiguous(), gelu=ctx.gelu), None

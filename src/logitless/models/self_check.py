@@ -14,7 +14,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from itertools import cycle
@@ -27,20 +27,24 @@ from torch import Tensor, nn
 
 from logitless.float32_sums import end_to_end
 from logitless.models import attention, linear, paged_attention
-from logitless.models.kernels.linear import REFERENCE, Tile, fixed_order_product
+from logitless.models.kernels.compiling import Compiling
+from logitless.models.kernels.gate import gated
+from logitless.models.kernels.linear import REFERENCE, Tile, asks_ahead, fixed_order_product, gated_product
 from logitless.models.kernels.rotary import Heads
 from logitless.models.kernels.rows import CHECKED_ROWS, FEW_ROWS
 from logitless.models.linear import (
     LIBRARIES,
+    NARROW,
     Library,
     Plan,
     Shape,
     Way,
     default_tiles,
     library_product,
+    product,
     set_plan,
 )
-from logitless.models.lm_head import backbone, causal_lm
+from logitless.models.lm_head import _split_lora, backbone, causal_lm
 from logitless.models.row_invariant import AttentionForm
 
 _SEARCHED = {  # by rows: what a thorough check tries beside the default tiles
@@ -49,11 +53,12 @@ _SEARCHED = {  # by rows: what a thorough check tries beside the default tiles
         Tile(16, 16, 256, 2, 6),
         Tile(16, 32, 256, 4, 4),
         Tile(16, 64, 64, 4, 8, swapped=True, tma=True),
-        Tile(16, 64, 256, 4, 4, swapped=True, tma=True),
+        Tile(16, 64, 128, 4, 6, swapped=True, tma=True),
     ),
     64: (
+        Tile(64, 32, 128, 4, 6, tma=True),
         Tile(64, 64, 128, 4, 5, tma=True),
-        Tile(64, 16, 256, 4, 4, tma=True),
+        Tile(16, 64, 256, 4, 4, swapped=True, tma=True),
         Tile(32, 64, 128, 4, 6, swapped=True, tma=True),
         Tile(32, 32, 256, 4, 4),
     ),
@@ -68,6 +73,10 @@ _SEARCHED = {  # by rows: what a thorough check tries beside the default tiles
         Tile(128, 128, 64, 8, 4, tma=True),
     ),
     512: (Tile(128, 256, 64, 8, 3, tma=True), Tile(64, 128, 64, 4, 6, tma=True)),
+}
+_GATED = {  # by rows: gate and up in one kernel
+    32: Tile(16, 32, 128, 2, 3, tma=True),
+    64: Tile(64, 32, 64, 4, 4, tma=True),
 }
 _WORTH = 0.98  # another kernel must take less than this part of cuBLAS's time
 
@@ -110,21 +119,24 @@ class Report:
         return not any(count for counts in self.attention.values() for count in counts.values())
 
 
-def self_check(model: nn.Module, *, thorough: bool = False, folder: Path | None = None) -> Report:
+def self_check(
+    model: nn.Module, *, thorough: bool = False, folder: Path | None = None, beside: Callable[[], object] | None = None
+) -> Report:
     """Checks what a model with row-invariant layers will run on its GPU, and plans its products accordingly.
 
     Args:
         model: on CUDA, after ``install_row_invariant``.
         thorough: try every tile instead of the default ones, and check again what is known.
         folder: of the findings; default ``logitless`` in the user's cache.
+        beside: launches what else is to be compiled, at the same time (as inside ``compiled_together``).
 
     Returns:
         What was found; the plans are in force from here on.
     """
     decoder: Any = backbone(model)
     weight = decoder.norm.weight
-    forms = list(dict.fromkeys(layer.row_invariant_form for layer in decoder.layers))
-    return check_shapes(product_shapes(model), forms, weight.dtype, weight.device, thorough=thorough, folder=folder)
+    shapes, forms = product_shapes(model), _forms(decoder)
+    return check_shapes(shapes, forms, weight.dtype, weight.device, thorough=thorough, folder=folder, beside=beside)
 
 
 def check_layer(device: torch.device) -> Report:
@@ -149,7 +161,7 @@ def rows_in_words(counts: Sequence[int]) -> str:
 
 def check_shapes(
     shapes: Sequence[tuple[Shape, bool]], forms: Sequence[AttentionForm], dtype: torch.dtype, device: torch.device, *,
-    thorough: bool = False, folder: Path | None = None,
+    thorough: bool = False, folder: Path | None = None, beside: Callable[[], object] | None = None,
 ) -> Report:  # fmt: skip
     """``self_check`` of shapes of products, each with whether it only has few rows, and of forms of attention."""
     path = _known_path(folder, device)
@@ -158,24 +170,32 @@ def check_shapes(
     start = time.perf_counter()
     entries: dict[str, Any] = known.setdefault("linear", {})
     known_forms = known.setdefault("attention", {})
-    new = {form_name(form, dtype): form for form in forms if form_name(form, dtype) not in known_forms}
     unknown = [shape for shape, _ in shapes if shape_name(shape) not in entries]
-    with _current(device), Beside(device) as beside:  # attention compiles longest: products are checked meanwhile
-        found = {name: beside(partial(check_attention, form, dtype, device)) for name, form in new.items()}
-        for compiled in [beside(call) for call in compilations(unknown, thorough=thorough)]:
-            compiled.result()
+    new = [form for form in forms if form_name(form, dtype) not in known_forms]
+    attended = [partial(check_attention, form, dtype, device, launched_once=True) for form in new]
+    others = [] if beside is None else [beside]
+    with _current(device), _compiled(device, attended, compilations(unknown, thorough=thorough), others) as compiled:
+        attention_compiled, products_compiled, _ = compiled  # attention takes longest: products are checked meanwhile
+        products_compiled()
         for shape, few_only in shapes:
             name = shape_name(shape)
             entry = entries.get(name)
             if entry is None:
-                plan, finding = check_linear(shape, thorough=thorough, few_only=few_only)
+                if shape.gate:
+                    plan, finding = check_gated(shape)
+                else:
+                    plan, finding = check_linear(shape, thorough=thorough, few_only=few_only)
                 entries[name] = {"plan": _encoded(plan), "finding": asdict(finding)}
             else:
                 plan, finding = _plan(entry["plan"]), _finding(entry["finding"])
             set_plan(shape, plan)
             report.linear[name] = finding
-        known_forms |= {name: differing.result() for name, differing in found.items()}
-    report.attention = {form_name(form, dtype): known_forms[form_name(form, dtype)] for form in forms}
+        attention_compiled()
+        for form in forms:
+            name = form_name(form, dtype)
+            if name not in known_forms:
+                known_forms[name] = check_attention(form, dtype, device)
+            report.attention[name] = known_forms[name]
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     report.seconds = time.perf_counter() - start
@@ -183,25 +203,50 @@ def check_shapes(
     return report
 
 
+@contextmanager
+def _compiled(device: torch.device, *groups: Sequence[Callable[[], object]]) -> Iterator[list[Callable[[], None]]]:
+    """What groups of calls launch is compiled by threads; yields a function for each that waits for its kernels.
+
+    At its end all are waited for. On a CPU, whose interpreter compiles nothing, no call is made.
+    """
+    if device.type != "cuda" or not any(groups):
+        yield [_nothing] * len(groups)
+        return
+    with Compiling() as compiling:
+        yield [compiling.begin(calls) for calls in groups]
+
+
+def _nothing() -> None:
+    return
+
+
+def _forms(decoder: Any) -> list[AttentionForm]:
+    return list(dict.fromkeys(layer.row_invariant_form for layer in decoder.layers))
+
+
 def machine(device: torch.device) -> dict[str, str]:
     """What findings depend on."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
-    except OSError:
-        driver = "unknown"
     sources = b"".join(Path(m.__file__ or "").read_bytes() for m in (linear, attention, paged_attention))
     kernels = Path(__file__).parent / "kernels"
     sources += b"".join(path.read_bytes() for path in sorted(kernels.glob("*.py"))) + Path(__file__).read_bytes()
     return {
         "gpu": torch.cuda.get_device_name(device),
-        "driver": driver,
+        "driver": _driver(),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "triton": triton.__version__,
         "workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
         "source": hashlib.sha256(sources).hexdigest()[:12],
     }
+
+
+@cache
+def _driver() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
+    except OSError:
+        return "unknown"
 
 
 def product_shapes(model: nn.Module) -> list[tuple[Shape, bool]]:
@@ -211,6 +256,7 @@ def product_shapes(model: nn.Module) -> list[tuple[Shape, bool]]:
     for layer in decoder.layers:
         _add_shapes(found, layer.self_attn, (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("o_proj",)))
         _add_shapes(found, layer.mlp, (("gate_proj", "up_proj"), ("gate_up_proj",), ("down_proj",)))
+        _add_gated_shape(found, layer)
     head = causal_lm(model).get_output_embeddings()
     weight = getattr(getattr(head, "base_layer", head), "weight", None)
     if weight is not None:
@@ -228,6 +274,22 @@ def _add_shapes(found: dict[Shape, bool], owner: Any, groups: Sequence[Sequence[
         whole = weight is not None and (bias is not None) == any(m.bias is not None for m in linears)
         for w, b in [(weight, bias)] if whole and weight is not None else [(m.weight, m.bias) for m in linears]:
             found.setdefault(Shape.of(w, b), False)
+        factors = [None if lora is None else lora[0] for _, lora in map(_split_lora, modules)]
+        ranks = [factor.shape[0] for factor in factors if factor is not None]
+        for columns in dict.fromkeys((sum(ranks), *ranks)) if ranks else ():  # together, and each by itself
+            base = linears[0].weight
+            found.setdefault(Shape(columns, base.shape[1], base.dtype, base.dtype, False, base.device), True)
+
+
+def _add_gated_shape(found: dict[Shape, bool], layer: Any) -> None:
+    """Gate and up in one kernel, behind their product, where neither a bias nor an adapter stands between."""
+    mlp = layer.mlp
+    modules = [mlp.gate_proj, mlp.up_proj] if hasattr(mlp, "gate_proj") else [mlp.gate_up_proj]
+    if all(type(module) is nn.Linear and module.bias is None for module in modules):
+        weight = end_to_end([module.weight for module in modules])
+        shape = None if weight is None else Shape.of(weight, None)
+        if shape is not None and shape in found and shape.columns % 2 == 0:
+            found.setdefault(shape._replace(gate="gelu" if layer.row_invariant_gelu else "silu"), True)
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -256,6 +318,9 @@ def check_linear(shape: Shape, *, thorough: bool = False, few_only: bool = False
     rows = normal(counts[-1], shape.length)
     reference = fixed_order_product(rows, weight, REFERENCE, bias=bias, dtype=shape.out_dtype)
     plan.tiles = _checked_tiles(plan.tiles, rows, weight, bias, reference, finding)
+    if shape.columns <= NARROW:
+        finding.ways = {count: way_name(plan.tile(count)) for count in counts}
+        return plan, finding
     out = torch.empty_like(reference)
     libraries = LIBRARIES if shape.out_dtype == shape.dtype else LIBRARIES[:1]
     for library in libraries:
@@ -274,6 +339,44 @@ def check_linear(shape: Shape, *, thorough: bool = False, few_only: bool = False
         usual, best = next(iter(times)), min(times, key=lambda way: times[way])
         plan.ways[count] = best if times[best] < _WORTH * times[usual] else usual
     finding.ways = {count: way_name(plan.ways.get(count) or plan.tile(count)) for count in counts}
+    return plan, finding
+
+
+def check_gated(shape: Shape) -> tuple[Plan, LinearFinding]:
+    """Where product and gate are faster in one kernel, with the bits of the two apart; by checked number of rows.
+
+    Args:
+        shape: with a gate; that without has its plan.
+    """
+    finding, plan = LinearFinding(), Plan({})
+    hopper = shape.device.type == "cuda" and torch.cuda.get_device_capability(shape.device) == (9, 0)
+    if not hopper or not shape.aligned or shape.dtype == torch.float32:
+        return plan, finding
+    generator = torch.Generator(shape.device).manual_seed(shape.columns + shape.length)
+    options: dict[str, Any] = {"device": shape.device, "dtype": shape.dtype, "generator": generator}
+    weight = torch.randn(shape.columns, shape.length, **options) * shape.length**-0.5
+    rows, width, gelu = torch.randn(max(_GATED), shape.length, **options), shape.columns // 2, shape.gate == "gelu"
+    weights = _copies(weight)
+
+    def apart(rows: Tensor, weight: Tensor) -> Tensor:
+        both = product(rows, weight)
+        return gated(both[:, :width], both[:, width:], gelu=gelu)
+
+    expected = apart(rows, weight)
+    for count in (count for count in FEW_ROWS if count <= max(_GATED)):
+        tile, some = next(tile for most, tile in _GATED.items() if count <= most), rows[:count]
+        if bool(_differs(gated_product(some, weight, tile, gelu=gelu), expected[:count])):
+            finding.failed.setdefault(way_name(tile), []).append(count)
+            continue
+        ways: dict[str, Callable[[Tensor], Tensor]] = {
+            "apart": partial(apart, some),
+            way_name(tile): partial(gated_product, some, tile=tile, gelu=gelu),
+        }
+        times = {name: _microseconds(call, weights, 12) for name, call in ways.items()}
+        finding.microseconds[count] = {name: round(us, 2) for name, us in times.items()}
+        if times[way_name(tile)] < times["apart"]:
+            plan.ways[count] = tile
+    finding.ways = {count: way_name(plan.ways[count]) if count in plan.ways else "apart" for count in FEW_ROWS}
     return plan, finding
 
 
@@ -327,10 +430,12 @@ def _tile_serves(
     return True
 
 
-def _try(tile: Tile, rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _try(
+    tile: Tile, rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, ahead: bool | None = None
+) -> Tensor | None:
     """The product by this tile; None where the tile does not fit into this GPU."""
     try:
-        return fixed_order_product(rows, weight, tile, bias=bias, dtype=dtype)
+        return fixed_order_product(rows, weight, tile, bias=bias, dtype=dtype, ahead=ahead)
     except Exception as error:
         if "out of resource" not in str(error).lower() and "OutOfResources" not in type(error).__name__:
             raise
@@ -353,49 +458,40 @@ def compilations(shapes: Sequence[Shape], *, thorough: bool = False) -> list[Cal
     for shape in shapes:
         if shape.dtype == torch.float32:
             continue  # has one tile, whatever the number of rows
+        if shape.gate:
+            if torch.cuda.get_device_capability(shape.device) == (9, 0) and shape.aligned:
+                for tile in _GATED.values():
+                    kind = shape.gate, shape.columns % 32 == 0, shape.length % 16 == 0
+                    found.setdefault((tile, shape.dtype, *kind, _asks(tile, shape)), partial(_run_gated, tile, shape))
+            continue
         defaults = default_tiles(shape)
         tiles = {tile for count in FEW_ROWS for tile in _candidates(shape, defaults, count, thorough)}
         multiples = shape.columns % 16 == 0, shape.length % 16 == 0
         for tile in tiles | {REFERENCE, *defaults.values()}:
-            specialized = (tile, shape.dtype, shape.out_dtype, shape.bias, *multiples, shape.length % tile.depth == 0)
+            even = shape.length % tile.depth == 0
+            specialized = (tile, shape.dtype, shape.out_dtype, shape.bias, *multiples, even, _asks(tile, shape))
             found.setdefault(specialized, partial(_run_once, tile, shape))
     return list(found.values())
+
+
+def _asks(tile: Tile, shape: Shape) -> bool:
+    return asks_ahead(tile, shape.columns, shape.length, shape.dtype.itemsize)
 
 
 def _run_once(tile: Tile, shape: Shape) -> None:
     columns = min(shape.columns, 256 + shape.columns % 16)  # few of them run the same kernel
     weight = torch.empty(columns, shape.length, dtype=shape.dtype, device=shape.device)
     bias = weight.new_empty(columns) if shape.bias else None
-    _try(tile, weight.new_empty(16, shape.length), weight, bias, shape.out_dtype)
+    _try(tile, weight.new_empty(16, shape.length), weight, bias, shape.out_dtype, ahead=_asks(tile, shape))
 
 
-class Beside:
-    """Calls in threads of their own on a GPU, whose results are waited for; on a CPU one after the other.
-
-    What takes time is compilation, half a second to two seconds a kernel, of which Python itself has a tenth.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._executor = ThreadPoolExecutor(64 if device.type == "cuda" else 1)
-        if device.type == "cuda":
-            triton.runtime.driver.active.get_current_device()  # loads the driver, before several threads do
-
-    def __enter__(self) -> "Beside":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._executor.shutdown()
-
-    def __call__(self, call: Callable[[], Any]) -> "Future[Any]":
-        """What the call gives, once it has."""
-        return self._executor.submit(self._on_device, call)
-
-    def _on_device(self, call: Callable[[], Any]) -> Any:
-        with _current(self._device), torch.no_grad():
-            if self._device.type == "cuda":
-                torch.zeros(1, device=self._device)  # CUDA's runtime gives a thread its context with its first launch
-            return call()
+def _run_gated(tile: Tile, shape: Shape) -> None:
+    width = 128 + shape.columns // 2 % 16
+    weight = torch.empty(2 * width, shape.length, dtype=shape.dtype, device=shape.device)
+    gelu = shape.gate == "gelu"
+    gated_product(weight[:16], weight, tile, gelu=gelu, ahead=_asks(tile, shape))
+    both = weight.new_empty(16, shape.columns)
+    gated(both[:, : shape.columns // 2], both[:, shape.columns // 2 :], gelu=gelu)
 
 
 def _current(device: torch.device) -> torch.cuda.device:
@@ -456,11 +552,18 @@ def _differs(a: Tensor, b: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def check_attention(form: AttentionForm, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+def check_attention(
+    form: AttentionForm, dtype: torch.dtype, device: torch.device, *, launched_once: bool = False
+) -> dict[str, int]:
     """Numbers of the output and of the log-sum-exp that decoding and prefilling have otherwise than the packed row.
 
     One sequence of three splits: every position of it decoded, those behind its first pages also with these pages read
     once for all, and prefilled in chunks of odd sizes.
+
+    Args:
+        form: of attention.
+        dtype, device: of keys.
+        launched_once: launch every kernel, and look at nothing.
     """
     heads = form.heads
     length = 1100 if device.type == "cuda" else 70
@@ -493,7 +596,7 @@ def check_attention(form: AttentionForm, dtype: torch.dtype, device: torch.devic
         step = paged_attention.DecodeLayout(table[rows].clone(), position[rows].clone(), shared)
         return paged_attention.decoding(query[rows].clone(), cache, step, **options)
 
-    starts = range(length % 5, length, 25)
+    starts = range(length % 5, length, 25)[: 1 if launched_once else None]
     num_shared = max(1, length * 5 // 8 // page)
     behind = num_shared * page  # rows that see all shared pages
     members = torch.arange(length - behind, dtype=torch.int32, device=device)[None]
@@ -505,21 +608,16 @@ def check_attention(form: AttentionForm, dtype: torch.dtype, device: torch.devic
             (rows := slice(behind, length), decoding(rows, paged_attention.SharedPages(members, counts[:1], counts)))
         ],
     }
-    packed = partial(attention.prefix_attention, query, key, value, layout, **options)
-    prefilled = partial(paged_attention.prefill_attention, query, cache, prefill, **options)
-    with Beside(device) as beside:  # every kernel is compiled by itself
-        results = [beside(call) for call in (packed, prefilled)]
-        if device.type == "cuda":
-            alone = [beside(launch) for [(_, step), *_] in steps.values() for launch in step.launches]
-            for each in alone:
-                each.result()
-    expected, in_chunks = (each.result() for each in results)
+    expected = attention.prefix_attention(query, key, value, layout, **options)
+    in_chunks = paged_attention.prefill_attention(query, cache, prefill, **options)
     found = {"prefilled in chunks": [(slice(0, length), in_chunks)]}
     for how, parts in steps.items():
         for _, step in parts:
             for launch in step.launches:
                 launch()
         found[how] = [(rows, (step.output, step.log_sum_exp)) for rows, step in parts]
+    if launched_once:
+        return {}
     return {
         f"{how}, {what}": sum(int((got[i] != expected[i][rows]).sum()) for rows, got in parts)
         for how, parts in found.items()
@@ -553,6 +651,8 @@ def shape_name(shape: Shape) -> str:
     name = f"{shape.length} -> {shape.columns} {str(shape.dtype).removeprefix('torch.')}"
     if shape.out_dtype != shape.dtype:
         name += f" to {str(shape.out_dtype).removeprefix('torch.')}"
+    if shape.gate:
+        name += f", {shape.gate} gate"
     return name + (", bias" if shape.bias else "")
 
 

@@ -27,6 +27,7 @@ from logitless.objective.over_ranks import GatherOverRanks, one_rank
 from logitless.objective.ranges import Grain, Ranges, SumOverRanks
 from logitless.objective.ratio import Ratio, TokenRatio, TurnRatio, token_log_ratio
 from logitless.objective.surrogate import Clip, SelectionInputs, Surrogate, SurrogateInputs, SurrogateTerms
+from logitless.second_derivative import refuse_second_derivative
 from logitless.types import TokenBatch
 
 __all__ = [
@@ -534,6 +535,11 @@ class _KnownGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        refuse_second_derivative(
+            "an objective",
+            given="Objective, whose call works out the gradient",
+            remedy="Write the loss out from the functions of logitless.objective.surrogate.",
+        )
         return None, None, *(grad * gradient for gradient in ctx.saved_tensors)
 
 

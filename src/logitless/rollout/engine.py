@@ -15,6 +15,9 @@ from logitless.types import Completion, Prompt
 NamedTensors: TypeAlias = Callable[[], Iterator[tuple[str, Tensor]]]
 """Tensors with their names, made one after the other while they are asked for, so that no second model is held."""
 
+Score: TypeAlias = Callable[[Sequence[int], Sequence[int], float], list[float]]
+"""(prompt, completion, temperature) -> log-probs of the completion's tokens."""
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -27,6 +30,7 @@ class Weights:
         module: the model itself, PEFT-wrapped or not.
         tensors: every weight under its Hugging Face name, adapters merged, tied weights once.
         adapter: the adapter's weights alone, under the names of PEFT's files; None where there is no adapter.
+        score: of a few tokens, by all ranks that hold the weights together; None where ``module`` can say it.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -38,18 +42,21 @@ class Weights:
     module: nn.Module
     tensors: NamedTensors
     adapter: NamedTensors | None = None
+    score: Score | None = None
 
     @classmethod
-    def of(cls, module: nn.Module, *, dtype: torch.dtype | None = None) -> "Weights":
+    def of(cls, module: nn.Module, *, dtype: torch.dtype | None = None, score: Score | None = None) -> "Weights":
         """Of a model.
 
         Args:
             module: whole in this process, or sharded: then all ranks read the tensors, each of which is made whole in
                 turn, and ``module`` can sample only while its weights are gathered.
             dtype: that tensors are rounded to; None: each in its own.
+            score: of a sharded module, a collective too.
         """
         tensors = partial(merged_tensors, module, dtype=dtype)
-        return cls(module, tensors, partial(adapter_tensors, module) if hasattr(module, "peft_config") else None)
+        adapter = partial(adapter_tensors, module) if hasattr(module, "peft_config") else None
+        return cls(module, tensors, adapter, score)
 
 
 @runtime_checkable

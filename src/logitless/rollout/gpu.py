@@ -18,7 +18,8 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -150,10 +151,10 @@ class GpuEngine:
         inner: Any = causal_lm(self._model)
         limit = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
         check_prompts(prompts, num_samples, options, limit)
-        self._check_model()
         wanted = _Wanted(prompts, num_samples, options, seed, tuple(stop_ids(self.tokenizer, inner, options)))
         rows, tokens, part = min(self.max_rows, len(prompts) * num_samples), self.prefill_tokens, 1
         with torch.no_grad(), evaluating(self._model), _on(self._weight.device):
+            self._check_model(wanted, rows)
             while wanted.unfinished:
                 try:
                     _Session(self, wanted, max_rows=rows, read_at_once=tokens, part=part).run()
@@ -165,7 +166,7 @@ class GpuEngine:
                     self._steps = None  # its graphs hold memory
                     if self._weight.is_cuda:
                         torch.cuda.empty_cache()
-        return self._completions(wanted)
+        return [[wanted.done[p, g] for g in range(num_samples)] for p in range(len(prompts))]
 
     def _steps_for(self, max_rows: int, max_pages: int, group_size: int) -> Steps:
         """The state and the graphs kept from the call before, or new ones where it asks for more or the model moved."""
@@ -183,8 +184,11 @@ class GpuEngine:
         """New tokens that a completion may have; benchmarks set an end to each."""
         return options.max_new_tokens
 
-    def _check_model(self) -> None:
-        """Look at this machine's kernels once for a model, and again when it was moved, resized or cast."""
+    def _check_model(self, wanted: "_Wanted", max_rows: int) -> None:
+        """Look at this machine's kernels once for a model, and again when it was moved, resized or cast.
+
+        What the check and what the steps launch is compiled at once.
+        """
         if lm_head(self._model).lora_a is not None:
             raise UnavailableError(
                 needed="an LM head without an adapter",
@@ -196,27 +200,16 @@ class GpuEngine:
         if facts != self._checked and self._weight.is_cuda:
             from logitless.models.self_check import self_check
 
-            self._kept_bits = self_check(self._model).exact
+            steps = self._steps_for(max_rows, wanted.max_pages, wanted.num_samples)
+            try:
+                steps.open(1)
+                beside = partial(steps.launch_all, max_rows, wanted.reaches, wanted.drawing)
+                self._kept_bits = self_check(self._model, beside=beside).exact
+            finally:
+                steps.close()
             if not self._kept_bits:
                 logger.warning("attention here has not one set of bits: what is sampled will be scored again")
         self._checked = facts
-
-    def _completions(self, wanted: "_Wanted") -> list[list[Completion]]:
-        done = [wanted.done[p, g] for p in range(len(wanted.prompts)) for g in range(wanted.num_samples)]
-        made = made_completions(
-            self.tokenizer,
-            [prompt.id for prompt in wanted.prompts for _ in range(wanted.num_samples)],
-            [each.tokens for each in done],
-            [each.logp for each in done],
-            of_policy=None
-            if wanted.options.temperature == 0
-            else [OfPolicy(each.logp_policy, each.entropy) for each in done],
-            options=wanted.options,
-            ends=wanted.ends,
-            version=self._version,
-        )
-        count = wanted.num_samples
-        return [made[start : start + count] for start in range(0, len(made), count)]
 
 
 @dataclass
@@ -237,22 +230,29 @@ class _Wanted:
     options: SamplingOptions
     seed: int
     ends: tuple[int, ...]
-    done: dict[tuple[int, int], "_Scored"] = field(default_factory=dict)
+    done: dict[tuple[int, int], Completion] = field(default_factory=dict)
+
+    @property
+    def drawing(self) -> Drawing:
+        """How tokens are drawn and what ends a completion."""
+        return Drawing(self.options, self.ends)
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of the longest completion, its prompt included."""
+        return pages_for(max(len(prompt.token_ids) for prompt in self.prompts) + self.options.max_new_tokens - 1)
+
+    @property
+    def reaches(self) -> tuple[int, int]:
+        """The least and the most positions that a step has to reach."""
+        lengths = [len(prompt.token_ids) for prompt in self.prompts]
+        return min(lengths) + 1, max(lengths) + self.options.max_new_tokens
 
     @property
     def unfinished(self) -> list[list[int]]:
         """Samples of each prompt that are missing; an empty list where none is."""
         left = [[g for g in range(self.num_samples) if (p, g) not in self.done] for p in range(len(self.prompts))]
         return left if any(left) else []
-
-
-class _Scored(NamedTuple):
-    """A finished completion."""
-
-    tokens: list[int]
-    logp: list[float]
-    logp_policy: list[float]
-    entropy: list[float]
 
 
 @dataclass
@@ -279,16 +279,14 @@ class _Session:
 
     def __init__(self, engine: GpuEngine, wanted: _Wanted, *, max_rows: int, read_at_once: int, part: int = 1) -> None:
         self.engine, self.wanted, self.model = engine, wanted, engine._model
-        self.options, self.drawing = wanted.options, Drawing(wanted.options, wanted.ends)
+        self.options, self.drawing = wanted.options, wanted.drawing
         missing, new = wanted.unfinished, wanted.options.max_new_tokens
         chosen = [p for p, samples in enumerate(missing) if samples]
         self.lengths = [len(prompt.token_ids) for prompt in wanted.prompts]
         lengths = [self.lengths[p] for p in chosen]
         needs = [PromptPages.of(length, new) for length in lengths]
         max_rows = min(max_rows, sum(map(len, missing)))
-        steps = engine._steps_for(
-            max_rows, max(pages_for(self.lengths[p] + new - 1) for p in chosen), wanted.num_samples
-        )
+        steps = engine._steps_for(max_rows, wanted.max_pages, wanted.num_samples)
         self.steps, self.device = steps, steps.device
         num_pages = pages_within(
             _budget(self.device) if engine.memory is None else engine.memory,
@@ -300,7 +298,6 @@ class _Session:
             max_rows,
         )
         self.num_pages = num_pages = max(num_pages // part, *(need.to_begin for need in needs))
-        self.reaches = min(lengths) + 1, max(lengths) + new
         self.schedule = Schedule(
             self.lengths, missing, max_new_tokens=new, pool=Pool(num_pages), max_rows=max_rows,
             read_at_once=read_at_once,
@@ -319,7 +316,7 @@ class _Session:
         before: _Round | None = None
         try:
             self.steps.open(self.num_pages)
-            self.steps.compile(len(self.drawn), self.reaches, self.drawing)
+            self.steps.compile(len(self.drawn), self.wanted.reaches, self.drawing)
             while self.schedule.unfinished or before is not None:
                 after = self._launch()
                 if before is not None:
@@ -409,19 +406,38 @@ class _Session:
         self.drawn[slots] = before + alive.sum(0)
         over: np.ndarray = np.bitwise_or.reduce(flags, 0) & 4
         cut = self._cut([row for _, row in rows], before.tolist())
+        ended = []
         for i, (_, row) in enumerate(rows):
             if cut[i]:
                 self.drawn[row.slot] = cut[i]
             if cut[i] or over[i]:
-                self._finish(row)
+                ended.append(row)
+        self._finish(ended)
 
-    def _finish(self, row: Row) -> None:
-        count = int(self.drawn[row.slot])
-        self.wanted.done[row.prompt, row.sample] = _Scored(
-            *(values[row.slot, :count].tolist() for values in (self.tokens, *self.scores))
+    def _finish(self, rows: Sequence[Row]) -> None:
+        """Completions of rows that have ended, made while the device goes on."""
+        if not rows:
+            return
+        wanted, values = self.wanted, (self.tokens, *self.scores)
+        counts = [int(self.drawn[row.slot]) for row in rows]
+        drawn = [[of[row.slot, :count].tolist() for row, count in zip(rows, counts, strict=True)] for of in values]
+        tokens, logp, logp_policy, entropy = drawn
+        made = made_completions(
+            self.engine.tokenizer,
+            [wanted.prompts[row.prompt].id for row in rows],
+            tokens,
+            logp,
+            of_policy=None
+            if self.options.temperature == 0
+            else [OfPolicy(*each) for each in zip(logp_policy, entropy, strict=True)],
+            options=self.options,
+            ends=wanted.ends,
+            version=self.engine._version,
         )
-        self.ended.add(row)
-        self.schedule.end(row)
+        for row, completion in zip(rows, made, strict=True):
+            wanted.done[row.prompt, row.sample] = completion
+            self.ended.add(row)
+            self.schedule.end(row)
 
     def _cut(self, rows: Sequence[Row], before: Sequence[int]) -> list[int]:
         """Tokens up to the one with which a stop string came, that one included; 0 where none came."""

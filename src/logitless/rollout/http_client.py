@@ -82,6 +82,7 @@ class HttpClient:
         self._host, self._port, self._tls = parts.hostname, port, parts.scheme == "https"
         self._path, self._key = parts.path.rstrip("/"), api_key
         self._open: set[http.client.HTTPConnection] = set()
+        self._times_given_up = 0
         self._lock = threading.Lock()
 
     def get(self, path: str) -> Any:
@@ -105,7 +106,12 @@ class HttpClient:
         connection = kind(self._host, self._port, timeout=self.seconds if seconds is None else seconds)
         with self._lock:
             self._open.add(connection)
+            before = self._times_given_up
         try:
+            connection.connect()
+            with self._lock:  # given up in between: nobody would end it
+                if self._times_given_up != before:
+                    raise ConnectionAbortedError("the request was given up")
             headers = {"Content-Type": "application/json", "Connection": "close"}
             if self._key is not None:
                 headers["Authorization"] = f"Bearer {self._key}"
@@ -125,6 +131,7 @@ class HttpClient:
     def give_up(self) -> None:
         """End every request under way; whoever waits for one gets a ``PassingFault``."""
         with self._lock:
+            self._times_given_up += 1
             for connection in self._open:
                 if connection.sock is not None:
                     try:

@@ -8,6 +8,7 @@ weights that differ by less than the two implementations do, which in bfloat16 i
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from transformers import DynamicCache, PreTrainedTokenizerBase
 from logitless.errors import EngineError
 from logitless.models.lm_head import causal_lm
 from logitless.models.modes import evaluating
+from logitless.rollout.engine import Score
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.vllm_api import Sampled
 
@@ -62,6 +64,7 @@ class Probe:
         where: str,
         version: int,
         known: dict[tuple[int, ...], list[float]] | None = None,
+        score: Score | None = None,
     ) -> float:
         """The largest difference in nats.
 
@@ -73,6 +76,7 @@ class Probe:
             known: the trainer's log-probs of tokens that the same weights were probed with before; empty at first, and
                 filled. Where there are some, the model, which may have been trained since, is not asked: the tokens are
                 compared as far as they are the same.
+            score: the trainer's log-probs, where the model cannot say them: its weights are sharded.
 
         Raises:
             EngineError: it is above ``max_difference``.
@@ -80,12 +84,13 @@ class Probe:
         options = SamplingOptions(max_new_tokens=self.new_tokens, temperature=TEMPERATURE)
         worst, sampler, trainer = -1.0, 0.0, 0.0
         before, found = dict(known or {}), dict[tuple[int, ...], list[float]]()
+        score = score or partial(scored_tokens, model, autocast=self.autocast)
         for sampled in ask(self.prompt, self.num_samples, options, version):
             ids = sampled.token_ids
             if before:
                 scored = max((logp[: _shared(ids, other)] for other, logp in before.items()), key=len) or [math.nan]
             else:
-                scored = found[ids] = scored_tokens(model, self.prompt, ids, TEMPERATURE, self.autocast)
+                scored = found[ids] = score(self.prompt, ids, TEMPERATURE)
             for a, b in zip(sampled.logp, scored, strict=not before):
                 if not abs(a - b) <= worst:  # NaN is worse than anything
                     worst, sampler, trainer = abs(a - b), a, b

@@ -237,19 +237,34 @@ class Steps:
         from logitless.models.kernels.compiling import compiled_together  # needs Triton
 
         self._compiled.add(key)
-        self._empty_rows()
         counts = sorted({bucket(min(rows, count)) for count in _UNLIKE}, reverse=True)
         for some in (counts[:1], counts[1:]):  # most are found with the first; what is there by then is launched
             with compiled_together():
                 for count in some:
-                    for size in splits:
-                        for groups in (0, 1) if self._together(count, size) else (0,):
-                            self._step(count, size * SPLIT, groups, drawing, self._num_unlike)
-                    self.log.zero_()  # tokens that exist
-                    self._read(count, drawing.options)
-                    prompt = PrefillLayout([Chunk(0, count + 1, tuple([0] * pages_for(count + 1)))], self.device)
-                    tokens = torch.zeros_like(prompt.slots)
-                    prefill(self.model, tokens, prompt, self.caches, num_layers=self._num_unlike)
+                    self._launch_all(count, splits, drawing)
+
+    def launch_all(self, rows: int, reaches: tuple[int, int], drawing: Drawing) -> None:
+        """Most kernels of steps of so many rows once, for ``compiled_together``; arguments as of ``compile``."""
+        if self.graphed and not drawing.options.penalties:
+            for count in {bucket(rows), 1}:
+                self._launch_all(count, sorted({_splits(reach) for reach in reaches}), drawing)
+
+    def _launch_all(self, count: int, splits: Sequence[int], drawing: Drawing) -> None:
+        """Over as many layers as are unlike each other."""
+        from logitless.models.kernels.rotary import MANY  # needs Triton
+
+        self._empty_rows()
+        for size in splits:
+            for groups in (0, 1) if self._together(count, size) else (0,):
+                self._step(count, size * SPLIT, groups, drawing, self._num_unlike)
+        self.log.zero_()  # tokens that exist
+        self._read(count, drawing.options)
+        for length in (MANY, MANY + 1):  # an even number of tokens and an odd one
+            prompt = PrefillLayout([Chunk(0, length, tuple([0] * pages_for(length)))], self.device)
+            tokens = torch.zeros_like(prompt.slots)
+            prefill(self.model, tokens, prompt, self.caches, num_layers=self._num_unlike)
+        first = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._copy_pages(first, first)
         self._empty_rows()
 
     def _empty_rows(self) -> None:

@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from logitless.errors import EngineError
@@ -139,15 +138,21 @@ class VllmServerEngine:
                 lambda server: server.sample(self._sync.model(), prompt, num_samples, settings, seed=seed),
             )
 
+        weights = self._loaded
         return self._probe.within(self._context).check(
-            ask, self._module, where=watched.server.url, version=self._version, known=self._probed_before
+            ask,
+            weights.module,
+            where=watched.server.url,
+            version=self._version,
+            known=self._probed_before,
+            score=weights.score,
         )
 
     @property
-    def _module(self) -> nn.Module:
+    def _loaded(self) -> Weights:
         if self._weights is None:
             raise EngineError(needed="weights to sample with", given="none yet", remedy="Call load before sample.")
-        return self._weights.module
+        return self._weights
 
     def _patiently(self, server: VllmServer, what: str, ask: Callable[[VllmServer], T]) -> T:
         return self._patience.until_done(lambda: ask(server), what=what, where=server.url)
@@ -182,7 +187,7 @@ class VllmServerEngine:
             EngineError: servers that fail for longer than the recipe waits, that refuse, that keep giving unusable
                 answers, or that somebody else gave weights to.
         """
-        module = self._module
+        module = self._loaded.module
         check_prompts(prompts, num_samples, options, self._context)
         ends = stop_ids(self._tokenizer, module, options)
         settings = request_settings(options, ends)

@@ -17,7 +17,6 @@ from logitless.rollout.recorded import read_completions
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.config import GpuEngineSection, Recipe, RecordedEngineSection
 from logitless.train.eight_bit import check_torchao
-from logitless.train.policy import Policy
 from logitless.train.setup import Data
 from logitless.types import Completion
 
@@ -116,26 +115,6 @@ def arrangement_of(recipe: Recipe, world: int) -> Arrangement:
             remedy="Leave it out.",
         )
     return arrangement
-
-
-def scores_all_rows(recipe: Recipe, arrangement: Arrangement, policy: Policy) -> bool:
-    """Whether a sharded LM head scores the rows of all ranks together, as ``parallel.vocabulary`` says.
-
-    ``auto``: where the hidden states of the largest micro-batches are fewer rows than the weight has.
-
-    Raises:
-        ConfigurationError: ``all_rows`` over several copies of the weights.
-    """
-    chosen = recipe.parallel.vocabulary
-    if chosen == "all_rows" and arrangement.replicate > 1:
-        raise ConfigurationError(
-            needed="one copy of the weights for parallel.vocabulary: all_rows",
-            given=f"parallel.replicate={arrangement.replicate}",
-            remedy="Set parallel.vocabulary: own_rows, or leave it at auto.",
-        )
-    if chosen != "auto" or arrangement.replicate > 1:
-        return chosen == "all_rows"
-    return recipe.train.tokens_per_micro_batch * arrangement.shard < policy.head().weight.shape[0]
 
 
 def check_positions(recipe: Recipe, data: Data, model: nn.Module) -> None:

@@ -63,8 +63,8 @@ class Engines:
 
     @property
     def in_this_process(self) -> bool:
-        """Whether one of them samples, or probes a sampler, with the module that it is handed."""
-        return any(not isinstance(engine, RecordedEngine) for engine in self.distinct)
+        """Whether one of them samples with the module that it is handed, whose weights must then be whole."""
+        return any(not isinstance(engine, RecordedEngine | OneClientANode) for engine in self.distinct)
 
     def load_all(self, weights: Weights, version: int) -> Numbers:
         """Every engine samples with these weights from now on; what those that push them somewhere say of it."""

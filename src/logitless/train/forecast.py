@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from logitless.distributed.arrangement import Arrangement
-from logitless.errors import DataError
+from logitless.errors import ConfigurationError, DataError
 from logitless.models.lm_head import causal_lm
 from logitless.models.value_head import ValueHead
 from logitless.train.config import AutoEngineSection, GpuEngineSection, Recipe, TransformersEngineSection
@@ -29,6 +29,7 @@ MOMENTS = {
     "head": "the backward of the LM head",
     "layers": "the backward of the last layer",
     "end": "the end of a backward",
+    "embedding": "the backward of the embedding",
     "sampling": "sampling",
 }
 
@@ -150,6 +151,8 @@ def forecast(
     """
     tokens = _tokens(recipe, arrangement)
     rows = _rows(recipe, arrangement)
+    head: Any = causal_lm(model).get_output_embeddings()
+    all_rows = arrangement.is_sharded and scores_all_rows(recipe, arrangement, head.weight)
     return Forecast(
         arrangement,
         memory_of_rank(recipe, model, arrangement, value_head),
@@ -159,6 +162,7 @@ def forecast(
             rows=rows,
             tokens_per_row=min(tokens, recipe.train.tokens_per_micro_batch),
             in_order=recipe.parallel.deterministic,
+            all_rows=all_rows,
         ),
         rows,
         tokens // arrangement.sequence,
@@ -209,7 +213,13 @@ def memory_of_rank(
 
 
 def traffic_of_rank(
-    model: nn.Module, arrangement: Arrangement, *, rows: int, tokens_per_row: int, in_order: bool = False
+    model: nn.Module,
+    arrangement: Arrangement,
+    *,
+    rows: int,
+    tokens_per_row: int,
+    in_order: bool = False,
+    all_rows: bool = False,
 ) -> dict[str, int]:
     """Bytes that a rank sends in an optimizer step, by cause; a ring or a tree sends no fewer.
 
@@ -219,6 +229,7 @@ def traffic_of_rank(
         rows: micro-batches of a rank.
         tokens_per_row: of a micro-batch.
         in_order: gradients are summed along a tree (``parallel.deterministic``), for which all ranks get all.
+        all_rows: the LM head scores the tokens of all ranks together (``parallel.vocabulary``).
     """
     cut, copies, split = arrangement.weights, arrangement.replicate, arrangement.sequence
     own = own_parameters(model)
@@ -237,11 +248,8 @@ def traffic_of_rank(
     parts = {
         "weights, forward and backward": 2 * rows * weights * (cut - 1) // cut,
         "gradients of shards": rows * reduced * (cut - 1) // cut,
-        "shards of the LM head": rows
-        * largest.numel()
-        * (2 * number + (4 if largest.requires_grad else 0))
-        * (cut - 1)
-        // cut,
+        "tokens for the LM head" if all_rows else "shards of the LM head": rows
+        * head_traffic(largest, cut, tokens_per_row // split, number, all_rows=all_rows),
     }
     if copies > 1:
         parts["gradients of copies"] = 2 * rows * (reduced // cut) * (copies - 1) // copies
@@ -254,6 +262,60 @@ def traffic_of_rank(
         layers = config.num_hidden_layers
         parts["tokens for heads"] = rows * passes * layers * numbers * number * (split - 1) // split
     return parts
+
+
+def scores_all_rows(recipe: Recipe, arrangement: Arrangement, weight: torch.Tensor) -> bool:
+    """Whether a sharded LM head scores the rows of all ranks together, as ``parallel.vocabulary`` says.
+
+    ``auto``: where that sends fewer bytes for the largest micro-batch (``head_traffic``).
+
+    Args:
+        recipe: checked.
+        arrangement: of its processes.
+        weight: of the LM head, sharded or not yet.
+
+    Raises:
+        ConfigurationError: ``all_rows`` over several copies of the weights.
+    """
+    chosen = recipe.parallel.vocabulary
+    if chosen == "all_rows" and arrangement.replicate > 1:
+        raise ConfigurationError(
+            needed="one copy of the weights for parallel.vocabulary: all_rows",
+            given=f"parallel.replicate={arrangement.replicate}",
+            remedy="Set parallel.vocabulary: own_rows, or leave it at auto.",
+        )
+    if chosen != "auto" or arrangement.replicate > 1:
+        return chosen == "all_rows"
+    cut, tokens = arrangement.weights, math.ceil(recipe.train.tokens_per_micro_batch / arrangement.sequence)
+    if cut == 1:
+        return False
+    number = min(weight.element_size(), getattr(torch, recipe.model.trained_dtype).itemsize)
+    return head_traffic(weight, cut, tokens, number, all_rows=True) < head_traffic(
+        weight, cut, tokens, number, all_rows=False
+    )
+
+
+def head_traffic(weight: torch.Tensor, cut: int, tokens: int, number: int, *, all_rows: bool) -> int:
+    """Bytes that a rank sends for a sharded LM head in the forward and backward of a micro-batch.
+
+    Own rows: shards come by twice, and the float32 gradient of each goes to its owner. All rows: hidden states go to
+    all ranks, and their float32 gradients are summed over all.
+
+    Args:
+        weight: [V, D], trained or not.
+        cut: ranks that have shards of it.
+        tokens: N, of each rank.
+        number: bytes of a number in products.
+        all_rows: which of the two.
+
+    Example:
+        >>> weight = torch.zeros(100, 8)
+        >>> [head_traffic(weight, 2, 10, 2, all_rows=way) for way in (False, True)]
+        [1600, 800]
+    """
+    if all_rows:
+        return tokens * weight.shape[1] * (number + 8) * (cut - 1)
+    return weight.numel() * (2 * number + (4 if weight.requires_grad else 0)) * (cut - 1) // cut
 
 
 def forecast_text(recipe: Recipe, found: Forecast) -> str:

@@ -143,7 +143,7 @@ class LiveView:
             if name in record:
                 value = record[name]
                 self._history.setdefault(name, deque(maxlen=_KEPT)).append(math.nan if value is None else value)
-        if self._live is None:
+        if self._live is None and any(record.get(name) is not None for name, _ in _SHOWN):
             self._say(self._line())
 
     def message(self, text: str) -> None:

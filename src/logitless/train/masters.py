@@ -138,8 +138,8 @@ class MasterAdamW(torch.optim.AdamW):
     def _gradients(self) -> dict[nn.Parameter, Tensor]:
         """Of masters and of parameters without one, in the order of the groups."""
         held = [p for group in self.param_groups for p in group["params"]]
-        found = {p: self.lowered[p].grad if self.on_host else p.grad for p in held}
-        return {p: grad for p, grad in found.items() if grad is not None}
+        found = [(p, self.lowered[p].grad if self.on_host else p.grad) for p in held]
+        return {p: grad for p, grad in found if grad is not None}
 
     @property
     def fuses(self) -> bool:
@@ -195,9 +195,11 @@ class MasterAdamW(torch.optim.AdamW):
     def _fused(self, gradients: Mapping[nn.Parameter, Tensor], scale: Float[Tensor, "1"]) -> None:
         """The kernel, once a parameter group and step counter (counters differ only where gradients were missing)."""
         for group in self.param_groups:
-            masters = [master for master in group["params"] if master in gradients]
-            if not masters:
+            given = [(master, gradients.get(master)) for master in group["params"]]
+            updated = [(master, gradient) for master, gradient in given if gradient is not None]
+            if not updated:
                 continue
+            masters = [master for master, _ in updated]
             states = [self._state_of(master) for master in masters]
             counters = [state["step"] for state in states]
             torch._foreach_add_(counters, 1)
@@ -209,10 +211,10 @@ class MasterAdamW(torch.optim.AdamW):
                 fused_update(
                     self._chunks_of(of_step),
                     of_step,
-                    [gradients[master] for master in of_step],
+                    [updated[place][1] for place in places],
                     [states[place]["exp_avg"] for place in places],
                     [states[place]["exp_avg_sq"] for place in places],
-                    [self.lowered[master].detach() for master in of_step],
+                    [self.lowered[master] for master in of_step],
                     scale=scale,
                     rate=group["lr"],
                     betas=group["betas"],
@@ -359,7 +361,7 @@ def fused_update(
 
 def _addresses(columns: Sequence[Sequence[Tensor]], device: torch.device) -> tuple[Int[Tensor, "c P"], bool]:
     """Where the tensors lie, on the device, and whether all begin at multiples of 16 bytes."""
-    numbers = torch.tensor([[t.detach().data_ptr() for t in part] for part in columns])
+    numbers = torch.tensor([[t.data_ptr() for t in part] for part in columns])
     aligned = not bool((numbers % 16).any())
     if device.type == "cuda":
         return numbers.pin_memory().to(device, non_blocking=True), aligned

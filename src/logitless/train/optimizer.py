@@ -46,9 +46,7 @@ def adamw(
         1
     """
     trained = [p for p in parameters if p.requires_grad]
-    chosen = options.implementation
-    if chosen == "auto":
-        chosen = "fused" if device.type == "cuda" else "foreach"
+    chosen = automatic_implementation(device) if options.implementation == "auto" else options.implementation
     matrices: dict[str, Any] = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": options.weight_decay}
     vectors: dict[str, Any] = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
     readout: dict[str, Any] = {"params": list(value_head), "weight_decay": 0.0, "rate_factor": value_head_factor}
@@ -70,6 +68,16 @@ def adamw(
         return MasterAdamW(groups, on_host=True, **numbers)
     plain = ShardAdamW if any(map(is_sharded, trained)) else torch.optim.AdamW
     return (MasterAdamW if lowered else plain)(groups, **numbers)
+
+
+def automatic_implementation(device: torch.device) -> str:
+    """What ``implementation="auto"`` is for parameters on a device.
+
+    Example:
+        >>> automatic_implementation(torch.device("cpu"))
+        'foreach'
+    """
+    return "fused" if device.type == "cuda" else "foreach"
 
 
 class ShardAdamW(torch.optim.AdamW):

@@ -4,6 +4,7 @@ The reference is another ``Policy`` around a frozen copy, or ``AdaptersOff`` und
 code, the same packing and the same head.
 """
 
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +16,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedTokenizerBase
 
-from logitless.data.packing import nothing_to_score
+from logitless.data.packing import nothing_to_score, pack
 from logitless.data.packing import share_prompts as with_shared_prompts
 from logitless.distributed.exchange import pieced_together
-from logitless.distributed.sharding import ShardedModel, is_sharded, whole
+from logitless.distributed.sharding import ShardedModel, is_sharded, shards_on, whole
 from logitless.errors import UnavailableError
 from logitless.head import token_scores
 from logitless.head.all_rows import token_scores_of_all
 from logitless.head.contract import logits_dtype
+from logitless.models.attention import sent
 from logitless.models.lm_head import backbone_hidden, check_sequence_group, lm_head, rows_of_rank, why_unshared
 from logitless.models.lora import adapters_off, save_adapters
 from logitless.models.repeated_rows import RepeatedRows
@@ -31,7 +33,7 @@ from logitless.models.value_head import ValueHead
 from logitless.rollout.engine import Weights
 from logitless.train.config import Backend
 from logitless.train.masters import master_of, raise_to_masters, round_masters
-from logitless.types import LMHead, PackedBatch, SharedInputs, TokenScores
+from logitless.types import Completion, LMHead, PackedBatch, Prompt, SharedInputs, TokenScores
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -54,8 +56,8 @@ class Policy:
         autocast: dtype of the products, or None for those of the weights.
         memory_budget: bytes the head may spend on logits-like blocks; None lets the head choose.
         value_head: predicts returns from the same hidden states, for algorithms with a value loss; or None.
-        share_prompts: read a prompt once for the sequences that lie side by side and begin with it, where the model's
-            attention can (``why_unshared``).
+        share_prompts: read once what sequences of a row begin with alike, where the model's attention can
+            (``why_unshared``).
 
     Attributes:
         shares_prompts: whether it does.
@@ -93,12 +95,20 @@ class Policy:
         check_sequence_group(self.model, dist.get_world_size(group))
         self.sequence = group
 
-    def shard(self, mesh: "DeviceMesh", *, on_host: bool = False) -> None:
-        """Cut the model's weights over the ranks of a mesh, which must hold equal ones; masters become the shards.
+    def shard(
+        self,
+        mesh: "DeviceMesh",
+        *,
+        on_host: bool = False,
+        made_same: Callable[[Iterable[Tensor]], None] | None = None,
+    ) -> None:
+        """Cut the model's weights over the ranks of a mesh; masters become the shards. A model in the host's memory
+        goes to the mesh's device by units, so that it is whole there at no time.
 
         Args:
             mesh: of ``Arrangement.mesh``.
             on_host: shards wait in the host's memory; for a reference.
+            made_same: gives all ranks the weights of the first, unit by unit; None where they are equal.
 
         Raises:
             UnavailableError: weights outside of the decoder and its LM head, or frozen ones of another dtype than
@@ -112,12 +122,26 @@ class Policy:
                 given=f"trained ones in {dtype} beside frozen ones in {', '.join(map(str, others))}",
                 remedy="Set model.dtype and model.trained_dtype alike, or give every process a copy (replicate).",
             )
-        self.sharded = ShardedModel(self.model, units_of(self.model), mesh, dtype=dtype, on_host=on_host)
+        self.sharded = ShardedModel(
+            self.model, units_of(self.model), mesh, dtype=dtype, on_host=on_host, made_same=made_same
+        )
+        if mesh.device_type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        if self.value_head is not None:
+            self.value_head.to(self.device)
+            if made_same is not None:
+                made_same(self.value_head.parameters())
 
     def gather(self) -> None:
-        """Make all weights whole on this rank, for sampling; they are let go by ``release``. A collective."""
-        if self.sharded is not None:
-            self.sharded.gather()
+        """Make all weights whole on this rank, for sampling; they are let go by ``release``. A collective.
+
+        Raises:
+            UnavailableError: on every rank, where one of them has no room for all weights.
+        """
+        if self.sharded is None or self.sharded.is_whole:
+            return
+        _check_room(self.sharded.whole_bytes, self.device)
+        self.sharded.gather()
 
     def release(self) -> None:
         """Let go of other ranks' weights."""
@@ -150,13 +174,13 @@ class Policy:
         if isinstance(inputs, SharedInputs):  # the first targets of a group have a row in common
             rows = RepeatedRows.of(source).to(self.device).take(hidden)
         else:
-            rows = hidden.index_select(0, source.to(self.device))
+            rows = hidden.index_select(0, sent(source, self.device))
         head = self.head()
         of_all = self.all_rows and is_sharded(head.weight)
         scores = (token_scores_of_all if of_all else token_scores)(
             rows if self.autocast is None else rows.to(self.autocast),
             head,
-            target.to(self.device),
+            sent(target, self.device),
             temperature=temperature,
             backend=backend,
             memory_budget=self.memory_budget,
@@ -175,8 +199,14 @@ class Policy:
         return self.head().weight.shape[1]
 
     def head(self) -> LMHead:
-        """The LM head, read from the model now: its LoRA factors are absent while adapters are off."""
-        return lm_head(self.model)
+        """The LM head, read from the model now: its LoRA factors are absent while adapters are off. No unit of FSDP2
+        brings its shards to the device where they wait on the host."""
+        head = lm_head(self.model)
+        if self.sharded is None or not self.sharded.on_host:
+            return head
+        others = (head.bias, head.lora_a, head.lora_b)
+        bias, lora_a, lora_b = (None if each is None else shards_on(each, self.device) for each in others)
+        return replace(head, weight=shards_on(head.weight, self.device), bias=bias, lora_a=lora_a, lora_b=lora_b)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Of the model and, under ``value_head.``, of the value head; some are frozen under LoRA. Shards where it is
@@ -197,7 +227,16 @@ class Policy:
     def weights(self) -> Weights:
         """What an engine samples with; the value head is no part of it. Of a sharded model the tensors are made whole
         one after the other, in the dtype of its products, and all ranks read them together."""
-        return Weights.of(self.model, dtype=None if self.sharded is None else self.sharded.dtype)
+        if self.sharded is None:
+            return Weights.of(self.model)
+        return Weights.of(self.model, dtype=self.sharded.dtype, score=self._score_one)
+
+    def _score_one(self, prompt: Sequence[int], completion: Sequence[int], temperature: float) -> list[float]:
+        """The log-probs of one completion; a collective of a sharded model, whose ranks all ask for the same."""
+        pair = Prompt("", "", tuple(prompt)), Completion("", tuple(completion), "", "length")
+        with torch.no_grad():
+            logp: list[float] = self.scores(pack([pair]), temperature=temperature, backend="auto").logp.tolist()
+        return logp
 
     def whole_state(self, *, keep: bool = True) -> dict[str, Tensor] | None:
         """The weights that ``save`` writes of a sharded model, whole in the host's memory; None where it needs no help.
@@ -261,3 +300,30 @@ class AdaptersOff:
         """logp and entropy [N] under the base model, which has no value head."""
         with adapters_off(self.policy.model):
             return replace(self.policy.scores(batch, temperature=temperature, backend=backend), value=None)
+
+
+def _check_room(needed: int, device: torch.device) -> None:
+    """Whether every rank has room for so many bytes, each on its device; a collective.
+
+    Raises:
+        UnavailableError: one has not.
+    """
+    least = torch.tensor([_room(device)], device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    if int(least) < needed:
+        raise UnavailableError(
+            needed=f"{needed / 2**30:.1f} GiB on each GPU for all weights, which are whole while this process samples",
+            given=f"{int(least) / 2**30:.1f} GiB",
+            remedy="Sample on servers that divide the weights among their GPUs (rollout.engine: {name: vllm_server}, "
+            "started with --tensor-parallel-size): they get one tensor after the other.",
+        )
+
+
+def _room(device: torch.device) -> int:
+    """Bytes of a GPU that nobody uses, or that this process uses no more; of a CPU nobody counts them."""
+    if device.type != "cuda":
+        return torch.iinfo(torch.int64).max
+    free, total = torch.cuda.mem_get_info(device)
+    own = torch.cuda.memory_allocated(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(free + torch.cuda.memory_reserved(device) - own, allowed - own)

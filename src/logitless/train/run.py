@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.ranks import Ranks
 from logitless.errors import ConfigurationError
 from logitless.head.contract import on_device
@@ -25,10 +26,11 @@ from logitless.rollout.tool_environment import tools_of
 from logitless.seeds import derived_seed
 from logitless.train.ahead import LOG, collector_of
 from logitless.train.checkpoint import Checkpoint, checkpoints, clear_remains, damaged, load_checkpoint
-from logitless.train.checks import arrangement_of, check_before_start, scores_all_rows
+from logitless.train.checks import arrangement_of, check_before_start
 from logitless.train.config import Recipe, RecordedEngineSection
 from logitless.train.engines import Engines, engines_on, open_engines
 from logitless.train.evaluate import evaluation_of
+from logitless.train.forecast import scores_all_rows
 from logitless.train.journal import Journal
 from logitless.train.learner import Learner
 from logitless.train.live_view import LiveView
@@ -123,7 +125,8 @@ def start(
             if ranks.of_first(not folder.is_failed_start() or bool(checkpoints(folder.checkpoints))):
                 saved = load_checkpoint(folder.checkpoints)
         warm = path / WARM_START
-        model = _model(built, tokenizer, warm if saved is not None and warm.exists() else None)
+        device = _where_it_starts(recipe, arrangement)
+        model = _model(built, tokenizer, warm if saved is not None and warm.exists() else None, device)
         check_before_start(recipe, data, model)
         if ranks.is_first:
             check_disk(recipe, disk(recipe, model, value_head_of(recipe, algorithm, model)), path)
@@ -155,14 +158,15 @@ def start(
             stack.callback(writer.close)
         policy, reference = _policies(built, algorithm, tokenizer, data, folder, view, model, ranks)
         del model
-        ranks.copy_of_first(policy.held().values())
-        policy.round_masters()
-        if arrangement.is_sharded:
-            mesh = arrangement.mesh(policy.device.type)
-            policy.shard(mesh)
+        if not arrangement.is_sharded:
+            ranks.copy_of_first(policy.held().values())
+            policy.round_masters()
+        else:
+            mesh = arrangement.mesh(device_of(recipe.model).type)
+            policy.shard(mesh, made_same=ranks.copy_of_first)
             if isinstance(reference, Policy):
                 reference.shard(mesh, on_host=recipe.parallel.reference == "host")
-            all_rows = scores_all_rows(recipe, arrangement, policy)
+            all_rows = scores_all_rows(recipe, arrangement, policy.head().weight)
             for each in (policy, reference):
                 if isinstance(each, Policy):
                     each.all_rows = all_rows
@@ -215,9 +219,15 @@ def _new_folder(root: Path, name: str, numbered: bool, ranks: Ranks) -> RunFolde
     return RunFolder(Path(ranks.of_first(None if made is None else str(made.path))))
 
 
-def _model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, weights: Path | None = None) -> nn.Module:
-    section = recipe.model
-    return policy_model(section, tokenizer, seed=recipe.seed, device=device_of(section), weights=weights)
+def _where_it_starts(recipe: Recipe, arrangement: Arrangement) -> torch.device:
+    """Where the whole model is made: a model that is to be sharded stays in the host's memory until its units go to the
+    GPU one by one, to be cut there, unless something runs with it before."""
+    waits = arrangement.is_sharded and recipe.warm_start is None and recipe.train.activation_memory is None
+    return torch.device("cpu") if waits else device_of(recipe.model)
+
+
+def _model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, weights: Path | None, device: torch.device) -> nn.Module:
+    return policy_model(recipe.model, tokenizer, seed=recipe.seed, device=device, weights=weights)
 
 
 def _policies(

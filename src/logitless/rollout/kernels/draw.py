@@ -71,7 +71,7 @@ def _better(
     return tl.where(higher, score, best), tl.where(higher, column, at)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def draw_kernel(
     logits,  # [R, V]
     lowest,  # [R] float32, of the logits over temperature that may be drawn; or None
@@ -80,15 +80,15 @@ def draw_kernel(
     best,  # [R, parts] int64
     columns,  # V
     stride,
+    tiles,
     temperature,
     SCALED: tl.constexpr,
     NOISE: tl.constexpr,
     FILTER: tl.constexpr,
     FAST: tl.constexpr,
     QUARTER: tl.constexpr,
-    TILES: tl.constexpr,
 ):
-    """Some tiles of one row."""
+    """So many tiles of one row."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     where = tl.load(position + row)
     lane = tl.arange(0, QUARTER)
@@ -101,8 +101,8 @@ def draw_kernel(
             least = tl.load(lowest + row)
         start = logits + row * stride
         seed = tl.load(key + row)
-        first_tile = part * TILES
-        for tile in range(first_tile, tl.minimum(first_tile + TILES, tl.cdiv(columns, 4 * QUARTER))):
+        first_tile = part * tiles
+        for tile in range(first_tile, tl.minimum(first_tile + tiles, tl.cdiv(columns, 4 * QUARTER))):
             a, b, c, d = none, none, none, none
             if NOISE:
                 a, b, c, d = tl.philox(seed, tile * QUARTER + lane, none + where, none, none)
@@ -240,12 +240,13 @@ def draw_rows(
     token, finite = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows, dtype=torch.bool)
     logp = logits.new_empty(rows, dtype=torch.float32) if log_normaliser is not None or not noise else None
     draw_kernel[(rows, parts)](
-        logits, lowest, key, position, best, columns, logits.stride(0), float(temperature), SCALED=temperature != 1,
-        NOISE=noise, FILTER=lowest is not None, FAST=logits.is_cuda, QUARTER=QUARTER, TILES=each, num_warps=4,
+        logits, lowest, key, position, best, columns, logits.stride(0), each, float(temperature),
+        SCALED=temperature != 1, NOISE=noise, FILTER=lowest is not None, FAST=logits.is_cuda, QUARTER=QUARTER,
+        num_warps=4,
     )  # fmt: skip
     finish_kernel[(rows,)](
         best, logits, log_normaliser, token, logp, finite, parts, logits.stride(0), float(temperature),
-        BLOCK=triton.next_power_of_2(parts), num_warps=1,
+        BLOCK=triton.next_power_of_2(tiles), num_warps=1,
     )  # fmt: skip
     return token, logp, finite
 

@@ -81,7 +81,7 @@ def end_kernel(
         tl.store(target + d, tl.load(hidden + row * D + d, mask=d < D), mask=d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["source", "target"])
 def copy_pages_kernel(
     cache,  # [layers * 2] parts of pages, ``part_stride`` apart
     source,  # [n] int32

@@ -1,0 +1,138 @@
+"""A whole block on several GPUs for ``logitless bench scale``: each has as many prompts as one has alone.
+
+A block is handed over (weights to the engine, whole where they are sharded), sampled and judged, packed and scored, and
+trained on in its optimizer steps, by the parts that a run is made of; lengths of completions are forced. Copies sample
+with the bits of training (``rollout.engine: gpu``), shards with transformers' layers.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from logitless.bench import rollout_contenders as contenders
+from logitless.bench.rollout_workloads import Workload
+from logitless.bench.step_contenders import Shape
+from logitless.distributed.arrangement import Arrangement
+from logitless.distributed.ranks import Ranks
+from logitless.models.char_tokenizer import character_tokenizer
+from logitless.models.row_invariant import install_row_invariant
+from logitless.rewards.contract import Columns, Text, WeightedReward
+from logitless.rollout.environment import SingleTurn
+from logitless.rollout.sampling import SamplingOptions
+from logitless.train.block import pack_groups
+from logitless.train.forecast import scores_all_rows
+from logitless.train.learner import Learner
+from logitless.train.masters import lower_to
+from logitless.train.policy import Policy
+from logitless.train.recipe import parse_recipe
+from logitless.train.sampled import sampled_scores
+from logitless.train.setup import algorithm_of
+from logitless.train.shared_rollout import sampled_and_judged
+from logitless.types import Prompt, Verdict
+
+PHASES = ("handing_over", "rollout", "scoring", "training")
+
+
+class _EveryOther:
+    """Every other completion is right."""
+
+    name = "every_other"
+
+    def check(self, columns: Columns) -> None:
+        """Nothing can be wrong."""
+
+    def verdicts(
+        self,
+        prompts: Sequence[Text],  # noqa: ARG002
+        completions: Sequence[Text],
+        columns: Columns,  # noqa: ARG002
+        completion_ids: Sequence[Sequence[int]] | None = None,  # noqa: ARG002
+    ) -> list[Verdict]:
+        """By their places."""
+        return [Verdict.graded(float(i % 2)) for i in range(len(completions))]
+
+
+def block_over_ranks(ranks: Ranks, shape: Shape, layout: str, work: Workload, device: str) -> dict[str, Any]:
+    """The row of a block, the second of two, the first of which compiles and captures.
+
+    Args:
+        ranks: all of them.
+        shape: of the model.
+        layout: ``replicate`` or ``shard``.
+        work: of each rank.
+        device: ``cuda`` or ``cpu``.
+    """
+    arrangement = Arrangement(**{layout: ranks.world})
+    ranks = ranks.arranged(arrangement)
+    exact = layout == "replicate" and device == "cuda"
+    whole = replace(work, prompts=work.prompts * ranks.data_world)
+    model = shape.build(device)
+    lower_to(torch.bfloat16, (p for p in model.parameters() if p.requires_grad))
+    if exact:
+        install_row_invariant(model)
+    engine = (contenders.ForcedGpu if exact else contenders.ForcedTransformers)(
+        model, character_tokenizer("abcdefgh"), max_rows=2048
+    )
+    engine.work = whole
+    policy = Policy(model)
+    if arrangement.is_sharded:
+        policy.shard(arrangement.mesh(device))
+    lora = shape.lora_rank is not None
+    recipe = parse_recipe(contenders.block_recipe(whole, lora=lora, gpu=exact, ranks=ranks.data_world))
+    if arrangement.is_sharded:
+        policy.all_rows = scores_all_rows(recipe, arrangement, policy.head().weight)
+    learner = Learner(recipe, algorithm_of(recipe), policy, None, reward_weights={"every_other": 1.0}, ranks=ranks)
+    prompts = [Prompt(str(p), "", ids) for p, ids in enumerate(whole.prompt_ids(shape.vocabulary))]
+    options = SamplingOptions(max_new_tokens=work.most, stop=() if exact else (contenders.NEVER,))
+    for _ in range(2):
+        marks = [_now(ranks, device)]
+        policy.gather()
+        engine.load(learner.weights(), learner.version)
+        marks.append(_now(ranks, device))
+        groups = sampled_and_judged(
+            ranks,
+            engine,
+            SingleTurn(),
+            prompts,
+            [WeightedReward(_EveryOther(), 1.0)],
+            num_samples=work.samples,
+            options=options,
+            unscored="drop",
+            seed=0,
+        )
+        marks.append(_now(ranks, device))
+        packed = pack_groups(groups)
+        sampled = sampled_scores(groups, engine, options, learner.version)
+        scored = learner.score(packed, groups, sampled)
+        marks.append(_now(ranks, device))
+        learner.begin(learner.with_advantages(scored, groups))
+        while learner.in_training:
+            learner.step()
+        marks.append(_now(ranks, device))
+    engine.close()
+    seconds = dict(zip(PHASES, (b - a for a, b in pairwise(marks)), strict=True))
+    return {
+        "gpus": ranks.world,
+        "model": shape.name,
+        "layout": f"block_{layout}",
+        "engine": "gpu" if exact else "transformers",
+        "tokens": work.tokens,
+        "drawn_tokens": packed.packed.num_tokens,
+        "length": work.most,
+        "micro_batches": 1,
+        "head_budget": None,
+        "tokens_per_second": packed.packed.num_tokens / sum(seconds.values()),
+        "seconds": seconds,
+    }
+
+
+def _now(ranks: Ranks, device: str) -> float:
+    """When all ranks are here."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    ranks.barrier()
+    return time.perf_counter()

@@ -1,0 +1,67 @@
+"""Kernels that are compiled side by side: what is done with one when it is compiled."""
+
+import threading
+from functools import partial
+
+import pytest
+
+pytest.importorskip("triton")
+
+from triton.runtime.errors import OutOfResources
+
+from logitless.models.kernels.compiling import Compiling, ready_to_launch
+
+
+class Kernel:
+    """Asked for its launcher as Triton's is, which makes it then and loads the kernel."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.asked = error, 0
+
+    @property
+    def run(self) -> None:
+        self.asked += 1
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_kernel_is_loaded_as_soon_as_it_is_compiled():
+    kernel = Kernel()
+    ready_to_launch(kernel)
+    assert kernel.asked == 1
+
+
+def test_a_kernel_that_does_not_fit_is_left_to_its_launch_and_any_other_error_is_raised():
+    ready_to_launch(Kernel(OutOfResources(10, 5, "shared memory")))
+    with pytest.raises(OSError, match="no compiler"):
+        ready_to_launch(Kernel(OSError("no compiler")))
+
+
+def test_some_kernels_are_waited_for_while_others_compile_and_each_is_compiled_once():
+    compiled, there, may_end = [], [], threading.Event()
+    with Compiling() as compiling:
+
+        def launch(name):
+            def compile_it():
+                assert name != "slow" or may_end.wait(60)
+                compiled.append(name)
+                return Kernel()
+
+            compiling.unlaunched.submit(name, compile_it, lambda _: there.append(name))
+
+        slow = compiling.begin([partial(launch, "slow")])
+        quick = compiling.begin([partial(launch, "quick"), partial(launch, "slow")])
+        quick()
+        assert there == ["quick"]
+        may_end.set()
+        slow()
+        assert there == ["quick", "slow"]
+    assert sorted(compiled) == ["quick", "slow"]
+
+
+def test_a_compilation_that_fails_is_raised_where_its_kernel_is_waited_for():
+    def fail():
+        raise ValueError("no such register")
+
+    with pytest.raises(ValueError, match="no such register"), Compiling() as compiling:
+        compiling.begin([lambda: compiling.unlaunched.submit("one", fail, print)])()
