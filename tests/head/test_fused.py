@@ -275,8 +275,8 @@ def test_programs_that_share_a_tile_add_up_to_it_however_few_rows_are_live(live,
     base, factor = (torch.randn(40, n, generator=g).to(device) for n in (24, 1))
     slots = torch.randperm(40, generator=g).to(device)
     out = torch.full((40, 24), 7.0, device=device)
-    chosen = launch.Compaction(slots, torch.tensor([live], dtype=torch.int32, device=device))
-    launch.row_product(k, w, out, chosen, few, row_of_slot=slots, factor=factor[:, 0], base=base, whole=whole)
+    count = torch.tensor([live], dtype=torch.int32, device=device)
+    launch.row_product(k, w, out, count, few, row_of_slot=slots, factor=factor[:, 0], base=base, whole=whole)
     expected = torch.full((40, 24), 7.0, device=device).double()
     expected[slots[:live]] = factor[:live].double() * (base[:live].double() + k[:live].double() @ w.double())
     torch.testing.assert_close(out.double(), expected, atol=1e-3, rtol=1e-5)
@@ -293,22 +293,6 @@ def test_compaction_puts_every_live_row_in_one_slot_and_moves_none_twice(live):
     assert sorted(source) == [row for row, alive in enumerate(live) if alive]
     moved = [(slot, row) for slot, row in enumerate(source) if slot != row]
     assert all(row >= taken and not live[slot] for slot, row in moved)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.sampled_from([[True] * 8, [False] * 8, [True, False] * 4]), max_size=8), st.integers(1, 7))
-def test_blocks_of_live_rows_stay_where_they_are(some, rest):
-    from logitless.head.kernels.launch import block_compaction
-
-    live = [alive for block in some for alive in block] + [True] * rest
-    chosen = block_compaction(torch.tensor(live), 8)
-    assert chosen.blocks is not None
-    slots = [start + inside for start in chosen.blocks.tolist() for inside in range(8)][: len(live)]
-    source = chosen.source[: int(chosen.taken)].tolist()
-    assert sorted(source) == [row for row, alive in enumerate(live) if alive]
-    assert sorted(slots) == list(range(len(live)))
-    moved = {row for slot, row in zip(slots, source, strict=False) if slot != row}
-    assert not any(row // 8 == i for row in moved for i, block in enumerate(some) if all(block))
 
 
 @settings(max_examples=50, deadline=None)

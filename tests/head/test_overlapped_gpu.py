@@ -33,7 +33,7 @@ def drawn(rows, width, vocabulary, rank):
 @pytest.mark.parametrize("rank", [0, 4, 16, 48])
 @pytest.mark.parametrize(
     ("rows", "width", "vocabulary", "num_kept"),
-    [(1, 64, 256, 1), (300, 896, 5003, 300), (129, 72, 1000, 64), (1000, 2048, 33000, 516)],
+    [(1, 64, 256, 1), (300, 896, 5003, 300), (129, 80, 1000, 64), (1000, 2048, 33000, 516)],
 )
 def test_exponentials_and_their_sums_have_the_bits_of_the_plain_kernel(
     rows, width, vocabulary, num_kept, rank, monkeypatch
@@ -63,8 +63,10 @@ def test_a_rows_scores_depend_neither_on_the_others_nor_on_what_is_kept(rank):
     with torch.no_grad():
         together = fused.token_scores(hidden, head, target)
     trained = fused.token_scores(hidden.requires_grad_(), head, target)
-    assert all(torch.equal(a, b.detach()) for a, b in zip(together, trained, strict=True))
+    assert torch.equal(together.logp, trained.logp.detach())
+    assert torch.equal(together.entropy, trained.entropy.detach())
     for rows in ([3], [699, 5, 64], list(range(500, 100, -1))):
         with torch.no_grad():
             alone = fused.token_scores(hidden[rows], head, target[rows])
-        assert all(torch.equal(a[rows], b) for a, b in zip(together, alone, strict=True))
+        assert torch.equal(together.logp[rows], alone.logp)
+        assert torch.equal(together.entropy[rows], alone.entropy)

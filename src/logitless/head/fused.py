@@ -140,7 +140,7 @@ def peak_bytes(
         total += 4 * plan.kept_rows * width + (12 if shards > 2 else 10) * most * width
     if anew:
         columns = passes.block_width(anew, width, most, variant=gpu)
-        lent = shards == 1 and passes.LENT * anew * columns <= vocabulary * width
+        lent = shards == 1 and passes.lent_columns(anew * columns, columns, vocabulary, vocabulary * width)
         total += 2 * anew * (passes.lent_width(columns, gpu) if lent else columns)
         total += 4 * anew * width if columns < vocabulary else 0
         total += 4 * columns * width if plan.kept_rows else 0

@@ -231,8 +231,6 @@ def gradients(
         sink.open(shard)
         here = None if kept is None else kept[:, columns.kept_block(shard)]
         if before is not None and here is not None:
-            if anew is None:
-                sink.add_low(before, here)
             sink.add_rows(before, here, 0)
         for first, room in [(0, None)] if anew is None else sink.rooms(len(anew.part.hidden), width):
             pieces = []
@@ -344,7 +342,7 @@ def _from_kept(
             kept, logit.live, columns.kept_place(state.target), exact, -torch.log2(state.normaliser), logit.logp,
             logit.entropy, state.entropy, how.variant,
         )  # fmt: skip
-    chosen = launch.block_compaction(logit.live, how.variant.block)
+    chosen = launch.compaction(logit.live)
     launch.move_rows(kept, chosen, how.variant)
     factor = factor[chosen.source]
     scaled = launch.gather_rows(hidden, chosen.source, factor, chosen.taken, how.variant.kept)
@@ -388,7 +386,6 @@ class _Sink:
         self._shards = columns.gradient_of_shards() if needed.weight else None
         self._columns: Tensor | None = None
         self._lora_a: Tensor | None = None
-        self._low_is_there = False
 
     def lend_hidden(self) -> Tensor | None:
         """The gradient of the hidden states, for another use until the last ``add_rows``; None where it is in use."""
@@ -407,12 +404,12 @@ class _Sink:
         these rows memory is taken, for narrower blocks.
         """
         columns, weight, variant = len(self.multiplied.weight), self._weight, self._form.variant
-        size, free = rows * width, 0
+        free = 0
         if weight is not None and not self._of_ranks.adds and variant.tma and weight.is_contiguous():
             lent = weight.view(-1).view(variant.kept)
-            if LENT * size <= len(lent):
-                free = (columns - -(-columns * size // len(lent))) // width * width
-                room = lent[-size:].view(rows, width)
+            free = lent_columns(rows * width, width, columns, len(lent))
+            if free:
+                room = lent[-rows * width :].view(rows, width)
                 yield from ((first, room) for first in range(0, free, width))
                 width = lent_width(width, variant)
         room = torch.empty(rows, width, dtype=variant.kept, device=self.multiplied.weight.device)
@@ -427,30 +424,12 @@ class _Sink:
                 self._shards.add(self._weight, shard)
             self._weight = None
 
-    def add_low(self, part: _Part, k: Tensor) -> None:
-        """Both of LoRA's products with all of the shard's columns, in one pass, where both are needed.
-
-        They are what ``add_rows`` and ``add_columns`` would find otherwise.
-        """
-        self._low_is_there = False
-        lora_b, first, width = self._head.lora_b, self.multiplied.first, len(self.multiplied.weight)
-        if lora_b is None or part.low is None or not (self._needed.hidden or self._needed.lora_a):
-            return
-        shard, variant = slice(first, first + width), self.multiplied.variant
-        narrow = _padded(lora_b[shard].to(self.multiplied.product))
-        of_rows, of_columns = launch.low_products(k[:, :width], narrow, part.low, part.chosen, variant)
-        part.sums.low = of_rows if part.sums.low is None else part.sums.low.add_(of_rows)
-        if self._columns is None:
-            self._columns = _zeros(self._head.weight, part.low)
-        self._columns[shard] = of_columns
-        self._low_is_there = True
-
     def add_rows(self, part: _Part, k: Tensor, first: int) -> None:
         """Add what the shard's columns from ``first`` on give to the gradients of hidden states and lora_a.
 
         Blocks come in order; sums over them stay float32 and are rounded once, with the last.
         """
-        multiplied, head, chosen, sums = self.multiplied, self._head, part.chosen, part.sums
+        multiplied, head, count, sums = self.multiplied, self._head, part.chosen.taken, part.sums
         variant = multiplied.variant
         block = slice(first, first + k.shape[1])
         among_all = slice(multiplied.first + block.start, multiplied.first + block.stop)
@@ -458,13 +437,11 @@ class _Sink:
         whole = last and among_all.start == 0
         before = None if among_all.start == 0 else sums.wide
         if head.lora_a is not None and head.lora_b is not None and (self._needed.hidden or self._needed.lora_a):
-            if not self._low_is_there:
-                narrow = _padded(head.lora_b[among_all].to(multiplied.product))
-                low, sums.low = (None, _zeros(k, narrow)) if among_all.start == 0 else (sums.low, sums.low)
-                assert sums.low is not None
-                launch.row_product(k, narrow, sums.low, chosen, variant, base=low, whole=whole)
+            narrow = _padded(head.lora_b[among_all].to(multiplied.product))
+            low, sums.low = (None, _zeros(k, narrow)) if among_all.start == 0 else (sums.low, sums.low)
+            assert sums.low is not None
+            launch.row_product(k, narrow, sums.low, count, variant, base=low, whole=whole)
             if last:
-                assert sums.low is not None
                 moved = (sums.low * head.lora_scale).to(variant.kept)[:, : len(head.lora_a)]
                 if self._needed.lora_a:
                     added = _product(moved.T, part.hidden.to(variant.kept))
@@ -479,14 +456,14 @@ class _Sink:
             if self._lent:
                 self._hidden.zero_()  # rows that are not live keep this
             launch.row_product(
-                k, weight, self._hidden, chosen, variant, row_of_slot=part.row_of_slot, factor=part.factor, base=before,
+                k, weight, self._hidden, count, variant, row_of_slot=part.row_of_slot, factor=part.factor, base=before,
                 whole=whole,
             )  # fmt: skip
             sums.wide = None
         else:
             if sums.wide is None:
                 sums.wide = torch.empty(len(k), weight.shape[1], dtype=torch.float32, device=k.device)
-            launch.row_product(k, weight, sums.wide, chosen, variant, base=before)
+            launch.row_product(k, weight, sums.wide, count, variant, base=before)
 
     def add_columns(self, pieces: list[tuple[_Part, Tensor]], first: int) -> None:
         """Set the gradients of weight, lora_b and bias in the shard's rows from ``first`` on.
@@ -496,10 +473,10 @@ class _Sink:
         block = slice(first, first + pieces[0][1].shape[1])
         among_all = slice(self.multiplied.first + block.start, self.multiplied.first + block.stop)
         if self._weight is not None:
-            products = [(k, part.hidden, part.chosen) for part, k in pieces]
+            products = [(k, part.hidden, part.chosen.taken) for part, k in pieces]
             self._chain(products, self._weight[block], adds=self._of_ranks.adds)
-        low = [(k, part.low, part.chosen) for part, k in pieces if part.low is not None]
-        if low and not self._low_is_there:
+        low = [(k, part.low, part.chosen.taken) for part, k in pieces if part.low is not None]
+        if low:
             if self._columns is None:
                 self._columns = _zeros(self._head.weight, low[0][1])
             self._chain(low, self._columns[among_all])
@@ -520,15 +497,15 @@ class _Sink:
             lora_b=_like(head.lora_b, None if columns is None else columns[:, :rank]) if self._needed.lora_b else None,
         )
 
-    def _chain(self, products: list[tuple[Tensor, Tensor, Compaction]], out: Tensor, *, adds: bool = False) -> None:
-        """The sum of k.T @ h over all (k, h, chosen), float32 until the last; with ``adds`` on top of ``out``."""
+    def _chain(self, products: list[tuple[Tensor, Tensor, Tensor]], out: Tensor, *, adds: bool = False) -> None:
+        """The sum of k.T @ h over all (k, h, taken), float32 until the last; with ``adds`` on top of ``out``."""
         base = out if adds else None
-        for k, h, chosen in products[:-1]:
+        for k, h, taken in products[:-1]:
             wide = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
-            launch.column_product(k, h, wide, chosen, self._form.variant, base=base)
+            launch.column_product(k, h, wide, taken, self._form.variant, base=base)
             base = wide
-        k, h, chosen = products[-1]
-        launch.column_product(k, h, out, chosen, self._form.variant, base=base)
+        k, h, taken = products[-1]
+        launch.column_product(k, h, out, taken, self._form.variant, base=base)
 
 
 def _by_row(value: float, temperature: float | Tensor, hidden: Tensor) -> Tensor:
@@ -608,6 +585,20 @@ def block_width(rows: int, width: int, vocabulary: int, *, variant: Variant) -> 
     filling = int(rounds) * variant.programs // across * tile.rows // step * step
     chosen = most if rounds > FULL * math.ceil(rounds) or filling < step else filling
     return min(chosen, -(-vocabulary // step) * step)
+
+
+def lent_columns(size: int, width: int, columns: int, gradient: int) -> int:
+    """Columns, in whole blocks, whose rows of the weight's gradient come before its last ``size`` of ``gradient``.
+
+    0 where they are not LENT times as much.
+
+    Example:
+        >>> lent_columns(16384 * 6144, 6144, 128256, 128256 * 8192)
+        110592
+    """
+    if LENT * size > gradient:
+        return 0
+    return (columns - -(-columns * size // gradient)) // width * width
 
 
 def lent_width(width: int, variant: Variant) -> int:

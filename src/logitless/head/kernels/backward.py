@@ -1,11 +1,9 @@
 """Kernels of the gradient pass: two products on the live rows, and what prepares their operands.
 
 Only rows with a gradient (live rows) enter the products. They are brought to the front: slot j holds row ``source[j]``,
-for the ``count`` slots that there are live rows. Slots come in blocks of BLOCK, and block i of them lies at row
-``blocks[i]`` of the kept exponentials, so that a block of live rows stays where it is; in what is made in slot order
-``blocks`` is None. A live row in a slot below ``count`` stays there, and a dead one is overwritten by a live row from
-``count`` or beyond, so no row is read and written in the same launch. ``count`` stays on the device; nothing on the
-host needs to know how many rows are live.
+for the ``count`` slots that there are live rows. A live row below ``count`` stays where it is, and a dead one is
+overwritten by a live row from ``count`` or beyond, so no row is read and written in the same launch. ``count`` stays on
+the device; nothing on the host needs to know how many rows are live.
 """
 
 import triton
@@ -15,49 +13,40 @@ from logitless.head.kernels.forward import LN2, halves, row_by_column, tanh, til
 
 
 @triton.jit
-def row_of(slot, blocks, BLOCK: tl.constexpr):
-    """The row of a slot."""
-    return slot if blocks is None else tl.load(blocks + slot // BLOCK) + slot % BLOCK
-
-
-@triton.jit
 def move_rows(
     kept,  # in and out [N, V] of row stride ``stride``
     source,  # [N] int32
-    blocks,  # [blocks of slots] int32
     count,  # [1] int32
-    V, stride, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr,
+    V, stride, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Row ``source[j]`` of ``kept`` to the row of slot j for all j < count."""
+    """Row ``source[j]`` of ``kept`` to row j for all j < count."""
     for slot in range(tl.program_id(0), tl.load(count).to(tl.int32), PROGRAMS):
         origin = tl.load(source + slot)
-        row = row_of(slot, blocks, BLOCK)
-        if origin != row:
-            to = kept + row.to(tl.int64) * stride
+        if origin != slot:
+            to = kept + tl.cast(slot, tl.int64) * stride
             of = kept + origin.to(tl.int64) * stride
-            for start in range(0, V, COLUMNS):
-                v = start + tl.arange(0, COLUMNS)
+            for start in range(0, V, BLOCK):
+                v = start + tl.arange(0, BLOCK)
                 tl.store(to + v, tl.load(of + v, mask=v < V), mask=v < V)
 
 
 @triton.jit(do_not_specialize=["N"])
 def clear_rows(
     kept,  # out [N, V] of row stride ``stride``
-    blocks,  # [blocks of slots] int32
     count,  # [1] int32
-    V, stride, N, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+    V, stride, N, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Zeros in the slots from ``count`` to the end of its block (the first block when count is 0).
+    """Zeros in the rows from ``count`` up to the next multiple of ALIGN (a whole ALIGN when count is 0).
 
     A launch of its own: these rows may be where ``move_rows`` reads.
     """
     live = tl.load(count).to(tl.int32)
-    slot = live + tl.program_id(0)
-    end = tl.minimum(tl.cdiv(tl.maximum(live, 1), BLOCK) * BLOCK, N)
-    if slot < end:
-        v = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        zero = tl.zeros((COLUMNS,), kept.dtype.element_ty)
-        tl.store(kept + row_of(slot, blocks, BLOCK).to(tl.int64) * stride + v, zero, mask=v < V)
+    row = live + tl.program_id(0)
+    end = tl.minimum(tl.cdiv(tl.maximum(live, 1), ALIGN) * ALIGN, N)
+    if row < end:
+        v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        zero = tl.zeros((BLOCK,), kept.dtype.element_ty)
+        tl.store(kept + row.to(tl.int64) * stride + v, zero, mask=v < V)
 
 
 @triton.jit
@@ -226,11 +215,9 @@ def row_product(
     out,  # out [rows, D] of row stride ``stride``; with SHARED [room, D] float32, the parts of all rows in turn
     row_of_slot,  # [slots], or None for the slot itself
     factor,  # [slots] float32, or None for 1
-    blocks,  # [blocks of slots] int32, or None for slots that are in order
     count,  # [1] int32
     V, D, k_stride, w_stride, stride, most, room,
-    BLOCK: tl.constexpr, SHARED: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SHARED: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """out[row_of_slot[j]] = factor[j] * (base[j] + sum_v k[j, v] w[v]), for j < count.
@@ -248,18 +235,17 @@ def row_product(
         part = share % parts
         slot = m * BM + tl.arange(0, BM)
         slot_ok = slot < num_rows
-        row = row_of(m * BM, blocks, BLOCK)
         first = n * BN
         acc = tl.zeros((BM, BN), tl.float32)
         for step in range(num_steps):
             start = (part * num_steps + step) * BK
             if TMA:
-                a = k.load([row, start])
+                a = k.load([m * BM, start])
                 b = w.load([start, first])
             else:
                 v = start + tl.arange(0, BK)
                 cols = first + tl.arange(0, BN)
-                a_place = k + (row + tl.arange(0, BM)).to(tl.int64)[:, None] * k_stride + v[None, :]
+                a_place = k + slot.to(tl.int64)[:, None] * k_stride + v[None, :]
                 b_place = w + v.to(tl.int64)[:, None] * w_stride + cols[None, :]
                 a = tl.load(a_place, mask=slot_ok[:, None] & (v < V)[None, :], other=0.0)
                 b = tl.load(b_place, mask=(v < V)[:, None] & (cols < D)[None, :], other=0.0)
@@ -335,10 +321,9 @@ def column_product(
     h,  # [slots, D] of row stride h_stride, or its TMA descriptor; both 0 from ``count`` to the next multiple of BK
     base,  # [V, D] of row stride ``stride``, or None
     out,  # out [V, D] of row stride ``stride``
-    blocks,  # [blocks of slots] int32, or None for slots that are in order
     count,  # [1] int32
     V, D, k_stride, h_stride, stride,
-    BLOCK: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """out[v] = base[v] + sum_{j < count} k[j, v] h[j]."""
@@ -351,16 +336,14 @@ def column_product(
         v = m * BM + tl.arange(0, BM)
         first = n * BN
         acc = tl.zeros((BM, BN), tl.float32)
-        row = row_of(tl.full((), 0, tl.int32), blocks, BLOCK)
         for step in range(num_steps):
-            following = row_of((step + 1) * BK, blocks, BLOCK)  # a step ahead, or its load would end the pipeline
             if TMA:
-                a = k.load([row, m * BM])
+                a = k.load([step * BK, m * BM])
                 b = h.load([step * BK, first])
             else:
                 slot = step * BK + tl.arange(0, BK)
                 cols = first + tl.arange(0, BN)
-                a_place = k + (row + tl.arange(0, BK)).to(tl.int64)[:, None] * k_stride + v[None, :]
+                a_place = k + slot.to(tl.int64)[:, None] * k_stride + v[None, :]
                 b_place = h + slot.to(tl.int64)[:, None] * h_stride + cols[None, :]
                 a = tl.load(a_place, mask=(slot < num_rows)[:, None] & (v < V)[None, :], other=0.0)
                 b = tl.load(b_place, mask=(slot < num_rows)[:, None] & (cols < D)[None, :], other=0.0)
@@ -368,7 +351,6 @@ def column_product(
                 a = a.to(tl.float32)
                 b = b.to(tl.float32)
             acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
-            row = following
         if SPLIT:
             left, right = halves(acc, BM, BN)
             cols = first + tl.arange(0, BN // 2)
@@ -376,62 +358,3 @@ def column_product(
             store_columns(right, v, cols + BN // 2, base, out, V, D, stride)
         else:
             store_columns(acc, v, first + tl.arange(0, BN), base, out, V, D, stride)
-
-
-@triton.jit(do_not_specialize=["slots", "steps"])
-def low_products(
-    k,  # [slots, V] of row stride k_stride, or its TMA descriptor; 0 from ``count`` to the next multiple of BM
-    narrow,  # [V, R]
-    low,  # [slots, C], 0 from ``count`` on
-    of_rows,  # out [strips, slots, R] float32: k @ narrow over each strip of columns
-    of_columns,  # out [chunks, V, C] float32: k.T @ low over each chunk of rows
-    blocks,  # [blocks of slots] int32, or None for slots that are in order
-    count,  # [1] int32
-    V, slots, k_stride, steps,
-    BLOCK: tl.constexpr, R: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
-    UPCAST: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Both products of a chunk of GROUP row tiles and a strip of ``steps`` blocks of columns, each read once.
-
-    A block's part of the second product stays in registers while the chunk's rows pass; the first adds up in
-    ``of_rows``, which stays in L2.
-    """
-    strip = tl.program_id(0)
-    chunk = tl.program_id(1)
-    num_rows = tl.load(count).to(tl.int32)
-    first = chunk * GROUP * BM
-    num_tiles = tl.minimum(tl.cdiv(tl.maximum(num_rows - first, 0), BM), GROUP)
-    r = tl.arange(0, R)
-    c = tl.arange(0, C)
-    of_rows += strip.to(tl.int64) * slots * R
-    for step in range(steps):
-        start = (strip * steps + step) * BN
-        v = start + tl.arange(0, BN)
-        right = tl.load(narrow + v.to(tl.int64)[:, None] * R + r[None, :], mask=(v < V)[:, None], other=0.0)
-        if UPCAST:
-            right = right.to(tl.float32)
-        total = tl.zeros((BN, C), tl.float32)
-        for m in range(num_tiles):
-            slot = first + m * BM + tl.arange(0, BM)
-            taken = slot < num_rows
-            row = row_of(first + m * BM, blocks, BLOCK)
-            if TMA:
-                e = k.load([row, start])
-            else:
-                place = k + (row + tl.arange(0, BM)).to(tl.int64)[:, None] * k_stride + v[None, :]
-                e = tl.load(place, mask=taken[:, None] & (v < V)[None, :], other=0.0)
-            left = tl.load(low + slot.to(tl.int64)[:, None] * C + c[None, :], mask=taken[:, None], other=0.0)
-            if UPCAST:
-                e = e.to(tl.float32)
-                left = left.to(tl.float32)
-            row_at = of_rows + slot.to(tl.int64)[:, None] * R + r[None, :]
-            before = tl.load(row_at, mask=(slot < slots)[:, None] & (step > 0), other=0.0)
-            tl.store(row_at, tl.dot(e, right, before, input_precision=PRECISION), mask=(slot < slots)[:, None])
-            total = tl.dot(tl.trans(e), left, total, input_precision=PRECISION)
-        out = of_columns + (chunk.to(tl.int64) * V + v)[:, None] * C + c[None, :]
-        tl.store(out, total, mask=(v < V)[:, None])
-        tl.debug_barrier()  # another thread may read a row's sum in the next step than has written it in this one
-    for m in range(num_tiles, GROUP):
-        slot = first + m * BM + tl.arange(0, BM)
-        row_at = of_rows + slot.to(tl.int64)[:, None] * R + r[None, :]
-        tl.store(row_at, tl.zeros((BM, R), tl.float32), mask=(slot < slots)[:, None])

@@ -89,39 +89,10 @@ class Rows(NamedTuple):
 
 
 class Compaction(NamedTuple):
-    """Which row each slot takes, and how many slots are taken (a device scalar).
-
-    Args:
-        blocks: the row at which each block of slots begins, and one entry more, which is read and not used; None for
-            slots in the order of the rows.
-    """
+    """Which row each slot takes, and how many slots are taken (a device scalar)."""
 
     source: Tensor
     taken: Tensor
-    blocks: Tensor | None = None
-
-
-def block_compaction(live: Tensor, block: int) -> Compaction:
-    """Live rows first, a block at a time: blocks without a dead row come first and stay where they are.
-
-    Dead rows come as whole completions, so that few blocks hold both kinds.
-
-    Example:
-        >>> found = block_compaction(torch.tensor([True, False, False, False, True, True, True]), 2)
-        >>> found.taken, found.blocks  # rows 4 and 5 stand first, rows 0 and 1 next; row 6 moves to row 1
-        (tensor([4], dtype=torch.int32), tensor([4, 0, 2, 6, 8], dtype=torch.int32))
-        >>> found.source[:4]
-        tensor([4, 5, 0, 6], dtype=torch.int32)
-    """
-    whole = len(live) // block
-    among = live[: whole * block].view(whole, block).sum(1, dtype=torch.int32)
-    order = torch.sort(among, descending=True, stable=True).indices.int()
-    last = torch.arange(whole, triton.cdiv(len(live), block) + 1, dtype=torch.int32, device=live.device)
-    blocks = torch.cat([order, last]) * block
-    inside = torch.arange(block, dtype=torch.int32, device=live.device)
-    rows = (blocks[:, None] + inside).flatten()[: len(live)]
-    found = compaction(live[rows])
-    return Compaction(source=rows[found.source], taken=found.taken, blocks=blocks)
 
 
 def compaction(live: Tensor) -> Compaction:
@@ -208,7 +179,7 @@ class TileSums(NamedTuple):
             target_logit, flagged: [N]; ``flagged`` becomes True where the normaliser leaves the range.
             maximum: whether the tiles hold maxima.
         """
-        row_list, count = (None, None) if chosen is None else chosen[:2]
+        row_list, count = (None, None) if chosen is None else chosen
         base = (None, None, None) if before is None else before
         n = len(s)
         forward.partial_sums[(triton.cdiv(n, 64),)](
@@ -236,7 +207,7 @@ def exp_product(
     if variant.overlaps and pays and tma and not (maximum or operands.softcap or operands.bias is not None):
         _overlapped_exp_product(operands, rows, anchor, kept, parts)
         return
-    row_list, count = (None, None) if chosen is None else chosen[:2]
+    row_list, count = (None, None) if chosen is None else chosen
     place = None if kept is None else _tiles(kept[:, :v], _store_block(tile), tma)
     apart = (rows.hidden, operands.weight, rows.low, operands.low)
     x, w, *low = (rows.wide, operands.wide, None, None) if tma else apart
@@ -357,14 +328,13 @@ def add_entropy_gradient(
 
 
 def move_rows(kept: Tensor, chosen: Compaction, variant: Variant) -> None:
-    """Brings live rows to their slots, in place, and clears the rest of the last block that has one."""
-    programs, width, stride, block = variant.programs * 8, kept.shape[1], kept.stride(0), variant.block
+    """Brings live rows to the front, in place, and clears what a step of the weight's product reads beyond them."""
+    programs, width, stride, align = variant.programs * 8, kept.shape[1], kept.stride(0), 2 * variant.weight.depth
     backward.move_rows[(programs,)](
-        kept, chosen.source, chosen.blocks, chosen.taken, width, stride, BLOCK=block, COLUMNS=4096, PROGRAMS=programs,
-        num_warps=4,
-    )  # fmt: skip
-    backward.clear_rows[(block, triton.cdiv(width, 4096))](
-        kept, chosen.blocks, chosen.taken, width, stride, len(kept), BLOCK=block, COLUMNS=4096, num_warps=4
+        kept, chosen.source, chosen.taken, width, stride, BLOCK=4096, PROGRAMS=programs, num_warps=4
+    )
+    backward.clear_rows[(align, triton.cdiv(width, 4096))](
+        kept, chosen.taken, width, stride, len(kept), ALIGN=align, BLOCK=4096, num_warps=4
     )
 
 
@@ -381,11 +351,10 @@ def gather_rows(
 
 
 def row_product(
-    k: Tensor, w: Tensor, out: Tensor, chosen: Compaction, variant: Variant, *, row_of_slot: Tensor | None = None,
+    k: Tensor, w: Tensor, out: Tensor, count: Tensor, variant: Variant, *, row_of_slot: Tensor | None = None,
     factor: Tensor | None = None, base: Tensor | None = None, whole: bool = False,
 ) -> None:  # fmt: skip
     """out[row_of_slot[j]] = factor[j] (base[j] + k[j] @ w) for the taken slots; ``whole``: w has all columns."""
-    count = chosen.taken
     v, stride = w.shape
     k = k[:, :v]
     for strip, tile in _strips(variant, variant.hidden, len(k), stride):
@@ -397,9 +366,9 @@ def row_product(
         before, to, row, scale = end if shares is None else (None, shares, None, None)
         backward.row_product[_grid(variant, len(k), width, tile, sharing.most)](
             _tiles(k, (tile.rows, tile.depth), tma), _tiles(w[:, strip], (tile.depth, tile.columns), tma),
-            before, to, row, scale, chosen.blocks, count, v, width, k.stride(0), w.stride(0),
-            stride if shares is None else width, *sharing, BLOCK=variant.block, SHARED=shares is not None, TMA=tma,
-            SPLIT=_wide(to, tile), UPCAST=not variant.narrow, PRECISION=variant.precision, **_blocks(variant, tile),
+            before, to, row, scale, count, v, width, k.stride(0), w.stride(0), stride if shares is None else width,
+            *sharing, SHARED=shares is not None, TMA=tma, SPLIT=_wide(to, tile), UPCAST=not variant.narrow,
+            PRECISION=variant.precision, **_blocks(variant, tile),
         )  # fmt: skip
         if shares is not None:
             backward.sum_parts[(len(k),)](
@@ -443,7 +412,7 @@ class Sharing(NamedTuple):
 
 
 def column_product(
-    k: Tensor, h: Tensor, out: Tensor, chosen: Compaction, variant: Variant, *, base: Tensor | None = None
+    k: Tensor, h: Tensor, out: Tensor, count: Tensor, variant: Variant, *, base: Tensor | None = None
 ) -> None:
     """out = base + k.T @ h over the taken slots; ``out`` [V, D] may be a block of rows of a larger matrix."""
     v, stride = out.shape
@@ -453,39 +422,9 @@ def column_product(
         tma = variant.tma and _aligned(k, h[:, strip])
         backward.column_product[_grid(variant, v, width, tile)](
             _tiles(k, (tile.depth, tile.rows), tma), _tiles(h[:, strip], (tile.depth, tile.columns), tma),
-            _strip(base, strip), out[:, strip], chosen.blocks, chosen.taken, v, width, k.stride(0), h.stride(0), stride,
-            BLOCK=variant.block, TMA=tma, SPLIT=_wide(out, tile), UPCAST=not variant.narrow,
-            PRECISION=variant.precision, **_blocks(variant, tile),
+            _strip(base, strip), out[:, strip], count, v, width, k.stride(0), h.stride(0), stride, TMA=tma,
+            SPLIT=_wide(out, tile), UPCAST=not variant.narrow, PRECISION=variant.precision, **_blocks(variant, tile),
         )  # fmt: skip
-
-
-def low_products(k: Tensor, narrow: Tensor, low: Tensor, chosen: Compaction, variant: Variant) -> tuple[Tensor, Tensor]:
-    """``k @ narrow`` and ``k.T @ low`` over the taken slots, from one pass over k.
-
-    Args:
-        k: [slots, V], 0 in the slots that follow the taken ones in a tile.
-        narrow: [V, R].
-        low: [slots, C], 0 in slots that are not taken.
-
-    Returns:
-        [slots, R], 0 in slots that are not taken, and [V, C]; float32.
-    """
-    tile, (slots, v) = variant.low, k.shape
-    chunk = tile.rows * tile.group
-    chunks = triton.cdiv(slots, chunk)
-    blocks = triton.cdiv(v, tile.columns)
-    steps = triton.cdiv(blocks, max(1, 4 * variant.programs // chunks))
-    strips = triton.cdiv(blocks, steps)
-    of_rows = torch.empty(strips, slots, narrow.shape[1], dtype=torch.float32, device=k.device)
-    of_columns = torch.empty(chunks, v, low.shape[1], dtype=torch.float32, device=k.device)
-    tma = variant.tma and _aligned(k)
-    backward.low_products[(strips, chunks)](
-        _tiles(k, (tile.rows, tile.columns), tma), narrow, low, of_rows, of_columns, chosen.blocks, chosen.taken,
-        v, slots, k.stride(0), steps, BLOCK=variant.block, R=narrow.shape[1], C=low.shape[1], GROUP=tile.group, TMA=tma,
-        UPCAST=not variant.narrow, PRECISION=variant.precision, BM=tile.rows, BN=tile.columns, num_stages=tile.stages,
-        num_warps=tile.warps,
-    )  # fmt: skip
-    return of_rows.sum(0), of_columns.sum(0)
 
 
 def tile_sums(product: Tensor, outside: Tensor | None, target: Tensor, inside: float | None) -> Tensor:

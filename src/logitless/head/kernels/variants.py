@@ -38,8 +38,6 @@ class Variant:
             and training have the same bits).
         hidden: tile of the hidden gradient's product.
         weight: tile of the weight gradient's product.
-        low: block of exponentials in the pass that multiplies them with both of LoRA's low-rank factors (a depth has no
-            meaning there; ``group`` row tiles belong to one program).
         kept: dtype of kept exponentials and logit gradients.
         precision: how float32 operands are multiplied (irrelevant for 16-bit ones).
         truncation: relative loss of a sum of products per unit of its length, measured.
@@ -51,16 +49,10 @@ class Variant:
     score: Tile
     hidden: Tile
     weight: Tile
-    low: Tile
     kept: torch.dtype
     precision: str
     truncation: float = 0.0
     overlaps: bool = False
-
-    @property
-    def block(self) -> int:
-        """Rows that lie together where live rows come first: what any tile or step of a product on them takes."""
-        return max(self.hidden.rows, 2 * self.weight.depth, self.low.rows)
 
     @property
     def narrow(self) -> bool:
@@ -71,9 +63,6 @@ class Variant:
 INTERPRETED = Tile(rows=16, columns=16, depth=16, group=2, stages=1, warps=1)
 WIDE = Tile(rows=128, columns=256, depth=64, group=16, stages=3, warps=8)
 """For Hopper: what fits its shared memory beside the staging of a stored tile."""
-
-WIDE_LOW = Tile(rows=128, columns=256, depth=1, group=16, stages=3, warps=8)
-INTERPRETED_LOW = Tile(rows=16, columns=16, depth=1, group=2, stages=1, warps=1)
 
 DEEP = 2048
 """Hidden size from which an epilogue is a small part of a tile's time."""
@@ -96,8 +85,6 @@ def truncation(device: torch.device, dtype: torch.dtype) -> float:
 
 
 PLAIN = Tile(rows=128, columns=128, depth=32, group=8, stages=3, warps=8)
-PLAIN_LOW = Tile(rows=64, columns=128, depth=1, group=32, stages=2, warps=4)
-FLOAT32_LOW = Tile(rows=64, columns=64, depth=1, group=32, stages=2, warps=4)
 FLOAT32 = Tile(rows=64, columns=64, depth=32, group=8, stages=2, warps=4)
 
 
@@ -105,7 +92,7 @@ def hopper(width: int, programs: int) -> Variant:
     """bfloat16 on Hopper, by hidden size; ``programs`` is the number of multiprocessors."""
     score = replace(WIDE, group=64, stages=4, halves=True) if width < DEEP else replace(WIDE, group=8)
     backward = replace(WIDE, group=4)
-    return Variant(True, programs, score, backward, backward, WIDE_LOW, torch.bfloat16, "tf32", HOPPER_TRUNCATION)
+    return Variant(True, programs, score, backward, backward, torch.bfloat16, "tf32", HOPPER_TRUNCATION)
 
 
 def variant(hidden: Tensor) -> Variant:
@@ -118,13 +105,13 @@ def variant(hidden: Tensor) -> Variant:
     precision = "tf32x3" if hidden.dtype == torch.float32 else "tf32"
     aligned = (hidden.shape[1] * hidden.element_size()) % 16 == 0 and hidden.data_ptr() % 16 == 0
     if hidden.device.type != "cuda":
-        return Variant(aligned, 2, INTERPRETED, INTERPRETED, INTERPRETED, INTERPRETED_LOW, kept, "ieee")
+        return Variant(aligned, 2, INTERPRETED, INTERPRETED, INTERPRETED, kept, "ieee")
     capability = torch.cuda.get_device_capability(hidden.device)
     programs = torch.cuda.get_device_properties(hidden.device).multi_processor_count
     if kept == torch.bfloat16 and capability[0] in (9, 10) and aligned:  # others have less shared memory
         lost = truncation(hidden.device, hidden.dtype)
         return replace(hopper(hidden.shape[1], programs), truncation=lost, overlaps=capability[0] == 9)
     if kept == torch.bfloat16:
-        return Variant(False, programs * 2, PLAIN, PLAIN, PLAIN, PLAIN_LOW, kept, precision)
+        return Variant(False, programs * 2, PLAIN, PLAIN, PLAIN, kept, precision)
     score = PLAIN if hidden.dtype == torch.float16 else FLOAT32
-    return Variant(False, programs * 2, score, FLOAT32, FLOAT32, FLOAT32_LOW, kept, precision)
+    return Variant(False, programs * 2, score, FLOAT32, FLOAT32, kept, precision)
