@@ -172,9 +172,7 @@ def _alike(texts: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, int, int]]:
 
     A run comes before those inside of it.
     """
-    common = [
-        next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a)) for a, b in pairwise(texts)
-    ]
+    common = [_num_common(a, b) for a, b in pairwise(texts)]
     todo = [(0, len(texts), 0)]
     while todo:
         first, last, tokens = todo.pop()
