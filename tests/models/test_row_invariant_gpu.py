@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -157,6 +159,17 @@ def test_tiles_of_every_gpu_have_the_bits_of_the_reference_tile(dtype):
     for tile in (*linear._PLAIN.values(), linear._LOW_RANK, *linear._HOPPER.values()):
         for count in (1, 17, 300):
             assert torch.equal(fixed_order_product(rows[:count], weight, tile, dtype=torch.float32), expected[:count])
+
+
+def test_cublaslt_is_chosen_without_a_word_on_stderr():
+    code = """
+import torch
+from logitless.models.linear import library_product
+rows, weight = (torch.ones(64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+library_product("cublaslt", rows, weight, None, torch.empty_like(rows))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.multi_gpu
