@@ -39,7 +39,7 @@ class Gated:
     def sample(self, prompts, num_samples, options, *, seed):
         with self.lock:
             self.inside += 1
-        assert self.gate.wait(30)
+        assert self.gate.wait(300)
         version = self.version
         with self.lock:
             self.inside -= 1
