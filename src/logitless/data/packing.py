@@ -312,7 +312,7 @@ class Packing:
         return sum(tokens for tokens, _ in self._parts(sequences, inputs))
 
     def _size(self, sequences: Sequence[int], inputs: PackedInputs, common: int = 0) -> int:
-        """Of the room that ``common`` tokens of theirs leave in a row: what they read, or a part for what they score."""
+        """Of the room that ``common`` tokens of theirs leave in a row: what they read, or a part for what is scored."""
         scored = sum(inputs.source_counts[s] for s in sequences)
         part = -(-scored * (self.tokens_per_row - common) // self.tokens_per_row)
         return max(self.num_tokens(sequences, inputs) - common, part)
