@@ -587,7 +587,7 @@ def as_far_as(row: dict[str, Any], other: dict[str, Any]) -> int:
 def table(document: dict[str, Any], beside: dict[str, Any]) -> str:
     """Each run of a file, with what it began with and reached; the comparison has the runs to stand beside."""
     lines = [
-        "| Run | Seed | Blocks | Held out | Mean reward | Last ten | As logitless | A block | All blocks | At once |",
+        "| Run | Seed | Blocks | Held out | Mean reward | Last ten | As logitless | A block | All blocks | Alone |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     same = {row["seed"]: row for row in beside["rows"] if row["run"] == "logitless"}
@@ -597,7 +597,7 @@ def table(document: dict[str, Any], beside: dict[str, Any]) -> str:
             f"| {row['run']} | {row['seed']} | {len(row['reward'])} | {document['base']['accuracy']:.3f} to "
             f"{row['accuracy']:.3f} | {fmean(row['reward']):.3f} | {fmean(row['reward'][-10:]):.3f} "
             f"| {as_far_as(row, other) if other and row is not other else ''} | {median(row['block_seconds']):.2f} s "
-            f"| {row['train_seconds']:.0f} s | {row['at_once']} |"
+            f"| {row['train_seconds']:.0f} s | {'yes' if row['at_once'] == 1 else 'no'} |"
         )
     return "\n".join(lines)
 

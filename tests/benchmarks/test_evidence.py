@@ -163,8 +163,8 @@ def test_each_table_stands_between_its_marks_and_says_how_long_a_run_went_as_the
     name = "evidence-tiny-comparison"
     page = f"# Page\n\n<!-- {name}: begin -->\nold\n<!-- {name}: end -->\nrest\n"
     written = evidence.with_tables(page, {name: document, "evidence-tiny-ablations": document})
-    assert "| logitless | 0 | 3 | 0.300 to 0.900 | 0.500 | 0.500 |  | 2.00 s | 6 s | 2 |" in written
-    assert "| trl | 0 | 3 | 0.300 to 0.900 | 0.400 | 0.400 | 2 | 2.00 s | 6 s | 2 |" in written
+    assert "| logitless | 0 | 3 | 0.300 to 0.900 | 0.500 | 0.500 |  | 2.00 s | 6 s | no |" in written
+    assert "| trl | 0 | 3 | 0.300 to 0.900 | 0.400 | 0.400 | 2 | 2.00 s | 6 s | no |" in written
     assert "old" not in written
     assert written.endswith(f"<!-- {name}: end -->\nrest\n")
     assert evidence.with_tables(written, {name: document}) == written
