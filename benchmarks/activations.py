@@ -12,6 +12,7 @@ same model (``models/activations.py``) and are made before the row is read.
 import argparse
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,8 @@ def peak_of(passes: Any) -> tuple[int, float]:
     return torch.cuda.max_memory_allocated() - before, seconds
 
 
-def measure(shape: Shape) -> list[dict[str, Any]]:
-    """The rows of one model."""
+def measure(shape: Shape, keep: Callable[[dict[str, Any]], None]) -> None:
+    """Hands out the rows of one model, each as soon as it is there."""
     model = model_of(shape, "cuda")
     costs = costs_per_token(model)
     for parameter in model.parameters():
@@ -99,7 +100,6 @@ def measure(shape: Shape) -> list[dict[str, Any]]:
     vocabulary, width = lm_head(model).weight.shape
     # what the head reads and gives back besides: its rows, their gradients, and those laid out for all tokens
     head = peak_bytes(batch.num_tokens, width, vocabulary, memory_budget=HEAD_BUDGET) + 4 * width * batch.num_tokens
-    rows = []
 
     def layers() -> None:
         hidden = backbone_hidden(model, inputs)
@@ -117,7 +117,7 @@ def measure(shape: Shape) -> list[dict[str, Any]]:
         ):
             release("cuda")
             measured, seconds = peak_of(passes)
-            rows.append(
+            keep(
                 {
                     "model": shape.name,
                     "modes": name,
@@ -130,25 +130,31 @@ def measure(shape: Shape) -> list[dict[str, Any]]:
                     "seconds": seconds,
                 }
             )
-            print(json.dumps(rows[-1]), flush=True)
     for mode, cost in costs.items():
         print(shape.name, mode, cost, flush=True)
-    return rows
 
 
 def main() -> None:
-    """Measure every model that was asked for and write the file."""
+    """Measure every model that was asked for; rows of others stay in the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="qwen2.5-0.5b,qwen3-1.7b", help="by commas")
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise UnavailableError(needed="a CUDA device", given="none", remedy="Run it on a machine with a GPU.")
-    rows: list[dict[str, Any]] = []
-    for name in options.models.split(","):
-        rows += measure(next(shape for shape in SHAPES if shape.name == name))
+    here, names = environment("cuda", ("triton", "transformers")), options.models.split(",")
+    found = json.loads(options.output.read_text()) if options.output.exists() else {}
+    same = found.get("environment") == here
+    rows: list[dict[str, Any]] = [row for row in found.get("rows", []) if same and row["model"] not in names]
+
+    def keep(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        write_result(options.output, {"environment": here, "rows": rows})
+
+    for name in names:
+        measure(next(shape for shape in SHAPES if shape.name == name), keep)
         release("cuda")
-        write_result(options.output, {"environment": environment("cuda", ("triton", "transformers")), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ D hidden size, R LoRA rank. Every tensor of length N speaks of ``target[t]``, pr
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -256,8 +256,8 @@ class PackedInputs:
         lengths: B numbers that sum to T, on the host.
         source: [N] index into T of the hidden row that predicts each target; increasing.
         source_counts: B numbers that sum to N: scored tokens of each sequence (0 is allowed), on the host.
-        prompt: B ids; sequences of one id begin with the same prompt, which a pass may read once. None: nobody knows.
-        prompt_lengths: B numbers: tokens of the prompt, at the beginning of each sequence; None with ``prompt``.
+        prefixes: B times (id, tokens), the shortest first: the sequences of one id begin with the same so many tokens,
+            which a pass may read once; whoever has one has also those that it begins with. None: nobody knows.
 
     Example:
         >>> ids = torch.tensor([5, 6, 7, 5, 8])
@@ -270,8 +270,7 @@ class PackedInputs:
     lengths: tuple[int, ...]
     source: Int[Tensor, "N"]
     source_counts: tuple[int, ...]
-    prompt: tuple[int, ...] | None = None
-    prompt_lengths: tuple[int, ...] | None = None
+    prefixes: tuple[tuple[tuple[int, int], ...], ...] | None = None
 
     def to(self, device: torch.device | str) -> "PackedInputs":
         """The same on another device."""
@@ -298,35 +297,69 @@ class PackedInputs:
         return PackedInputs(**taken, source=self.source[scored] + shift.to(device))
 
 
+class PromptGroup(NamedTuple):
+    """Tokens of a prompt and of its completions in a packed row; no completions, or no prompt, are plain sequences.
+
+    In place of a completion there may be a group again: what several sequences go on with, and each of them then.
+
+    Example:
+        >>> group = PromptGroup(3, (2, PromptGroup(4, (1, 2))))
+        >>> group.size, group.longest
+        (12, 9)
+    """
+
+    prompt: int
+    completions: "tuple[int | PromptGroup, ...]" = ()
+
+    @property
+    def branches(self) -> "tuple[PromptGroup, ...]":
+        """The completions, each as a group."""
+        return tuple(PromptGroup(each) if isinstance(each, int) else each for each in self.completions)
+
+    @property
+    def size(self) -> int:
+        """Tokens, each counted once."""
+        return self.prompt + sum(each.size for each in self.branches)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.prompt + max((each.longest for each in self.branches), default=0)
+
+    @property
+    def least(self) -> int:
+        """The smallest number of tokens in it."""
+        return min([self.prompt, *(each.least for each in self.branches)])
+
+
 @dataclass(frozen=True)
 class SharedInputs:
-    """The same sequences with every prompt once: what a backbone reads where completions attend to a common prompt.
+    """The same sequences with what they begin with once: a backbone reads it where all of them attend to it.
 
-    A prompt lies before its completions, and their positions continue from it. A prompt of a single sequence is part of
-    its group like any other.
+    A prompt lies before its completions, and their positions continue from it; likewise what several prompts begin
+    with, or several completions of one.
 
     Args:
         input_ids: [T].
         position_ids: [T] in each token's sequence.
-        groups: (tokens of the prompt, tokens of each completion), in the order in which they lie; on the host.
-        source: [N] index into T of the hidden row that predicts each target; the first targets of a group have the
-            last row of the prompt in common.
+        groups: in the order in which they lie; on the host.
+        source: [N] index into T of the hidden row that predicts each target; targets behind one row have it in common.
 
     Example:
         >>> ids = torch.tensor([5, 6, 7, 8])  # prompt 5 6, then 7, or 8
-        >>> SharedInputs(ids, torch.tensor([0, 1, 2, 2]), ((2, (1, 1)),), torch.tensor([1, 2, 1, 3])).longest
+        >>> SharedInputs(ids, torch.tensor([0, 1, 2, 2]), (PromptGroup(2, (1, 1)),), torch.tensor([1, 2, 1, 3])).longest
         3
     """
 
     input_ids: Int[Tensor, "T"]
     position_ids: Int[Tensor, "T"]
-    groups: tuple[tuple[int, tuple[int, ...]], ...]
+    groups: tuple[PromptGroup, ...]
     source: Int[Tensor, "N"]
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence, its prompt included."""
-        return max(prompt + max(completions, default=0) for prompt, completions in self.groups)
+        return max(group.longest for group in self.groups)
 
     def to(self, device: torch.device | str) -> "SharedInputs":
         """The same on another device."""

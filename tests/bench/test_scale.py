@@ -98,8 +98,12 @@ def test_rows_are_kept_as_they_come_and_compared_with_one_gpu(tmp_path, monkeypa
     options = ["--models", "tiny", "--device", "cpu", "--output", str(tmp_path), "--steps", "1", "--head"]
     options += ["--tokens", "64", "--length", "16", "--layouts", "shard"]
     assert main(["bench", "scale", *options, "--gpus", "1,2"]) == 0
-    assert main(["bench", "scale", *options, "--gpus", "1"]) == 0  # in the place of the first
-    rows = json.loads((tmp_path / "scale-tiny.json").read_text())["rows"]
+    file = tmp_path / "scale-tiny.json"
+    first = json.loads(file.read_text())["rows"][0]
+    again = first | {"tokens_per_second": 2 * first["tokens_per_second"]}
+    scale._keep(argparse.Namespace(output=tmp_path, device="cpu"), again)  # in the place of the first
+    rows = json.loads(file.read_text())["rows"]
+    assert rows[0]["tokens_per_second"] == again["tokens_per_second"]
     assert [(row["gpus"], row["layout"]) for row in rows] == [(1, "shard"), (2, "head"), (2, "shard")]
     assert rows[2]["efficiency"] == rows[2]["tokens_per_second"] / rows[0]["tokens_per_second"] / 2
 
@@ -151,19 +155,45 @@ def test_memory_is_forecast_within_a_tenth_of_what_was_measured(row, models):
 
 
 OTHER = {"shard": "replicate", "replicate": "shard"}
+STEADY = [row for row in STEPS if max(row["seconds"]) < 1.2 * min(row["seconds"])]
+"""Rows whose steps took about the same time: nothing else is a constant."""
 
 
 @pytest.mark.parametrize(
     "row",
-    [row for row in STEPS if row["gpus"] > 1 and row["layout"] in OTHER and row["model"] == "qwen3-1.7b"],
+    [row for row in STEADY if row["gpus"] > 1 and row["layout"] in OTHER and row["model"] == "qwen3-1.7b"],
     ids=_name,
 )
 def test_a_step_in_one_layout_is_forecast_from_constants_measured_in_the_other(row):
-    rows = [each for each in STEPS if each["model"] == row["model"]]
+    rows = [each for each in STEADY if each["model"] == row["model"]]
     speeds = Speeds.measured(rows, OTHER[row["layout"]])
     tokens = row["tokens"] * row["micro_batches"]
     seconds = tokens / speeds.tokens_per_second + speeds.exposed * row["sent_bytes"] / speeds.bytes_per_second
     assert seconds == pytest.approx(row["gpus"] * tokens / row["tokens_per_second"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row for row in STEADY if row["gpus"] == 4 and row["layout"] in OTHER and row["model"] == "qwen3-1.7b"],
+    ids=_name,
+)
+def test_a_step_on_four_gpus_is_forecast_from_constants_measured_on_two(row):
+    speeds = Speeds.measured([each for each in STEADY if each["model"] == row["model"] and each["gpus"] < 4])
+    tokens = row["tokens"] * row["micro_batches"]
+    seconds = tokens / speeds.tokens_per_second + speeds.exposed * row["sent_bytes"] / speeds.bytes_per_second
+    assert seconds == pytest.approx(4 * tokens / row["tokens_per_second"], rel=0.1)
+
+
+MUST = [
+    row
+    for row in STEPS
+    if row["gpus"] == 4 and row["layout"] == "shard" and row["model"] in ("qwen3-1.7b", "llama-3.1-8b-lora")
+]
+
+
+def test_four_gpus_do_nine_tenths_of_four_times_the_work_of_one():
+    assert {row["model"] for row in MUST} == {"qwen3-1.7b", "llama-3.1-8b-lora"}
+    assert all(row["efficiency"] >= 0.9 for row in MUST)
 
 
 def test_the_page_shows_what_was_measured():

@@ -257,8 +257,10 @@ def test_the_tables_show_failures_and_what_was_extrapolated():
         "model": {"title": "M", "parameters": 1},
         "rows": [row],
         "profile": [
-            {"contender": "trl", "class": "products", "ms": 3.0},
-            {"contender": "trl", "class": "idle", "ms": 1.0},
+            {"contender": "trl", "workload": "long", "live": 1.0, "class": "products", "ms": 3.0},
+            {"contender": "trl", "workload": "long", "live": 1.0, "class": "idle", "ms": 1.0},
+            {"contender": "logitless", "workload": "512/64-256", "live": 0.5, "class": "products", "ms": 2.0},
+            {"contender": "logitless", "workload": "512/64-256", "live": 1.0, "class": "idle", "ms": 1.5},
         ],
         "longest": [
             {"contender": "trl", "memory_gb": 24, "completion_tokens": 0, "how": "measured"},
@@ -271,6 +273,13 @@ def test_the_tables_show_failures_and_what_was_extrapolated():
         "| products | 3.0 |",
         "| idle | 1.0 |",
         "| the step | 4 |",
+    ]
+    assert step_report.workloads_table([document]).splitlines() == [
+        "| M, ms | 512/64-256 | 512/64-256, 0.5 live |",
+        "|---|--:|--:|",
+        "| products | 0.0 | 2.0 |",
+        "| idle | 1.5 | 0.0 |",
+        "| the step | 2 | 2 |",
     ]
 
 

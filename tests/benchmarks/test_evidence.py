@@ -134,7 +134,7 @@ def test_runs_are_spread_over_the_gpus_and_one_that_fails_stops_no_other(tmp_pat
     def process(command, *, stdout, stderr, env):
         run = evidence.Run.of(command[command.index("--run") + 1])
         places[run] = env["CUDA_VISIBLE_DEVICES"]
-        begun.wait(20)  # all four are under way at once
+        begun.wait(300)  # all four are under way at once
         if run.name == "gspo":
             stdout.write("no such thing")
             return subprocess.CompletedProcess(command, 1)

@@ -1,13 +1,16 @@
 """The one shift, and the cut of a block into steps and micro-batches."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from logitless.data import packing
 from logitless.data.packing import Packing, pack, plan_epoch, share_prompts
 from logitless.errors import InputError
-from logitless.types import Completion, PackedInputs, Prompt, SharedInputs
+from logitless.types import Completion, PackedInputs, Prompt, PromptGroup, SharedInputs
 
 
 def _prompt(*ids: int) -> Prompt:
@@ -134,41 +137,96 @@ def test_a_sequence_over_the_micro_batch_limit_is_refused_with_a_remedy():
 # --- prompts that stand once
 
 
-@settings(max_examples=60, deadline=None)
+def _sequences(groups: tuple[PromptGroup, ...], ids: list[int], positions: list[int]) -> list[tuple[int, ...]]:
+    """Every sequence of a row in full, read off its tree; each token stands where its sequence has it."""
+    found: list[tuple[int, ...]] = []
+    at = 0
+
+    def read(group: PromptGroup, before: tuple[int, ...]) -> None:
+        nonlocal at
+        assert positions[at : at + group.prompt] == list(range(len(before), len(before) + group.prompt))
+        whole = before + tuple(ids[at : at + group.prompt])
+        at += group.prompt
+        for each in group.branches:
+            read(each, whole)
+        if not group.branches:
+            found.append(whole)
+
+    for group in groups:
+        read(group, ())
+    assert at == len(ids)
+    return found
+
+
+TEXTS = st.lists(st.integers(0, 2), max_size=7)
+"""Of so few different tokens that many begin alike."""
+
+
+@settings(max_examples=150, deadline=None)
 @given(
-    groups=st.lists(
-        st.tuples(st.integers(1, 5), st.lists(st.integers(0, 6), min_size=1, max_size=5)), min_size=1, max_size=5
-    ),
+    groups=st.lists(st.tuples(TEXTS.filter(len), st.lists(TEXTS, min_size=1, max_size=5)), min_size=1, max_size=5),
+    least=st.integers(1, 3),
     data=st.data(),
 )
-def test_every_sequence_can_be_read_off_a_row_in_which_each_prompt_stands_once(groups, data):
-    numbers = iter(range(1000))
+def test_every_sequence_can_be_read_off_a_row_in_which_what_begins_alike_stands_once(groups, least, data):
     pairs = []
-    for length, completions in groups:
-        prompt = _prompt(*(next(numbers) for _ in range(length)))
-        pairs += [(prompt, _completion(prompt, *(next(numbers) for _ in range(n)))) for n in completions]
-    order = data.draw(st.permutations(range(len(pairs))))
-    batch = pack(pairs).take(order)
+    for ids, completions in groups:
+        prompt = _prompt(*ids)
+        pairs += [(prompt, _completion(prompt, *each)) for each in completions]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "LEAST", least)
+        batch = pack(pairs)
+    batch = batch.take(data.draw(st.permutations(range(len(pairs)))))
     shared = share_prompts(batch.inputs)
     assert torch.equal(shared.input_ids[shared.source], batch.inputs.input_ids[batch.inputs.source])
     assert torch.equal(shared.position_ids[shared.source], batch.inputs.position_ids[batch.inputs.source])
     if not isinstance(shared, SharedInputs):
         return
-    at, found = 0, []
-    for prompt, completions in shared.groups:
-        ids, first = shared.input_ids.tolist(), at
-        at += prompt
-        for length in completions:
-            assert shared.position_ids[at : at + length].tolist() == list(range(prompt, prompt + length))
-            found.append(tuple(ids[first : first + prompt] + ids[at : at + length]))
-            at += length
-    assert at == len(shared.input_ids)
-    assert found == [(p.token_ids + c.token_ids)[:-1] for p, c in (pairs[s] for s in order) if c.token_ids]
+    found = _sequences(shared.groups, shared.input_ids.tolist(), shared.position_ids.tolist())
+    expected = [(p.token_ids + c.token_ids)[:-1] for p, c in pairs if c.token_ids]
+    assert sorted(found) == sorted(expected)
+    assert shared.longest == max(map(len, expected))
+    if least == 1:  # a trie: no two branches of one begin alike
+        assert len(shared.input_ids) <= len({each[: i + 1] for each in expected for i in range(len(each))}) + sum(
+            len(p.token_ids) for p, _ in pairs
+        )
 
 
-def test_neighbours_without_a_prompt_in_common_are_left_as_they_are():
+def test_instructions_prompts_and_completions_that_begin_alike_are_read_once():
+    instructions, said = tuple(range(100, 120)), tuple(range(200, 218))
+    a, b, other = _prompt(*instructions, 1), _prompt(*instructions, 2, 3), _prompt(*instructions[:9], 4)
+    batch = pack(
+        [
+            (a, _completion(a, *said, 5, 6)),
+            (b, _completion(b, 7, 8)),
+            (other, _completion(other, 9)),
+            (a, _completion(a, 7)),
+            (a, _completion(a, *said, 7, 8, 9)),
+        ]
+    )
+    shared = share_prompts(batch.inputs)
+    of_a = PromptGroup(1, (PromptGroup(18, (1, 2)), 0))
+    assert shared.groups == (PromptGroup(20, (of_a, PromptGroup(2, (1,)))), PromptGroup(10, (0,)))
+    assert len(shared.input_ids) == 20 + 1 + 18 + 1 + 2 + 2 + 1 + 10
+    assert Packing(99, hidden_size=8).num_tokens(range(5), batch.inputs) == len(shared.input_ids)
+    assert Packing(99, share_prompts=False).num_tokens(range(5), batch.inputs) == len(batch.inputs.input_ids)
+
+
+def test_prompts_with_long_instructions_lie_in_few_rows_that_each_read_them_once():
+    prompts = [_prompt(*range(50), 100 + i) for i in range(6)]
+    inputs = pack(
+        [(p, _completion(p, *range(10 * i, 10 * i + 6))) for i, p in enumerate(prompts) for _ in range(2)]
+    ).inputs
+    rows = Packing(80, hidden_size=8).rows(range(12), inputs)
+    assert sorted(s for row in rows for s in row) == list(range(12))
+    # 50 tokens of instructions, then 1 of a prompt and 5 of each completion
+    assert [Packing(80).num_tokens(row, inputs) for row in rows] == [50 + 2 * 11] * 3
+    assert len(Packing(80, share_prompts=False, hidden_size=8).rows(range(12), inputs)) == 12
+
+
+def test_sequences_without_anything_in_common_are_left_as_they_are():
     a, b = _prompt(1), _prompt(2)
-    batch = pack([(a, _completion(a, 3)), (b, _completion(b, 4)), (a, _completion(a, 5))])
+    batch = pack([(a, _completion(a, 3)), (b, _completion(b, 4))])
     assert share_prompts(batch.inputs) is batch.inputs
 
 
@@ -181,7 +239,7 @@ def _block(groups: list[tuple[int, list[int]]]) -> tuple[list[list[int]], Packed
     for number, (length, completions) in enumerate(groups):
         prompt = _prompt(*([number] * length))
         members.append(list(range(len(pairs), len(pairs) + len(completions))))
-        pairs += [(prompt, _completion(prompt, *([9] * n))) for n in completions]
+        pairs += [(prompt, _completion(prompt, *([i] * n))) for i, n in enumerate(completions)]
     return members, pack(pairs).inputs
 
 
@@ -203,9 +261,7 @@ def test_rows_have_every_scored_sequence_once_stay_within_their_size_and_repeat(
     assert sorted(s for row in rows for s in row) == [s for s in everyone if inputs.source_counts[s]]
     for row in rows:
         ids = torch.zeros(sum(inputs.lengths), dtype=torch.long)
-        taken = PackedInputs(
-            ids, ids, inputs.lengths, inputs.source, inputs.source_counts, inputs.prompt, inputs.prompt_lengths
-        ).take(row)
+        taken = replace(inputs, input_ids=ids, position_ids=ids).take(row)
         read = share_prompts(taken) if share else taken
         assert packing.num_tokens(row, inputs) == len(read.input_ids) <= room
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from logitless.errors import InputError, UnavailableError
 from logitless.models import attention
-from logitless.models.attention import AttentionLayout, PromptGroup, prefix_attention
+from logitless.models.attention import AttentionLayout, prefix_attention
 from logitless.models.kernels import attention_tiles
 from logitless.models.kernels.attention_tiles import INTERPRETED, KeyTile, QueryTile
+from logitless.types import PromptGroup
 from tests.head.interpreter import interpreted
 from tests.models.kernels.attention_cases import dense, draw
 
@@ -23,6 +24,14 @@ pytestmark = pytest.mark.skipif(not interpreted(), reason="the interpreter is of
 GROUPS = (PromptGroup(140, (30, 1)), PromptGroup(0, (65, 20)), PromptGroup(64, (10, 40)), PromptGroup(70, (70,)))
 """A prompt that ends in a block, plain sequences, a prompt that ends with a block, a prompt of one completion."""
 
+TREE = (
+    PromptGroup(70, (PromptGroup(75, (20, PromptGroup(3, (8, 70)), 1)), 10, PromptGroup(58, (5, 30)))),
+    PromptGroup(5, (PromptGroup(0, (9, 2)), PromptGroup(64, (PromptGroup(64, (3, 4)), 0)))),
+)
+"""Branches of branches: behind a trunk that they continue in memory and behind one that they do not, shorter than a
+block and longer, ending with a block and in it."""
+
+PAIR = (PromptGroup(70, (30, 1, 40)), PromptGroup(0, (45, 5)))
 OPTIONS = [{}, {"window": 70}, {"softcap": 3.0}]
 
 
@@ -61,6 +70,13 @@ def shared_and_unshared(layout, x, **options):
 )
 def test_a_shared_prompt_gives_the_bits_of_its_copies(dtype, options):
     layout = AttentionLayout(GROUPS)
+    assert shared_and_unshared(layout, draw(layout.num_tokens, 4, 2, 16, dtype)[:3], **options) == 0
+
+
+@pytest.mark.parametrize(("dtype", "options"), [(torch.bfloat16, {}), (torch.float32, {"window": 70})], ids=str)
+def test_a_tree_gives_the_bits_of_its_sequences_alone(dtype, options):
+    layout = AttentionLayout(TREE)
+    assert layout.branch_rows is not None
     assert shared_and_unshared(layout, draw(layout.num_tokens, 4, 2, 16, dtype)[:3], **options) == 0
 
 
@@ -148,18 +164,18 @@ def error(a, b):
 
 
 @pytest.mark.parametrize(
-    ("heads", "width", "dtype", "options"),
+    ("heads", "width", "dtype", "options", "groups"),
     [
-        ((4, 2), 16, torch.float32, {}),
-        ((3, 3), 24, torch.float32, {"window": 50}),
-        ((7, 1), 16, torch.float32, {"softcap": 2.0}),
-        ((4, 2), 16, torch.bfloat16, {}),
-        ((4, 2), 96, torch.float16, {"window": 70, "softcap": 5.0}),
+        ((4, 2), 16, torch.float32, {}, PAIR),
+        ((3, 3), 24, torch.float32, {"window": 50}, TREE[1:]),
+        ((7, 1), 16, torch.float32, {"softcap": 2.0}, PAIR),
+        ((4, 2), 16, torch.bfloat16, {}, TREE[:1]),
+        ((4, 2), 96, torch.float16, {"window": 70, "softcap": 5.0}, PAIR),
     ],
     ids=str,
 )
-def test_gradients_are_as_near_to_float64_as_those_of_dense_attention(heads, width, dtype, options):
-    layout = AttentionLayout((PromptGroup(70, (30, 1, 40)), PromptGroup(0, (45, 5))))
+def test_gradients_are_as_near_to_float64_as_those_of_dense_attention(heads, width, dtype, options, groups):
+    layout = AttentionLayout(groups)
     *x, grad = draw(layout.num_tokens, *heads, width, dtype)
     upstream = (grad, torch.randn(layout.num_tokens, heads[0]))
     truth = gradients([t.double() for t in x], layout, upstream, dense, **options)
@@ -200,8 +216,9 @@ def test_keys_with_many_queries_are_cut_and_summed():
         assert error(a, b) < 1e-6
 
 
-def test_tiles_cover_every_query_and_every_pair_once():
-    layout = AttentionLayout(GROUPS)
+@pytest.mark.parametrize("groups", [GROUPS, TREE], ids=["groups", "tree"])
+def test_tiles_cover_every_query_and_every_pair_once(groups):
+    layout = AttentionLayout(groups)
     for tokens in (9, 16):
         seen = torch.zeros(layout.num_tokens, dtype=torch.int64)
         for _, _, row, length, first, *_ in layout.query_tiles(tokens, 2, None).tolist():
@@ -212,12 +229,12 @@ def test_tiles_cover_every_query_and_every_pair_once():
         for first, last, begin, stop, *_ in layout.key_tiles(keys, 2, window)[0].tolist():
             pairs[begin:stop, first:last] += 1
         assert pairs.max() == 1
-        segment = layout.segments
-        for prefix_row, prefix, row, length, *_ in zip(*(x.tolist() for x in segment), strict=True):
+        for piece in layout.pieces:
+            row, length = piece.row, piece.length
             near = torch.arange(length)[:, None] - torch.arange(length)
             wanted = (near >= 0) & (near < (window or length))
             assert (pairs[row : row + length, row : row + length][wanted] == 1).all()
-            assert (pairs[row : row + length, prefix_row : prefix_row + prefix] == 1).all()
+            assert (pairs[row : row + length, piece.seen_rows] == 1).all()
 
 
 def test_long_sequences_follow_each_other_and_short_ones_are_mixed_by_their_work():

@@ -7,7 +7,7 @@ import torch
 import triton
 
 from logitless.models import attention, paged_attention
-from logitless.models.attention import AttentionLayout, PromptGroup, prefix_attention
+from logitless.models.attention import AttentionLayout, prefix_attention
 from logitless.models.kernels import attention_launch, attention_tiles
 from logitless.models.kernels.attention_tiles import QueryTile, hopper_tiles, plain_tiles
 from logitless.models.paged_attention import (
@@ -18,6 +18,7 @@ from logitless.models.paged_attention import (
     decode_attention,
     prefill_attention,
 )
+from logitless.types import PromptGroup
 from tests.models.kernels.attention_cases import dense, draw, paged
 
 pytestmark = [
@@ -32,6 +33,10 @@ GROUPS = (
     PromptGroup(700, (900,)),
     PromptGroup(66, (40,) * 4),
     PromptGroup(1100, (30, 600)),
+)
+TREE = (
+    PromptGroup(1100, (PromptGroup(130, (300, 20, PromptGroup(64, (5, 200)))), 90, PromptGroup(7, (600, 1)))),
+    PromptGroup(30, (PromptGroup(0, (70, 9)), PromptGroup(500, (PromptGroup(17, (40, 40)), 0)))),
 )
 SHAPES = [(14, 2, 64), (16, 8, 128), (32, 8, 128), (32, 32, 96), (8, 4, 256)]
 OPTIONS = [{}, {"window": 400}, {"softcap": 50.0}]
@@ -105,6 +110,22 @@ def test_shared_unshared_prefilled_and_decoded_have_the_same_bits(shape, dtype, 
     assert case.unlike_prefilled(1 << 20) == [0, 0]
     assert case.unlike_decoded(8, shared=True) == [0, 0]
     assert case.unlike_decoded(8, shared=False) == [0, 0]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_tree_has_the_bits_of_its_sequences_alone(shape, options, monkeypatch):
+    case = Case(shape, groups=TREE, **options)
+    assert case.layout.branch_rows is not None
+    assert case.unlike_unshared() == [0, 0]
+    monkeypatch.setattr(attention, "attention_tiles", lambda width, *_: plain_tiles(width))
+    assert unlike(case.packed(), case.expected) == [0, 0]
+
+
+def test_rows_of_another_branch_are_noticed():
+    case = Case((16, 8, 128), groups=TREE)
+    vars(case.layout)["branch_rows"] = case.layout.branch_rows.roll(1)
+    assert min(unlike(case.packed(), case.expected)) > 0
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

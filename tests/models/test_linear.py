@@ -1,5 +1,7 @@
 """Linear maps: one product where weights lie end to end, LoRA unmerged, gradients, and which kernel serves."""
 
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -7,19 +9,21 @@ from torch import nn
 from logitless.errors import UnavailableError
 from logitless.float32_sums import end_to_end
 from logitless.models import linear
+from logitless.models.kernels.gate import gated
+from logitless.models.kernels.linear import Tile
 from logitless.models.kernels.rows import with_room
-from logitless.models.linear import Plan, Projection, Shape, lay_end_to_end, product, project
+from logitless.models.linear import Plan, Projection, Shape, lay_end_to_end, product, project, project_gated
 
 SIZES = (6, 4, 4)
 
 
-def projections(dtype=torch.float32, *, bias=False, rank=0, end_to_end=True):
+def projections(dtype=torch.float32, *, bias=False, rank=0, end_to_end=True, sizes=SIZES):
     g = torch.Generator().manual_seed(1)
 
     def parameter(*shape):
         return nn.Parameter(torch.randn(*shape, generator=g).to(dtype))
 
-    weights, biases = [parameter(n, 8) for n in SIZES], [parameter(n) for n in SIZES]
+    weights, biases = [parameter(n, 8) for n in sizes], [parameter(n) for n in sizes]
     if end_to_end:
         lay_end_to_end(weights)
         lay_end_to_end(biases)
@@ -61,6 +65,38 @@ def test_projections_and_their_gradients_are_those_of_float64(bias, rank, togeth
         torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("rank", "sizes"), [(3, (128, 256, 24)), (20, (128, 8))])
+def test_lora_factors_that_lie_end_to_end_are_two_products_with_the_bits_of_two_for_each(rank, sizes, monkeypatch):
+    parts = projections(torch.bfloat16, rank=rank, sizes=sizes)
+    x = torch.randn(37, 8, generator=torch.Generator().manual_seed(3)).bfloat16()
+    calls = []
+    monkeypatch.setattr(linear, "product", lambda *given: calls.append(given[1].shape) or product(*given))
+    grads = [torch.randn(37, n, generator=torch.Generator().manual_seed(n)).bfloat16() for n in sizes]
+    results = []
+    for together in (False, True):
+        if together:
+            lay_end_to_end([p.lora_a for p in parts])
+            lay_end_to_end([p.lora_b for p in parts])
+        calls.clear()
+        found = project(x, parts)
+        results.append([*found, *torch.autograd.grad(found, tensors(parts), grads)])
+        assert calls[1:] == ([(rank * len(sizes), 8)] if together else [(rank, 8)] * len(sizes))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    without = project(x, [p._replace(lora_a=None, lora_b=None) for p in parts])
+    assert not any(torch.equal(a, b) for a, b in zip(without, results[0], strict=False))
+
+
+def test_lora_of_other_scales_or_many_ranks_is_added_map_by_map():
+    sizes = (128, 128)
+    for parts in (projections(rank=3, sizes=sizes), projections(rank=80, sizes=sizes)):
+        parts[1] = parts[1]._replace(lora_scale=2.0 if parts[1].lora_a.shape[0] == 3 else 0.5)
+        lay_end_to_end([p.lora_a for p in parts])
+        lay_end_to_end([p.lora_b for p in parts])
+        x = torch.randn(5, 8)
+        for got, want in zip(project(x, parts), plain(x.double(), parts), strict=True):
+            torch.testing.assert_close(got.double(), want.detach(), rtol=1e-5, atol=1e-4)
+
+
 def test_a_second_derivative_is_refused():
     parts = projections(end_to_end=False)
     (found,) = project(torch.randn(5, parts[0].weight.shape[1]), parts[:1])
@@ -100,6 +136,25 @@ def test_columns_of_one_projection_are_handed_out_and_their_gradients_taken_toge
     grads = [torch.randn(5, n) for n in SIZES]
     (found,) = torch.autograd.grad(parts, [weight], grads)
     torch.testing.assert_close(found, torch.cat(grads, 1).T @ x)
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+def test_product_and_gate_are_one_kernel_where_a_check_planned_it_and_nobody_wants_gradients(gelu, monkeypatch):
+    g = torch.Generator().manual_seed(4)
+    parts = [Projection(nn.Parameter(torch.randn(24, 32, generator=g).bfloat16())) for _ in range(2)]
+    lay_end_to_end([p.weight for p in parts])
+    x = torch.randn(9, 32, generator=g).bfloat16()
+    shape = Shape.of(end_to_end([p.weight for p in parts]), None)._replace(gate="gelu" if gelu else "silu")
+    with torch.no_grad():
+        assert project_gated(x, parts, gelu=gelu) is None  # nobody planned it
+        monkeypatch.setitem(linear._plans, shape, Plan({}, {16: Tile(16, 16, 32, 1, 1, tma=True)}))
+        assert torch.equal(project_gated(x, parts, gelu=gelu), gated(*project(x, parts), gelu=gelu))
+        assert project_gated(x, parts, gelu=not gelu) is None
+        assert project_gated(x[:1], parts, gelu=gelu) is None  # another count
+        assert project_gated(x.repeat(2, 1), parts, gelu=gelu) is None
+        with_lora = parts[0]._replace(lora_a=parts[0].weight, lora_b=parts[0].weight)
+        assert project_gated(x, [with_lora, parts[1]], gelu=gelu) is None
+    assert project_gated(x, parts, gelu=gelu) is None
 
 
 def test_a_row_has_the_same_bits_in_any_product(monkeypatch):
@@ -144,3 +199,10 @@ def test_a_library_serves_at_checked_counts_alone_and_a_tile_everywhere_else(mon
         x = torch.randn(room, 4)[:count]
         torch.testing.assert_close(product(x, weight), x @ weight.t())
         assert used == expected
+
+
+def test_a_library_that_warns_past_python_is_not_heard_and_stderr_is_there_afterwards(capfd):
+    with linear._without_stderr():
+        os.write(2, b"experimental\n")
+    os.write(2, b"heard\n")
+    assert capfd.readouterr().err == "heard\n"

@@ -1,5 +1,7 @@
 """Autograd functions as one node: the gradients they have as nodes of their own, and nothing else changed."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -7,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from logitless.errors import UnavailableError
 from logitless.models import row_invariant
 from logitless.models.lora import LoraOptions, add_lora
-from logitless.models.one_node import apply, one_node
+from logitless.models.one_node import apply, made_again, one_node
 from logitless.models.row_invariant import install_row_invariant
 from tests.head.interpreter import interpreted
 from tests.models.test_row_invariant import LENGTHS, hidden_and_gradients, small
@@ -42,7 +44,7 @@ def test_gradients_are_those_of_separate_nodes(used):
     found = []
     for whole in (True, False):
         x, weight = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(3.0, requires_grad=True)
-        outs = one_node(lambda x=x, w=weight: scaled_twice(x, w), [x, weight]) if whole else scaled_twice(x, weight)
+        outs = one_node(scaled_twice, [x, weight]) if whole else scaled_twice(x, weight)
         sum((i + 2) * outs[i].sum() for i in used).backward()
         found.append((x.grad, weight.grad))
     (x, weight), (same_x, same_weight) = found
@@ -52,7 +54,7 @@ def test_gradients_are_those_of_separate_nodes(used):
 
 def test_a_retained_graph_goes_backward_again_with_the_same_bits():
     x, weight = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(3.0, requires_grad=True)
-    out, *_ = one_node(lambda: scaled_twice(x, weight), [x, weight])
+    out, *_ = one_node(scaled_twice, [x, weight])
     first = torch.autograd.grad(out.sum(), [x, weight], retain_graph=True)
     second = torch.autograd.grad(out.sum(), [x, weight])
     assert all(map(torch.equal, first, second))
@@ -62,7 +64,7 @@ def test_a_retained_graph_goes_backward_again_with_the_same_bits():
 
 def test_what_was_saved_and_changed_since_is_noticed():
     x, weight = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(3.0, requires_grad=True)
-    out, *_ = one_node(lambda: scaled_twice(x, weight), [x, weight])
+    out, *_ = one_node(scaled_twice, [x, weight])
     with torch.no_grad():
         weight += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -71,7 +73,7 @@ def test_what_was_saved_and_changed_since_is_noticed():
 
 def test_a_gradient_of_a_gradient_is_refused():
     x, weight = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(3.0, requires_grad=True)
-    out, *_ = one_node(lambda: scaled_twice(x, weight), [x, weight])
+    out, *_ = one_node(scaled_twice, [x, weight])
     with pytest.raises(UnavailableError, match="differentiated twice"):
         torch.autograd.grad(out.square().sum(), weight, create_graph=True)
 
@@ -99,7 +101,7 @@ def test_a_parameter_that_sums_in_float32_gets_its_gradient_from_the_node_unless
     x = torch.tensor([2.0, 1 / 3], dtype=torch.bfloat16, requires_grad=True)
     expected = torch.zeros(2)
     for factor in (1.0, 1 / 256, 3.0):
-        (out,) = one_node(lambda: (apply(Times, x, weight),), [x, weight])
+        (out,) = one_node(lambda x, w: (apply(Times, x, w),), [x, weight])
         (factor * out).sum().backward()
         expected += torch.tensor(factor).bfloat16().float() * x.detach().float()
     assert weight.grad.dtype == torch.float32
@@ -109,26 +111,42 @@ def test_a_parameter_that_sums_in_float32_gets_its_gradient_from_the_node_unless
 
 def test_what_needs_no_gradient_gets_none():
     x, weight = torch.ones(2), torch.tensor(3.0, requires_grad=True)
-    out, *_ = one_node(lambda: scaled_twice(x, weight), [x, weight])
+    out, *_ = one_node(scaled_twice, [x, weight])
     out.sum().backward()
     assert x.grad is None
     assert weight.grad == 12.0
-    assert not one_node(lambda: scaled_twice(x, weight.detach()), [x, weight.detach()])[0].requires_grad
+    assert not one_node(scaled_twice, [x, weight.detach()])[0].requires_grad
 
 
 def test_a_tensor_that_was_forgotten_is_noticed():
     x, weight = torch.ones(2, requires_grad=True), torch.tensor(3.0, requires_grad=True)
     with pytest.raises(AssertionError, match="an input of the node"):
-        one_node(lambda: scaled_twice(x, weight), [x])
-    assert one_node(lambda: scaled_twice(x, weight), [x, weight])[0].requires_grad  # and the next node is whole again
+        one_node(lambda x: scaled_twice(x, weight), [x])
+    assert one_node(scaled_twice, [x, weight])[0].requires_grad  # and the next node is whole again
 
 
 def test_hooks_see_what_is_saved():
     seen = []
     x, weight = torch.ones(2, requires_grad=True), torch.tensor(3.0, requires_grad=True)
     with saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
-        one_node(lambda: scaled_twice(x, weight), [x, weight])
+        one_node(scaled_twice, [x, weight])
     assert len(seen) == 4
+
+
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1, 2)])
+def test_a_node_whose_functions_run_again_keeps_what_it_was_given_and_has_the_same_gradients(used):
+    found, seen = [], []
+    for context in (made_again, nullcontext):
+        x, weight = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(3.0, requires_grad=True)
+        with context(), saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+            outs = one_node(lambda x, w=weight: scaled_twice(x, w), [x], [weight])
+            sum((i + 2) * outs[i].sum() for i in used).backward()
+        if context is made_again:
+            assert [each.tolist() for each in seen if each.ndim] == [[1.0, 2.0]]
+        found.append((x.grad, weight.grad))
+    (x, weight), (same_x, same_weight) = found
+    assert torch.equal(x, same_x)
+    assert (weight is None and same_weight is None) or torch.equal(weight, same_weight)
 
 
 def test_without_gradients_a_function_is_its_forward_alone(monkeypatch):
@@ -152,7 +170,7 @@ def test_a_layer_as_one_node_has_the_bits_of_its_functions_as_nodes(name, lora, 
     install_row_invariant(model)
     grad = torch.randn(sum(LENGTHS), 16, dtype=torch.float64)
     hidden, gradients = hidden_and_gradients(model, inputs, grad)
-    monkeypatch.setattr(row_invariant, "one_node", lambda run, _: run())
+    monkeypatch.setattr(row_invariant, "one_node", lambda run, given, _: run(*given))
     same_hidden, same = hidden_and_gradients(model, inputs, grad)
     assert torch.equal(hidden, same_hidden)
     assert gradients.keys() == same.keys()

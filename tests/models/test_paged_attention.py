@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from logitless.errors import InputError
-from logitless.models.attention import AttentionLayout, PromptGroup, prefix_attention
+from logitless.models.attention import AttentionLayout, prefix_attention
 from logitless.models.kernels import attention_tiles
 from logitless.models.paged_attention import (
     PAGE,
@@ -17,6 +17,7 @@ from logitless.models.paged_attention import (
     decode_attention,
     prefill_attention,
 )
+from logitless.types import PromptGroup
 from tests.head.interpreter import interpreted
 from tests.models.kernels.attention_cases import draw, paged
 

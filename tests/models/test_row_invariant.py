@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from logitless.bench.bits_cases import LAWS, SECOND_GPU
 from logitless.bench.bits_laws import Laws, Sizes
 from logitless.errors import UnavailableError
+from logitless.float32_sums import end_to_end
 from logitless.models.decoding import empty_caches
 from logitless.models.lm_head import backbone_hidden
 from logitless.models.loading import load_model
@@ -176,6 +177,20 @@ def test_float32_weights_under_autocast_are_refused():
     install_row_invariant(model)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnavailableError, match="float32 weights under autocast"):
         backbone_hidden(model, packed(LENGTHS))
+
+
+def test_adapters_lie_end_to_end_where_their_weights_do():
+    model = add_lora(small("qwen3"), LoraOptions(rank=2))
+    before = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
+    install_row_invariant(model)
+    modules = dict(model.named_modules())
+    for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+        of_layer = [next(m for n, m in modules.items() if n.endswith(name)) for name in names]
+        for factor in ("lora_A", "lora_B"):
+            assert end_to_end([getattr(module, factor)["default"].weight for module in of_layer]) is not None
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name][0]
+        assert torch.equal(parameter, before[name][1])
 
 
 def test_lora_is_applied_unmerged_and_follows_the_switch_of_the_adapters():

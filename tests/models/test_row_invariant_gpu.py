@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from logitless.bench.bits_cases import LAWS
 from logitless.bench.bits_laws import Laws, Sizes
 from logitless.models import linear
 from logitless.models import self_check as check
-from logitless.models.kernels.linear import REFERENCE, fixed_order_product
+from logitless.models.kernels.gate import gated
+from logitless.models.kernels.linear import REFERENCE, fixed_order_product, gated_product
 from logitless.models.linear import Shape, plan_for
 from logitless.models.lm_head import backbone_hidden
 from logitless.models.loading import load_model
@@ -157,6 +160,34 @@ def test_tiles_of_every_gpu_have_the_bits_of_the_reference_tile(dtype):
     for tile in (*linear._PLAIN.values(), linear._LOW_RANK, *linear._HOPPER.values()):
         for count in (1, 17, 300):
             assert torch.equal(fixed_order_product(rows[:count], weight, tile, dtype=torch.float32), expected[:count])
+    for columns in (1, 16, 32, 48, 64):  # first factors of LoRA
+        narrow = weight[:columns].contiguous()
+        assert torch.equal(linear.product(rows, narrow, out_dtype=torch.float32), expected[:, :columns])
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize(("length", "width"), [(896, 4864), (1024, 100)])
+def test_gate_and_up_in_one_kernel_have_the_bits_of_two_products_and_a_gate(gelu, length, width):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("planned on Hopper alone")
+    rows = torch.randn(64, length, device="cuda").bfloat16()
+    weight = torch.randn(2 * width, length, device="cuda").bfloat16() * length**-0.5
+    both = fixed_order_product(rows, weight, REFERENCE)
+    expected = gated(both[:, :width], both[:, width:], gelu=gelu)
+    for tile in check._GATED.values():
+        for count in (1, 16, 33, 64):
+            assert torch.equal(gated_product(rows[:count], weight, tile, gelu=gelu), expected[:count])
+
+
+def test_cublaslt_is_chosen_without_a_word_on_stderr():
+    code = """
+import torch
+from logitless.models.linear import library_product
+rows, weight = (torch.ones(64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+library_product("cublaslt", rows, weight, None, torch.empty_like(rows))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.multi_gpu

@@ -8,6 +8,7 @@ from logitless.models import self_check as check
 from logitless.models.kernels.linear import Tile
 from logitless.models.kernels.rotary import Heads
 from logitless.models.linear import Plan, Shape
+from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.row_invariant import AttentionForm, install_row_invariant
 from tests.models.tiny import tiny
 
@@ -17,8 +18,18 @@ def test_every_product_of_a_model_is_looked_at_once_as_it_runs():
     install_row_invariant(model)
     names = [check.shape_name(shape) for shape, _ in check.product_shapes(model)]
     assert names == [
-        "32 -> 64 float32, bias", "32 -> 32 float32", "32 -> 96 float32", "48 -> 32 float32", "32 -> 61 float32",
+        "32 -> 64 float32, bias", "32 -> 32 float32", "32 -> 96 float32", "48 -> 32 float32",
+        "32 -> 96 float32, silu gate", "32 -> 61 float32",
     ]  # fmt: skip
+
+
+def test_first_factors_of_lora_are_looked_at_together_and_each_by_itself():
+    model = add_lora(tiny("qwen2"), LoraOptions(rank=2))
+    install_row_invariant(model)
+    names = [check.shape_name(shape) for shape, _ in check.product_shapes(model)]
+    lora = ["32 -> 6 float32", "32 -> 2 float32", "32 -> 4 float32", "48 -> 2 float32"]
+    assert [name for name in names if name in lora] == lora
+    assert not any("gate" in name for name in names)  # an adapter stands between
 
 
 def test_a_plan_survives_the_disk():
@@ -62,7 +73,7 @@ def test_a_kernel_that_several_shapes_share_is_compiled_once_and_before_the_chec
     float32 = shapes[0]._replace(dtype=torch.float32)
     assert check.compilations([float32]) == []
     ran = []
-    monkeypatch.setattr(check, "_try", lambda tile, rows, weight, bias, dtype: ran.append((tile, rows.shape[1])))
+    monkeypatch.setattr(check, "_try", lambda tile, rows, *_, ahead: ran.append((tile, rows.shape[1])))
     for call in check.compilations(shapes[:1]):
         call()
     assert {length for _, length in ran} == {256}

@@ -14,9 +14,12 @@ from tests.models.tiny import CONFIGS, tiny
 # LayerNorm and learned positions stay in float64 where RMSNorm and rotary embeddings drop to float32.
 GPT2 = {**CONFIGS["gpt2"], **{f"{part}_pdrop": 0.0 for part in ("resid", "embd", "attn")}}
 GROUPS = ((5, (3, 1, 9, 2)), (1, (4,)), (3, (6, 6)), (11, (1, 1)))  # tokens of prompts and completions
+INSTRUCTIONS, BEGUN = 17, 18
+"""Tokens that two further prompts begin with, and two completions of the first of those."""
 
 
 def _inputs(vocabulary: int = 61):
+    """Groups of ``GROUPS``, and a tree: instructions, two prompts of 2 and 3 more tokens, and 3 and 2 completions."""
     generator = torch.Generator().manual_seed(0)
 
     def ids(count: int) -> tuple[int, ...]:
@@ -26,7 +29,10 @@ def _inputs(vocabulary: int = 61):
     for name, (prompt_length, lengths) in enumerate(GROUPS):
         prompt = Prompt(str(name), "", ids(prompt_length))
         pairs += [(prompt, Completion(prompt.id, ids(length), "", "stop")) for length in lengths]
-    return pack(pairs).inputs
+    instructions, begun = ids(INSTRUCTIONS), ids(BEGUN)
+    first, second = Prompt("first", "", instructions + ids(2)), Prompt("second", "", instructions + ids(3))
+    answers = [(first, begun + ids(4)), (second, ids(3)), (first, ids(2)), (first, begun + ids(1)), (second, ids(6))]
+    return pack([*pairs, *((prompt, Completion(prompt.id, each, "", "stop")) for prompt, each in answers)]).inputs
 
 
 def _gradients(model, inputs):
@@ -45,7 +51,8 @@ def test_hidden_states_and_gradients_equal_those_of_repeated_prompts_to_1e12_in_
     inputs = _inputs()
     shared = share_prompts(inputs)
     assert isinstance(shared, SharedInputs)
-    assert len(shared.input_ids) == sum(p + sum(n - 1 for n in c) for p, c in GROUPS)  # each prompt once
+    in_tree = INSTRUCTIONS + 2 + 3 + BEGUN + (4 - 1) + (1 - 1) + (2 - 1) + (3 - 1) + (6 - 1)
+    assert len(shared.input_ids) == sum(p + sum(n - 1 for n in c) for p, c in GROUPS) + in_tree  # each prompt once
     rows, gradient = _gradients(model, shared)
     expected_rows, expected_gradient = _gradients(model, inputs)
     assert (rows - expected_rows).abs().max() <= 1e-12 * expected_rows.abs().max()

@@ -9,13 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from logitless.data.packing import pack, share_prompts
 from logitless.models import packed
-from logitless.models.attention import AttentionLayout, PromptGroup
+from logitless.models.attention import AttentionLayout
 from logitless.models.lm_head import backbone_hidden, why_unshared
 from logitless.models.loading import load_model
 from logitless.models.row_invariant import install_row_invariant
 from logitless.train.masters import lower_to
 from logitless.train.policy import Policy
-from logitless.types import Completion, Prompt
+from logitless.types import Completion, Prompt, PromptGroup
 from tests.head.interpreter import interpreted
 from tests.models.tiny import LLAMA
 

@@ -9,7 +9,7 @@ from logitless.rewards.combine import weighted
 from logitless.rewards.length import Length
 from logitless.rollout.environment import SingleTurn
 from logitless.rollout.sampling import SamplingOptions
-from logitless.train.shared_rollout import group_as_json, group_of_json, sampled_and_judged
+from logitless.train.shared_rollout import _as_it_was, _shortened, group_as_json, group_of_json, sampled_and_judged
 from logitless.types import Completion, Group, Prompt, Verdict
 from tests.ranks import run_on_ranks
 
@@ -34,6 +34,8 @@ def test_a_group_comes_back_equal_from_json():
     )
     group = Group(Prompt("7", "2+2=", (1,)), (of_turns, plain), verdicts, (0.1 + 0.2, None), ((0.5, -0.25), ()))
     assert group_of_json(group.prompt, json.loads(json.dumps(group_as_json(group)))) == group
+    between_ranks = json.loads(json.dumps(_shortened(group_as_json(group))))
+    assert group_of_json(group.prompt, _as_it_was(between_ranks)) == group
 
 
 class Counting:

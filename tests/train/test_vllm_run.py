@@ -158,14 +158,15 @@ def test_several_trainer_processes_with_an_engine_each_on_their_gpus_are_refused
         _opened(tiny_recipe(tmp_path, rollout__engine={"name": "vllm"}))
 
 
-def _on_servers(rank, folder, urls, node, changes):
+def _on_servers(rank, folder, urls, node, changes, device="cpu"):
     """A run of several ranks on servers, whose weights are never whole; what it ended with on this rank."""
     os.environ["LOCAL_RANK"] = "0" if rank % node == 0 else "1"
     gather = ShardedModel.gather
     ShardedModel.gather = None
     engine = {"name": "vllm_server", "urls": urls, "model": "policy", **changes}
     try:
-        return start(tiny_recipe(folder, rollout__engine=engine, name="several"), ranks=Ranks(data=dist.group.WORLD))[1]
+        recipe = tiny_recipe(folder, rollout__engine=engine, name="several", model__device=device)
+        return start(recipe, ranks=Ranks(data=dist.group.WORLD))[1]
     except EngineError as error:
         return str(error)
     finally:
@@ -190,6 +191,13 @@ def test_one_rank_of_a_node_asks_the_servers_and_all_train_on_what_one_process_w
         assert [[row[name] for name in same] for row in rows] == [[row[name] for name in same] for row in found]
     loads = [path for path, _ in served.asked if path == "/collective_rpc"]
     assert len(loads) == 4  # one at the start and one after each block: the other rank pushes nothing
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_sharded_weights_of_gpus_reach_a_server_tensor_by_tensor_and_pass_its_probe(tmp_path):
+    with serving(_served(tmp_path)) as url:
+        assert run_on_ranks(2, _on_servers, tmp_path, [url], 2, {}, "cuda", device="cuda") == [True, True]
 
 
 def test_each_node_has_a_client_with_servers_and_prompts_of_its_own(tmp_path):

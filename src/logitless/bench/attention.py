@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from logitless.bench.machine import environment, release
-from logitless.models.attention import AttentionLayout, PromptGroup, prefix_attention
+from logitless.models.attention import AttentionLayout, prefix_attention
+from logitless.types import PromptGroup
 
 ROUNDS = 7
 SLEEP = 20_000_000

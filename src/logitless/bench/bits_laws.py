@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from logitless.bench.bits_cases import LAWS, SECOND_GPU, STOCK, STOCK_PACKED
 from logitless.head.api import token_scores
-from logitless.models.attention import AttentionLayout, PromptGroup
+from logitless.models.attention import AttentionLayout
 from logitless.models.decoding import decode_step, empty_caches, prefill
 from logitless.models.kernels.rows import FEW_ROWS
 from logitless.models.lm_head import backbone, backbone_hidden, causal_lm, lm_head
@@ -24,7 +24,7 @@ from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.paged_attention import PAGE, Chunk, DecodeLayout, PrefillLayout, SharedPages
 from logitless.models.row_invariant import install_row_invariant
 from logitless.models.self_check import self_check
-from logitless.types import PackedInputs
+from logitless.types import PackedInputs, PromptGroup
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,10 @@ def run(args: argparse.Namespace) -> int:
                 rollouts.add({"model": model, "workload": workload, "engine": engine, **row})
         del subject
         release("cuda")
-        if args.law and wanted(laws, model=model):
-            laws.add({"model": model, **contenders.law(model, Workload.parse(WORKLOADS[0]), args.law)})
+        enough = any(row["model"] == model and row["tokens"] >= args.law for row in laws.rows)
+        if args.law and (args.again or not enough) and time.perf_counter() - started < args.seconds:
+            for row in contenders.law(model, Workload.parse(WORKLOADS[0]), args.law):
+                laws.add({"model": model, **row})  # of the blocks so far, in place of the one before
             release("cuda")
         for engine in blocks:
             if model in BLOCK_MODELS and wanted(whole, model=model, engine=engine):

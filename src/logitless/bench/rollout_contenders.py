@@ -1,7 +1,7 @@
 """Who is measured by ``logitless bench rollout``. Every sample has a forced length."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -177,9 +177,9 @@ class _Generate:
         self.model: Any = causal_lm(subject.model)
         self.before = self.model.config._attn_implementation
         self.model.set_attn_implementation("sdpa")
-        ids = torch.tensor(work.prompt_ids(subject.vocabulary), device="cuda")
+        ids = torch.tensor(work.prompt_ids(subject.vocabulary), device=self.model.device)
         self.ids, self.work = ids.repeat_interleave(work.samples, 0), work
-        self.lengths = torch.tensor([n for group in work.lengths for n in group], device="cuda")
+        self.lengths = torch.tensor([n for group in work.lengths for n in group], device=self.model.device)
 
     def sample(self) -> int:
         start, lengths = self.work.prompt_tokens, self.lengths
@@ -189,12 +189,13 @@ class _Generate:
                 return lengths <= input_ids.shape[1] - start
 
         settings = GenerationConfig(
-            do_sample=True, max_new_tokens=self.work.most, top_k=0, pad_token_id=0, cache_implementation="static"
-        )
+            do_sample=True, max_new_tokens=self.work.most, top_k=0, pad_token_id=0, cache_implementation="static",
+            disable_compile=True,
+        )  # fmt: skip
         with torch.no_grad(), evaluating(self.model):
             self.model.generate(
                 self.ids, attention_mask=torch.ones_like(self.ids), generation_config=settings,
-                stopping_criteria=StoppingCriteriaList([Ended()]), disable_compile=True,
+                stopping_criteria=StoppingCriteriaList([Ended()]),
             )  # fmt: skip
         return self.work.tokens
 
@@ -310,8 +311,8 @@ def block(name: str, engine_name: str, work: Workload) -> dict[str, Any]:
     }
 
 
-def law(name: str, work: Workload, num_tokens: int) -> dict[str, Any]:
-    """Tokens whose log-prob or entropy is not training's, over blocks between which weights change."""
+def law(name: str, work: Workload, num_tokens: int) -> Iterator[dict[str, Any]]:
+    """After each block: tokens so far, and those with other bits than training's; weights change between blocks."""
     subject = Subject(name)
     contender = CONTENDERS["gpu"](subject, work)
     assert isinstance(contender, _OfEngine)
@@ -336,8 +337,8 @@ def law(name: str, work: Workload, num_tokens: int) -> dict[str, Any]:
             for parameter in trained:
                 parameter.mul_(1 + 0.01 * torch.randn_like(parameter))
         contender.engine.load(policy.weights(), blocks)
+        yield {"tokens": tokens, "blocks": blocks, "mismatched_tokens": differ}
     contender.close()
-    return {"tokens": tokens, "blocks": blocks, "mismatched_tokens": differ}
 
 
 def _now() -> float:

@@ -365,7 +365,8 @@ def _ours(length: int, width: int, device: str) -> Callable[[], Step]:
     def make() -> Step:
         if importlib.util.find_spec("triton") is None or device != "cuda":
             _needs_a_gpu()
-        from logitless.models.attention import AttentionLayout, PromptGroup, prefix_attention
+        from logitless.models.attention import AttentionLayout, prefix_attention
+        from logitless.types import PromptGroup
 
         leaves = _operands(length, width, device, packed=True)
         layout, _ = AttentionLayout([PromptGroup(0, (length,))], device).unshared()

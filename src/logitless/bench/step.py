@@ -159,6 +159,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of the rows, by commas; besides: {', '.join(step_rows.MOMENTS)}",
     )
     parser.add_argument("--live", default="1,0.5", help="of the rows: fractions of groups with an advantage, by commas")
+    parser.add_argument(
+        "--profiles", default="", help="workloads on which kernels of logitless are timed too, besides long, by commas"
+    )
     parser.add_argument("--again", default="", help="contenders whose rows are thrown away first, by commas")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each contender, fewer where they are slow")
     parser.add_argument("--minutes", type=float, default=9.0, help="after which nothing more of the rows is begun")
@@ -209,6 +212,7 @@ def run(args: argparse.Namespace) -> int:
                 steps=args.steps,
                 keep=results.keep,
                 in_time=lambda: time.monotonic() < end,
+                profiles=_among("a workload", args.profiles, tuple(WORKLOADS)),
             )
             release(args.device)
         if "lengths" in parts or "longest" in parts:

@@ -8,6 +8,7 @@ from typing import Any
 from logitless import pages
 from logitless.bench.step_contenders import WORKLOADS
 from logitless.bench.step_profile import CLASSES, OTHER
+from logitless.bench.step_rows import PROFILED
 from logitless.models.activations import MODE_WORDS
 
 Row = dict[str, Any]
@@ -15,6 +16,7 @@ MARKS = pages.Marks("step")
 LONGEST = pages.Marks("step", "longest")
 SUMMARY = pages.Marks("step", "summary")
 PROFILE = pages.Marks("step", "profile")
+BY_WORKLOAD = pages.Marks("step", "workloads")
 ACTIVATIONS = pages.Marks("step", "activations")
 NAMES = {
     "logitless": "logitless",
@@ -68,6 +70,7 @@ def update(
             LONGEST: longest_table(results),
             SUMMARY: summary(results),
             PROFILE: profile_table(results),
+            BY_WORKLOAD: workloads_table(results),
             ACTIVATIONS: activations_table(activations),
         },
         check=check,
@@ -160,11 +163,11 @@ def _is(row: Row, contender: str, workload: str, live: float) -> bool:
 
 
 def _profiles(results: Sequence[dict[str, Any]]) -> list[tuple[str, str, dict[str, float]]]:
-    """Model, contender, and milliseconds by class, the last run of each."""
+    """Model, contender, and milliseconds by class of the step that is profiled for all."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for document in results:
         for contender in DRAWN:
-            rows = [row for row in document["profile"] if row["contender"] == contender]
+            rows = [row for row in document["profile"] if _is(row, contender, *PROFILED)]
             if rows:
                 found[document["model"]["title"], contender] = {row["class"]: row["ms"] for row in rows}
     return [(title, contender, classes) for (title, contender), classes in found.items()]
@@ -186,6 +189,27 @@ def profile_table(results: Sequence[dict[str, Any]]) -> str:
         lines.append(f"| {kind} | " + " | ".join(f"{c[kind]:.1f}" if kind in c else "" for *_, c in profiles) + " |")
     lines.append("| the step | " + " | ".join(f"{sum(c.values()):.0f}" for *_, c in profiles) + " |")
     return "\n".join(lines)
+
+
+def workloads_table(results: Sequence[dict[str, Any]]) -> str:
+    """Markdown: milliseconds of this library's step by class of kernels, one table a model, a column a workload."""
+    tables = []
+    for document in results:
+        rows = [row for row in document["profile"] if row["contender"] == "logitless"]
+        found: dict[tuple[str, float], dict[str, float]] = {}
+        for row in rows:
+            found.setdefault((row["workload"], row["live"]), {})[row["class"]] = row["ms"]
+        steps = sorted(found.items(), key=lambda item: -item[0][1])  # the whole ones first
+        if not steps:
+            continue
+        names = [workload + ("" if live == 1.0 else f", {live:g} live") for (workload, live), _ in steps]
+        lines = [f"| {document['model']['title'].partition(',')[0]}, ms | " + " | ".join(names) + " |"]
+        lines.append("|---|" + "--:|" * len(names))
+        for kind in _classes([("", "", classes) for _, classes in steps]):
+            lines.append(f"| {kind} | " + " | ".join(f"{c.get(kind, 0.0):.1f}" for _, c in steps) + " |")
+        lines.append("| the step | " + " | ".join(f"{sum(c.values()):.0f}" for _, c in steps) + " |")
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables) or "No results yet: run `logitless bench step` on a GPU."
 
 
 def activations_table(rows: Sequence[Row]) -> str:

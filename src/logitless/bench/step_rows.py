@@ -3,9 +3,9 @@
 Contenders come in two forms of the same weights. ``autocast``: float32 weights, products in bfloat16 by autocast,
 activations recomputed, the layers of transformers: a recipe without options, and TRL's default. ``row-invariant``:
 bfloat16 weights with float32 masters and the fused layers; at memory budget 0 the head keeps nothing, every layer keeps
-its input alone, and packed rows are short. Every step starts from the same weights and an optimizer
-without history, and really moves the weights, which are put back outside the clock; a sample of their change is
-compared with that of the autocast form.
+its input alone, in the host's memory, and packed rows are short. Every step starts from the same weights and an
+optimizer without history, and really moves the weights, which are put back outside the clock; a sample of their change
+is compared with that of the autocast form.
 
     mfu = (6 body parameters x tokens + 6 V D x scored tokens) / seconds / rate of a large bfloat16 product
 
@@ -59,11 +59,11 @@ STAGES = (("autocast", "float32"), ("row-invariant", "float32"), ("row-invariant
 
 LIVE = (1.0, 0.5)
 PROFILED = ("long", 1.0)
-"""Where kernels are timed, too."""
+"""Where everyone's kernels are timed, too; those of ``logitless`` also where they are asked for."""
 
 LEARNING_RATE = 1e-4
-SHORT_ROWS = 4096
-"""Most tokens of a packed row at memory budget 0."""
+SHORT_ROWS = 12288
+"""Most tokens of a packed row at memory budget 0: shorter rows save no memory that matters, and cost launches."""
 
 SAMPLE = 512
 """Elements of each tensor whose change is compared."""
@@ -114,6 +114,7 @@ def measure(
     steps: int,
     keep: Callable[[str, list[Row]], None],
     in_time: Callable[[], bool],
+    profiles: Sequence[str] = (),
 ) -> None:
     """Measures cases and hands out each row as soon as it is there.
 
@@ -125,6 +126,7 @@ def measure(
         steps: timed steps of a case, fewer of a slow one.
         keep: takes ``rows`` or ``profile`` and rows.
         in_time: whether another case may start.
+        profiles: workloads on which kernels of ``logitless`` are timed, besides ``PROFILED``.
     """
     rate = product_rate(device)
     for form, moments in STAGES:
@@ -161,7 +163,9 @@ def measure(
                 continue
             timed = stage.timed(stepper, rollouts, reference, steps=steps)
             keep("rows", [_row(shape, case, rollouts, timed, reference, rate)])
-            if (case.workload, case.live) == PROFILED and timed.failure is None and device == "cuda":
+            asked = case.contender == "logitless" and case.workload in profiles
+            shown = asked or (case.workload, case.live) == PROFILED
+            if shown and timed.failure is None and device == "cuda":
                 found = kernel_times(partial(stepper.step, rollouts, reference), before=stage.restore)
                 named = {"contender": case.contender, "workload": case.workload, "live": case.live}
                 keep("profile", [{**named, **each} for each in found])
@@ -372,7 +376,10 @@ class Stage:
         recipe = self.learner.recipe
         train = recipe.train.model_copy(update={"tokens_per_micro_batch": tokens})
         self.learner.recipe = recipe.model_copy(update={"train": train})
-        _recompute(self.model, on=contender in ("logitless-budget-0", "logitless-autocast", "trl"))
+        if short:
+            set_modes(self.model, ["host"] * len(backbone(self.model).layers))
+        else:
+            _recompute(self.model, on=contender in ("logitless-autocast", "trl"))
 
     def _learn(self, rollouts: Rollouts, reference: Reference) -> tuple[float, float]:
         """The learner's own step, its plan and its diagnostics included."""

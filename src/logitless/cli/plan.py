@@ -32,23 +32,7 @@ def run(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
     if options.gpus < 1:
         raise ConfigurationError(needed="at least one GPU", given=f"--gpus {options.gpus}", remedy="Give a number.")
-    given = (options.tokens_per_second, options.gigabytes_per_second)
-    speeds = None if options.measured is None else Speeds.measured(_rows(options.measured))
-    if (speeds is None and (given[0] is None) != (given[1] is None)) or any(n is not None and n <= 0 for n in given):
-        raise ConfigurationError(
-            needed="both speeds, positive, or none of them",
-            given=f"--tokens-per-second {given[0]}, --gigabytes-per-second {given[1]}",
-            remedy="`logitless bench scale` measures them.",
-        )
-    if speeds is not None:  # of other links, for example
-        speeds = replace(
-            speeds,
-            tokens_per_second=given[0] or speeds.tokens_per_second,
-            bytes_per_second=given[1] * 1e9 if given[1] else speeds.bytes_per_second,
-        )
-    elif given[0] is not None:
-        speeds = Speeds(given[0], given[1] * 1e9)
-    arrangement = arrangement_of(recipe, options.gpus)
+    speeds, arrangement = _speeds(options), arrangement_of(recipe, options.gpus)
     model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=recipe.seed, device=torch.device("meta"))
     value_head = value_head_of(recipe, algorithm_of(recipe), model)
     print(forecast_text(recipe, forecast(recipe, model, arrangement, value_head=value_head, speeds=speeds)))
@@ -70,3 +54,28 @@ def _rows(path: Path) -> list[dict[str, Any]]:
             given=f"{path}: {error}",
             remedy="Name benchmarks/results/scale-MODEL.json.",
         ) from error
+
+
+def _speeds(options: argparse.Namespace) -> Speeds | None:
+    """What was measured of the model, with given speeds in place of its own; None where nothing is known.
+
+    Raises:
+        ConfigurationError: one speed without the other and without a file, or one that is not positive.
+    """
+    tokens, gigabytes = options.tokens_per_second, options.gigabytes_per_second
+    measured = None if options.measured is None else Speeds.measured(_rows(options.measured))
+    if (measured is None and (tokens is None) != (gigabytes is None)) or any(
+        each is not None and each <= 0 for each in (tokens, gigabytes)
+    ):
+        raise ConfigurationError(
+            needed="both speeds, positive, or none of them",
+            given=f"--tokens-per-second {tokens}, --gigabytes-per-second {gigabytes}",
+            remedy="`logitless bench scale` measures them.",
+        )
+    if measured is None:
+        return None if tokens is None else Speeds(tokens, gigabytes * 1e9)
+    return replace(
+        measured,
+        tokens_per_second=tokens or measured.tokens_per_second,
+        bytes_per_second=gigabytes * 1e9 if gigabytes else measured.bytes_per_second,
+    )

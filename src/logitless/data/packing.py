@@ -4,12 +4,14 @@ A sequence is ``prompt + completion``; the hidden state at position i predicts t
 everything but the last token, and the target at completion index j has its hidden row at ``len(prompt) - 1 + j``.
 There is no padding anywhere: sequences lie end to end, and a sequence without a scored token is not read at all.
 
-Three savings are decided here, none of which changes a loss. Sequences of one prompt lie side by side, so that a pass
-reads the prompt once (``share_prompts``). Rows are filled by cost, so that there are few and none is slow. Sequences
-that can change no gradient (``StepPlan.dead``) are in no row.
+Three savings are decided here, none of which changes a loss. What sequences begin with alike a pass reads once
+(``share_prompts``): a group its prompt, prompts their common instructions, completions what they begin with. Rows are
+filled by cost, so that there are few and none is slow. Sequences that can change no gradient (``StepPlan.dead``) are in
+no row.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
@@ -18,11 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logitless.distributed.shares import attention_cost, sequence_cost
+from logitless.distributed.shares import attention_cost
 from logitless.errors import InputError
-from logitless.types import Completion, PackedBatch, PackedInputs, Prompt, SharedInputs
+from logitless.types import Completion, PackedBatch, PackedInputs, Prompt, PromptGroup, SharedInputs
 
 _Number = TypeVar("_Number", int, float)
+
+LEAST = 16
+"""Tokens that prompts, or completions of one, have to begin with alike to be read once: fewer are no piece of a row."""
 
 
 def pack(pairs: Sequence[tuple[Prompt, Completion]], *, version: int | None = None) -> PackedBatch:
@@ -54,8 +59,6 @@ def pack(pairs: Sequence[tuple[Prompt, Completion]], *, version: int | None = No
     lag: list[int] = []
     lengths: list[int] = []
     counts: list[int] = []
-    prompts: dict[tuple[int, ...], int] = {}
-    prompt_of: list[int] = []
     for prompt, completion in pairs:
         if not prompt.token_ids:
             raise InputError(
@@ -77,7 +80,6 @@ def pack(pairs: Sequence[tuple[Prompt, Completion]], *, version: int | None = No
         lag += _lags(completion, trained, version)
         lengths.append(len(read))
         counts.append(len(trained))
-        prompt_of.append(prompts.setdefault(prompt.token_ids, len(prompts)))
     return PackedBatch(
         inputs=PackedInputs(
             input_ids=_vector(input_ids, np.int64),
@@ -85,8 +87,7 @@ def pack(pairs: Sequence[tuple[Prompt, Completion]], *, version: int | None = No
             lengths=tuple(lengths),
             source=_vector(source, np.int64),
             source_counts=tuple(counts),
-            prompt=tuple(prompt_of),
-            prompt_lengths=tuple(len(prompt.token_ids) for prompt, _ in pairs),
+            prefixes=_prefixes(pairs, lengths),
         ),
         target=_vector(target, np.int64),
         turn=_vector(turn, np.int64),
@@ -135,55 +136,117 @@ def nothing_to_score() -> PackedBatch:
     )
 
 
+def _prefixes(
+    pairs: Sequence[tuple[Prompt, Completion]], lengths: Sequence[int]
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """What each sequence begins with as others do: what several prompts begin with, its prompt, and what several
+    completions of that begin with, as (id, tokens).
+    """
+    found: list[list[tuple[int, int]]] = [[] for _ in pairs]
+    num_named = 0
+
+    def begin(sequences: Iterable[int], tokens: int) -> None:
+        nonlocal num_named
+        for s in sequences:
+            found[s].append((num_named, tokens))
+        num_named += 1
+
+    of_prompt: dict[tuple[int, ...], list[int]] = {}
+    for s, (prompt, _) in enumerate(pairs):
+        if lengths[s]:
+            of_prompt.setdefault(prompt.token_ids, []).append(s)
+    prompts = sorted(of_prompt)
+    for first, last, tokens in _alike(prompts):
+        begin((s for prompt in prompts[first:last] for s in of_prompt[prompt]), tokens)
+    for ids, sequences in of_prompt.items():
+        begin(sequences, len(ids))
+        read = {s: pairs[s][1].token_ids[: lengths[s] - len(ids)] for s in sequences}
+        order = sorted(sequences, key=read.__getitem__)
+        for first, last, tokens in _alike([read[s] for s in order]):
+            begin(order[first:last], len(ids) + tokens)
+    return tuple(map(tuple, found))
+
+
+def _alike(texts: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, int, int]]:
+    """Runs of sorted texts that begin alike, as (first, last, tokens); one inside of another has ``LEAST`` more tokens.
+
+    A run comes before those inside of it.
+    """
+    common = [_num_common(a, b) for a, b in pairwise(texts)]
+    todo = [(0, len(texts), 0)]
+    while todo:
+        first, last, tokens = todo.pop()
+        if last - first > 1:
+            if (shortest := min(common[first : last - 1])) >= tokens + LEAST:
+                yield first, last, shortest
+                tokens = shortest
+            ends = [i + 1 for i in range(first, last - 1) if common[i] < tokens + LEAST]
+            todo += [(a, b, tokens) for a, b in pairwise([first, *ends, last])]
+
+
+def _num_common(text: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Tokens that both begin with."""
+    differing = (i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b)
+    return next(differing, min(len(text), len(other)))
+
+
 def share_prompts(inputs: PackedInputs) -> SharedInputs | PackedInputs:
-    """The same sequences with each prompt once for the sequences that lie side by side and begin with it.
+    """The same sequences, with what several of them begin with once.
 
     Args:
         inputs: on the CPU.
 
     Returns:
-        What a pass reads; ``inputs`` themselves where no two neighbours have a prompt in common.
+        What a pass reads; ``inputs`` themselves where no two sequences are known to begin alike.
 
     Example:
         >>> prompt = Prompt(id="a", text="ab", token_ids=(1, 2))
         >>> pairs = [(prompt, Completion("a", ids, "", "stop")) for ids in [(3, 4), (5, 6)]]
         >>> shared = share_prompts(pack(pairs).inputs)
         >>> shared.input_ids, shared.position_ids, shared.source, shared.groups
-        (tensor([1, 2, 3, 5]), tensor([0, 1, 2, 2]), tensor([1, 2, 1, 3]), ((2, (1, 1)),))
+        (tensor([1, 2, 3, 5]), tensor([0, 1, 2, 2]), tensor([1, 2, 1, 3]), (PromptGroup(prompt=2, completions=(1, 1)),))
     """
-    if inputs.prompt is None or inputs.prompt_lengths is None:
-        return inputs
+    prefixes = inputs.prefixes
     read = [s for s, length in enumerate(inputs.lengths) if length]
-    if all(inputs.prompt[a] != inputs.prompt[b] for a, b in pairwise(read)):
+    if prefixes is None or max(Counter(name for s in read for name, _ in prefixes[s]).values(), default=1) == 1:
         return inputs
-    starts = [0, *accumulate(inputs.lengths)]
-    groups: list[tuple[int, list[int]]] = []
-    kept: list[Tensor] = []
-    in_prompt, in_completion = [0] * len(inputs.lengths), [0] * len(inputs.lengths)  # new row less old row
-    at, first, before = 0, 0, None
+    # a tree of what they begin with, each branch named by its id; the end of sequence s is named ~s
+    roots: list[int] = []
+    going_on: dict[int, list[int]] = {}
+    members: dict[int, list[int]] = {}
+    tokens: dict[int, int] = {}
     for s in read:
-        start, length, prompt = starts[s], inputs.lengths[s], inputs.prompt_lengths[s]
-        if inputs.prompt[s] != before:
-            before, first = inputs.prompt[s], at
-            groups.append((prompt, []))
-            kept.append(torch.arange(start, start + prompt))
-            at += prompt
-        kept.append(torch.arange(start + prompt, start + length))
-        in_prompt[s], in_completion[s] = first - start, at - start - prompt
-        groups[-1][1].append(length - prompt)
-        at += length - prompt
-    rows = torch.cat(kept)
+        siblings = roots
+        for name, tokens[name] in prefixes[s]:
+            if name not in going_on:
+                siblings.append(name)
+            siblings = going_on.setdefault(name, [])
+            members.setdefault(name, []).append(s)
+        siblings.append(~s)
+        tokens[~s], members[~s] = inputs.lengths[s], [s]
+    starts = [0, *accumulate(inputs.lengths)]
+    new_row = np.zeros(starts[-1], dtype=np.int64)
+    old_rows: list[range] = []
+    at = 0
 
-    def of_tokens(values: Sequence[int]) -> Tensor:
-        return torch.repeat_interleave(torch.tensor(values), torch.tensor(inputs.source_counts))
+    def lay(name: int, before: int) -> PromptGroup | int:
+        """Lays a branch behind the ``before`` tokens that it goes on from, and what goes on from it behind it."""
+        nonlocal at
+        own = tokens[name] - before
+        for s in members[name]:
+            new_row[starts[s] + before : starts[s] + tokens[name]] = np.arange(at, at + own)
+        first = starts[members[name][0]]
+        old_rows.append(range(first + before, first + tokens[name]))
+        at += own
+        return own if name < 0 else PromptGroup(own, tuple(lay(each, tokens[name]) for each in going_on[name]))
 
-    ends = of_tokens([start + prompt for start, prompt in zip(starts[:-1], inputs.prompt_lengths, strict=True)])
-    shift = torch.where(inputs.source < ends, of_tokens(in_prompt), of_tokens(in_completion))
+    laid = [lay(name, 0) for name in roots]
+    rows = torch.from_numpy(np.concatenate([np.arange(each.start, each.stop) for each in old_rows]))
     return SharedInputs(
         input_ids=inputs.input_ids[rows],
         position_ids=inputs.position_ids[rows],
-        groups=tuple((prompt, tuple(completions)) for prompt, completions in groups),
-        source=inputs.source + shift,
+        groups=tuple(PromptGroup(each) if isinstance(each, int) else each for each in laid),
+        source=torch.from_numpy(new_row)[inputs.source],
     )
 
 
@@ -240,11 +303,8 @@ class Packing:
             return self._in_order(pieces, inputs)
         sizes = [self.num_tokens(piece, inputs) for piece in pieces]
         costs = [self.cost(piece, inputs) for piece in pieces]
-        fewest = -(-sum(sizes) // self.tokens_per_row)
-        for count in range(fewest, len(pieces) + 1):
-            if (placed := _placed(sizes, costs, count, self.tokens_per_row)) is not None:
-                return tuple(tuple(s for i in row for s in pieces[i]) for row in placed if row)
-        return ()
+        placed = _in_fewest(sizes, costs, self.tokens_per_row)
+        return tuple(tuple(s for i in row for s in pieces[i]) for row in placed)
 
     def num_tokens(self, sequences: Sequence[int], inputs: PackedInputs) -> int:
         """Tokens that a pass over these sequences side by side reads."""
@@ -260,23 +320,24 @@ class Packing:
         return float(sum(pairs for _, pairs in self._parts(sequences, inputs)))
 
     def _parts(self, sequences: Sequence[int], inputs: PackedInputs) -> Iterator[tuple[int, float]]:
-        """(tokens, pairs) of each prompt and completion, or of each sequence."""
-        before: int | None = None
+        """(tokens, pairs) of what sequences begin with, each once, and of what each goes on with."""
+        seen: set[int] = set()
         for s in sequences:
-            length, prompt = inputs.lengths[s], 0
-            if self.share_prompts and inputs.prompt is not None and inputs.prompt_lengths is not None and length:
-                prompt = inputs.prompt_lengths[s]
-                if inputs.prompt[s] != before:
-                    before = inputs.prompt[s]
-                    yield prompt, prompt * prompt / 2
-            own = length - prompt
-            yield own, prompt * own + own * own / 2
+            before = 0
+            for name, tokens in self._prefixes(s, inputs):
+                own = tokens - before
+                if name not in seen:
+                    seen.add(name)
+                    yield own, before * own + own * own / 2
+                before = tokens
+            own = inputs.lengths[s] - before
+            yield own, before * own + own * own / 2
+
+    def _prefixes(self, sequence: int, inputs: PackedInputs) -> tuple[tuple[int, int], ...]:
+        return inputs.prefixes[sequence] if self.share_prompts and inputs.prefixes is not None else ()
 
     def _pieces(self, sequences: Sequence[int], inputs: PackedInputs) -> list[list[int]]:
-        """What is placed as a whole: sequences of one prompt where they share it and fit into a row, else each alone.
-
-        A group that is longer than a row is cut into the fewest parts of about equal cost.
-        """
+        """What is placed as a whole: the sequences that begin alike, where they share that and fit into a row."""
         for s in sequences:
             if inputs.lengths[s] > self.tokens_per_row:
                 raise InputError(
@@ -284,25 +345,27 @@ class Packing:
                     given=f"one of {inputs.lengths[s]}",
                     remedy="Raise train.tokens_per_micro_batch, or lower the prompt or completion limit.",
                 )
-        if not self.share_prompts or inputs.prompt is None:
-            return [[s] for s in sequences]
-        groups: dict[int, list[int]] = {}
-        for s in sequences:
-            groups.setdefault(inputs.prompt[s], []).append(s)
-        return [piece for group in groups.values() for piece in self._cut(group, inputs)]
+        return [piece for branch in self._branches(sequences, 0, inputs) for piece in self._cut(branch, 1, inputs)]
 
-    def _cut(self, group: list[int], inputs: PackedInputs) -> list[list[int]]:
-        assert inputs.prompt_lengths is not None
-        prompt = inputs.prompt_lengths[group[0]]
-        room = self.tokens_per_row - prompt
-        sizes = [inputs.lengths[s] - prompt for s in group]
-        if sum(sizes) <= room:
+    def _branches(self, sequences: Sequence[int], depth: int, inputs: PackedInputs) -> list[list[int]]:
+        """The sequences by their prefix number ``depth``; whoever has none is alone."""
+        found: dict[int, list[int]] = {}
+        for s in sequences:
+            prefixes = self._prefixes(s, inputs)
+            found.setdefault(prefixes[depth][0] if len(prefixes) > depth else ~s, []).append(s)
+        return list(found.values())
+
+    def _cut(self, group: list[int], depth: int, inputs: PackedInputs) -> list[list[int]]:
+        """Sequences with ``depth`` prefixes in common in the fewest parts of about equal cost that fit into a row."""
+        if len(group) == 1 or self.num_tokens(group, inputs) <= self.tokens_per_row:
             return [group]
-        costs = [sequence_cost(inputs.lengths[s], self.hidden_size or 0) for s in group]
-        for count in range(2, len(group)):
-            if (placed := _placed(sizes, costs, count, room)) is not None:
-                return [[group[i] for i in part] for part in placed if part]
-        return [[s] for s in group]
+        common = self._prefixes(group[0], inputs)[depth - 1][1]
+        branches = self._branches(group, depth, inputs)
+        pieces = [piece for branch in branches for piece in self._cut(branch, depth + 1, inputs)]
+        sizes = [self.num_tokens(piece, inputs) - common for piece in pieces]
+        costs = [self.cost(piece, inputs) for piece in pieces]
+        placed = _in_fewest(sizes, costs, self.tokens_per_row - common)
+        return [sorted(s for i in part for s in pieces[i]) for part in placed]
 
     def _in_order(self, pieces: Sequence[Sequence[int]], inputs: PackedInputs) -> tuple[tuple[int, ...], ...]:
         rows: list[list[int]] = []
@@ -315,6 +378,15 @@ class Packing:
             rows[-1] += piece
             used += size
         return tuple(tuple(row) for row in rows)
+
+
+def _in_fewest(sizes: Sequence[int], costs: Sequence[float], room: int) -> list[list[int]]:
+    """The pieces, each within ``room``, in about the fewest rows that have room for them."""
+    most = len(sizes)
+    fewest = max(-(-sum(sizes) // room) if room else most, sum(2 * size > room for size in sizes))
+    found = (_placed(sizes, costs, count, room) for count in range(fewest, most))
+    placed = next((each for each in found if each is not None), [[i] for i in range(most)])
+    return [row for row in placed if row]
 
 
 def _placed(sizes: Sequence[int], costs: Sequence[float], count: int, room: int) -> list[list[int]] | None:

@@ -277,23 +277,63 @@ class Ranks:
         if self._everyone is None:
             return
         trained = [p for p in parameters if p.requires_grad]
+        if not trained:
+            return
         with _all_present():
-            for bucket in _buckets(trained, BUCKET_BYTES // self.world):
-                there = torch.tensor([p.grad is not None for p in bucket], dtype=torch.uint8, device=bucket[0].device)
-                everyones = [torch.empty_like(there) for _ in range(self.world)]
-                dist.all_gather(everyones, there, group=self._everyone)
-                flat = _flat(bucket)
-                parts = flat.new_empty(self.world * len(flat))
-                dist.all_gather_into_tensor(parts, flat, group=self._everyone)
-                split = [torch.split(part, [p.numel() for p in bucket]) for part in parts.chunk(self.world)]
-                for i, p in enumerate(bucket):
-                    has = [bool(row[i]) for row in everyones]
-                    total = TreeSum()
-                    for rank in range(self.world):
-                        total.add([split[rank][i] if has[rank] else None])
-                    (found,) = total.whole()
-                    if found is not None:
-                        _set_gradient(p, found)
+            mine = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8, device=trained[0].device)
+            everyones = mine.new_empty(self.world * len(mine))
+            dist.all_gather_into_tensor(everyones, mine, group=self._everyone)
+            having = everyones.view(self.world, -1).bool().T.tolist()  # of each parameter, the ranks
+            ranks_of = {id(p): has for p, has in zip(trained, having, strict=True)}
+            under_way: _SumInOrder | None = None
+            for bucket in _buckets([p for p in trained if any(ranks_of[id(p)])], BUCKET_BYTES // self.world):
+                begun = _SumInOrder(bucket, [ranks_of[id(p)] for p in bucket], self._everyone)
+                if under_way is not None:
+                    under_way.finish()
+                under_way = begun
+            if under_way is not None:
+                under_way.finish()
+
+
+class _SumInOrder:
+    """The same of gradients that every rank gets of all, to add them along the tree while the next ones travel.
+
+    Args:
+        bucket: with a gradient on some rank.
+        having: of each parameter, which ranks have a gradient.
+        group: of the ranks.
+    """
+
+    def __init__(self, bucket: list[nn.Parameter], having: list[list[bool]], group: dist.ProcessGroup) -> None:
+        self._bucket, self._having = bucket, having
+        self._flat = _flat(bucket)
+        self._parts = self._flat.new_empty(len(having[0]) * len(self._flat))
+        self._work = dist.all_gather_into_tensor(self._parts, self._flat, group=group, async_op=True)
+
+    def finish(self) -> None:
+        """Write the sums to the gradients."""
+        self._work.wait()
+        parts, sizes = self._parts.chunk(len(self._having[0])), [p.numel() for p in self._bucket]
+        if all(map(all, self._having)):
+            (whole,) = _along_tree([[part] for part in parts])
+            sums: list[Tensor | None] = list(torch.split(whole, sizes)) if whole is not None else []
+        else:
+            split = [torch.split(part, sizes) for part in parts]
+            sums = [
+                _along_tree([[split[rank][i] if there else None] for rank, there in enumerate(has)])[0]
+                for i, has in enumerate(self._having)
+            ]
+        for parameter, found in zip(self._bucket, sums, strict=True):
+            if found is not None:
+                _set_gradient(parameter, found)
+
+
+def _along_tree(of_ranks: list[list[Tensor | None]]) -> list[Tensor | None]:
+    """The sums of the ranks' tensors."""
+    total = TreeSum()
+    for tensors in of_ranks:
+        total.add(tensors)
+    return total.whole()
 
 
 class _Sum:

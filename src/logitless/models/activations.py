@@ -19,12 +19,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from logitless.errors import ConfigurationError, UnavailableError
 from logitless.float32_sums import gradient_dtype
 from logitless.models.lm_head import backbone, backbone_hidden
+from logitless.models.one_node import made_again
 from logitless.types import PackedInputs
 
 Mode = Literal["keep", "selective", "recompute", "host"]
@@ -96,9 +97,14 @@ def _run(mode: Mode, tally: "_Tally | None", layer: Callable[..., Any], *args: A
         args = (args[0] + args[1], None)
     kept: Any = _MadeAgain(tally) if mode == "selective" else _Kept(tally)
     if mode == "host":
-        kept = save_on_cpu(pin_memory=args[0].is_cuda)
+        kept = _OnHost()
     with kept:
-        return layer(*args) if mode in ("keep", "selective") else checkpoint(layer, *args, use_reentrant=False)
+        if mode in ("keep", "selective"):
+            return layer(*args)
+        if not of_rows:
+            return checkpoint(layer, *args, use_reentrant=False)
+        with made_again():
+            return layer(*args)
 
 
 class _Tally:
@@ -133,6 +139,20 @@ class _Kept(saved_tensors_hooks):
     def __exit__(self, *args: object) -> None:
         if self._counts:
             super().__exit__(*args)
+
+
+class _OnHost(saved_tensors_hooks):
+    """Keeps what is saved in the host's memory, page-locked where it comes from a GPU.
+
+    Both copies are queued on the GPU, behind what makes a tensor and before what reads it: the host waits for neither.
+    """
+
+    def __init__(self) -> None:
+        def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+            there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            return tensor.device, there.copy_(tensor, non_blocking=True)
+
+        super().__init__(pack, lambda kept: kept[1].to(kept[0], non_blocking=True))
 
 
 # --- what kernels of ours made, made again
@@ -224,9 +244,10 @@ def costs_per_token(model: nn.Module) -> dict[Mode, Cost]:
         with _gradients_in_place(model):
             for mode in _modes_of(layers):
                 (kept0, peak0), (kept1, peak1) = (_kept_and_peak(model, mode, tokens) for tokens in (few, many))
-                kept = (kept1 - kept0) / (many - few) / len(layers)
-                peak = (peak1 - peak0) / (many - few)
-                found[mode] = Cost(kept, max(0.0, peak - kept * len(layers)))
+                kept = (kept1 - kept0) / (many - few)
+                # in short rows a part of it may be a weight's: what is needed grows as fast as it is in the longer row
+                needed = max((peak1 - peak0) / (many - few) - kept, (peak1 - kept1) / many)
+                found[mode] = Cost(kept / len(layers), max(0.0, needed))
     finally:
         for layer, (on, function) in zip(layers, before, strict=True):
             layer.gradient_checkpointing = on

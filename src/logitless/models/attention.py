@@ -1,10 +1,13 @@
-"""Causal attention over packed rows in which the completions of a prompt share its tokens, with one set of bits.
+"""Causal attention over packed rows in which sequences share what they begin with, with one set of bits.
 
 Equal to running every sequence alone, prompt and completion together. A prompt lies once in the row, its completions
 end to end behind it:
 
     row:       [prompt A][completion A1][completion A2] [prompt B][completion B1] ...
     position:   0 .. P-1   P .. P+n1-1    P .. P+n2-1     0 .. Q-1   Q ..
+
+In place of a completion there may be a group again, which goes on from there: a tree, each branch behind its trunk. Who
+sees a token lies behind it, up to the last of its branches.
 
 A row's output and log-sum-exp have the same bits whether its prompt is shared or repeated, in any packing and any
 order, as they have in ``paged_attention`` chunk by chunk and token by token: blocks and splits of keys are counted in
@@ -27,16 +30,26 @@ from torch import Tensor
 from logitless.errors import InputError, UnavailableError
 from logitless.models.kernels.attention_tiles import PROCESSORS, attention_tiles
 from logitless.models.one_node import apply, refuse_twice
+from logitless.types import PromptGroup
 
 MAX_WIDTH = 256
 MAX_GROUP = 64
 
 
-class PromptGroup(NamedTuple):
-    """Lengths of a prompt and of its completions; no completions, or no prompt, are plain sequences."""
+class Piece(NamedTuple):
+    """Tokens of a row that the same sequences have; ``sees``: (row, length) of what they see before themselves."""
 
-    prompt: int
-    completions: tuple[int, ...] = ()
+    sees: tuple[tuple[int, int], ...]
+    row: int
+    length: int
+    last_seen_by: int
+    is_prompt: bool
+    group: int
+
+    @property
+    def seen_rows(self) -> Int[Tensor, "p"]:
+        """[p] of what they see before themselves, by position."""
+        return torch.cat([torch.arange(0), *(torch.arange(row, row + length) for row, length in self.sees)])
 
 
 class Segments(NamedTuple):
@@ -52,6 +65,10 @@ class Segments(NamedTuple):
     """Whether other pieces see them."""
     rank: Tensor
     """Place of their group when groups are sorted by size, the largest first."""
+    trunk_length: Tensor
+    """How much of the prefix lies in one piece, from ``prefix_row`` on."""
+    branch: Tensor
+    """Where the rows of the rest of it begin in ``AttentionLayout.branch_rows``."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +97,10 @@ class AttentionLayout:
     _tables: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        groups = tuple(PromptGroup(prompt, tuple(completions)) for prompt, completions in self.groups)
-        object.__setattr__(self, "groups", groups)
-        sizes = [prompt + sum(completions) for prompt, completions in groups]
+        groups = self.groups
+        sizes = [group.size for group in groups]
         used = sum(sizes)
-        if not groups or min(sizes) < 1 or any(min(p, *c, 0) < 0 for p, c in groups):
+        if not groups or min(sizes) < 1 or any(group.least < 0 for group in groups):
             raise InputError(
                 needed="groups with at least one token and no negative length",
                 given=f"{groups[:4]}",
@@ -114,30 +130,62 @@ class AttentionLayout:
     @cached_property
     def every_row(self) -> bool:
         """Whether every row belongs to a sequence."""
-        return self.num_tokens == sum(prompt + sum(completions) for prompt, completions in self.groups)
+        return self.num_tokens == sum(group.size for group in self.groups)
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(group.longest for group in self.groups)
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """In the order in which they lie; a prompt of a single completion is one with it."""
+        found: list[Piece] = []
+
+        def lay(group: PromptGroup, sees: tuple[tuple[int, int], ...], row: int, length: int, number: int) -> int:
+            """Adds a group whose own tokens begin at ``row``, ``length`` of them with its prompt; the row after it."""
+            going_on = [each for each in group.branches if each.size]
+            if len(going_on) == 1:
+                return lay(going_on[0], sees, row, length + going_on[0].prompt, number)
+            end = row + length + sum(each.size for each in going_on)
+            if length:
+                found.append(Piece(sees, row, length, end, bool(going_on), number))
+                sees = (*sees, (row, length))
+            at = row + length
+            for each in going_on:
+                at = lay(each, sees, at, each.prompt, number)
+            return end
+
+        at = 0
+        for number, group in enumerate(self.groups):
+            at = lay(group, (), at, group.prompt, number)
+        return found
 
     @cached_property
     def segments(self) -> Segments:
-        """Pieces in the order in which they lie; a prompt of a single completion is one with it."""
-        found: list[tuple[int, int, int, int, int, bool, int]] = []
-        at = 0
-        for group, (prompt, completions) in enumerate(self.groups):
-            lengths = [length for length in completions if length]
-            first, end = at, at + prompt + sum(lengths)
-            if len(lengths) <= 1 or prompt == 0:
-                for length in [prompt + sum(lengths)] if prompt else lengths:
-                    found.append((0, 0, at, length, at + length, False, group))
-                    at += length
-                continue
-            found.append((0, 0, first, prompt, end, True, group))
-            at += prompt
-            for length in lengths:
-                found.append((first, prompt, at, length, at + length, False, group))
-                at += length
-        prefix_row, prefix_length, row, length, last_seen_by, is_prompt, group = torch.tensor(found).T
-        sizes = torch.tensor([prompt + sum(completions) for prompt, completions in self.groups])
-        rank = torch.argsort(torch.argsort(-sizes, stable=True))[group]
-        return Segments(prefix_row, prefix_length, row, length, last_seen_by, is_prompt.bool(), rank)
+        """The pieces as numbers."""
+        columns: list[tuple[int, ...]] = []
+        branch = 0
+        for sees, row, length, last_seen_by, is_prompt, group in self.pieces:
+            prefix = sum(count for _, count in sees)
+            first = trunk = sees[0][0] if sees else 0
+            for begin, count in sees:
+                if begin != trunk:
+                    break
+                trunk += count
+            columns.append((first, prefix, row, length, last_seen_by, is_prompt, group, trunk - first, branch))
+            branch += prefix - (trunk - first)
+        prefix_row, prefix_length, rows, lengths, last, prompts, groups, trunks, branches = torch.tensor(columns).T
+        sizes = torch.tensor([group.size for group in self.groups])
+        rank = torch.argsort(torch.argsort(-sizes, stable=True))[groups]
+        return Segments(prefix_row, prefix_length, rows, lengths, last, prompts.bool(), rank, trunks, branches)
+
+    @cached_property
+    def branch_rows(self) -> Int[Tensor, "b"] | None:
+        """[b] int32: rows of what each piece sees behind the trunk of its prefix; None where no branch branches."""
+        trunks = self.segments.trunk_length.tolist()
+        joined = torch.cat([piece.seen_rows[trunk:] for piece, trunk in zip(self.pieces, trunks, strict=True)])
+        return sent(joined.int(), self.device) if len(joined) else None
 
     @cached_property
     def positions(self) -> Int[Tensor, "T"]:
@@ -156,27 +204,28 @@ class AttentionLayout:
             >>> AttentionLayout([PromptGroup(2, (1, 1))]).unshared()[1].tolist()
             [0, 1, 2, 0, 1, 3]
         """
-        prefix_row, prefix_length, row, length, *_ = (x[~self.segments.is_prompt] for x in self.segments)
-        rows = []
-        for first, before, own, count in zip(
-            *(x.tolist() for x in (prefix_row, prefix_length, row, length)), strict=True
-        ):
-            rows += [torch.arange(first, first + before), torch.arange(own, own + count)]
-        lengths = (prefix_length + length).tolist()
+        rows, lengths = [], []
+        for piece in self.pieces:
+            if not piece.is_prompt:
+                rows.append(torch.cat([piece.seen_rows, torch.arange(piece.row, piece.row + piece.length)]))
+                lengths.append(len(rows[-1]))
         return AttentionLayout.of_sequences(lengths, self.device), torch.cat(rows).to(self.device)
 
     def query_tiles(self, tokens: int, num_key_heads: int, window: int | None) -> Int[Tensor, "n 8"]:
-        """[n, 8] int32: prefix row, prefix length, own row, own length, first token of a tile."""
+        """[n, 8] int32: prefix row, prefix length, own row, own length, first token of a tile; then the length of the
+        trunk, and where the rows of the rest of the prefix begin.
+        """
 
         def make() -> Tensor:
-            prefix_row, prefix_length, row, length, _, _, rank = self.segments
+            prefix_row, prefix_length, row, length, _, _, rank, trunk, branch = self.segments
             segment, first = cut(length, tokens)
             end = prefix_length[segment] + torch.minimum(first + tokens, length[segment])
             lowest = torch.zeros_like(end)
             if window is not None:
                 lowest = (prefix_length[segment] + first - window + 1).clamp(min=0)
             order = in_order(rank[segment], end - lowest, num_key_heads)
-            columns = (prefix_row[segment], prefix_length[segment], row[segment], length[segment], first)
+            of_segment = (x[segment] for x in (prefix_row, prefix_length, row, length))
+            columns = (*of_segment, first, trunk[segment], branch[segment])
             return table(columns, order, self.device)
 
         return self.kept(("query", tokens, num_key_heads, window), make)
@@ -189,7 +238,7 @@ class AttentionLayout:
         """
 
         def make() -> tuple[Tensor, Tensor, int]:
-            _, _, row, length, last_seen_by, is_prompt, rank = self.segments
+            _, _, row, length, last_seen_by, is_prompt, rank, *_ = self.segments
             segment, offset = cut(length, keys)
             first = row[segment] + offset
             last = torch.minimum(first + keys, (row + length)[segment])
@@ -298,7 +347,8 @@ def prefix_attention(
     Memory: backward 2 H T float32, and K * 2 * E float32 for every key whose queries are cut into parts.
 
     Example:
-        >>> from logitless.models.attention import AttentionLayout, PromptGroup, prefix_attention
+        >>> from logitless.models.attention import AttentionLayout, prefix_attention
+        >>> from logitless.types import PromptGroup
         >>> layout = AttentionLayout([PromptGroup(prompt=5, completions=(3, 4))])
         >>> query = torch.randn(12, 4, 16)
         >>> prefix_attention(query[:3], query[:3], query[:3], layout)  # doctest: +ELLIPSIS
@@ -372,7 +422,7 @@ class PrefixAttention(torch.autograd.Function):
         choice = attention_tiles(heads.padded, query.dtype, query.device)
         tiles = layout.query_tiles(choice.forward.rows // heads.group, heads.num_key, window)
         output, log_sum_exp = launch.attention_forward_rows(
-            query, key, value, tiles, form, choice, every_row=layout.every_row
+            query, key, value, tiles, form, choice, every_row=layout.every_row, branch_rows=layout.branch_rows
         )
         ctx.save_for_backward(query, key, value, output, log_sum_exp)
         ctx.layout, ctx.form, ctx.choice = layout, form, choice
@@ -391,7 +441,7 @@ class PrefixAttention(torch.autograd.Function):
         tiles = layout.query_tiles(choice.query_gradient.rows // heads.group, heads.num_key, form.window)
         grad_query, terms = launch.query_gradient(
             query, key, value, output, log_sum_exp, grad_output, grad_log_sum_exp, tiles, form, choice,
-            every_row=layout.every_row,
+            every_row=layout.every_row, branch_rows=layout.branch_rows,
         )  # fmt: skip
         position = None if form.window is None else layout.positions
         tables = launch.KeyTables(*layout.key_tiles(choice.key_gradient.keys, heads.num_key, form.window), position)

@@ -9,7 +9,8 @@ split of K, or a tile of the fixed-order kernel, whichever was the fastest of th
 fixed-order kernel (``self_check``). A plan that nobody made holds tiles alone. Gradients need no such rule.
 """
 
-import warnings
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,8 +21,24 @@ import torch
 from torch import Tensor
 
 from logitless.float32_sums import add_product, end_to_end, float32_product, gradient_dtype, sums_in_float32
-from logitless.models.kernels.linear import INTERPRETED, Tile, fixed_order_product
-from logitless.models.kernels.rows import FEW_ROWS, MOST_ROWS, checked_count, checked_count_below, empty_rows, widened
+from logitless.models.kernels.linear import (
+    INTERPRETED,
+    MOST_RANK,
+    Tile,
+    add_low_rank,
+    fixed_order_product,
+    gated_product,
+    whole_tiles,
+)
+from logitless.models.kernels.rows import (
+    FEW_ROWS,
+    MOST_ROWS,
+    checked_count,
+    checked_count_below,
+    empty_rows,
+    power_of_two,
+    widened,
+)
 from logitless.models.one_node import apply, refuse_twice
 
 Library = Literal["cublas", "cublaslt"]
@@ -35,12 +52,15 @@ _PLAIN = {  # less than 99 KiB of shared memory each, for any GPU
     MOST_ROWS: Tile(128, 128, 32, 8, 4),
 }
 _HOPPER = {
-    16: Tile(16, 64, 128, 4, 6, swapped=True, tma=True),
-    64: Tile(64, 32, 128, 4, 6, tma=True),
+    32: Tile(16, 64, 256, 4, 4, swapped=True, tma=True),
+    64: Tile(64, 16, 256, 4, 4, tma=True),
     128: Tile(64, 64, 128, 4, 5, tma=True),
     256: Tile(64, 128, 64, 4, 6, tma=True),
     MOST_ROWS: Tile(128, 128, 64, 8, 4, tma=True),
 }
+
+NARROW = 64
+"""Columns of a weight up to which one tile takes them all: the first factors of LoRA."""
 
 _LOW_RANK = Tile(64, 64, 32, 4, 2)
 """For products over few numbers: plain loads, which may end anywhere."""
@@ -50,7 +70,10 @@ _FLOAT32 = Tile(32, 32, 32, 4, 2)
 
 
 class Shape(NamedTuple):
-    """What a plan is for: a product of rows [M, K] with a weight [N, K] on a device."""
+    """What a plan is for: a product of rows [M, K] with a weight [N, K] on a device.
+
+    ``gate`` names the activation of a product whose halves become ``act(gate) * up`` in the same kernel.
+    """
 
     columns: int
     length: int
@@ -58,6 +81,7 @@ class Shape(NamedTuple):
     out_dtype: torch.dtype
     bias: bool
     device: torch.device
+    gate: Literal["", "silu", "gelu"] = ""
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> "Shape":
@@ -104,10 +128,20 @@ def default_tiles(shape: Shape) -> dict[int, Tile]:
     """Tiles that need no measuring."""
     if shape.device.type != "cuda":
         return {MOST_ROWS: INTERPRETED}
-    hopper = torch.cuda.get_device_capability(shape.device) == (9, 0)
+    hopper = torch.cuda.get_device_capability(shape.device) == (9, 0) and shape.aligned
     if shape.dtype == torch.float32:
         return {MOST_ROWS: _FLOAT32}
-    return _HOPPER if hopper and shape.aligned else _PLAIN
+    if shape.columns <= NARROW:
+        return {MOST_ROWS: _narrow_tile(shape.columns, hopper)}
+    return _HOPPER if hopper else _PLAIN
+
+
+def _narrow_tile(columns: int, hopper: bool) -> Tile:
+    """For a weight of at most 64 columns: what takes long is the way along K, so much of it is loaded at once."""
+    columns = max(16, power_of_two(columns))
+    if hopper:
+        return Tile(64, columns, 256 if columns <= 32 else 128, 4, 4, tma=True)
+    return Tile(16, columns, 128, 2 if columns <= 32 else 4, 4)
 
 
 def plan_for(shape: Shape) -> Plan:
@@ -154,10 +188,25 @@ def _without_split_k() -> Iterator[None]:
 
 @cache
 def _meet_the_libraries() -> None:
-    """torch says once in a process that the choice of a library is experimental; nobody could act on that."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.backends.cuda.preferred_blas_library(torch.backends.cuda.preferred_blas_library())
+    """torch says once in a process that cuBLASLt by name is experimental; nobody could act on that."""
+    library = torch.backends.cuda.preferred_blas_library()
+    with _without_stderr():
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch.backends.cuda.preferred_blas_library(library)
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """What C++ writes there is lost; Python's filters of warnings do not see it."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def library_product(way: str, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -212,6 +261,22 @@ def product(
     return out
 
 
+def gated_product_or_none(rows: Tensor, weight: Tensor, *, gelu: bool) -> Tensor | None:
+    """``act(rows @ gate.T) * (rows @ up.T)`` in one kernel where a self-check found that faster, else None.
+
+    Args:
+        rows: [M, K] with contiguous rows.
+        weight: [2 I, K] contiguous: gate and up end to end.
+        gelu: the activation, else SiLU.
+    """
+    num_rows = rows.shape[0]
+    plan = _plans.get(Shape.of(weight, None)._replace(gate="gelu" if gelu else "silu"))
+    if plan is None or not 0 < num_rows <= max(plan.ways, default=0):
+        return None
+    tile = plan.ways.get(checked_count(num_rows))
+    return gated_product(rows, weight, tile, gelu=gelu) if isinstance(tile, Tile) else None
+
+
 class Projection(NamedTuple):
     """One linear map: ``x @ weight.T + bias + lora_scale * (x @ lora_a.T) @ lora_b.T``.
 
@@ -245,6 +310,22 @@ def project(x: Tensor, projections: Sequence[Projection], columns: Sequence[int]
     """
     tensors = [t for projection in projections for t in projection[:4]]
     return apply(_Project, x, tuple([p.lora_scale for p in projections]), tuple(columns or ()), *tensors)
+
+
+def project_gated(x: Tensor, projections: Sequence[Projection], *, gelu: bool) -> Tensor | None:
+    """``act(gate) * up`` of projections without bias and LoRA, in one kernel without a gradient; None where it is not.
+
+    Equals: ``project`` and ``gated`` one behind the other, bit for bit.
+
+    Args:
+        x: [T, K].
+        projections: gate and up, or one of both.
+        gelu: the activation, else SiLU.
+    """
+    if torch.is_grad_enabled() or _forced or any(p.bias is not None or p.lora_a is not None for p in projections):
+        return None
+    weight = end_to_end([projection.weight for projection in projections])
+    return None if weight is None else gated_product_or_none(x, weight, gelu=gelu)
 
 
 def lay_end_to_end(tensors: Sequence[Tensor]) -> None:
@@ -291,14 +372,7 @@ class _Project(torch.autograd.Function):
         else:
             outs = tuple(product(x, w, b) for w, b in zip(weights, biases, strict=True))
         lora = any(a is not None for a in tensors[2::4])
-        low_ranks = (
-            [
-                None if a is None or b is None else _add_low_rank(out, x, a.to(x.dtype), b.to(x.dtype), scale)
-                for out, a, b, scale in zip(outs, tensors[2::4], tensors[3::4], scales, strict=True)
-            ]
-            if lora
-            else []
-        )
+        low_ranks = _add_low_ranks(outs, x, tensors[2::4], tensors[3::4], scales) if lora else ()
         ctx.save_for_backward(x, *tensors, *low_ranks)
         ctx.scales, ctx.lora = scales, lora
         ctx.summed = [w for w in weights if sums_in_float32(w)]
@@ -358,9 +432,36 @@ class _Project(torch.autograd.Function):
         return grad_x, None, None, *out
 
 
+def _add_low_ranks(
+    outs: Sequence[Tensor], x: Tensor, lora_as: Sequence[Tensor | None], lora_bs: Sequence[Tensor | None],
+    scales: Sequence[float],
+) -> Sequence[Tensor | None]:  # fmt: skip
+    """``out += scale * (x @ lora_a.T) @ lora_b.T`` where there are factors; returns ``x @ lora_a.T`` of each.
+
+    Two products for all where factors and outputs lie end to end, else two for each.
+    """
+    whole, lora_a, lora_b = side_by_side(outs), end_to_end(lora_as), end_to_end(lora_bs)
+    widths = [out.shape[1] for out in outs]
+    if whole is not None and lora_a is not None and lora_b is not None:
+        rank = lora_b.shape[1]
+        if lora_a.shape[0] == rank * len(outs) and rank <= MOST_RANK and len(set(scales)) == 1 and whole_tiles(widths):
+            low = product(x, lora_a.to(x.dtype))
+            add_low_rank(low, lora_b.to(x.dtype), whole, widths, scales[0])
+            return low.split_with_sizes([rank] * len(outs), 1)
+    return [
+        None if a is None or b is None else _add_low_rank(out, x, a.to(x.dtype), b.to(x.dtype), scale)
+        for out, a, b, scale in zip(outs, lora_as, lora_bs, scales, strict=True)
+    ]
+
+
 def _add_low_rank(out: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
-    """``out += scale * (x @ lora_a.T) @ lora_b.T``, rounded once; returns ``x @ lora_a.T``."""
     low_rank = product(x, lora_a)
-    tile = INTERPRETED if not x.is_cuda else _LOW_RANK
-    fixed_order_product(low_rank, lora_b, tile, out=out, add_to_out=scale)
+    if lora_b.shape[1] <= MOST_RANK:
+        add_low_rank(low_rank, lora_b, out, [out.shape[1]], scale)
+    else:
+        fixed_order_product(low_rank, lora_b, _tile_of_any_length(x), out=out, add_to_out=scale)
     return low_rank
+
+
+def _tile_of_any_length(x: Tensor) -> Tile:
+    return _LOW_RANK if x.is_cuda else INTERPRETED

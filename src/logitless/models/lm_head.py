@@ -18,11 +18,11 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from logitless.errors import InputError, UnavailableError
-from logitless.models.attention import AttentionLayout, PromptGroup
+from logitless.models.attention import AttentionLayout
 from logitless.models.modes import evaluating, whole_float32
 from logitless.models.packed import PACKED, PackedLayout
 from logitless.models.rotary import LongRotary, check_rotary_lengths, scaling_begins
-from logitless.types import LMHead, PackedInputs, SharedInputs
+from logitless.types import LMHead, PackedInputs, PromptGroup, SharedInputs
 
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
@@ -190,7 +190,7 @@ def _filled_up(inputs: PackedInputs | SharedInputs, num_tokens: int) -> PackedIn
         "position_ids": torch.cat([inputs.position_ids, positions]),
     }
     if isinstance(inputs, SharedInputs):
-        return replace(inputs, **tokens, groups=(*inputs.groups, (more, ())))
+        return replace(inputs, **tokens, groups=(*inputs.groups, PromptGroup(more)))
     lengths, counts = (*inputs.lengths, more), (*inputs.source_counts, 0)
     return PackedInputs(**tokens, lengths=lengths, source=inputs.source, source_counts=counts)
 
@@ -201,7 +201,7 @@ def _packing_arguments(decoder: PreTrainedModel, inputs: PackedInputs | SharedIn
     attention = config._attn_implementation
     layout: AttentionLayout | PackedLayout
     if isinstance(inputs, SharedInputs):
-        layout = AttentionLayout([PromptGroup(*group) for group in inputs.groups], device)
+        layout = AttentionLayout(inputs.groups, device)
     else:
         layout = PackedLayout(inputs.lengths, device)
     if hasattr(decoder, "row_invariant"):
@@ -241,10 +241,8 @@ def _packed_mask(layout: PackedLayout) -> Bool[Tensor, "T T"]:
 def _shared_mask(layout: AttentionLayout) -> Bool[Tensor, "T T"]:
     """The same where completions see their prompt."""
     pieces, rows = layout.segments, torch.arange(layout.num_tokens)
-    piece = torch.repeat_interleave(torch.arange(len(pieces.length)), pieces.length)
-    first, length = pieces.prefix_row[piece][:, None], pieces.prefix_length[piece][:, None]
-    in_prompt = (rows >= first) & (rows < first + length)
-    return ((piece[:, None] == piece) | in_prompt).tril().to(layout.device)
+    last_seen_by = torch.repeat_interleave(pieces.last_seen_by, pieces.length)
+    return (rows[:, None] < last_seen_by).tril().to(layout.device)
 
 
 def why_unshared(model: nn.Module) -> str | None:
@@ -268,13 +266,12 @@ def why_unshared(model: nn.Module) -> str | None:
     inner = causal_lm(model)
     if _is_meta(inner):
         return None
-    prompt, completions = 4, (3, 2)
-    probe = _probe(inner, [prompt + n for n in completions])
+    tree = PromptGroup(4, (PromptGroup(2, (1, 2)), 2))  # sequences of 7, 8 and 6 tokens
+    probe = _probe(inner, [7, 8, 6])
     ids = probe.input_ids.clone()
-    ids[prompt + completions[0] :][:prompt] = ids[:prompt]
-    rows = torch.cat([torch.arange(prompt + completions[0]), prompt + completions[0] + prompt + torch.arange(2)])
-    rows = rows.to(ids.device)
-    shared = SharedInputs(ids[rows], probe.position_ids[rows], ((prompt, completions),), rows[:0])
+    ids[7:13], ids[15:19] = ids[:6], ids[:4]
+    rows = torch.tensor([*range(7), 13, 14, 19, 20], device=ids.device)
+    shared = SharedInputs(ids[rows], probe.position_ids[rows], (tree,), rows[:0])
     with torch.no_grad(), evaluating(inner), whole_float32():
         apart = backbone_hidden(model, replace(probe, input_ids=ids))[rows]
         together = backbone_hidden(model, shared)

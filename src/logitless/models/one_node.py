@@ -5,13 +5,15 @@ the host more than the launches of those kernels. ``one_node`` runs such functio
 of their results went into which, hands autograd a single node for all of it, and walks what it wrote down backwards
 when gradients come. Kernels, their order and every bit are the same.
 
-What the functions save is saved by that node, so that hooks on saved tensors (checkpointing, ``activations``) see it.
+What the functions save is saved by that node, so that hooks on saved tensors (``activations``) see it; or the node
+keeps what it was given and runs them again (``made_again``).
 Inside, tensors must go from function to function unchanged: what plain torch makes of them has no gradient. Gradients
 have none themselves: a backward that is to be differentiated is refused, where autograd would leave out what is inside.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,9 +26,10 @@ Function = type[torch.autograd.Function]
 
 
 class _Recording(threading.local):
-    """The node that functions of this thread join."""
+    """The node that functions of this thread join, and whether nodes keep what they were given alone."""
 
     node: "_Node | None" = None
+    again: bool = False
 
 
 _recording = _Recording()
@@ -47,12 +50,15 @@ def apply(function: Function, *args: Any) -> Any:
     return function.apply(*args)  # type: ignore[no-untyped-call]
 
 
-def one_node(run: Callable[[], tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What ``run`` gives, as one node.
+def one_node(
+    run: Callable[..., tuple[Tensor, ...]], given: Sequence[Tensor], parameters: Sequence[Tensor] = ()
+) -> tuple[Tensor, ...]:
+    """``run(*given)`` as one node.
 
     Args:
         run: calls ``apply``, and nothing else that is to be differentiated.
-        inputs: every tensor from outside that may need a gradient, parameters included.
+        given: tensors that it is called with.
+        parameters: every other tensor that may need a gradient.
 
     Example:
         >>> class Double(torch.autograd.Function):
@@ -63,14 +69,28 @@ def one_node(run: Callable[[], tuple[Tensor, ...]], inputs: Sequence[Tensor]) ->
         ...     def backward(ctx, grad):
         ...         return 2 * grad
         >>> x = torch.ones(1, requires_grad=True)
-        >>> (y,) = one_node(lambda: (apply(Double, apply(Double, x)),), [x])
+        >>> (y,) = one_node(lambda x: (apply(Double, apply(Double, x)),), [x])
         >>> y.backward()
         >>> x.grad
         tensor([4.])
     """
     if not torch.is_grad_enabled() or _recording.node is not None:
-        return run()
-    return _OneNode.apply(run, *inputs)  # type: ignore[no-untyped-call]
+        return run(*given)
+    return _OneNode.apply(run, len(given), *given, *parameters)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def made_again() -> Iterator[None]:
+    """Inside, a node keeps what it was given alone, and runs its functions again when gradients come.
+
+    As ``torch.utils.checkpoint`` does it, without what that takes on the host for any code at all: a millisecond a
+    layer. What runs must be the same the second time, as kernels without chance are.
+    """
+    before, _recording.again = _recording.again, True
+    try:
+        yield
+    finally:
+        _recording.again = before
 
 
 def refuse_twice() -> None:
@@ -169,19 +189,39 @@ def _sum(before: Tensor | None, more: Tensor) -> Tensor:
     return more if before is None else before + more
 
 
+def _recorded(
+    run: Callable[..., tuple[Tensor, ...]], num_given: int, inputs: Sequence[Tensor], needed: Sequence[bool]
+) -> tuple["_Node", tuple[Tensor, ...]]:
+    """The functions as they run, and what comes out."""
+    node = _recording.node = _Node(inputs, needed)
+    try:
+        return node, run(*inputs[:num_given])
+    finally:
+        _recording.node = None
+
+
 class _OneNode(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Callable[[], tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, run: Callable[..., tuple[Tensor, ...]], num_given: int, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        node = _recording.node = ctx.node = _Node(inputs, ctx.needs_input_grad[1:])
-        try:
-            outs = run()
-        finally:
-            _recording.node = None
-        ctx.save_for_backward(*node.finish(outs))
+        if _recording.again:
+            ctx.again, ctx.parameters = (run, num_given), inputs[num_given:]
+            ctx.save_for_backward(*inputs[:num_given])
+            return run(*inputs[:num_given])
+        ctx.again = None
+        ctx.node, outs = _recorded(run, num_given, inputs, ctx.needs_input_grad[2:])
+        ctx.save_for_backward(*ctx.node.finish(outs))
         return outs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_twice()
-        return (None, *ctx.node.backward(ctx.saved_tensors, grads))
+        if ctx.again is None:
+            return (None, None, *ctx.node.backward(ctx.saved_tensors, grads))
+        run, num_given = ctx.again
+        inputs = (*ctx.saved_tensors, *ctx.parameters)
+        with torch.autocast(inputs[0].device.type, enabled=False):
+            node, outs = _recorded(run, num_given, inputs, ctx.needs_input_grad[2:])
+        return (None, None, *node.backward(node.finish(outs), grads))

@@ -232,7 +232,7 @@ def shared_attention(
     Args, Raises: as ``packed_attention``.
 
     Example:
-        >>> from logitless.models.attention import PromptGroup
+        >>> from logitless.types import PromptGroup
         >>> q = k = v = torch.randn(1, 1, 5, 8)
         >>> shared_attention(q, k, v, AttentionLayout([PromptGroup(2, (1, 2))])).shape
         torch.Size([1, 5, 1, 8])

@@ -26,7 +26,7 @@ from logitless.models.attention import AttentionLayout, PrefixAttention
 from logitless.models.kernels.gate import gated, gated_backward
 from logitless.models.kernels.norm import norm, norm_backward
 from logitless.models.kernels.rotary import HeadNorms, Heads, rotate, rotate_backward
-from logitless.models.linear import Projection, lay_end_to_end, project
+from logitless.models.linear import Projection, lay_end_to_end, project, project_gated
 from logitless.models.lm_head import _split_lora, backbone
 from logitless.models.one_node import apply, one_node, refuse_twice
 from logitless.models.packed import PackedLayout
@@ -192,11 +192,13 @@ class RowInvariantLayer:
                 args = (delta, *args)
             return cast(Any, super()).forward(hidden_states, *args, **kwargs)
         weights = _LayerWeights.of(own, gemma=self.row_invariant_gemma)
-        inputs = [hidden_states, *([] if delta is None else [delta]), *weights.tensors]
-        made = one_node(lambda: self._rows(hidden_states, delta, rows, weights), inputs)
+        given = [hidden_states, *([] if delta is None else [delta])]
+        made = one_node(partial(self._rows, rows, weights), given, weights.tensors)
         return made if len(made) == 2 else (*made, None)
 
-    def _rows(self, residual: Tensor, delta: Tensor | None, rows: Rows, weights: "_LayerWeights") -> tuple[Tensor, ...]:
+    def _rows(
+        self, rows: Rows, weights: "_LayerWeights", residual: Tensor, delta: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """(residual, delta) of the next layer; the former alone where there is nothing to be added."""
         norms, eps, gemma = weights.norms, weights.eps, self.row_invariant_gemma
         residual, x = _add_and_norm(residual, delta, norms[0], eps[0], gemma)
@@ -217,6 +219,9 @@ class RowInvariantLayer:
 
     def _mlp(self, x: Tensor, weights: "_LayerWeights") -> Tensor:
         width = weights.down.weight.shape[1]
+        product = project_gated(x, weights.gate_up, gelu=self.row_invariant_gelu)
+        if product is not None:
+            return project(product, [weights.down])[0]
         gate, up = _project(x, weights.gate_up, (width, width))
         return project(apply(_Gate, gate, up, self.row_invariant_gelu), [weights.down])[0]
 
@@ -298,7 +303,7 @@ class Installation:
             longest = layout.max_length
             layout = layout.attention
         else:
-            longest = max(prompt + max(completions, default=0) for prompt, completions in layout.groups)
+            longest = layout.longest
         return PackedRows(layout, position, self.reach(longest))
 
     def reach(self, length: int) -> RopeTables:
@@ -356,6 +361,7 @@ def install_row_invariant(model: nn.Module) -> Installation:
             lay_end_to_end([linear.weight for linear in linears])
             if all(linear.bias is not None for linear in linears):
                 lay_end_to_end([linear.bias for linear in linears])
+            _lay_adapters_end_to_end(_modules(owner, names))
         layer.__class__ = _mixed(RowInvariantLayer, layer.__class__)
     decoder.row_invariant = installation
     decoder.__class__ = _mixed(RowInvariantDecoder, decoder.__class__)
@@ -475,6 +481,15 @@ def _project(x: Tensor, projections: list[Projection], columns: tuple[int, ...])
     return project(x, projections, columns if len(projections) == 1 else None)
 
 
+def _lay_adapters_end_to_end(modules: Sequence[Any]) -> None:
+    """The factors of each LoRA adapter that all of these modules carry."""
+    for name in getattr(modules[0], "lora_A", {}):
+        for factors in ([getattr(module, factor, {}) for module in modules] for factor in ("lora_A", "lora_B")):
+            weights = [factor[name].weight for factor in factors if name in factor]
+            if len(weights) == len(modules) and len({(w.shape[1], w.dtype, w.device) for w in weights}) == 1:
+                lay_end_to_end(weights)
+
+
 def _epsilon(module: Any) -> float:
     fields = vars(module)
     return float(fields["variance_epsilon"] if "variance_epsilon" in fields else fields["eps"])
@@ -513,6 +528,8 @@ def _is_ours(kind: type) -> bool:
 
 
 def _embedded(layer: nn.Module, ids: Tensor) -> Tensor:
+    if type(layer) is nn.Embedding and layer.max_norm is None and not torch.is_grad_enabled():
+        return layer.weight[ids]  # one kernel for any number of rows; that of the layer is slow for a few
     if type(layer) is nn.Embedding and layer.padding_idx is None and sums_in_float32(layer.weight):
         return _Embedded.apply(layer.weight, ids)  # type: ignore[no-untyped-call, no-any-return]
     return cast(Tensor, layer(ids))

@@ -28,20 +28,23 @@ from torch import Tensor, nn
 from logitless.float32_sums import end_to_end
 from logitless.models import attention, linear, paged_attention
 from logitless.models.kernels.compiling import Compiling
-from logitless.models.kernels.linear import REFERENCE, Tile, fixed_order_product
+from logitless.models.kernels.gate import gated
+from logitless.models.kernels.linear import REFERENCE, Tile, asks_ahead, fixed_order_product, gated_product
 from logitless.models.kernels.rotary import Heads
 from logitless.models.kernels.rows import CHECKED_ROWS, FEW_ROWS
 from logitless.models.linear import (
     LIBRARIES,
+    NARROW,
     Library,
     Plan,
     Shape,
     Way,
     default_tiles,
     library_product,
+    product,
     set_plan,
 )
-from logitless.models.lm_head import backbone, causal_lm
+from logitless.models.lm_head import _split_lora, backbone, causal_lm
 from logitless.models.row_invariant import AttentionForm
 
 _SEARCHED = {  # by rows: what a thorough check tries beside the default tiles
@@ -50,11 +53,12 @@ _SEARCHED = {  # by rows: what a thorough check tries beside the default tiles
         Tile(16, 16, 256, 2, 6),
         Tile(16, 32, 256, 4, 4),
         Tile(16, 64, 64, 4, 8, swapped=True, tma=True),
-        Tile(16, 64, 256, 4, 4, swapped=True, tma=True),
+        Tile(16, 64, 128, 4, 6, swapped=True, tma=True),
     ),
     64: (
+        Tile(64, 32, 128, 4, 6, tma=True),
         Tile(64, 64, 128, 4, 5, tma=True),
-        Tile(64, 16, 256, 4, 4, tma=True),
+        Tile(16, 64, 256, 4, 4, swapped=True, tma=True),
         Tile(32, 64, 128, 4, 6, swapped=True, tma=True),
         Tile(32, 32, 256, 4, 4),
     ),
@@ -69,6 +73,10 @@ _SEARCHED = {  # by rows: what a thorough check tries beside the default tiles
         Tile(128, 128, 64, 8, 4, tma=True),
     ),
     512: (Tile(128, 256, 64, 8, 3, tma=True), Tile(64, 128, 64, 4, 6, tma=True)),
+}
+_GATED = {  # by rows: gate and up in one kernel
+    32: Tile(16, 32, 128, 2, 3, tma=True),
+    64: Tile(64, 32, 64, 4, 4, tma=True),
 }
 _WORTH = 0.98  # another kernel must take less than this part of cuBLAS's time
 
@@ -173,7 +181,10 @@ def check_shapes(
             name = shape_name(shape)
             entry = entries.get(name)
             if entry is None:
-                plan, finding = check_linear(shape, thorough=thorough, few_only=few_only)
+                if shape.gate:
+                    plan, finding = check_gated(shape)
+                else:
+                    plan, finding = check_linear(shape, thorough=thorough, few_only=few_only)
                 entries[name] = {"plan": _encoded(plan), "finding": asdict(finding)}
             else:
                 plan, finding = _plan(entry["plan"]), _finding(entry["finding"])
@@ -245,6 +256,7 @@ def product_shapes(model: nn.Module) -> list[tuple[Shape, bool]]:
     for layer in decoder.layers:
         _add_shapes(found, layer.self_attn, (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("o_proj",)))
         _add_shapes(found, layer.mlp, (("gate_proj", "up_proj"), ("gate_up_proj",), ("down_proj",)))
+        _add_gated_shape(found, layer)
     head = causal_lm(model).get_output_embeddings()
     weight = getattr(getattr(head, "base_layer", head), "weight", None)
     if weight is not None:
@@ -262,6 +274,22 @@ def _add_shapes(found: dict[Shape, bool], owner: Any, groups: Sequence[Sequence[
         whole = weight is not None and (bias is not None) == any(m.bias is not None for m in linears)
         for w, b in [(weight, bias)] if whole and weight is not None else [(m.weight, m.bias) for m in linears]:
             found.setdefault(Shape.of(w, b), False)
+        factors = [None if lora is None else lora[0] for _, lora in map(_split_lora, modules)]
+        ranks = [factor.shape[0] for factor in factors if factor is not None]
+        for columns in dict.fromkeys((sum(ranks), *ranks)) if ranks else ():  # together, and each by itself
+            base = linears[0].weight
+            found.setdefault(Shape(columns, base.shape[1], base.dtype, base.dtype, False, base.device), True)
+
+
+def _add_gated_shape(found: dict[Shape, bool], layer: Any) -> None:
+    """Gate and up in one kernel, behind their product, where neither a bias nor an adapter stands between."""
+    mlp = layer.mlp
+    modules = [mlp.gate_proj, mlp.up_proj] if hasattr(mlp, "gate_proj") else [mlp.gate_up_proj]
+    if all(type(module) is nn.Linear and module.bias is None for module in modules):
+        weight = end_to_end([module.weight for module in modules])
+        shape = None if weight is None else Shape.of(weight, None)
+        if shape is not None and shape in found and shape.columns % 2 == 0:
+            found.setdefault(shape._replace(gate="gelu" if layer.row_invariant_gelu else "silu"), True)
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -290,6 +318,9 @@ def check_linear(shape: Shape, *, thorough: bool = False, few_only: bool = False
     rows = normal(counts[-1], shape.length)
     reference = fixed_order_product(rows, weight, REFERENCE, bias=bias, dtype=shape.out_dtype)
     plan.tiles = _checked_tiles(plan.tiles, rows, weight, bias, reference, finding)
+    if shape.columns <= NARROW:
+        finding.ways = {count: way_name(plan.tile(count)) for count in counts}
+        return plan, finding
     out = torch.empty_like(reference)
     libraries = LIBRARIES if shape.out_dtype == shape.dtype else LIBRARIES[:1]
     for library in libraries:
@@ -308,6 +339,44 @@ def check_linear(shape: Shape, *, thorough: bool = False, few_only: bool = False
         usual, best = next(iter(times)), min(times, key=lambda way: times[way])
         plan.ways[count] = best if times[best] < _WORTH * times[usual] else usual
     finding.ways = {count: way_name(plan.ways.get(count) or plan.tile(count)) for count in counts}
+    return plan, finding
+
+
+def check_gated(shape: Shape) -> tuple[Plan, LinearFinding]:
+    """Where product and gate are faster in one kernel, with the bits of the two apart; by checked number of rows.
+
+    Args:
+        shape: with a gate; that without has its plan.
+    """
+    finding, plan = LinearFinding(), Plan({})
+    hopper = shape.device.type == "cuda" and torch.cuda.get_device_capability(shape.device) == (9, 0)
+    if not hopper or not shape.aligned or shape.dtype == torch.float32:
+        return plan, finding
+    generator = torch.Generator(shape.device).manual_seed(shape.columns + shape.length)
+    options: dict[str, Any] = {"device": shape.device, "dtype": shape.dtype, "generator": generator}
+    weight = torch.randn(shape.columns, shape.length, **options) * shape.length**-0.5
+    rows, width, gelu = torch.randn(max(_GATED), shape.length, **options), shape.columns // 2, shape.gate == "gelu"
+    weights = _copies(weight)
+
+    def apart(rows: Tensor, weight: Tensor) -> Tensor:
+        both = product(rows, weight)
+        return gated(both[:, :width], both[:, width:], gelu=gelu)
+
+    expected = apart(rows, weight)
+    for count in (count for count in FEW_ROWS if count <= max(_GATED)):
+        tile, some = next(tile for most, tile in _GATED.items() if count <= most), rows[:count]
+        if bool(_differs(gated_product(some, weight, tile, gelu=gelu), expected[:count])):
+            finding.failed.setdefault(way_name(tile), []).append(count)
+            continue
+        ways: dict[str, Callable[[Tensor], Tensor]] = {
+            "apart": partial(apart, some),
+            way_name(tile): partial(gated_product, some, tile=tile, gelu=gelu),
+        }
+        times = {name: _microseconds(call, weights, 12) for name, call in ways.items()}
+        finding.microseconds[count] = {name: round(us, 2) for name, us in times.items()}
+        if times[way_name(tile)] < times["apart"]:
+            plan.ways[count] = tile
+    finding.ways = {count: way_name(plan.ways[count]) if count in plan.ways else "apart" for count in FEW_ROWS}
     return plan, finding
 
 
@@ -361,10 +430,12 @@ def _tile_serves(
     return True
 
 
-def _try(tile: Tile, rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _try(
+    tile: Tile, rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, ahead: bool | None = None
+) -> Tensor | None:
     """The product by this tile; None where the tile does not fit into this GPU."""
     try:
-        return fixed_order_product(rows, weight, tile, bias=bias, dtype=dtype)
+        return fixed_order_product(rows, weight, tile, bias=bias, dtype=dtype, ahead=ahead)
     except Exception as error:
         if "out of resource" not in str(error).lower() and "OutOfResources" not in type(error).__name__:
             raise
@@ -387,20 +458,40 @@ def compilations(shapes: Sequence[Shape], *, thorough: bool = False) -> list[Cal
     for shape in shapes:
         if shape.dtype == torch.float32:
             continue  # has one tile, whatever the number of rows
+        if shape.gate:
+            if torch.cuda.get_device_capability(shape.device) == (9, 0) and shape.aligned:
+                for tile in _GATED.values():
+                    kind = shape.gate, shape.columns % 32 == 0, shape.length % 16 == 0
+                    found.setdefault((tile, shape.dtype, *kind, _asks(tile, shape)), partial(_run_gated, tile, shape))
+            continue
         defaults = default_tiles(shape)
         tiles = {tile for count in FEW_ROWS for tile in _candidates(shape, defaults, count, thorough)}
         multiples = shape.columns % 16 == 0, shape.length % 16 == 0
         for tile in tiles | {REFERENCE, *defaults.values()}:
-            specialized = (tile, shape.dtype, shape.out_dtype, shape.bias, *multiples, shape.length % tile.depth == 0)
+            even = shape.length % tile.depth == 0
+            specialized = (tile, shape.dtype, shape.out_dtype, shape.bias, *multiples, even, _asks(tile, shape))
             found.setdefault(specialized, partial(_run_once, tile, shape))
     return list(found.values())
+
+
+def _asks(tile: Tile, shape: Shape) -> bool:
+    return asks_ahead(tile, shape.columns, shape.length, shape.dtype.itemsize)
 
 
 def _run_once(tile: Tile, shape: Shape) -> None:
     columns = min(shape.columns, 256 + shape.columns % 16)  # few of them run the same kernel
     weight = torch.empty(columns, shape.length, dtype=shape.dtype, device=shape.device)
     bias = weight.new_empty(columns) if shape.bias else None
-    _try(tile, weight.new_empty(16, shape.length), weight, bias, shape.out_dtype)
+    _try(tile, weight.new_empty(16, shape.length), weight, bias, shape.out_dtype, ahead=_asks(tile, shape))
+
+
+def _run_gated(tile: Tile, shape: Shape) -> None:
+    width = 128 + shape.columns // 2 % 16
+    weight = torch.empty(2 * width, shape.length, dtype=shape.dtype, device=shape.device)
+    gelu = shape.gate == "gelu"
+    gated_product(weight[:16], weight, tile, gelu=gelu, ahead=_asks(tile, shape))
+    both = weight.new_empty(16, shape.columns)
+    gated(both[:, : shape.columns // 2], both[:, shape.columns // 2 :], gelu=gelu)
 
 
 def _current(device: torch.device) -> torch.cuda.device:
@@ -560,6 +651,8 @@ def shape_name(shape: Shape) -> str:
     name = f"{shape.length} -> {shape.columns} {str(shape.dtype).removeprefix('torch.')}"
     if shape.out_dtype != shape.dtype:
         name += f" to {str(shape.out_dtype).removeprefix('torch.')}"
+    if shape.gate:
+        name += f", {shape.gate} gate"
     return name + (", bias" if shape.bias else "")
 
 

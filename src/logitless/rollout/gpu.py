@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -166,7 +166,7 @@ class GpuEngine:
                     self._steps = None  # its graphs hold memory
                     if self._weight.is_cuda:
                         torch.cuda.empty_cache()
-        return self._completions(wanted)
+        return [[wanted.done[p, g] for g in range(num_samples)] for p in range(len(prompts))]
 
     def _steps_for(self, max_rows: int, max_pages: int, group_size: int) -> Steps:
         """The state and the graphs kept from the call before, or new ones where it asks for more or the model moved."""
@@ -211,23 +211,6 @@ class GpuEngine:
                 logger.warning("attention here has not one set of bits: what is sampled will be scored again")
         self._checked = facts
 
-    def _completions(self, wanted: "_Wanted") -> list[list[Completion]]:
-        done = [wanted.done[p, g] for p in range(len(wanted.prompts)) for g in range(wanted.num_samples)]
-        made = made_completions(
-            self.tokenizer,
-            [prompt.id for prompt in wanted.prompts for _ in range(wanted.num_samples)],
-            [each.tokens for each in done],
-            [each.logp for each in done],
-            of_policy=None
-            if wanted.options.temperature == 0
-            else [OfPolicy(each.logp_policy, each.entropy) for each in done],
-            options=wanted.options,
-            ends=wanted.ends,
-            version=self._version,
-        )
-        count = wanted.num_samples
-        return [made[start : start + count] for start in range(0, len(made), count)]
-
 
 @dataclass
 class _Wanted:
@@ -247,7 +230,7 @@ class _Wanted:
     options: SamplingOptions
     seed: int
     ends: tuple[int, ...]
-    done: dict[tuple[int, int], "_Scored"] = field(default_factory=dict)
+    done: dict[tuple[int, int], Completion] = field(default_factory=dict)
 
     @property
     def drawing(self) -> Drawing:
@@ -270,15 +253,6 @@ class _Wanted:
         """Samples of each prompt that are missing; an empty list where none is."""
         left = [[g for g in range(self.num_samples) if (p, g) not in self.done] for p in range(len(self.prompts))]
         return left if any(left) else []
-
-
-class _Scored(NamedTuple):
-    """A finished completion."""
-
-    tokens: list[int]
-    logp: list[float]
-    logp_policy: list[float]
-    entropy: list[float]
 
 
 @dataclass
@@ -432,19 +406,38 @@ class _Session:
         self.drawn[slots] = before + alive.sum(0)
         over: np.ndarray = np.bitwise_or.reduce(flags, 0) & 4
         cut = self._cut([row for _, row in rows], before.tolist())
+        ended = []
         for i, (_, row) in enumerate(rows):
             if cut[i]:
                 self.drawn[row.slot] = cut[i]
             if cut[i] or over[i]:
-                self._finish(row)
+                ended.append(row)
+        self._finish(ended)
 
-    def _finish(self, row: Row) -> None:
-        count = int(self.drawn[row.slot])
-        self.wanted.done[row.prompt, row.sample] = _Scored(
-            *(values[row.slot, :count].tolist() for values in (self.tokens, *self.scores))
+    def _finish(self, rows: Sequence[Row]) -> None:
+        """Completions of rows that have ended, made while the device goes on."""
+        if not rows:
+            return
+        wanted, values = self.wanted, (self.tokens, *self.scores)
+        counts = [int(self.drawn[row.slot]) for row in rows]
+        drawn = [[of[row.slot, :count].tolist() for row, count in zip(rows, counts, strict=True)] for of in values]
+        tokens, logp, logp_policy, entropy = drawn
+        made = made_completions(
+            self.engine.tokenizer,
+            [wanted.prompts[row.prompt].id for row in rows],
+            tokens,
+            logp,
+            of_policy=None
+            if self.options.temperature == 0
+            else [OfPolicy(*each) for each in zip(logp_policy, entropy, strict=True)],
+            options=self.options,
+            ends=wanted.ends,
+            version=self.engine._version,
         )
-        self.ended.add(row)
-        self.schedule.end(row)
+        for row, completion in zip(rows, made, strict=True):
+            wanted.done[row.prompt, row.sample] = completion
+            self.ended.add(row)
+            self.schedule.end(row)
 
     def _cut(self, rows: Sequence[Row], before: Sequence[int]) -> list[int]:
         """Tokens up to the one with which a stop string came, that one included; 0 where none came."""

@@ -370,8 +370,9 @@ class TrainSection(Section):
     tokens_per_micro_batch: PositiveInt = Field(16384, description="most tokens read at once; memory and speed only")
     share_prompts: bool = Field(
         True,
-        description="read a prompt once for all its completions in a packed row; a model whose attention cannot "
-        "(longrope, masks made by transformers) says so and reads it each time",
+        description="read once what sequences of a packed row begin with: a prompt for its completions, instructions "
+        "for their prompts; a model whose attention cannot (longrope, masks made by transformers) says so and reads it "
+        "each time",
     )
     pack_by_cost: bool = Field(
         True, description="fill packed rows by the work they make, attention included; false: in order"

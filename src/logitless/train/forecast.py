@@ -29,6 +29,7 @@ MOMENTS = {
     "head": "the backward of the LM head",
     "layers": "the backward of the last layer",
     "end": "the end of a backward",
+    "embedding": "the backward of the embedding",
     "sampling": "sampling",
 }
 

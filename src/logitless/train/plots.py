@@ -2,14 +2,13 @@
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
-import matplotlib
 import numpy
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
 Number = float | int
 
@@ -85,8 +84,9 @@ def line_plot(
         >>> line_plot([Line("reward", (1, 2), (0.5, 1))], x_label="step", y_label="reward").count("<svg")
         1
     """
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH, 2.8), layout="constrained")
+    from matplotlib import ticker
+
+    with _figure(2.8) as figure:
         axes = figure.add_subplot()
         for number, line in enumerate(lines):
             x, y = thinned(line)
@@ -108,13 +108,13 @@ def line_plot(
             axes.axhline(level[1], color="#dc2626", linewidth=1.0, linestyle=":", label=level[0])
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         axes.margins(x=0.02)
         if log and any(value is not None and value > 0 for line in lines for value in line.y):
             axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-            axes.yaxis.set_minor_formatter(NullFormatter())
+            axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+            axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,g}"))
+            axes.yaxis.set_minor_formatter(ticker.NullFormatter())
         if unit_interval:
             axes.set_ylim(-0.02, 1.02)
         if len(lines) > 1 or level is not None:
@@ -159,8 +159,9 @@ def heat_map(
     starts = [x[c.start] for c in columns]
     edges = numpy.array([*starts, x[-1] + 1], dtype=float) - 0.5
     height = 2.9 if y_names is None else max(1.6, 0.9 + 0.24 * len(rows))
-    with matplotlib.rc_context(_STYLE | {"axes.grid": False}):
-        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    from matplotlib import ticker
+
+    with _figure(height, {"axes.grid": False}) as figure:
         axes = figure.add_subplot()
         row_edges = numpy.arange(len(rows) + 1, dtype=float) if y_edges is None else numpy.array(y_edges, dtype=float)
         mesh = axes.pcolormesh(edges, row_edges, numpy.ma.masked_invalid(thinned), cmap="Blues", vmin=0.0, vmax=1.0)
@@ -170,7 +171,7 @@ def heat_map(
             axes.invert_yaxis()
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         bar = figure.colorbar(mesh, ax=axes, label=value_label, pad=0.02)
         bar.outline.set_visible(False)
         return _svg(figure)
@@ -184,16 +185,20 @@ def bar_plot(values: Mapping[str, Number], *, x_label: str) -> str:
         1
     """
     names = sorted(values, key=lambda name: -values[name])
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH, max(1.3, 0.6 + 0.27 * len(names))), layout="constrained")
+    with _figure(max(1.3, 0.6 + 0.27 * len(names))) as figure:
         axes = figure.add_subplot()
         bars = axes.barh(names, [values[name] for name in names], color=COLOURS[0], height=0.62)
-        axes.bar_label(bars, fmt="{:.3g}", padding=3, fontsize=8, color="#475569")
+        axes.bar_label(bars, fmt=_short, padding=3, fontsize=8, color="#475569")
         axes.invert_yaxis()
         axes.margins(x=0.12)
         axes.grid(visible=False, axis="y")
         axes.set_xlabel(x_label)
         return _svg(figure)
+
+
+def _short(value: float) -> str:
+    """Three digits, and all of those before the point."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def smoothed(y: Sequence[float]) -> list[float]:
@@ -234,7 +239,17 @@ def _stretches(length: int) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 
-def _svg(figure: Figure) -> str:
+@contextmanager
+def _figure(height: float, style: Mapping[str, Any] | None = None) -> Iterator[Any]:
+    """An empty figure and its style; matplotlib is imported here, for a run starts without it."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({**_STYLE, **(style or {})}):
+        yield Figure(figsize=(_WIDTH, height), layout="constrained")
+
+
+def _svg(figure: Any) -> str:
     text = io.StringIO()
     figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     drawn = text.getvalue()

@@ -56,8 +56,8 @@ class Policy:
         autocast: dtype of the products, or None for those of the weights.
         memory_budget: bytes the head may spend on logits-like blocks; None lets the head choose.
         value_head: predicts returns from the same hidden states, for algorithms with a value loss; or None.
-        share_prompts: read a prompt once for the sequences that lie side by side and begin with it, where the model's
-            attention can (``why_unshared``).
+        share_prompts: read once what sequences of a row begin with alike, where the model's attention can
+            (``why_unshared``).
 
     Attributes:
         shares_prompts: whether it does.

@@ -18,7 +18,7 @@ def saved_by_packing(step: StepPlan, inputs: PackedInputs, packing: Packing) -> 
     Example:
         >>> import torch
         >>> ids = torch.zeros(12, dtype=torch.long)
-        >>> inputs = PackedInputs(ids, ids, (4, 4, 4), torch.arange(3), (1, 1, 1), (0, 0, 0), (3, 3, 3))
+        >>> inputs = PackedInputs(ids, ids, (4, 4, 4), torch.arange(3), (1, 1, 1), (((0, 3),),) * 3)
         >>> saved = saved_by_packing(StepPlan((0, 1, 2), ((0, 1),), dead=(2,)), inputs, Packing(8, True, 16))
         >>> saved["optimizer/read_tokens"], saved["saving/dead_tokens"], saved["saving/shared_tokens"]
         (5, 4, 3)

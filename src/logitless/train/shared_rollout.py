@@ -6,6 +6,8 @@ depend in their last bits on which rows are in the batch. Where a number that de
 boundary, the token is another one; of tokens drawn from float32 logits that is less than one in a million.
 """
 
+import base64
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -21,6 +23,16 @@ from logitless.rollout.sampling import SamplingOptions
 from logitless.train.judge import judge
 from logitless.train.one_client import OneClientANode, raise_on_all
 from logitless.types import Completion, Group, Prompt, Verdict
+
+_OF_TOKENS = {
+    "token_ids": "q",
+    "logp_sampler": "d",
+    "entropy_sampler": "d",
+    "logp_policy": "d",
+    "token_versions": "q",
+    "turn": "q",
+}
+"""Fields of a completion with one number a token, and their type in an ``array``."""
 
 
 def sampled_and_judged(
@@ -75,8 +87,8 @@ def sampled_and_judged(
     if ranks.world == 1:
         return groups
     raise_on_all(ranks, failure)
-    found = ranks.together([group_as_json(group) for group in groups], clients)
-    return [group_of_json(prompt, group) for prompt, group in zip(prompts, found, strict=True)]
+    found = ranks.together([_shortened(group_as_json(group)) for group in groups], clients)
+    return [group_of_json(prompt, _as_it_was(group)) for prompt, group in zip(prompts, found, strict=True)]
 
 
 def group_as_json(group: Group) -> dict[str, Any]:
@@ -90,7 +102,7 @@ def group_as_json(group: Group) -> dict[str, Any]:
     """
     return {
         "prompt_ids": group.prompt.token_ids,
-        "completions": [asdict(completion) for completion in group.completions],
+        "completions": [dict(vars(completion)) for completion in group.completions],
         "verdicts": [{name: asdict(verdict) for name, verdict in of.items()} for of in group.verdicts],
         "rewards": group.rewards,
         "turn_rewards": group.turn_rewards,
@@ -110,9 +122,29 @@ def group_of_json(prompt: Prompt, group: Mapping[str, Any]) -> Group:
     )
 
 
+def _shortened(group: dict[str, Any]) -> dict[str, Any]:
+    """The same, numbers of tokens as the text of their bytes: a block has hundreds of thousands, and every rank reads
+    those of all."""
+    for fields in group["completions"]:
+        for name, kind in _OF_TOKENS.items():
+            if fields[name] is not None:
+                fields[name] = base64.b64encode(array(kind, fields[name]).tobytes()).decode()
+    return group
+
+
+def _as_it_was(group: dict[str, Any]) -> dict[str, Any]:
+    for fields in group["completions"]:
+        for name, kind in _OF_TOKENS.items():
+            if fields[name] is not None:
+                numbers = array(kind)
+                numbers.frombytes(base64.b64decode(fields[name]))
+                fields[name] = tuple(numbers)
+    return group
+
+
 def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _tuple(value) for name, value in fields.items()}
 
 
 def _tuple(value: Any) -> Any:
-    return tuple(_tuple(inner) for inner in value) if isinstance(value, list | tuple) else value
+    return tuple(_tuple(inner) for inner in value) if isinstance(value, list) else value

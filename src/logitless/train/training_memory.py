@@ -4,7 +4,8 @@
     head      + what the head kept of its forward and makes in its backward, the inputs of all layers,
                 the gradient of the LM head
     layers    + what the last layer made again, the inputs of all layers, the gradient of the LM head
-    end       + all gradients, what the first layer made again, the gradient of the embedding before it is summed
+    end       + all gradients, what the first layer made again
+    embedding + all gradients, that of the embedding before it is summed
 
 The peak is the fullest moment: while layers go backward, gradients take the place of their inputs. Inputs and products
 of a decoder layer are counted as transformers' layers keep them (norms in float32, a gated MLP); kernels of our own
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from logitless.distributed.arrangement import Arrangement
 from logitless.models.lm_head import causal_lm
@@ -109,10 +111,11 @@ def training_memory(
     made_again = one
     if not recomputes:
         all_layers, made_again = one * layers, 0
-    in_use, at_end = _gathered(model, number) if arrangement.is_sharded else (0, 0)
+    in_use, around, unsummed = _gathered(model, number) if arrangement.is_sharded else (0, 0, 0)
     row = 2 * width * number * tokens  # the last hidden states and their gradient
     start = {"inputs of layers": all_layers, "gradient of the LM head": of_head}
-    end = {"gradients": held, "inputs of layers": 0 if recomputes else one, "units in use": in_use + at_end}
+    end = {"gradients": held, "inputs of layers": 0 if recomputes else one, "units in use": in_use}
+    embedding = {"gradients": held, "units in use": around, "gradient of the embedding": unsummed}
     if in_order:
         end["sums along the tree"] = held * (micro_batches - 1).bit_length()
         if arrangement.replicate > 1:  # the largest gradient, laid flat, and that of every rank
@@ -124,6 +127,7 @@ def training_memory(
             "head": start | {"head": row + _head_bytes(tokens, width, vocabulary, number, head_budget, head, cut)},
             "layers": start | {"made again in a layer": made_again + row, "units in use": in_use},
             "end": end | {"made again in a layer": made_again + row},
+            **({"embedding": embedding} if unsummed else {}),
         },
     )
 
@@ -135,7 +139,11 @@ def layer_bytes(model: nn.Module, number: int) -> int:
     their input in float32 and twice rounded (8 D beside 16 D bytes); attention keeps queries and keys before and after
     they are turned, values and its output (4 H + 6 K with the pieces that turning cuts), the MLP gate, its activation,
     the other half and their product (4 F). In the backward of the MLP the gradients of the last three are made beside
-    them (3 F). An adapter in float32 keeps a float32 copy of its input, and the widest output is made in float32.
+    them (3 F).
+
+    Over a frozen base, linear maps and norms keep no input for gradients of weights: what is left is the norms' input
+    in float32 (8 D bytes), queries, keys, values and output (2 H + 2 K), and of the MLP three parts (3 F). A float32
+    adapter keeps a float32 copy of its input instead, whose gradient comes in both dtypes.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -150,47 +158,53 @@ def layer_bytes(model: nn.Module, number: int) -> int:
     keys = getattr(config, "num_key_value_heads", None) or heads
     each = getattr(config, "head_dim", None) or width // heads
     inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * width
-    numbers = 8 * width + 4 * heads * each + 6 * keys * each + 7 * inner
-    layer: Any = next(unit for unit in units_of(model) if hasattr(unit, "gradient_checkpointing"))
-    adapted: list[Any] = [module for module in layer.modules() if hasattr(module, "lora_A")]
-    of_adapters = sum(4 * module.in_features for module in adapted)
-    of_adapters += max((4 * module.out_features for module in adapted), default=0)
-    return numbers * number + 16 * width + of_adapters
+    layer: Any = next(unit for unit in units_of(model) if isinstance(unit, GradientCheckpointingLayer))
+    inputs = [module.in_features for module in layer.modules() if hasattr(module, "lora_A")]
+    if inputs and number < 4:
+        kept = 8 * width + number * (2 * heads * each + 2 * keys * each + 3 * inner) + 4 * sum(inputs)
+        return kept + max((4 + number) * max(inputs), 3 * number * inner)
+    return (8 * width + 4 * heads * each + 6 * keys * each + 7 * inner) * number + 16 * width
 
 
 def _head_bytes(
     tokens: int, width: int, vocabulary: int, number: int, budget: int | None, head: torch.Tensor, cut: int
 ) -> int:
-    """Of the fused head beyond its inputs and returned gradients (docs/head.md, "Memory")."""
+    """Of the fused head beyond its inputs and returned gradients; ``fused.peak_bytes`` counts them where Triton is."""
     row = vocabulary * number
     kept = tokens if budget is None else min(tokens, budget // row)
     most = math.ceil(vocabulary / cut)
-    total = kept * (row + number * width) + 320 * tokens
-    if kept < tokens:
-        total += 4 * (tokens - kept) * width + BLOCK
+    total = kept * row + 320 * tokens
+    if kept:
+        total += tokens * number * width
+    if anew := tokens - kept:
+        columns = min(most, BLOCK // (anew * number))
+        total += anew * (columns * number + (4 * width if columns < vocabulary else 0))
+        total += 4 * columns * width if kept else 0
     if cut > 1:
         total += 4 * kept * width
         total += most * width * (2 * number + ((8 if cut > 2 else 6) if head.requires_grad else 0))
     return total
 
 
-def _gathered(model: nn.Module, number: int) -> tuple[int, int]:
-    """Bytes of the units that are whole at once, and of what the last unit's gradient takes until it is summed.
+def _gathered(model: nn.Module, number: int) -> tuple[int, int, int]:
+    """Bytes of the units that are whole at once, of the decoder around the layers among them, and of what the gradient
+    of that decoder takes until it is summed.
 
-    The decoder around the layers is whole all the time; of layers, the one in use, and the next one, which is copied
-    out of the buffer that it arrives in. The gradient of a unit is copied into a buffer that is summed.
+    It is whole all the time; of layers, the one in use and the next one. The gradient of a unit is copied into a buffer
+    that is summed.
     """
     own = own_parameters(model)
     units = units_of(model)
-    layers = [sum(p.numel() for p in own[i]) for i, unit in enumerate(units) if hasattr(unit, "gradient_checkpointing")]
-    around = [p for i, unit in enumerate(units) for p in own[i] if not hasattr(unit, "gradient_checkpointing")]
+    is_layer = [isinstance(unit, GradientCheckpointingLayer) for unit in units]
+    layers = [sum(p.numel() for p in unit) for unit, whether in zip(own, is_layer, strict=True) if whether]
+    around = [p for unit, whether in zip(own, is_layer, strict=True) if not whether for p in unit]
     head: Any = causal_lm(model)
     tied = {id(p) for p in head.get_output_embeddings().parameters()}
     untied = len(units) > len(layers) + 1
     decoder = [p for p in around if not (untied and id(p) in tied)]
-    whole = number * (sum(p.numel() for p in decoder) + 3 * max(layers, default=0))
-    gradient = 8 * sum(p.numel() for p in decoder if p.requires_grad)
-    return whole, gradient
+    of_decoder = number * sum(p.numel() for p in decoder)
+    unsummed = 8 * sum(p.numel() for p in decoder if p.requires_grad)
+    return of_decoder + 2 * number * max(layers, default=0), of_decoder, unsummed
 
 
 def own_parameters(model: nn.Module) -> list[list[nn.Parameter]]:

@@ -5,15 +5,16 @@ import sys
 
 import torch
 
-from logitless.models.attention import AttentionLayout, PromptGroup
+from logitless.models.attention import AttentionLayout
 from logitless.models.kernels import attention_launch
 from logitless.models.kernels.attention_tiles import AttentionTiles, hopper_tiles, plain_tiles
+from logitless.types import PromptGroup
 from tests.models.kernels.ahead import Kernel, compiled
 
 
 def compile_all(
     capability: int, width: int, choice: AttentionTiles, *, dtype=torch.bfloat16, group=2, window=None, softcap=None,
-    only=("forward", "backward", "decode"), resources=False,
+    only=("forward", "backward", "branches", "decode"), resources=False,
 ) -> list[Kernel]:  # fmt: skip
     """Every launch of a forward pass, a backward pass, prefilling and decoding."""
     layout = AttentionLayout([PromptGroup(1100, (600,) * 8), PromptGroup(70, (40, 50))])
@@ -40,6 +41,14 @@ def compile_all(
             )
             tables = attention_launch.KeyTables(*layout.key_tiles(choice.key_gradient.keys, 2, window), tiles)
             attention_launch.key_gradient(query, key, value, grad, terms, tables, form, choice, every_row=True)
+        if "branches" in only:
+            rows = torch.zeros(1, dtype=torch.int32)
+            attention_launch.attention_forward_rows(
+                query, key, value, tiles, form, choice, every_row=True, branch_rows=rows
+            )
+            attention_launch.query_gradient(
+                query, key, value, output, lse, grad, None, tiles, form, choice, every_row=True, branch_rows=rows
+            )
         if "decode" in only:
             rows = torch.zeros(3, dtype=torch.int32)
             shared = (torch.zeros(1, 40, dtype=torch.int32), rows[:1], rows)
@@ -59,7 +68,7 @@ def main() -> None:
     for width in widths:
         padded = max(16, 1 << (width - 1).bit_length())
         choice = hopper_tiles(padded) if capability == 90 else plain_tiles(padded)
-        passes = ("forward", "paged", "backward", "decode")
+        passes = ("forward", "paged", "backward", "branches", "decode")
         found = compile_all(capability, width, choice, only=passes, resources=resources)
         report += [[width, *kernel] for kernel in found]
     print(json.dumps(report))

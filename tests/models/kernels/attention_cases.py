@@ -21,7 +21,7 @@ def paged(layout, key, value, seed=0):
     segments = layout.segments
     pages, places, sources, groups, used = [], [], [], [], 0
     shared: dict[int, list[int]] = {}
-    for prefix_row, prefix, row, length, _, is_prompt, _ in zip(*(x.tolist() for x in segments), strict=True):
+    for prefix_row, prefix, row, length, _, is_prompt, *_ in zip(*(x.tolist() for x in segments), strict=True):
         if is_prompt:
             continue
         total = prefix + length
@@ -57,9 +57,9 @@ def dense(query, key, value, layout, *, window=None, softcap=None):
     repeats = query.shape[1] // key.shape[1]
     output = torch.zeros_like(query)
     log_sum_exp = torch.zeros(query.shape[:2], dtype=query.dtype, device=query.device)
-    for prefix_row, prefix, row, length, *_ in zip(*(x.tolist() for x in layout.segments), strict=True):
-        rows = torch.cat([torch.arange(prefix_row, prefix_row + prefix), torch.arange(row, row + length)])
-        rows = rows.to(query.device)
+    for piece in layout.pieces:
+        row, length, prefix = piece.row, piece.length, len(piece.seen_rows)
+        rows = torch.cat([piece.seen_rows, torch.arange(row, row + length)]).to(query.device)
         k, v = (x[rows].repeat_interleave(repeats, 1) for x in (key, value))
         z = torch.einsum("qhe,khe->hqk", query[row : row + length], k) * query.shape[2] ** -0.5
         if softcap is not None:

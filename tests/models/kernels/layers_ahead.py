@@ -6,16 +6,18 @@ import sys
 import torch
 
 from logitless.models.kernels.gate import gated, gated_backward
-from logitless.models.kernels.linear import REFERENCE, Tile, fixed_order_product
+from logitless.models.kernels.linear import REFERENCE, Tile, add_low_rank, fixed_order_product, gated_product
 from logitless.models.kernels.norm import norm, norm_backward
 from logitless.models.kernels.rotary import HeadNorms, Heads, rotate, rotate_backward
-from logitless.models.linear import _HOPPER, _LOW_RANK, _PLAIN
+from logitless.models.linear import _HOPPER, _LOW_RANK, _PLAIN, _narrow_tile
+from logitless.models.self_check import _GATED
 from tests.models.kernels.ahead import compiled
 
 
 def tiles(capability: int) -> list[Tile]:
     """Those that this capability would be given."""
-    return [*_PLAIN.values(), REFERENCE, _LOW_RANK, *(_HOPPER.values() if capability == 90 else ())]
+    narrow = [_narrow_tile(columns, capability == 90) for columns in (16, 32, 64)]
+    return [*_PLAIN.values(), REFERENCE, _LOW_RANK, *narrow, *(_HOPPER.values() if capability == 90 else ())]
 
 
 def main() -> None:
@@ -29,6 +31,10 @@ def main() -> None:
         for bias in (None, weight[:, 0].contiguous()):
             fixed_order_product(x, weight, REFERENCE, bias=bias, dtype=torch.float32)
         fixed_order_product(x[:, :24], weight[:, :24].contiguous(), _LOW_RANK, out=x[:, :128], add_to_out=2.0)
+        add_low_rank(x[:, :48].contiguous(), weight[:, :16].contiguous(), x[:, :128], (64, 64, 128), 2.0)
+        if capability == 90:
+            for tile in _GATED.values():
+                gated_product(x, weight, tile, gelu=False)
         for gemma in (False, True):
             for delta in (None, x):
                 norm(x, weight[0], 1e-6, delta=delta, gemma=gemma)

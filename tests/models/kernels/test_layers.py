@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from logitless.models.kernels import rotary
 from logitless.models.kernels.gate import gated, gated_backward
-from logitless.models.kernels.linear import INTERPRETED, Tile, fixed_order_product
+from logitless.models.kernels.linear import INTERPRETED, Tile, add_low_rank, fixed_order_product, gated_product
 from logitless.models.kernels.norm import norm, norm_backward
 from logitless.models.kernels.rotary import HeadNorms, Heads, rotate, rotate_backward
 from logitless.models.kernels.rows import CHECKED_ROWS, checked_count, with_room
@@ -38,6 +38,30 @@ def test_a_product_is_added_to_what_is_there_with_one_rounding():
     exact = out.double() + 0.5 * (x.double() @ weight.double().T)
     fixed_order_product(x, weight, INTERPRETED, out=out, add_to_out=0.5)
     assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-4).all()
+
+
+@pytest.mark.parametrize(("widths", "rank"), [((5,), 3), ((128, 128, 7), 16), ((256, 9), 20)])
+def test_low_rank_products_are_added_each_to_its_columns_with_one_rounding(widths, rank):
+    low, weight = (
+        draw(37, rank * len(widths), dtype=torch.bfloat16),
+        draw(sum(widths), rank, dtype=torch.bfloat16, seed=1),
+    )
+    out = draw(37, sum(widths), seed=2).bfloat16()
+    parts = zip(out.double().split(widths, 1), low.double().split(rank, 1), weight.double().split(widths), strict=True)
+    exact = torch.cat([before + 0.5 * (x @ w.T) for before, x, w in parts], 1)
+    alone = out[5:6].clone()
+    add_low_rank(low, weight, out, widths, 0.5)
+    assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-4).all()
+    add_low_rank(low[5:6], weight, alone, widths, 0.5)
+    assert torch.equal(alone, out[5:6])
+
+
+@pytest.mark.parametrize("tile", [Tile(16, 16, 32, 1, 1, swapped=True, tma=True), Tile(32, 16, 32, 1, 1, tma=True)])
+@pytest.mark.parametrize("gelu", [False, True])
+def test_a_product_with_its_gate_has_the_bits_of_the_two_apart(tile, gelu):
+    x, weight = draw(37, 64, dtype=torch.bfloat16), draw(80, 64, dtype=torch.bfloat16, seed=1)
+    both = fixed_order_product(x, weight, INTERPRETED)
+    assert torch.equal(gated_product(x, weight, tile, gelu=gelu), gated(both[:, :40], both[:, 40:], gelu=gelu))
 
 
 def test_room_reaches_the_next_checked_count():

@@ -60,7 +60,8 @@ def query_gradient(
     row_normaliser,  # [K, T, R] float32, written: the log-sum-exp in bits, a tile's rows side by side
     row_d,  # [K, T, R] float32, written: d
     grad_query,  # [T, H, E], written
-    tiles,  # [tiles, 8] int32: prefix row, prefix length, own row, own length, token
+    tiles,  # [tiles, 8] int32, and what follows: as of ``attention_forward``
+    branch_rows,
     T,
     query_stride,
     key_stride,
@@ -96,8 +97,14 @@ def query_gradient(
     lowest = first * 0
     if WINDOWED:
         lowest = tl.maximum(prefix_length + first - window + 1, 0) // BLOCK * BLOCK
-    straddle = prefix_length // BLOCK * BLOCK
-    straddled = prefix_length % BLOCK != 0
+    trunk_length = prefix_length
+    branches = branch_rows
+    if branch_rows is not None:
+        trunk_length = tl.load(line + 5)
+        branches = branch_rows + tl.load(line + 6)
+    gathered = trunk_length // BLOCK * BLOCK  # what lies behind the trunk, with the blocks that straddle its ends
+    own = tl.cdiv(prefix_length, BLOCK) * BLOCK
+    straddled = own > gathered
     own_shift = own_row - prefix_length
 
     column = tl.arange(0, WIDTH)
@@ -115,7 +122,7 @@ def query_gradient(
     queries = load_rows(query, row, row_ok, head, query_stride, column, E, WIDTH)
     gradient = tl.zeros((BM, WIDTH), tl.float32)
     for run in range(1 + straddled.to(tl.int32)):
-        start, masked, stop = run_of_blocks(run, lowest, whole, end, straddled, straddle, BLOCK, WINDOWED)
+        start, masked, stop = run_of_blocks(run, lowest, whole, end, straddled, gathered, own, WINDOWED)
         for at in range(start, masked, BLOCK):
             first_row = block_row(at, tiles, prefix_length, prefix_row, own_shift, False, BLOCK)
             keys, values = load_whole_block(
@@ -126,7 +133,9 @@ def query_gradient(
                 False, WINDOWED, SOFTCAP, PRECISION,
             )  # fmt: skip
         for at in range(masked, stop, BLOCK):
-            key_position, rows = key_rows(at, tiles, prefix_length, prefix_row, own_shift, False, BLOCK)
+            key_position, rows = key_rows(
+                at, tiles, branches, prefix_length, trunk_length, prefix_row, own_shift, False, BLOCK
+            )
             keys = load_rows(key, rows, key_position < end, key_head_of_key, key_stride, column, E, WIDTH)
             values = load_rows(value, rows, key_position < end, key_head_of_key, key_stride, column, E, WIDTH)
             gradient = add_query_gradient(
@@ -223,8 +232,8 @@ def key_gradient(
 ):
     """Gradients of a tile of keys and values from a range of rows of queries.
 
-    All rows that see a key lie behind it, up to the end of its sequence or, of a prompt, of its group: the range is one
-    piece, and ``key row <= query row`` is the whole mask.
+    All rows that see a key lie behind it, up to the end of its sequence or, of a prompt, of its last branch: the range
+    is one piece, and ``key row <= query row`` is the whole mask.
     """
     program = tl.program_id(0)
     line = tiles + (program // K) * 8

@@ -94,12 +94,22 @@ def block_row(start, pages, prefix_length, prefix_shift, own_shift, PAGED: tl.co
 
 
 @triton.jit
-def key_rows(start, pages, prefix_length, prefix_shift, own_shift, PAGED: tl.constexpr, BLOCK: tl.constexpr):
-    """Position and row of each key of the block at ``start``, wherever they lie."""
+def key_rows(
+    start, pages, branches, prefix_length, trunk_length, prefix_shift, own_shift, PAGED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Position and row of each key of the block at ``start``, wherever they lie.
+
+    branches: rows of the positions from ``trunk_length`` to ``prefix_length``; None where the trunk is all of it.
+    """
     position = start + tl.arange(0, BLOCK)
     if PAGED:
         return position, tl.load(pages + start // BLOCK) * BLOCK + tl.arange(0, BLOCK)
-    return position, position + tl.where(position < prefix_length, prefix_shift, own_shift)
+    rows = position + tl.where(position < prefix_length, prefix_shift, own_shift)
+    if branches is not None:
+        in_branch = (position >= trunk_length) & (position < prefix_length)
+        rows = tl.where(in_branch, tl.load(branches + position - trunk_length, mask=in_branch, other=0), rows)
+    return position, rows
 
 
 @triton.jit
@@ -156,15 +166,16 @@ def query_tile(tiles, K: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def run_of_blocks(run, lowest, whole, end, straddled, straddle, BLOCK: tl.constexpr, WINDOWED: tl.constexpr):
+def run_of_blocks(run, lowest, whole, end, straddled, gathered, own, WINDOWED: tl.constexpr):
     """Run number ``run`` of a tile's blocks: [start, masked) are loaded whole and unmasked, [masked, stop) gathered.
 
-    One run up to and with the block that straddles the prompt's end, where there is one, and one for the rest.
+    One run up to and with the block that straddles the prefix's end, where there is one, and one for the rest. Of the
+    prefix [gathered, own) is gathered.
     """
     first = (run == 0) & straddled
-    start = tl.where(run == 0, lowest, tl.maximum(lowest, straddle + BLOCK))
-    stop = tl.where(first, tl.minimum(straddle + BLOCK, end), end)
-    masked = tl.where(first, tl.minimum(whole, straddle), whole)
+    start = tl.where(run == 0, lowest, tl.maximum(lowest, own))
+    stop = tl.where(first, tl.minimum(own, end), end)
+    masked = tl.where(first, tl.minimum(whole, gathered), whole)
     if WINDOWED:
         masked = start
     return start, tl.minimum(tl.maximum(masked, start), tl.maximum(stop, start)), stop
@@ -180,7 +191,9 @@ def attention_forward(
     value_blocks,  # likewise of ``value``
     output,  # [T, H, E]
     log_sum_exp,  # [T, H] float32, in nats
-    tiles,  # [tiles, 8] int32: prefix row (paged: line of the page table), prefix length, own row, own length, token
+    tiles,  # [tiles, 8] int32: prefix row (paged: line of the page table), prefix length, own row, own length, token,
+    #         length of the trunk, first of ``branch_rows``
+    branch_rows,  # [b] int32: rows of prefixes behind their trunks; None: a prefix is its trunk
     page_table,  # [sequences, max_pages] int32: pages of each sequence in order; None: not paged
     max_pages,
     query_stride,
@@ -218,8 +231,14 @@ def attention_forward(
     lowest = first * 0
     if WINDOWED:
         lowest = tl.maximum(prefix_length + first - window + 1, 0) // BLOCK * BLOCK
-    straddle = prefix_length // BLOCK * BLOCK
-    straddled = prefix_length % BLOCK != 0
+    trunk_length = prefix_length
+    branches = branch_rows
+    if branch_rows is not None:
+        trunk_length = tl.load(line + 5)
+        branches = branch_rows + tl.load(line + 6)
+    gathered = trunk_length // BLOCK * BLOCK  # what lies behind the trunk, with the blocks that straddle its ends
+    own = tl.cdiv(prefix_length, BLOCK) * BLOCK
+    straddled = own > gathered
     pages = page_table
     if PAGED:
         pages = page_table + prefix_row * max_pages
@@ -233,7 +252,7 @@ def attention_forward(
     split_m, split_s, split_o = empty(BM, WIDTH)
     # Splits end inside one loop over blocks, which is pipelined across them.
     for run in range(1 + straddled.to(tl.int32)):
-        start, masked, stop = run_of_blocks(run, lowest, whole, end, straddled, straddle, BLOCK, WINDOWED)
+        start, masked, stop = run_of_blocks(run, lowest, whole, end, straddled, gathered, own, WINDOWED)
         for at in range(start, masked, BLOCK):
             if at % SPLIT == 0:
                 m, s, o = merge(m, s, o, split_m, split_s, split_o)
@@ -250,7 +269,9 @@ def attention_forward(
             if at % SPLIT == 0:
                 m, s, o = merge(m, s, o, split_m, split_s, split_o)
                 split_m = tl.full((BM,), NEVER, tl.float32)
-            key_position, rows = key_rows(at, pages, prefix_length, prefix_row, own_shift, PAGED, BLOCK)
+            key_position, rows = key_rows(
+                at, pages, branches, prefix_length, trunk_length, prefix_row, own_shift, PAGED, BLOCK
+            )
             keys = load_rows(key, rows, key_position < end, key_head_of_key, key_stride, column, E, WIDTH)
             values = load_rows(value, rows, key_position < end, key_head_of_key, key_stride, column, E, WIDTH)
             split_m, split_s, split_o = add_block(

@@ -70,7 +70,7 @@ def key_value_rows(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 def attention_forward_rows(
     query: Tensor, key: Tensor, value: Tensor, tiles: Tensor, form: Form, choice: AttentionTiles, *,
-    every_row: bool, page_table: Tensor | None = None,
+    every_row: bool, branch_rows: Tensor | None = None, page_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output [T, H, E] and log-sum-exp [T, H]; rows of no tile are 0 unless ``every_row`` is in one."""
     heads, tile = Heads.of(query, key), choice.forward
@@ -82,7 +82,7 @@ def attention_forward_rows(
         log_sum_exp.zero_()
     blocks = _key_blocks(key, value, heads, tile.tma)
     attention_forward.attention_forward[(len(tiles) * heads.num_key,)](
-        query, key, value, *blocks, output, log_sum_exp, tiles, page_table,
+        query, key, value, *blocks, output, log_sum_exp, tiles, branch_rows, page_table,
         0 if page_table is None else page_table.shape[1], query.stride(0), key.stride(0), *form.numbers,
         **form.constants, **heads.constants, BM=tile.rows, BLOCK=attention_tiles.BLOCK, SPLIT=attention_tiles.SPLIT,
         PAGED=page_table is not None, TMA=blocks[0] is not None, PRECISION=choice.precision,
@@ -101,6 +101,7 @@ class RowTerms(NamedTuple):
 def query_gradient(
     query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum_exp: Tensor, grad_output: Tensor,
     grad_log_sum_exp: Tensor | None, tiles: Tensor, form: Form, choice: AttentionTiles, *, every_row: bool,
+    branch_rows: Tensor | None = None,
 ) -> tuple[Tensor, RowTerms]:  # fmt: skip
     """Gradient of queries, and what that of keys needs."""
     heads, tile = Heads.of(query, key), choice.query_gradient
@@ -110,9 +111,9 @@ def query_gradient(
     blocks = _key_blocks(key, value, heads, tile.tma)
     attention_backward.query_gradient[(len(tiles) * heads.num_key,)](
         query, key, value, *blocks, output, grad_output, log_sum_exp, grad_log_sum_exp, terms[0], terms[1], gradient,
-        tiles, rows, query.stride(0), key.stride(0), *form.numbers, form.scale, **form.constants, **heads.constants,
-        BM=tile.rows, BLOCK=attention_tiles.BLOCK, TMA=blocks[0] is not None, PRECISION=choice.precision,
-        **_resources(tile),
+        tiles, branch_rows, rows, query.stride(0), key.stride(0), *form.numbers, form.scale, **form.constants,
+        **heads.constants, BM=tile.rows, BLOCK=attention_tiles.BLOCK, TMA=blocks[0] is not None,
+        PRECISION=choice.precision, **_resources(tile),
     )  # fmt: skip
     return gradient, RowTerms(terms[0], terms[1])
 

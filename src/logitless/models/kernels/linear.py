@@ -12,15 +12,18 @@ Two ways to load: TMA descriptors (Hopper and later), or plain masked tiles of l
 GPU from capability 8.0).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.models.kernels.overlap import after_inputs, overlapping
-from logitless.models.kernels.rows import divided_up, empty_rows
+from logitless.models.kernels.gate import activation
+from logitless.models.kernels.overlap import after_inputs, ask_for_rows, overlapping
+from logitless.models.kernels.rows import divided_up, empty_rows, power_of_two
 from logitless.quick_launch import descriptor, quick_launch
 
 
@@ -65,6 +68,7 @@ _GROUP = 8  # row tiles walked together, so that they meet the weight's tiles in
 def product_kernel(
     rows,  # [M, K] a row ``row_stride`` after the other, or its TMA descriptor
     weight,  # [N, K] contiguous, or its TMA descriptor
+    ahead,  # the weight again where it is asked for before the inputs are there, or None
     bias,  # [N] or None
     addend,  # [M, N] a row ``out_stride`` after the other, or None
     out,  # [M, N] likewise; may be ``addend`` itself
@@ -81,10 +85,10 @@ def product_kernel(
     SWAPPED: tl.constexpr,
     TMA: tl.constexpr,
     EVEN: tl.constexpr,  # whether DEPTH divides K
+    PIECES: tl.constexpr,  # in which a row of the weight is asked for
     OVERLAP: tl.constexpr,
 ):
     """One tile of the output."""
-    after_inputs(OVERLAP)
     tile = tl.program_id(0)
     num_m = tl.cdiv(num_rows, ROWS)
     num_n = tl.cdiv(num_columns, COLUMNS)
@@ -93,6 +97,9 @@ def product_kernel(
     inside = tile % (GROUP * num_n)
     row_start = (first + inside % size) * ROWS
     column_start = (inside // size) * COLUMNS
+    if ahead is not None:
+        ask_for_rows(ahead, column_start, num_columns, length, COLUMNS, PIECES)
+    after_inputs(OVERLAP)
     row = row_start + tl.arange(0, ROWS)
     column = column_start + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
@@ -140,6 +147,7 @@ def fixed_order_product(
     out: Tensor | None = None,
     add_to_out: float | None = None,
     dtype: torch.dtype | None = None,
+    ahead: bool | None = None,
 ) -> Tensor:
     """``rows @ weight.T + bias``, or ``out += add_to_out * (rows @ weight.T)`` in float32 before one rounding.
 
@@ -151,6 +159,7 @@ def fixed_order_product(
         out: [M, N] with contiguous rows; made where it is not given.
         add_to_out: factor of the product, which is then added to what ``out`` holds.
         dtype: of ``out`` where it is made; default that of ``rows``.
+        ahead: ask for the weight while the kernel before still runs; None: where that helps (``asks_ahead``).
 
     Returns:
         ``out``.
@@ -162,10 +171,184 @@ def fixed_order_product(
     if tile.tma:
         x, w = descriptor(rows, [tile.rows, tile.depth]), descriptor(weight, [tile.columns, tile.depth])
     grid = (divided_up(num_rows, tile.rows) * divided_up(num_columns, tile.columns),)
+    overlap = overlapping(rows.device)
+    asks = overlap["OVERLAP"] and (asks_ahead(tile, num_columns, length, weight.itemsize) if ahead is None else ahead)
     product_kernel[grid](
-        x, w, bias, None if add_to_out is None else out, out, 1.0 if add_to_out is None else add_to_out,
-        num_rows, num_columns, length, rows.stride(0), out.stride(0),
+        x, w, weight if asks else None, bias, None if add_to_out is None else out, out,
+        1.0 if add_to_out is None else add_to_out, num_rows, num_columns, length, rows.stride(0), out.stride(0),
         ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=_GROUP, SWAPPED=tile.swapped, TMA=tile.tma,
-        EVEN=length % tile.depth == 0, num_warps=tile.warps, num_stages=tile.stages, **overlapping(rows.device),
+        EVEN=length % tile.depth == 0, PIECES=_pieces(tile) if asks else 1,
+        num_warps=tile.warps, num_stages=tile.stages, **overlap,
     )  # fmt: skip
     return out
+
+
+_FITS = 24 * 2**20
+"""Bytes of a weight that is asked for ahead: half of Hopper's L2 cache."""
+
+
+def asks_ahead(tile: Tile, columns: int, length: int, itemsize: int) -> bool:
+    """Whether a tile asks for its part of a weight [columns, length] while the kernel before still runs.
+
+    Those for few rows do: with more rows, it is the kernel before that needs the bandwidth.
+
+    Example:
+        >>> asks_ahead(Tile(16, 64, 256, 4, 4, tma=True), 896, 4864, 2), asks_ahead(REFERENCE, 896, 4864, 2)
+        (True, False)
+    """
+    if tile.rows > 32 or not tile.tma or itemsize != 2:
+        return False
+    return columns * length * itemsize <= _FITS and length % (8 * _pieces(tile)) == 0
+
+
+def _pieces(tile: Tile) -> int:
+    """Pieces of a row of the weight, so that each thread asks for one."""
+    return max(1, 32 * tile.warps // tile.columns)
+
+
+@quick_launch
+@triton.jit(do_not_specialize=["num_rows"])
+def gated_product_kernel(
+    rows,  # [M, K], its TMA descriptor
+    weight,  # [2 I, K], the same: the gate's rows before those of up
+    ahead,  # the weight again where it is asked for before the inputs are there, or None
+    out,  # [M, I] contiguous
+    num_rows,  # M
+    width,  # I
+    length,  # K
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    GELU: tl.constexpr,
+    PIECES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One tile of ``act(rows @ gate.T) * (rows @ up.T)``, rounded where products and gate of their own round."""
+    num_m = tl.cdiv(num_rows, ROWS)
+    row_start = tl.program_id(0) % num_m * ROWS
+    column_start = tl.program_id(0) // num_m * COLUMNS
+    if ahead is not None:
+        ask_for_rows(ahead, column_start, 2 * width, length, COLUMNS, PIECES)
+        ask_for_rows(ahead, width + column_start, 2 * width, length, COLUMNS, PIECES)
+    after_inputs(OVERLAP)
+    row = row_start + tl.arange(0, ROWS)
+    column = column_start + tl.arange(0, COLUMNS)
+    gate = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
+    up = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
+    for step in range(tl.cdiv(length, DEPTH)):
+        x = rows.load([row_start, step * DEPTH])
+        g = weight.load([column_start, step * DEPTH])
+        u = weight.load([width + column_start, step * DEPTH])
+        if SWAPPED:
+            gate = tl.dot(g, x.T, gate, input_precision="ieee")
+            up = tl.dot(u, x.T, up, input_precision="ieee")
+        else:
+            gate = tl.dot(x, g.T, gate, input_precision="ieee")
+            up = tl.dot(x, u.T, up, input_precision="ieee")
+    if SWAPPED:
+        row_of = row[None, :]
+        column_of = column[:, None]
+    else:
+        row_of = row[:, None]
+        column_of = column[None, :]
+    kind = out.dtype.element_ty
+    act, _ = activation(gate.to(kind).to(tl.float32), GELU)
+    product = act.to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
+    at = out + row_of.to(tl.int64) * width + column_of
+    tl.store(at, product.to(kind), mask=(row_of < num_rows) & (column_of < width))
+
+
+def gated_product(rows: Tensor, weight: Tensor, tile: Tile, *, gelu: bool, ahead: bool | None = None) -> Tensor:
+    """``act(rows @ gate.T) * (rows @ up.T)`` [M, I] in one kernel, with the bits of a product and a gate apart.
+
+    Args:
+        rows: [M, K], the last dimension contiguous; row stride and K multiples of 16 bytes.
+        weight: [2 I, K] contiguous, in the dtype of ``rows``: gate and up end to end.
+        tile: how; its columns are of each of the two.
+        gelu: the gate's activation, else SiLU.
+        ahead: as of ``fixed_order_product``.
+    """
+    (num_rows, length), width = rows.shape, weight.shape[0] // 2
+    out = empty_rows(num_rows, width, like=rows)
+    overlap = overlapping(rows.device)
+    asks = overlap["OVERLAP"] and (asks_ahead(tile, 2 * width, length, weight.itemsize) if ahead is None else ahead)
+    gated_product_kernel[(divided_up(num_rows, tile.rows) * divided_up(width, tile.columns),)](
+        descriptor(rows, [tile.rows, tile.depth]), descriptor(weight, [tile.columns, tile.depth]),
+        weight if asks else None, out, num_rows, width, length,
+        ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, SWAPPED=tile.swapped, GELU=gelu,
+        PIECES=_pieces(tile) if asks else 1, num_warps=tile.warps, num_stages=tile.stages, **overlap,
+    )  # fmt: skip
+    return out
+
+
+@quick_launch
+@triton.jit(do_not_specialize=["num_rows"])
+def low_rank_kernel(
+    low,  # [M, P * rank] contiguous: of P maps, side by side
+    weight,  # [N, rank] contiguous: of the maps, end to end
+    out,  # [M, N] a row ``out_stride`` after the other
+    scale,
+    num_rows,  # M
+    num_columns,  # N
+    second,  # the column where the second map begins
+    third,
+    rank,
+    low_stride,
+    out_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,  # at least the rank
+    OVERLAP: tl.constexpr,
+):
+    """One tile of ``out += scale * low @ weight.T``, whose columns are of one map."""
+    after_inputs(OVERLAP)
+    num_m = tl.cdiv(num_rows, ROWS)
+    row_start = tl.program_id(0) % num_m * ROWS
+    column_start = tl.program_id(0) // num_m * COLUMNS
+    part = (column_start >= second).to(tl.int32) + (column_start >= third).to(tl.int32)
+    row = row_start + tl.arange(0, ROWS)[:, None]
+    column = column_start + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    at = out + row.to(tl.int64) * out_stride + column[None, :]
+    stored = (row < num_rows) & (column < num_columns)[None, :]
+    before = tl.load(at, mask=stored, other=0.0)
+    inside = (row < num_rows) & (depth < rank)[None, :]
+    x = tl.load(low + row.to(tl.int64) * low_stride + part * rank + depth[None, :], mask=inside, other=0.0)
+    inside = (column < num_columns)[:, None] & (depth < rank)[None, :]
+    w = tl.load(weight + column[:, None] * rank + depth[None, :], mask=inside, other=0.0)
+    acc = tl.dot(x, w.T, input_precision="ieee")
+    tl.store(at, tl.fma(acc, scale, before.to(tl.float32)).to(out.dtype.element_ty), mask=stored)
+
+
+_LOW_RANK_TILE = (32, 128, 4)  # rows, columns, warps
+MOST_RANK = 64
+
+
+def whole_tiles(widths: Sequence[int]) -> bool:
+    """Whether ``add_low_rank`` takes maps of these widths together: a tile's columns are of one map.
+
+    Example:
+        >>> whole_tiles((4096, 1024, 1024)), whole_tiles((96, 32)), whole_tiles((100,))
+        (True, False, True)
+    """
+    return len(widths) <= 3 and all(width % _LOW_RANK_TILE[1] == 0 for width in widths[:-1])
+
+
+def add_low_rank(low: Tensor, weight: Tensor, out: Tensor, widths: Sequence[int], scale: float) -> None:
+    """``out_p += scale * low_p @ weight_p.T`` for maps p whose columns lie side by side; one rounding, of the sum.
+
+    Args:
+        low: [M, P * R] with contiguous rows, those of a map behind those of the one before; R at most 64.
+        weight: [N, R] contiguous, in the dtype of ``low``: the maps end to end.
+        out: [M, N] with contiguous rows.
+        widths: columns of each map; at most three maps, as ``whole_tiles`` has it.
+        scale: of the product.
+    """
+    (num_rows, _), (num_columns, rank) = low.shape, weight.shape
+    rows, columns, warps = _LOW_RANK_TILE
+    starts = [*accumulate(widths), num_columns, num_columns]
+    low_rank_kernel[(divided_up(num_rows, rows) * divided_up(num_columns, columns),)](
+        low, weight, out, scale, num_rows, num_columns, starts[0], starts[1], rank, low.stride(0), out.stride(0),
+        ROWS=rows, COLUMNS=columns, DEPTH=max(16, power_of_two(rank)), num_warps=warps, **overlapping(low.device),
+    )  # fmt: skip

@@ -20,6 +20,24 @@ def after_inputs(OVERLAP: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
+@triton.jit
+def ask_for_rows(weight, first, num_rows, length, ROWS: tl.constexpr, PIECES: tl.constexpr):
+    """Brings rows of a weight into the L2 cache while the kernel before still runs.
+
+    They are of ``length`` numbers of 16 bits, each asked for in so many pieces of a multiple of 16 bytes. That cache
+    cannot be out of date: every write goes through it.
+    """
+    n = tl.arange(0, ROWS * PIECES)
+    row = tl.minimum(first + n // PIECES, num_rows - 1)
+    piece = length // PIECES
+    at = (weight + row.to(tl.int64) * length + n % PIECES * piece).to(tl.uint64, bitcast=True)
+    size = tl.zeros_like(n) + 2 * piece
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [at, size],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
 def overlapping(device: torch.device) -> dict[str, Any]:
     """Arguments of a launch of a kernel that calls ``after_inputs(OVERLAP)`` first.
 

@@ -1,0 +1,125 @@
+"""What it is worth to read once what sequences begin with alike: a training step three ways.
+
+    python benchmarks/common_beginnings.py
+
+8 prompts with 8 completions each, and every prompt begins with the same instructions, as with a long system message,
+descriptions of tools or worked examples. The same step with nothing shared, with each prompt read once (what a pass
+would do if it knew of prompts alone), and with the tree: instructions once, then each prompt once, then the
+completions. Random weights, bfloat16 with float32 masters, row-invariant layers; loss and gradient norm say that the
+three are one step.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from logitless.bench.machine import environment, release, write_result
+from logitless.bench.step_contenders import SHAPES, Rollouts, Shape, Workload
+from logitless.bench.step_rows import Reference, Stage, Stepper
+from logitless.data import packing
+from logitless.data.packing import pack
+from logitless.errors import UnavailableError
+from logitless.train.score import scores_of
+from logitless.types import Completion, Prompt
+
+RESULT = Path("benchmarks/results/common-beginnings-H200.json")
+INSTRUCTIONS = 1024
+WORKLOAD = Workload(8, 8, 64, 256, shortest_completion=64)
+"""Behind the instructions."""
+
+WAYS = ("nothing", "prompts", "tree")
+
+
+def rollouts_of(shape: Shape, instructions: int, workload: Workload) -> Rollouts:
+    """The workload's rollouts with ``instructions`` tokens before every prompt.
+
+    Example:
+        >>> shape = next(shape for shape in SHAPES if shape.name == "tiny")
+        >>> rollouts_of(shape, 20, Workload(2, 8, 4, 8)).packed.inputs.prefixes[0][0]
+        (0, 20)
+    """
+    drawn = Rollouts.draw(workload, shape.vocabulary)
+    chance = random.Random(1)
+    begun = tuple(chance.randrange(shape.vocabulary) for _ in range(instructions))
+    inputs, pairs = drawn.packed.inputs, []
+    first = 0
+    for s, length in enumerate(inputs.lengths):
+        ids = inputs.input_ids[first : first + length].tolist()
+        scored = inputs.source_counts[s]
+        prompt = Prompt(str(s), "", begun + tuple(ids[: length - scored + 1]))
+        pairs.append((prompt, Completion(prompt.id, (*ids[length - scored + 1 :], 0), "", "stop")))
+        first += length
+    return replace(drawn, packed=pack(pairs))
+
+
+def measure(shape: Shape, device: str, keep: Callable[[dict[str, Any]], None], *, by: int = 1) -> None:
+    """Hands out the rows of one model; on the CPU, to try the tool, with everything ``by`` times as short."""
+    workload = WORKLOAD if by == 1 else WORKLOAD.shrunk(by)
+    least, common = packing.LEAST, {"prompts": 10**9}
+    stage = Stage(shape, device, "row-invariant", "float32")
+    try:
+        for way in WAYS:
+            packing.LEAST = common.get(way, least)
+            rollouts = rollouts_of(shape, INSTRUCTIONS // by, workload)
+            stage._set("logitless")
+            recipe = stage.learner.recipe
+            train = recipe.train.model_copy(update={"share_prompts": way != "nothing"})
+            stage.learner.recipe = recipe.model_copy(update={"train": train})
+            stage.policy.shares_prompts = way != "nothing"
+            plan = rollouts.plan.micro_batches
+            logp = scores_of(stage.policy, rollouts.packed, plan, temperature=1.0, backend="auto").logp
+            taken = stage.timed(Stepper(stage._learn, stage._learn), rollouts, Reference(logp, {}, None, None), steps=5)
+            size = packing.Packing(workload.tokens_per_micro_batch, way != "nothing", stage.policy.hidden_size)
+            rows = size.rows(range(rollouts.packed.num_sequences), rollouts.packed.inputs)
+            keep(
+                {
+                    "model": shape.name,
+                    "shared": way,
+                    "seconds": sorted(taken.seconds)[len(taken.seconds) // 2] if taken.seconds else None,
+                    "seconds_all": taken.seconds,
+                    "tokens": rollouts.num_tokens,
+                    "read_tokens": sum(size.num_tokens(row, rollouts.packed.inputs) for row in rows),
+                    "rows": len(rows),
+                    "peak_bytes": taken.peak_bytes,
+                    "loss": taken.loss,
+                    "grad_norm": taken.grad_norm,
+                    "failure": taken.failure,
+                }
+            )
+    finally:
+        packing.LEAST = least
+
+
+def main() -> None:
+    """Measure every model that was asked for and write the file after each row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="qwen2.5-0.5b,qwen3-1.7b", help="by commas")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the tool itself with --models tiny")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UnavailableError(
+            needed="a CUDA device", given="none", remedy="Use --device cpu --models tiny to try the tool itself."
+        )
+    here = environment(options.device, ("triton", "transformers"))
+    rows: list[dict[str, Any]] = []
+
+    def keep(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        write_result(options.output, {"environment": here, "instructions": INSTRUCTIONS, "rows": rows})
+
+    for name in options.models.split(","):
+        shape = next(shape for shape in SHAPES if shape.name == name)
+        measure(shape, options.device, keep, by=1 if options.device == "cuda" else 16)
+        release(options.device)
+
+
+if __name__ == "__main__":
+    main()
