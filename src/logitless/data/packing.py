@@ -172,9 +172,7 @@ def _alike(texts: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, int, int]]:
 
     A run comes before those inside of it.
     """
-    common = [
-        next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a)) for a, b in pairwise(texts)
-    ]
+    common = [_num_common(a, b) for a, b in pairwise(texts)]
     todo = [(0, len(texts), 0)]
     while todo:
         first, last, tokens = todo.pop()
@@ -305,11 +303,8 @@ class Packing:
             return self._in_order(pieces, inputs)
         sizes = [self.num_tokens(piece, inputs) for piece in pieces]
         costs = [self.cost(piece, inputs) for piece in pieces]
-        fewest = -(-sum(sizes) // self.tokens_per_row)
-        for count in range(fewest, len(pieces) + 1):
-            if (placed := _placed(sizes, costs, count, self.tokens_per_row)) is not None:
-                return tuple(tuple(s for i in row for s in pieces[i]) for row in placed if row)
-        return ()
+        placed = _in_fewest(sizes, costs, self.tokens_per_row)
+        return tuple(tuple(s for i in row for s in pieces[i]) for row in placed)
 
     def num_tokens(self, sequences: Sequence[int], inputs: PackedInputs) -> int:
         """Tokens that a pass over these sequences side by side reads."""
@@ -369,10 +364,8 @@ class Packing:
         pieces = [piece for branch in branches for piece in self._cut(branch, depth + 1, inputs)]
         sizes = [self.num_tokens(piece, inputs) - common for piece in pieces]
         costs = [self.cost(piece, inputs) for piece in pieces]
-        for num_parts in range(2, len(pieces)):
-            if (placed := _placed(sizes, costs, num_parts, self.tokens_per_row - common)) is not None:
-                return [sorted(s for i in part for s in pieces[i]) for part in placed if part]
-        return pieces
+        placed = _in_fewest(sizes, costs, self.tokens_per_row - common)
+        return [sorted(s for i in part for s in pieces[i]) for part in placed]
 
     def _in_order(self, pieces: Sequence[Sequence[int]], inputs: PackedInputs) -> tuple[tuple[int, ...], ...]:
         rows: list[list[int]] = []
@@ -385,6 +378,15 @@ class Packing:
             rows[-1] += piece
             used += size
         return tuple(tuple(row) for row in rows)
+
+
+def _in_fewest(sizes: Sequence[int], costs: Sequence[float], room: int) -> list[list[int]]:
+    """The pieces, each within ``room``, in about the fewest rows that have room for them."""
+    most = len(sizes)
+    fewest = max(-(-sum(sizes) // room) if room else most, sum(2 * size > room for size in sizes))
+    found = (_placed(sizes, costs, count, room) for count in range(fewest, most))
+    placed = next((each for each in found if each is not None), [[i] for i in range(most)])
+    return [row for row in placed if row]
 
 
 def _placed(sizes: Sequence[int], costs: Sequence[float], count: int, room: int) -> list[list[int]] | None:
