@@ -66,18 +66,20 @@ class Case:
 EVERYWHERE = {"length-toy": Case("length-toy")}
 ON_A_CPU = {"calculator": Case("calculator", ("data.held_out=null", "warm_start=null"), 6)}
 ON_A_GPU = {
-    "0.5b": Case("qwen2.5-0.5b-gsm8k", (*SMALL, "rollout.completions_per_prompt=64"), 3),
-    "0.5b, transformers' layers": Case(
+    "0.5b, one set of bits": Case(
         "qwen2.5-0.5b-gsm8k",
         (
             *SMALL,
             "rollout.completions_per_prompt=64",
-            "rollout.sampling={max_new_tokens: 128}",
-            "model.trained_dtype=float32",
-            "model.autocast=bfloat16",
-            "model.gradient_checkpointing=true",
-            "train.activation_memory=null",
+            "model.autocast=null",
+            "model.trained_dtype=bfloat16",
+            "model.gradient_checkpointing=false",
         ),
+        3,
+    ),
+    "0.5b": Case(
+        "qwen2.5-0.5b-gsm8k",
+        (*SMALL, "rollout.completions_per_prompt=64", "rollout.sampling={max_new_tokens: 128}"),
         3,
     ),
     "1.7b on 24 GB": Case(
