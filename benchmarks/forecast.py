@@ -77,7 +77,7 @@ ON_A_GPU = {
         ),
         3,
     ),
-    "0.5b, recipe": Case(
+    "0.5b": Case(
         "qwen2.5-0.5b-gsm8k",
         (*SMALL, "rollout.completions_per_prompt=64", "rollout.sampling={max_new_tokens: 128}"),
         3,

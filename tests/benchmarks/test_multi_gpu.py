@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks import multi_gpu
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +62,10 @@ def test_a_run_that_is_cut_off_leaves_the_names_of_what_failed(tmp_path):
     assert "assert 'fails' == 'passes'" in done.stdout
 
 
-def test_every_failure_on_two_gpus_has_a_line():
-    found = json.loads(Path(multi_gpu.RESULT).read_text())
+@pytest.mark.parametrize(("name", "gpus"), [("multi-gpu.json", 4), ("multi-gpu-2.json", 2)])
+def test_every_failure_on_several_gpus_has_a_line(name, gpus):
+    found = json.loads(multi_gpu.RESULT.with_name(name).read_text())
+    assert found["environment"]["gpus"] == gpus
+    assert found["complete"]
     assert len(found["failures"]) == found["failed"]
     assert found["passed"] > 60

@@ -30,6 +30,8 @@ def test_the_machine_is_described_and_nothing_is_an_error(capsys: pytest.Capture
     assert found["head backends"]["chunked"] == "runs"
     assert found["attention"]["packed"] == "runs"
     assert found["engines"]["transformers"] == "runs"
+    assert set(found["engines"]) == {"transformers", "recorded", "gpu", "vllm", "vllm_server"}
+    assert (found["engines"]["vllm"] == "runs") is (importlib.util.find_spec("vllm") is not None)
     assert found["packages"]["torch"] == torch.__version__
     assert {"machine", "optional", "settings", "one set of bits", "walls around a model's text"} <= set(found)
 

@@ -1,5 +1,7 @@
 """Linear maps: one product where weights lie end to end, LoRA unmerged, gradients, and which kernel serves."""
 
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -197,3 +199,10 @@ def test_a_library_serves_at_checked_counts_alone_and_a_tile_everywhere_else(mon
         x = torch.randn(room, 4)[:count]
         torch.testing.assert_close(product(x, weight), x @ weight.t())
         assert used == expected
+
+
+def test_a_library_that_warns_past_python_is_not_heard_and_stderr_is_there_afterwards(capfd):
+    with linear._without_stderr():
+        os.write(2, b"experimental\n")
+    os.write(2, b"heard\n")
+    assert capfd.readouterr().err == "heard\n"

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -175,6 +177,17 @@ def test_gate_and_up_in_one_kernel_have_the_bits_of_two_products_and_a_gate(gelu
     for tile in check._GATED.values():
         for count in (1, 16, 33, 64):
             assert torch.equal(gated_product(rows[:count], weight, tile, gelu=gelu), expected[:count])
+
+
+def test_cublaslt_is_chosen_without_a_word_on_stderr():
+    code = """
+import torch
+from logitless.models.linear import library_product
+rows, weight = (torch.ones(64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+library_product("cublaslt", rows, weight, None, torch.empty_like(rows))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.multi_gpu

@@ -353,8 +353,12 @@ def test_an_interrupted_run_leaves_a_pool_that_works(mark):
     with WorkerPool(workers=2) as pool:
         pool.load(BEHAVE)
         timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
+
+        def interrupted():
+            timer.start()
             pool.run(BEHAVE, [("sleep_forever",)] * 4, deadline_seconds=100)
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
         timer.join()
         assert pool.run(BEHAVE, [("well",)])[0].value == 1

@@ -39,7 +39,7 @@ class Gated:
     def sample(self, prompts, num_samples, options, *, seed):
         with self.lock:
             self.inside += 1
-        assert self.gate.wait(30)
+        assert self.gate.wait(300)
         version = self.version
         with self.lock:
             self.inside -= 1
@@ -77,7 +77,7 @@ def test_calls_sample_side_by_side_and_a_push_waits_for_them_and_holds_up_the_ne
     assert (inner.inside, inner.inside_at_push) == (2, [])  # neither the push nor the late call got in
     inner.gate.set()
     for thread in (*early, push, late):
-        thread.join(30)
+        thread.join(300)
     assert inner.inside_at_push == [0]
     assert found == {"one": 0, "two": 0, "late": 5}
 
@@ -89,11 +89,15 @@ def test_a_push_that_is_interrupted_while_it_waits_holds_nobody_up():
     early = _started(ask, "early")
     _waiting(lambda: inner.inside, 1)
     main = threading.main_thread().ident
-    threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
+
+    def interrupted():
+        threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
         engine.load(WEIGHTS, 5)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     inner.gate.set()
     late = _started(ask, "late")
     for thread in (early, late):
-        thread.join(30)
+        thread.join(300)
     assert found == {"early": 0, "late": 0}

@@ -390,7 +390,7 @@ def _pushed_in_the_middle(served, url, versions=(0, 1)):
     asking.start()
     for version in versions[1:]:
         served.begun.clear()
-        assert served.begun.wait(30)
+        assert served.begun.wait(300)
         engine.load(Weights.of(models[version]), version)
     asking.join()
     engine.close()

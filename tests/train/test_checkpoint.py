@@ -248,7 +248,7 @@ def _held_up(monkeypatch):
     go, plain = threading.Event(), checkpoints.write_tensors
 
     def waiting(path, tensors):
-        assert go.wait(60)
+        assert go.wait(300)
         return plain(path, tensors)
 
     monkeypatch.setattr(checkpoints, "write_tensors", waiting)

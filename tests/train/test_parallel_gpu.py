@@ -42,8 +42,10 @@ def test_two_gpus_have_the_gradients_of_one_to_rounding(case, tmp_path):
 
 
 def test_bfloat16_weights_with_sharded_masters_have_the_gradients_of_one_gpu_to_rounding(tmp_path):
-    changes = {"model__source": LLAMA, "model__trained_dtype": "bfloat16", **CHUNKED}
-    _check(tmp_path, changes, 2, Arrangement(1, 2, 1), dtype=None, rtol=0.1, atol=0.02, device="cuda")
+    changes = {"model__source": LLAMA, "model__trained_dtype": "bfloat16", "model__layers": "transformers", **CHUNKED}
+    # products of other numbers of rows are rounded otherwise: by 2**-8 of hidden states, in a few places
+    roundings = {"rtol": 0.1, "atol": 0.02, "scores": 0.05}
+    _check(tmp_path, changes, 2, Arrangement(1, 2, 1), dtype=None, **roundings, device="cuda")
 
 
 ON_FOUR = [Arrangement(1, 4, 1), Arrangement(4, 1, 1), Arrangement(1, 1, 4), Arrangement(2, 2, 1), Arrangement(1, 2, 2)]

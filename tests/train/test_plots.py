@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from logitless.train.plots import Line, _stretches, bar_plot, heat_map, line_plot, smoothed, thinned
+from logitless.train.plots import Line, _short, _stretches, bar_plot, heat_map, line_plot, smoothed, thinned
 
 
 def test_a_plot_is_an_svg_document_that_is_the_same_every_time():
@@ -68,6 +68,13 @@ def test_bars_are_named():
     drawn = bar_plot({"rollout": 2, "training": 3.5}, x_label="seconds")
     assert "rollout" in drawn
     assert drawn.index("training") < drawn.index("rollout")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(4467.4, "4,467"), (123.44, "123"), (0.01234, "0.0123"), (1e6, "1,000,000")]
+)
+def test_a_bar_is_labelled_with_all_digits_before_the_point(value: float, text: str) -> None:
+    assert _short(value) == text
 
 
 def test_a_smoothed_line_is_the_running_mean_of_what_is_there():

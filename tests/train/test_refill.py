@@ -34,7 +34,7 @@ class Gated:
             if prompt.id == self.fails_at:
                 raise RuntimeError("the server is gone")
             if prompt.id in self.gates:
-                assert self.gates[prompt.id].wait(30)
+                assert self.gates[prompt.id].wait(300)
         return [
             [_completion(p, 2 if p.id in self.without else 1 + i, seed) for i in range(num_samples)] for p in prompts
         ]

@@ -215,7 +215,7 @@ def test_a_block_is_rolled_out_while_its_predecessor_is_saved_and_no_step_is_tak
     def writing(path, tensors):
         if "block-000001" in str(path):
             assert threading.current_thread() is not threading.main_thread()
-            assert rolled_out.wait(60), "the save holds up the next block"
+            assert rolled_out.wait(300), "the save holds up the next block"
             time.sleep(0.1)
             events.append("saved")
         return write(path, tensors)

@@ -131,8 +131,8 @@ def _launched(args: argparse.Namespace, gpus: int) -> None:
     order = {"models": args.models.split(","), "layouts": layouts, "head": args.head and gpus > 1, "work": asdict(work)}
     if args.block is not None:
         order |= {"layouts": args.layouts.split(","), "head": False, "block": args.block}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-    command += ["-m", "logitless.bench.scale", json.dumps(order)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", str(gpus), "-m", "logitless.bench.scale", json.dumps(order)]
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as running,

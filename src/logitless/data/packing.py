@@ -172,9 +172,7 @@ def _alike(texts: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, int, int]]:
 
     A run comes before those inside of it.
     """
-    common = [
-        next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a)) for a, b in pairwise(texts)
-    ]
+    common = [_num_common(a, b) for a, b in pairwise(texts)]
     todo = [(0, len(texts), 0)]
     while todo:
         first, last, tokens = todo.pop()
@@ -276,7 +274,8 @@ class Packing:
     """How sequences become packed rows.
 
     Args:
-        tokens_per_row: the most tokens that the backbone reads at once, prompts included.
+        tokens_per_row: the most tokens that the backbone reads at once, prompts included, and the most that are scored
+            at once: where completions begin alike, those may be more.
         share_prompts: whether a pass reads a prompt once for its sequences in a row.
         hidden_size: D, by which attention is weighed against products (``sequence_cost``); None fills rows in the order
             that is given, each up to the limit, whatever they cost.
@@ -303,17 +302,20 @@ class Packing:
         pieces = self._pieces([s for s in sequences if inputs.source_counts[s]], inputs)
         if self.hidden_size is None:
             return self._in_order(pieces, inputs)
-        sizes = [self.num_tokens(piece, inputs) for piece in pieces]
+        sizes = [self._size(piece, inputs) for piece in pieces]
         costs = [self.cost(piece, inputs) for piece in pieces]
-        fewest = -(-sum(sizes) // self.tokens_per_row)
-        for count in range(fewest, len(pieces) + 1):
-            if (placed := _placed(sizes, costs, count, self.tokens_per_row)) is not None:
-                return tuple(tuple(s for i in row for s in pieces[i]) for row in placed if row)
-        return ()
+        placed = _in_fewest(sizes, costs, self.tokens_per_row)
+        return tuple(tuple(s for i in row for s in pieces[i]) for row in placed)
 
     def num_tokens(self, sequences: Sequence[int], inputs: PackedInputs) -> int:
         """Tokens that a pass over these sequences side by side reads."""
         return sum(tokens for tokens, _ in self._parts(sequences, inputs))
+
+    def _size(self, sequences: Sequence[int], inputs: PackedInputs, common: int = 0) -> int:
+        """Of the room that ``common`` tokens of theirs leave in a row: what they read, or a part for what is scored."""
+        scored = sum(inputs.source_counts[s] for s in sequences)
+        part = -(-scored * (self.tokens_per_row - common) // self.tokens_per_row)
+        return max(self.num_tokens(sequences, inputs) - common, part)
 
     def cost(self, sequences: Sequence[int], inputs: PackedInputs) -> float:
         """Work of such a pass, in tokens of a short sequence."""
@@ -362,29 +364,36 @@ class Packing:
 
     def _cut(self, group: list[int], depth: int, inputs: PackedInputs) -> list[list[int]]:
         """Sequences with ``depth`` prefixes in common in the fewest parts of about equal cost that fit into a row."""
-        if len(group) == 1 or self.num_tokens(group, inputs) <= self.tokens_per_row:
+        if len(group) == 1 or self._size(group, inputs) <= self.tokens_per_row:
             return [group]
         common = self._prefixes(group[0], inputs)[depth - 1][1]
         branches = self._branches(group, depth, inputs)
         pieces = [piece for branch in branches for piece in self._cut(branch, depth + 1, inputs)]
-        sizes = [self.num_tokens(piece, inputs) - common for piece in pieces]
+        sizes = [self._size(piece, inputs, common) for piece in pieces]
         costs = [self.cost(piece, inputs) for piece in pieces]
-        for num_parts in range(2, len(pieces)):
-            if (placed := _placed(sizes, costs, num_parts, self.tokens_per_row - common)) is not None:
-                return [sorted(s for i in part for s in pieces[i]) for part in placed if part]
-        return pieces
+        placed = _in_fewest(sizes, costs, self.tokens_per_row - common)
+        return [sorted(s for i in part for s in pieces[i]) for part in placed]
 
     def _in_order(self, pieces: Sequence[Sequence[int]], inputs: PackedInputs) -> tuple[tuple[int, ...], ...]:
         rows: list[list[int]] = []
         used = self.tokens_per_row
         for piece in pieces:
-            size = self.num_tokens(piece, inputs)
+            size = self._size(piece, inputs)
             if used + size > self.tokens_per_row:
                 rows.append([])
                 used = 0
             rows[-1] += piece
             used += size
         return tuple(tuple(row) for row in rows)
+
+
+def _in_fewest(sizes: Sequence[int], costs: Sequence[float], room: int) -> list[list[int]]:
+    """The pieces, each within ``room``, in about the fewest rows that have room for them."""
+    most = len(sizes)
+    fewest = max(-(-sum(sizes) // room) if room else most, sum(2 * size > room for size in sizes))
+    found = (_placed(sizes, costs, count, room) for count in range(fewest, most))
+    placed = next((each for each in found if each is not None), [[i] for i in range(most)])
+    return [row for row in placed if row]
 
 
 def _placed(sizes: Sequence[int], costs: Sequence[float], count: int, room: int) -> list[list[int]] | None:

@@ -131,7 +131,9 @@ def _engines() -> dict[str, str]:
         gpu = "no: it needs a CUDA device"
     elif importlib.util.find_spec("triton") is None:
         gpu = "no: pip install 'logitless[triton]'"
-    return {"transformers": "runs", "recorded": "runs", "gpu": gpu}
+    vllm = "runs" if importlib.util.find_spec("vllm") else "no: pip install 'logitless[vllm]'"
+    servers = "runs, on servers that the recipe names"
+    return {"transformers": "runs", "recorded": "runs", "gpu": gpu, "vllm": vllm, "vllm_server": servers}
 
 
 def _attention() -> dict[str, str]:

@@ -175,17 +175,17 @@ class AttentionLayout:
                 trunk += count
             columns.append((first, prefix, row, length, last_seen_by, is_prompt, group, trunk - first, branch))
             branch += prefix - (trunk - first)
-        prefix_row, prefix_length, row_, length_, last, is_prompt_, group_, trunk_, branch_ = torch.tensor(columns).T
+        prefix_row, prefix_length, rows, lengths, last, prompts, groups, trunks, branches = torch.tensor(columns).T
         sizes = torch.tensor([group.size for group in self.groups])
-        rank = torch.argsort(torch.argsort(-sizes, stable=True))[group_]
-        return Segments(prefix_row, prefix_length, row_, length_, last, is_prompt_.bool(), rank, trunk_, branch_)
+        rank = torch.argsort(torch.argsort(-sizes, stable=True))[groups]
+        return Segments(prefix_row, prefix_length, rows, lengths, last, prompts.bool(), rank, trunks, branches)
 
     @cached_property
     def branch_rows(self) -> Int[Tensor, "b"] | None:
         """[b] int32: rows of what each piece sees behind the trunk of its prefix; None where no branch branches."""
         trunks = self.segments.trunk_length.tolist()
         joined = torch.cat([piece.seen_rows[trunk:] for piece, trunk in zip(self.pieces, trunks, strict=True)])
-        return joined.int().to(self.device) if len(joined) else None
+        return sent(joined.int(), self.device) if len(joined) else None
 
     @cached_property
     def positions(self) -> Int[Tensor, "T"]:

@@ -9,7 +9,8 @@ split of K, or a tile of the fixed-order kernel, whichever was the fastest of th
 fixed-order kernel (``self_check``). A plan that nobody made holds tiles alone. Gradients need no such rule.
 """
 
-import warnings
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -187,10 +188,25 @@ def _without_split_k() -> Iterator[None]:
 
 @cache
 def _meet_the_libraries() -> None:
-    """torch says once in a process that the choice of a library is experimental; nobody could act on that."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.backends.cuda.preferred_blas_library(torch.backends.cuda.preferred_blas_library())
+    """torch says once in a process that cuBLASLt by name is experimental; nobody could act on that."""
+    library = torch.backends.cuda.preferred_blas_library()
+    with _without_stderr():
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch.backends.cuda.preferred_blas_library(library)
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """What C++ writes there is lost; Python's filters of warnings do not see it."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def library_product(way: str, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

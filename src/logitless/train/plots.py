@@ -188,12 +188,17 @@ def bar_plot(values: Mapping[str, Number], *, x_label: str) -> str:
     with _figure(max(1.3, 0.6 + 0.27 * len(names))) as figure:
         axes = figure.add_subplot()
         bars = axes.barh(names, [values[name] for name in names], color=COLOURS[0], height=0.62)
-        axes.bar_label(bars, fmt="{:.3g}", padding=3, fontsize=8, color="#475569")
+        axes.bar_label(bars, fmt=_short, padding=3, fontsize=8, color="#475569")
         axes.invert_yaxis()
         axes.margins(x=0.12)
         axes.grid(visible=False, axis="y")
         axes.set_xlabel(x_label)
         return _svg(figure)
+
+
+def _short(value: float) -> str:
+    """Three digits, and all of those before the point."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def smoothed(y: Sequence[float]) -> list[float]:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from logitless.rewards.instructions import IFBENCH, IFEVAL, IFTRAIN, INSTRUCTIONS, Case, Instruction
 from tests.rewards.instructions.official import official_rows
 
-SECONDS_AT_100K = 2.0
-"""What a hostile text may take: four times what it takes on an idle core. A quadratic check would take minutes."""
+SECONDS_AT_100K = 10.0
+"""What a hostile text may take: twenty times what it takes on an idle core. A quadratic check would take minutes."""
 
 OFFICIAL = [instruction for instruction in INSTRUCTIONS.values() if not instruction.id.endswith("@fixed")]
 FIXED = [instruction for instruction in INSTRUCTIONS.values() if instruction.id.endswith("@fixed")]
