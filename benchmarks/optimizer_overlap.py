@@ -85,6 +85,7 @@ def measure(shape: Shape) -> dict[str, Any]:
         "forward_seconds": seconds_of(forward),
         "one_after_the_other_seconds": seconds_of(one_after_the_other),
         "side_by_side_seconds": seconds_of(side_by_side),
+        "runs": RUNS,
         "product_flops": product_rate("cuda"),
     }
 

@@ -224,6 +224,14 @@ def test_prompts_with_long_instructions_lie_in_few_rows_that_each_read_them_once
     assert len(Packing(80, share_prompts=False, hidden_size=8).rows(range(12), inputs)) == 12
 
 
+def test_a_row_scores_no_more_tokens_than_it_may_read_however_much_is_read_once():
+    prompt = _prompt(1, 2)
+    inputs = pack([(prompt, _completion(prompt, *range(30))) for _ in range(8)]).inputs  # a policy that repeats itself
+    rows = Packing(70, hidden_size=8).rows(range(8), inputs)
+    assert [len(row) for row in rows] == [2] * 4  # 31 tokens to read, 60 to score
+    assert [Packing(70).num_tokens(row, inputs) for row in rows] == [31] * 4
+
+
 def test_sequences_without_anything_in_common_are_left_as_they_are():
     a, b = _prompt(1), _prompt(2)
     batch = pack([(a, _completion(a, 3)), (b, _completion(b, 4))])

@@ -1,5 +1,7 @@
 """A step on a GPU with too little memory for its micro-batches is repeated with smaller ones, and is the same step."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +13,19 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-GROUPS = [group_of(name, [0.0, 1.0, 1.0, 0.0], [500, 700, 900, 1000]) for name in "abcd"]
+LENGTHS = [500, 700, 900, 1000]
+
+
+def group(number):
+    """A group whose completions do not begin alike, so that each of their tokens is read."""
+    made = group_of(str(number), [0.0, 1.0, 1.0, 0.0], LENGTHS)
+    completions = [
+        replace(each, token_ids=(3 + number, 3 + i, *each.token_ids[2:])) for i, each in enumerate(made.completions)
+    ]
+    return replace(made, completions=tuple(completions))
+
+
+GROUPS = [group(number) for number in range(4)]
 SIZE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}
 BIG = {
     **{f"model__source__{name}": value for name, value in SIZE.items()},

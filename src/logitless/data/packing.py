@@ -274,7 +274,8 @@ class Packing:
     """How sequences become packed rows.
 
     Args:
-        tokens_per_row: the most tokens that the backbone reads at once, prompts included.
+        tokens_per_row: the most tokens that the backbone reads at once, prompts included, and the most that are scored
+            at once: where completions begin alike, those may be more.
         share_prompts: whether a pass reads a prompt once for its sequences in a row.
         hidden_size: D, by which attention is weighed against products (``sequence_cost``); None fills rows in the order
             that is given, each up to the limit, whatever they cost.
@@ -301,7 +302,7 @@ class Packing:
         pieces = self._pieces([s for s in sequences if inputs.source_counts[s]], inputs)
         if self.hidden_size is None:
             return self._in_order(pieces, inputs)
-        sizes = [self.num_tokens(piece, inputs) for piece in pieces]
+        sizes = [self._size(piece, inputs) for piece in pieces]
         costs = [self.cost(piece, inputs) for piece in pieces]
         placed = _in_fewest(sizes, costs, self.tokens_per_row)
         return tuple(tuple(s for i in row for s in pieces[i]) for row in placed)
@@ -309,6 +310,12 @@ class Packing:
     def num_tokens(self, sequences: Sequence[int], inputs: PackedInputs) -> int:
         """Tokens that a pass over these sequences side by side reads."""
         return sum(tokens for tokens, _ in self._parts(sequences, inputs))
+
+    def _size(self, sequences: Sequence[int], inputs: PackedInputs, common: int = 0) -> int:
+        """Of the room that ``common`` tokens of theirs leave in a row: what they read, or a part for what is scored."""
+        scored = sum(inputs.source_counts[s] for s in sequences)
+        part = -(-scored * (self.tokens_per_row - common) // self.tokens_per_row)
+        return max(self.num_tokens(sequences, inputs) - common, part)
 
     def cost(self, sequences: Sequence[int], inputs: PackedInputs) -> float:
         """Work of such a pass, in tokens of a short sequence."""
@@ -357,12 +364,12 @@ class Packing:
 
     def _cut(self, group: list[int], depth: int, inputs: PackedInputs) -> list[list[int]]:
         """Sequences with ``depth`` prefixes in common in the fewest parts of about equal cost that fit into a row."""
-        if len(group) == 1 or self.num_tokens(group, inputs) <= self.tokens_per_row:
+        if len(group) == 1 or self._size(group, inputs) <= self.tokens_per_row:
             return [group]
         common = self._prefixes(group[0], inputs)[depth - 1][1]
         branches = self._branches(group, depth, inputs)
         pieces = [piece for branch in branches for piece in self._cut(branch, depth + 1, inputs)]
-        sizes = [self.num_tokens(piece, inputs) - common for piece in pieces]
+        sizes = [self._size(piece, inputs, common) for piece in pieces]
         costs = [self.cost(piece, inputs) for piece in pieces]
         placed = _in_fewest(sizes, costs, self.tokens_per_row - common)
         return [sorted(s for i in part for s in pieces[i]) for part in placed]
@@ -371,7 +378,7 @@ class Packing:
         rows: list[list[int]] = []
         used = self.tokens_per_row
         for piece in pieces:
-            size = self.num_tokens(piece, inputs)
+            size = self._size(piece, inputs)
             if used + size > self.tokens_per_row:
                 rows.append([])
                 used = 0
