@@ -540,12 +540,18 @@ def lacking(size: str, results: Path, runs: Sequence[Run]) -> list[Run]:
     return [run for run in runs if run not in there]
 
 
-def draw(rows: list[dict[str, Any]], path: Path, *, seconds: bool) -> None:
-    """Mean reward over the seeds of each name, with the band from the lowest to the highest.
+def five_blocks(curve: torch.Tensor) -> torch.Tensor:
+    """The mean of each value and the four before it, of fewer at the beginning."""
+    return torch.stack([curve[max(0, b - 4) : b + 1].mean() for b in range(len(curve))])
+
+
+def draw(rows: list[dict[str, Any]], path: Path, *, compared: bool, seconds: bool) -> None:
+    """Mean reward of each name with the band of its seeds; the line is their mean, or seed 0, as ablations have.
 
     Args:
         rows: of one plot.
         path: of the SVG file.
+        compared: whether the line is the mean over the seeds.
         seconds: whether a second panel has runs that were alone on a device, over the seconds that their blocks took.
     """
     from matplotlib import rc_context
@@ -556,10 +562,11 @@ def draw(rows: list[dict[str, Any]], path: Path, *, seconds: bool) -> None:
     for name in dict.fromkeys(row["run"] for row in rows):
         found = [row for row in rows if row["run"] == name]
         curves = torch.tensor([row["reward"][: min(len(other["reward"]) for other in found)] for row in found])
-        smooth = torch.stack([curves[:, max(0, b - 4) : b + 1].mean(1) for b in range(curves.shape[1])], dim=1)
+        smooth = torch.stack([five_blocks(curve) for curve in curves])
         x = range(1, curves.shape[1] + 1)
         label = name if len(curves) == 1 else f"{name}, {len(curves)} seeds"
-        [line] = panels[0].plot(x, smooth.mean(0), label=label, linewidth=1.5)
+        shown = smooth.mean(0) if compared else smooth[0]
+        [line] = panels[0].plot(x, shown, label=label, linewidth=1.5)
         panels[0].fill_between(x, smooth.amin(0), smooth.amax(0), color=line.get_color(), alpha=0.2, linewidth=0)
         for row, rewards in zip(found, smooth, strict=True):
             if seconds and row["at_once"] == 1:
@@ -685,7 +692,7 @@ def publish(results: Path, size: str, page: Path) -> None:
         shown = [row for name in names for row in rows if row["run"] == name]
         if {row["run"] for row in shown} > {"logitless"}:
             timed = figure == "comparison" and {row["run"] for row in shown if row["at_once"] == 1} == {*CONTENDERS}
-            draw(shown, results / f"evidence-{size}-{figure}.svg", seconds=timed)
+            draw(shown, results / f"evidence-{size}-{figure}.svg", compared=figure == "comparison", seconds=timed)
     if page.exists():
         page.write_text(with_tables(page.read_text(), documents))
 

@@ -201,3 +201,13 @@ def test_the_page_may_say_that_the_curves_are_the_same_within_the_noise_of_seeds
         apart, half = evidence.difference(*([measure(row) for row in rows] for rows in evidence.seeds_of(document)))
         assert abs(apart) < half
         assert half < 0.06  # else the interval says little
+
+
+def test_the_page_may_say_how_far_ablations_go_from_the_run_with_the_same_prompts():
+    rows = [row for document in evidence.documents_in(evidence.RESULTS, "116m").values() for row in document["rows"]]
+    curves = {(row["run"], row["seed"]): evidence.five_blocks(torch.tensor(row["reward"])) for row in rows}
+    apart = {key: float((curve - curves["logitless", 0]).abs().max()) for key, curve in curves.items()}
+    assert max(apart["logitless", seed] for seed in (1, 2)) == pytest.approx(0.062, abs=5e-4)
+    assert apart["trl", 0] < 0.03
+    assert apart.pop(("cispo", 0)) > 0.1
+    assert all(far < 0.05 for (name, _), far in apart.items() if name not in evidence.CONTENDERS)

@@ -275,11 +275,11 @@ SHORT = [
     "rollout.prompts_per_block=8",
     "rollout.completions_per_prompt=8",
     "rewards.0.partial_credit=true",
-    "train.blocks=2",
+    "train.blocks=3",
     "train.tokens_per_step=300",
     "train.tokens_per_micro_batch=200",
-    "evaluation.every_blocks=2",
-    "checkpoint.every_blocks=2",
+    "evaluation.every_blocks=3",
+    "checkpoint.every_blocks=3",
 ]
 
 
@@ -300,7 +300,7 @@ def _quickstart_alike(tmp_path, num_ranks, device, tolerance):
     assert child.returncode == 0, child.stderr
     assert child.stdout.count("finished: ") == 1  # the first rank speaks, the others are silent
     several = RunFolder(tmp_path / "several")
-    assert child.stdout.count("block 2/2") == len([r for r in several.read_metrics() if r["block"] == 2])
+    assert child.stdout.count("block 3/3") == len([r for r in several.read_metrics() if r["block"] == 3])
     one, _ = start(load_recipe(ROOT / "recipes/quickstart.yaml", [*settings, "name=one"]))
     _assert_alike(one, several, num_ranks, tolerance=tolerance)
 

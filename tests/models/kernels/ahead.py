@@ -41,6 +41,7 @@ def _compile(kernel: Any, capability: int, resources: bool, positional: Any, nam
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     names = kernel.arg_names
     values = dict(zip(names, positional, strict=False)) | {n: v for n, v in named.items() if n in names}
@@ -55,7 +56,7 @@ def _compile(kernel: Any, capability: int, resources: bool, positional: Any, nam
         even = isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
         if even and not parameter.do_not_specialize:
             attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, spilled = _resources(made.asm["ptx"], capability) if resources else (-1, -1)
     products = made.asm["ptx"].count("wgmma.mma_async")
@@ -77,7 +78,8 @@ def _type(value: Any) -> str:
         return "i32"
     if isinstance(value, float):
         return "fp32"
-    return f"tensordesc<{dtypes[value.base.dtype]}{list(value.block_shape)}>"
+    layout = f",{value.layout!r}" if hasattr(value, "layout") else ""
+    return f"tensordesc<{dtypes[value.base.dtype]}{list(value.block_shape)}{layout}>"
 
 
 def _resources(ptx: str, capability: int) -> tuple[int, int]:
