@@ -116,6 +116,15 @@ def test_a_large_gradient_of_the_weight_lends_room_and_keeps_its_bits(device, mo
     assert error(found[0]["grad_hidden"], found[1]["grad_hidden"].double()) <= gradient_error(inputs)
 
 
+def test_a_gradient_that_lends_room_to_no_whole_block_lends_none():
+    from logitless.head import passes
+
+    rows, width, vocabulary = 512, 2048, 128256  # one block of all columns, a quarter of the weight's gradient
+    assert passes.LENT * rows * vocabulary == vocabulary * width
+    assert passes.lent_columns(rows * vocabulary, vocabulary, vocabulary, vocabulary * width) == 0
+    assert fused.peak_bytes(rows, width, vocabulary, memory_budget=0) >= 2 * rows * vocabulary
+
+
 @pytest.mark.parametrize("logp", [-40.0, -90.0, -200.0])
 @pytest.mark.parametrize("budget", [None, 0])
 def test_a_target_far_below_the_rest_keeps_its_log_prob_and_gradient(logp, budget, device):
