@@ -61,11 +61,11 @@ def rollouts_of(shape: Shape, instructions: int, workload: Workload) -> Rollouts
 def measure(shape: Shape, device: str, keep: Callable[[dict[str, Any]], None], *, by: int = 1) -> None:
     """Hands out the rows of one model; on the CPU, to try the tool, with everything ``by`` times as short."""
     workload = WORKLOAD if by == 1 else WORKLOAD.shrunk(by)
-    least, common = packing.LEAST, {"prompts": 10**9}
+    least, common = packing.LEAST_SHARED, {"prompts": 10**9}
     stage = Stage(shape, device, "row-invariant", "float32")
     try:
         for way in WAYS:
-            packing.LEAST = common.get(way, least)
+            packing.LEAST_SHARED = common.get(way, least)
             rollouts = rollouts_of(shape, INSTRUCTIONS // by, workload)
             stage._set("logitless")
             recipe = stage.learner.recipe
@@ -93,7 +93,7 @@ def measure(shape: Shape, device: str, keep: Callable[[dict[str, Any]], None], *
                 }
             )
     finally:
-        packing.LEAST = least
+        packing.LEAST_SHARED = least
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from logitless.bench.step_contenders import TINY
 from logitless.cli.main import main
 from logitless.distributed import Ranks
 from logitless.distributed.arrangement import Arrangement
+from logitless.errors import ConfigurationError
 from logitless.train.forecast import Speeds
 from logitless.train.masters import lower_to
 from logitless.train.training_memory import training_memory
@@ -76,6 +77,12 @@ def test_a_whole_block_of_two_processes_has_twice_the_prompts_of_one(layout):
         assert BLOCK.tokens < row["drawn_tokens"] <= replace(BLOCK, prompts=4).tokens  # some end by themselves
         assert row["seconds"].keys() == {"handing_over", "rollout", "scoring", "training"}
         assert row["tokens_per_second"] == pytest.approx(row["drawn_tokens"] / sum(row["seconds"].values()))
+
+
+def test_a_block_is_of_copies_or_shards_and_nothing_else():
+    for layout in ("sequence", "in_order"):
+        with pytest.raises(ConfigurationError, match=f"replicate or shard beside --block; given {layout}"):
+            block_over_ranks(Ranks.alone(), TINY, layout, BLOCK, "cpu")
 
 
 def test_blocks_are_compared_with_blocks_of_one_gpu_and_steps_with_steps(tmp_path):

@@ -148,6 +148,11 @@ def test_doctor_names_the_dtype_that_row_invariant_layers_wait_for(
     wanted = "model.trained_dtype: bfloat16, and no model.autocast"
     assert wanted in left()
     assert wanted in left(model__autocast="bfloat16")
+    spoils = ("precision", "model.autocast: bfloat16"), ("layers", "model.layers: liger")
+    monkeypatch.setattr("logitless.doctor.machine.recommended_here", lambda: spoils)
+    assert "bench" not in left()
+    assert "model.autocast: bfloat16 — bench precision" in left(model__attention="sdpa")
+    monkeypatch.setattr("logitless.doctor.machine.recommended_here", list)
     assert wanted not in left(model__trained_dtype="bfloat16")
     assert wanted not in left(model__layers="transformers")
     assert wanted not in left(model__attention="sdpa")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from logitless.bench.step_contenders import TINY, Workload
-from logitless.data.packing import LEAST, share_prompts
+from logitless.data.packing import LEAST_SHARED, share_prompts
 
 ROOT = Path(__file__).parents[2]
 SPEC = importlib.util.spec_from_file_location("common_beginnings", ROOT / "benchmarks/common_beginnings.py")
@@ -31,4 +31,4 @@ def test_the_three_ways_are_one_step_and_read_less_and_less():
     for row in rows:
         assert row["loss"] == pytest.approx(rows[0]["loss"], abs=1e-5)
         assert row["grad_norm"] == pytest.approx(rows[0]["grad_norm"], rel=1e-4)
-    assert benchmark.packing.LEAST == LEAST
+    assert benchmark.packing.LEAST_SHARED == LEAST_SHARED

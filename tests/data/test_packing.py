@@ -174,7 +174,7 @@ def test_every_sequence_can_be_read_off_a_row_in_which_what_begins_alike_stands_
         prompt = _prompt(*ids)
         pairs += [(prompt, _completion(prompt, *each)) for each in completions]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "LEAST", least)
+        patch.setattr(packing, "LEAST_SHARED", least)
         batch = pack(pairs)
     batch = batch.take(data.draw(st.permutations(range(len(pairs)))))
     shared = share_prompts(batch.inputs)

@@ -13,6 +13,7 @@ from logitless.models.kernels.gate import gated
 from logitless.models.kernels.linear import Tile
 from logitless.models.kernels.rows import with_room
 from logitless.models.linear import Plan, Projection, Shape, lay_end_to_end, product, project, project_gated
+from logitless.models.one_node import one_node
 
 SIZES = (6, 4, 4)
 
@@ -155,6 +156,23 @@ def test_product_and_gate_are_one_kernel_where_a_check_planned_it_and_nobody_wan
         with_lora = parts[0]._replace(lora_a=parts[0].weight, lora_b=parts[0].weight)
         assert project_gated(x, [with_lora, parts[1]], gelu=gelu) is None
     assert project_gated(x, parts, gelu=gelu) is None
+
+
+def test_a_node_that_is_trained_has_the_gradients_of_product_and_gate_whatever_a_check_planned(monkeypatch):
+    g = torch.Generator().manual_seed(4)
+    parts = [Projection(nn.Parameter(torch.randn(24, 32, generator=g).bfloat16())) for _ in range(2)]
+    weights = [p.weight for p in parts]
+    lay_end_to_end(weights)
+    shape = Shape.of(end_to_end(weights), None)._replace(gate="silu")
+    monkeypatch.setitem(linear._plans, shape, Plan({}, {16: Tile(16, 16, 32, 1, 1, tma=True)}))
+    x = torch.randn(9, 32, generator=g).bfloat16().requires_grad_()
+
+    def rows(x):
+        whole = project_gated(x, parts, gelu=False)
+        return project(x, parts) if whole is None else (whole,)
+
+    sum(out.float().sum() for out in one_node(rows, [x], weights)).backward()
+    assert all(each.grad is not None for each in (x, *weights))
 
 
 def test_a_row_has_the_same_bits_in_any_product(monkeypatch):

@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+import torch
 
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import load_model
@@ -122,7 +123,9 @@ def test_a_recorded_file_is_trained_on_while_the_policy_is_evaluated(tmp_path):
     assert other.distinct == (other.training, other.evaluation)
 
 
-def test_auto_samples_with_transformers_where_nothing_has_the_bits_of_training_and_says_why(tmp_path, caplog):
+def test_auto_samples_with_transformers_where_nothing_has_the_bits_of_training_and_says_why(
+    tmp_path, caplog, monkeypatch
+):
     recipe = tiny_recipe(tmp_path)
     assert recipe.rollout.engine.name == "auto"
     model = load_model(recipe.model.source, random_weights=True)
@@ -130,6 +133,9 @@ def test_auto_samples_with_transformers_where_nothing_has_the_bits_of_training_a
         engines = open_engines(recipe, model, character_tokenizer("abcdefgh"))
     assert isinstance(engines.training, TransformersEngine)
     assert "rollout engine: transformers, for the model is on cpu" in caplog.text
+    of_a_gpu = recipe.model_copy(update={"model": recipe.model.model_copy(update={"device": "cuda"})})
+    monkeypatch.setattr(engines_module, "device_of", lambda section: torch.device(section.device))
+    assert engines_module.not_on_gpu_because(of_a_gpu, model) == "its weights are to be sharded"
 
 
 def test_auto_takes_the_engine_with_the_bits_of_training_where_the_layers_have_them(tmp_path, monkeypatch):

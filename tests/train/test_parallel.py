@@ -15,6 +15,7 @@ from logitless.rollout.probe import scored_tokens
 from logitless.rollout.transformers import TransformersEngine
 from logitless.train import learner as learner_module
 from logitless.train import policy as policy_module
+from logitless.train import run as run_module
 from logitless.train.block import pack_groups
 from logitless.train.judge import judge
 from logitless.train.learner import Learner
@@ -225,6 +226,63 @@ def _sharded(rank, folder, made_same=None, **changes):
     policy = Policy(model)
     policy.shard(Arrangement(1, dist.get_world_size(), 1).mesh("cpu"), made_same=made_same)
     return policy
+
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({}, "cpu"),
+        ({"warm_start": {"steps": 3, "data": {"name": "file", "path": "x"}}}, "cuda"),
+        ({"train__activation_memory": 1}, "cuda"),
+        ({"model__layers": "liger"}, "cuda"),  # its kernels are tried when they are installed
+        ({"model__compile": True}, "cuda"),
+        ({"model__attention": "sdpa", "model__sdpa_backends": ["cudnn"]}, "cuda"),
+    ],
+)
+def test_a_model_waits_for_its_cut_in_the_hosts_memory_unless_something_runs_it_before(
+    changes, place, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(run_module, "device_of", lambda _: GPU)
+    recipe = tiny_recipe(tmp_path, **changes)
+    assert run_module._where_it_starts(recipe, Arrangement(1, 2, 1)).type == place
+    assert run_module._where_it_starts(recipe, Arrangement(2, 1, 1)) == GPU  # copies are not cut
+
+
+class _Seen(Exception):
+    """A run's learner was to be made."""
+
+
+def _references(rank, folder, parallel):
+    """The reference's weights as a run begins, whose ranks drew other ones."""
+    seen = {}
+
+    def learner(recipe, algorithm, policy, reference, **_):
+        seen.update({name: whole(p.detach()) for name, p in reference.held().items()})
+        raise _Seen
+
+    made, plain = run_module.policy_model, run_module.Learner
+    run_module.policy_model = lambda *args, seed, **options: made(*args, seed=rank, **options)
+    run_module.Learner = learner
+    try:
+        run_module.start(tiny_recipe(folder, parallel=parallel), ranks=Ranks(data=dist.group.WORLD))
+    except _Seen:
+        return seen
+    finally:
+        run_module.policy_model, run_module.Learner = made, plain
+
+
+@pytest.mark.parametrize("parallel", [{"replicate": 2}, {}], ids=["copies", "shards"])
+def test_all_ranks_have_the_reference_of_the_first(parallel, tmp_path):
+    tiny_raw(tmp_path)
+    recipe = tiny_recipe(tmp_path)
+    first = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("cpu"))
+    for found in run_on_ranks(2, _references, tmp_path, parallel):
+        assert found
+        for name, weight in first.named_parameters():
+            assert torch.equal(found[name], weight.detach()), name
 
 
 def _after_sharding(rank, folder, changes):

@@ -18,6 +18,7 @@ from logitless.bench.rollout_workloads import Workload
 from logitless.bench.step_contenders import Shape
 from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.ranks import Ranks
+from logitless.errors import ConfigurationError
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.row_invariant import install_row_invariant
 from logitless.rewards.contract import Columns, Text, WeightedReward
@@ -65,7 +66,14 @@ def block_over_ranks(ranks: Ranks, shape: Shape, layout: str, work: Workload, de
         layout: ``replicate`` or ``shard``.
         work: of each rank.
         device: ``cuda`` or ``cpu``.
+
+    Raises:
+        ConfigurationError: another layout.
     """
+    if layout not in ("replicate", "shard"):
+        raise ConfigurationError(
+            needed="replicate or shard beside --block", given=layout, remedy="Leave --block out, or name one of them."
+        )
     arrangement = Arrangement(**{layout: ranks.world})
     ranks = ranks.arranged(arrangement)
     exact = layout == "replicate" and device == "cuda"

@@ -26,7 +26,7 @@ from logitless.types import Completion, PackedBatch, PackedInputs, Prompt, Promp
 
 _Number = TypeVar("_Number", int, float)
 
-LEAST = 16
+LEAST_SHARED = 16
 """Tokens that prompts, or completions of one, have to begin with alike to be read once: fewer are no piece of a row."""
 
 
@@ -168,19 +168,19 @@ def _prefixes(
 
 
 def _alike(texts: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, int, int]]:
-    """Runs of sorted texts that begin alike, as (first, last, tokens); one inside of another has ``LEAST`` more tokens.
+    """Runs of sorted texts that begin alike, as (first, last, tokens); a run comes before those inside of it.
 
-    A run comes before those inside of it.
+    Each begins with at least ``LEAST_SHARED`` more tokens alike than the one that it is inside of.
     """
     common = [_num_common(a, b) for a, b in pairwise(texts)]
     todo = [(0, len(texts), 0)]
     while todo:
         first, last, tokens = todo.pop()
         if last - first > 1:
-            if (shortest := min(common[first : last - 1])) >= tokens + LEAST:
+            if (shortest := min(common[first : last - 1])) >= tokens + LEAST_SHARED:
                 yield first, last, shortest
                 tokens = shortest
-            ends = [i + 1 for i in range(first, last - 1) if common[i] < tokens + LEAST]
+            ends = [i + 1 for i in range(first, last - 1) if common[i] < tokens + LEAST_SHARED]
             todo += [(a, b, tokens) for a, b in pairwise([first, *ends, last])]
 
 
@@ -277,8 +277,8 @@ class Packing:
         tokens_per_row: the most tokens that the backbone reads at once, prompts included, and the most that are scored
             at once: where completions begin alike, those may be more.
         share_prompts: whether a pass reads a prompt once for its sequences in a row.
-        hidden_size: D, by which attention is weighed against products (``sequence_cost``); None fills rows in the order
-            that is given, each up to the limit, whatever they cost.
+        hidden_size: D, by which attention is weighed against products (``attention_cost``); None fills rows in the
+            order that is given, each up to the limit, whatever they cost.
 
     Example:
         >>> ids = torch.zeros(14, dtype=torch.long)

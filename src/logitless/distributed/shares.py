@@ -31,24 +31,10 @@ def shares_by_cost(costs: Sequence[float], num_ranks: int) -> list[tuple[int, ..
     return [tuple(sorted(share)) for share in shares]
 
 
-def sequence_cost(length: int, hidden_size: int) -> float:
-    """Work of a transformer on a sequence, in tokens of a short one: ``length + length^2 / (12 D)``.
-
-    A layer's products take about ``24 D^2`` operations a token, causal attention ``2 D length``.
-
-    Args:
-        length: tokens read, L.
-        hidden_size: D.
-
-    Example:
-        >>> sequence_cost(1200, hidden_size=100)
-        2400.0
-    """
-    return length + attention_cost(length * length / 2, hidden_size)
-
-
 def attention_cost(pairs: float, hidden_size: int) -> float:
     """Work of attention over so many pairs of tokens, in tokens of a short sequence: ``pairs / (6 D)``.
+
+    A layer's products take about ``24 D^2`` operations a token, attention ``4 D`` a pair.
 
     Args:
         pairs: of a token and one that it attends to; of a causal sequence about ``length^2 / 2``.

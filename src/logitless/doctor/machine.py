@@ -189,8 +189,8 @@ _NOT_ROW_INVARIANT = frozenset(
 def _settled(recipe: Recipe, plan: Plan, device: torch.device) -> frozenset[str]:
     """Keys whose fastest value on this machine is no advice: with it the recipe would lose what it was set for."""
     rows = frozenset[str]() if _has_room_for_rows(recipe, plan, device) else frozenset({"rollout.max_rows"})
-    if takes_row_invariant_layers(recipe, device):
-        return rows | _NOT_ROW_INVARIANT
+    if takes_row_invariant_layers(recipe, device) or _would_take_row_invariant_layers(recipe, device):
+        return rows | _NOT_ROW_INVARIANT  # in the second case a dtype is advised, which these would spoil
     lowered = recipe.model.trained_dtype != "float32"  # its products are in that dtype already
     return rows | ({"model.autocast", "model.matmul_precision"} if lowered else frozenset())
 

@@ -39,7 +39,7 @@ from logitless.models.kernels.rows import (
     power_of_two,
     widened,
 )
-from logitless.models.one_node import apply, refuse_twice
+from logitless.models.one_node import apply, gradients_wanted, refuse_twice
 
 Library = Literal["cublas", "cublaslt"]
 Way = Tile | Library
@@ -313,7 +313,9 @@ def project(x: Tensor, projections: Sequence[Projection], columns: Sequence[int]
 
 
 def project_gated(x: Tensor, projections: Sequence[Projection], *, gelu: bool) -> Tensor | None:
-    """``act(gate) * up`` of projections without bias and LoRA, in one kernel without a gradient; None where it is not.
+    """``act(gate) * up`` of projections without bias and LoRA, in one kernel; None where it is not.
+
+    Where gradients are wanted it never is: that kernel keeps nothing to make them of.
 
     Equals: ``project`` and ``gated`` one behind the other, bit for bit.
 
@@ -322,7 +324,7 @@ def project_gated(x: Tensor, projections: Sequence[Projection], *, gelu: bool) -
         projections: gate and up, or one of both.
         gelu: the activation, else SiLU.
     """
-    if torch.is_grad_enabled() or _forced or any(p.bias is not None or p.lora_a is not None for p in projections):
+    if gradients_wanted() or _forced or any(p.bias is not None or p.lora_a is not None for p in projections):
         return None
     weight = end_to_end([projection.weight for projection in projections])
     return None if weight is None else gated_product_or_none(x, weight, gelu=gelu)

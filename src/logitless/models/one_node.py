@@ -93,6 +93,17 @@ def made_again() -> Iterator[None]:
         _recording.again = before
 
 
+def gradients_wanted() -> bool:
+    """Whether what runs here is to be differentiated: by autograd, or by the node around it, where autograd is off.
+
+    Example:
+        >>> with torch.no_grad():
+        ...     gradients_wanted()
+        False
+    """
+    return torch.is_grad_enabled() or _recording.node is not None
+
+
 def refuse_twice() -> None:
     """Raise in a backward of these functions that is to be differentiated itself.
 

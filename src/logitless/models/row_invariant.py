@@ -466,10 +466,8 @@ def _linear(module: Any) -> nn.Linear:
 
 
 def _projection(module: Any) -> Projection:
-    if type(module) is nn.Linear:
-        parameters = (
-            module._parameters
-        )  # nn.Module looks through three dictionaries, and there are seven of them a layer
+    if type(module) is nn.Linear:  # seven a layer, and for an attribute nn.Module looks through three dictionaries
+        parameters = module._parameters
         return Projection(cast(Tensor, parameters["weight"]), parameters["bias"])
     base, lora = _split_lora(module)
     if lora is None:

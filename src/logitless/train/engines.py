@@ -40,6 +40,7 @@ from logitless.train.config import (
 )
 from logitless.train.metrics import Numbers
 from logitless.train.one_client import OneClientANode, ServerEngine
+from logitless.train.setup import device_of
 
 logger = logging.getLogger("logitless")
 
@@ -241,8 +242,9 @@ def not_on_gpu_because(recipe: Recipe, model: nn.Module) -> str:
     backends = {recipe.train.scoring_backend, recipe.train.training_backend}
     if recipe.rollout.staleness > 0:
         return "blocks are collected while the policy is trained, with a copy of it"
-    if _device_type(model) != "cuda":
-        return f"the model is on {_device_type(model)}"
+    if (kind := _device_type(model)) != "cuda":
+        waits = kind == "cpu" and device_of(recipe.model).type == "cuda"  # in the host's memory, to be cut
+        return "its weights are to be sharded" if waits else f"the model is on {kind}"
     if not hasattr(backbone(model), "row_invariant"):
         return "its layers are not row-invariant ones"
     if any(is_sharded(parameter) for parameter in model.parameters()):

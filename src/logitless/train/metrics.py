@@ -253,7 +253,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("saving/dead_tokens", "token", "sum", "step", "tokens that were not read for that, prompts included"),
     Metric(
-        "saving/shared_tokens", "token", "sum", "step", "tokens of prompts that were read once for several completions"
+        "saving/shared_tokens", "token", "sum", "step", "tokens that were not read again for sequences that begin alike"
     ),
     Metric("saving/work_fraction", "1", "last", "step", "share of forward and backward that both took off"),
     Metric("saving/scored_tokens", "token", "sum", "block", "tokens whose logp_old needed no pass"),

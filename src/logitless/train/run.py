@@ -161,11 +161,14 @@ def start(
         if not arrangement.is_sharded:
             ranks.copy_of_first(policy.held().values())
             policy.round_masters()
+            if isinstance(reference, Policy):
+                ranks.copy_of_first(reference.held().values())
         else:
             mesh = arrangement.mesh(device_of(recipe.model).type)
             policy.shard(mesh, made_same=ranks.copy_of_first)
             if isinstance(reference, Policy):
-                reference.shard(mesh, on_host=recipe.parallel.reference == "host")
+                on_host = recipe.parallel.reference == "host"
+                reference.shard(mesh, on_host=on_host, made_same=ranks.copy_of_first)
             all_rows = scores_all_rows(recipe, arrangement, policy.head().weight)
             for each in (policy, reference):
                 if isinstance(each, Policy):
@@ -221,9 +224,16 @@ def _new_folder(root: Path, name: str, numbered: bool, ranks: Ranks) -> RunFolde
 
 def _where_it_starts(recipe: Recipe, arrangement: Arrangement) -> torch.device:
     """Where the whole model is made: a model that is to be sharded stays in the host's memory until its units go to the
-    GPU one by one, to be cut there, unless something runs with it before."""
-    waits = arrangement.is_sharded and recipe.warm_start is None and recipe.train.activation_memory is None
-    return torch.device("cpu") if waits else device_of(recipe.model)
+    GPU one by one, to be cut there.
+
+    Not where the whole model is trained or measured before, nor where a CPU cannot try its layers (``why_unshared``
+    and ``install_liger_layers`` run a few tokens): Liger's kernels, compiled ones, chosen backends of attention.
+    """
+    model = recipe.model
+    runs_before = recipe.warm_start is not None or recipe.train.activation_memory is not None
+    for_gpus = model.layers == "liger" or model.compile or model.sdpa_backends is not None
+    waits = arrangement.is_sharded and not runs_before and not for_gpus
+    return torch.device("cpu") if waits else device_of(model)
 
 
 def _model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, weights: Path | None, device: torch.device) -> nn.Module:

@@ -34,7 +34,8 @@ def main() -> None:
         add_low_rank(x[:, :48].contiguous(), weight[:, :16].contiguous(), x[:, :128], (64, 64, 128), 2.0)
         if capability == 90:
             for tile in _GATED.values():
-                gated_product(x, weight, tile, gelu=False)
+                for gelu in (False, True):
+                    gated_product(x, weight, tile, gelu=gelu)
         for gemma in (False, True):
             for delta in (None, x):
                 norm(x, weight[0], 1e-6, delta=delta, gemma=gemma)
