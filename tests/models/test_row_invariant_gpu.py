@@ -187,7 +187,8 @@ rows, weight = (torch.ones(64, 64, device="cuda", dtype=torch.bfloat16) for _ in
 library_product("cublaslt", rows, weight, None, torch.empty_like(rows))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    assert "preferred_blas_library" not in done.stderr  # torch's own warning; imports of a machine may have theirs
 
 
 @pytest.mark.multi_gpu
