@@ -138,8 +138,9 @@ def test_runs_are_spread_over_the_gpus_and_one_that_fails_stops_no_other(tmp_pat
         if run.name == "gspo":
             stdout.write("no such thing")
             return subprocess.CompletedProcess(command, 1)
-        text = json.dumps(row(run.name, run.seed, 1))
-        (folder / "rows" / f"{evidence.file_name(*run)}.json").write_text(text)
+        part = folder / "rows" / f"{evidence.file_name(*run)}.part"
+        part.write_text(json.dumps(row(run.name, run.seed, 1)))
+        part.rename(part.with_suffix(".json"))  # whole at once, as work() leaves it: others gather meanwhile
         return subprocess.CompletedProcess(command, 0)
 
     (folder / "rows").mkdir(exist_ok=True)
