@@ -53,8 +53,9 @@ class Served:
 
     def restart(self) -> None:
         """As after ``kill -9`` and a new start."""
-        self.name, self.adapters, self.paused = "default", dict[str, nn.Module](), False
-        self.policy = self.model()
+        policy = self.model()
+        with self.lock:  # another request sees all of it or nothing
+            self.name, self.adapters, self.paused, self.policy = "default", dict[str, nn.Module](), False, policy
 
     def answer(self, path: str, body: Any) -> Any:
         """The answer in Python; a ``KeyError`` is a 404."""
@@ -85,22 +86,22 @@ class Served:
         return {}
 
     def _load(self, folder: Path) -> None:
-        parameters = dict(self.policy.named_parameters())
         with self.lock, torch.no_grad():
+            parameters = dict(self.policy.named_parameters())
             for name, tensor in read_weights(folder):
                 parameters[name].copy_(tensor)
 
     def _completed(self, body: dict[str, Any]) -> dict[str, Any]:
-        model = self.policy if body["model"] == "policy" else self.adapters[body["model"]]
         asked = body["sampling_params"]
         if self.token_seconds is not None:
             return {"choices": [self._by_token(body["token_ids"], asked, i) for i in range(asked["n"])]}
         options = SamplingOptions(
             max_new_tokens=asked["max_tokens"], temperature=asked["temperature"], stop=tuple(asked["stop"])
         )
-        engine = TransformersEngine(model, self.tokenizer)
-        engine.load(Weights.of(model), 0)
         with self.lock:
+            model = self.policy if body["model"] == "policy" else self.adapters[body["model"]]
+            engine = TransformersEngine(model, self.tokenizer)
+            engine.load(Weights.of(model), 0)
             prompt = Prompt("p", "", tuple(body["token_ids"]))
             [group] = engine.sample([prompt], asked["n"], options, seed=asked["seed"])
             name = self.name

@@ -1,7 +1,9 @@
 """Where a key goes, which addresses are taken, and how long a failing request is repeated."""
 
 import socket
-from http.client import HTTPConnection
+import struct
+import threading
+from http.client import HTTPConnection, IncompleteRead
 
 import pytest
 
@@ -60,6 +62,30 @@ def test_a_request_that_is_given_up_while_it_connects_ends(monkeypatch):
         monkeypatch.setattr(HTTPConnection, "connect", given_up)
         with pytest.raises(PassingFault, match="given up"):
             client.get("/")
+
+
+def test_an_answer_that_breaks_off_leaves_no_socket_open(monkeypatch):
+    connect, sockets = HTTPConnection.connect, []
+
+    def noted(connection):
+        connect(connection)
+        sockets.append(connection.sock)
+
+    def cut_off():
+        with server.accept()[0] as accepted:
+            accepted.recv(1 << 16)
+            accepted.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\nhalf")
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closes with a reset
+
+    monkeypatch.setattr(HTTPConnection, "connect", noted)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=cut_off)
+        thread.start()
+        with pytest.raises(PassingFault) as fault:
+            HttpClient(f"http://127.0.0.1:{server.getsockname()[1]}").get("/")
+        thread.join()
+    assert isinstance(fault.value.__cause__, (ConnectionResetError, IncompleteRead))
+    assert [each.fileno() for each in sockets] == [-1]
 
 
 def _failing(*faults):

@@ -52,7 +52,8 @@ def post(url, **body):
         with urllib.request.urlopen(request, timeout=300) as reply:
             return reply.status, json.load(reply)
     except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
+        with error:
+            return error.code, json.load(error)
 
 
 @pytest.fixture
@@ -224,8 +225,9 @@ def test_an_engine_that_fails_is_a_500_with_its_words_and_the_server_goes_on(ser
 
 def test_another_host_name_is_refused(server):
     request = urllib.request.Request(f"{server.url}/completions", b"{}", {"Host": "attacker.example:80"})
-    with pytest.raises(urllib.error.HTTPError, match="403"):
+    with pytest.raises(urllib.error.HTTPError, match="403") as refusal:
         urllib.request.urlopen(request, timeout=300)
+    refusal.value.close()
 
 
 def test_what_is_served_can_be_asked(server):

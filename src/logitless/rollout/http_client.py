@@ -117,8 +117,8 @@ class HttpClient:
                 headers["Authorization"] = f"Bearer {self._key}"
             content = None if body is None else json.dumps(body).encode()
             connection.request(method, self._path + path, content, headers)
-            response = connection.getresponse()
-            return _parsed(response.status, response.headers.get_content_type(), response.read())
+            with connection.getresponse() as response:  # which keeps the socket, the connection having given it away
+                return _parsed(response.status, response.headers.get_content_type(), response.read())
         except ssl.SSLCertVerificationError as error:
             raise Refusal(0, f"the certificate of {self.url}: {error}") from error
         except (OSError, http.client.HTTPException, ValueError) as error:
