@@ -7,8 +7,17 @@ from inspect import isclass
 from pathlib import Path
 from typing import get_args
 
+# Here and in every process that a test starts: else they take as many as there are processors, each of them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
 import jaxtyping
 import torch
+
+torch.set_num_threads(1)  # for what a module makes before its first test
+
+# The same examples every time, and no seconds to keep: `--hypothesis-profile default` looks for others.
+hypothesis.settings.load_profile("ci")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not torch.cuda.is_available():
@@ -68,15 +77,35 @@ def jaxtyped_where_shapes_are(*, typechecker, every=jaxtyping.jaxtyped):
 jaxtyping.jaxtyped = jaxtyped_where_shapes_are
 jaxtyping.install_import_hook(CHECKED, "beartype.beartype")
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
+
+# Everywhere the same examples, at whatever speed; `pytest --hypothesis-profile default` looks for others.
+hypothesis.settings.register_profile(
+    "same", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("same")
+
+
+def reset_torch(*, deterministic):
+    """Uninitialised memory is NaN, and neither seeds nor threads are what tests before have left."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.manual_seed(0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef):
+    """What several tests share is made as each of them would make it, whichever comes first."""
+    if fixturedef.scope != "function":
+        reset_torch(deterministic=False)
+    return (yield)
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     """Uninitialised memory is NaN, nondeterministic kernels are errors."""
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.manual_seed(0)
+    reset_torch(deterministic=True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -1,5 +1,6 @@
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -263,6 +264,47 @@ def test_a_pool_whose_supervisor_was_killed_between_runs_starts_another(mark):
         assert pool.run("math:exp", [(0.0,)])[0].value == 1.0
 
 
+@pytest.mark.parametrize("when", ["before it answers", "when it has answered"])
+def test_a_supervisor_that_ends_while_it_starts_a_worker_is_replaced_and_leaves_no_socket_open(mark, monkeypatch, when):
+    make, made, pidfd_of, ended = socket.socketpair, [], os.pidfd_open, []
+
+    def noted(*family):
+        made.append(make(*family))
+        return made[-1]
+
+    def gone(pid):
+        if ended:
+            return pidfd_of(pid)
+        ended.append(pid)
+        raise ProcessLookupError
+
+    with WorkerPool(workers=1, name=mark) as pool:
+        pool.load("math:sqrt")
+        monkeypatch.setattr(socket, "socketpair", noted)
+        if when == "before it answers":
+            pool._processes.supervisor._process.kill()
+        else:
+            monkeypatch.setattr(os, "pidfd_open", gone)
+        assert pool.run("math:sqrt", [(4.0,)])[0].value == 2.0
+    assert [each.fileno() for pair in made for each in pair] == [-1] * 2 * len(made)
+    assert len(made) == 3  # the first worker's channel, and those of the second supervisor and worker
+
+
+def test_a_supervisor_that_was_killed_after_an_import_is_replaced(mark):
+    with WorkerPool(workers=1, name=mark) as pool:
+        pool.run("math:sqrt", [(4.0,)])
+        supervisor = pool._processes.supervisor
+        end = supervisor.end
+
+        def killed(pid):
+            supervisor._process.kill()
+            supervisor._process.wait()
+            return end(pid)
+
+        supervisor.end = killed
+        assert pool.run("math:exp", [(0.0,)])[0].value == 1.0
+
+
 def test_an_item_is_not_to_blame_for_a_supervisor_that_is_killed_beside_it(mark, monkeypatch):
     mark = f"{mark}-beside"
     with WorkerPool(workers=2, name=mark) as pool:
@@ -375,6 +417,7 @@ def test_a_forked_process_has_a_shared_pool_of_its_own():
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
+        os.close(reading)
         try:
             with pytest.raises(InputError, match="made in this process"):
                 inherited.run("math:sqrt", [(4.0,)])
@@ -383,10 +426,10 @@ def test_a_forked_process_has_a_shared_pool_of_its_own():
             own.close()
         finally:
             os._exit(0)
-    os.waitpid(child, 0)
+    os.close(writing)  # a child that fails is read as nothing, and not waited for
     assert os.read(reading, 16) == b"4.0"
+    os.waitpid(child, 0)
     os.close(reading)
-    os.close(writing)
     assert inherited.run("math:sqrt", [(9.0,)])[0].value == 3.0
     inherited.close()
 

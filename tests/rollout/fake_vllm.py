@@ -36,6 +36,7 @@ class Served:
         key: that requests must carry, or None.
         token_seconds: draw token by token, with a wait before each, and go on with new weights after a pause; None:
             whole completions, as the transformers engine draws them.
+        hold: whether a sample that is drawn token by token waits after its third one, by the name of the weights.
     """
 
     model: Callable[[], nn.Module]
@@ -46,6 +47,7 @@ class Served:
     asked: list[tuple[str, Any]] = field(default_factory=list)
     loads: bool = True
     token_seconds: float | None = None
+    hold: Callable[[str], bool] = lambda name: False
 
     def __post_init__(self) -> None:
         self.lock, self.begun = threading.Lock(), threading.Event()
@@ -57,12 +59,19 @@ class Served:
         with self.lock:  # another request sees all of it or nothing
             self.name, self.adapters, self.paused, self.policy = "default", dict[str, nn.Module](), False, policy
 
+    def next_fault(self, path: str) -> Callable[[Any], Answer] | None:
+        """What this request is answered with in place of the right answer; each is one request's alone."""
+        try:
+            return self.faults[path].pop(0)
+        except (KeyError, IndexError):
+            return None
+
     def answer(self, path: str, body: Any) -> Any:
         """The answer in Python; a ``KeyError`` is a 404."""
         match path:
             case "/v1/models":
                 base = {"id": "policy", "max_model_len": self.context}
-                return {"data": [base, *({"id": name, "max_model_len": None} for name in self.adapters)]}
+                return {"data": [base, *({"id": name, "max_model_len": None} for name in list(self.adapters))]}
             case "/weight_info":
                 return {"weight_version": self.name}
             case "/update_weight_version":
@@ -117,6 +126,8 @@ class Served:
         ids, logps, names, reason = list[int](), list[float](), list[str](), "length"
         while len(ids) < asked["max_tokens"] and reason == "length":
             time.sleep(self.token_seconds or 0.0)
+            if len(ids) == 3 and self.hold(self.name):
+                continue
             with self.lock, torch.no_grad():
                 if self.paused:
                     continue
@@ -155,11 +166,10 @@ def serving(served: Served):
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length)) if length else parse_qs(urlsplit(self.path).query)
             served.asked.append((self.path, body))
-            fault = served.faults.get(path)
             if served.key is not None and self.headers.get("Authorization") != f"Bearer {served.key}":
                 found: Answer = 401, b'{"error": "Unauthorized"}'
-            elif fault:
-                found = fault.pop(0)(body)
+            elif fault := served.next_fault(path):
+                found = fault(body)
             else:
                 found = answered(served, path, body)
             if found is None:

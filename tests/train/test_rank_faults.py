@@ -148,6 +148,24 @@ def test_a_rank_with_another_version_is_refused():
         assert message.startswith("needed the same version of torch on all 2 ranks")
 
 
+def _starts(rank, folder, resume, changes):
+    try:
+        start(tiny_recipe(folder, **changes), ranks=Ranks(data=dist.group.WORLD), resume=resume)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize(
+    ("resume", "changes", "words"), [(False, {}, "name"), (True, {"seed": 1}, "seed")], ids=["taken", "another"]
+)
+def test_what_the_first_rank_alone_finds_in_the_folder_all_of_them_refuse(resume, changes, words, disturbed, tmp_path):
+    shutil.copytree(disturbed[0], tmp_path, dirs_exist_ok=True)
+    (kind, first), (other_kind, other) = run_on_ranks(2, _starts, tmp_path, resume, changes)
+    assert kind == other_kind == "ConfigurationError"
+    assert words in first
+    assert other == first.replace(". ", " (on rank 0). ", 1)
+
+
 def _full_disk(rank, root, full_on):
     import torch
 

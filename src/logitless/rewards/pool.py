@@ -339,7 +339,10 @@ class WorkerPool:
             while self._workers:
                 worker = self._workers.pop()
                 worker.close()
-                self._started().end(worker.pid)
+                try:
+                    self._started().end(worker.pid)
+                except _SupervisorLostError:  # killed from outside since it imported; another one is started
+                    self._processes.end()
 
     def _import(self, path: str, call: bool) -> str:
         """Have the supervisor import a path; why it cannot, or nothing."""
@@ -552,10 +555,17 @@ class _Supervisor:
     def spawn(self) -> _Worker:
         """Fork a worker."""
         channel, other = socket.socketpair()
-        with other:
-            pid = self._reply({"kind": "spawn"}, [other.fileno()])["pid"]
-        channel.setblocking(False)
-        return _Worker(pid, os.pidfd_open(pid), channel)
+        try:
+            with other:
+                pid = self._reply({"kind": "spawn"}, [other.fileno()])["pid"]
+            channel.setblocking(False)
+            return _Worker(pid, os.pidfd_open(pid), channel)
+        except ProcessLookupError as error:  # the supervisor ended when it had answered, and the worker with it
+            channel.close()
+            raise _SupervisorLostError from error
+        except BaseException:
+            channel.close()
+            raise
 
     def end(self, pid: int) -> str:
         """Kill a worker with all it started, and say how its process ended."""
