@@ -313,8 +313,9 @@ def test_pushing_in_flight_needs_blocks_ahead_and_weights_of_one_name(tmp_path):
 
 
 def test_a_run_whose_weights_change_inside_completions_is_trained_by_their_versions_and_replays_bitwise(tmp_path):
-    served = _served(tmp_path)
-    served.token_seconds = 0.02
+    served, first_block = _served(tmp_path), tmp_path / "runs" / "tiny" / LOG / "block-000001.json"
+    served.token_seconds = 0.002
+    served.hold = lambda name: name.endswith("-0") and first_block.exists()  # until it has been trained on
     changes = {
         "train__blocks": 5,
         "rollout__staleness": 2,
