@@ -286,7 +286,7 @@ def _without_weights(source: ModelSource, config: Any, options: Mapping[str, Any
             parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         plain(module, name, parameter)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = on_meta  # type: ignore[assignment, method-assign]
     try:
         with seeded(0):
             model = _built(config, options)
