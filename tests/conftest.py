@@ -1,5 +1,6 @@
 """Shared by all tests: shapes checked, memory poisoned, a bounded number of threads, no network."""
 
+import logging
 import os
 import signal
 from dataclasses import fields, is_dataclass
@@ -109,3 +110,17 @@ def poisoned_memory():
     reset_torch(deterministic=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def process_of_its_own():
+    """What a command sets for its whole process (variables, how much is logged) does not reach the next test."""
+    logger = logging.getLogger("logitless")
+    variables, level = dict(os.environ), logger.level
+    yield
+    logger.setLevel(level)
+    for name in {*variables, *os.environ} - {"PYTEST_CURRENT_TEST"}:
+        if name not in variables:
+            del os.environ[name]
+        elif os.environ.get(name) != variables[name]:
+            os.environ[name] = variables[name]

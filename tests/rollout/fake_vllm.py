@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -50,7 +49,7 @@ class Served:
     hold: Callable[[str], bool] = lambda name: False
 
     def __post_init__(self) -> None:
-        self.lock, self.begun = threading.Lock(), threading.Event()
+        self.lock, self.begun, self.over = threading.Lock(), threading.Event(), threading.Event()
         self.restart()
 
     def restart(self) -> None:
@@ -125,7 +124,8 @@ class Served:
         generator = torch.Generator().manual_seed(asked["seed"] + index)
         ids, logps, names, reason = list[int](), list[float](), list[str](), "length"
         while len(ids) < asked["max_tokens"] and reason == "length":
-            time.sleep(self.token_seconds or 0.0)
+            if self.over.wait(self.token_seconds or 0.0):
+                raise ConnectionAbortedError("the server is closed")
             if len(ids) == 3 and self.hold(self.name):
                 continue
             with self.lock, torch.no_grad():
@@ -188,6 +188,8 @@ def serving(served: Served):
             pass
 
     class Server(ThreadingHTTPServer):
+        daemon_threads = False  # closing it waits for all of them: none goes on beside the next test
+
         def handle_error(self, *args: Any) -> None:  # a client that left
             pass
 
@@ -197,6 +199,7 @@ def serving(served: Served):
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
+        served.over.set()
         server.shutdown()
         server.server_close()
         thread.join()
@@ -223,12 +226,12 @@ def gone(body: Any) -> Answer:
     return None
 
 
-def slow(seconds: float, then: Callable[[Any], Answer] = gone) -> Callable[[Any], Answer]:
-    """Nothing for a while."""
+def slow(served: Served, seconds: float) -> Callable[[Any], Answer]:
+    """Nothing for a while, and then no answer."""
 
     def wait(body: Any) -> Answer:
-        time.sleep(seconds)
-        return then(body)
+        served.over.wait(seconds)
+        return None
 
     return wait
 

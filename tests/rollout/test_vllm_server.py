@@ -259,7 +259,7 @@ def test_a_server_that_is_gone_for_good_stops_the_run_at_the_deadline():
 def test_a_server_that_is_too_slow_is_asked_again(served, url):
     model, engine = tiny_policy(), _engine(url, seconds=1.5)
     engine.load(Weights.of(model), 0)
-    served.faults[GENERATE] = [slow(3.0)]
+    served.faults[GENERATE] = [slow(served, 3.0)]
     assert _tokens(_sample(engine, PROMPTS[:1])) == _expected(model, PROMPTS[:1])
 
 
@@ -360,7 +360,7 @@ def test_ctrl_c_ends_the_requests_under_way(served, url):
 
     def unanswered(body):
         asked.release()
-        return slow(60.0)(body)
+        return slow(served, 60.0)(body)
 
     def interrupt():
         for _ in PROMPTS:
