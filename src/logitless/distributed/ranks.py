@@ -207,7 +207,8 @@ class Ranks:
         if self._everyone is not None:
             with _all_present(), torch.no_grad():
                 for tensor in tensors:
-                    dist.broadcast(tensor, group=self._everyone, group_src=0)
+                    sent = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor  # gloo sends no bool
+                    dist.broadcast(sent, group=self._everyone, group_src=0)
 
     def check_same(self, what: Mapping[str, str], remedy: str) -> None:
         """Refuse to go on where something is not the same on every rank.
