@@ -1,4 +1,4 @@
-"""Shared by all tests: shapes checked, memory poisoned, a bounded number of threads, no network."""
+"""Shared by all tests: shapes checked, memory poisoned, a bounded number of threads, no network, no wait for disks."""
 
 import logging
 import os
@@ -80,6 +80,10 @@ jaxtyping.install_import_hook(CHECKED, "beartype.beartype")
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
+
+from tests.disk import written_at_once  # noqa: E402
+
+written_at_once()
 
 # Everywhere the same examples, at whatever speed; `pytest --hypothesis-profile default` looks for others.
 hypothesis.settings.register_profile(

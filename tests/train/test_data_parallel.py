@@ -32,7 +32,7 @@ from logitless.train.run import start
 from logitless.train.run_folder import RunFolder
 from logitless.train.setup import algorithm_of, data_of, policy_model, rewards_of, tokenizer_of, value_head_of
 from tests.ranks import run_on_ranks
-from tests.train.tiny import tiny_raw, tiny_recipe
+from tests.train.tiny import start_without_report, tiny_raw, tiny_recipe
 
 ROOT = Path(__file__).parents[2]
 # LayerNorm and learned positions: unlike RMSNorm and rotary embeddings they stay in float64 when the weights are.
@@ -64,7 +64,7 @@ def _run(rank, folder, changes, resume=False, stop_at=None):
     Learner.step = step
     try:
         torch.use_deterministic_algorithms(True)
-        return start(tiny_recipe(folder, **changes), ranks=ranks, resume=resume)[1]
+        return start_without_report(tiny_recipe(folder, **changes), ranks=ranks, resume=resume)[1]
     finally:
         Learner.step = plain
         torch.use_deterministic_algorithms(False)
