@@ -170,7 +170,7 @@ def start(
             if isinstance(reference, Policy):
                 ranks.copy_of_first(reference.held().values())
         else:
-            mesh = arrangement.mesh(device_of(recipe.model).type)
+            mesh = arrangement.mesh(device_of(recipe.model).type, ranks.timeout)
             policy.shard(mesh, made_same=ranks.copy_of_first)
             if isinstance(reference, Policy):
                 on_host = recipe.parallel.reference == "host"
