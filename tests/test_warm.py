@@ -1,7 +1,10 @@
 """Forks of a process that has imported what takes long are processes of their own."""
 
+import fcntl
 import os
 import sys
+
+import pytest
 
 from tests import warm
 
@@ -32,6 +35,16 @@ def test_nothing_passes_from_one_to_the_next_but_what_was_imported_before():
     assert run("-c", "import os, sys; os.environ['ONE'] = '1'; import wave; sys.path.clear()").returncode == 0
     look = "import os, sys; print('ONE' in os.environ, 'wave' in sys.modules, 'colorsys' in sys.modules)"
     assert run("-c", look).stdout == "False False True\n"
+
+
+def test_a_test_that_is_ended_while_its_process_hangs_takes_no_other_along(tmp_path):
+    lock = (tmp_path / "lock").open("w")
+    hang = f"import fcntl, os, time; fcntl.flock(os.open({lock.name!r}, os.O_WRONLY), fcntl.LOCK_EX)\n"
+    with pytest.raises(KeyboardInterrupt):  # in place of a deadline of pytest's
+        run("-c", hang + f"os.kill({os.getpid()}, 2); time.sleep(1000)")
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until that process is gone
+    assert run("-c", "pass").returncode == 0
 
 
 def test_folders_of_the_python_path_come_before_installed_modules(tmp_path):

@@ -2,7 +2,8 @@
 
 ``run`` is ``subprocess.run([sys.executable, *arguments])`` but for that. Importing torch and transformers takes
 seconds, and a test that starts a process of its own would pay for them each time. Each fork has memory, environment,
-folder and output of its own, and what the first process has imported is all that they have in common.
+folder and output of its own. What the first process has imported is all that they have in common, and what Python reads
+when it starts (``PYTHONWARNINGS``, ``PYTHONHASHSEED``).
 """
 
 import atexit
@@ -11,6 +12,7 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,9 +39,15 @@ def run(
     first = _first_process(imported, environment.get("TRITON_INTERPRET"))
     with tempfile.TemporaryDirectory() as output:
         order = {"arguments": arguments, "environment": dict(environment), "folder": str(folder), "output": output}
-        first.stdin.write(json.dumps(order) + "\n")
-        first.stdin.flush()
-        status = int(first.stdout.readline())
+        try:
+            first.stdin.write(json.dumps(order) + "\n")
+            first.stdin.flush()
+            status = int(first.stdout.readline())
+        except BaseException:  # as when a test takes too long, or the first process ended: the next one starts another
+            os.killpg(first.pid, signal.SIGKILL)
+            first.wait()
+            _first_process.cache_clear()
+            raise
         printed, complained = (Path(output, name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
     return subprocess.CompletedProcess(arguments, status, printed, complained)
 
@@ -52,7 +60,7 @@ def _first_process(imported: tuple[str, ...], interpret: str | None) -> Any:
         environment["TRITON_INTERPRET"] = interpret
     process = subprocess.Popen(
         [sys.executable, "-P", __file__, *imported],
-        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     atexit.register(process.communicate)
     return process

@@ -49,8 +49,7 @@ def run_in(copy: Path, *arguments: str, also: Sequence[Path] = ()) -> str:
         also: further folders to import from.
     """
     paths = os.pathsep.join(map(str, (copy / "src", *also)))
-    environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
-    done = warm.run(*arguments, environment=environment, folder=copy)
+    done = warm.run(*arguments, environment=os.environ | {"PYTHONPATH": paths}, folder=copy)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
