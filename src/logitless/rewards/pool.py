@@ -188,6 +188,8 @@ class WorkerPool:
         of_items = [ways] * len(items) if isinstance(ways, str) else ways
         added = dict(environment or {})
         frames = [_frame(task, way, memory_bytes, added, item) for way, item in zip(of_items, items, strict=True)]
+        if not frames:
+            return []
         batch = _Batch(frames, of_items)
         with self._lock:
             self._load((*needs, task))
