@@ -293,6 +293,8 @@ def _after_sharding(rank, folder, changes, empty):
         empty=empty and not ranks.is_first,
     )
     assert all(p.is_meta for p in model.parameters()) == (empty and not ranks.is_first)
+    for buffer in model.buffers():
+        buffer += rank  # as GPT-J's positions, which are rounded otherwise where they are read
     reference = Policy(frozen_copy(model, dtype=torch.bfloat16))
     policy = Policy(model, value_head=value_head_of(recipe, algorithm_of(recipe), model))
     for each in (policy, reference):
@@ -378,6 +380,34 @@ def test_the_first_rank_alone_reads_a_model_that_is_cut_unless_it_is_made_otherw
         assert found["unshared"] == ("its layers are odd", False)
         for name, weight in model.named_parameters():
             assert torch.equal(found["tensors"][name], weight), name
+
+
+DEEPSEEK = {
+    **LLAMA,
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
+
+
+def test_a_buffer_that_is_read_in_another_dtype_than_it_is_made_in_counts_as_made_otherwise(tmp_path):
+    """Routers of DeepSeek-V3 have one, which the first rank would send as more bytes than the others have room for."""
+    loading.load_model(DEEPSEEK, random_weights=True).save_pretrained(tmp_path)
+    read, made = (loading.load_model(tmp_path, dtype=torch.bfloat16, empty=empty) for empty in (False, True))
+    of_read, of_made = (run_module._shape(model) for model in (read, made))
+    assert [each for each in of_read if each not in of_made] == [
+        ["model.layers.1.mlp.gate.e_score_correction_bias", [4], "torch.float32", False]
+    ]
 
 
 def _without_room(rank, folder):

@@ -144,8 +144,8 @@ class ShardedModel:
             summed in it.
         on_host: shards wait in the host's memory; for what is not trained.
         made_same: called with the weights of a unit, on the mesh's device and still whole, before they are cut, and
-            with the buffers that a checkpoint may hold. It fills weights that were on ``meta``: the unit alone has
-            room then.
+            with all buffers: some architectures round those that no checkpoint holds in another way when they are read
+            than when they are made. It fills weights that were on ``meta``: the unit alone has room then.
 
     Attributes:
         parameters: the shards by name; the same objects while weights are whole, so that an optimizer can hold them.
@@ -170,7 +170,7 @@ class ShardedModel:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
         self.dtype, self.on_host, self.units = dtype, on_host, list[Any]()
         if made_same is not None:
-            made_same(_stored_buffers(model))
+            made_same(model.buffers())
         for unit in units:
             _make_room(unit, mesh.device_type)
             own = [p for p in unit.parameters() if not is_sharded(p)]
@@ -232,16 +232,6 @@ def unsharded_names(model: nn.Module, units: Iterable[nn.Module]) -> list[str]:
     """
     held = {id(parameter) for unit in units for parameter in unit.parameters()}
     return [name for name, parameter in model.named_parameters() if id(parameter) not in held]
-
-
-def _stored_buffers(model: nn.Module) -> list[Tensor]:
-    """Buffers that are part of a checkpoint; others follow from the config."""
-    return [
-        buffer
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    ]
 
 
 def _make_room(unit: nn.Module, device: str) -> None:

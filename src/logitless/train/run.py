@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -69,6 +70,8 @@ from logitless.train.setup import (
 )
 from logitless.train.warm_start import warm_start
 from logitless.train.writers import check_writers, open_writers
+
+logger = logging.getLogger("logitless")
 
 FOLDER = "the run's folder, which the first rank opens,"
 OpenEngines: TypeAlias = Callable[[Recipe, nn.Module, PreTrainedTokenizerBase], Engines]
@@ -248,7 +251,7 @@ def _model(
     """The model where it starts: whole on the device of each rank, or to be cut from the host's memory.
 
     Then only the first rank reads it, and the others have its shape, whose weights they are sent when they are cut. An
-    architecture that is made otherwise than it is read (some weights in another dtype) is read by all.
+    architecture that is made otherwise than it is read (some weights or buffers in another dtype) is read by all.
     """
     is_cut = _is_cut_from_host(recipe, arrangement)
     device = torch.device("cpu") if is_cut else device_of(recipe.model)
@@ -258,14 +261,17 @@ def _model(
 
     with failing_together(ranks, "a model to train"):
         model = made(empty=is_cut and not ranks.is_first)
-    if is_cut and ranks.any(_shape(model) != ranks.of_first(_shape(model))) and not ranks.is_first:
-        return made(empty=False)
+    if is_cut and ranks.any(_shape(model) != ranks.of_first(_shape(model))):
+        if not ranks.is_first:
+            return made(empty=False)
+        logger.info("every process reads the model, which transformers makes otherwise than it reads it")
     return model
 
 
 def _shape(model: nn.Module) -> list[list[Any]]:
-    """Of each weight its name, shape and dtype, and whether it is trained."""
-    return [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()]
+    """Of each weight and buffer its name, shape and dtype, and whether it is trained."""
+    held = [*model.named_parameters(), *model.named_buffers()]
+    return [[name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad] for name, tensor in held]
 
 
 def _policies(

@@ -112,7 +112,7 @@ def training_memory(
     in_use, around, unsummed = _gathered(model, number) if arrangement.is_sharded else (0, 0, 0)
     row = 2 * width * number * tokens  # the last hidden states and their gradient
     start = {"inputs of layers": all_layers, "gradient of the LM head": of_head}
-    end = {"gradients": held, "inputs of layers": 0 if recomputes else one, "units in use": in_use}
+    end = {"gradients": held, "inputs of layers": one - made_again, "units in use": in_use}
     embedding = {"gradients": held, "units in use": around, "gradient of the embedding": unsummed}
     if in_order:
         end["sums along the tree"] = held * (micro_batches - 1).bit_length()
