@@ -274,7 +274,7 @@ class _Session:
         wanted: what it is asked for.
         max_rows: completions decoded at once.
         read_at_once: tokens of prompts read between two looks.
-        part: of the pages that the budget holds, one in so many is taken, but never less than one completion needs.
+        part: of the pages that it would take, it takes one in so many, but never less than one completion needs.
     """
 
     def __init__(self, engine: GpuEngine, wanted: _Wanted, *, max_rows: int, read_at_once: int, part: int = 1) -> None:
