@@ -13,7 +13,12 @@ spec.loader.exec_module(first_call)
 
 def row(caches, first, check, compiled):
     phases = {"self-check": check, "compile": 0.5, "capture": 0.7}
-    times = {"imports_seconds": 10 + first, "first_seconds": first, "second_seconds": 1.2, "first_seconds_by_phase": phases}
+    times = {
+        "imports_seconds": 10 + first,
+        "first_seconds": first,
+        "second_seconds": 1.2,
+        "first_seconds_by_phase": phases,
+    }
     return {"caches": caches, "model": "small", "workload": "1x2-3-4", "compiled": compiled, **times}
 
 
