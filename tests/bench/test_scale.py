@@ -73,6 +73,7 @@ def _block(rank, layout):
 def test_a_whole_block_of_two_processes_has_twice_the_prompts_of_one(layout):
     for row in run_on_ranks(2, _block, layout):
         assert (row["gpus"], row["layout"], row["engine"]) == (2, f"block_{layout}", "transformers")
+        assert row["parallel"] == {"replicate": 1, "shard": 1, "sequence": 1} | {layout: 2}
         assert row["tokens"] == BLOCK.tokens
         assert BLOCK.tokens < row["drawn_tokens"] <= replace(BLOCK, prompts=4).tokens  # some end by themselves
         assert row["seconds"].keys() == {"handing_over", "rollout", "scoring", "training"}
