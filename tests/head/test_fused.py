@@ -101,6 +101,21 @@ def test_blocks_of_the_vocabulary_add_up(device, monkeypatch):
         ) + gradient_error(inputs), gradient
 
 
+def test_a_large_gradient_of_the_weight_lends_room_and_keeps_its_bits(device, monkeypatch):
+    from logitless.head import passes
+
+    inputs = problem(replace(ODD, rows=24, width=40, vocabulary=1000), device)
+    monkeypatch.setattr(passes, "BLOCK_BYTES", 2 * 24 * 64)
+    narrower, found, lent_width = [], [], passes.lent_width
+    monkeypatch.setattr(passes, "lent_width", lambda *given: narrower.append(lent_width(*given)) or narrower[-1])
+    for share in (4, 10**9):
+        monkeypatch.setattr(passes, "LENT", share)
+        found.append(run(inputs, memory_budget=0))
+    assert len(narrower) == 1
+    assert torch.equal(found[0]["grad_weight"], found[1]["grad_weight"])
+    assert error(found[0]["grad_hidden"], found[1]["grad_hidden"].double()) <= gradient_error(inputs)
+
+
 @pytest.mark.parametrize("logp", [-40.0, -90.0, -200.0])
 @pytest.mark.parametrize("budget", [None, 0])
 def test_a_target_far_below_the_rest_keeps_its_log_prob_and_gradient(logp, budget, device):

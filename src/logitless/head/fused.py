@@ -116,7 +116,7 @@ def peak_bytes(
         >>> peak_bytes(16384, 4096, 128256, memory_budget=2**40) // 2**20
         4141
         >>> peak_bytes(16384, 4096, 128256, memory_budget=0) // 2**20
-        453
+        309
         >>> peak_bytes(16384, 4096, 128256, memory_budget=0, shards=8) // 2**20
         1204
     """
@@ -140,7 +140,9 @@ def peak_bytes(
         total += 4 * plan.kept_rows * width + (12 if shards > 2 else 10) * most * width
     if anew:
         columns = passes.block_width(anew, width, most, variant=gpu)
-        total += 2 * anew * columns + (4 * anew * width if columns < vocabulary else 0)
+        lent = shards == 1 and passes.lent_columns(anew * columns, columns, vocabulary, vocabulary * width)
+        total += 2 * anew * (passes.lent_width(columns, gpu) if lent else columns)
+        total += 4 * anew * width if columns < vocabulary else 0
         total += 4 * columns * width if plan.kept_rows else 0
         return total + shares(anew, columns, whole=columns >= vocabulary)
     return total + shares(plan.kept_rows, most, whole=shards == 1)
