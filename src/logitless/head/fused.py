@@ -106,6 +106,9 @@ def peak_bytes(
 ) -> int:
     """Bytes a training step takes at its peak on a rank, beyond inputs and returned gradients; bfloat16, no LoRA.
 
+    A weight that is frozen, or whose gradient is added to one that is there, lends no room to logit gradients: a block
+    of them more (``docs/head.md``).
+
     Args:
         num_rows, width, vocabulary: N, D and V; V is the rank's own part where the vocabulary is ``shared``.
         memory_budget: bytes for kept exponentials.

@@ -4,7 +4,9 @@ Two groups of warps own the upper and the lower half of a tile's rows. They mult
 memory, but each at its own pace: while one turns its products into exponentials the other has steps left to multiply,
 and then the first is ahead in the next tile. The matrix units hardly wait for an epilogue, and no column is read twice.
 A third group, one warp, does nothing but load. What this gives up: softcap, bias, maxima and lists of rows, which stay
-with the plain kernel, ``forward.anchored_exp_product``. Exponentials and sums have the same bits from both.
+with the plain kernel, ``forward.anchored_exp_product``. Exponentials and sums have the same bits from both; with LoRA,
+where D is a multiple of 16, or the plain kernel has products of both kinds in one instruction. Gluon changes with every
+release of Triton (``variants.GLUON``).
 """
 
 from triton.experimental import gluon

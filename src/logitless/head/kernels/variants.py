@@ -41,7 +41,7 @@ class Variant:
         kept: dtype of kept exponentials and logit gradients.
         precision: how float32 operands are multiplied (irrelevant for 16-bit ones).
         truncation: relative loss of a sum of products per unit of its length, measured.
-        overlaps: whether the GPU has ``overlapped.py``'s forward product, for hidden sizes below DEEP and LoRA.
+        overlaps: whether ``overlapped.py``'s forward product runs here, for hidden sizes below DEEP and for LoRA.
     """
 
     tma: bool
@@ -66,6 +66,9 @@ WIDE = Tile(rows=128, columns=256, depth=64, group=16, stages=3, warps=8)
 
 DEEP = 2048
 """Hidden size from which an epilogue is a small part of a tile's time."""
+
+GLUON = "3.6."
+"""The releases of Triton whose Gluon ``overlapped.py`` is written in: 3.5 and 3.7 name or order its parts otherwise."""
 
 HOPPER_TRUNCATION = 1.0e-9
 """A bfloat16 product over D on Hopper is 1 - 1.0e-9 D of the exact one, in the mean over D of 896 to 8192."""
@@ -110,7 +113,10 @@ def variant(hidden: Tensor) -> Variant:
     programs = torch.cuda.get_device_properties(hidden.device).multi_processor_count
     if kept == torch.bfloat16 and capability[0] in (9, 10) and aligned:  # others have less shared memory
         lost = truncation(hidden.device, hidden.dtype)
-        return replace(hopper(hidden.shape[1], programs), truncation=lost, overlaps=capability[0] == 9)
+        import triton  # the chunked head needs this file, and no Triton
+
+        overlaps = capability[0] == 9 and triton.__version__.startswith(GLUON)
+        return replace(hopper(hidden.shape[1], programs), truncation=lost, overlaps=overlaps)
     if kept == torch.bfloat16:
         return Variant(False, programs * 2, PLAIN, PLAIN, PLAIN, kept, precision)
     score = PLAIN if hidden.dtype == torch.float16 else FLOAT32
