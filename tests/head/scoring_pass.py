@@ -78,7 +78,7 @@ def drawn(shape: Shape, variant: Variant, device: str = "cpu") -> Given:
     multiplier = passes.LOG2E / (0.5 + torch.rand(n, generator=g)).to(device)
     form = launch.Form(torch.bfloat16, 1.0, False, variant)
     operands = passes.operands(form, head, Shard(0, head.weight, 0))
-    rows = launch.Rows(hidden, passes._low_rows(hidden, head), multiplier, target.to(device))
+    rows = launch.Rows(hidden, passes.low_rows(hidden, head, variant), multiplier, target.to(device))
     return Given(operands, rows, (20 * torch.rand(n, generator=g)).to(device))
 
 

@@ -18,9 +18,12 @@ from tests.head.interpreter import interpreted
 from tests.head.scoring_pass import EDGES, Shape
 from tests.head.test_fused import run
 
-pytestmark = pytest.mark.skipif(
-    not triton.__version__.startswith(variants.GLUON), reason="written in the Gluon of another Triton"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not triton.__version__.startswith(variants.GLUON), reason="written in the Gluon of another Triton"
+    ),
+    pytest.mark.skipif(not interpreted(), reason="other kernels need Triton's interpreter"),
+]
 
 HOPPER = replace(variants.hopper(896, 2), overlaps=True)
 """With two multiprocessors, so that a program has several tiles."""
@@ -87,7 +90,6 @@ def test_a_fault_in_the_kernel_is_found(instead, monkeypatch):
     raise AssertionError("nothing noticed it")
 
 
-@pytest.mark.skipif(not interpreted(), reason="the plain kernel needs Triton's interpreter")
 @pytest.mark.parametrize("shape", EDGES[2:5], ids=str)
 def test_the_plain_kernel_gives_the_same(shape, monkeypatch):
     on_cpu(monkeypatch)
@@ -98,7 +100,6 @@ def test_the_plain_kernel_gives_the_same(shape, monkeypatch):
     assert all(torch.equal(a.isnan(), b.isnan()) for a, b in zip(ours[1:], plainly[1:], strict=True))
 
 
-@pytest.mark.skipif(not interpreted(), reason="all but one kernel needs Triton's interpreter")
 @pytest.mark.parametrize("budget", [None, 304 * 2 * 24, 0])
 @pytest.mark.parametrize("lora", [0, 3])
 def test_scores_and_gradients_made_of_it_are_as_near_to_the_truth_as_ever(lora, budget, monkeypatch):

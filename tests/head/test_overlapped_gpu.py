@@ -62,7 +62,7 @@ def given(rows, width, vocabulary, rank=0):
     how = passes.form(hidden, head)
     multiplier = torch.full((rows,), passes.LOG2E, device="cuda")
     operands = passes.operands(how, head, Shard(0, head.weight, 0))
-    rows_given = launch.Rows(hidden, passes._low_rows(hidden, head), multiplier, target)
+    rows_given = launch.Rows(hidden, passes.low_rows(hidden, head, how.variant), multiplier, target)
     return Given(operands, rows_given, 20 * torch.rand(rows, device="cuda", generator=g))
 
 

@@ -125,7 +125,7 @@ def scored(
     """
     how = form(hidden, head)
     multiplier = _by_row((head.scale if head.softcap is None else head.softcap) * LOG2E, temperature, hidden)
-    low = _low_rows(hidden, head)
+    low = low_rows(hidden, head, how.variant)
     target_logit, slope = columns.target_logits(multiplier), torch.ones_like(multiplier)
     kept = launch.kept_rows(kept_rows, columns.kept_width, how.variant, hidden.device) if kept_rows else None
     sums = None
@@ -359,7 +359,7 @@ def _anew(
     """Live rows first, with all that their logit gradients are made of; ``lent`` is room for their hidden states."""
     chosen = launch.compaction(logit.live)
     rows = launch.gather_rows(hidden, chosen.source, None, chosen.taken, hidden.dtype, lent)
-    beside = _low_rows(rows, head)
+    beside = low_rows(rows, head, how.variant)
     low = _low_columns(rows, None, chosen, head, how) if needed.bias or needed.lora_b else None
     moved = state.part(chosen.source)
     row_of_slot = place[chosen.source]
@@ -528,13 +528,12 @@ def _addends(dtype: torch.dtype) -> int:
     return 1 if dtype == torch.float32 else 2
 
 
-def _low_rows(hidden: Tensor, head: LMHead) -> Tensor | None:
+def low_rows(hidden: Tensor, head: LMHead, variant: Variant) -> Tensor | None:
     """With LoRA, lora_scale * hidden @ lora_a.T, as addends in hidden's dtype that stand beside each other."""
     if head.lora_a is None:
         return None
-    product = head.lora_scale * _product(hidden, head.lora_a.to(hidden.dtype).T)
-    high = product.to(hidden.dtype)
-    return _beside([high, (product - high).to(hidden.dtype)][: _addends(hidden.dtype)], align=8)
+    lora_a = head.lora_a.to(hidden.dtype).contiguous()
+    return launch.low_rows(hidden, lora_a, head.lora_scale, variant, addends=_addends(hidden.dtype))
 
 
 def _low_columns(hidden: Tensor, factor: Tensor | None, chosen: Compaction, head: LMHead, how: Form) -> Tensor:

@@ -104,6 +104,27 @@ def row_by_column(
     return acc
 
 
+@triton.jit(do_not_specialize=["N"])
+def low_rows(
+    x,  # [N, D]
+    a,  # [R, D]: lora_a
+    out,  # out [N, C]: the product rounded and, with TWICE, what that lost beside it
+    scale,  # number
+    N, R, D, C, TWICE: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """scale * x @ a.T; a row's bits do not depend on how many rows there are, as a library's may."""
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    cols = tl.program_id(1) * BN + tl.arange(0, BN)
+    product = add_product(x, a, tl.zeros((BM, BN), tl.float32), row, row < N, cols, R, D, BK, PRECISION) * scale
+    place = out + row.to(tl.int64)[:, None] * C + cols[None, :]
+    inside = (row < N)[:, None] & (cols < R)[None, :]
+    high = product.to(out.dtype.element_ty)
+    tl.store(place, high, mask=inside)
+    if TWICE:
+        tl.store(place + R, (product - high.to(tl.float32)).to(out.dtype.element_ty), mask=inside)
+
+
 @triton.jit
 def target_logits(
     x,  # [N, D]

@@ -130,6 +130,19 @@ def kept_rows(rows: int, vocabulary: int, variant: Variant, device: torch.device
     return torch.empty(rows, stride, dtype=variant.kept, device=device)
 
 
+def low_rows(hidden: Tensor, lora_a: Tensor, scale: float, variant: Variant, *, addends: int) -> Tensor:
+    """scale * hidden @ lora_a.T as addends in hidden's dtype beside each other, zeros up to a multiple of 8 columns."""
+    (n, d), rank = hidden.shape, len(lora_a)
+    width = -(-rank * addends // 8) * 8
+    out = torch.zeros(n, width, dtype=hidden.dtype, device=hidden.device)
+    columns = min(64, max(16, triton.next_power_of_2(rank)))
+    forward.low_rows[(triton.cdiv(n, 64), triton.cdiv(rank, columns))](
+        hidden, lora_a, out, scale, n, rank, d, width, TWICE=addends == 2, PRECISION=variant.precision,
+        BM=64, BN=columns, BK=64 if hidden.element_size() == 2 else 32, num_stages=3, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
 def target_logits(operands: Operands, rows: Rows, target_logit: Tensor, slope: Tensor) -> None:
     """z_y in bits and the softcap's slope there, of rows whose target is one of these columns."""
     v, d = operands.weight.shape
