@@ -111,7 +111,7 @@ def kill_until(kills: int, name: str, reference: RunFolder, seconds: float, work
     """Kill runs with a signal, ``kills`` times in all, and let each end.
 
     Args:
-        kills: at least.
+        kills: of all runs together.
         name: of the signal.
         reference: the run that was left alone.
         seconds: that it took. A kill comes at any moment of the first half of that after a start or a continuation;
@@ -130,8 +130,9 @@ def kill_until(kills: int, name: str, reference: RunFolder, seconds: float, work
         while True:
             before, saved = _starts(folder), checkpoints(folder.checkpoints)
             child = fork(recipe, log)
-            time.sleep(draw.uniform(0.0, 0.5 * seconds))
-            os.kill(child, SIGNALS[name])
+            if done < kills:  # else this run goes on to its end
+                time.sleep(draw.uniform(0.0, 0.5 * seconds))
+                os.kill(child, SIGNALS[name])
             status = ended(child)
             if status == 0:
                 seconds *= 0.9

@@ -1,5 +1,6 @@
 """Shared by all tests: shapes checked, memory poisoned, a bounded number of threads, no network."""
 
+import logging
 import os
 import signal
 from dataclasses import fields, is_dataclass
@@ -7,8 +8,17 @@ from inspect import isclass
 from pathlib import Path
 from typing import get_args
 
+# Here and in every process that a test starts: else they take as many as there are processors, each of them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
 import jaxtyping
 import torch
+
+torch.set_num_threads(1)  # for what a module makes before its first test
+
+# The same examples every time, and no seconds to keep: `--hypothesis-profile default` looks for others.
+hypothesis.settings.load_profile("ci")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not torch.cuda.is_available():
@@ -68,15 +78,49 @@ def jaxtyped_where_shapes_are(*, typechecker, every=jaxtyping.jaxtyped):
 jaxtyping.jaxtyped = jaxtyped_where_shapes_are
 jaxtyping.install_import_hook(CHECKED, "beartype.beartype")
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
+
+# Everywhere the same examples, at whatever speed; `pytest --hypothesis-profile default` looks for others.
+hypothesis.settings.register_profile(
+    "same", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("same")
+
+
+def reset_torch(*, deterministic):
+    """Uninitialised memory is NaN, and neither seeds nor threads are what tests before have left."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.manual_seed(0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef):
+    """What several tests share is made as each of them would make it, whichever comes first."""
+    if fixturedef.scope != "function":
+        reset_torch(deterministic=False)
+    return (yield)
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     """Uninitialised memory is NaN, nondeterministic kernels are errors."""
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.manual_seed(0)
+    reset_torch(deterministic=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def process_of_its_own():
+    """What a command sets for its whole process (variables, how much is logged) does not reach the next test."""
+    logger = logging.getLogger("logitless")
+    variables, level = dict(os.environ), logger.level
+    yield
+    logger.setLevel(level)
+    for name in {*variables, *os.environ} - {"PYTEST_CURRENT_TEST"}:
+        if name not in variables:
+            del os.environ[name]
+        elif os.environ.get(name) != variables[name]:
+            os.environ[name] = variables[name]

@@ -56,7 +56,8 @@ class TrainingError(LogitlessError, RuntimeError):
 
 
 class EngineError(LogitlessError, RuntimeError):
-    """An engine outside of this process is gone, or does not keep what it promises (its answers, its weights)."""
+    """An engine outside of this process is gone, does not keep what it promises (its answers, its weights), or cannot
+    be given weights."""
 
 
 class LostRankError(TrainingError):

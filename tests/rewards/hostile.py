@@ -14,8 +14,8 @@ KEPT = []
 LOADED = []
 
 
-def behave(name):
-    return globals()[name]()
+def behave(name, *arguments):
+    return globals()[name](*arguments)
 
 
 def well():
@@ -32,6 +32,30 @@ def load_on_first_use():
 
 def sleep_forever():
     time.sleep(1000)
+
+
+def meet(folder, other):
+    """Wait until another item has begun too."""
+    Path(folder, f"before-{other}").touch()
+    while len(list(Path(folder).iterdir())) < 2:
+        time.sleep(0.002)
+    return 1
+
+
+def say_so_and_sleep_forever(place):
+    Path(place).touch()
+    time.sleep(1000)
+
+
+def compute_and_stop_itself():
+    begun = time.process_time()
+    while time.process_time() < begun + 0.05:
+        pass
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def alarm():
+    return signal.getitimer(signal.ITIMER_REAL)
 
 
 def compute_forever():
@@ -114,13 +138,13 @@ def leave_a_busy_thread():
 
 
 def leave_a_deadly_thread():
-    threading.Thread(target=lambda: (time.sleep(0.05), os._exit(1)), daemon=True).start()
+    threading.Thread(target=lambda: (time.sleep(300), os._exit(1)), daemon=True).start()
     return 1
 
 
 def leave_an_alarm():
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, 0.02)
+    signal.setitimer(signal.ITIMER_REAL, 300)
     return 1
 
 

@@ -25,7 +25,8 @@ def scores(reward, texts, **columns):
     return [verdict.score for verdict in reward.verdicts(["p"] * len(texts), texts, columns)]
 
 
-def test_the_takeovers_work_where_a_process_is_kept():
+def test_the_takeovers_work_where_a_process_is_kept(monkeypatch):
+    monkeypatch.setattr(shared_pool("functions"), "num_workers", 1)  # which every text meets after the takeovers
     reward = Function(path=EVALUATES, process="kept")
     for takeover in OF_A_FUNCTION:
         shared_pool("functions").close()

@@ -1,5 +1,7 @@
 """A judge behind an endpoint, on a real server: its number is the score, and its failures are never a wrong answer."""
 
+import time
+
 import pytest
 
 from logitless.errors import ConfigurationError
@@ -13,6 +15,12 @@ def judge(url, **options):
 
 def verdicts(reward, *texts, **columns):
     return reward.verdicts(["2+2="] * len(texts), list(texts), columns)
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_asked_before(monkeypatch):
+    """A server may get the port of an earlier test's, whose replies are kept by its address."""
+    monkeypatch.setattr("logitless.rewards.judge._kept", {})
 
 
 def test_the_last_number_of_the_reply_is_the_score():
@@ -73,12 +81,18 @@ def test_what_may_pass_is_tried_again(failure):
         (said("I would rather not."), "error", 1),
         (said("Score: 11"), "error", 1),
         (("wait", 3.0), "timeout", 1),
+        ((500, b"oops CUT"), "error", 3),
+        ((401, b"no key" + bytes(1 << 20)), "error", 1),
+        ((None, b"HTP/1.0 what?\r\n\r\n"), "error", 3),
     ],
+    ids=lambda given: str(given)[:30],
 )
 def test_a_judge_that_fails_has_a_status_and_no_score(answer, status, count):
     slow = {"timeout_seconds": 0.2, "retries": 0} if answer[0] == "wait" else {"retries": 2}
     with judging(lambda n, body: answer) as (url, requests):
         [verdict] = verdicts(judge(url, **slow), "4")
+        while len(requests) < count:  # one that is given up before the server comes to it
+            time.sleep(0.005)
     assert (verdict.score, verdict.status) == (None, status)
     assert verdict.message
     assert len(requests) == count

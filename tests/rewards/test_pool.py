@@ -1,5 +1,6 @@
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from logitless.errors import ConfigurationError, InputError
 from logitless.rewards.confinement import layers
-from logitless.rewards.pool import WorkerPool, shared_pool
+from logitless.rewards.pool import WorkerPool, _Supervisor, shared_pool
 from logitless.rewards.worker import Usage
 from tests.rewards.processes import none_left, processes_of
 
@@ -110,32 +111,41 @@ def test_reasons_name_the_exception_the_signal_or_the_exit_code(pool):
     assert "exit code 7" in behaved(pool, "exit_at_once").message
 
 
-def test_two_hanging_items_cost_one_deadline_and_not_two(pool):
-    items = [("well",)] * 100 + [("sleep_forever",)] * 2 + [("well",)] * 100
-    pool.load(BEHAVE)
-    start = time.monotonic()
-    outcomes = pool.run(BEHAVE, items, deadline_seconds=2.0)
-    seconds = time.monotonic() - start
-    assert [outcome.status for outcome in outcomes].count("idle") == 2
-    assert 2.0 <= seconds < 4.0  # what one after the other takes, at least
+@pytest.mark.parametrize(("before", "after"), [(100, 100), (400, 20)])
+def test_two_slow_items_run_beside_each_other_and_none_waits_behind_one(pool, tmp_path, before, after):
+    slow = [("meet", str(tmp_path), other) for other in range(2)]  # neither ends before the other has begun
+    outcomes = pool.run(BEHAVE, [("well",)] * before + slow + [("well",)] * after, deadline_seconds=100.0)
+    assert [outcome.status for outcome in outcomes] == ["done"] * (before + 2 + after)
 
 
-def test_an_item_behind_a_slow_one_goes_to_another_worker(pool):
-    pool.load("time:sleep")
-    quick_then_slow = [(0.0,)] * 400 + [(2.0,)] * 2 + [(0.0,)] * 20
-    start = time.monotonic()
-    outcomes = pool.run("time:sleep", quick_then_slow, deadline_seconds=20.0)
-    assert {outcome.status for outcome in outcomes} == {"done"}
-    assert time.monotonic() - start < 4.0  # what one after the other takes, at least
+@pytest.mark.parametrize("left", ["leave_a_busy_thread", "leave_a_deadly_thread", "lower_its_limits"])
+def test_a_process_that_an_item_left_another_is_replaced(left):
+    with WorkerPool(workers=1) as pool:
+        pool.load("os:getpid", BEHAVE)
+        of_process = [pool.run("os:getpid", [()])[0].value]
+        of_process.append(pool.run("os:getpid", [()])[0].value)
+        assert pool.run(BEHAVE, [(left,)])[0].status == "done"
+        of_process.append(pool.run("os:getpid", [()])[0].value)
+    assert of_process[0] == of_process[1] != of_process[2]
+
+
+def test_an_alarm_that_an_item_left_is_taken_back():
+    with WorkerPool(workers=1) as pool:
+        pool.load("os:getpid", BEHAVE)
+        items = [("os:getpid", ()), (BEHAVE, ("leave_an_alarm",)), (BEHAVE, ("alarm",)), ("os:getpid", ())]
+        first, _, alarm, last = (pool.run(task, [item])[0].value for task, item in items)
+    assert alarm == [0.0, 0.0]
+    assert first == last
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_worker_that_loads_on_first_use_is_kept(workers):
     items = [("well",), ("load_on_first_use",)] * 300
     with WorkerPool(workers=workers) as pool:
-        processes = {outcome.value for outcome in pool.run(BEHAVE, items)} - {1}
-        assert len(processes) == workers
-        assert {outcome.value for outcome in pool.run(BEHAVE, items)} - {1} <= processes
+        processes = {outcome.value for _ in range(2) for outcome in pool.run(BEHAVE, items)} - {1}
+    # One that was not let while the other came to the end of the batch is replaced; one replaced at its first use would
+    # make for a process every few items.
+    assert 1 <= len(processes) <= workers + 4
 
 
 def test_a_deadline_belongs_to_each_item_and_not_to_the_batch(pool):
@@ -143,17 +153,41 @@ def test_a_deadline_belongs_to_each_item_and_not_to_the_batch(pool):
     assert [outcome.status for outcome in outcomes] == ["done"] * 8
 
 
+def test_a_watch_that_stood_still_gives_the_item_its_deadline_again(monkeypatch):
+    with WorkerPool(workers=1) as pool:
+        pool.load("time:sleep")
+        real, lost = pool._awake, []
+
+        def late(deadline_seconds, patience):
+            found = real(deadline_seconds, patience)
+            if not found and not lost:
+                lost.append(time.sleep(0.3))  # and in the meantime the item may have ended, or not
+                return []
+            return found
+
+        monkeypatch.setattr(pool, "_awake", late)
+        [outcome] = pool.run("time:sleep", [(0.6,)], deadline_seconds=0.5)
+        assert outcome.status == "done"
+        [outcome] = pool.run("time:sleep", [(60.0,)], deadline_seconds=0.5)
+        assert outcome.status == "idle"
+
+
 def test_ten_thousand_cheap_items_take_less_than_as_many_calls_and_keep_their_order(pool):
     items = [("a" * 2000 + str(number), "b") for number in range(10_000)]
     pool.run("operator:add", items[:1])
-    start = time.monotonic()
-    for item in items[:100]:
-        pool.run("operator:add", [item])
-    of_a_call = (time.monotonic() - start) / 100
-    start = time.monotonic()
-    outcomes = pool.run("operator:add", items)
-    assert time.monotonic() - start < len(items) * of_a_call
-    assert [outcome.value for outcome in outcomes] == [left + right for left, right in items]
+
+    def is_quicker():
+        start = time.monotonic()
+        for item in items[:100]:
+            pool.run("operator:add", [item])
+        of_a_call = (time.monotonic() - start) / 100
+        start = time.monotonic()
+        outcomes = pool.run("operator:add", items)
+        seconds = time.monotonic() - start
+        assert [outcome.value for outcome in outcomes] == [left + right for left, right in items]
+        return seconds < len(items) * of_a_call
+
+    assert any(is_quicker() for _ in range(5))  # a machine may stand still in one of them
 
 
 def test_memory_counts_for_each_item_alone(pool):
@@ -194,7 +228,15 @@ def test_a_path_that_cannot_be_called_is_refused_before_any_item(pool, path):
 def test_a_module_whose_import_hangs_or_exits_is_refused_and_the_pool_goes_on(tmp_path, monkeypatch, source):
     (tmp_path / "bad_import.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with WorkerPool(workers=1, start_seconds=1.0) as pool:
+    real = _Supervisor.load
+
+    def load(self, path, call):
+        """One second for the bad one, and for the others what a machine may take."""
+        monkeypatch.setattr(self, "_seconds", 1.0 if path == "bad_import:f" else 60.0)
+        return real(self, path, call)
+
+    monkeypatch.setattr(_Supervisor, "load", load)
+    with WorkerPool(workers=1) as pool:
         assert pool.run("math:sqrt", [(4.0,)])[0].value == 2.0
         with pytest.raises(ConfigurationError, match="bad_import"):
             pool.load("bad_import:f")
@@ -222,17 +264,64 @@ def test_a_pool_whose_supervisor_was_killed_between_runs_starts_another(mark):
         assert pool.run("math:exp", [(0.0,)])[0].value == 1.0
 
 
-def test_an_item_is_not_to_blame_for_a_supervisor_that_is_killed_beside_it(mark):
+@pytest.mark.parametrize("when", ["before it answers", "when it has answered"])
+def test_a_supervisor_that_ends_while_it_starts_a_worker_is_replaced_and_leaves_no_socket_open(mark, monkeypatch, when):
+    make, made, pidfd_of, ended = socket.socketpair, [], os.pidfd_open, []
+
+    def noted(*family):
+        made.append(make(*family))
+        return made[-1]
+
+    def gone(pid):
+        if ended:
+            return pidfd_of(pid)
+        ended.append(pid)
+        raise ProcessLookupError
+
+    with WorkerPool(workers=1, name=mark) as pool:
+        pool.load("math:sqrt")
+        monkeypatch.setattr(socket, "socketpair", noted)
+        if when == "before it answers":
+            pool._processes.supervisor._process.kill()
+        else:
+            monkeypatch.setattr(os, "pidfd_open", gone)
+        assert pool.run("math:sqrt", [(4.0,)])[0].value == 2.0
+    assert [each.fileno() for pair in made for each in pair] == [-1] * 2 * len(made)
+    assert len(made) == 3  # the first worker's channel, and those of the second supervisor and worker
+
+
+def test_a_supervisor_that_was_killed_after_an_import_is_replaced(mark):
+    with WorkerPool(workers=1, name=mark) as pool:
+        pool.run("math:sqrt", [(4.0,)])
+        supervisor = pool._processes.supervisor
+        end = supervisor.end
+
+        def killed(pid):
+            supervisor._process.kill()
+            supervisor._process.wait()
+            return end(pid)
+
+        supervisor.end = killed
+        assert pool.run("math:exp", [(0.0,)])[0].value == 1.0
+
+
+def test_an_item_is_not_to_blame_for_a_supervisor_that_is_killed_beside_it(mark, monkeypatch):
     mark = f"{mark}-beside"
     with WorkerPool(workers=2, name=mark) as pool:
         pool.load(BEHAVE, "time:sleep")
         pool.run("time:sleep", [(0.0,)] * 2)
         workers = {worker.pid for worker in pool._workers}
         [supervisor] = list(processes_of(mark) - workers)
-        timer = threading.Timer(0.2, os.kill, (supervisor, signal.SIGKILL))
-        timer.start()
-        outcomes = pool.run("time:sleep", [(0.5,)] * 6)
-        timer.join()
+        real, killed = pool._awake, []
+
+        def awake(deadline_seconds, patience):
+            if not killed and all(worker.queued and not worker.outgoing for worker in pool._workers):
+                killed.append(os.kill(supervisor, signal.SIGKILL))
+            return real(deadline_seconds, patience)
+
+        monkeypatch.setattr(pool, "_awake", awake)
+        outcomes = pool.run("time:sleep", [(0.3,)] * 6)
+        assert killed
     assert [outcome.status for outcome in outcomes] == ["done"] * 6
 
 
@@ -244,13 +333,9 @@ def test_an_item_that_kills_the_supervisor_is_found_among_those_that_did_not(mar
     assert statuses == ["done"] * 3 + ["crashed"] + ["done"] * 20
 
 
-def test_a_computing_item_that_was_stopped_from_outside_is_idle_and_not_to_blame(mark):
+def test_a_computing_item_that_was_stopped_is_idle_and_not_to_blame(mark):
     with WorkerPool(workers=1, name=mark) as pool:
-        pool.run(BEHAVE, [("well",)])
-        timer = threading.Timer(0.1, os.kill, (pool._workers[0].pid, signal.SIGSTOP))
-        timer.start()
-        [outcome] = pool.run(BEHAVE, [("compute_forever",)], deadline_seconds=2.0)
-        timer.join()
+        [outcome] = pool.run(BEHAVE, [("compute_and_stop_itself",)], deadline_seconds=1.0)
     assert outcome.status == "idle"
 
 
@@ -275,9 +360,8 @@ def test_a_sleeping_item_is_to_blame_inside_walls_alone(pool):
 
 
 def test_no_items_start_no_process(mark):
-    before = processes_of(mark)
-    assert WorkerPool(name=mark).run("math:sqrt", []) == []
-    assert processes_of(mark) == before
+    assert WorkerPool(name=f"{mark}-none").run("math:sqrt", []) == []
+    assert processes_of(f"{mark}-none") == set()
 
 
 def test_an_item_that_cannot_be_sent_and_limits_that_make_no_sense_are_refused(pool):
@@ -333,6 +417,7 @@ def test_a_forked_process_has_a_shared_pool_of_its_own():
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
+        os.close(reading)
         try:
             with pytest.raises(InputError, match="made in this process"):
                 inherited.run("math:sqrt", [(4.0,)])
@@ -341,24 +426,27 @@ def test_a_forked_process_has_a_shared_pool_of_its_own():
             own.close()
         finally:
             os._exit(0)
-    os.waitpid(child, 0)
+    os.close(writing)  # a child that fails is read as nothing, and not waited for
     assert os.read(reading, 16) == b"4.0"
+    os.waitpid(child, 0)
     os.close(reading)
-    os.close(writing)
     assert inherited.run("math:sqrt", [(9.0,)])[0].value == 3.0
     inherited.close()
 
 
-def test_an_interrupted_run_leaves_a_pool_that_works(mark):
+def test_an_interrupted_run_leaves_a_pool_that_works(tmp_path):
+    begun = [tmp_path / "one", tmp_path / "other"]
+
+    def press_ctrl_c():
+        while not all(place.exists() for place in begun):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
     with WorkerPool(workers=2) as pool:
         pool.load(BEHAVE)
-        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-
-        def interrupted():
-            timer.start()
-            pool.run(BEHAVE, [("sleep_forever",)] * 4, deadline_seconds=100)
-
+        thread = threading.Thread(target=press_ctrl_c)
+        thread.start()
         with pytest.raises(KeyboardInterrupt):
-            interrupted()
-        timer.join()
+            pool.run(BEHAVE, [("say_so_and_sleep_forever", str(place)) for place in begun], deadline_seconds=100)
+        thread.join()
         assert pool.run(BEHAVE, [("well",)])[0].value == 1

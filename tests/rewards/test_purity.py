@@ -37,7 +37,7 @@ IN_WORKERS = [
     ReasoningGym(task="palindrome_generation"),
     Regex(pattern=r"(\w+)\s\1"),
 ]
-SLOW = [Code(deadline_seconds=2.0), Math()]
+SLOW = [Code(deadline_seconds=10.0), Math()]
 TEXTS = st.lists(
     st.one_of(
         st.text(st.characters(), max_size=40),

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ class Served:
         key: that requests must carry, or None.
         token_seconds: draw token by token, with a wait before each, and go on with new weights after a pause; None:
             whole completions, as the transformers engine draws them.
+        hold: whether a sample that is drawn token by token waits after its third one, by the name of the weights.
     """
 
     model: Callable[[], nn.Module]
@@ -46,9 +46,10 @@ class Served:
     asked: list[tuple[str, Any]] = field(default_factory=list)
     loads: bool = True
     token_seconds: float | None = None
+    hold: Callable[[str], bool] = lambda name: False
 
     def __post_init__(self) -> None:
-        self.lock, self.begun = threading.Lock(), threading.Event()
+        self.lock, self.begun, self.over = threading.Lock(), threading.Event(), threading.Event()
         self.restart()
 
     def restart(self) -> None:
@@ -57,12 +58,19 @@ class Served:
         with self.lock:  # another request sees all of it or nothing
             self.name, self.adapters, self.paused, self.policy = "default", dict[str, nn.Module](), False, policy
 
+    def next_fault(self, path: str) -> Callable[[Any], Answer] | None:
+        """What this request is answered with in place of the right answer; each is one request's alone."""
+        try:
+            return self.faults[path].pop(0)
+        except (KeyError, IndexError):
+            return None
+
     def answer(self, path: str, body: Any) -> Any:
         """The answer in Python; a ``KeyError`` is a 404."""
         match path:
             case "/v1/models":
                 base = {"id": "policy", "max_model_len": self.context}
-                return {"data": [base, *({"id": name, "max_model_len": None} for name in self.adapters)]}
+                return {"data": [base, *({"id": name, "max_model_len": None} for name in list(self.adapters))]}
             case "/weight_info":
                 return {"weight_version": self.name}
             case "/update_weight_version":
@@ -116,7 +124,10 @@ class Served:
         generator = torch.Generator().manual_seed(asked["seed"] + index)
         ids, logps, names, reason = list[int](), list[float](), list[str](), "length"
         while len(ids) < asked["max_tokens"] and reason == "length":
-            time.sleep(self.token_seconds or 0.0)
+            if self.over.wait(self.token_seconds or 0.0):
+                raise ConnectionAbortedError("the server is closed")
+            if len(ids) == 3 and self.hold(self.name):
+                continue
             with self.lock, torch.no_grad():
                 if self.paused:
                     continue
@@ -155,11 +166,10 @@ def serving(served: Served):
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length)) if length else parse_qs(urlsplit(self.path).query)
             served.asked.append((self.path, body))
-            fault = served.faults.get(path)
             if served.key is not None and self.headers.get("Authorization") != f"Bearer {served.key}":
                 found: Answer = 401, b'{"error": "Unauthorized"}'
-            elif fault:
-                found = fault.pop(0)(body)
+            elif fault := served.next_fault(path):
+                found = fault(body)
             else:
                 found = answered(served, path, body)
             if found is None:
@@ -178,6 +188,8 @@ def serving(served: Served):
             pass
 
     class Server(ThreadingHTTPServer):
+        daemon_threads = False  # closing it waits for all of them: none goes on beside the next test
+
         def handle_error(self, *args: Any) -> None:  # a client that left
             pass
 
@@ -187,6 +199,7 @@ def serving(served: Served):
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
+        served.over.set()
         server.shutdown()
         server.server_close()
         thread.join()
@@ -213,12 +226,12 @@ def gone(body: Any) -> Answer:
     return None
 
 
-def slow(seconds: float, then: Callable[[Any], Answer] = gone) -> Callable[[Any], Answer]:
-    """Nothing for a while."""
+def slow(served: Served, seconds: float) -> Callable[[Any], Answer]:
+    """Nothing for a while, and then no answer."""
 
     def wait(body: Any) -> Answer:
-        time.sleep(seconds)
-        return then(body)
+        served.over.wait(seconds)
+        return None
 
     return wait
 

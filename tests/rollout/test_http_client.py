@@ -3,7 +3,7 @@
 import socket
 import struct
 import threading
-from http.client import HTTPConnection, IncompleteRead
+from http.client import HTTPConnection, HTTPResponse, IncompleteRead
 
 import pytest
 
@@ -62,6 +62,31 @@ def test_a_request_that_is_given_up_while_it_connects_ends(monkeypatch):
         monkeypatch.setattr(HTTPConnection, "connect", given_up)
         with pytest.raises(PassingFault, match="given up"):
             client.get("/")
+
+
+def test_a_request_that_is_given_up_in_the_middle_of_its_answer_ends(monkeypatch):
+    read, reading = HTTPResponse.read, threading.Event()
+
+    def noted(response):
+        reading.set()
+        return read(response)
+
+    def half():
+        with server.accept()[0] as accepted:
+            accepted.recv(1 << 16)
+            accepted.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\nhalf")
+            reading.wait(300)
+            client.give_up()
+            accepted.recv(1)  # until the client ends it
+
+    monkeypatch.setattr(HTTPResponse, "read", noted)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = HttpClient(f"http://127.0.0.1:{server.getsockname()[1]}", seconds=60.0)
+        thread = threading.Thread(target=half)
+        thread.start()
+        with pytest.raises(PassingFault, match="IncompleteRead"):  # and not the 60 seconds of a request
+            client.get("/")
+        thread.join()
 
 
 def test_an_answer_that_breaks_off_leaves_no_socket_open(monkeypatch):
@@ -123,6 +148,24 @@ def test_waiting_ends_at_the_deadline_and_the_last_fault_is_named():
         Patience(give_up_seconds=0.03, first_wait_seconds=0.02).until_done(
             _failing(PassingFault("a"), PassingFault("b"), PassingFault("c")), what="x", where="y"
         )
+
+
+@pytest.mark.parametrize("when", ["while it waits", "in what lies between"])
+def test_what_is_stopped_is_not_asked_again(when):
+    stopped, asked = threading.Event(), []
+
+    def attempt():
+        asked.append(1)
+        if when == "while it waits":
+            threading.Timer(0.05, stopped.set).start()
+        raise PassingFault("down")
+
+    wait = 300.0 if when == "while it waits" else 0.0
+    with pytest.raises(EngineError, match="x from y; given down"):
+        Patience(give_up_seconds=600.0, first_wait_seconds=wait).until_done(
+            attempt, what="x", where="y", between=lambda fault: stopped.set(), stopped=stopped
+        )
+    assert asked == [1]
 
 
 def test_unusable_answers_are_not_waited_for_as_long():

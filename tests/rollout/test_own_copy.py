@@ -90,12 +90,15 @@ def test_a_push_that_is_interrupted_while_it_waits_holds_nobody_up():
     _waiting(lambda: inner.inside, 1)
     main = threading.main_thread().ident
 
-    def interrupted():
-        threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
-        engine.load(WEIGHTS, 5)
+    def interrupt():
+        _waiting(lambda: engine._loading, 1)
+        threading.Event().wait(0.2)
+        signal.pthread_kill(main, signal.SIGINT)
 
+    interrupting = _started(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        interrupted()
+        engine.load(WEIGHTS, 5)
+    interrupting.join(300)
     inner.gate.set()
     late = _started(ask, "late")
     for thread in (early, late):

@@ -122,6 +122,29 @@ def test_a_session_goes_on_from_its_own_tokens_and_gives_them_to_the_trainer(ser
     assert status == 404
 
 
+def test_a_session_that_is_closed_while_it_is_asked_ends_with_what_is_being_said(tokenizer):
+    asked, may_go_on, answered = threading.Event(), threading.Event(), []
+
+    class Slow(Letters):
+        def said(self, prompt):
+            asked.set()
+            assert may_go_on.wait(300)
+            return super().said(prompt)
+
+    with EngineServer(Slow(tokenizer), tokenizer, OPTIONS, seed=0) as server:
+        url = server.open_session("s")
+        thread = threading.Thread(target=lambda: answered.append(post(f"{url}/chat/completions", messages=QUESTION)))
+        thread.start()
+        assert asked.wait(300)
+        threading.Timer(0.1, may_go_on.set).start()
+        session = server.close_session("s")  # as a harness is done that gave its request up
+        [(completion, _)] = session.turns
+        thread.join()
+        assert answered[0][1]["choices"][0]["token_ids"] == list(completion.token_ids)
+        session.closed, server._sessions["s"] = True, session  # found by a request just before it is closed
+        assert post(f"{url}/chat/completions", messages=QUESTION)[0] == 404
+
+
 def test_a_conversation_that_was_changed_cannot_be_trained_on(server):
     url = server.open_session("s")
     post(f"{url}/chat/completions", messages=QUESTION)

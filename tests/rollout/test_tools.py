@@ -33,8 +33,8 @@ def test_a_program_says_what_it_prints_and_how_it_fails():
 
 
 def test_a_program_that_goes_on_for_ever_is_ended_and_the_policy_reads_so():
-    [text] = said(Python(sandbox="none", deadline_seconds=0.5), "print('a', flush=True)\nwhile True: pass")
-    assert text == "a\nerror: over 0.5 s"
+    [text] = said(Python(sandbox="none", deadline_seconds=2.0), "print('a', flush=True)\nwhile True: pass")
+    assert text == "a\nerror: over 2 s"
 
 
 def test_a_program_inside_walls_reaches_no_network():

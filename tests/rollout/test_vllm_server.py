@@ -20,11 +20,12 @@ from logitless.rollout.vllm_server import VllmServerEngine
 from logitless.rollout.weight_sync import AdapterSync, FolderSync
 from logitless.seeds import derived_seed
 from logitless.types import Prompt
-from tests.rollout.fake_vllm import Served, changed, choice, failing, gone, serving, slow
+from tests.rollout.fake_vllm import Served, answered, changed, choice, failing, gone, serving, slow
 from tests.rollout.policy import TOKENIZER, tiny_policy
 
 PROMPTS = [Prompt(str(i), "", ids) for i, ids in enumerate([(3, 4), (5,), (6, 7, 8)])]
 OPTIONS = SamplingOptions(max_new_tokens=6)
+GENERATE = "/inference/v1/generate"
 QUICK = Patience(give_up_seconds=60.0, first_wait_seconds=0.01, longest_wait_seconds=0.02)
 IMPATIENT = Patience(give_up_seconds=0.05, first_wait_seconds=0.01)
 
@@ -89,7 +90,7 @@ def test_a_group_is_one_request_with_one_settings_object(served, url):
     engine.load(Weights.of(tiny_policy()), 0)
     served.asked.clear()
     _sample(engine, options=SamplingOptions(max_new_tokens=6, temperature=0.7, stop=("a",), stop_token_ids=(5,)))
-    asked = [body for path, body in served.asked if path == "/inference/v1/generate"]
+    asked = [body for path, body in served.asked if path == GENERATE]
     assert sorted(body["token_ids"] for body in asked) == [[3, 4], [5], [6, 7, 8]]
     settings = [body["sampling_params"] for body in asked]
     for each in settings:
@@ -110,10 +111,7 @@ def test_prompts_take_turns_on_several_servers_that_all_get_the_weights(served, 
         engine = _engine(url, second)
         engine.load(Weights.of(model), 0)
         assert _tokens(_sample(engine)) == _expected(model)
-    of = [
-        [body["token_ids"] for path, body in each.asked if path == "/inference/v1/generate"][1:]
-        for each in (served, other)
-    ]
+    of = [[body["token_ids"] for path, body in each.asked if path == GENERATE][1:] for each in (served, other)]
     assert [sorted(prompts) for prompts in of] == [[[3, 4], [6, 7, 8]], [[5]]]  # after a probe of each
 
 
@@ -122,7 +120,7 @@ def test_new_weights_are_paused_for_pushed_and_the_prefix_cache_is_reset(served,
     engine.load(Weights.of(tiny_policy()), 0)
     served.asked.clear()
     engine.load(Weights.of(tiny_policy(1)), 1)
-    told = [path for path, _ in served.asked if path not in ("/weight_info", "/v1/models", "/inference/v1/generate")]
+    told = [path for path, _ in served.asked if path not in ("/weight_info", "/v1/models", GENERATE)]
     assert told == [
         "/pause?mode=wait",
         "/update_weight_version",
@@ -156,6 +154,21 @@ def test_an_adapter_alone_is_pushed_under_a_name_of_its_version(served, url):
     assert engine.hand_over["weights/pushed_bytes"] < sum(p.nbytes for p in policy.parameters()) / 4
     assert not [path for path, _ in served.asked if path == "/collective_rpc"]
     served.restart()  # and then it knows neither
+    assert _tokens(_sample(engine)) == _expected(policy)
+
+
+def test_a_request_that_missed_an_adapter_which_another_one_brought_back_is_made_again(served, url):
+    policy, engine = add_lora(tiny_policy(9), LoraOptions(rank=2), seed=0), _engine(url, sync=AdapterSync(QUICK))
+    engine.load(Weights.of(policy), 0)
+    served.restart()
+
+    def overtaken(body):
+        refusal = answered(served, GENERATE, body)
+        while not served.adapters:  # until the other requests have pushed it
+            time.sleep(0.005)
+        return refusal
+
+    served.faults[GENERATE] = [overtaken]
     assert _tokens(_sample(engine)) == _expected(policy)
 
 
@@ -195,7 +208,7 @@ def test_a_policy_without_an_adapter_cannot_push_one(url):
 def test_a_passing_fault_is_asked_through_and_changes_nothing(served, url, fault):
     model, engine = tiny_policy(), _engine(url)
     engine.load(Weights.of(model), 0)
-    served.faults["/inference/v1/generate"] = [fault, fault]
+    served.faults[GENERATE] = [fault, fault]
     assert _tokens(_sample(engine)) == _expected(model)
 
 
@@ -227,9 +240,9 @@ UNUSABLE = {
 def test_an_answer_that_lacks_something_is_asked_for_again_and_then_stops_the_run(served, url, change, message):
     model, engine = tiny_policy(), _engine(url)
     engine.load(Weights.of(model), 0)
-    served.faults["/inference/v1/generate"] = [changed(served, change)]
+    served.faults[GENERATE] = [changed(served, change)]
     assert _tokens(_sample(engine)) == _expected(model)
-    served.faults["/inference/v1/generate"] = [changed(served, change)] * 3
+    served.faults[GENERATE] = [changed(served, change)] * 3
     with pytest.raises(EngineError, match=message):
         _sample(engine, PROMPTS[:1])
 
@@ -246,7 +259,7 @@ def test_a_server_that_is_gone_for_good_stops_the_run_at_the_deadline():
 def test_a_server_that_is_too_slow_is_asked_again(served, url):
     model, engine = tiny_policy(), _engine(url, seconds=1.5)
     engine.load(Weights.of(model), 0)
-    served.faults["/inference/v1/generate"] = [slow(3.0)]
+    served.faults[GENERATE] = [slow(served, 3.0)]
     assert _tokens(_sample(engine, PROMPTS[:1])) == _expected(model, PROMPTS[:1])
 
 
@@ -259,12 +272,12 @@ def test_a_server_that_came_back_with_old_weights_gets_them_again_and_what_it_sa
     def restart(body):
         served.restart()
 
-    served.faults["/inference/v1/generate"] = [restart]
+    served.faults[GENERATE] = [restart]
     assert _tokens(_sample(engine)) == _expected(model)
     served.restart()  # between two rounds: no request fails, and what is said without the weights is thrown away
     served.asked.clear()
     assert _tokens(_sample(engine)) == _expected(model)
-    samples = [body["sampling_params"]["n"] for path, body in served.asked if path == "/inference/v1/generate"]
+    samples = [body["sampling_params"]["n"] for path, body in served.asked if path == GENERATE]
     assert samples.count(3) > 3
 
 
@@ -278,7 +291,7 @@ def test_weights_that_somebody_else_pushed_stop_the_run(served, url, when):
         return 500, b""
 
     if when == "during a round":
-        served.faults["/inference/v1/generate"] = [intrude]
+        served.faults[GENERATE] = [intrude]
     else:
         intrude()
     with pytest.raises(EngineError, match="somebody else pushed, called 'theirs'"):
@@ -296,7 +309,7 @@ def test_a_prompt_longer_than_the_servers_context_is_refused_before_it_is_asked(
 def test_what_a_server_refuses_stops_the_run_with_its_words(served, url):
     engine = _engine(url)
     engine.load(Weights.of(tiny_policy()), 0)
-    served.faults["/inference/v1/generate"] = [failing(400, "the prompt is too long")] * 3
+    served.faults[GENERATE] = [failing(400, "the prompt is too long")] * 3
     with pytest.raises(EngineError, match="a refusal, HTTP 400: the prompt is too long"):
         _sample(engine)
 
@@ -326,7 +339,7 @@ def test_a_completion_that_ends_where_the_policys_tokenizer_does_not_is_refused(
         [name] = {span["version"] for span in found["choices"][0]["weight_versions"]}
         found["choices"][0] = choice(0, [3], [-1.0], "stop", [name])
 
-    served.faults["/inference/v1/generate"] = [changed(served, end_early)] * 3
+    served.faults[GENERATE] = [changed(served, end_early)] * 3
     with pytest.raises(EngineError, match=r"finish reason 'stop' .* because of 'length'"):
         _sample(engine)
 
@@ -347,14 +360,14 @@ def test_ctrl_c_ends_the_requests_under_way(served, url):
 
     def unanswered(body):
         asked.release()
-        return slow(60.0)(body)
+        return slow(served, 60.0)(body)
 
     def interrupt():
         for _ in PROMPTS:
             asked.acquire()
         _interrupt_main()
 
-    served.faults["/inference/v1/generate"] = [unanswered] * len(PROMPTS)
+    served.faults[GENERATE] = [unanswered] * len(PROMPTS)
     threading.Thread(target=interrupt, daemon=True).start()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
@@ -379,19 +392,18 @@ def _in_flight(url, **options):
     return _engine(url, sync=FolderSync("policy", QUICK, in_flight=True), **options)
 
 
-def _pushed_in_the_middle(served, url, versions=(0, 1)):
-    """Completions of twenty tokens at least, in the middle of which the weights change; and all weights by version."""
-    models = {version: tiny_policy(version) for version in versions}
+def _pushed_in_the_middle(served, url):
+    """Completions that wait after their third token until the weights change; and all weights by version."""
+    models = {version: tiny_policy(version) for version in (0, 1)}
     engine = _in_flight(url)
-    engine.load(Weights.of(models[versions[0]]), versions[0])
-    served.token_seconds, found = 0.01, []
+    engine.load(Weights.of(models[0]), 0)
+    first, found = served.name, []
+    served.token_seconds, served.hold = 0.001, lambda name: name == first
     options = SamplingOptions(max_new_tokens=40)
     asking = threading.Thread(target=lambda: found.extend(engine.sample(PROMPTS, 2, options, seed=7)))
     asking.start()
-    for version in versions[1:]:
-        served.begun.clear()
-        assert served.begun.wait(300)
-        engine.load(Weights.of(models[version]), version)
+    assert served.begun.wait(300)
+    engine.load(Weights.of(models[1]), 1)
     asking.join()
     engine.close()
     return models, [c for group in found for c in group]

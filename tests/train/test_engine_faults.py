@@ -3,8 +3,9 @@
 import pytest
 
 from logitless.errors import EngineError
-from logitless.train.checkpoint import checkpoints
+from logitless.train.checkpoint import BackgroundSaver, checkpoints, no_room
 from logitless.train.engines import Engines, open_engines
+from logitless.train.journal import Journal
 from logitless.train.metrics import repeatable
 from logitless.train.run import start
 from tests.train.tiny import tiny_recipe
@@ -70,3 +71,19 @@ def test_an_engine_that_was_never_there_leaves_no_checkpoint(tmp_path):
     assert not list((tmp_path / "runs").glob("*/checkpoints/*")) or not checkpoints(
         next((tmp_path / "runs").glob("*/checkpoints"))
     )
+
+
+def test_where_no_checkpoint_can_be_saved_either_the_engine_is_still_what_the_run_ends_with(tmp_path, monkeypatch):
+    recipe, said = tiny_recipe(tmp_path, **OFTEN), []
+    monkeypatch.setattr(Journal, "message", lambda self, text: said.append(text))
+    plain = BackgroundSaver.save
+
+    def save(saver, *, block, **options):
+        if block > 0:
+            raise no_room(saver.root, "No space left on device")
+        plain(saver, block=block, **options)
+
+    monkeypatch.setattr(BackgroundSaver, "save", save)
+    with pytest.raises(EngineError, match="a server"):
+        start(recipe, open_engines=_unreliable(5))
+    assert any(text.startswith("no further checkpoint: ") and "No space left" in text for text in said)

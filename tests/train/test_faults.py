@@ -168,7 +168,7 @@ def test_a_run_resumed_after_blocks_without_a_signal_writes_their_lines_once(tmp
     ("function", "status", "options"),
     [
         ("raising", "error", {}),
-        ("hanging", "timeout", {"deadline_seconds": 0.2}),
+        ("hanging", "timeout", {"deadline_seconds": 0.5}),
         ("not_a_number", "error", {}),
         ("too_many", "error", {}),
         ("nothing", "missing", {}),

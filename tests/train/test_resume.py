@@ -31,8 +31,7 @@ def _assert_equal(one: RunFolder, other: RunFolder) -> None:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> RunFolder:
-    torch.set_num_threads(1)  # as every test has it; this one is made before the first
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True)  # as every test has it
     folder, complete = start(tiny_recipe(tmp_path_factory.mktemp("whole")))
     assert complete
     return folder

@@ -6,10 +6,13 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from logitless.distributed import Ranks
+from logitless.distributed.failing import SharedWork
 from logitless.distributed.sharding import ShardedModel
 from logitless.errors import ConfigurationError, EngineError, UnavailableError
+from logitless.rollout import weight_folder
 from logitless.rollout.engine import Weights
 from logitless.rollout.http_client import HttpClient, Patience
 from logitless.rollout.nccl_transfer import NcclSync
@@ -213,10 +216,8 @@ def test_each_node_has_a_client_with_servers_and_prompts_of_its_own(tmp_path):
 
 def test_sharded_weights_that_were_pushed_over_a_network_are_not_read_again_by_one_rank_alone(tmp_path):
     weights = Weights.of(_served(tmp_path).model(), score=lambda *_: [])
-    reading = ReadTogether(Ranks.alone(), 0, weights)
-    lent = reading.weights()
-    assert [name for name, _ in lent.tensors()] == [name for name, _ in weights.tensors()]
-    reading.end()
+    with ReadTogether(Ranks.alone(), 0, weights, SharedWork()).lent() as lent:
+        assert [name for name, _ in lent.tensors()] == [name for name, _ in weights.tensors()]
     with pytest.raises(EngineError, match="a server that was restarted and must get them again"):
         next(lent.tensors())
 
@@ -224,15 +225,13 @@ def test_sharded_weights_that_were_pushed_over_a_network_are_not_read_again_by_o
 def _half_read(rank, values):
     """What a reader gets that gives up a reading and begins another one, then asks for a score."""
     held = Weights(None, lambda: iter(values.items()), None, lambda prompt, completion, _: [len(prompt), *completion])
-    reading = ReadTogether(Ranks(data=dist.group.WORLD), 1, held)
+    reading = ReadTogether(Ranks(data=dist.group.WORLD), 1, held, SharedWork())
     if rank != 1:
         reading.take_part()
         return None
-    lent = reading.weights()
-    first = next(lent.tensors())[0]
-    found = first, [name for name, _ in lent.tensors()], lent.score((4, 5), (6,), 1.0)
-    reading.end()
-    return found
+    with reading.lent() as lent:
+        first = next(lent.tensors())[0]
+        return first, [name for name, _ in lent.tensors()], lent.score((4, 5), (6,), 1.0)
 
 
 def test_a_reading_of_sharded_weights_may_be_given_up_for_another():
@@ -252,6 +251,32 @@ def test_a_server_that_is_gone_ends_all_ranks_with_a_checkpoint(tmp_path):
     with serving(served) as url:
         ends = run_on_ranks(2, _on_servers, tmp_path, [url], 2, {"give_up_seconds": 0.1})
     assert all("HTTP 503" in end for end in ends)
+    assert "(on rank 0)" in ends[1]
+    assert checkpoints(RunFolder(tmp_path / "runs" / "several").checkpoints)[-1].name.startswith("block-000001")
+
+
+def _on_servers_with_a_full_disk(rank, *arguments):
+    """The same, where the second version of the weights finds no room."""
+    plain = weight_folder.save_file
+
+    def save_file(tensors, path, **options):
+        if int(path.parent.name) > 0:
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        plain(tensors, path, **options)
+
+    weight_folder.save_file = save_file
+    try:
+        return _on_servers(rank, *arguments)
+    finally:
+        weight_folder.save_file = plain
+
+
+def test_a_full_disk_under_the_weights_of_a_client_ends_all_ranks_with_a_checkpoint(tmp_path):
+    way = {"name": "folder", "path": str(tmp_path / "weights")}
+    with serving(_served(tmp_path)) as url:
+        ends = run_on_ranks(2, _on_servers_with_a_full_disk, tmp_path, [url], 2, {"weights": way})
+    assert all(f"written to {tmp_path / 'weights'}, for the servers to read" in end for end in ends)
+    assert all("No space left on device" in end for end in ends)
     assert "(on rank 0)" in ends[1]
     assert checkpoints(RunFolder(tmp_path / "runs" / "several").checkpoints)[-1].name.startswith("block-000001")
 
@@ -288,8 +313,9 @@ def test_pushing_in_flight_needs_blocks_ahead_and_weights_of_one_name(tmp_path):
 
 
 def test_a_run_whose_weights_change_inside_completions_is_trained_by_their_versions_and_replays_bitwise(tmp_path):
-    served = _served(tmp_path)
-    served.token_seconds = 0.02
+    served, first_block = _served(tmp_path), tmp_path / "runs" / "tiny" / LOG / "block-000001.json"
+    served.token_seconds = 0.002
+    served.hold = lambda name: name.endswith("-0") and first_block.exists()  # until it has been trained on
     changes = {
         "train__blocks": 5,
         "rollout__staleness": 2,

@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.gather import gather_over_group
-from logitless.distributed.roll import Roll
+from logitless.distributed.roll import Roll, in_one_line
 from logitless.distributed.sharding import is_sharded
 from logitless.distributed.shares import every_nth, in_order
 from logitless.distributed.sums import sum_over_group
@@ -436,10 +436,10 @@ def _called_by_name(roll: Roll) -> Iterator[None]:
     """What ends this rank is written down; if it is that another is gone, the error says which."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         lost = isinstance(error, LostRankError) or (type(error) is RuntimeError and _is_of_connection(error))
         try:
-            roll.say(f"{type(error).__name__}: {error}", lost=lost)
+            roll.say(in_one_line(error), lost=lost)
             others = roll.of_others() if lost else ""
         except RuntimeError:  # the rank with the store is gone too
             others = "the rank that started first, and perhaps others"
@@ -452,7 +452,7 @@ def _called_by_name(roll: Roll) -> Iterator[None]:
         ) from error
 
 
-def _in_short(error: Exception) -> str:
+def _in_short(error: BaseException) -> str:
     """The first line of torch's word for it."""
     cause = error.__cause__ if isinstance(error.__cause__, RuntimeError) else error
     return str(cause).strip().split("\n")[0][:200]

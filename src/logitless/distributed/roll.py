@@ -13,6 +13,21 @@ GRACE_SECONDS = 5.0
 """How long a rank waits for the words of the others, which notice a lost connection at about the same time."""
 
 
+MOST_CHARACTERS = 1000
+"""Of an error's text that another rank repeats; some of torch's are pages long."""
+
+
+def in_one_line(error: BaseException) -> str:
+    """An error as another rank repeats it.
+
+    Example:
+        >>> in_one_line(OSError(28, "No space left on device")), in_one_line(KeyboardInterrupt())
+        ('OSError: [Errno 28] No space left on device', 'KeyboardInterrupt')
+    """
+    text = " ".join(str(error).split())[:MOST_CHARACTERS]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 class Roll:
     """The words of all ranks.
 

@@ -94,6 +94,11 @@ class Shape(NamedTuple):
         """Whether rows are multiples of 16 bytes, as TMA needs."""
         return self.length * self.dtype.itemsize % 16 == 0
 
+    @property
+    def on_hopper(self) -> bool:
+        """Whether tiles made for Hopper serve, which load through TMA."""
+        return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) == (9, 0) and self.aligned
+
 
 @dataclass
 class Plan:
@@ -128,12 +133,11 @@ def default_tiles(shape: Shape) -> dict[int, Tile]:
     """Tiles that need no measuring."""
     if shape.device.type != "cuda":
         return {MOST_ROWS: INTERPRETED}
-    hopper = torch.cuda.get_device_capability(shape.device) == (9, 0) and shape.aligned
     if shape.dtype == torch.float32:
         return {MOST_ROWS: _FLOAT32}
     if shape.columns <= NARROW:
-        return {MOST_ROWS: _narrow_tile(shape.columns, hopper)}
-    return _HOPPER if hopper else _PLAIN
+        return {MOST_ROWS: _narrow_tile(shape.columns, shape.on_hopper)}
+    return _HOPPER if shape.on_hopper else _PLAIN
 
 
 def _narrow_tile(columns: int, hopper: bool) -> Tile:

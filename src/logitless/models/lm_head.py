@@ -448,7 +448,9 @@ def verify_packing(model: nn.Module) -> None:
                 )
             ]
         )
-    leak = not _close(beside_another[first:], together[first:], dtype, ulps=2.0)
+    # Experts multiply the tokens that chose them: other sequences change how many, and with that a product's last bits.
+    experts = any(name.endswith(".experts") for name, _ in inner.named_modules())
+    leak = not _close(beside_another[first:], together[first:], dtype, ulps=1000.0 if experts else 2.0)
     if leak or not _close(together, alone, dtype):
         raise UnavailableError(
             needed="packed sequences that equal the same sequences run alone",

@@ -349,8 +349,7 @@ def check_gated(shape: Shape) -> tuple[Plan, LinearFinding]:
         shape: with a gate; that without has its plan.
     """
     finding, plan = LinearFinding(), Plan({})
-    hopper = shape.device.type == "cuda" and torch.cuda.get_device_capability(shape.device) == (9, 0)
-    if not hopper or not shape.aligned or shape.dtype == torch.float32:
+    if not shape.on_hopper or shape.dtype == torch.float32:
         return plan, finding
     generator = torch.Generator(shape.device).manual_seed(shape.columns + shape.length)
     options: dict[str, Any] = {"device": shape.device, "dtype": shape.dtype, "generator": generator}
@@ -459,7 +458,7 @@ def compilations(shapes: Sequence[Shape], *, thorough: bool = False) -> list[Cal
         if shape.dtype == torch.float32:
             continue  # has one tile, whatever the number of rows
         if shape.gate:
-            if torch.cuda.get_device_capability(shape.device) == (9, 0) and shape.aligned:
+            if shape.on_hopper:
                 for tile in _GATED.values():
                     kind = shape.gate, shape.columns % 32 == 0, shape.length % 16 == 0
                     found.setdefault((tile, shape.dtype, *kind, _asks(tile, shape)), partial(_run_gated, tile, shape))

@@ -6,6 +6,7 @@ own. Gives up: the judge's own mistakes. A completion can talk to it; a policy t
 """
 
 import hashlib
+import http.client
 import json
 import math
 import os
@@ -213,7 +214,7 @@ class Judge(TextReward):
             try:
                 return _content(_post(f"{self.url.rstrip('/')}/chat/completions", body, key, max(seconds, 0.001)))
             except urllib.error.HTTPError as error:
-                failure, why = "error", f"status {error.code}: {error.read(300).decode(errors='replace')}"
+                failure, why = "error", f"status {error.code}: {_beginning(error)}"
                 if error.code < 500 and error.code not in _AGAIN:
                     break
             except TimeoutError as error:
@@ -221,7 +222,7 @@ class Judge(TextReward):
             except urllib.error.URLError as error:
                 late = isinstance(error.reason, TimeoutError)
                 failure, why = "timeout" if late else "error", f"no connection: {error.reason}"
-            except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
                 failure, why = "error", f"a reply that cannot be read: {type(error).__name__}: {error}"
         return Verdict(score=None, status=failure, message=f"the judge failed {attempt + 1} times, last: {why}")
 
@@ -305,6 +306,15 @@ def _post(url: str, body: bytes, key: str | None, seconds: float) -> bytes:
     if len(said) > MAX_REPLY_BYTES:
         raise ValueError(f"over {MAX_REPLY_BYTES} bytes")
     return said
+
+
+def _beginning(error: urllib.error.HTTPError) -> str:
+    """Of what came with an error's status, as far as it came; nothing of it stays open."""
+    with error:
+        try:
+            return error.read(300).decode(errors="replace")
+        except (OSError, http.client.HTTPException) as cut:
+            return f"({type(cut).__name__})"
 
 
 def _content(reply: bytes) -> str:

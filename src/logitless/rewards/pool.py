@@ -50,11 +50,13 @@ INHERITED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "NLTK_DATA
 QUEUED_PER_WORKER = 8
 QUICK_SECONDS = 0.01
 PATIENCE_SECONDS = 0.1
-STOP_SECONDS = 2.0
+STOP_SECONDS = 10.0
 BUSY_SHARE = 0.5
 """An item that had the processor for this share of its deadline is itself to blame for missing it."""
 MAX_DEADLINES = 10
 """How many times its deadline an item may take that wants to compute and gets less than that share."""
+LATE_SECONDS = 0.1
+"""Who looks at a deadline so much after it has not had the processor itself, and the item perhaps neither."""
 FIND_WALLS = "logitless.rewards.confinement:layers"
 MAX_LINE_BYTES = 2 * worker_script.MAX_RESULT_CHARACTERS
 
@@ -224,16 +226,16 @@ class WorkerPool:
                     self._let_go(worker, batch)
             now = time.monotonic()
             for worker in list(self._workers):
-                limit = self._limit(worker, deadline_seconds)
-                if worker.queued and now >= worker.since + limit:
-                    self._overdue(worker, batch, deadline_seconds)
+                late = now - worker.granted - self._limit(worker, deadline_seconds)
+                if worker.queued and late >= 0:
+                    self._overdue(worker, batch, deadline_seconds, late)
                 elif len(worker.queued) > 1 and now >= worker.since + patience:
                     worker.give_back(batch)
         except _SupervisorLostError:
             self._recover(batch)
 
     def _limit(self, worker: "_Worker", deadline_seconds: float) -> float:
-        return deadline_seconds * worker.deadlines if worker.ready else self._start_seconds
+        return deadline_seconds if worker.ready else self._start_seconds
 
     def _patience(self, batch: "_Batch") -> float:
         """How long items may wait behind a slow one: for ever, unless a worker without any could take them.
@@ -252,7 +254,10 @@ class WorkerPool:
             poll.register(worker.pidfd, select.POLLIN)
             by_descriptor |= {worker.channel.fileno(): worker, worker.pidfd: worker}
         due = [
-            worker.since + min(self._limit(worker, deadline_seconds), patience if worker.queued[1:] else math.inf)
+            min(
+                worker.granted + self._limit(worker, deadline_seconds),
+                worker.since + (patience if worker.queued[1:] else math.inf),
+            )
             for worker in self._workers
             if worker.queued
         ]
@@ -266,17 +271,19 @@ class WorkerPool:
             batch.outcomes[worker.queued.pop(0)] = Outcome(status, message=f"{why} ({ended})")
         self._let_go(worker, batch)
 
-    def _overdue(self, worker: "_Worker", batch: "_Batch", deadline_seconds: float) -> None:
+    def _overdue(self, worker: "_Worker", batch: "_Batch", deadline_seconds: float, late: float) -> None:
         """End a worker whose item is over its deadline, and say whether that was the item's own doing.
 
-        One that wants to compute and was not let has more time, so that a busy machine makes no difference.
+        One that wants to compute and was not let has its deadline again, and so has one that was looked at late: a
+        machine that is busy, or stands still for a while, makes no difference.
         """
         limit = self._limit(worker, deadline_seconds)
         seen = self._started().usage(worker.pid)
         used = seen.seconds - worker.seconds
         enough = used >= BUSY_SHARE * deadline_seconds
-        if worker.ready and seen.running and not enough and worker.deadlines < MAX_DEADLINES:
-            worker.deadlines += 1
+        not_let = (worker.ready and seen.running) or late > LATE_SECONDS
+        if not_let and not (worker.ready and enough) and worker.deadlines < MAX_DEADLINES:
+            worker.granted, worker.deadlines = time.monotonic(), worker.deadlines + 1
             return
         own = enough or (seen.asleep and batch.ways[worker.queued[0]] == "confined")
         why = f"over {deadline_seconds:g} s" if worker.ready else f"its worker did not start in {limit:g} s"
@@ -332,7 +339,10 @@ class WorkerPool:
             while self._workers:
                 worker = self._workers.pop()
                 worker.close()
-                self._started().end(worker.pid)
+                try:
+                    self._started().end(worker.pid)
+                except _SupervisorLostError:  # killed from outside since it imported; another one is started
+                    self._processes.end()
 
     def _import(self, path: str, call: bool) -> str:
         """Have the supervisor import a path; why it cannot, or nothing."""
@@ -409,16 +419,17 @@ class _Batch:
 class _Worker:
     """A worker process, seen from the caller: bytes to and from it, and the items it holds, in order.
 
-    ``since`` is when it turned to the first of them, ``seconds`` the processor time it had used by then, and
-    ``deadlines`` how many times its deadline that item has. Only a worker whose last item was quick holds more than
-    one, so that quick items need not wait for the caller; where another worker has none left, those behind a slow one
-    go there.
+    ``since`` is when it turned to the first of them, ``seconds`` the processor time it had used by then,
+    ``deadlines`` how many times that item was given its deadline, and ``granted`` when it was last. Only a worker whose
+    last item was quick holds more than one, so that quick items need not wait for the caller; where another worker has
+    none left, those behind a slow one go there.
     """
 
     pid: int
     pidfd: int
     channel: socket.socket
     since: float = field(default_factory=time.monotonic)
+    granted: float = field(default_factory=time.monotonic)
     ready: bool = False
     quick: bool = False
     spent: bool = False
@@ -433,7 +444,7 @@ class _Worker:
         if self.spent:
             return
         if not self.queued and self.ready:
-            self.since, self.deadlines = time.monotonic(), 1
+            self._turn_to_the_next(time.monotonic())
         while batch.waiting and len(self.queued) < (share if self.quick else 1):
             index = batch.waiting.popleft()
             self.queued.append(index)
@@ -445,6 +456,10 @@ class _Worker:
             return
         except OSError:
             self.outgoing.clear()
+
+    def _turn_to_the_next(self, now: float) -> None:
+        self.since = self.granted = now
+        self.deadlines = 1
 
     def give_back(self, batch: _Batch) -> None:
         """Give back the items behind the first; the worker, which has them already, is replaced after that one."""
@@ -470,7 +485,7 @@ class _Worker:
         for line in lines:
             now = time.monotonic()
             self.quick = self.ready and now < self.since + QUICK_SECONDS
-            self.since, self.deadlines = now, 1
+            self._turn_to_the_next(now)
             if not line and not self.ready:
                 self.ready = True
                 continue
@@ -540,10 +555,17 @@ class _Supervisor:
     def spawn(self) -> _Worker:
         """Fork a worker."""
         channel, other = socket.socketpair()
-        with other:
-            pid = self._reply({"kind": "spawn"}, [other.fileno()])["pid"]
-        channel.setblocking(False)
-        return _Worker(pid, os.pidfd_open(pid), channel)
+        try:
+            with other:
+                pid = self._reply({"kind": "spawn"}, [other.fileno()])["pid"]
+            channel.setblocking(False)
+            return _Worker(pid, os.pidfd_open(pid), channel)
+        except ProcessLookupError as error:  # the supervisor ended when it had answered, and the worker with it
+            channel.close()
+            raise _SupervisorLostError from error
+        except BaseException:
+            channel.close()
+            raise
 
     def end(self, pid: int) -> str:
         """Kill a worker with all it started, and say how its process ended."""
@@ -554,7 +576,10 @@ class _Supervisor:
         return worker_script.Usage(*self._reply({"kind": "usage", "pid": pid})["usage"])
 
     def stop(self, ours: bool) -> None:
-        """Close the control socket, at which the process kills its workers and ends; wait for it if it is ours."""
+        """Close the control socket, at which the process kills its workers and ends; wait for it if it is ours.
+
+        One that does not end (it is in an import that takes its time) is killed with all below it.
+        """
         self._control.close()
         if not ours:
             self._process.poll()
@@ -562,7 +587,7 @@ class _Supervisor:
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            worker_script.kill_tree(self._process.pid)
             self._process.wait()
 
     def _reply(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:

@@ -35,6 +35,7 @@ MAX_MESSAGE_CHARACTERS = 500
 MAX_TRACEBACK_CHARACTERS = 4000
 CONFINE = "logitless.rewards.confinement:confine_grader"
 CHILD_GRACE_SECONDS = 0.1
+MORE_GRACE = 20
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
@@ -284,21 +285,31 @@ def _mapped_bytes() -> int:
 
 
 def _has_live_children() -> bool:
-    """Whether a child still runs after a moment's grace; ended ones are collected."""
-    patience = time.monotonic() + CHILD_GRACE_SECONDS
+    """Whether a child still runs after a moment's grace; ended ones are collected.
+
+    The moment begins anew, some times, where a child wants to compute and has not been let: it may be about to end.
+    """
+    patience, more = time.monotonic() + CHILD_GRACE_SECONDS, MORE_GRACE
     try:
         while True:
             if os.waitpid(-1, os.WNOHANG) == (0, 0):
                 if time.monotonic() > patience:
-                    return True
+                    if not more or not any(_was_not_let(pid) for pid in _children()):
+                        return True
+                    patience, more = time.monotonic() + CHILD_GRACE_SECONDS, more - 1
                 time.sleep(0.002)
     except ChildProcessError:
         return False
 
 
+def _was_not_let(pid: int) -> bool:
+    seen = usage(pid)
+    return seen.running and seen.seconds < CHILD_GRACE_SECONDS / 2
+
+
 def _end(pid: int, workers: set[int]) -> str:
     """Kill a worker with all that it started; say how it had ended, if it had."""
-    _kill_tree(pid)
+    kill_tree(pid)
     _, status = os.waitpid(pid, 0)
     end_children(spared=frozenset(workers))
     return _ending(status)
@@ -329,13 +340,13 @@ def usage(root: int) -> Usage:
 
 def end_children(spared: frozenset[int] = frozenset()) -> None:
     """Kill and collect every child of this process but the spared ones, orphans that it has inherited included."""
-    while children := [pid for pid, parent in _parents().items() if parent == os.getpid() and pid not in spared]:
+    while children := [pid for pid in _children() if pid not in spared]:
         for pid in children:
-            _kill_tree(pid)
+            kill_tree(pid)
             os.waitpid(pid, 0)
 
 
-def _kill_tree(root: int) -> None:
+def kill_tree(root: int) -> None:
     """Kill a process and its descendants: stop all first, until a look finds no new one, so that none escapes."""
     stopped: set[int] = set()
     while new := _tree(root, _parents()) - stopped:
@@ -346,6 +357,10 @@ def _kill_tree(root: int) -> None:
     for pid in stopped:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def _children() -> list[int]:
+    return [pid for pid, parent in _parents().items() if parent == os.getpid()]
 
 
 def _tree(root: int, parents: dict[int, int]) -> set[int]:

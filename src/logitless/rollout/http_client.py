@@ -12,6 +12,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -81,7 +82,7 @@ class HttpClient:
         self.url, self.seconds = url.rstrip("/"), seconds
         self._host, self._port, self._tls = parts.hostname, port, parts.scheme == "https"
         self._path, self._key = parts.path.rstrip("/"), api_key
-        self._open: set[http.client.HTTPConnection] = set()
+        self._open: set[socket.socket] = set()
         self._times_given_up = 0
         self._lock = threading.Lock()
 
@@ -105,13 +106,15 @@ class HttpClient:
         kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=self.seconds if seconds is None else seconds)
         with self._lock:
-            self._open.add(connection)
             before = self._times_given_up
+        connected = None
         try:
             connection.connect()
-            with self._lock:  # given up in between: nobody would end it
-                if self._times_given_up != before:
+            connected = connection.sock  # which the connection gives away as soon as an answer begins
+            with self._lock:
+                if self._times_given_up != before:  # in between: nobody would end it
                     raise ConnectionAbortedError("the request was given up")
+                self._open.add(connected)
             headers = {"Content-Type": "application/json", "Connection": "close"}
             if self._key is not None:
                 headers["Authorization"] = f"Bearer {self._key}"
@@ -124,20 +127,18 @@ class HttpClient:
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise PassingFault(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
         finally:
-            with self._lock:
-                self._open.discard(connection)
+            if connected is not None:
+                with self._lock:
+                    self._open.discard(connected)
             connection.close()
 
     def give_up(self) -> None:
         """End every request under way; whoever waits for one gets a ``PassingFault``."""
         with self._lock:
             self._times_given_up += 1
-            for connection in self._open:
-                if connection.sock is not None:
-                    try:
-                        connection.sock.shutdown(socket.SHUT_RDWR)
-                    except OSError:
-                        continue
+            for connected in self._open:
+                with suppress(OSError):  # it has just ended
+                    connected.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,10 @@ class Patience:
                 first = now if first is None else first
                 unusable = unusable + 1 if isinstance(fault, UnusableAnswer) else 0
                 late = now + wait - first > self.give_up_seconds
-                if late or unusable >= self.max_unusable or stopped.is_set():
+                over = late or unusable >= self.max_unusable or stopped.wait(wait)
+                if not over and between is not None:
+                    between(fault)
+                if over or stopped.is_set():
                     raise EngineError(
                         needed=f"{what} from {where}",
                         given=f"{fault} ({attempts} attempts in {now - first:.0f} s)",
@@ -210,10 +214,7 @@ class Patience:
                         if not unusable
                         else "Use a version of vLLM that docs/servers.md names, and the flags that stand there.",
                     ) from fault
-                stopped.wait(wait)
                 wait = min(2 * wait, self.longest_wait_seconds)
-                if between is not None:
-                    between(fault)
 
 
 def is_loopback(host: str) -> bool:

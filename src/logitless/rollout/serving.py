@@ -70,6 +70,7 @@ class Session:
         turns: the policy's, each with what it was answered.
         failure: why it cannot be trained on.
         cut: whether a limit ended it.
+        closed: whether nothing is said in it any more.
     """
 
     id: str
@@ -79,6 +80,7 @@ class Session:
     turns: list[tuple[Completion, Reply]] = field(default_factory=list)
     failure: str = ""
     cut: bool = False
+    closed: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def episode(self, reward: float | None = None) -> Episode:
@@ -213,9 +215,12 @@ class EngineServer:
         return f"{self.root}/session/{session_id}/v1"
 
     def close_session(self, session_id: str) -> Session:
-        """End a conversation; requests for it are refused from now on."""
+        """End a conversation: requests for it are refused from now on, and one that is under way is waited for."""
         with self._sessions_lock:
-            return self._sessions.pop(session_id)
+            session = self._sessions.pop(session_id)
+        with session.lock:
+            session.closed = True
+        return session
 
     def load(self, weights: Weights, version: int) -> None:
         """Sample with these weights from the next batch on."""
@@ -292,6 +297,8 @@ class EngineServer:
             session.failure = "two requests at a time in one session"
             raise _RefusedError(409, session.failure, "conflict")
         try:
+            if session.closed:  # since the request was read
+                raise _RefusedError(404, f"no session {session.id!r}", "not_found")
             return self._go_on(session, plain, body)
         finally:
             session.lock.release()

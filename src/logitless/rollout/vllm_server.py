@@ -236,12 +236,14 @@ class VllmServerEngine:
         """One prompt's samples, asked for until they come."""
 
         def attempt() -> list[_Drawn]:
-            model = self._sync.model()
+            model, restarts = self._sync.model(), watched.restarts
             try:
                 samples = watched.server.sample(model, ids, num_samples, settings, seed=seed)
                 return [_Drawn(each, self._sync.versions(watched.server, model, each.weights)) for each in samples]
-            except Refusal as refusal:  # an adapter that a restarted server does not know
-                if refusal.status == 404 and self._sync.held(watched.server) == "fresh":
+            except Refusal as refusal:  # an adapter that a restarted server did not know, or has been given since
+                if refusal.status == 404 and (
+                    self._sync.held(watched.server) == "fresh" or watched.restarts != restarts
+                ):
                     raise PassingFault(str(refusal)) from refusal
                 raise
 

@@ -11,12 +11,14 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -169,14 +171,15 @@ class FolderSync:
         """Write the folder once, then have each server load it.
 
         Raises:
-            EngineError: a server that cannot, or that somebody else gave weights to since the last push.
+            EngineError: a full disk, a server that cannot, or one that others gave weights to since the last push.
         """
         start = time.perf_counter()
         if self._names.current is not None:
             for server in servers:
                 refuse_others(self.held_patiently(server), server)
         config: Any = causal_lm(weights.module).config
-        written = self._folders.write(weights.tensors(), version, config.save_pretrained)
+        with _written_to(self._root):
+            written = self._folders.write(weights.tensors(), version, config.save_pretrained)
         self._folder, self._names.current = written.folder, self._names.of(version)
         for server in servers:
             self.again(server)
@@ -251,8 +254,8 @@ class AdapterSync:
         """Write the adapter once, have each server load it and drop the one before.
 
         Raises:
-            EngineError: weights without an adapter, a server that cannot load it, or one whose base model somebody else
-                gave other weights since the first push.
+            EngineError: weights without an adapter, a server that cannot load it, one whose base model somebody else
+                gave other weights since the first push, or a full disk.
         """
         start = time.perf_counter()
         if weights.adapter is None:
@@ -265,9 +268,10 @@ class AdapterSync:
         self._before, self._names.current = self._names.current, self._names.of(version)
         self._folder = self._root / f"{version:09d}"
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True)
-        save_file(tensors, self._folder / "adapter_model.safetensors")
-        _save_adapter_config(weights.module, self._folder)
+        with _written_to(self._root):
+            self._folder.mkdir(parents=True)
+            save_file(tensors, self._folder / "adapter_model.safetensors")
+            _save_adapter_config(weights.module, self._folder)
         for server in servers:
             self.again(server)
         if self._before is not None:
@@ -330,6 +334,24 @@ def others_weights(name: str, server: VllmServer) -> EngineError:
         given=f"weights that somebody else pushed, called {name!r}",
         remedy="Give each run servers of its own; nothing that was sampled since is used. Go on with --resume.",
     )
+
+
+@contextmanager
+def _written_to(root: Path) -> Iterator[None]:
+    """What the disk refuses inside is an engine's error, so that the run saves what was done.
+
+    Raises:
+        EngineError: a file could not be written.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise EngineError(
+            needed=f"the policy's weights written to {root}, for the servers to read",
+            given=f"{type(error).__name__}: {error}",
+            remedy="Free disk space there, or name another folder in rollout.engine.weights.path; then go on with"
+            " --resume.",
+        ) from error
 
 
 def _root_of(root: Path | None) -> tuple[Path, bool]:

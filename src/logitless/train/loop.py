@@ -17,7 +17,7 @@ rank has whole, and so every rank plans, weighs and decides alike. The first one
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
-from logitless.errors import EngineError
+from logitless.errors import CheckpointError, EngineError
 from logitless.train.block_metrics import training_metrics
 from logitless.train.checkpoint import BackgroundSaver, Checkpoint, checkpoints, damaged
 from logitless.train.collector import Collector
@@ -76,8 +76,7 @@ class Loop:
             try:
                 self._blocks()
             except EngineError:
-                self.save()
-                self.saver.wait()
+                self._save_what_was_done()
                 raise
         return self._done == self.recipe.train.blocks
 
@@ -185,6 +184,14 @@ class Loop:
         }
         with self.journal.phase("checkpoint"):
             save_run(self.saver, self.collector, self.learner, self.journal, remembered)
+
+    def _save_what_was_done(self) -> None:
+        """A checkpoint before the run ends with an error, which stays what it ends with if this fails too."""
+        try:
+            self.save()
+            self.saver.wait()
+        except CheckpointError as error:
+            self.journal.message(f"no further checkpoint: {error}")
 
     def restore(self, saved: Checkpoint) -> None:
         """Go on from a checkpoint, which is read into the policy that there is."""

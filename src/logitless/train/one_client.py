@@ -2,15 +2,18 @@
 
 The clients share servers and prompts; the other ranks wait, and get all groups like everybody. Weights that are sharded
 are never whole on a rank: while a client pushes, all ranks make one tensor whole after the other, and to probe they
-score a few tokens together. An error of one client is one of all ranks, so that all of them save a checkpoint and end.
+score a few tokens together. What ends one of them ends all (``distributed/failing.py``); where it is an engine's error,
+all of them save a checkpoint first.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from logitless.distributed.failing import SharedWork, failing_together
 from logitless.distributed.ranks import Ranks
 from logitless.errors import EngineError
 from logitless.rollout.engine import PushingEngine, Weights
@@ -30,6 +33,9 @@ class ServerEngine(PushingEngine, Protocol):
     def take_share(self, place: int, of: int) -> None:
         """From now on use every ``of``-th server only, from ``place`` on, and share no folder with other clients."""
         ...
+
+
+PUSHED = "weights pushed to the servers, and probed there"
 
 
 class OneClientANode:
@@ -58,23 +64,21 @@ class OneClientANode:
         """Each client pushes to its servers and probes them; in turn where the ranks hold the weights together.
 
         Raises:
-            EngineError: on every rank, what one of them met.
+            LogitlessError: on every rank, what one of them met, an EngineError mostly.
         """
-        failure = None
-        together = weights.score is not None
-        for client in self.clients if together else [self._ranks.rank]:
-            reading = ReadTogether(self._ranks, client, weights)
-            if self._ranks.rank != client:
-                reading.take_part()
-            elif client in self.clients:
-                try:
-                    self._engine.load(reading.weights() if together else weights, version)
-                except EngineError as error:
-                    failure = error
-                finally:
-                    if together:
-                        reading.end()
-        raise_on_all(self._ranks, failure)
+        if weights.score is None:
+            with failing_together(self._ranks, PUSHED):
+                if self._ranks.rank in self.clients:
+                    self._engine.load(weights, version)
+            return
+        for client in self.clients:
+            with failing_together(self._ranks, PUSHED) as work:
+                reading = ReadTogether(self._ranks, client, weights, work)
+                if self._ranks.rank == client:
+                    with reading.lent() as lent:
+                        self._engine.load(lent, version)
+                else:
+                    reading.take_part()
 
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
@@ -94,68 +98,64 @@ class ReadTogether:
         ranks: that hold the weights.
         reader: one of them.
         weights: of all.
+        work: that the reading is part of.
     """
 
-    def __init__(self, ranks: Ranks, reader: int, weights: Weights) -> None:
-        self._ranks, self._reader, self._held, self._over = ranks, reader, weights, False
+    def __init__(self, ranks: Ranks, reader: int, weights: Weights, work: SharedWork) -> None:
+        self._ranks, self._reader, self._held, self._work, self._over = ranks, reader, weights, work, False
 
-    def weights(self) -> Weights:
-        """For the reader, until ``end``."""
+    @contextmanager
+    def lent(self) -> Iterator[Weights]:
+        """The weights, for the reader, until the end of the block; from then on the others do something else."""
         adapter = None if self._held.adapter is None else partial(self._read, "adapter")
-        return Weights(self._held.module, partial(self._read, "tensors"), adapter, self._score)
+        try:
+            yield Weights(self._held.module, partial(self._read, "tensors"), adapter, self._score)
+        finally:
+            self._over = True
+            if self._work.is_heard:
+                with self._work.collective():
+                    self._ranks.everyones(None)
 
     def take_part(self) -> None:
-        """The others, until the reader's ``end``. A reading that is given up is forgotten with the next one."""
+        """The others, until the reader's end. A reading that is given up is forgotten with the next one."""
         tensors: Iterator[tuple[str, Tensor]] = iter(())
-        while (asked := self._ranks.everyones(None)[self._reader]) is not None:
-            match asked:
-                case ["tensors" | "adapter" as which]:
-                    tensors = iter(getattr(self._held, which)())
-                case ["next"]:
-                    next(tensors, None)
-                case ["score", prompt, completion, temperature]:
-                    assert self._held.score is not None
-                    self._held.score(prompt, completion, temperature)
-
-    def end(self) -> None:
-        """The reader has what it wants; from now on the others do something else."""
-        self._over = True
-        self._ranks.everyones(None)
+        asked: Any = ()
+        while asked is not None:
+            with self._work.collective():
+                asked = self._ranks.everyones(None)[self._reader]
+                match asked:
+                    case ["tensors" | "adapter" as which]:
+                        tensors = iter(getattr(self._held, which)())
+                    case ["next"]:
+                        next(tensors, None)
+                    case ["score", prompt, completion, temperature]:
+                        assert self._held.score is not None
+                        self._held.score(prompt, completion, temperature)
 
     def _read(self, which: Literal["tensors", "adapter"]) -> Iterator[tuple[str, Tensor]]:
-        self._ask(which)
-        tensors = iter(getattr(self._held, which)())
+        with self._asking(which):
+            tensors = iter(getattr(self._held, which)())
         while True:
-            self._ask("next")
-            named = next(tensors, None)
+            with self._asking("next"):
+                named = next(tensors, None)
             if named is None:
                 return
             yield named
 
     def _score(self, prompt: Sequence[int], completion: Sequence[int], temperature: float) -> list[float]:
-        self._ask("score", list(prompt), list(completion), temperature)
         assert self._held.score is not None
-        return self._held.score(prompt, completion, temperature)
+        with self._asking("score", list(prompt), list(completion), temperature):
+            return self._held.score(prompt, completion, temperature)
 
-    def _ask(self, *words: Any) -> None:
+    @contextmanager
+    def _asking(self, *words: Any) -> Iterator[None]:
+        """Inside, the reader does what the others do when they hear these words."""
         if self._over:
             raise EngineError(
                 needed="weights that the ranks hold together, after all of them went on",
                 given="a server that was restarted and must get them again",
                 remedy="Go on with --resume, or set rollout.engine.weights: {name: folder}, where they are kept.",
             )
-        self._ranks.everyones(words)
-
-
-def raise_on_all(ranks: Ranks, failure: EngineError | None) -> None:
-    """Let an engine's error of one rank be one of all; a collective.
-
-    Raises:
-        EngineError: the first rank's that has one.
-    """
-    said = ranks.everyones(None if failure is None else [failure.needed, failure.given, failure.remedy])
-    if failure is not None:
-        raise failure
-    for rank, words in enumerate(said):
-        if words is not None:
-            raise EngineError(needed=words[0], given=f"{words[1]} (on rank {rank})", remedy=words[2])
+        with self._work.collective():
+            self._ranks.everyones(words)
+            yield

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from logitless.distributed.arrangement import Arrangement
+from logitless.distributed.failing import failing_together
 from logitless.distributed.ranks import Ranks
 from logitless.errors import ConfigurationError
 from logitless.head.contract import on_device
@@ -69,6 +70,7 @@ from logitless.train.setup import (
 from logitless.train.warm_start import warm_start
 from logitless.train.writers import check_writers, open_writers
 
+FOLDER = "the run's folder, which the first rank opens,"
 OpenEngines: TypeAlias = Callable[[Recipe, nn.Module, PreTrainedTokenizerBase], Engines]
 
 
@@ -117,19 +119,21 @@ def start(
     with ExitStack() as stack:
         stack.enter_context(on_device(device_of(recipe.model)))
         if resume:
-            folder = open_run_folder(path)
-            if ranks.is_first:
-                stack.enter_context(locked(folder.path))
-                _check_same(load_recipe(folder.config), recipe)
-                clear_remains(folder.checkpoints)
+            with failing_together(ranks, FOLDER):
+                folder = open_run_folder(path)
+                if ranks.is_first:
+                    stack.enter_context(locked(folder.path))
+                    _check_same(load_recipe(folder.config), recipe)
+                    clear_remains(folder.checkpoints)
             if ranks.of_first(not folder.is_failed_start() or bool(checkpoints(folder.checkpoints))):
                 saved = load_checkpoint(folder.checkpoints)
         warm = path / WARM_START
         device = _where_it_starts(recipe, arrangement)
         model = _model(built, tokenizer, warm if saved is not None and warm.exists() else None, device)
         check_before_start(recipe, data, model)
-        if ranks.is_first:
-            check_disk(recipe, disk(recipe, model, value_head_of(recipe, algorithm, model)), path)
+        with failing_together(ranks, FOLDER):
+            if ranks.is_first:
+                check_disk(recipe, disk(recipe, model, value_head_of(recipe, algorithm, model)), path)
         engines = engines_on(ranks, open_engines(recipe, model, tokenizer))
         stack.callback(engines.close)
         if not resume:
@@ -218,7 +222,8 @@ def start(
 
 def _new_folder(root: Path, name: str, numbered: bool, ranks: Ranks) -> RunFolder:
     """The folder that the first rank makes."""
-    made = create_run_folder(root, name, unique=numbered) if ranks.is_first else None
+    with failing_together(ranks, FOLDER):
+        made = create_run_folder(root, name, unique=numbered) if ranks.is_first else None
     return RunFolder(Path(ranks.of_first(None if made is None else str(made.path))))
 
 

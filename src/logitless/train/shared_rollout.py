@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from logitless.distributed.failing import failing_together
 from logitless.distributed.ranks import Ranks
-from logitless.errors import EngineError
 from logitless.rewards.combine import Unscored
 from logitless.rewards.contract import WeightedReward
 from logitless.rollout.engine import Engine
@@ -21,7 +21,7 @@ from logitless.rollout.environment import Driver, Environment, Limits
 from logitless.rollout.play import play
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.judge import judge
-from logitless.train.one_client import OneClientANode, raise_on_all
+from logitless.train.one_client import OneClientANode
 from logitless.types import Completion, Group, Prompt, Verdict
 
 _OF_TOKENS = {
@@ -63,13 +63,12 @@ def sampled_and_judged(
         limits: of an episode.
 
     Raises:
-        EngineError: on every rank, where an engine elsewhere failed one of them.
+        LogitlessError: on every rank, what one of them met: an EngineError, where an engine elsewhere failed it.
     """
     clients = engine.clients if isinstance(engine, OneClientANode) else None
     mine = [prompts[i] for i in ranks.shared(len(prompts), clients)]
     groups: list[Group] = []
-    failure: EngineError | None = None
-    try:
+    with failing_together(ranks, "completions, sampled and judged"):
         if mine:
             if isinstance(environment, Driver):
                 mine, episodes = environment.episodes(
@@ -80,13 +79,8 @@ def sampled_and_judged(
                     engine, mine, environment, num_samples=num_samples, options=options, seed=seed, limits=limits
                 )
             groups = judge(mine, episodes, rewards, unscored=unscored)
-    except EngineError as error:
-        if ranks.world == 1:
-            raise
-        failure = error
     if ranks.world == 1:
         return groups
-    raise_on_all(ranks, failure)
     found = ranks.together([_shortened(group_as_json(group)) for group in groups], clients)
     return [group_of_json(prompt, _as_it_was(group)) for prompt, group in zip(prompts, found, strict=True)]
 

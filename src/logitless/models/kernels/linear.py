@@ -63,6 +63,18 @@ REFERENCE = Tile(rows=128, columns=128, depth=64, warps=8, stages=3)
 _GROUP = 8  # row tiles walked together, so that they meet the weight's tiles in L2
 
 
+@triton.jit
+def across(row, column, SWAPPED: tl.constexpr):
+    """The rows and the columns of a tile's numbers, each along its side; columns come first where it is swapped."""
+    if SWAPPED:
+        row_of = row[None, :]
+        column_of = column[:, None]
+    else:
+        row_of = row[:, None]
+        column_of = column[None, :]
+    return row_of, column_of
+
+
 @quick_launch
 @triton.jit(do_not_specialize=["num_rows"])
 def product_kernel(
@@ -123,12 +135,7 @@ def product_kernel(
             row_at += DEPTH
             weight_at += DEPTH
         acc = tl.dot(w, x.T, acc, input_precision="ieee") if SWAPPED else tl.dot(x, w.T, acc, input_precision="ieee")
-    if SWAPPED:
-        row_of = row[None, :]
-        column_of = column[:, None]
-    else:
-        row_of = row[:, None]
-        column_of = column[None, :]
+    row_of, column_of = across(row, column, SWAPPED)
     stored = (row_of < num_rows) & (column_of < num_columns)
     if bias is not None:
         acc += tl.load(bias + column_of, mask=column_of < num_columns, other=0.0).to(tl.float32)
@@ -246,12 +253,7 @@ def gated_product_kernel(
         else:
             gate = tl.dot(x, g.T, gate, input_precision="ieee")
             up = tl.dot(x, u.T, up, input_precision="ieee")
-    if SWAPPED:
-        row_of = row[None, :]
-        column_of = column[:, None]
-    else:
-        row_of = row[:, None]
-        column_of = column[None, :]
+    row_of, column_of = across(row, column, SWAPPED)
     kind = out.dtype.element_ty
     act, _ = activation(gate.to(kind).to(tl.float32), GELU)
     product = act.to(kind).to(tl.float32) * up.to(kind).to(tl.float32)

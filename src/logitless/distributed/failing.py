@@ -1,0 +1,102 @@
+"""What ends a piece of work on one rank ends it on all of them, with one error that says what failed where.
+
+A rank that fails while the others wait for its word tells them why, and all of them raise. One that fails inside a
+collective, where the others wait for its tensor, has nobody to tell: it leaves, which ends its connections, and
+``ranks_of_environment`` says to the others which rank left and why.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from logitless import errors
+from logitless.distributed.ranks import Ranks
+from logitless.distributed.roll import in_one_line
+from logitless.errors import EngineError, LogitlessError, LostRankError, TrainingError
+
+
+class SharedWork:
+    """Work that several ranks do at the same time."""
+
+    def __init__(self) -> None:
+        self._in_collective = False
+
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        """Inside, the ranks send each other something: one that fails here has nobody who would listen."""
+        self._in_collective = True
+        yield
+        self._in_collective = False  # not where it failed
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether the other ranks wait for this one's word, or will."""
+        return not self._in_collective
+
+
+@contextmanager
+def failing_together(ranks: Ranks, work: str) -> Iterator[SharedWork]:
+    """Whatever is raised inside on one rank, Ctrl-C included, ends the block on every rank; a collective at its end.
+
+    The first rank that failed raises what it met. All others raise a ``LogitlessError`` of the same class, so that all
+    of them handle it alike, or a ``TrainingError`` where it was none.
+
+    Args:
+        ranks: all of them enter the block, and none of them waits for another inside, except in
+            ``SharedWork.collective``.
+        work: what must succeed, as a noun phrase; ``needed`` of the others' error.
+
+    Raises:
+        LogitlessError: another rank failed; ``given`` says which one, and what it met.
+
+    Example:
+        >>> with failing_together(Ranks.alone(), "completions"):
+        ...     raise OSError(28, "No space left on device")
+        Traceback (most recent call last):
+        OSError: [Errno 28] No space left on device
+    """
+    shared, failure = SharedWork(), None
+    try:
+        yield shared
+    except BaseException as error:
+        if ranks.world == 1 or isinstance(error, LostRankError):
+            raise
+        if not shared.is_heard:
+            if isinstance(error, EngineError):  # whoever saves a checkpoint for it would wait for the others
+                raise TrainingError(needed=error.needed, given=error.given, remedy=error.remedy) from error
+            raise
+        failure = error
+    try:
+        said = ranks.everyones(None if failure is None else _words_of(failure))
+    except LostRankError:
+        if failure is not None:
+            raise failure from None
+        raise
+    first = next((rank for rank, words in enumerate(said) if words is not None), None)
+    if first is None:
+        return
+    if first == ranks.rank and failure is not None:
+        raise failure
+    raise _error_of(said[first], work, first) from failure
+
+
+def _words_of(error: BaseException) -> list[str]:
+    """[class, needed, given, remedy] of one of our errors; [what it says] of any other."""
+    if isinstance(error, LogitlessError):
+        kind = next(each for each in type(error).__mro__ if each.__module__ == errors.__name__)
+        return [kind.__name__, error.needed, error.given, error.remedy]
+    return [in_one_line(error)]
+
+
+def _error_of(words: list[str], work: str, rank: int) -> LogitlessError:
+    """What the other ranks raise."""
+    match words:
+        case [kind, needed, given, remedy]:
+            error: LogitlessError = getattr(errors, kind)(
+                needed=needed, given=f"{given} (on rank {rank})", remedy=remedy
+            )
+            return error
+    return TrainingError(
+        needed=f"{work} on every rank",
+        given=f"{words[0]} (on rank {rank})",
+        remedy="Look for that rank's traceback; --resume goes on from the last checkpoint.",
+    )
