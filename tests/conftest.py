@@ -1,4 +1,4 @@
-"""Shared by all tests: shapes checked, memory poisoned, a bounded number of threads, no network."""
+"""Shared by all tests: shapes checked, memory poisoned, a bounded number of threads, no network, no wait for disks."""
 
 import logging
 import os
@@ -11,14 +11,10 @@ from typing import get_args
 # Here and in every process that a test starts: else they take as many as there are processors, each of them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import hypothesis
 import jaxtyping
 import torch
 
 torch.set_num_threads(1)  # for what a module makes before its first test
-
-# The same examples every time, and no seconds to keep: `--hypothesis-profile default` looks for others.
-hypothesis.settings.load_profile("ci")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not torch.cuda.is_available():
@@ -80,6 +76,10 @@ jaxtyping.install_import_hook(CHECKED, "beartype.beartype")
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
+
+from tests.disk import written_at_once  # noqa: E402
+
+written_at_once()
 
 # Everywhere the same examples, at whatever speed; `pytest --hypothesis-profile default` looks for others.
 hypothesis.settings.register_profile(

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
+from tests.disk import written_at_once
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)]
 
 
@@ -84,6 +86,7 @@ def _on_rank(
     rank: int, num_ranks: int, device: str, store: Path, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
     torch.set_num_threads(1)
+    written_at_once()
     on_gpu = device == "cuda"
     if on_gpu:
         torch.cuda.set_device(rank)

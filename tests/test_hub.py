@@ -17,10 +17,10 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.fixture
 def closed_port():
-    """A port of this machine at which nothing listens."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    """A port of this machine at which nothing listens: it is taken."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
 
 
 def test_a_hub_name_without_a_network_costs_one_line_and_no_wait(tmp_path, closed_port):

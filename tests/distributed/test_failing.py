@@ -29,6 +29,11 @@ CASES = {
     "a bug": ((None, RuntimeError("a\nb")), (("TrainingError", "given RuntimeError: a b (on rank 1)"), ("Ru", "a\nb"))),
     "memory": ((MemoryError(), None), (("MemoryError", ""), ("TrainingError", "given MemoryError (on rank 0)"))),
     "Ctrl-C": ((KeyboardInterrupt(), None), (("Keyb", ""), ("TrainingError", "given KeyboardInterrupt (on rank 0)"))),
+    "Ctrl-C twice": (
+        (KeyboardInterrupt(), KeyboardInterrupt()),
+        (("KeyboardInterrupt", ""), ("KeyboardInterrupt", "")),
+    ),
+    "Ctrl-C of another": ((GONE, KeyboardInterrupt()), (("EngineError", "503. "), ("KeyboardInterrupt", ""))),
     "an exit": ((None, SystemExit(3)), (("TrainingError", "given SystemExit: 3 (on rank 1)"), ("SystemExit", "3"))),
     "an engine": ((None, GONE), (("EngineError", "given HTTP 503 (on rank 1). Look at it."), ("EngineError", "503. "))),
     "a setting": ((WRONG, None), (("ConfigurationError", "-1. Set"), ("ConfigurationError", "-1 (on rank 0). Set"))),

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from logitless.distributed import Ranks, ranks, ranks_of_environment
+from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError, TrainingError
 from tests.ranks import run_on_ranks
 
@@ -211,3 +213,17 @@ def test_a_rank_that_waits_for_one_that_is_gone_says_so():
     message = run_on_ranks(2, wait_for_a_rank_that_left)[0]
     assert "needed all 2 ranks" in message
     assert "on rank 0" in message
+
+
+def patience_of_groups(rank):
+    """Seconds that each group of an arrangement waits: of other sequences, of one sequence, of a mesh."""
+    waits = timedelta(seconds=77)
+    us = Ranks(data=dist.group.WORLD, timeout=waits)
+    sequences = us.arranged(Arrangement(1, 1, 2))
+    copies = Arrangement(2, 1, 1).mesh("cpu", waits)
+    groups = [sequences.data, sequences.sequence, *copies.get_all_groups()]
+    return [each._get_backend(torch.device("cpu")).options._timeout.total_seconds() for each in groups]
+
+
+def test_every_group_waits_as_long_as_all_of_them():
+    assert run_on_ranks(2, patience_of_groups) == [[77, 77, 77, 77]] * 2

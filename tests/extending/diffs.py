@@ -3,10 +3,10 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "extending.md"
@@ -49,14 +49,7 @@ def run_in(copy: Path, *arguments: str, also: Sequence[Path] = ()) -> str:
         also: further folders to import from.
     """
     paths = os.pathsep.join(map(str, (copy / "src", *also)))
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=copy,
-        env=os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
+    done = warm.run(*arguments, environment=os.environ | {"PYTHONPATH": paths}, folder=copy)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

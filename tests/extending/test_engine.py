@@ -9,15 +9,14 @@ from pathlib import Path
 import logitless
 from logitless.train.document import page
 from logitless.train.metrics import repeatable
-from logitless.train.run import start
-from tests.train.tiny import tiny_recipe
+from tests.train.tiny import start_without_report, tiny_recipe
 
 assert Path(logitless.__file__).is_relative_to(Path.cwd() / "src"), logitless.__file__
 SHORT = {"kl": None, "train__epochs_per_block": 1, "train__tokens_per_step": 1000, "evaluation": {"every_blocks": 1}}
 
 
 def lines(run, **engine):
-    folder, complete = start(tiny_recipe(Path.cwd(), name=run, **SHORT, rollout__engine=engine))
+    folder, complete = start_without_report(tiny_recipe(Path.cwd(), name=run, **SHORT, rollout__engine=engine))
     assert complete
     return [repeatable(record) for record in folder.read_metrics()]
 

@@ -2,8 +2,8 @@
 
 Loop bounds: it takes ``int()`` of one-element arrays, which NumPy from 2.4 on refuses. bfloat16: it multiplies bit
 patterns, so operands of ``dot`` are widened first, and it truncates where GPUs round to nearest. Time: it puts its own
-functions into ``triton.language`` at every call of every function, here once, and it repeats every integer operation
-in 64 bits to look for overflows.
+functions into ``triton.language`` at every call of every function, here once; it repeats every integer operation in
+64 bits to look for overflows; and it describes shapes and types anew for every value, here once for each that occurs.
 """
 
 import dataclasses
@@ -57,6 +57,8 @@ def complete_interpreter() -> None:
         return create_dot(self, widened(a), widened(b), *rest)
 
     def patched_cast(self: Any, value: Any, to: Any) -> Any:
+        if value.dtype.scalar == tl.bfloat16 and to.scalar == tl.float32:
+            return widened(value)
         if value.dtype.scalar != tl.float32 or to.scalar != tl.bfloat16:
             return cast(self, value, to)
         nearest = torch.from_numpy(np.ascontiguousarray(value.data)).bfloat16()
@@ -69,3 +71,68 @@ def complete_interpreter() -> None:
     interpreter._patch_lang_tensor = patched_tensor
     interpreter.InterpreterBuilder.create_dot = patched_dot
     interpreter.InterpreterBuilder.cast_impl = patched_cast
+    _describe_shapes_and_types_once(tl.core, interpreter)
+
+
+def _describe_shapes_and_types_once(core: Any, interpreter: Any) -> None:
+    """Keeps what a block type, and a tensor of it, derive from a shape, and the NumPy type of an element."""
+    semantic, numpy_type = interpreter.TritonSemantic, interpreter._get_np_dtype
+    equal, unwrap = core.dtype.__eq__, core._unwrap_if_constexpr
+    broadcast, checked = semantic.broadcast_impl_value, semantic.binary_op_type_checking_impl
+    of_a_scalar = core.tuple([]), core.constexpr(1)
+
+    @functools.cache
+    def of_shape(shape: tuple[int, ...]) -> tuple[Any, ...]:
+        if not shape:
+            raise TypeError("0d block_type is forbidden")
+        numel = core.validate_block_shape(shape)
+        of_a_tensor = core.tuple([core.constexpr(s) for s in shape]), core.constexpr(numel)
+        return core.tuple(shape), numel, of_a_tensor
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        self.element_ty = element_ty
+        lengths = tuple(s.value if isinstance(s, core.constexpr) else s for s in shape)
+        self.shape, self.numel, self.of_a_tensor = of_shape(lengths)
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = type.of_a_tensor if type.is_block() else of_a_scalar
+
+    def splat(self: Any, scalar: Any, like: Any) -> Any:
+        block = core.block_type(scalar.dtype, like.type.shape)
+        return core.tensor(self.builder.create_splat(block, scalar.handle), block)
+
+    def broadcast_where_shapes_differ(self: Any, left: Any, right: Any) -> Any:
+        if left.type.is_block() and right.type.is_block():
+            return (left, right) if left.type.shape is right.type.shape else broadcast(self, left, right)
+        if left.type.is_block():
+            return left, splat(self, right, like=left)
+        return (splat(self, left, like=right), right) if right.type.is_block() else (left, right)
+
+    def operands(self: Any, left: Any, right: Any, *rules: bool, **named_rules: bool) -> Any:
+        alike = isinstance(left, core.tensor) and isinstance(right, core.tensor) and left.dtype is right.dtype
+        if alike and not rules and not named_rules and not left.dtype.is_ptr():  # neither is converted
+            return broadcast_where_shapes_differ(self, left, right)
+        return checked(self, left, right, *rules, **named_rules)
+
+    numpy_types: dict[str, Any] = {}
+
+    def numpy_type_of(type: Any) -> Any:
+        element = type.element_ty if isinstance(type, core.block_type) else type
+        if element.name not in numpy_types:
+            numpy_types[element.name] = numpy_type(element)
+        return numpy_types[element.name]
+
+    def unwrapped(value: Any) -> Any:
+        if isinstance(value, core.constexpr):
+            return value.value
+        return unwrap(value) if isinstance(value, list | tuple | core.tuple) else value
+
+    core.block_type.__init__ = block_type
+    core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
+    core.tensor.__init__ = tensor
+    core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+    core._unwrap_if_constexpr = unwrapped
+    semantic.broadcast_impl_value = broadcast_where_shapes_differ
+    semantic.binary_op_type_checking_impl = operands
+    interpreter._get_np_dtype = numpy_type_of

@@ -80,7 +80,7 @@ def test_what_may_pass_is_tried_again(failure):
         ((302, b"http://127.0.0.1:9/"), "error", 1),
         (said("I would rather not."), "error", 1),
         (said("Score: 11"), "error", 1),
-        (("wait", 3.0), "timeout", 1),
+        (("wait", 60.0), "timeout", 1),
         ((500, b"oops CUT"), "error", 3),
         ((401, b"no key" + bytes(1 << 20)), "error", 1),
         ((None, b"HTP/1.0 what?\r\n\r\n"), "error", 3),

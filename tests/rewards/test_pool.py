@@ -360,8 +360,9 @@ def test_a_sleeping_item_is_to_blame_inside_walls_alone(pool):
 
 
 def test_no_items_start_no_process(mark):
-    assert WorkerPool(name=f"{mark}-none").run("math:sqrt", []) == []
-    assert processes_of(f"{mark}-none") == set()
+    with WorkerPool(name=f"{mark}-none") as pool:
+        assert pool.run("math:sqrt", []) == []
+        assert processes_of(f"{mark}-none") == set()
 
 
 def test_an_item_that_cannot_be_sent_and_limits_that_make_no_sense_are_refused(pool):

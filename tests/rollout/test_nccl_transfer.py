@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from logitless.errors import EngineError
+from logitless.errors import EngineError, LostRankError
 from logitless.rollout.engine import Weights
 from logitless.rollout.http_client import HttpClient, Patience
 from logitless.rollout.nccl_transfer import NcclSync
@@ -91,3 +91,22 @@ def test_a_server_that_was_restarted_while_the_policy_is_trained_stops_the_run(s
     with pytest.raises(EngineError, match="which was restarted; given a policy that is trained while servers sample"):
         sync.again(server)
     assert sync.sent == [(1, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("met", "kind", "words"),
+    [
+        (
+            LostRankError(needed="all 2 ranks", given="no rank 1", remedy="Look at it."),
+            LostRankError,
+            "given no rank 1",
+        ),
+        (RuntimeError("NCCL"), EngineError, "weights sent to .* over NCCL; given RuntimeError: NCCL"),
+    ],
+)
+def test_a_rank_that_leaves_while_weights_are_made_whole_is_not_called_a_fault_of_the_server(met, kind, words, server):
+    def tensors():
+        raise met
+
+    with pytest.raises(kind, match=words):
+        Noting().push([server], Weights(_policy(0), tensors), 0)

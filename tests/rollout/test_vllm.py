@@ -3,7 +3,6 @@
 import sys
 import types
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -107,7 +106,7 @@ def test_completions_are_of_the_weights_loaded_last_with_their_version():
     assert engine.hand_over["weights/probe_difference_max"] < 1e-4
     assert StandIn.last.options["logprobs_mode"] == "processed_logprobs"
     engine._llm = None
-    root = engine._root
+    root = engine._folders.root
     engine.close()
     assert not root.exists()
 
@@ -157,5 +156,4 @@ def test_nothing_is_sampled_before_there_are_weights_and_nothing_without_vllm(mo
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(UnavailableError, match=r"logitless\[vllm\]"):
         engine.load(Weights.of(tiny_policy()), 0)
-    assert isinstance(engine._root, Path)
     engine.close()

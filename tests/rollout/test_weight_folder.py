@@ -1,5 +1,6 @@
 """Weights in a folder: what is read back has the same bits, whole or as differences, and half a folder is refused."""
 
+import gc
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from logitless.errors import EngineError
 from logitless.models.export import merged_tensors
-from logitless.rollout.weight_folder import MARKER, WeightFolders, read_weights
+from logitless.rollout.weight_folder import MARKER, WeightFolders, private_folder, read_weights
 from tests.rollout.policy import tiny_policy
 
 
@@ -101,3 +102,15 @@ def test_a_half_written_folder_of_the_same_version_is_replaced(tmp_path):
     (left / "model-00007.safetensors").write_bytes(b"half")
     written = WeightFolders(tmp_path).write([("w", torch.ones(3))], 5)
     assert dict(read_weights(written.folder))["w"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_private_folder_goes_with_its_owner_when_nobody_closed_it():
+    class Owner:
+        pass
+
+    owner = Owner()
+    folder, _ = private_folder(owner)
+    (folder / "000000001").mkdir()
+    del owner
+    gc.collect()
+    assert not folder.exists()

@@ -1,8 +1,10 @@
 """A run whose engine is gone ends with a checkpoint of all that was done, and goes on from it bit for bit."""
 
+from pathlib import Path
+
 import pytest
 
-from logitless.errors import EngineError
+from logitless.errors import EngineError, LostRankError
 from logitless.train.checkpoint import BackgroundSaver, checkpoints, no_room
 from logitless.train.engines import Engines, open_engines
 from logitless.train.journal import Journal
@@ -73,17 +75,24 @@ def test_an_engine_that_was_never_there_leaves_no_checkpoint(tmp_path):
     )
 
 
-def test_where_no_checkpoint_can_be_saved_either_the_engine_is_still_what_the_run_ends_with(tmp_path, monkeypatch):
+FULL = no_room(Path("checkpoints"), "No space left on device")
+GONE = LostRankError(needed="all 2 ranks", given="without rank 1", remedy="Look at it.")
+
+
+@pytest.mark.parametrize("failed", [FULL, GONE], ids=["full disk", "rank that left"])
+def test_where_no_checkpoint_can_be_saved_either_the_engine_is_still_what_the_run_ends_with(
+    failed, tmp_path, monkeypatch
+):
     recipe, said = tiny_recipe(tmp_path, **OFTEN), []
     monkeypatch.setattr(Journal, "message", lambda self, text: said.append(text))
     plain = BackgroundSaver.save
 
     def save(saver, *, block, **options):
         if block > 0:
-            raise no_room(saver.root, "No space left on device")
+            raise failed
         plain(saver, block=block, **options)
 
     monkeypatch.setattr(BackgroundSaver, "save", save)
     with pytest.raises(EngineError, match="a server"):
         start(recipe, open_engines=_unreliable(5))
-    assert any(text.startswith("no further checkpoint: ") and "No space left" in text for text in said)
+    assert f"no further checkpoint: {failed}" in said

@@ -48,6 +48,15 @@ class _Sent(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def test_what_layers_may_keep_is_counted_while_there_are_layers(tmp_path):
+    recipe = tiny_recipe(tmp_path, model__source=LLAMA, train__activation_memory=1 << 20)
+    model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("meta"))
+    moments = memory_of_rank(recipe, model, Arrangement(1, 2, 1)).moments
+    kept = {name: parts["inputs of layers"] for name, parts in moments.items() if "inputs of layers" in parts}
+    assert kept == dict.fromkeys(("head", "layers", "end"), 1 << 20)
+    assert "embedding" in moments
+
+
 def _measured(rank, folder, changes):
     recipe = tiny_recipe(folder, model__source=LLAMA, **changes)
     model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("cpu"))

@@ -8,6 +8,8 @@ from logitless.distributed import Ranks
 from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.sharding import whole
 from logitless.errors import UnavailableError
+from logitless.models import loading
+from logitless.models.lm_head import causal_lm
 from logitless.models.lora import frozen_copy
 from logitless.rollout.environment import SingleTurn
 from logitless.rollout.play import play
@@ -219,36 +221,30 @@ def test_without_the_order_other_numbers_of_ranks_have_other_bits(tmp_path):
 # --- weights that no rank has whole -----------------------------------------------------------------------------------
 
 
-def _sharded(rank, folder, made_same=None, **changes):
-    """A policy whose weights each rank drew otherwise, cut over all of them."""
+def _sharded(rank, folder, **changes):
+    """A policy whose weights each rank drew by its number, cut over all of them."""
     recipe = tiny_recipe(folder, **changes)
     model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=rank, device=torch.device("cpu"))
     policy = Policy(model)
-    policy.shard(Arrangement(1, dist.get_world_size(), 1).mesh("cpu"), made_same=made_same)
+    policy.shard(Arrangement(1, dist.get_world_size(), 1).mesh("cpu"))
     return policy
 
 
-GPU = torch.device("cuda", 0)
-
-
 @pytest.mark.parametrize(
-    ("changes", "place"),
+    ("changes", "is_cut"),
     [
-        ({}, "cpu"),
-        ({"warm_start": {"steps": 3, "data": {"name": "file", "path": "x"}}}, "cuda"),
-        ({"train__activation_memory": 1}, "cuda"),
-        ({"model__layers": "liger"}, "cuda"),  # its kernels are tried when they are installed
-        ({"model__compile": True}, "cuda"),
-        ({"model__attention": "sdpa", "model__sdpa_backends": ["cudnn"]}, "cuda"),
+        ({}, True),
+        ({"warm_start": {"steps": 3, "data": {"name": "file", "path": "x"}}}, False),
+        ({"train__activation_memory": 1}, False),
+        ({"model__layers": "liger"}, False),  # its kernels are tried when they are installed
+        ({"model__compile": True}, False),
+        ({"model__attention": "sdpa", "model__sdpa_backends": ["cudnn"]}, False),
     ],
 )
-def test_a_model_waits_for_its_cut_in_the_hosts_memory_unless_something_runs_it_before(
-    changes, place, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(run_module, "device_of", lambda _: GPU)
+def test_a_model_waits_for_its_cut_in_the_hosts_memory_unless_something_runs_it_before(changes, is_cut, tmp_path):
     recipe = tiny_recipe(tmp_path, **changes)
-    assert run_module._where_it_starts(recipe, Arrangement(1, 2, 1)).type == place
-    assert run_module._where_it_starts(recipe, Arrangement(2, 1, 1)) == GPU  # copies are not cut
+    assert run_module._is_cut_from_host(recipe, Arrangement(1, 2, 1)) == is_cut
+    assert not run_module._is_cut_from_host(recipe, Arrangement(2, 1, 1))  # copies are not cut
 
 
 class _Seen(Exception):
@@ -285,19 +281,133 @@ def test_all_ranks_have_the_reference_of_the_first(parallel, tmp_path):
             assert torch.equal(found[name], weight.detach()), name
 
 
-def _after_sharding(rank, folder, changes):
-    policy = _sharded(rank, folder, Ranks(data=dist.group.WORLD).copy_of_first, **changes)
-    return {name: whole(p.detach()) for name, p in policy.named_parameters().items()}
+def _after_sharding(rank, folder, changes, empty):
+    """All tensors after the cut, made whole; ranks but the first drew other weights, or none."""
+    ranks = Ranks(data=dist.group.WORLD)
+    recipe = tiny_recipe(folder, **changes)
+    model = policy_model(
+        recipe.model,
+        tokenizer_of(recipe.model),
+        seed=rank,
+        device=torch.device("cpu"),
+        empty=empty and not ranks.is_first,
+    )
+    assert all(p.is_meta for p in model.parameters()) == (empty and not ranks.is_first)
+    for buffer in model.buffers():
+        buffer += rank  # as GPT-J's positions, which are rounded otherwise where they are read
+    reference = Policy(frozen_copy(model, dtype=torch.bfloat16))
+    policy = Policy(model, value_head=value_head_of(recipe, algorithm_of(recipe), model))
+    for each in (policy, reference):
+        each.shard(Arrangement(1, 2, 1).mesh("cpu"), made_same=ranks.copy_of_first)
+    assert policy.device.type == reference.device.type == "cpu"
+    settings = causal_lm(model).generation_config.eos_token_id
+    return _tensors(policy), _tensors(reference), settings
 
 
-@pytest.mark.parametrize("changes", [{}, {"model__trained_dtype": "bfloat16"}, {"model__source": LLAMA}])
-def test_all_ranks_get_the_first_ones_weights_unit_by_unit_as_they_are_cut(changes, tmp_path):
+def _tensors(policy):
+    """Weights, masters in place of lowered ones, and buffers."""
+    held = {name: whole(p.detach()) for name, p in policy.held().items()}
+    return held | dict(policy.model.named_buffers())
+
+
+LORA = {"model__lora": {"rank": 2, "alpha": 4.0, "targets": ["q_proj", "lm_head"]}}
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["drawn", "empty"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model__trained_dtype": "bfloat16"},
+        {"model__source": LLAMA, "algorithm__preset": "ppo"},
+        {"model__source": LLAMA | {"tie_word_embeddings": True}},
+        {"model__source": LLAMA, **LORA, "kl": None},
+        {"model__source": GPT2},
+    ],
+    ids=["masters", "untied, value head", "tied", "adapter", "tied, learned positions"],
+)
+def test_all_ranks_get_the_first_ones_bits_unit_by_unit_as_they_are_cut(changes, empty, tmp_path):
     tiny_raw(tmp_path)
     recipe = tiny_recipe(tmp_path, **changes)
     first = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("cpu"))
-    for found in run_on_ranks(2, _after_sharding, tmp_path, changes):
-        for name, master in Policy(first).held().items():
-            assert torch.equal(found[name], master), name
+    of_reference = _tensors(Policy(frozen_copy(first, dtype=torch.bfloat16)))
+    expected = _tensors(Policy(first, value_head=value_head_of(recipe, algorithm_of(recipe), first)))
+    for policy, reference, _ in run_on_ranks(2, _after_sharding, tmp_path, changes, empty):
+        for found, wanted in ((policy, expected), (reference, of_reference)):
+            assert found.keys() == wanted.keys()
+            for name, tensor in wanted.items():
+                assert found[name].dtype == tensor.dtype
+                assert torch.equal(found[name], tensor), name
+
+
+def _started(rank, folder, changes, odd):
+    """Whether this rank read weights for a run, and what its learner would begin with."""
+    seen, shape, read = {}, run_module._shape, loading._read_weights
+
+    def reading(*arguments):
+        seen["reads"] = True
+        return read(*arguments)
+
+    def learner(recipe, algorithm, policy, reference, **_):
+        seen["tensors"], seen["eos"] = _tensors(policy), causal_lm(policy.model).generation_config.eos_token_id
+        seen["unshared"] = policy.unshared_because, policy.shares_prompts
+        raise _Seen
+
+    plain, why = run_module.Learner, policy_module.why_unshared
+    run_module.Learner, loading._read_weights = learner, reading
+    policy_module.why_unshared = lambda model: None if next(model.parameters()).is_meta else "its layers are odd"
+    if odd:
+        run_module._shape = lambda model: [*shape(model), [rank]]
+    try:
+        run_module.start(tiny_recipe(folder, **changes), ranks=Ranks(data=dist.group.WORLD))
+    except _Seen:
+        return seen
+    finally:
+        run_module.Learner, run_module._shape, loading._read_weights = plain, shape, read
+        policy_module.why_unshared = why
+
+
+@pytest.mark.parametrize("odd", [False, True], ids=["alike", "made otherwise than read"])
+def test_the_first_rank_alone_reads_a_model_that_is_cut_unless_it_is_made_otherwise_than_it_is_read(odd, tmp_path):
+    recipe = tiny_recipe(tmp_path)
+    model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=3, device=torch.device("cpu"))
+    model.generation_config.eos_token_id = [2, 5]
+    model.save_pretrained(tmp_path / "model")
+    changes = {"model__source": str(tmp_path / "model"), "model__random_weights": False}
+    first, second = run_on_ranks(2, _started, tmp_path, changes, odd)
+    assert (first.pop("reads"), second.pop("reads", False)) == (True, odd)
+    for found in (first, second):
+        assert found["eos"] == [2, 5]
+        assert found["unshared"] == ("its layers are odd", False)
+        for name, weight in model.named_parameters():
+            assert torch.equal(found["tensors"][name], weight), name
+
+
+DEEPSEEK = {
+    **LLAMA,
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
+
+
+def test_a_buffer_that_is_read_in_another_dtype_than_it_is_made_in_counts_as_made_otherwise(tmp_path):
+    """Routers of DeepSeek-V3 have one, which the first rank would send as more bytes than the others have room for."""
+    loading.load_model(DEEPSEEK, random_weights=True).save_pretrained(tmp_path)
+    read, made = (loading.load_model(tmp_path, dtype=torch.bfloat16, empty=empty) for empty in (False, True))
+    of_read, of_made = (run_module._shape(model) for model in (read, made))
+    assert [each for each in of_read if each not in of_made] == [
+        ["model.layers.1.mlp.gate.e_score_correction_bias", [4], "torch.float32", False]
+    ]
 
 
 def _without_room(rank, folder):

@@ -4,12 +4,16 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
+from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError, DataError, LogitlessError, UnavailableError
 from logitless.train.checks import positions
 from logitless.train.plan import dry_run, plan_of
 from logitless.train.run import start
+from logitless.train.setup import policy_model, tokenizer_of
+from logitless.train.training_memory import layer_bytes, training_memory
 from tests.train.tiny import tiny_recipe
 
 # The tiny Llama: an embedding and a head of 11 x 16, four projections of 16 x 16, three of 16 x 32, three norms of 16
@@ -60,11 +64,25 @@ def test_a_value_head_is_counted_with_its_gradient_and_moments_and_has_no_refere
 def test_checkpointing_saves_activations(tmp_path):
     def activations(**changes):
         recipe = tiny_recipe(
-            tmp_path, train__tokens_per_micro_batch=100_000, model__source__num_hidden_layers=8, **changes
+            tmp_path, train__tokens_per_micro_batch=100_000, model__source__num_hidden_layers=16, **changes
         )
         return plan_of(recipe).memory_bytes["activations or cache (estimate)"]
 
     assert activations(model__gradient_checkpointing=True) < activations() / 4
+
+
+@pytest.mark.parametrize("recomputes", [True, False])
+def test_the_plan_of_one_process_and_the_forecast_of_several_count_a_layer_alike(recomputes, tmp_path):
+    tokens = 100_000
+    recipe = tiny_recipe(tmp_path, train__tokens_per_micro_batch=tokens, model__gradient_checkpointing=recomputes)
+    model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("meta"))
+    moments = training_memory(model, Arrangement(), tokens=tokens).moments
+    row = 2 * 16 * 4 * tokens  # last hidden states and their gradient, which the plan counts to the head
+    of_all, of_first = (
+        moments[at]["inputs of layers"] + moments[at]["made again in a layer"] for at in ("layers", "end")
+    )
+    assert plan_of(recipe).memory_bytes["activations or cache (estimate)"] == of_all - row
+    assert of_first - row == tokens * sum(layer_bytes(model, 4))
 
 
 def test_sampling_holds_the_cache_and_one_layer_of_the_prompts_read_together(tmp_path):

@@ -19,7 +19,7 @@ from logitless.train.run import start
 from logitless.train.run_folder import RunFolder
 from logitless.train.shared_checkpoint import SharedSaver
 from tests.ranks import run_on_ranks
-from tests.train.tiny import tiny_raw, tiny_recipe
+from tests.train.tiny import start_without_report, tiny_raw, tiny_recipe
 
 # What rank 1 does wrong in the middle of a run: it is killed the first time that it is started, and hangs the second.
 # Up to there a rank waits for the other as long as the recipe says, for a start may take long; then not for long.
@@ -55,7 +55,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.
 
 
 def _run(rank, folder, resume):
-    return start(tiny_recipe(folder), ranks=Ranks(data=dist.group.WORLD), resume=resume)[1]
+    return start_without_report(tiny_recipe(folder), ranks=Ranks(data=dist.group.WORLD), resume=resume)[1]
 
 
 def _metrics(folder):

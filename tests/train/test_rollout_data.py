@@ -77,6 +77,7 @@ def test_the_data_set_of_a_killed_run_is_whole_up_to_some_block(
     process = multiprocessing.get_context("spawn").Process(target=write_for_ever, args=(folder.path,))
     process.start()
     while len(folder.rollout_blocks()) < 5:
+        assert process.is_alive()
         time.sleep(0.01)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)

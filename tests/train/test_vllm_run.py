@@ -27,7 +27,7 @@ from logitless.train.run_folder import RunFolder
 from logitless.train.setup import policy_model, tokenizer_of
 from tests.ranks import run_on_ranks
 from tests.rollout.fake_vllm import Served, failing, serving
-from tests.train.tiny import tiny_recipe
+from tests.train.tiny import start_without_report, tiny_recipe
 
 URL = "http://127.0.0.1:1"
 LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj"]}
@@ -169,7 +169,7 @@ def _on_servers(rank, folder, urls, node, changes, device="cpu"):
     engine = {"name": "vllm_server", "urls": urls, "model": "policy", **changes}
     try:
         recipe = tiny_recipe(folder, rollout__engine=engine, name="several", model__device=device)
-        return start(recipe, ranks=Ranks(data=dist.group.WORLD))[1]
+        return start_without_report(recipe, ranks=Ranks(data=dist.group.WORLD))[1]
     except EngineError as error:
         return str(error)
     finally:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from torch import Tensor
 
@@ -13,6 +14,14 @@ from logitless.train.recipe import parse_recipe
 from logitless.train.run_folder import RunFolder
 
 ALPHABET = "abcdefgh"
+
+
+def start_without_report(recipe: Recipe, **options: Any) -> tuple[RunFolder, bool]:
+    """``start`` in a process that ``conftest.py`` does not reach, such as that of a rank."""
+    from logitless.train.run import start
+
+    with mock.patch("logitless.train.run.write_report"):
+        return start(recipe, **options)
 
 
 def tiny_raw(folder: Path) -> dict[str, Any]:

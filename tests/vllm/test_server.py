@@ -222,7 +222,7 @@ def _pushed_while_sampling(server, mode, folder, model):
     )
     begun = _generated(server)
     asking.start()
-    while _generated(server) < begun + 20:  # in the middle of the completion
+    while _generated(server) < begun + 20 and asking.is_alive():  # in the middle of the completion
         time.sleep(0.005)
     server.client.post(f"/pause?mode={mode}&clear_cache=false")
     _loaded_without_reset(server, folder, model)

@@ -217,7 +217,7 @@ def measured(ranks: Ranks, shape: Shape, layout: str, work: Work) -> dict[str, A
     )
     policy = Policy(model, memory_budget=work.head_budget)
     if arrangement.is_sharded:
-        policy.shard(arrangement.mesh(device))
+        policy.shard(arrangement.mesh(device, ranks.timeout))
         policy.all_rows = layout == "all_rows"
     if ranks.sequence is not None:
         policy.share_sequences(ranks.sequence)

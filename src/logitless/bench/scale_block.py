@@ -88,7 +88,7 @@ def block_over_ranks(ranks: Ranks, shape: Shape, layout: str, work: Workload, de
     engine.work = whole
     policy = Policy(model)
     if arrangement.is_sharded:
-        policy.shard(arrangement.mesh(device))
+        policy.shard(arrangement.mesh(device, ranks.timeout))
     lora = shape.lora_rank is not None
     recipe = parse_recipe(contenders.block_recipe(whole, lora=lora, gpu=exact, ranks=ranks.data_world))
     if arrangement.is_sharded:

@@ -10,9 +10,11 @@ Ranks that share a sequence have different tokens of it, so that weights are sha
 """
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from logitless.errors import ConfigurationError
 
@@ -89,26 +91,39 @@ class Arrangement:
         split = f"; every sequence split over {self.sequence}" if self.sequence > 1 else ""
         return f"{copies} of the weights{cut}{split}"
 
-    def mesh(self, device: str) -> "DeviceMesh":
-        """For FSDP2: (replicate, weights), or weights alone where there is one copy. A collective."""
+    def mesh(self, device: str, timeout: timedelta | None = None) -> "DeviceMesh":
+        """For FSDP2: (replicate, weights), or weights alone where there is one copy. A collective.
+
+        Args:
+            device: ``"cpu"`` or ``"cuda"``.
+            timeout: how long a rank waits for the others in one collective; None for torch's own.
+        """
         from torch.distributed.device_mesh import init_device_mesh
 
         if self.replicate == 1:
             return init_device_mesh(device, (self.weights,), mesh_dim_names=("weights",))
-        return init_device_mesh(device, (self.replicate, self.weights), mesh_dim_names=("replicate", "weights"))
+        mesh = init_device_mesh(device, (self.replicate, self.weights), mesh_dim_names=("replicate", "weights"))
+        if timeout is not None:
+            for group in mesh.get_all_groups():
+                distributed_c10d._set_pg_timeout(timeout, group)  # which no public call hands through a mesh
+        return mesh
 
-    def groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-        """This rank's groups of ranks with other sequences, and with parts of the same ones. A collective."""
+    def groups(self, timeout: timedelta | None = None) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+        """This rank's groups of ranks with other sequences, and with parts of the same ones. A collective.
+
+        Args:
+            timeout: as of ``mesh``.
+        """
         world = self.replicate * self.shard * self.sequence
         if self.sequence == 1:
             group = dist.group.WORLD
             assert group is not None
             return group, None
         data, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-            [list(range(part, world, self.sequence)) for part in range(self.sequence)]
+            [list(range(part, world, self.sequence)) for part in range(self.sequence)], timeout=timeout
         )
         sequence, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-            [list(range(first, first + self.sequence)) for first in range(0, world, self.sequence)]
+            [list(range(first, first + self.sequence)) for first in range(0, world, self.sequence)], timeout=timeout
         )
         assert data is not None
         return data, sequence

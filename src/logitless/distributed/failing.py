@@ -38,7 +38,8 @@ def failing_together(ranks: Ranks, work: str) -> Iterator[SharedWork]:
     """Whatever is raised inside on one rank, Ctrl-C included, ends the block on every rank; a collective at its end.
 
     The first rank that failed raises what it met. All others raise a ``LogitlessError`` of the same class, so that all
-    of them handle it alike, or a ``TrainingError`` where it was none.
+    of them handle it alike, or a ``TrainingError`` where it was none; a rank that was itself told to end (Ctrl-C, an
+    exit) does so.
 
     Args:
         ranks: all of them enter the block, and none of them waits for another inside, except in
@@ -74,7 +75,7 @@ def failing_together(ranks: Ranks, work: str) -> Iterator[SharedWork]:
     first = next((rank for rank, words in enumerate(said) if words is not None), None)
     if first is None:
         return
-    if first == ranks.rank and failure is not None:
+    if failure is not None and (first == ranks.rank or not isinstance(failure, Exception)):
         raise failure
     raise _error_of(said[first], work, first) from failure
 

@@ -42,6 +42,7 @@ class Ranks:
         data: ranks that hold different sequences; None for one rank alone.
         sequence: ranks that hold parts of the same sequences; None where every sequence lies on one rank.
         all: every rank of the run; None where ``data`` has them all.
+        timeout: how long one waits for the others in a collective; None for torch's own.
 
     Example:
         >>> ranks = Ranks.alone()
@@ -52,6 +53,7 @@ class Ranks:
     data: dist.ProcessGroup | None = None
     sequence: dist.ProcessGroup | None = None
     all: dist.ProcessGroup | None = None
+    timeout: timedelta | None = None
     _derived: "list[Ranks]" = field(default_factory=list, init=False, repr=False, compare=False)
 
     @classmethod
@@ -63,8 +65,8 @@ class Ranks:
         """The same ranks with groups for each dimension; a collective where there is more than one."""
         if self.world == 1:
             return self
-        data, sequence = arrangement.groups()
-        self._derived.append(Ranks(data, sequence, self._everyone))
+        data, sequence = arrangement.groups(self.timeout)
+        self._derived.append(Ranks(data, sequence, self._everyone, self.timeout))
         return self._derived[-1]
 
     @property
@@ -207,7 +209,8 @@ class Ranks:
         if self._everyone is not None:
             with _all_present(), torch.no_grad():
                 for tensor in tensors:
-                    dist.broadcast(tensor, group=self._everyone, group_src=0)
+                    sent = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor  # gloo sends no bool
+                    dist.broadcast(sent, group=self._everyone, group_src=0)
 
     def check_same(self, what: Mapping[str, str], remedy: str) -> None:
         """Refuse to go on where something is not the same on every rank.
@@ -409,7 +412,7 @@ def ranks_of_environment(
     dist.init_process_group(
         backend, store=PrefixStore(f"life-{life}", store), rank=rank, world_size=world, timeout=timeout
     )
-    ranks = Ranks(data=dist.group.WORLD)
+    ranks = Ranks(data=dist.group.WORLD, timeout=timeout)
     try:
         with _called_by_name(Roll(PrefixStore(f"roll-{life}", store), rank, world)):
             yield ranks

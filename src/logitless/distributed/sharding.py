@@ -143,7 +143,9 @@ class ShardedModel:
         dtype: that weights are gathered in, and products made in; None for their own. Shards keep theirs, gradients are
             summed in it.
         on_host: shards wait in the host's memory; for what is not trained.
-        made_same: called with the weights of a unit, on the mesh's device and still whole, before they are cut.
+        made_same: called with the weights of a unit, on the mesh's device and still whole, before they are cut, and
+            with all buffers: some architectures round those that no checkpoint holds in another way when they are read
+            than when they are made. It fills weights that were on ``meta``: the unit alone has room then.
 
     Attributes:
         parameters: the shards by name; the same objects while weights are whole, so that an optimizer can hold them.
@@ -167,7 +169,10 @@ class ShardedModel:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
         self.dtype, self.on_host, self.units = dtype, on_host, list[Any]()
+        if made_same is not None:
+            made_same(model.buffers())
         for unit in units:
+            _make_room(unit, mesh.device_type)
             own = [p for p in unit.parameters() if not is_sharded(p)]
             for parameter in own:
                 parameter.data = parameter.data.to(mesh.device_type)
@@ -227,6 +232,17 @@ def unsharded_names(model: nn.Module, units: Iterable[nn.Module]) -> list[str]:
     """
     held = {id(parameter) for unit in units for parameter in unit.parameters()}
     return [name for name, parameter in model.named_parameters() if id(parameter) not in held]
+
+
+def _make_room(unit: nn.Module, device: str) -> None:
+    """Weights of a unit that are on ``meta`` get room on a device; tied ones stay one."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in unit.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None and weight.is_meta and not is_sharded(weight):
+                if weight not in made:
+                    made[weight] = nn.Parameter(torch.empty_like(weight, device=device), weight.requires_grad)
+                module._parameters[name] = made[weight]
 
 
 def _tied_from_outside(model: nn.Module, units: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Module, str]]:

@@ -5,6 +5,7 @@ at random from a config under a seed. On the meta device nothing is read or draw
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,14 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from logitless.errors import ConfigurationError, UnavailableError
@@ -39,6 +47,7 @@ def load_model(
     seed: int = 0,
     drop_router_loss: bool = False,
     four_bit: FourBit | None = None,
+    empty: bool = False,
 ) -> PreTrainedModel:
     """A causal language model with its weights, its LM head and its packing verified.
 
@@ -53,6 +62,8 @@ def load_model(
         drop_router_loss: train a mixture of experts without its load-balancing loss.
         four_bit: round the decoder's linear layers to four bits a weight, one after the other on their way to the
             device; for a base that is not trained.
+        empty: leave the weights on ``meta``, unread, and have all else on the CPU as it would be beside them; for a
+            process that gets them from another one.
 
     Raises:
         ConfigurationError: the source does not exist, has no safetensors, lacks weights, or is a mixture of experts
@@ -84,12 +95,14 @@ def load_model(
             given="a config only",
             remedy="Set random_weights, or give the folder or hub name of a trained model.",
         )
-    if random_weights or meta:
+    if empty:
+        model = _without_weights(source, config, options, reads=not random_weights)
+    elif random_weights or meta:
         with seeded(seed), torch.device("meta" if meta else "cpu"):
             model = _built(config, options)
     else:
         model = _read_weights(source, config, options)
-    if four_bit is None:
+    if four_bit is None and not empty:
         model.to(device)
     separate_long_sequences(model)
     verify_lm_head(model)
@@ -261,6 +274,27 @@ def _built(config: Any, options: Mapping[str, Any]) -> PreTrainedModel:
             given=f"one that makes {empty} empty",
             remedy="Check the sizes in model.source.",
         )
+    return model
+
+
+def _without_weights(source: ModelSource, config: Any, options: Mapping[str, Any], *, reads: bool) -> PreTrainedModel:
+    """The model that would be read or drawn, but for its weights: buffers that its code makes, and how it generates."""
+    plain = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:  # one that is tied stays one
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        plain(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[assignment, method-assign]
+    try:
+        with seeded(0):
+            model = _built(config, options)
+    finally:
+        nn.Module.register_parameter = plain  # type: ignore[method-assign]
+    if reads:
+        with suppress(OSError):  # there is none: it follows from the config
+            model.generation_config = GenerationConfig.from_pretrained(str(source))
     return model
 
 

@@ -168,7 +168,8 @@ class WorkerPool:
         Args:
             task: ``package.module:name`` of a function whose result survives JSON.
             items: one tuple of arguments a call; they must pickle.
-            deadline_seconds: wall clock for one item, from the moment its worker turns to it.
+            deadline_seconds: wall clock for one item, from the moment its worker turns to it; again, ``MAX_DEADLINES``
+                times at most, for one that wants to compute and was not let, or that was looked at late.
             memory_bytes: what one item may map beyond what its worker has mapped already, in each of its processes.
             needs: further paths to import before the first deadline starts.
             ways: of all items, or one an item.
@@ -188,6 +189,8 @@ class WorkerPool:
         of_items = [ways] * len(items) if isinstance(ways, str) else ways
         added = dict(environment or {})
         frames = [_frame(task, way, memory_bytes, added, item) for way, item in zip(of_items, items, strict=True)]
+        if not frames:
+            return []
         batch = _Batch(frames, of_items)
         with self._lock:
             self._load((*needs, task))

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from logitless.errors import EngineError, UnavailableError
+from logitless.errors import EngineError, LostRankError, UnavailableError
 from logitless.rollout.engine import Weights
 from logitless.rollout.http_client import Patience
 from logitless.rollout.vllm_api import VllmServer
@@ -126,6 +126,8 @@ class NcclSync:
             server.resume()
         except Exception as error:  # a broadcast cut off leaves the communicator in no known state
             self._trainers.pop(server.url, None)
+            if isinstance(error, LostRankError):  # which made a tensor whole with this one; the server is not to blame
+                raise
             raise EngineError(
                 needed=f"weights sent to {server.url} over NCCL",
                 given=f"{type(error).__name__}: {error}",

@@ -7,8 +7,6 @@ as every engine with kernels of its own, and a second copy of the weights.
 
 import copy
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +23,7 @@ from logitless.rollout.engine import Weights
 from logitless.rollout.probe import Probe
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.vllm_api import Sampled, sampling_fields
-from logitless.rollout.weight_folder import WeightFolders
+from logitless.rollout.weight_folder import WeightFolders, private_folder
 from logitless.seeds import derived_seed
 from logitless.types import Completion, Prompt
 
@@ -62,8 +60,8 @@ class VllmEngine:
         self._sleep, self._version = sleep, 0
         self._weights: Weights | None = None
         self._llm: Any = None
-        self._root = Path(tempfile.mkdtemp(prefix="logitless-weights-"))
-        self._folders = WeightFolders(self._root, dtype=getattr(torch, dtype))
+        root, self._remove = private_folder(self)
+        self._folders = WeightFolders(root, dtype=getattr(torch, dtype))
         self._options = {
             "dtype": dtype,
             "max_model_len": context,
@@ -200,7 +198,7 @@ class VllmEngine:
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
-        shutil.rmtree(self._root, ignore_errors=True)
+        self._remove()
 
 
 def _sampled(output: Any) -> Sampled:

@@ -9,6 +9,8 @@ same in every bit. Gives up: a difference costs a second copy of the weights in 
 import json
 import os
 import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +44,19 @@ class Written:
     num_bytes: int
     num_weights: int
     num_changed: int | None
+
+
+def private_folder(owner: object) -> tuple[Path, Callable[[], object]]:
+    """A new folder for weights, and what removes it; it goes with its owner at the latest, for weights fill a disk.
+
+    Example:
+        >>> folder, remove = private_folder(owner := Written(Path(), "whole", 0, 0, None))
+        >>> remove()
+        >>> folder.exists()
+        False
+    """
+    folder = Path(tempfile.mkdtemp(prefix="logitless-weights-"))
+    return folder, weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
 
 
 class WeightFolders:

@@ -8,10 +8,9 @@ somebody else gave weights to, is recognised.
 """
 
 import shutil
-import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from logitless.models.lm_head import causal_lm
 from logitless.rollout.engine import Weights
 from logitless.rollout.http_client import PassingFault, Patience
 from logitless.rollout.vllm_api import FRESH, VllmServer
-from logitless.rollout.weight_folder import WeightFolders
+from logitless.rollout.weight_folder import WeightFolders, private_folder
 
 Held = Literal["current", "fresh", "other"]
 """What a server holds: the weights that it was last given, those that it was started with, or somebody else's."""
@@ -159,7 +158,7 @@ class FolderSync:
     ) -> None:
         self._served, self._patience, self._loader, self._seconds = served, patience, loader, seconds
         self._mode: Literal["wait", "keep"] = "keep" if in_flight else "wait"
-        self._root, self._is_private = _root_of(root)
+        self._root, self._remove = _root_of(self, root)
         self._folders = WeightFolders(self._root, dtype=dtype, differences_in_a_row=differences_in_a_row)
         self._names, self._folder = Names(), Path()
 
@@ -218,15 +217,15 @@ class FolderSync:
 
     def keep_apart(self, client: int) -> None:
         """Write into a folder of this client's own, which a private one is."""
-        if self._is_private:
+        if self._remove is not None:
             return
         self._root = self._folders.root = self._root / f"client-{client}"
         self._root.mkdir(parents=True, exist_ok=True)
 
     def close(self) -> None:
         """Remove a private folder."""
-        if self._is_private:
-            shutil.rmtree(self._root, ignore_errors=True)
+        if self._remove is not None:
+            self._remove()
 
 
 class AdapterSync:
@@ -241,7 +240,7 @@ class AdapterSync:
 
     def __init__(self, patience: Patience, *, root: Path | None = None) -> None:
         self._patience, self._names = patience, Names()
-        self._root, self._is_private = _root_of(root)
+        self._root, self._remove = _root_of(self, root)
         self._bases: dict[str, str] = {}
         self._before: str | None = None
 
@@ -299,7 +298,7 @@ class AdapterSync:
 
     def keep_apart(self, client: int) -> None:
         """Write into a folder of this client's own, which a private one is."""
-        if self._is_private:
+        if self._remove is not None:
             return
         self._root = self._root / f"client-{client}"
         self._root.mkdir(parents=True, exist_ok=True)
@@ -313,8 +312,8 @@ class AdapterSync:
 
     def close(self) -> None:
         """Remove a private folder."""
-        if self._is_private:
-            shutil.rmtree(self._root, ignore_errors=True)
+        if self._remove is not None:
+            self._remove()
 
 
 def refuse_others(held: Held, server: VllmServer) -> None:
@@ -354,11 +353,12 @@ def _written_to(root: Path) -> Iterator[None]:
         ) from error
 
 
-def _root_of(root: Path | None) -> tuple[Path, bool]:
+def _root_of(user: object, root: Path | None) -> tuple[Path, Callable[[], object] | None]:
+    """The folder, which exists then, and for a private one what removes it."""
     if root is None:
-        return Path(tempfile.mkdtemp(prefix="logitless-weights-")), True
+        return private_folder(user)
     root.mkdir(parents=True, exist_ok=True)
-    return root, False
+    return root, None
 
 
 def _save_adapter_config(module: nn.Module, folder: Path) -> None:

@@ -432,7 +432,9 @@ class ParallelSection(Section):
         "processes; every process then holds all weights",
     )
     timeout_seconds: PositiveInt = Field(
-        1800, description="how long processes wait for each other; longer than the longest rollout of one"
+        1800,
+        description="how long processes wait for each other; longer than the longest rollout of one, and than reading "
+        "the model",
     )
 
 

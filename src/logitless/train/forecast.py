@@ -204,7 +204,8 @@ def memory_of_rank(
             parts["autocast copies"] = one["autocast copies"]
     if train.activation_memory is not None:
         for parts in moments.values():
-            parts["inputs of layers"] = max(parts["inputs of layers"], train.activation_memory)
+            if "inputs of layers" in parts:  # there are none any more when the embedding's gradient is summed
+                parts["inputs of layers"] = max(parts["inputs of layers"], train.activation_memory)
     if isinstance(recipe.rollout.engine, TransformersEngineSection | GpuEngineSection | AutoEngineSection):
         moments["sampling"] = {"cache": one["activations or cache (estimate)"]}
         if arrangement.is_sharded:

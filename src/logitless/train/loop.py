@@ -17,7 +17,7 @@ rank has whole, and so every rank plans, weighs and decides alike. The first one
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
-from logitless.errors import CheckpointError, EngineError
+from logitless.errors import CheckpointError, EngineError, LostRankError
 from logitless.train.block_metrics import training_metrics
 from logitless.train.checkpoint import BackgroundSaver, Checkpoint, checkpoints, damaged
 from logitless.train.collector import Collector
@@ -190,7 +190,7 @@ class Loop:
         try:
             self.save()
             self.saver.wait()
-        except CheckpointError as error:
+        except (CheckpointError, LostRankError) as error:
             self.journal.message(f"no further checkpoint: {error}")
 
     def restore(self, saved: Checkpoint) -> None:

@@ -34,6 +34,7 @@ from logitless.train.setup import (
     tokenizer_of,
     value_head_of,
 )
+from logitless.train.training_memory import layers_bytes
 from logitless.train.writers import check_writers
 from logitless.types import Prompt
 
@@ -104,22 +105,22 @@ def plan_of(recipe: Recipe) -> Plan:
 def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None) -> dict[str, int]:
     """Bytes by part, of a model and its value head on the meta device.
 
-    Activations follow Korthikanti et al. 2022 (arXiv:2205.05198, sec. 4) without the quadratic part, which fused
-    attention does not keep: about 34 D bytes a token and layer at two bytes a number, or 2 D with checkpointing and
-    one layer worked on at a time. Scoring, sampling and training do not overlap, so the larger of activations and
-    cache counts. A run that goes on holds no more: its checkpoint is read into this model, a tensor at a time.
+    Activations are those that ``training_memory.layer_bytes`` counts of a layer: of all layers, or with checkpointing
+    of one that is worked on, beside the inputs of all. Scoring, sampling and training do not overlap, so the larger of
+    activations and cache counts. A run that goes on holds no more: its checkpoint is read into this model, a tensor at
+    a time.
     """
     section, train = recipe.model, recipe.train
     trained = [p for p in model.parameters() if p.requires_grad]
     frozen = [p for p in model.parameters() if not p.requires_grad]
     config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr]
-    layers, width = config.num_hidden_layers, config.hidden_size
     lowered = section.trained_dtype != "float32"
     half = section.autocast is not None or lowered or (section.lora is not None and section.dtype != "float32")
     held = sum(master_of(p).numel() * master_of(p).element_size() for p in trained)  # by the optimizer
     number = 2 if half else 4
-    kept, worked_on = (1, 1) if section.gradient_checkpointing else (17, 0)
-    activations = train.tokens_per_micro_batch * width * number * (layers * kept + 17 * worked_on)
+    activations = sum(
+        layers_bytes(model, number, tokens=train.tokens_per_micro_batch, recomputes=section.gradient_checkpointing)
+    )
     if train.activation_memory is not None:
         activations = min(activations, train.activation_memory)
     sampling = sampling_bytes(recipe, config, number)

@@ -86,6 +86,11 @@ class Policy:
         self.sequence: ProcessGroup | None = None
         self.all_rows = False
 
+    def share_prompts_unless(self, reason: str | None) -> None:
+        """Settle what ``why_unshared`` says, of a policy that had no weights yet to be asked."""
+        if self.shares_prompts and reason is not None:
+            self.unshared_because, self.shares_prompts = reason, False
+
     def share_sequences(self, group: ProcessGroup) -> None:
         """From now on every rank of a group reads some tokens of each row, and has the scores of all.
 
@@ -103,7 +108,7 @@ class Policy:
         made_same: Callable[[Iterable[Tensor]], None] | None = None,
     ) -> None:
         """Cut the model's weights over the ranks of a mesh; masters become the shards. A model in the host's memory
-        goes to the mesh's device by units, so that it is whole there at no time.
+        goes to the mesh's device by units, so that it is whole there at no time; weights on ``meta`` get room there.
 
         Args:
             mesh: of ``Arrangement.mesh``.
@@ -125,9 +130,11 @@ class Policy:
         self.sharded = ShardedModel(
             self.model, units_of(self.model), mesh, dtype=dtype, on_host=on_host, made_same=made_same
         )
-        if mesh.device_type == "cuda":
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        is_cuda = mesh.device_type == "cuda"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
         if self.value_head is not None:
+            if self.value_head.weight.is_meta:
+                self.value_head.to_empty(device=self.device)
             self.value_head.to(self.device)
             if made_same is not None:
                 made_same(self.value_head.parameters())

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -70,6 +71,8 @@ from logitless.train.setup import (
 from logitless.train.warm_start import warm_start
 from logitless.train.writers import check_writers, open_writers
 
+logger = logging.getLogger("logitless")
+
 FOLDER = "the run's folder, which the first rank opens,"
 OpenEngines: TypeAlias = Callable[[Recipe, nn.Module, PreTrainedTokenizerBase], Engines]
 
@@ -128,8 +131,7 @@ def start(
             if ranks.of_first(not folder.is_failed_start() or bool(checkpoints(folder.checkpoints))):
                 saved = load_checkpoint(folder.checkpoints)
         warm = path / WARM_START
-        device = _where_it_starts(recipe, arrangement)
-        model = _model(built, tokenizer, warm if saved is not None and warm.exists() else None, device)
+        model = _model(built, tokenizer, warm if saved is not None and warm.exists() else None, arrangement, ranks)
         check_before_start(recipe, data, model)
         with failing_together(ranks, FOLDER):
             if ranks.is_first:
@@ -162,13 +164,16 @@ def start(
             stack.callback(writer.close)
         policy, reference = _policies(built, algorithm, tokenizer, data, folder, view, model, ranks)
         del model
+        for each in (policy, reference):
+            if isinstance(each, Policy):
+                each.share_prompts_unless(ranks.of_first(each.unshared_because))
         if not arrangement.is_sharded:
             ranks.copy_of_first(policy.held().values())
             policy.round_masters()
             if isinstance(reference, Policy):
                 ranks.copy_of_first(reference.held().values())
         else:
-            mesh = arrangement.mesh(device_of(recipe.model).type)
+            mesh = arrangement.mesh(device_of(recipe.model).type, ranks.timeout)
             policy.shard(mesh, made_same=ranks.copy_of_first)
             if isinstance(reference, Policy):
                 on_host = recipe.parallel.reference == "host"
@@ -227,9 +232,9 @@ def _new_folder(root: Path, name: str, numbered: bool, ranks: Ranks) -> RunFolde
     return RunFolder(Path(ranks.of_first(None if made is None else str(made.path))))
 
 
-def _where_it_starts(recipe: Recipe, arrangement: Arrangement) -> torch.device:
-    """Where the whole model is made: a model that is to be sharded stays in the host's memory until its units go to the
-    GPU one by one, to be cut there.
+def _is_cut_from_host(recipe: Recipe, arrangement: Arrangement) -> bool:
+    """Whether the model stays in the host's memory, of the first rank alone, until its units go to the device one by
+    one, to be cut there.
 
     Not where the whole model is trained or measured before, nor where a CPU cannot try its layers (``why_unshared``
     and ``install_liger_layers`` run a few tokens): Liger's kernels, compiled ones, chosen backends of attention.
@@ -237,12 +242,36 @@ def _where_it_starts(recipe: Recipe, arrangement: Arrangement) -> torch.device:
     model = recipe.model
     runs_before = recipe.warm_start is not None or recipe.train.activation_memory is not None
     for_gpus = model.layers == "liger" or model.compile or model.sdpa_backends is not None
-    waits = arrangement.is_sharded and not runs_before and not for_gpus
-    return torch.device("cpu") if waits else device_of(model)
+    return arrangement.is_sharded and not runs_before and not for_gpus
 
 
-def _model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, weights: Path | None, device: torch.device) -> nn.Module:
-    return policy_model(recipe.model, tokenizer, seed=recipe.seed, device=device, weights=weights)
+def _model(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, weights: Path | None, arrangement: Arrangement, ranks: Ranks
+) -> nn.Module:
+    """The model where it starts: whole on the device of each rank, or to be cut from the host's memory.
+
+    Then only the first rank reads it, and the others have its shape, whose weights they are sent when they are cut. An
+    architecture that is made otherwise than it is read (some weights or buffers in another dtype) is read by all.
+    """
+    is_cut = _is_cut_from_host(recipe, arrangement)
+    device = torch.device("cpu") if is_cut else device_of(recipe.model)
+
+    def made(*, empty: bool) -> nn.Module:
+        return policy_model(recipe.model, tokenizer, seed=recipe.seed, device=device, weights=weights, empty=empty)
+
+    with failing_together(ranks, "a model to train"):
+        model = made(empty=is_cut and not ranks.is_first)
+    if is_cut and ranks.any(_shape(model) != ranks.of_first(_shape(model))):
+        if not ranks.is_first:
+            return made(empty=False)
+        logger.info("every process reads the model, which transformers makes otherwise than it reads it")
+    return model
+
+
+def _shape(model: nn.Module) -> list[list[Any]]:
+    """Of each weight and buffer its name, shape and dtype, and whether it is trained."""
+    held = [*model.named_parameters(), *model.named_buffers()]
+    return [[name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad] for name, tensor in held]
 
 
 def _policies(

@@ -159,6 +159,7 @@ def policy_model(
     seed: int,
     device: torch.device,
     weights: Path | None = None,
+    empty: bool = False,
 ) -> nn.Module:
     """The model to train: every weight in ``trained_dtype``, under LoRA adapters in it on a frozen base.
 
@@ -169,6 +170,7 @@ def policy_model(
         device: ``meta`` for a dry run.
         weights: folder with the weights of a run: a whole model, or under LoRA the adapter of a warm start, which is
             merged before the adapter to train is added.
+        empty: without its weights, and those of the adapter to train; see ``load_model``.
     """
     full = section.lora is None
     stored = full and weights is not None
@@ -182,6 +184,7 @@ def policy_model(
         seed=seed,
         drop_router_loss=section.drop_router_loss,
         four_bit=section.quantize,
+        empty=empty,
     )
     check_vocabulary(model, tokenizer)
     num_dropouts = disable_dropout(model)

@@ -89,7 +89,7 @@ def training_memory(
         True
     """
     inner: Any = causal_lm(model)
-    config, cut = inner.config.get_text_config(), arrangement.weights
+    cut = arrangement.weights
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     if number is None:
@@ -97,7 +97,7 @@ def training_memory(
     if recomputes is None:
         recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     head = inner.get_output_embeddings().weight
-    width, layers, vocabulary = head.shape[1], config.num_hidden_layers, head.shape[0]
+    vocabulary, width = head.shape
 
     held = sum(shard_bytes(master_of(p), cut) for p in trained)
     always = {"weights": sum(shard_bytes(p, cut) for p in parameters), "AdamW moments": 2 * held}
@@ -107,14 +107,12 @@ def training_memory(
         else:
             always["masters"] = held
     of_head = shard_bytes(master_of(head), cut) if head.requires_grad else 0
-    one, all_layers = layer_bytes(model, number) * tokens, tokens * width * number * layers
-    made_again = one
-    if not recomputes:
-        all_layers, made_again = one * layers, 0
+    one = sum(layer_bytes(model, number)) * tokens
+    all_layers, made_again = layers_bytes(model, number, tokens=tokens, recomputes=recomputes)
     in_use, around, unsummed = _gathered(model, number) if arrangement.is_sharded else (0, 0, 0)
     row = 2 * width * number * tokens  # the last hidden states and their gradient
     start = {"inputs of layers": all_layers, "gradient of the LM head": of_head}
-    end = {"gradients": held, "inputs of layers": 0 if recomputes else one, "units in use": in_use}
+    end = {"gradients": held, "inputs of layers": one - made_again, "units in use": in_use}
     embedding = {"gradients": held, "units in use": around, "gradient of the embedding": unsummed}
     if in_order:
         end["sums along the tree"] = held * (micro_batches - 1).bit_length()
@@ -132,17 +130,41 @@ def training_memory(
     )
 
 
-def layer_bytes(model: nn.Module, number: int) -> int:
-    """Bytes a token that a decoder layer of transformers keeps for its backward, and that its backward makes at once.
+def layers_bytes(model: nn.Module, number: int, *, tokens: int, recomputes: bool) -> tuple[int, int]:
+    """Bytes that all decoder layers keep for their backward, and that one of them makes in its own.
 
-    With D, F the inner width of the gated MLP, and H and K all heads' widths of queries and of keys: two norms keep
-    their input in float32 and twice rounded (8 D beside 16 D bytes); attention keeps queries and keys before and after
-    they are turned, values and its output (4 H + 6 K with the pieces that turning cuts), the MLP gate, its activation,
-    the other half and their product (4 F). In the backward of the MLP the gradients of the last three are made beside
-    them (3 F).
+    Args:
+        model: on any device.
+        number: bytes of a number in activations.
+        tokens: that are read.
+        recomputes: layers keep their input alone, and make the rest again.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=1,
+        ...                      vocab_size=11)
+        >>> model = LlamaForCausalLM(config)
+        >>> layers_bytes(model, 2, tokens=1, recomputes=True), layers_bytes(model, 2, tokens=1, recomputes=False)
+        ((48, 640), (960, 320))
+    """
+    config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr]
+    kept, made = layer_bytes(model, number)
+    if recomputes:
+        return tokens * config.hidden_size * number * config.num_hidden_layers, tokens * (kept + made)
+    return tokens * kept * config.num_hidden_layers, tokens * made
+
+
+def layer_bytes(model: nn.Module, number: int) -> tuple[int, int]:
+    """Bytes a token that a decoder layer of transformers keeps for its backward, and that the backward makes at once.
+
+    With D, F the inner width of the gated MLP, H and K all heads' widths of queries and of keys, and n bytes a number:
+    two norms keep their input in float32 and, rounded, what is scaled and what comes of it (8 D + 4 n D), attention
+    keeps queries, keys, values and output (n (2 H + 2 K)), the MLP gate, its activation, the other half and their
+    product (4 n F). The backward makes as much again of norms (8 D + 4 n D), queries and keys before they were turned
+    with the pieces that turning cuts (n (2 H + 4 K)), and gradients of three parts of the MLP (3 n F).
 
     Over a frozen base, linear maps and norms keep no input for gradients of weights: what is left is the norms' input
-    in float32 (8 D bytes), queries, keys, values and output (2 H + 2 K), and of the MLP three parts (3 F). A float32
+    in float32 (8 D bytes), queries, keys, values and output, and of the MLP three parts (3 n F). A float32
     adapter keeps a float32 copy of its input instead, whose gradient comes in both dtypes.
 
     Example:
@@ -150,7 +172,7 @@ def layer_bytes(model: nn.Module, number: int) -> int:
         >>> config = LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
         ...                      vocab_size=11)
         >>> layer_bytes(LlamaForCausalLM(config), number=2)
-        640
+        (320, 320)
     """
     config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr]
     width = config.hidden_size
@@ -158,12 +180,15 @@ def layer_bytes(model: nn.Module, number: int) -> int:
     keys = getattr(config, "num_key_value_heads", None) or heads
     each = getattr(config, "head_dim", None) or width // heads
     inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * width
-    layer: Any = next(unit for unit in units_of(model) if isinstance(unit, GradientCheckpointingLayer))
-    inputs = [module.in_features for module in layer.modules() if hasattr(module, "lora_A")]
+    layer = next((module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)), None)
+    parts: Any = () if layer is None else layer.modules()
+    inputs = [part.in_features for part in parts if hasattr(part, "lora_A")]
+    attention = 2 * heads * each + 2 * keys * each
     if inputs and number < 4:
-        kept = 8 * width + number * (2 * heads * each + 2 * keys * each + 3 * inner) + 4 * sum(inputs)
-        return kept + max((4 + number) * max(inputs), 3 * number * inner)
-    return (8 * width + 4 * heads * each + 6 * keys * each + 7 * inner) * number + 16 * width
+        kept = 8 * width + number * (attention + 3 * inner) + 4 * sum(inputs)
+        return kept, max((4 + number) * max(inputs), 3 * number * inner)
+    norms = (8 + 4 * number) * width
+    return norms + number * (attention + 4 * inner), norms + number * (attention + 2 * keys * each + 3 * inner)
 
 
 def _head_bytes(

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+
+from tests import warm
 
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 """KiB that a program may have, by compute capability."""
@@ -121,8 +122,7 @@ def compiled(capability: int, resources: bool = False) -> Iterator[list[Kernel]]
 def run(module: str, *arguments: str) -> Any:
     """JSON that ``python -m module arguments`` prints last, in a process without the interpreter."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments], env=environment, capture_output=True, text=True, check=False
-    )
+    imported = ("logitless.head.fused", "logitless.models.row_invariant", "logitless.rollout.gpu")
+    done = warm.run("-m", module, *arguments, environment=environment, imported=imported)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
