@@ -15,22 +15,21 @@ from logitless.errors import EngineError, LogitlessError, LostRankError, Trainin
 
 
 class SharedWork:
-    """Work that several ranks do at the same time."""
+    """Work that several ranks do at the same time.
+
+    Attributes:
+        is_heard: whether the other ranks wait for this one's word, or will.
+    """
 
     def __init__(self) -> None:
-        self._in_collective = False
+        self.is_heard = True
 
     @contextmanager
     def collective(self) -> Iterator[None]:
         """Inside, the ranks send each other something: one that fails here has nobody who would listen."""
-        self._in_collective = True
+        self.is_heard = False
         yield
-        self._in_collective = False  # not where it failed
-
-    @property
-    def is_heard(self) -> bool:
-        """Whether the other ranks wait for this one's word, or will."""
-        return not self._in_collective
+        self.is_heard = True  # not where it failed
 
 
 @contextmanager

@@ -18,9 +18,10 @@ from logitless.errors import DataError
 from logitless.rewards.contract import Batch, Columns, column
 from logitless.rewards.pool import Outcome, program_pool
 from logitless.rewards.pooled import MEBIBYTE, PooledReward, Sandbox
-from logitless.rewards.programs import MAX_DEADLINES, fingerprint
+from logitless.rewards.programs import fingerprint
 from logitless.rewards.sandbox import require_walls
 from logitless.rewards.tasks import unfenced
+from logitless.rewards.worker import MAX_DEADLINES
 from logitless.types import Verdict
 
 _START_SECONDS = 10.0

@@ -32,6 +32,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from logitless.errors import ConfigurationError, InputError, UnavailableError
 from logitless.rewards import worker as worker_script
+from logitless.rewards.worker import BUSY_SHARE, LATE_SECONDS, MAX_DEADLINES
 
 OutcomeStatus: TypeAlias = Literal["done", "raised", "timeout", "idle", "crashed", "memory", "orphans"]
 
@@ -51,12 +52,6 @@ QUEUED_PER_WORKER = 8
 QUICK_SECONDS = 0.01
 PATIENCE_SECONDS = 0.1
 STOP_SECONDS = 10.0
-BUSY_SHARE = 0.5
-"""An item that had the processor for this share of its deadline is itself to blame for missing it."""
-MAX_DEADLINES = 10
-"""How many times its deadline an item may take that wants to compute and gets less than that share."""
-LATE_SECONDS = 0.1
-"""Who looks at a deadline so much after it has not had the processor itself, and the item perhaps neither."""
 FIND_WALLS = "logitless.rewards.confinement:layers"
 MAX_LINE_BYTES = 2 * worker_script.MAX_RESULT_CHARACTERS
 

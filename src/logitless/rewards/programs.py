@@ -19,13 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from logitless.rewards import confinement
-from logitless.rewards.worker import end_children, usage
+from logitless.rewards.worker import BUSY_SHARE, LATE_SECONDS, MAX_DEADLINES, end_children, usage
 
 MAX_OUTPUT_BYTES = 1 << 20
 MAX_OPEN_FILES = 64
-BUSY_SHARE = 0.5
-MAX_DEADLINES = 10
-LATE_SECONDS = 0.1
 
 
 def run_program(

@@ -36,6 +36,12 @@ MAX_TRACEBACK_CHARACTERS = 4000
 CONFINE = "logitless.rewards.confinement:confine_grader"
 CHILD_GRACE_SECONDS = 0.1
 MORE_GRACE = 20
+BUSY_SHARE = 0.5
+"""An item that had the processor for this share of its deadline is itself to blame for missing it."""
+MAX_DEADLINES = 10
+"""How many times its deadline an item may take that wants to compute and gets less than that share."""
+LATE_SECONDS = 0.1
+"""Who looks at a deadline so much after it has not had the processor itself, and the item perhaps neither."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1

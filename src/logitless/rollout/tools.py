@@ -15,8 +15,8 @@ from pydantic import Field
 from logitless.errors import ConfigurationError
 from logitless.rewards.pool import Outcome, program_pool, shared_pool
 from logitless.rewards.pooled import MEBIBYTE, Sandbox
-from logitless.rewards.programs import MAX_DEADLINES
 from logitless.rewards.sandbox import require_walls
+from logitless.rewards.worker import MAX_DEADLINES
 
 _START_SECONDS = 10.0
 

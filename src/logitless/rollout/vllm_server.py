@@ -242,7 +242,7 @@ class VllmServerEngine:
                 return [_Drawn(each, self._sync.versions(watched.server, model, each.weights)) for each in samples]
             except Refusal as refusal:  # an adapter that a restarted server did not know, or has been given since
                 if refusal.status == 404 and (
-                    self._sync.held(watched.server) == "fresh" or watched.restarts != restarts
+                    watched.restarts != restarts or self._sync.held(watched.server) == "fresh"
                 ):
                     raise PassingFault(str(refusal)) from refusal
                 raise
