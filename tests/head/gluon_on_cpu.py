@@ -169,7 +169,10 @@ class Pointer:
 
 
 class Descriptor:
-    """A matrix in memory as the copy engine knows it: of a box what lies outside is 0, and not written."""
+    """A matrix in memory as the copy engine knows it: of a box what lies outside is 0, and not written.
+
+    It writes no less than 16 bytes, so that a row's last store may go on beyond the matrix.
+    """
 
     layout = None
 
@@ -185,7 +188,9 @@ class Descriptor:
 
     def put(self, place: list[int], box: Tensor) -> None:
         inside = self._inside(place)
-        inside.copy_(box[: inside.shape[0], : inside.shape[1]])
+        rows, columns = inside.shape
+        columns += -columns % (16 // self.dtype.itemsize)
+        inside.as_strided((rows, columns), inside.stride()).copy_(box[:rows, :columns])
 
     def _inside(self, place: list[int]) -> Tensor:
         (row, column), (rows, columns) = place, self.block

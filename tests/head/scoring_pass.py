@@ -14,7 +14,10 @@ from logitless.head.sharded import Shard
 from logitless.types import LMHead
 
 UNTOUCHED = -7.0
-"""In kept exponentials where nothing is to be written."""
+"""In kept exponentials where nothing is to be written, or anything may be."""
+
+CHUNK = 8
+"""bfloat16 numbers in 16 bytes: the copy engine stores nothing less, so a row's last chunk is its own beyond V too."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Given(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What it gives: E (UNTOUCHED in rows and columns beyond), and S and T of each tile."""
+    """What it gives: E (UNTOUCHED beyond its columns, among them a chunk that is another's), S and T of each tile."""
 
     kept: Tensor | None
     s: Tensor
@@ -86,11 +89,13 @@ def scored(given: Given, num_kept: int, *, overlaps: bool) -> Found:
     """By the kernel that this head gets, or by the plain one."""
     variant = replace(given.operands.variant, overlaps=overlaps)
     operands = replace(given.operands, variant=variant)
-    kept = None
+    kept, v = None, len(operands.weight)
     if num_kept:
-        kept = launch.kept_rows(num_kept, len(operands.weight), variant, given.anchor.device).fill_(UNTOUCHED)
+        kept = launch.kept_rows(num_kept, v + CHUNK, variant, given.anchor.device).fill_(UNTOUCHED)
     sums = launch.TileSums.of(operands, given.rows)
     launch.exp_product(operands, given.rows, given.anchor, kept, num_kept, sums, None, maximum=False)
+    if kept is not None:
+        kept[:, v : v + -v % CHUNK] = UNTOUCHED
     return Found(kept, *sums)
 
 
@@ -104,7 +109,7 @@ def exact(given: Given, num_kept: int) -> Found:
     e = d.exp2()
     kept = None
     if num_kept:
-        kept = torch.full((num_kept, -(-v // 8) * 8), UNTOUCHED, dtype=torch.float64, device=d.device)
+        kept = torch.full((num_kept, v + -v % CHUNK + CHUNK), UNTOUCHED, dtype=torch.float64, device=d.device)
         kept[:, :v] = e[:num_kept]
     weighted = torch.where(e == 0, 0.0, e * d)
     s, t = (torch.stack([tile.sum(1) for tile in x.split(columns, dim=1)]) for x in (e, weighted))

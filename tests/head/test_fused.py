@@ -103,9 +103,14 @@ def test_blocks_of_the_vocabulary_add_up(device, monkeypatch):
 
 def test_a_large_gradient_of_the_weight_lends_room_and_keeps_its_bits(device, monkeypatch):
     from logitless.head import passes
+    from logitless.head.kernels import variants
 
-    inputs = problem(replace(ODD, rows=24, width=40, vocabulary=240), device)
-    monkeypatch.setattr(passes, "BLOCK_BYTES", 2 * 24 * 64)
+    gpu = variants.variant(torch.empty(1, 40, dtype=torch.bfloat16, device=device))
+    if not gpu.tma:
+        pytest.skip("room is lent where kernels load and store through TMA")
+    columns = gpu.score.columns
+    inputs = problem(replace(ODD, rows=24, width=40, vocabulary=15 * columns), device)
+    monkeypatch.setattr(passes, "BLOCK_BYTES", 2 * 24 * 4 * columns)
     narrower, found, lent_width = [], [], passes.lent_width
     monkeypatch.setattr(passes, "lent_width", lambda *given: narrower.append(lent_width(*given)) or narrower[-1])
     for share in (4, 10**9):

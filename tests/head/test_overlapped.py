@@ -167,8 +167,9 @@ class Named:
     [
         ({}, {}, "overlapped"),
         ({"rank": 16}, {}, "overlapped"),
-        ({"width": variants.DEEP}, {}, "plain"),
-        ({"width": variants.DEEP, "rank": 16}, {}, "overlapped"),
+        ({"width": variants.OVERLAPPED}, {}, "overlapped"),
+        ({"width": variants.OVERLAPPED + 8}, {}, "plain"),
+        ({"width": variants.OVERLAPPED + 8, "rank": 16}, {}, "overlapped"),
         ({"bias": torch.zeros(300)}, {}, "plain"),
         ({"softcap": True}, {}, "plain"),
         ({"variant": replace(HOPPER, overlaps=False)}, {}, "plain"),

@@ -119,7 +119,7 @@ def peak_bytes(
         >>> peak_bytes(16384, 4096, 128256, memory_budget=2**40) // 2**20
         4141
         >>> peak_bytes(16384, 4096, 128256, memory_budget=0) // 2**20
-        309
+        453
         >>> peak_bytes(16384, 4096, 128256, memory_budget=0, shards=8) // 2**20
         1204
     """

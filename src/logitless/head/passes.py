@@ -25,8 +25,11 @@ BLOCK_BYTES = 192 * 2**20
 """Logit gradients that are made anew are held for a block of columns of about this size."""
 
 
-LENT = 4
-"""A weight's gradient that is so many times as large lends room to a block of logit gradients."""
+LENT = 8
+"""A weight's gradient that is so many times as large lends room to a block of logit gradients.
+
+The last columns cost more time: at 4 times, a hidden size of 4096, a step took 4% longer, at 10 times 1%.
+"""
 
 FULL = 0.9
 """A block of columns whose weight gradient fills less of its rounds of the grid than this is made narrower."""

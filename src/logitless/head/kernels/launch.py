@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from logitless.head.kernels import backward, forward, tiles
-from logitless.head.kernels.variants import DEEP, Tile, Variant
+from logitless.head.kernels.variants import OVERLAPPED, Tile, Variant
 
 FEW_ROUNDS, FEW_PARTS = 6, 8
 """Up to so many rounds of tiles are cut into parts, up to so many: an idle last round would weigh too much there."""
@@ -125,7 +125,7 @@ def listed(chosen: Tensor) -> Compaction:
 
 
 def kept_rows(rows: int, vocabulary: int, variant: Variant, device: torch.device) -> Tensor:
-    """Room for the exponentials of so many rows; a row starts at a multiple of 16 bytes."""
+    """Room for the exponentials of so many rows, each of whole 16 bytes: TMA starts there, and stores nothing less."""
     stride = -(-vocabulary // 8) * 8
     return torch.empty(rows, stride, dtype=variant.kept, device=device)
 
@@ -216,7 +216,7 @@ def exp_product(
     variant, tile = operands.variant, operands.variant.score
     tma = variant.tma and chosen is None
     v, n = len(operands.weight), len(anchor)
-    pays = operands.low is not None or operands.weight.shape[1] < DEEP
+    pays = operands.low is not None or operands.weight.shape[1] <= OVERLAPPED
     if variant.overlaps and pays and tma and not (maximum or operands.softcap or operands.bias is not None):
         _overlapped_exp_product(operands, rows, anchor, kept, parts)
         return

@@ -41,7 +41,7 @@ class Variant:
         kept: dtype of kept exponentials and logit gradients.
         precision: how float32 operands are multiplied (irrelevant for 16-bit ones).
         truncation: relative loss of a sum of products per unit of its length, measured.
-        overlaps: whether ``overlapped.py``'s forward product runs here, for hidden sizes below DEEP and for LoRA.
+        overlaps: whether ``overlapped.py``'s forward product runs here, for hidden sizes up to OVERLAPPED and for LoRA.
     """
 
     tma: bool
@@ -66,6 +66,9 @@ WIDE = Tile(rows=128, columns=256, depth=64, group=16, stages=3, warps=8)
 
 DEEP = 2048
 """Hidden size from which an epilogue is a small part of a tile's time."""
+
+OVERLAPPED = 2048
+"""Largest hidden size at which ``overlapped.py`` is faster without LoRA: of 896, 2048, 4096 and 8192, the first two."""
 
 GLUON = "3.6."
 """The releases of Triton whose Gluon ``overlapped.py`` is written in: 3.5 and 3.7 name or order its parts otherwise."""
