@@ -116,6 +116,26 @@ def test_a_micro_batch_is_launched_while_the_one_before_it_runs():
     assert len(outputs) == 3
 
 
+def test_a_row_is_scored_while_the_one_before_it_runs(monkeypatch):
+    model, batch = _model(), _batch()
+    install_row_invariant(model)
+    policy, rows = Policy(model), ((0, 1, 2, 3), (4, 5), (6, 7, 8, 9))
+    expected, scores, launched = _score(policy, batch, rows), policy.scores, []
+
+    def launching(*args, **options):
+        torch.cuda.set_sync_debug_mode("error")  # until the last row is launched
+        launched.append(scores(*args, **options))
+        torch.cuda.set_sync_debug_mode("error" if len(launched) < len(rows) else "default")
+        return launched[-1]
+
+    monkeypatch.setattr(policy, "scores", launching)
+    try:
+        found = _score(policy, batch, rows)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found.logp, expected.logp)
+
+
 def _micro_batch(packed):
     ones = torch.ones(packed.num_tokens)
     tokens = TokenBatch(
