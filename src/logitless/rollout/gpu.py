@@ -274,7 +274,8 @@ class _Session:
         wanted: what it is asked for.
         max_rows: completions decoded at once.
         read_at_once: tokens of prompts read between two looks.
-        part: of the pages that the budget holds, one in so many is taken, but never less than one completion needs.
+        part: it takes the pages of so many times ``max_rows``, divided by as much, but never fewer than one completion
+            needs: a pass with half the rows has half the pages, not a quarter.
     """
 
     def __init__(self, engine: GpuEngine, wanted: _Wanted, *, max_rows: int, read_at_once: int, part: int = 1) -> None:
@@ -295,7 +296,7 @@ class _Session:
             lengths,
             new,
             wanted.num_samples,
-            max_rows,
+            max_rows * part,
         )
         self.num_pages = num_pages = max(num_pages // part, *(need.to_begin for need in needs))
         self.schedule = Schedule(
