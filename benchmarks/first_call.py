@@ -178,6 +178,7 @@ def table(found: dict[str, Any]) -> str:
     def in_phases(*names: str) -> Callable[[dict[str, Any]], float]:
         return lambda row: sum(row["first_seconds_by_phase"].get(name, 0.0) for name in names)
 
+    line("imports before it", lambda row: row["imports_seconds"])
     line("the first call", lambda row: row["first_seconds"])
     line("of it compilations and the self-check", in_phases("self-check", "compile"))
     line("capturing graphs", in_phases("capture"))

@@ -2,6 +2,7 @@
 
     python benchmarks/forecast.py                          # the cases of this machine that its results lack
     python benchmarks/forecast.py --cases length-toy --again
+    python benchmarks/forecast.py --keep-runs              # forecasts anew, beside the runs that were measured
     python benchmarks/forecast.py --page                   # puts the results into docs/doctor.md
 
 Forecast and run have a process each, so that neither finds memory or kernels that the other left. The run's block is
@@ -119,20 +120,36 @@ def real(recipe: Path, overrides: list[str], blocks: int) -> tuple[float, int, l
     return later, records[-1]["memory/peak_bytes"], kept
 
 
-def compared(name: str, case: Case, repeats: int) -> Iterator[dict[str, Any]]:
-    """Both, and how far the forecast is off, as a fraction of the run's; after each repeat."""
+def compared(name: str, case: Case, repeats: int, before: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+    """Both, and how far the forecast is off, as a fraction of the run's; after each repeat.
+
+    Args:
+        name: of the case.
+        case: to be measured.
+        repeats: of each.
+        before: a row of the case whose runs stand; only forecasts are made.
+    """
     recipe, overrides = ROOT / "recipes" / f"{case.recipe}.yaml", [*STILL, *case.overrides]
     foretold, ran = list[Forecast](), list[tuple[float, int, list[dict[str, Any]]]]()
+    spawn = get_context("spawn")
     for done in range(1, repeats + 1):
-        spawn = get_context("spawn")
         with ProcessPoolExecutor(1, mp_context=spawn) as first, ProcessPoolExecutor(1, mp_context=spawn) as second:
-            second.submit(int)  # its imports meanwhile
+            if before is None:
+                second.submit(int)  # its imports meanwhile
             foretold.append(first.submit(forecast, recipe, overrides).result())
             first.shutdown()
-            ran.append(second.submit(real, recipe, overrides, case.blocks).result())
+            if before is None:
+                ran.append(second.submit(real, recipe, overrides, case.blocks).result())
+        if before is None:
+            of_runs = {
+                "run_block_seconds": statistics.median(each for each, _, _ in ran),
+                "run_seconds": [records for _, _, records in ran],
+                "run_peak_bytes": statistics.median(peak for _, peak, _ in ran),
+            }
+        else:
+            of_runs = {key: before[key] for key in ("run_block_seconds", "run_seconds", "run_peak_bytes")}
         expected = statistics.median(each.block_seconds for each in foretold)
-        seconds = statistics.median(each for each, _, _ in ran)
-        held, peak = (statistics.median(each) for each in ([f.peak_bytes for f in foretold], [p for _, p, _ in ran]))
+        held = statistics.median(each.peak_bytes for each in foretold)
         yield {
             "case": name,
             "recipe": case.recipe,
@@ -141,14 +158,13 @@ def compared(name: str, case: Case, repeats: int) -> Iterator[dict[str, Any]]:
             "repeats": done,
             "share": foretold[0].share,
             "forecast_block_seconds": expected,
-            "run_block_seconds": seconds,
-            "seconds_off": expected / seconds - 1,
+            "seconds_off": expected / of_runs["run_block_seconds"] - 1,
             "forecast_seconds": [dict(each.seconds) for each in foretold],
-            "run_seconds": [records for _, _, records in ran],
+            "measured_batches": [[dict(batch) for batch in each.batches] for each in foretold],
             "forecast_peak_bytes": held,
             "planned_bytes": foretold[0].planned_bytes,
-            "run_peak_bytes": peak,
-            "peak_off": held / peak - 1,
+            "peak_off": held / of_runs["run_peak_bytes"] - 1,
+            **of_runs,
         }
 
 
@@ -184,6 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=cases, default=list(cases), metavar="CASE")
     parser.add_argument("--again", action="store_true", help="measure cases that have a row, too")
+    parser.add_argument("--keep-runs", action="store_true", help="only forecast anew, beside the runs that rows have")
     parser.add_argument("--repeats", type=int, default=3, help="forecasts and runs of each")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--page", action="store_true", help="only write the table of docs/doctor.md anew")
@@ -191,13 +208,15 @@ def main() -> None:
     if options.page:
         PAGE.write_text(with_table(PAGE.read_text()))
         return
+    options.out.mkdir(parents=True, exist_ok=True)
     machine = environment(device, ("triton", "transformers"))
     path, rows = options.out / f"forecast-{short_name(device)}.json", dict[str, dict[str, Any]]()
     if path.exists() and (before := json.loads(path.read_text()))["environment"] == machine:
         rows = {row["case"]: row for row in before["rows"]}
     for name in options.cases:
-        if name not in rows or options.again:
-            for row in compared(name, cases[name], options.repeats):
+        before = rows.get(name) if options.keep_runs else None
+        if name not in rows or options.again or before is not None:
+            for row in compared(name, cases[name], options.repeats, before):
                 rows[name] = row
                 found = f"{row['forecast_block_seconds']:.3g} s forecast, {row['run_block_seconds']:.3g} s in a run"
                 print(f"{name}: {found}, memory {row['peak_off']:+.1%}", flush=True)

@@ -6,11 +6,14 @@ in a collective, aborted by a watchdog), and the next test starts others. The en
 ``LOGITLESS_ONE_PROCESS`` skips the tests that need them.
 """
 
+import faulthandler
 import functools
 import os
+import signal
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed, wait
+from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -33,7 +36,8 @@ def run_on_ranks(
 
     The function must be importable (defined at the top of a module), and what goes in and out must pickle. With
     ``device="cuda"`` every rank has the GPU of its number as the current device. What a rank raised is raised here, the
-    cause rather than another rank's lost connection; ``TimeoutError`` where one has not answered in time.
+    cause rather than another rank's lost connection, with a note of each rank whose process ended: by which signal or
+    with which exit status; ``TimeoutError`` where one has not answered in time.
     """
     if device == "cuda" and torch.cuda.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} CUDA devices")
@@ -41,14 +45,21 @@ def run_on_ranks(
         pytest.skip("needs processes of its own, which LOGITLESS_ONE_PROCESS forbids")
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
+        executors = [_process(rank, device) for rank in range(num_ranks)]
         futures = [
-            _process(rank, device).submit(_on_rank, rank, num_ranks, device, store, function, args)
-            for rank in range(num_ranks)
+            executor.submit(_on_rank, rank, num_ranks, device, store, function, args)
+            for rank, executor in enumerate(executors)
         ]
+        processes = [next(iter(executor._processes.values())) for executor in executors]
         try:
             for future in as_completed(futures, timeout=timeout_seconds):
                 if future.exception() is not None:
-                    raise _cause(futures)
+                    error = _cause(futures)
+                    for rank, future in enumerate(futures):
+                        if future.done() and isinstance(future.exception(), BrokenProcessPool):
+                            executors[rank].shutdown()  # its process is gone, whose exit status it then has
+                            error.add_note(f"rank {rank} {_end(processes[rank].exitcode)}")
+                    raise error
         except BaseException:
             _end_processes()
             raise
@@ -60,6 +71,13 @@ def _cause(futures: list[Future[Any]]) -> BaseException:
     ended = wait(futures, timeout=5).done
     errors = [error for future in futures if future in ended and (error := future.exception()) is not None]
     return next((error for error in errors if type(error) is not RuntimeError), errors[0])
+
+
+def _end(exit_status: int | None) -> str:
+    """How a process ended that gave no result, for a person."""
+    if exit_status is not None and exit_status < 0:
+        return f"was ended by {signal.Signals(-exit_status).name}"
+    return f"ended with exit status {exit_status}"
 
 
 def _end_processes() -> None:
@@ -85,6 +103,7 @@ def _process(rank: int, device: str) -> ProcessPoolExecutor:
 def _on_rank(
     rank: int, num_ranks: int, device: str, store: Path, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
+    faulthandler.enable()  # where it was, if a signal ends this process
     torch.set_num_threads(1)
     written_at_once()
     on_gpu = device == "cuda"

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import signal
 import time
 from concurrent.futures.process import BrokenProcessPool
 
@@ -38,6 +39,12 @@ def end_without_a_word(rank):
         os.abort()  # as NCCL's watchdog does
 
 
+def end_in_two_ways(rank):
+    if rank == 0:
+        os._exit(3)
+    os.kill(os.getpid(), signal.SIGKILL)  # as a machine without memory does
+
+
 def fail(rank):
     if rank == 1:
         raise ValueError("rank 1 fails")
@@ -54,3 +61,9 @@ def test_a_test_that_hangs_aborts_or_fails_takes_no_other_along(what, error):
         run_on_ranks(2, what, timeout_seconds=10 if error is TimeoutError else 300)
     assert time.monotonic() - started < 300  # and not as long as the rank sleeps
     assert run_on_ranks(2, rank_and_sum) == [(0, 3.0), (1, 3.0)]
+
+
+def test_a_rank_whose_process_ended_is_named_with_its_signal_or_exit_status():
+    with pytest.raises(BrokenProcessPool) as caught:
+        run_on_ranks(2, end_in_two_ways)
+    assert caught.value.__notes__ == ["rank 0 ended with exit status 3", "rank 1 was ended by SIGKILL"]

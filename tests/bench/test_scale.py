@@ -73,6 +73,7 @@ def _block(rank, layout):
 def test_a_whole_block_of_two_processes_has_twice_the_prompts_of_one(layout):
     for row in run_on_ranks(2, _block, layout):
         assert (row["gpus"], row["layout"], row["engine"]) == (2, f"block_{layout}", "transformers")
+        assert row["parallel"] == {"replicate": 1, "shard": 1, "sequence": 1} | {layout: 2}
         assert row["tokens"] == BLOCK.tokens
         assert BLOCK.tokens < row["drawn_tokens"] <= replace(BLOCK, prompts=4).tokens  # some end by themselves
         assert row["seconds"].keys() == {"handing_over", "rollout", "scoring", "training"}
@@ -162,30 +163,33 @@ def test_memory_is_forecast_within_a_tenth_of_what_was_measured(row, models):
 
 
 OTHER = {"shard": "replicate", "replicate": "shard"}
-STEADY = [row for row in STEPS if max(row["seconds"]) < 1.2 * min(row["seconds"])]
-"""Rows whose steps took about the same time: nothing else is a constant."""
+LARGE = [row for row in STEPS if row["model"] in ("qwen3-1.7b", "llama-3.1-8b-lora")]
+"""Models with rows of one, two and four GPUs whose steps do not wait for the host, as those of 0.5B do."""
 
 
 @pytest.mark.parametrize(
     "row",
-    [row for row in STEADY if row["gpus"] > 1 and row["layout"] in OTHER and row["model"] == "qwen3-1.7b"],
+    # copies under LoRA send a hundredth of what shards send: their few milliseconds say nothing of the links
+    [
+        row
+        for row in LARGE
+        if row["gpus"] > 1
+        and row["layout"] in OTHER
+        and (row["model"], row["layout"]) != ("llama-3.1-8b-lora", "shard")
+    ],
     ids=_name,
 )
 def test_a_step_in_one_layout_is_forecast_from_constants_measured_in_the_other(row):
-    rows = [each for each in STEADY if each["model"] == row["model"]]
+    rows = [each for each in LARGE if each["model"] == row["model"]]
     speeds = Speeds.measured(rows, OTHER[row["layout"]])
     tokens = row["tokens"] * row["micro_batches"]
     seconds = tokens / speeds.tokens_per_second + speeds.exposed * row["sent_bytes"] / speeds.bytes_per_second
     assert seconds == pytest.approx(row["gpus"] * tokens / row["tokens_per_second"], rel=0.05)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [row for row in STEADY if row["gpus"] == 4 and row["layout"] in OTHER and row["model"] == "qwen3-1.7b"],
-    ids=_name,
-)
+@pytest.mark.parametrize("row", [row for row in LARGE if row["gpus"] == 4 and row["layout"] in OTHER], ids=_name)
 def test_a_step_on_four_gpus_is_forecast_from_constants_measured_on_two(row):
-    speeds = Speeds.measured([each for each in STEADY if each["model"] == row["model"] and each["gpus"] < 4])
+    speeds = Speeds.measured([each for each in LARGE if each["model"] == row["model"] and each["gpus"] < 4])
     tokens = row["tokens"] * row["micro_batches"]
     seconds = tokens / speeds.tokens_per_second + speeds.exposed * row["sent_bytes"] / speeds.bytes_per_second
     assert seconds == pytest.approx(4 * tokens / row["tokens_per_second"], rel=0.1)

@@ -210,5 +210,20 @@ def test_the_page_may_say_how_far_ablations_go_from_the_run_with_the_same_prompt
     apart = {key: float((curve - curves["logitless", 0]).abs().max()) for key, curve in curves.items()}
     assert max(apart["logitless", seed] for seed in (1, 2)) == pytest.approx(0.062, abs=5e-4)
     assert apart["trl", 0] < 0.03
-    assert apart.pop(("cispo", 0)) > 0.1
-    assert all(far < 0.05 for (name, _), far in apart.items() if name not in evidence.CONTENDERS)
+    ablations = {name: far for (name, _), far in apart.items() if name not in evidence.CONTENDERS}
+    assert set(ablations) == set(evidence.ABLATIONS)
+    assert ablations.pop("cispo") == pytest.approx(0.12, abs=5e-3)
+    assert ablations.pop("ppo") == pytest.approx(0.08, abs=5e-3)
+    assert max(ablations.values()) < 0.055
+    assert ablations.pop("every saving off") < 0.05
+    assert max(ablations[f"{name} off"] for name in evidence.SAVINGS[:3]) < 0.04
+
+
+def test_the_page_may_say_at_which_block_a_switch_of_savings_draws_another_letter():
+    documents = evidence.documents_in(evidence.RESULTS, "116m")
+    rewards = {(row["run"], row["seed"]): row["reward"] for document in documents.values() for row in document["rows"]}
+    plain = rewards["logitless", 0]
+    for name, blocks in (("share_prompts", 1), ("leave_out_dead", 3), ("pack_by_cost", 9)):
+        other = rewards[f"{name} off", 0]
+        assert other[:blocks] == plain[:blocks]
+        assert other[blocks] != plain[blocks]

@@ -13,7 +13,12 @@ spec.loader.exec_module(first_call)
 
 def row(caches, first, check, compiled):
     phases = {"self-check": check, "compile": 0.5, "capture": 0.7}
-    times = {"first_seconds": first, "second_seconds": 1.2, "first_seconds_by_phase": phases}
+    times = {
+        "imports_seconds": 10 + first,
+        "first_seconds": first,
+        "second_seconds": 1.2,
+        "first_seconds_by_phase": phases,
+    }
     return {"caches": caches, "model": "small", "workload": "1x2-3-4", "compiled": compiled, **times}
 
 
@@ -22,6 +27,7 @@ def test_the_table_has_the_median_of_the_runs_by_what_the_caches_held():
     rows = [row("empty", 9.0, 4.0, 50), row("full", 3.0, 0.1, 0), row("empty", 7.0, 3.0, 50), row("full", 2.0, 0.3, 0)]
     text = first_call.table({"machine": machine, "rows": rows})
     assert "**A GPU**, driver 1.2, torch 2.11, Triton 3.6; small, 1x2-3-4" in text
+    assert "| imports before it | 18.0 | 12.5 |" in text
     assert "| the first call | 8.0 | 2.5 |" in text
     assert "| kernels compiled | 50 | 0 |" in text
     page = f"before\n{first_call._BEGIN}\nold\n{first_call._END}\nafter"

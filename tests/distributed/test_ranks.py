@@ -14,7 +14,7 @@ from torch import nn
 from logitless.distributed import Ranks, ranks, ranks_of_environment
 from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError, TrainingError
-from tests.ranks import run_on_ranks
+from tests.ranks import DEVICES, run_on_ranks
 
 
 def all_of_them():
@@ -227,3 +227,19 @@ def patience_of_groups(rank):
 
 def test_every_group_waits_as_long_as_all_of_them():
     assert run_on_ranks(2, patience_of_groups) == [[77, 77, 77, 77]] * 2
+
+
+def sum_over_copies(rank, device):
+    """The sum of the ranks' numbers over the group of copies of the same shard."""
+    mesh = Arrangement(2, 1, 1).mesh(device)
+    number = torch.tensor([float(rank + 1)], device=device)
+    dist.all_reduce(number, group=mesh.get_group("replicate"))
+    return mesh.mesh_dim_names, mesh.mesh.tolist(), number
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_process_that_had_another_group_of_all_ranks_makes_a_mesh_of_copies(device):
+    for _ in range(2):  # torch's split of a group that is not the first of its process ends the process
+        for names, ranks_of_mesh, number in run_on_ranks(2, sum_over_copies, device, device=device):
+            assert (names, ranks_of_mesh) == (("replicate", "weights"), [[0], [1]])
+            assert number.item() == 3

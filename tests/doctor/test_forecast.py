@@ -3,10 +3,14 @@
 from pathlib import Path
 
 import pytest
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from logitless.doctor.forecast import batch_of, forecast_of
 from logitless.rollout.environment import SingleTurn
+from logitless.train.journal import Journal
+from logitless.train.learner import Learner
 from logitless.train.plan import plan_of
+from logitless.train.run import start
 from tests.train.tiny import tiny_recipe
 
 
@@ -25,7 +29,7 @@ def test_a_block_that_one_round_decodes_is_measured_as_it_is(tmp_path: Path) -> 
 def test_a_block_of_several_rounds_is_scaled_from_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tiny_recipe(tmp_path, rollout__max_rows=8)
     monkeypatch.setattr(
-        "logitless.doctor.forecast._measured", lambda *_: ({"rollout": 1.0, "scoring": 0.5, "training": 2.0}, 8, 40)
+        "logitless.doctor.forecast._measured", lambda *_: ([{"rollout": 1.0, "scoring": 0.5, "training": 2.0}], 8, 40)
     )
     found = forecast_of(recipe, plan_of(recipe))
     assert found.share == 0.5
@@ -94,3 +98,45 @@ def test_the_environment_of_the_recipe_is_played(tmp_path: Path, monkeypatch: py
     recipe = tiny_recipe(tmp_path)
     forecast_of(recipe, plan_of(recipe))
     assert started
+
+
+def test_one_batch_that_was_held_up_decides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = [{"rollout": rollout, "training": training} for rollout, training in ((1.0, 2.1), (7.0, 2.0), (1.1, 9.0))]
+    monkeypatch.setattr("logitless.doctor.forecast._measured", lambda *_: (batches, 16, 40))
+    recipe = tiny_recipe(tmp_path)
+    found = forecast_of(recipe, plan_of(recipe))
+    assert found.seconds == {"rollout": 1.1, "training": 2.1}
+    assert found.batches == batches
+
+
+@pytest.mark.parametrize(("seconds", "times"), [(0.0, 5), (2.0, 3), (8.0, 3), (20.0, 2), (31.0, 1)])
+def test_batches_are_measured_three_to_five_times_and_less_often_where_that_takes_long(
+    seconds: float, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def block(engines: object, collector: object, learner: object, journal: Journal) -> tuple[int, int]:
+        journal.seconds = {"rollout": seconds / 4, "training": seconds * 3 / 4}
+        return 16, 40
+
+    monkeypatch.setattr("logitless.doctor.forecast._block", block)
+    recipe = tiny_recipe(tmp_path)
+    assert len(forecast_of(recipe, plan_of(recipe)).batches) == times
+
+
+def test_layers_keep_what_the_run_lets_them_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: dict[str, list[object]] = {"forecast": [], "run": []}
+    step = Learner.step
+
+    def seen(learner: Learner) -> object:
+        layers = [m for m in learner.policy.model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        modes[whose].append(
+            [layer.gradient_checkpointing and layer._gradient_checkpointing_func.args for layer in layers]
+        )
+        return step(learner)
+
+    monkeypatch.setattr(Learner, "step", seen)
+    recipe = tiny_recipe(tmp_path, train__activation_memory=32 * 16 * 4, train__blocks=1)
+    whose = "forecast"
+    forecast_of(recipe, plan_of(recipe))
+    whose = "run"
+    start(recipe)
+    assert modes["forecast"][-1] == modes["run"][-1] == [("recompute", None)]

@@ -1,6 +1,7 @@
 """The engine with training's bits, on tiny models under Triton's interpreter, without graphs."""
 
 import logging
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -211,7 +212,28 @@ def test_out_of_memory_puts_rows_back_and_gives_the_same_tokens(monkeypatch, cap
     assert max(calls[2:]) == 2
 
 
-def test_where_the_pages_do_not_fit_into_the_device_fewer_are_taken_and_tokens_are_the_same(monkeypatch):
+def test_what_ran_out_of_memory_is_gone_before_sampling_goes_on(monkeypatch, caplog):
+    made, left = [], []
+    init, run = Steps.__init__, Steps.run
+
+    def noted(self, *args, **kwargs):
+        left.append([each() for each in made if each() is not None])
+        made.append(weakref.ref(self))
+        init(self, *args, **kwargs)
+
+    def failing(self, *args):
+        if len(made) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return run(self, *args)
+
+    monkeypatch.setattr(Steps, "__init__", noted)
+    monkeypatch.setattr(Steps, "run", failing)
+    engine_of().sample(PROMPTS[:2], 1, SamplingOptions(max_new_tokens=2), seed=1)
+    assert "no room" in caplog.text  # a log that keeps its records, as this one does, keeps no graphs
+    assert left == [[], []]
+
+
+def test_where_the_pages_do_not_fit_into_the_device_half_are_taken_and_tokens_are_the_same(monkeypatch):
     options = SamplingOptions(max_new_tokens=9)
     expected = engine_of().sample(PROMPTS, 2, options, seed=1)
     give, sizes = PageMemory.open, []
@@ -223,8 +245,12 @@ def test_where_the_pages_do_not_fit_into_the_device_fewer_are_taken_and_tokens_a
         return give(self, part_bytes)
 
     monkeypatch.setattr(PageMemory, "open", scarce)
-    assert engine_of().sample(PROMPTS, 2, options, seed=1) == expected
-    assert sizes[1] <= sizes[0] / 2
+    engine = engine_of()
+    assert engine.sample(PROMPTS, 2, options, seed=1) == expected
+    steps = engine._steps
+    pages = [size // (steps.page_bytes // steps.memory.parts) for size in sizes]
+    assert pages == [pages[0], pages[0] // 2]
+    assert pages[0] > 6  # else half were what the longest prompt needs
 
 
 def test_out_of_memory_with_a_single_row_is_raised(monkeypatch):

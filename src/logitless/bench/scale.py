@@ -244,11 +244,7 @@ def measured(ranks: Ranks, shape: Shape, layout: str, work: Work) -> dict[str, A
         "gpus": ranks.world,
         "model": shape.name,
         "layout": layout,
-        "parallel": {
-            "replicate": arrangement.replicate,
-            "shard": arrangement.shard,
-            "sequence": arrangement.sequence,
-        },
+        "parallel": asdict(arrangement),
         "tokens": work.tokens,
         "length": work.length,
         "micro_batches": work.micro_batches,

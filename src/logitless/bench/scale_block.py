@@ -7,7 +7,7 @@ with the bits of training (``rollout.engine: gpu``), shards with transformers' l
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
 
@@ -97,6 +97,8 @@ def block_over_ranks(ranks: Ranks, shape: Shape, layout: str, work: Workload, de
     prompts = [Prompt(str(p), "", ids) for p, ids in enumerate(whole.prompt_ids(shape.vocabulary))]
     options = SamplingOptions(max_new_tokens=work.most, stop=() if exact else (contenders.NEVER,))
     for _ in range(2):
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         marks = [_now(ranks, device)]
         policy.gather()
         engine.load(learner.weights(), learner.version)
@@ -127,6 +129,7 @@ def block_over_ranks(ranks: Ranks, shape: Shape, layout: str, work: Workload, de
         "gpus": ranks.world,
         "model": shape.name,
         "layout": f"block_{layout}",
+        "parallel": asdict(arrangement),
         "engine": "gpu" if exact else "transformers",
         "tokens": work.tokens,
         "drawn_tokens": packed.packed.num_tokens,
@@ -135,6 +138,7 @@ def block_over_ranks(ranks: Ranks, shape: Shape, layout: str, work: Workload, de
         "head_budget": None,
         "tokens_per_second": packed.packed.num_tokens / sum(seconds.values()),
         "seconds": seconds,
+        "peak_bytes": ranks.max(torch.cuda.max_memory_allocated() if device == "cuda" else 0),
     }
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
+import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from logitless.errors import ConfigurationError
 
@@ -94,19 +94,22 @@ class Arrangement:
     def mesh(self, device: str, timeout: timedelta | None = None) -> "DeviceMesh":
         """For FSDP2: (replicate, weights), or weights alone where there is one copy. A collective.
 
+        Groups of copies and of shards are made one by one. ``init_device_mesh`` would split them off the group of all
+        ranks where that is bound to a device, which ends the process by SIGSEGV unless that group is the first that the
+        process had (torch 2.11 and 2.13: ``groupRanks`` of the group split from is then empty); nor does it take a
+        timeout.
+
         Args:
             device: ``"cpu"`` or ``"cuda"``.
             timeout: how long a rank waits for the others in one collective; None for torch's own.
         """
-        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-        if self.replicate == 1:
+        if self.replicate == 1:  # the group of all ranks itself
             return init_device_mesh(device, (self.weights,), mesh_dim_names=("weights",))
-        mesh = init_device_mesh(device, (self.replicate, self.weights), mesh_dim_names=("replicate", "weights"))
-        if timeout is not None:
-            for group in mesh.get_all_groups():
-                distributed_c10d._set_pg_timeout(timeout, group)  # which no public call hands through a mesh
-        return mesh
+        ranks = torch.arange(self.replicate * self.weights).view(self.replicate, self.weights)
+        groups = [_own_group(ranks.T.tolist(), timeout), _own_group(ranks.tolist(), timeout)]
+        return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=("replicate", "weights"))
 
     def groups(self, timeout: timedelta | None = None) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
         """This rank's groups of ranks with other sequences, and with parts of the same ones. A collective.
@@ -119,11 +122,12 @@ class Arrangement:
             group = dist.group.WORLD
             assert group is not None
             return group, None
-        data, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-            [list(range(part, world, self.sequence)) for part in range(self.sequence)], timeout=timeout
-        )
-        sequence, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-            [list(range(first, first + self.sequence)) for first in range(0, world, self.sequence)], timeout=timeout
-        )
-        assert data is not None
-        return data, sequence
+        parts = torch.arange(world).view(-1, self.sequence)
+        return _own_group(parts.T.tolist(), timeout), _own_group(parts.tolist(), timeout)
+
+
+def _own_group(ranks: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
+    """Of these groups the one that this rank is in. A collective of all ranks."""
+    group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)  # type: ignore[no-untyped-call]
+    assert group is not None
+    return group

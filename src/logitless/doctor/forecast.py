@@ -1,27 +1,29 @@
 """What a recipe will take on this machine: time and memory of a block, from a measured batch, beside the plan.
 
-The batch is drawn, judged, scored and trained on by the parts of a run: once to warm up (kernels are compiled, the
-allocator finds its blocks), and then once to be measured, or up to five times where that takes a few seconds; of each
-phase the median counts. It has as many prompts as one round of decoding takes (``rollout.max_rows`` completions) or one
-optimizer step, whichever is more, and no more than the block; a block is that many times longer. A whole step, because
-its update takes as long whatever was read before it; and where a block has several, none of them reads ``logp_old`` in
-its own pass. Completions are as long as the policy writes them now: one that learns to write longer ones takes longer.
-Nothing is written outside a temporary folder. Groups without
+The batch is drawn, judged, scored and trained on by the parts of a run: once or twice to warm up (kernels are compiled,
+the allocator finds its blocks), and then to be measured, three to five times, less often where that takes longer than
+half a minute. Of each phase the median counts, so that one batch in which a kernel was still compiled, or in which the
+machine was busy, decides nothing.
+
+A batch has as many prompts as one round of decoding takes (``rollout.max_rows`` completions) or one optimizer step,
+whichever is more, and no more than the block; a block is that many times longer. A whole step, because its update takes
+as long whatever was read before it; and where a block has several, none of them reads ``logp_old`` in its own pass.
+Completions are as long as the policy writes them now: one that learns to write longer ones takes longer. Groups without
 a signal are trained on here, also where the recipe leaves them out, and a warm start is left out: both make a block of
-the run shorter than it says. One process measures, also of a recipe for several.
+the run shorter than it says. Nothing is written outside a temporary folder. One process measures, also of a recipe for
+several.
 """
 
 import math
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from logitless.errors import UnavailableError
-from logitless.models.lora import frozen_copy
 from logitless.rollout.environments import environment_of
 from logitless.rollout.tool_environment import tools_of
 from logitless.seeds import derived_seed
@@ -33,7 +35,7 @@ from logitless.train.learner import Learner
 from logitless.train.live_view import LiveView, duration
 from logitless.train.memory import peak_memory, size_text
 from logitless.train.plan import Plan
-from logitless.train.policy import AdaptersOff, Policy, Scorer
+from logitless.train.policies import policies_of
 from logitless.train.prepare import prepare
 from logitless.train.run_folder import create_run_folder
 from logitless.train.setup import (
@@ -46,11 +48,10 @@ from logitless.train.setup import (
     rewards_of,
     set_process,
     tokenizer_of,
-    value_head_of,
 )
 
-MOST_BATCHES, ENOUGH_SECONDS = 5, 5.0
-"""Batches that are measured at most, and seconds after which no further one is begun."""
+ENOUGH = ((3, 30.0), (5, 5.0))
+"""So many batches are measured unless so many seconds have passed: a median of fewer than three hides nothing."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Forecast:
         tokens: their sampled tokens.
         share: of a block's completions that were drawn.
         also_held: what else ``peak_bytes`` counts, in words.
+        batches: seconds of each measured batch, by phase; ``seconds`` are their medians, of a whole block.
 
     Example:
         >>> forecast = Forecast(10, 9, {"rollout": 2.0, "training": 1.0}, 100, 32, 320, 1.0)
@@ -81,6 +83,7 @@ class Forecast:
     tokens: int
     share: float
     also_held: str = ""
+    batches: Sequence[Mapping[str, float]] = ()
 
     @property
     def block_seconds(self) -> float:
@@ -133,7 +136,7 @@ def forecast_of(recipe: Recipe, plan: Plan) -> Forecast:
         torch.cuda.reset_peak_memory_stats(device)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            seconds, completions, tokens = _measured(recipe, Path(folder))
+            batches, completions, tokens = _measured(recipe, Path(folder))
         except torch.OutOfMemoryError as error:
             raise UnavailableError(
                 needed=f"memory for a batch of this recipe on {device}",
@@ -144,6 +147,7 @@ def forecast_of(recipe: Recipe, plan: Plan) -> Forecast:
     rows = rollout.prompts_per_block * rollout.completions_per_prompt
     rounds = math.ceil(rows / rollout.max_rows) / math.ceil(completions / rollout.max_rows)
     times = {"weights": 1.0, "rollout": rounds}
+    seconds = {phase: statistics.median(each[phase] for each in batches) for phase in batches[0]}
     return Forecast(
         planned_bytes=plan.total_bytes,
         peak_bytes=peak_memory(device),
@@ -153,6 +157,7 @@ def forecast_of(recipe: Recipe, plan: Plan) -> Forecast:
         tokens=tokens,
         share=completions / rows,
         also_held="" if device.type == "cuda" else " by the whole process, torch's own included",
+        batches=batches,
     )
 
 
@@ -175,8 +180,8 @@ def batch_of(recipe: Recipe, prompts: int | None = None, tokens: int = 0) -> Rec
     return recipe.model_copy(update={"rollout": changed, "train": train.model_copy(update={"reuse_logp": itself})})
 
 
-def _measured(recipe: Recipe, folder: Path) -> tuple[dict[str, float], int, int]:
-    """Median seconds by phase of batches, after one to warm up; and completions and sampled tokens of the last."""
+def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], int, int]:
+    """Seconds by phase of each batch after those to warm up; and completions and sampled tokens of the last."""
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
     tokenizer = tokenizer_of(recipe.model)
     environment = environment_of(recipe.rollout.environment, tokenizer)
@@ -186,12 +191,7 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[dict[str, float], int, int]
     model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=device_of(recipe.model))
     engines = open_engines(recipe, model, tokenizer)
     try:
-        policy = _policy(recipe, model, value_head_of(recipe, algorithm, model))
-        reference: Scorer | None = None
-        if recipe.kl is not None and recipe.model.lora is not None:
-            reference = AdaptersOff(policy)
-        elif recipe.kl is not None:
-            reference = _policy(recipe, frozen_copy(model, dtype=getattr(torch, recipe.model.dtype)))
+        policy, reference, _ = policies_of(recipe, algorithm, model)
         view = LiveView(2, title="forecast", silent=True)
         journal = Journal(create_run_folder(folder, "forecast"), view, (), policy.device)
         learner = Learner(recipe, algorithm, policy, reference, reward_weights={r.name: r.weight for r in rewards})
@@ -212,20 +212,14 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[dict[str, float], int, int]
             _block(engines, collector, learner, journal)
         batches = list[dict[str, float]]()
         spent, completions = 0.0, 0
-        while not batches or (len(batches) < MOST_BATCHES and spent < ENOUGH_SECONDS):
+        while not batches or any(len(batches) < most and spent < limit for most, limit in ENOUGH):
             journal.seconds.clear()
             completions, tokens = _block(engines, collector, learner, journal)
             batches.append(dict(journal.seconds))
             spent += math.fsum(journal.seconds.values())
-        return {phase: statistics.median(each[phase] for each in batches) for phase in batches[0]}, completions, tokens
+        return batches, completions, tokens
     finally:
         engines.close()
-
-
-def _policy(recipe: Recipe, model: torch.nn.Module, value_head: object = None) -> Policy:
-    autocast = None if recipe.model.autocast is None else getattr(torch, recipe.model.autocast)
-    budget = recipe.train.head_memory_budget
-    return Policy(model, autocast=autocast, memory_budget=budget, value_head=value_head)  # type: ignore[arg-type]
 
 
 def _block(engines: Engines, collector: Collector, learner: Learner, journal: Journal) -> tuple[int, int]:

@@ -158,14 +158,17 @@ class GpuEngine:
             while wanted.unfinished:
                 try:
                     _Session(self, wanted, max_rows=rows, read_at_once=tokens, part=part).run()
+                    continue
                 except torch.OutOfMemoryError as error:
                     if rows == 1:
                         raise
-                    rows, tokens, part = rows // 2, max(1, tokens // 2), 2 * part
-                    logger.warning("sampling ran out of memory (%s): going on with at most %d rows", error, rows)
-                    self._steps = None  # its graphs hold memory
-                    if self._weight.is_cuda:
-                        torch.cuda.empty_cache()
+                    reason = str(error)
+                # behind the except: an error holds the frames that it came through, and so the session and its graphs
+                rows, tokens, part = rows // 2, max(1, tokens // 2), 2 * part
+                logger.warning("sampling ran out of memory (%s): going on with at most %d rows", reason, rows)
+                self._steps = None
+                if self._weight.is_cuda:
+                    torch.cuda.empty_cache()
         return [[wanted.done[p, g] for g in range(num_samples)] for p in range(len(prompts))]
 
     def _steps_for(self, max_rows: int, max_pages: int, group_size: int) -> Steps:
@@ -274,7 +277,8 @@ class _Session:
         wanted: what it is asked for.
         max_rows: completions decoded at once.
         read_at_once: tokens of prompts read between two looks.
-        part: of the pages that the budget holds, one in so many is taken, but never less than one completion needs.
+        part: it takes the pages of so many times ``max_rows``, divided by as much, but never fewer than one completion
+            needs: a pass with half the rows has half the pages, not a quarter.
     """
 
     def __init__(self, engine: GpuEngine, wanted: _Wanted, *, max_rows: int, read_at_once: int, part: int = 1) -> None:
@@ -295,7 +299,7 @@ class _Session:
             lengths,
             new,
             wanted.num_samples,
-            max_rows,
+            max_rows * part,
         )
         self.num_pages = num_pages = max(num_pages // part, *(need.to_begin for need in needs))
         self.schedule = Schedule(

@@ -18,9 +18,7 @@ from logitless.distributed.failing import failing_together
 from logitless.distributed.ranks import Ranks
 from logitless.errors import ConfigurationError
 from logitless.head.contract import on_device
-from logitless.models.activations import fit_activations
-from logitless.models.lora import frozen_copy
-from logitless.models.value_head import ValueHead, save_value_head
+from logitless.models.value_head import save_value_head
 from logitless.objective.algorithm import Algorithm
 from logitless.rollout.environment import Driver, Environment
 from logitless.rollout.environments import environment_of
@@ -39,7 +37,8 @@ from logitless.train.live_view import LiveView
 from logitless.train.loop import Loop
 from logitless.train.optimizer import implementation
 from logitless.train.plan import check_disk, disk
-from logitless.train.policy import AdaptersOff, Policy, Scorer
+from logitless.train.policies import policies_of, policy_of
+from logitless.train.policy import Policy, Scorer
 from logitless.train.provenance import digest_of_file, digest_of_log, digest_of_prompts, record_start
 from logitless.train.provenance import environment as made_with
 from logitless.train.recipe import dump_recipe, load_recipe, places
@@ -289,41 +288,21 @@ def _policies(
     A run that goes on starts there too: its checkpoint is then read into this one model.
     """
     section, warm = recipe.model, folder.warm_start
-
-    def policy_of(model: nn.Module, value_head: ValueHead | None = None) -> Policy:
-        autocast = None if section.autocast is None else getattr(torch, section.autocast)
-        return Policy(
-            model,
-            autocast=autocast,
-            memory_budget=recipe.train.head_memory_budget,
-            value_head=value_head,
-            share_prompts=recipe.train.share_prompts,
-        )
-
     for line in effects(section, device_of(section), model):
         view.message(line)
     if recipe.warm_start is not None and ranks.of_first(not warm.exists()):
         view.phase("warm start")
-        begun = policy_of(model)
+        begun = policy_of(recipe, model)
         warm_start(begun, data.warm_start, tokenizer, recipe.warm_start, recipe.train, seed=recipe.seed, view=view)
         if ranks.is_first:
             write_folder_atomically(warm, lambda path: begun.save(path, tokenizer))
         ranks.barrier()
         model = after_warm_start(section, model, seed=recipe.seed)
-    policy = policy_of(model, value_head_of(recipe, algorithm, model))
+    policy, reference, activations = policies_of(recipe, algorithm, model)
     if policy.unshared_because is not None:
         view.message(f"prompts are read for each completion: {policy.unshared_because}")
-    reference: Scorer | None = None
-    if recipe.kl is not None:
-        if section.lora is None:
-            reference = policy_of(frozen_copy(model, dtype=getattr(torch, section.dtype)))
-        else:
-            reference = AdaptersOff(policy)
-    if recipe.train.activation_memory is not None:  # after the reference, which is a copy and keeps nothing
-        plan = fit_activations(
-            model, num_tokens=recipe.train.tokens_per_micro_batch, budget=recipe.train.activation_memory
-        )
-        view.message(f"activations: {plan}")
+    if activations is not None:
+        view.message(f"activations: {activations}")
     if policy.value_head is not None:
         num_weights = sum(p.numel() for p in policy.value_head.parameters())
         factor = value_head_section(recipe).learning_rate_factor
