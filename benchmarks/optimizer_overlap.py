@@ -24,7 +24,8 @@ from logitless.bench.step_contenders import SHAPES, Rollouts, Shape
 from logitless.bench.step_rows import Stage, product_rate
 from logitless.data.packing import Packing
 from logitless.errors import UnavailableError
-from logitless.train.masters import MasterAdamW, clip_factor, gradient_norm
+from logitless.train.fused_adamw import clip_factor, gradient_norm
+from logitless.train.masters import MasterAdamW
 
 RESULT = Path("benchmarks/results/optimizer-overlap-H200.json")
 TOKENS = 16384

@@ -6,7 +6,19 @@ import pytest
 import torch
 
 from logitless.errors import InputError
-from logitless.types import Completion, Episode, Group, LMHead, PackedBatch, PackedInputs, Prompt, TokenBatch, Verdict
+from logitless.types import (
+    Completion,
+    Episode,
+    Group,
+    LMHead,
+    PackedBatch,
+    PackedInputs,
+    Prompt,
+    PromptGroup,
+    SharedInputs,
+    TokenBatch,
+    Verdict,
+)
 
 NAN = float("nan")
 
@@ -43,6 +55,19 @@ def test_taking_sequences_keeps_each_of_them_whole():
     tokens = TokenBatch(packed.sequence, 3, advantage=torch.tensor([1.0, 2.0, 3.0]), token_weight=torch.ones(3))
     assert tokens.take([2, 1, 0]).sequence.tolist() == [1, 2, 2]
     assert tokens.take([2, 1, 0]).advantage.tolist() == [3.0, 1.0, 2.0]
+
+
+def test_everything_goes_to_a_device_without_the_host_waiting_for_it(monkeypatch):
+    tokens = TokenBatch(torch.tensor([0]), 1, advantage=torch.ones(1), token_weight=torch.ones(1))
+    inputs = PackedInputs(torch.ones(2).long(), torch.arange(2), (2,), torch.tensor([0]), (1,))
+    packed = PackedBatch(inputs, torch.tensor([7]), turn=torch.tensor([0]), logp_sampler=torch.tensor([-0.1]))
+    shared = SharedInputs(inputs.input_ids, inputs.position_ids, (PromptGroup(2),), inputs.source)
+    moved: list[torch.Tensor] = []
+    monkeypatch.setattr("logitless.types.sent", lambda tensor, _: (moved.append(tensor), tensor)[1])
+    for item, expected in ((tokens, 3), (packed, 6), (shared, 3)):
+        moved.clear()
+        item.to("cuda")
+        assert len(moved) == expected
 
 
 def test_an_episode_is_paid_once_a_turn_or_not_at_all():

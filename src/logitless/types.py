@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from logitless.errors import InputError
+from logitless.transfer import sent
 
 VerdictStatus = Literal["graded", "spoiled", "error", "timeout", "missing"]
 FinishReason = Literal["stop", "length"]
@@ -273,8 +274,8 @@ class PackedInputs:
     prefixes: tuple[tuple[tuple[int, int], ...], ...] | None = None
 
     def to(self, device: torch.device | str) -> "PackedInputs":
-        """The same on another device."""
-        moved: dict[str, Any] = {name: value.to(device) for name, value in _tensors(self).items()}
+        """The same on another device, for whatever is launched next there."""
+        moved: dict[str, Any] = {name: sent(value, device) for name, value in _tensors(self).items()}
         return replace(self, **moved)
 
     def take(self, sequences: Sequence[int]) -> "PackedInputs":
@@ -362,8 +363,8 @@ class SharedInputs:
         return max(group.longest for group in self.groups)
 
     def to(self, device: torch.device | str) -> "SharedInputs":
-        """The same on another device."""
-        moved: dict[str, Any] = {name: value.to(device) for name, value in _tensors(self).items()}
+        """The same on another device, for whatever is launched next there."""
+        moved: dict[str, Any] = {name: sent(value, device) for name, value in _tensors(self).items()}
         return replace(self, **moved)
 
 
@@ -416,8 +417,8 @@ class PackedBatch:
         return torch.repeat_interleave(torch.arange(self.num_sequences), counts).to(self.target.device)
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """The same on another device."""
-        moved: dict[str, Any] = {name: value.to(device) for name, value in _tensors(self).items()}
+        """The same on another device, for whatever is launched next there."""
+        moved: dict[str, Any] = {name: sent(value, device) for name, value in _tensors(self).items()}
         return replace(self, **moved, inputs=self.inputs.to(device))
 
     def tokens_of(self, sequences: Sequence[int]) -> Int[Tensor, "K"]:
@@ -505,8 +506,8 @@ class TokenBatch:
         return len(self.sequence)
 
     def to(self, device: torch.device | str) -> "TokenBatch":
-        """The same on another device."""
-        moved: dict[str, Any] = {name: value.to(device) for name, value in _tensors(self).items()}
+        """The same on another device, for whatever is launched next there."""
+        moved: dict[str, Any] = {name: sent(value, device) for name, value in _tensors(self).items()}
         return replace(self, **moved)
 
     def take(self, sequences: Sequence[int]) -> "TokenBatch":

@@ -5,21 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
 from logitless.errors import ConfigurationError
+from logitless.train import fused_adamw
 from logitless.train.checkpoint import load_checkpoint
 from logitless.train.config import Recipe
-from logitless.train.masters import (
-    MasterAdamW,
-    chunks_of,
-    clip_factor,
-    fused_update,
-    gradient_norm,
-    lower_to,
-    master_of,
-)
+from logitless.train.fused_adamw import chunks_of, clip_factor, cut, fused_update, gradient_norm
+from logitless.train.masters import MasterAdamW, lower_to, master_of
 from logitless.train.run import start
 from tests.head.interpreter import complete_interpreter, interpreted
 from tests.train.tiny import tiny_recipe
@@ -186,8 +182,23 @@ def host_that_kernels_read(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
 
 
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8), most=st.sampled_from([4, 8, 20]))
+def test_pieces_hold_every_element_once_in_order_at_aligned_places_of_their_own(sizes: list[int], most: int):
+    pieces = cut(sizes, most)
+    assert [(part.tensor, part.first + i) for piece in pieces for part in piece for i in range(part.length)] == [
+        (tensor, i) for tensor, size in enumerate(sizes) for i in range(size)
+    ]
+    for piece in pieces:
+        ends = [part.place + part.length for part in piece]
+        assert ends[-1] <= most
+        assert all(part.place >= end for part, end in zip(piece[1:], ends, strict=False))
+        assert all(part.place % 4 == part.first % 4 == 0 for part in piece)
+
+
+@pytest.mark.parametrize("piece", [4, 16, fused_adamw.PIECE])
 @pytest.mark.usefixtures("host_that_kernels_read")
-def test_masters_on_the_host_are_updated_from_the_parameters_gradients_with_the_same_bits():
+def test_masters_on_the_host_are_updated_from_the_parameters_gradients_with_the_same_bits(piece, monkeypatch):
+    monkeypatch.setattr(fused_adamw, "PIECE", piece)  # a layer of 7 x 5 with its 5 biases: eleven pieces, three, or one
     layers, optimizers = [a_layer(), a_layer()], []
     for layer, on_host in zip(layers, (True, False), strict=True):
         lower_to(torch.bfloat16, layer.parameters())

@@ -9,9 +9,11 @@ from logitless.data.packing import Packing, pack
 from logitless.models.attention import AttentionLayout
 from logitless.models.loading import disable_dropout, load_model
 from logitless.models.row_invariant import install_row_invariant
+from logitless.objective.objective import Objective
 from logitless.train.policy import Policy
 from logitless.train.score import scores_of
-from logitless.types import Completion, Prompt
+from logitless.train.step import MicroBatch, backward
+from logitless.types import Completion, Prompt, TokenBatch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,6 +93,55 @@ def _gradient(model, batch, *, share):
     found = {n: p.grad.double() for n, p in model.named_parameters()} | {"logp": scores.logp.detach().double()}
     model.zero_grad()
     return found
+
+
+def test_a_micro_batch_is_launched_while_the_one_before_it_runs():
+    model, batch = _model(), _batch()
+    install_row_invariant(model)
+    policy = Policy(model)
+    micro_batches = [_micro_batch(batch.take(row)) for row in ((0, 1, 2, 3), (4, 5), (6, 7, 8, 9))]
+
+    def run():
+        return backward(
+            policy, Objective(), micro_batches, temperature=0.8, backend="fused", beta=0.0, entropy_coefficient=None,
+            statistics=None, seed=0,
+        )  # fmt: skip
+
+    run()  # kernels are compiled
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outputs = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(outputs) == 3
+
+
+def test_a_row_is_scored_while_the_one_before_it_runs(monkeypatch):
+    model, batch = _model(), _batch()
+    install_row_invariant(model)
+    policy, rows = Policy(model), ((0, 1, 2, 3), (4, 5), (6, 7, 8, 9))
+    expected, scores, launched = _score(policy, batch, rows), policy.scores, []
+
+    def launching(*args, **options):
+        torch.cuda.set_sync_debug_mode("error")  # until the last row is launched
+        launched.append(scores(*args, **options))
+        torch.cuda.set_sync_debug_mode("error" if len(launched) < len(rows) else "default")
+        return launched[-1]
+
+    monkeypatch.setattr(policy, "scores", launching)
+    try:
+        found = _score(policy, batch, rows)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found.logp, expected.logp)
+
+
+def _micro_batch(packed):
+    ones = torch.ones(packed.num_tokens)
+    tokens = TokenBatch(
+        packed.sequence, packed.num_sequences, advantage=ones, token_weight=ones / packed.num_tokens, logp_old=-8 * ones
+    )
+    return MicroBatch(packed, tokens)
 
 
 @pytest.mark.parametrize("layers", ["transformers", "row_invariant"])

@@ -30,6 +30,7 @@ from torch import Tensor
 from logitless.errors import InputError, UnavailableError
 from logitless.models.kernels.attention_tiles import PROCESSORS, attention_tiles
 from logitless.models.one_node import apply, refuse_twice
+from logitless.transfer import sent
 from logitless.types import PromptGroup
 
 MAX_WIDTH = 256
@@ -298,18 +299,6 @@ def table(columns: tuple[Tensor, ...], order: Tensor, device: torch.device | str
     rows = torch.zeros(len(order), 8, dtype=torch.int32)
     rows[:, : len(columns)] = torch.stack(columns, 1)[order]
     return sent(rows, device)
-
-
-def sent(numbers: Tensor, device: torch.device | str) -> Tensor:
-    """Numbers on the device, for whatever is launched next; the host does not wait for what was launched before.
-
-    Example:
-        >>> sent(torch.arange(2), "cpu").tolist()
-        [0, 1]
-    """
-    if numbers.is_cuda or torch.device(device).type != "cuda":
-        return numbers.to(device)
-    return numbers.pin_memory().to(device, non_blocking=True)
 
 
 def prefix_attention(

@@ -7,11 +7,12 @@ and in the dtype of x; here they are added in the order of ``index``, in float32
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from logitless.models.attention import sent
+from logitless.transfer import sent
 
 
 @dataclass(frozen=True)
@@ -41,23 +42,20 @@ class RepeatedRows:
 
     @classmethod
     def of(cls, index: Int[Tensor, "U"]) -> "RepeatedRows":
-        """The rows of an index on the CPU."""
-        order = torch.argsort(index, stable=True)
-        ordered = index[order]
-        begins = torch.ones(len(index), dtype=torch.bool)
-        begins[1:] = ordered[1:] != ordered[:-1]
-        starts = torch.nonzero(begins)[:, 0]
-        first = order[starts]
-        counts = torch.diff(starts, append=torch.tensor([len(index)]))
-        often = torch.argsort(counts, descending=True, stable=True)
-        often = often[counts[often] > 1]
+        """The rows of an index on the CPU; by numpy, which is done with so few numbers sooner than torch."""
+        given = index.numpy()
+        order = np.argsort(given, kind="stable")
+        ordered = given[order]
+        starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])[: len(given)])
+        first = torch.from_numpy(order[starts])
+        counts = np.diff(starts, append=len(given))
+        often = np.argsort(-counts, kind="stable")[: np.count_nonzero(counts > 1)]
         if not len(often):
             return cls(index, first, None)
-        again = [ordered[starts[often]], first[often]]
-        for turn in range(1, int(counts.max())):
-            have = int((counts[often] > turn).sum())
-            again.append(order[starts[often[:have]] + turn])
-        return cls(index, first, tuple(again))
+        begins, turns = starts[often], counts[often]
+        again = [ordered[begins], order[begins]]
+        again += [order[begins[: np.count_nonzero(turns > turn)] + turn] for turn in range(1, turns[0])]
+        return cls(index, first, tuple(map(torch.from_numpy, again)))
 
     def to(self, device: torch.device | str) -> "RepeatedRows":
         """The same on another device, by one transfer."""

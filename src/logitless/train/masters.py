@@ -7,19 +7,23 @@ Equal to training in float32 with weights that are rounded before every use. Giv
 where float32 training under autocast has 2 for the copy.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
-CHUNK = 2**16
-"""Elements of a tensor that one program of the fused update works on."""
-
-BLOCK, WARPS, EVICT = 512, 4, "evict_first"
-"""How it does so: elements at a time, warps, policy of the cache. Measured on an H200."""
+from logitless.train.fused_adamw import (
+    Piece,
+    chunks_of,
+    clip_factor,
+    fused_update,
+    gradient_norm,
+    pieces_of,
+    update_from_host,
+)
 
 
 def lower_to(dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> None:
@@ -99,8 +103,8 @@ class MasterAdamW(torch.optim.AdamW):
     Args:
         groups: as for ``torch.optim.AdamW``, with the model's parameters; those that were lowered give place to their
             masters.
-        on_host: masters and moments in page-locked memory of the host, which the kernel on the GPU reads and writes
-            over the bus: the same numbers, for the time that they travel. All parameters must be lowered ones on a GPU.
+        on_host: masters and moments in page-locked memory of the host, and on the GPU for their update alone: the same
+            numbers, for the time that they travel. All parameters must be lowered ones on a GPU.
         options: of ``torch.optim.AdamW``.
 
     Example:
@@ -121,6 +125,7 @@ class MasterAdamW(torch.optim.AdamW):
             for master in self.lowered:
                 master.data = master.detach().cpu().pin_memory()
         self._chunks: dict[tuple[int, ...], Tensor] = {}
+        self._pieces: dict[tuple[int, ...], list[Piece]] = {}
         super().__init__(groups, **options)
 
     def take_gradients(self) -> None:
@@ -208,8 +213,11 @@ class MasterAdamW(torch.optim.AdamW):
                 by_step.setdefault(step, []).append(place)
             for step, places in by_step.items():
                 of_step = [masters[place] for place in places]
-                fused_update(
-                    self._chunks_of(of_step),
+                if self.on_host:
+                    update = partial(update_from_host, self._pieces_of(of_step))
+                else:
+                    update = partial(fused_update, self._chunks_of(of_step))
+                update(
                     of_step,
                     [updated[place][1] for place in places],
                     [states[place]["exp_avg"] for place in places],
@@ -224,7 +232,7 @@ class MasterAdamW(torch.optim.AdamW):
                 )
 
     def _state_of(self, master: nn.Parameter) -> dict[str, Any]:
-        """Counter and moments, where the kernel can reach them also after they were restored."""
+        """Counter and moments, on the host in page-locked memory also after they were restored."""
         state: dict[str, Any] = self.state[master]
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -244,6 +252,13 @@ class MasterAdamW(torch.optim.AdamW):
             self._chunks[key] = chunks_of(masters, self.lowered[masters[0]].device)
         return self._chunks[key]
 
+    def _pieces_of(self, masters: list[nn.Parameter]) -> list[Piece]:
+        """``pieces_of``, made once for the same tensors."""
+        key = tuple(map(id, masters))
+        if key not in self._pieces:
+            self._pieces[key] = pieces_of(masters, self.lowered[masters[0]].device)
+        return self._pieces[key]
+
 
 def over_masters(
     groups: Iterable[dict[str, Any]],
@@ -258,115 +273,3 @@ def take_gradients(lowered: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Move the gradients of lowered parameters to their masters."""
     for master, parameter in lowered.items():
         master.grad, parameter.grad = parameter.grad, None
-
-
-def chunks_of(tensors: list[nn.Parameter], device: torch.device | None = None) -> Int[Tensor, "C 3"]:
-    """Tensors cut into parts for the fused update: number of the tensor, first element and length of each part.
-
-    Args:
-        tensors: P of them.
-        device: of the kernel, where it is not that of the tensors.
-
-    Example:
-        >>> chunks_of([nn.Parameter(torch.zeros(CHUNK + 1)), nn.Parameter(torch.zeros(2))]).tolist()
-        [[0, 0, 65536], [0, 65536, 1], [1, 0, 2]]
-    """
-    parts = []
-    for number, tensor in enumerate(tensors):
-        first = torch.arange(0, tensor.numel(), CHUNK)
-        length = (tensor.numel() - first).clamp(max=CHUNK)
-        parts.append(torch.stack([torch.full_like(first, number), first, length], 1))
-    return torch.cat(parts).to(device or tensors[0].device)
-
-
-def clip_factor(norm: Float[Tensor, ""], max_grad_norm: float | None) -> Float[Tensor, "1"]:
-    """What gradients are multiplied with, on the device: at most 1; NaN where the norm is not finite.
-
-    Example:
-        >>> [clip_factor(torch.tensor(norm), limit) for norm, limit in ((4.0, 1.0), (0.5, 1.0), (4.0, None))]
-        [tensor([0.2500]), tensor([1.]), tensor([1.])]
-    """
-    factor = torch.ones_like(norm) if max_grad_norm is None else (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-    return torch.where(torch.isfinite(norm), factor, torch.nan).view(1)
-
-
-def gradient_norm(chunks: Int[Tensor, "C 3"], gradients: list[Tensor]) -> Float[Tensor, ""]:
-    """The Euclidean norm of many tensors together, in one launch that reads each number once.
-
-    Args:
-        chunks: of the tensors.
-        gradients: contiguous float32 tensors on one device.
-    """
-    from logitless.train.kernels.adamw import squares_kernel
-
-    addresses, aligned = _addresses([gradients], chunks.device)
-    parts = torch.empty(len(chunks), dtype=torch.float32, device=chunks.device)
-    with _on(chunks.device):
-        squares_kernel[(len(chunks),)](addresses, chunks, parts, ALIGNED=aligned, BLOCK=1024)
-    return parts.double().sum().sqrt().float()
-
-
-def fused_update(
-    chunks: Int[Tensor, "C 3"],
-    masters: list[nn.Parameter],
-    gradients: list[Tensor],
-    moments1: list[Tensor],
-    moments2: list[Tensor],
-    copies: list[Tensor],
-    *,
-    scale: Float[Tensor, "1"],
-    rate: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    step: int,
-) -> None:
-    """One AdamW update of many tensors in one launch; see ``kernels.adamw``.
-
-    Args:
-        chunks: of the masters.
-        masters, gradients, moments1, moments2: contiguous float32 tensors, P of each, on one device; masters and
-            moments may also be in page-locked memory of the host.
-        copies: contiguous, of one dtype.
-        scale: float32, multiplies the gradients; where it is NaN nothing changes.
-        rate, betas, eps, weight_decay: of AdamW.
-        step: counted from 1.
-    """
-    import triton.language as tl
-
-    from logitless.train.kernels.adamw import adamw_kernel
-
-    device = gradients[0].device
-    addresses, aligned = _addresses([masters, gradients, moments1, moments2, copies], device)
-    with _on(device):
-        adamw_kernel[(len(chunks),)](
-            addresses,
-            chunks,
-            scale,
-            len(masters),
-            1 - rate * weight_decay,
-            rate / (1 - betas[0] ** step),
-            (1 - betas[1] ** step) ** 0.5,
-            1 - betas[0],
-            betas[1],
-            1 - betas[1],
-            eps,
-            COPY=getattr(tl, str(copies[0].dtype).removeprefix("torch.")),
-            ALIGNED=aligned,
-            BLOCK=BLOCK,
-            EVICT=EVICT,
-            num_warps=WARPS,
-        )
-
-
-def _addresses(columns: Sequence[Sequence[Tensor]], device: torch.device) -> tuple[Int[Tensor, "c P"], bool]:
-    """Where the tensors lie, on the device, and whether all begin at multiples of 16 bytes."""
-    numbers = torch.tensor([[t.data_ptr() for t in part] for part in columns])
-    aligned = not bool((numbers % 16).any())
-    if device.type == "cuda":
-        return numbers.pin_memory().to(device, non_blocking=True), aligned
-    return numbers, aligned
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

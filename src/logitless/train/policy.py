@@ -24,7 +24,6 @@ from logitless.errors import UnavailableError
 from logitless.head import token_scores
 from logitless.head.all_rows import token_scores_of_all
 from logitless.head.contract import logits_dtype
-from logitless.models.attention import sent
 from logitless.models.lm_head import backbone_hidden, check_sequence_group, lm_head, rows_of_rank, why_unshared
 from logitless.models.lora import adapters_off, save_adapters
 from logitless.models.repeated_rows import RepeatedRows
@@ -33,6 +32,7 @@ from logitless.models.value_head import ValueHead
 from logitless.rollout.engine import Weights
 from logitless.train.config import Backend
 from logitless.train.masters import master_of, raise_to_masters, round_masters
+from logitless.transfer import sent
 from logitless.types import Completion, LMHead, PackedBatch, Prompt, SharedInputs, TokenScores
 
 if TYPE_CHECKING:

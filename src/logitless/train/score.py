@@ -107,9 +107,10 @@ def scores_of(
             found = [getattr(scores, name) for name in _COLUMNS]
             has_value |= scores.value is not None
             absent = torch.full_like(scores.logp, torch.nan, dtype=torch.float32)
-            scored.append(torch.stack([absent if v is None else v.float() for v in found], dim=1).cpu())
+            scored.append(torch.stack([absent if v is None else v.float() for v in found], dim=1))
             places.append(batch.tokens_of(sequences))
     values = torch.full((batch.num_tokens, len(_COLUMNS)), torch.nan)
-    values[ranks.gather(torch.cat(places))] = ranks.gather(torch.cat(scored))
+    on_host = torch.cat([each.cpu() for each in scored])  # once all rows are launched
+    values[ranks.gather(torch.cat(places))] = ranks.gather(on_host)
     logp, entropy, value = (column.contiguous() for column in values.unbind(1))
     return TokenScores(logp, entropy, value if ranks.any(has_value) else None)  # a rank without a row saw none
