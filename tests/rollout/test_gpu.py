@@ -1,6 +1,7 @@
 """The engine with training's bits, on tiny models under Triton's interpreter, without graphs."""
 
 import logging
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -209,6 +210,27 @@ def test_out_of_memory_puts_rows_back_and_gives_the_same_tokens(monkeypatch, cap
         assert engine_of().sample(PROMPTS[:2], 2, options, seed=1) == expected
     assert "at most 2 rows" in caplog.text
     assert max(calls[2:]) == 2
+
+
+def test_what_ran_out_of_memory_is_gone_before_sampling_goes_on(monkeypatch, caplog):
+    made, left = [], []
+    init, run = Steps.__init__, Steps.run
+
+    def noted(self, *args, **kwargs):
+        left.append([each() for each in made if each() is not None])
+        made.append(weakref.ref(self))
+        init(self, *args, **kwargs)
+
+    def failing(self, *args):
+        if len(made) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return run(self, *args)
+
+    monkeypatch.setattr(Steps, "__init__", noted)
+    monkeypatch.setattr(Steps, "run", failing)
+    engine_of().sample(PROMPTS[:2], 1, SamplingOptions(max_new_tokens=2), seed=1)
+    assert "no room" in caplog.text  # a log that keeps its records, as this one does, keeps no graphs
+    assert left == [[], []]
 
 
 def test_where_the_pages_do_not_fit_into_the_device_half_are_taken_and_tokens_are_the_same(monkeypatch):

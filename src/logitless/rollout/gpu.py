@@ -158,14 +158,17 @@ class GpuEngine:
             while wanted.unfinished:
                 try:
                     _Session(self, wanted, max_rows=rows, read_at_once=tokens, part=part).run()
+                    continue
                 except torch.OutOfMemoryError as error:
                     if rows == 1:
                         raise
-                    rows, tokens, part = rows // 2, max(1, tokens // 2), 2 * part
-                    logger.warning("sampling ran out of memory (%s): going on with at most %d rows", error, rows)
-                    self._steps = None  # its graphs hold memory
-                    if self._weight.is_cuda:
-                        torch.cuda.empty_cache()
+                    reason = str(error)
+                # behind the except: an error holds the frames that it came through, and so the session and its graphs
+                rows, tokens, part = rows // 2, max(1, tokens // 2), 2 * part
+                logger.warning("sampling ran out of memory (%s): going on with at most %d rows", reason, rows)
+                self._steps = None
+                if self._weight.is_cuda:
+                    torch.cuda.empty_cache()
         return [[wanted.done[p, g] for g in range(num_samples)] for p in range(len(prompts))]
 
     def _steps_for(self, max_rows: int, max_pages: int, group_size: int) -> Steps:
