@@ -164,6 +164,7 @@ def test_a_kernel_is_told_by_its_name():
         "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda": "copies and casts",
         "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN": "products",
         "adamw_kernel": "optimizer",
+        "low_rank_kernel": "products",
     }
     assert {name: step_profile.kernel_class(name) for name in known} == known
 
