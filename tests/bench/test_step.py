@@ -164,6 +164,7 @@ def test_a_kernel_is_told_by_its_name():
         "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda": "copies and casts",
         "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN": "products",
         "adamw_kernel": "optimizer",
+        "low_rank_kernel": "products",
     }
     assert {name: step_profile.kernel_class(name) for name in known} == known
 
@@ -281,6 +282,31 @@ def test_the_tables_show_failures_and_what_was_extrapolated():
         "| idle | 1.5 | 0.0 |",
         "| the step | 2 | 2 |",
     ]
+
+
+def test_the_peak_at_memory_budget_0_stands_beside_trls():
+    rows = [
+        {"contender": "logitless-budget-0", "workload": "long", "live": 1.0, "peak_bytes": 9.5e9, "over_trl": 2.0},
+        {"contender": "trl", "workload": "long", "live": 1.0, "peak_bytes": 12e9},
+        {"contender": "trl", "workload": "512/64-256", "live": 1.0, "peak_bytes": 12e9},
+    ]
+    assert step_report.least_memory_table([{"model": {"title": "M"}, "rows": rows}]).splitlines() == [
+        "| | long | 512/64-256 |",
+        "|---|--:|--:|",
+        "| M | 9.5 of 12.0 GB, 2.0x | – |",
+    ]
+
+
+def test_a_step_at_memory_budget_0_peaks_below_trls_in_every_committed_row():
+    seen = 0
+    for document in step_report.load(RESULTS):
+        rows = {(r["contender"], r["workload"], r["live"]): r for r in document["rows"] if r["seconds"] is not None}
+        for (contender, workload, _), row in rows.items():
+            trl = rows.get(("trl", workload, 1.0))
+            if contender == "logitless-budget-0" and trl is not None:
+                assert row["peak_bytes"] < trl["peak_bytes"], row
+                seen += 1
+    assert seen > 10
 
 
 def test_the_committed_table_is_made_from_the_committed_results():

@@ -101,6 +101,45 @@ def test_blocks_of_the_vocabulary_add_up(device, monkeypatch):
         ) + gradient_error(inputs), gradient
 
 
+def test_a_large_gradient_of_the_weight_lends_room_and_keeps_its_bits(device, monkeypatch):
+    from logitless.head import passes
+    from logitless.head.kernels import variants
+
+    gpu = variants.variant(torch.empty(1, 40, dtype=torch.bfloat16, device=device))
+    if not gpu.tma:
+        pytest.skip("room is lent where kernels load and store through TMA")
+    columns = gpu.score.columns
+    inputs = problem(replace(ODD, rows=24, width=40, vocabulary=15 * columns), device)
+    monkeypatch.setattr(passes, "BLOCK_BYTES", 2 * 24 * 4 * columns)
+    narrower, found, lent_width = [], [], passes.lent_width
+    monkeypatch.setattr(passes, "lent_width", lambda *given: narrower.append(lent_width(*given)) or narrower[-1])
+    for share in (4, 10**9):
+        monkeypatch.setattr(passes, "LENT", share)
+        found.append(run(inputs, memory_budget=0))
+    assert len(narrower) == 1
+    assert torch.equal(found[0]["grad_weight"], found[1]["grad_weight"])
+    assert error(found[0]["grad_hidden"], found[1]["grad_hidden"].double()) <= gradient_error(inputs)
+
+
+@pytest.mark.parametrize("rank", [1, 16, 100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_rows_product_with_lora_a_depends_on_that_row_alone(dtype, rank, device):
+    from logitless.head.kernels import launch, variants
+
+    g = torch.Generator().manual_seed(rank)
+    hidden, lora_a = (torch.randn(n, 72, generator=g).to(device, dtype) for n in (130, rank))
+    gpu, addends = variants.variant(hidden), 2 if dtype == torch.bfloat16 else 1
+    together = launch.low_rows(hidden, lora_a, 0.3, gpu, addends=addends)
+    assert together.shape[1] % 8 == 0
+    assert not together[:, addends * rank :].any()
+    found = sum(together[:, i * rank : (i + 1) * rank].double() for i in range(addends))
+    exact = 0.3 * hidden.double() @ lora_a.double().T
+    # Two bfloat16 numbers hold 16 bits of one that is below 32.
+    assert float((found - exact).abs().max()) < 32 * 2**-16
+    for rows in ([3], [129, 5, 64], list(range(100, 20, -1))):
+        assert torch.equal(launch.low_rows(hidden[rows], lora_a, 0.3, gpu, addends=addends), together[rows])
+
+
 @pytest.mark.parametrize("logp", [-40.0, -90.0, -200.0])
 @pytest.mark.parametrize("budget", [None, 0])
 def test_a_target_far_below_the_rest_keeps_its_log_prob_and_gradient(logp, budget, device):

@@ -1,7 +1,7 @@
 """The tables and the plot of ``logitless bench step``, made from its JSON files and from nothing else."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ SUMMARY = pages.Marks("step", "summary")
 PROFILE = pages.Marks("step", "profile")
 BY_WORKLOAD = pages.Marks("step", "workloads")
 ACTIVATIONS = pages.Marks("step", "activations")
+HALF_LIVE = pages.Marks("step", "half live")
+LEAST_MEMORY = pages.Marks("step", "least memory")
 NAMES = {
     "logitless": "logitless",
     "logitless-budget-0": "logitless, memory budget 0",
@@ -72,6 +74,8 @@ def update(
             PROFILE: profile_table(results),
             BY_WORKLOAD: workloads_table(results),
             ACTIVATIONS: activations_table(activations),
+            HALF_LIVE: half_live_table(results),
+            LEAST_MEMORY: least_memory_table(results),
         },
         check=check,
     )
@@ -142,20 +146,63 @@ def _numbers(row: Row) -> list[str]:
 
 def summary(results: Sequence[dict[str, Any]]) -> str:
     """Markdown: how many times faster than TRL's default a step is, a row a model, a column a workload."""
+
+    def cell(document: dict[str, Any], workload: str) -> str:
+        overs = [_row(document, "logitless", workload, live).get("over_trl") for live in (1.0, 0.5)]
+        return " | ".join("–" if over is None else f"{over:.1f}x" for over in overs)
+
+    return _by_workload(results, lambda name: f"{name} | half live", cell)
+
+
+def half_live_table(results: Sequence[dict[str, Any]]) -> str:
+    """Markdown: how many times faster a step with half of the groups live is than with all, as ``summary``.
+
+    Example:
+        >>> rows = [{"workload": "long", "contender": "logitless", "live": 1 / n, "seconds": 1 / n} for n in (1, 2)]
+        >>> print(half_live_table([{"model": {"title": "M"}, "rows": rows}]).splitlines()[-1])
+        | M | 2.00x |
+    """
+
+    def cell(document: dict[str, Any], workload: str) -> str:
+        whole, half = (_row(document, "logitless", workload, live).get("seconds") for live in (1.0, 0.5))
+        return "–" if not whole or not half else f"{whole / half:.2f}x"
+
+    return _by_workload(results, str, cell)
+
+
+def least_memory_table(results: Sequence[dict[str, Any]]) -> str:
+    """Markdown: the peak at memory budget 0, that of TRL's default, and how many times faster the step is, as
+    ``summary``."""
+
+    def cell(document: dict[str, Any], workload: str) -> str:
+        mine, other = (_row(document, contender, workload, 1.0) for contender in ("logitless-budget-0", "trl"))
+        if not mine.get("peak_bytes") or not other.get("peak_bytes"):
+            return "–"
+        return f"{mine['peak_bytes'] / 1e9:.1f} of {other['peak_bytes'] / 1e9:.1f} GB, {mine['over_trl']:.1f}x"
+
+    return _by_workload(results, str, cell)
+
+
+def _by_workload(
+    results: Sequence[dict[str, Any]],
+    heading: Callable[[str], str],
+    cell: Callable[[dict[str, Any], str], str],
+) -> str:
+    """A row a model, a column a workload (or several, where a heading and a cell have bars in them)."""
     found = [document for document in results if document["rows"]]
     names = [name for name in WORKLOADS if any(row["workload"] == name for d in found for row in d["rows"])]
     if not names:
         return "No results yet: run `logitless bench step` on a GPU."
-    lines = ["| | " + " | ".join(f"{name} | half live" for name in names) + " |", "|---|" + "--:|--:|" * len(names)]
+    headings = " | ".join(heading(name) for name in names)
+    lines = [f"| | {headings} |", "|---|" + "--:|" * (headings.count("|") + 1)]
     for document in found:
-        cells = []
-        for name in names:
-            for live in (1.0, 0.5):
-                row = next((r for r in document["rows"] if _is(r, "logitless", name, live)), None)
-                over = None if row is None else row["over_trl"]
-                cells.append("–" if over is None else f"{over:.1f}x")
-        lines.append(f"| {document['model']['title']} | " + " | ".join(cells) + " |")
+        lines.append(f"| {document['model']['title']} | {' | '.join(cell(document, name) for name in names)} |")
     return "\n".join(lines)
+
+
+def _row(document: dict[str, Any], contender: str, workload: str, live: float) -> Row:
+    """The row of a case; an empty one where it was not measured."""
+    return next((row for row in document["rows"] if _is(row, contender, workload, live)), {})
 
 
 def _is(row: Row, contender: str, workload: str, live: float) -> bool:

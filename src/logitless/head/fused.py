@@ -106,6 +106,9 @@ def peak_bytes(
 ) -> int:
     """Bytes a training step takes at its peak on a rank, beyond inputs and returned gradients; bfloat16, no LoRA.
 
+    A weight that is frozen, or whose gradient is added to one that is there, lends no room to logit gradients: a block
+    of them more (``docs/head.md``).
+
     Args:
         num_rows, width, vocabulary: N, D and V; V is the rank's own part where the vocabulary is ``shared``.
         memory_budget: bytes for kept exponentials.
@@ -140,7 +143,9 @@ def peak_bytes(
         total += 4 * plan.kept_rows * width + (12 if shards > 2 else 10) * most * width
     if anew:
         columns = passes.block_width(anew, width, most, variant=gpu)
-        total += 2 * anew * columns + (4 * anew * width if columns < vocabulary else 0)
+        lent = shards == 1 and passes.lent_columns(anew * columns, columns, vocabulary, vocabulary * width)
+        total += 2 * anew * (passes.lent_width(columns, gpu) if lent else columns)
+        total += 4 * anew * width if columns < vocabulary else 0
         total += 4 * columns * width if plan.kept_rows else 0
         return total + shares(anew, columns, whole=columns >= vocabulary)
     return total + shares(plan.kept_rows, most, whole=shards == 1)

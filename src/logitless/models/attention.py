@@ -184,9 +184,11 @@ class AttentionLayout:
     @cached_property
     def branch_rows(self) -> Int[Tensor, "b"] | None:
         """[b] int32: rows of what each piece sees behind the trunk of its prefix; None where no branch branches."""
-        trunks = self.segments.trunk_length.tolist()
-        joined = torch.cat([piece.seen_rows[trunk:] for piece, trunk in zip(self.pieces, trunks, strict=True)])
-        return sent(joined.int(), self.device) if len(joined) else None
+        trunks = self.segments.trunk_length
+        if torch.equal(trunks, self.segments.prefix_length):
+            return None
+        seen = [piece.seen_rows[trunk:] for piece, trunk in zip(self.pieces, trunks.tolist(), strict=True)]
+        return sent(torch.cat(seen).int(), self.device)
 
     @cached_property
     def positions(self) -> Int[Tensor, "T"]:

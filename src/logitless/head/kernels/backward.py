@@ -132,7 +132,9 @@ def logit_gradient_product(
         row = m * BM + tl.arange(0, BM)
         row_ok = row < num_rows
         cols = first + n * BN + tl.arange(0, BN)
-        z = row_by_column(x, w, bias, row, row_ok, m * BM, first + n * BN, V, D, BM, BN, BK, TMA, PRECISION)
+        z = row_by_column(
+            x, w, None, None, bias, row, row_ok, m * BM, first + n * BN, V, D, 0, BM, BN, BK, TMA, PRECISION
+        )
         slope = 1.0
         if SOFTCAP:
             capped = tanh(z * (inner * gain))

@@ -53,13 +53,40 @@ def halves(tile, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
+def row_sums(tile, BM: tl.constexpr, BN: tl.constexpr, HALVED: tl.constexpr):
+    """Over the columns of a tile, or of its halves and then of both: the order of ``overlapped.py``."""
+    if HALVED:
+        left, right = halves(tile, BM, BN)
+        total = tl.sum(left, 1) + tl.sum(right, 1)
+    else:
+        total = tl.sum(tile, 1)
+    return total
+
+
+@triton.jit
+def add_product(x, w, acc, row, row_ok, cols, V, D, BK: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + x @ w.T of some rows and columns, by masked loads."""
+    inner = tl.arange(0, BK)
+    x_row = x + row.to(tl.int64)[:, None] * D
+    w_row = w + cols.to(tl.int64)[:, None] * D
+    for k in range(tl.cdiv(D, BK)):
+        d = k * BK + inner
+        a = tl.load(x_row + d[None, :], mask=row_ok[:, None] & (d < D)[None, :], other=0.0)
+        b = tl.load(w_row + d[None, :], mask=(cols < V)[:, None] & (d < D)[None, :], other=0.0)
+        acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def row_by_column(
     x,  # [N, D], or its TMA descriptor
     w,  # [V, D], or its TMA descriptor
+    x_low,  # [N, R] to stand beside x, without TMA; or None
+    w_low,  # [V, R], as x_low
     bias,  # [V] float32, or None
     row,  # [BM] rows of x, for loads without TMA
     row_ok,  # [BM] whether there is such a row
-    m, n, V, D,
+    m, n, V, D, R,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """x @ w.T + bias of one tile, in float32; ``m`` and ``n`` are its first row and column."""
@@ -69,30 +96,48 @@ def row_by_column(
         for k in range(tl.cdiv(D, BK)):
             acc = tl.dot(x.load([m, k * BK]), w.load([n, k * BK]).T, acc, input_precision=PRECISION)
     else:
-        inner = tl.arange(0, BK)
-        x_row = x + row.to(tl.int64)[:, None] * D
-        w_row = w + cols.to(tl.int64)[:, None] * D
-        for k in range(tl.cdiv(D, BK)):
-            d = k * BK + inner
-            a = tl.load(x_row + d[None, :], mask=row_ok[:, None] & (d < D)[None, :], other=0.0)
-            b = tl.load(w_row + d[None, :], mask=(cols < V)[:, None] & (d < D)[None, :], other=0.0)
-            acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
+        acc = add_product(x, w, acc, row, row_ok, cols, V, D, BK, PRECISION)
+        if x_low is not None:
+            acc = add_product(x_low, w_low, acc, row, row_ok, cols, V, R, BK, PRECISION)
     if bias is not None:
         acc += tl.load(bias + cols, mask=cols < V, other=0.0)[None, :]
     return acc
+
+
+@triton.jit(do_not_specialize=["N"])
+def low_rows(
+    x,  # [N, D]
+    a,  # [R, D]: lora_a
+    out,  # out [N, C]: the product rounded and, with TWICE, what that lost beside it
+    scale,  # number
+    N, R, D, C, TWICE: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """scale * x @ a.T; a row's bits do not depend on how many rows there are, as a library's may."""
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    cols = tl.program_id(1) * BN + tl.arange(0, BN)
+    product = add_product(x, a, tl.zeros((BM, BN), tl.float32), row, row < N, cols, R, D, BK, PRECISION) * scale
+    place = out + row.to(tl.int64)[:, None] * C + cols[None, :]
+    inside = (row < N)[:, None] & (cols < R)[None, :]
+    high = product.to(out.dtype.element_ty)
+    tl.store(place, high, mask=inside)
+    if TWICE:
+        tl.store(place + R, (product - high.to(tl.float32)).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def target_logits(
     x,  # [N, D]
     w,  # [V, D]
+    x_low,  # [N, R], or None
+    w_low,  # [V, R], as x_low
     bias,  # [V] float32, or None
     target,  # [N] int64, counted from the first of these columns
     multiplier,  # [N] float32
     inner,  # number
     target_logit,  # out [N] float32, bits
     target_slope,  # out [N] float32, with a softcap
-    V, D, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    V, D, R, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """z_y in bits and, with a softcap, its slope 1 - tanh^2; nothing where the target is not in range(V)."""
     row = tl.program_id(0).to(tl.int64)
@@ -104,6 +149,11 @@ def target_logits(
         d = start + tl.arange(0, BLOCK)
         h = tl.load(x + row * D + d, mask=d < D, other=0.0).to(tl.float32)
         acc += h * tl.load(w + column * D + d, mask=d < D, other=0.0).to(tl.float32)
+    if x_low is not None:
+        for start in range(0, R, BLOCK):
+            d = start + tl.arange(0, BLOCK)
+            h = tl.load(x_low + row * R + d, mask=d < R, other=0.0).to(tl.float32)
+            acc += h * tl.load(w_low + column * R + d, mask=d < R, other=0.0).to(tl.float32)
     z = tl.sum(acc, 0)
     if bias is not None:
         z += tl.load(bias + column)
@@ -117,6 +167,8 @@ def target_logits(
 def anchored_exp_product(
     x,  # [N, D], or its TMA descriptor
     w,  # [V, D], or its TMA descriptor
+    x_low,  # [N, R] to stand beside x, without TMA; or None
+    w_low,  # [V, R], as x_low
     bias,  # [V] float32, or None
     kept,  # out [kept_rows, V] of row stride kept_stride, or its TMA descriptor, or None
     row_list,  # [N] int32, of which the first ``count`` are rows to compute; None for all rows in order
@@ -127,7 +179,7 @@ def anchored_exp_product(
     target,  # [N] int64, counted from the first of these columns
     part_s,  # out [tiles of columns, N] float32
     part_t,  # out, as part_s
-    N, V, D, kept_rows, kept_stride,
+    N, V, D, R, kept_rows, kept_stride,
     SOFTCAP: tl.constexpr, MAXIMUM: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -146,7 +198,7 @@ def anchored_exp_product(
         row_ok = slot < num_rows
         row = slot if row_list is None else tl.load(row_list + slot, mask=row_ok, other=0)
         cols = n * BN + tl.arange(0, BN)
-        z = row_by_column(x, w, bias, row, row_ok, m * BM, n * BN, V, D, BM, BN, BK, TMA, PRECISION)
+        z = row_by_column(x, w, x_low, w_low, bias, row, row_ok, m * BM, n * BN, V, D, R, BM, BN, BK, TMA, PRECISION)
         if SOFTCAP:
             capped = tanh(z * (inner * gain))
             slope = 1.0 - capped * capped
@@ -168,9 +220,8 @@ def anchored_exp_product(
             if not EVEN:
                 d = tl.where((cols < V)[None, :], d, NEVER)
             e = tl.exp2(d)
-            weighted = e * d
-            tl.store(part_s + part, tl.sum(e, 1), mask=row_ok)
-            tl.store(part_t + part, tl.sum(weighted, 1), mask=row_ok)
+            tl.store(part_s + part, row_sums(e, BM, BN, TMA), mask=row_ok)
+            tl.store(part_t + part, row_sums(e * d, BM, BN, TMA), mask=row_ok)
             if kept is not None:
                 if SOFTCAP:
                     e *= slope

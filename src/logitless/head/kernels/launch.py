@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from logitless.head.kernels import backward, forward, tiles
-from logitless.head.kernels.variants import Tile, Variant
+from logitless.head.kernels.variants import OVERLAPPED, Tile, Variant
 
 FEW_ROUNDS, FEW_PARTS = 6, 8
 """Up to so many rounds of tiles are cut into parts, up to so many: an idle last round would weigh too much there."""
@@ -43,30 +44,48 @@ class Form:
 
 @dataclass(frozen=True)
 class Operands(Form):
-    """Columns of the head as the kernels multiply them: ``product = rows.hidden @ weight.T + bias``.
+    """Columns of the head as the kernels multiply them: ``product = hidden @ weight.T + low @ low.T + bias``.
 
     Args:
-        weight: [V, D] in hidden's dtype; with LoRA, lora_b stands beside it, once an addend of ``rows.hidden``.
+        weight: [V, D] in hidden's dtype.
+        low: [V, E] with LoRA: lora_b, once an addend of ``rows.low``; or None.
         bias: [V] float32 or None.
         first: the place of the first column among all that the rows meet.
     """
 
     weight: Tensor
+    low: Tensor | None
     bias: Tensor | None
     first: int
 
     @property
     def gain(self) -> float:
         """What undoes the mean error of the products: matrix units that truncate make every sum a little small."""
-        return 1 + self.variant.truncation * self.weight.shape[1]
+        return 1 + self.variant.truncation * (self.weight.shape[1] + self.rank)
+
+    @property
+    def rank(self) -> int:
+        """Columns of ``low``."""
+        return 0 if self.low is None else self.low.shape[1]
+
+    @cached_property
+    def wide(self) -> Tensor:
+        """``low`` beside the weight: a copy, for kernels that read one matrix."""
+        return self.weight if self.low is None else torch.cat([self.weight, self.low], dim=1)
 
 
 class Rows(NamedTuple):
-    """Per-row inputs of the products; with LoRA, lora_scale * hidden @ lora_a.T stands beside the hidden states."""
+    """Per-row inputs of the products: ``hidden`` [N, D] and, with LoRA, lora_scale * hidden @ lora_a.T as ``low``."""
 
     hidden: Tensor
+    low: Tensor | None
     multiplier: Tensor
     target: Tensor
+
+    @property
+    def wide(self) -> Tensor:
+        """``low`` beside the hidden states."""
+        return self.hidden if self.low is None else torch.cat([self.hidden, self.low], dim=1)
 
 
 class Compaction(NamedTuple):
@@ -106,17 +125,31 @@ def listed(chosen: Tensor) -> Compaction:
 
 
 def kept_rows(rows: int, vocabulary: int, variant: Variant, device: torch.device) -> Tensor:
-    """Room for the exponentials of so many rows; a row starts at a multiple of 16 bytes."""
+    """Room for the exponentials of so many rows, each of whole 16 bytes: TMA starts there, and stores nothing less."""
     stride = -(-vocabulary // 8) * 8
     return torch.empty(rows, stride, dtype=variant.kept, device=device)
+
+
+def low_rows(hidden: Tensor, lora_a: Tensor, scale: float, variant: Variant, *, addends: int) -> Tensor:
+    """scale * hidden @ lora_a.T as addends in hidden's dtype beside each other, zeros up to a multiple of 8 columns."""
+    (n, d), rank = hidden.shape, len(lora_a)
+    width = -(-rank * addends // 8) * 8
+    out = torch.zeros(n, width, dtype=hidden.dtype, device=hidden.device)
+    columns = min(64, max(16, triton.next_power_of_2(rank)))
+    forward.low_rows[(triton.cdiv(n, 64), triton.cdiv(rank, columns))](
+        hidden, lora_a, out, scale, n, rank, d, width, TWICE=addends == 2, PRECISION=variant.precision,
+        BM=64, BN=columns, BK=64 if hidden.element_size() == 2 else 32, num_stages=3, num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 def target_logits(operands: Operands, rows: Rows, target_logit: Tensor, slope: Tensor) -> None:
     """z_y in bits and the softcap's slope there, of rows whose target is one of these columns."""
     v, d = operands.weight.shape
     forward.target_logits[(len(target_logit),)](
-        rows.hidden, operands.weight, operands.bias, rows.target, rows.multiplier, operands.inner, target_logit, slope,
-        v, d, SOFTCAP=operands.softcap, BLOCK=min(1024, triton.next_power_of_2(d)), num_warps=4,
+        rows.hidden, operands.weight, rows.low, operands.low, operands.bias, rows.target, rows.multiplier,
+        operands.inner, target_logit, slope, v, d, operands.rank, SOFTCAP=operands.softcap,
+        BLOCK=min(1024, triton.next_power_of_2(d)), num_warps=4,
     )  # fmt: skip
 
 
@@ -182,24 +215,61 @@ def exp_product(
     """
     variant, tile = operands.variant, operands.variant.score
     tma = variant.tma and chosen is None
-    v, d = operands.weight.shape
-    n = len(anchor)
+    v, n = len(operands.weight), len(anchor)
+    pays = operands.low is not None or operands.weight.shape[1] <= OVERLAPPED
+    if variant.overlaps and pays and tma and not (maximum or operands.softcap or operands.bias is not None):
+        _overlapped_exp_product(operands, rows, anchor, kept, parts)
+        return
     row_list, count = (None, None) if chosen is None else chosen
     place = None if kept is None else _tiles(kept[:, :v], _store_block(tile), tma)
+    apart = (rows.hidden, operands.weight, rows.low, operands.low)
+    x, w, *low = (rows.wide, operands.wide, None, None) if tma else apart
     forward.anchored_exp_product[_grid(variant, n, v, tile)](
-        *_row_operands(operands, rows, tile, tma), place, row_list, count, rows.multiplier, operands.inner,
-        operands.gain, anchor, rows.target, parts.s, parts.t, n, v, d, num_kept, 0 if kept is None else kept.stride(0),
+        _tiles(x, (tile.rows, tile.depth), tma), _tiles(w, (tile.columns, tile.depth), tma), *low, operands.bias,
+        place, row_list, count, rows.multiplier, operands.inner, operands.gain, anchor, rows.target, parts.s, parts.t,
+        n, v, x.shape[1], 0 if tma else operands.rank, num_kept, 0 if kept is None else kept.stride(0),
         SOFTCAP=operands.softcap, MAXIMUM=maximum, EVEN=v % tile.columns == 0, TMA=tma, SPLIT=tile.halves,
         PRECISION=variant.precision,
         **_blocks(variant, tile),
     )  # fmt: skip
 
 
+def _overlapped_exp_product(
+    operands: Operands, rows: Rows, anchor: Tensor, kept: Tensor | None, parts: TileSums
+) -> None:
+    """``exp_product`` of all rows in order, on Hopper."""
+    from logitless.head.kernels import overlapped
+
+    tile, (v, d) = operands.variant.score, operands.weight.shape
+    half, rank = tile.rows // 2, triton.next_power_of_2(max(16, operands.rank)) if operands.rank else 0
+    x_low = rows.hidden if rows.low is None else rows.low
+    w_low = operands.weight if operands.low is None else operands.low
+    out = rows.hidden if kept is None else kept[:, :v]
+    group = max(16, tile.group) if kept is None else 16  # what is stored leaves less of L2 to the rows
+    overlapped.overlapped_exp_product[_grid(operands.variant, len(anchor), v, tile)](
+        _swizzled(rows.hidden, half, tile.depth), _swizzled(operands.weight, tile.columns, tile.depth),
+        _swizzled(x_low, half, tile.depth), _swizzled(w_low, tile.columns, tile.depth),
+        _swizzled(out, half, tile.columns // 2), rows.multiplier, operands.gain, anchor, rows.target, parts.s, parts.t,
+        len(anchor), v, d, KEEP=kept is not None, RANK=rank, GROUP=group,
+        PROGRAMS=operands.variant.programs, num_warps=4,
+    )  # fmt: skip
+
+
+def _swizzled(matrix: Tensor, rows: int, columns: int) -> Any:
+    """Blocks of a bfloat16 matrix as warp groups multiply them."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SwizzledDescriptor
+
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return SwizzledDescriptor.from_tensor(matrix, [rows, columns], layout)
+
+
 def leading_maximum(operands: Operands, rows: Rows) -> Tensor:
     """The largest logit of each row among the first columns, in bits: one tile of the product."""
     some = slice(operands.variant.score.columns)
     bias = None if operands.bias is None else operands.bias[some]
-    leading = replace(operands, weight=operands.weight[some], bias=bias)
+    low = None if operands.low is None else operands.low[some]
+    leading = replace(operands, weight=operands.weight[some], low=low, bias=bias)
     parts = TileSums.of(leading, rows)
     exp_product(leading, rows, rows.multiplier, None, 0, parts, None, maximum=True)
     return parts.s[0].clamp(min=LOWEST)
@@ -246,10 +316,11 @@ def logit_gradient(
 ) -> None:  # fmt: skip
     """Columns ``first`` to ``first + out.shape[1]`` of the loss's gradient in the products, into ``out``."""
     variant, tile = operands.variant, operands.variant.score
-    v, d = operands.weight.shape
+    v, d = operands.wide.shape
     n, width = out.shape
     backward.logit_gradient_product[_grid(variant, n, width, tile)](
-        *_row_operands(operands, rows, tile, variant.tma),
+        _tiles(rows.wide, (tile.rows, tile.depth), variant.tma),
+        _tiles(operands.wide, (tile.columns, tile.depth), variant.tma), operands.bias,
         _tiles(out, _store_block(tile), variant.tma), count, rows.multiplier, operands.inner, operands.gain,
         log_normaliser, rows.target, grad_logp, grad_target, grad_entropy, entropy, first, v, d, n, width,
         SOFTCAP=operands.softcap, TMA=variant.tma, SPLIT=tile.halves, PRECISION=variant.precision,
@@ -397,14 +468,6 @@ def tile_gradient(
         SOFTCAP=inside is not None, WIDE=wide and not in_place, BLOCK=4096, num_warps=8,
     )  # fmt: skip
     return narrow
-
-
-def _row_operands(operands: Operands, rows: Rows, tile: Tile, tma: bool) -> tuple[Any, ...]:
-    return (
-        _tiles(rows.hidden, (tile.rows, tile.depth), tma),
-        _tiles(operands.weight, (tile.columns, tile.depth), tma),
-        operands.bias,
-    )
 
 
 def _tiles(matrix: Tensor, block: tuple[int, int], tma: bool) -> Any:

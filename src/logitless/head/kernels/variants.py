@@ -41,6 +41,7 @@ class Variant:
         kept: dtype of kept exponentials and logit gradients.
         precision: how float32 operands are multiplied (irrelevant for 16-bit ones).
         truncation: relative loss of a sum of products per unit of its length, measured.
+        overlaps: whether ``overlapped.py``'s forward product runs here, for hidden sizes up to OVERLAPPED and for LoRA.
     """
 
     tma: bool
@@ -51,6 +52,7 @@ class Variant:
     kept: torch.dtype
     precision: str
     truncation: float = 0.0
+    overlaps: bool = False
 
     @property
     def narrow(self) -> bool:
@@ -61,6 +63,15 @@ class Variant:
 INTERPRETED = Tile(rows=16, columns=16, depth=16, group=2, stages=1, warps=1)
 WIDE = Tile(rows=128, columns=256, depth=64, group=16, stages=3, warps=8)
 """For Hopper: what fits its shared memory beside the staging of a stored tile."""
+
+DEEP = 2048
+"""Hidden size from which an epilogue is a small part of a tile's time."""
+
+OVERLAPPED = 2048
+"""Largest hidden size at which ``overlapped.py`` is faster without LoRA: of 896, 2048, 4096 and 8192, the first two."""
+
+GLUON = "3.6."
+"""The releases of Triton whose Gluon ``overlapped.py`` is written in: 3.5 and 3.7 name or order its parts otherwise."""
 
 HOPPER_TRUNCATION = 1.0e-9
 """A bfloat16 product over D on Hopper is 1 - 1.0e-9 D of the exact one, in the mean over D of 896 to 8192."""
@@ -85,7 +96,7 @@ FLOAT32 = Tile(rows=64, columns=64, depth=32, group=8, stages=2, warps=4)
 
 def hopper(width: int, programs: int) -> Variant:
     """bfloat16 on Hopper, by hidden size; ``programs`` is the number of multiprocessors."""
-    score = replace(WIDE, group=64, stages=4, halves=True) if width < 2048 else replace(WIDE, group=8)
+    score = replace(WIDE, group=64, stages=4, halves=True) if width < DEEP else replace(WIDE, group=8)
     backward = replace(WIDE, group=4)
     return Variant(True, programs, score, backward, backward, torch.bfloat16, "tf32", HOPPER_TRUNCATION)
 
@@ -104,7 +115,11 @@ def variant(hidden: Tensor) -> Variant:
     capability = torch.cuda.get_device_capability(hidden.device)
     programs = torch.cuda.get_device_properties(hidden.device).multi_processor_count
     if kept == torch.bfloat16 and capability[0] in (9, 10) and aligned:  # others have less shared memory
-        return replace(hopper(hidden.shape[1], programs), truncation=truncation(hidden.device, hidden.dtype))
+        lost = truncation(hidden.device, hidden.dtype)
+        import triton  # the chunked head needs this file, and no Triton
+
+        overlaps = capability[0] == 9 and triton.__version__.startswith(GLUON)
+        return replace(hopper(hidden.shape[1], programs), truncation=lost, overlaps=overlaps)
     if kept == torch.bfloat16:
         return Variant(False, programs * 2, PLAIN, PLAIN, PLAIN, kept, precision)
     score = PLAIN if hidden.dtype == torch.float16 else FLOAT32
