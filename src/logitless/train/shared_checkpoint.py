@@ -80,7 +80,10 @@ class SharedSaver:
             try:
                 with torch.cuda.stream(stream):
                     index = write_pieces(partial, mine, prefix=f"tensors-of-{self.ranks.rank}")
-                write_atomically(partial / f"part-{self.ranks.rank}.json", json.dumps(index).encode())
+                part = partial / f"part-{self.ranks.rank}.json"
+                whole_part = part.with_name(f".whole-{part.name}")
+                write_atomically(whole_part, json.dumps(index).encode())
+                whole_part.replace(part)  # from here on the first may move the folder
                 self._wrote.set()
                 if self.ranks.is_first and (whole := self._everyones(partial)) is not None:
                     put_in_place(partial, final, whole, content, self.keep)
