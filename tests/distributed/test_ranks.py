@@ -50,7 +50,8 @@ def what_a_rank_sees(rank):
         "objects": us.everyones({"rank": rank, "π": [None, float("nan"), 0.1]}),
         "first": us.of_first(f"of {rank}"),
         "copied": weight.tolist(),
-        "shared": us.together([f"{place} by {rank}" for place in us.shared(3)]),
+        "bytes": us.everyones_bytes(bytes(range(2 * rank))),
+        "shared": us.everyones([f"{place} by {rank}" for place in us.shared(3)]),
     }
 
 
@@ -68,7 +69,8 @@ def test_every_rank_sees_the_same_sums_rows_decisions_and_objects():
             "objects": [{"rank": r, "π": [None, nan, 0.1]} for r in range(2)],
             "first": "of 0",
             "copied": [0.5],
-            "shared": ["0 by 0", "1 by 1", "2 by 0"],
+            "bytes": [b"", b"\x00\x01"],
+            "shared": [["0 by 0", "2 by 0"], ["1 by 1"]],
         }
     )
 

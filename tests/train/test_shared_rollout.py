@@ -9,11 +9,16 @@ from logitless.rewards.combine import weighted
 from logitless.rewards.length import Length
 from logitless.rollout.environment import SingleTurn
 from logitless.rollout.sampling import SamplingOptions
-from logitless.train.shared_rollout import _as_it_was, _shortened, group_as_json, group_of_json, sampled_and_judged
+from logitless.train.shared_rollout import _put_together, _taken_apart, group_as_json, group_of_json, sampled_and_judged
 from logitless.types import Completion, Group, Prompt, Verdict
 from tests.ranks import run_on_ranks
 
 PROMPTS = [Prompt(str(i), f"prompt {i}", (i + 1,)) for i in range(5)]
+
+
+def test_numbers_that_need_no_more_travel_in_four_bytes():
+    exact, other = (Group(PROMPTS[0], (Completion("0", (7,), "", "stop", (x,)),), ({},), (None,)) for x in (-0.5, -0.1))
+    assert [len(_taken_apart([group])[1]) for group in (exact, other)] == [4 + 4 + 4, 4 + 8 + 4]
 
 
 def test_a_group_comes_back_equal_from_json():
@@ -33,9 +38,12 @@ def test_a_group_comes_back_equal_from_json():
         {"a": Verdict(None, "timeout", message="over 2 s")},
     )
     group = Group(Prompt("7", "2+2=", (1,)), (of_turns, plain), verdicts, (0.1 + 0.2, None), ((0.5, -0.25), ()))
+    large = Group(group.prompt, (Completion("7", (2**40,), "", "stop", (-1e300,)),), verdicts[:1], (1.0,))
     assert group_of_json(group.prompt, json.loads(json.dumps(group_as_json(group)))) == group
-    between_ranks = json.loads(json.dumps(_shortened(group_as_json(group))))
-    assert group_of_json(group.prompt, _as_it_was(between_ranks)) == group
+    for groups in ([group], [group, large], []):
+        rest, numbers = _taken_apart(groups)
+        found = _put_together(json.loads(json.dumps(rest)), numbers)
+        assert [group_of_json(of.prompt, each) for of, each in zip(groups, found, strict=True)] == groups
 
 
 class Counting:

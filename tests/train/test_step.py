@@ -547,6 +547,23 @@ def test_the_value_loss_is_a_mean_over_the_steps_tokens_with_a_return_whatever_t
     assert first.tokens.value_weight is None
 
 
+@pytest.mark.parametrize("scope", [None, "step", "micro_batch"])
+def test_the_rows_that_a_rank_makes_alone_have_the_bits_that_they_have_among_all(scope):
+    policy = _ppo_policy()
+    block, plan = _ppo_block(policy), StepPlan((0, 1, 2, 3, 5, 6), ((0, 3), (1, 6), (), (2,)))
+    objective = Objective() if scope is None else Objective(entropy_bonus=EntropyBonus(BONUS, scope=scope))
+    parts = (block.packed, block.tokens, plan, objective, SequenceMean())
+    options = {"dropped": [s == DROPPED for s in range(8)], "num_steps": 1, "statistics": None}
+    every = step_batch(*parts, **options)
+    for places in ([0], [3, 1], [2]):
+        for place, found in zip(places, step_batch(*parts, **options, places=places), strict=True):
+            wanted = every[place]
+            assert found.packed.inputs.lengths == wanted.packed.inputs.lengths
+            assert torch.equal(found.packed.target, wanted.packed.target)
+            for name, value in vars(wanted.tokens).items():
+                torch.testing.assert_close(vars(found.tokens)[name], value, rtol=0, atol=0, equal_nan=True)
+
+
 def test_what_stands_where_there_is_no_return_reaches_no_gradient():
     policy = _ppo_policy()
     block = _ppo_block(policy)

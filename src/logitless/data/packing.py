@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +23,6 @@ from torch import Tensor
 from logitless.distributed.shares import attention_cost
 from logitless.errors import InputError
 from logitless.types import Completion, PackedBatch, PackedInputs, Prompt, PromptGroup, SharedInputs
-
-_Number = TypeVar("_Number", int, float)
 
 LEAST_SHARED = 16
 """Tokens that prompts, or completions of one, have to begin with alike to be read once: fewer are no piece of a row."""
@@ -50,15 +48,14 @@ def pack(pairs: Sequence[tuple[Prompt, Completion]], *, version: int | None = No
         >>> batch.inputs.input_ids, batch.inputs.source, batch.target
         (tensor([1, 2, 3]), tensor([1, 2]), tensor([3, 4]))
     """
-    input_ids: list[int] = []
-    position_ids: list[int] = []
-    source: list[int] = []
-    target: list[int] = []
-    turn: list[int] = []
-    logp_sampler: list[float] = []
-    lag: list[int] = []
+    read: list[np.ndarray] = []
+    target: list[np.ndarray] = []
+    scored: list[np.ndarray] = []
+    turn: list[np.ndarray] = []
+    logp_sampler: list[np.ndarray] = []
+    lag: list[np.ndarray] = []
     lengths: list[int] = []
-    counts: list[int] = []
+    of_prompts: dict[tuple[int, ...], np.ndarray] = {}
     for prompt, completion in pairs:
         if not prompt.token_ids:
             raise InputError(
@@ -66,56 +63,52 @@ def pack(pairs: Sequence[tuple[Prompt, Completion]], *, version: int | None = No
                 given=f"prompt {prompt.id!r} without tokens",
                 remedy="Drop empty prompts, or start them with the BOS token.",
             )
-        trained: Sequence[int] = range(completion.length)
+        if prompt.token_ids not in of_prompts:
+            of_prompts[prompt.token_ids] = np.array(prompt.token_ids, np.int64)
+        ids, num_tokens = np.array(completion.token_ids, np.int64), completion.length
+        trained = np.arange(num_tokens)
         if completion.trained is not None:
-            trained = [j for j in trained if completion.trained[j]]
-        read = (prompt.token_ids + completion.token_ids)[:-1] if trained else ()
-        first = len(input_ids) + len(prompt.token_ids) - 1
-        source += [first + j for j in trained] if completion.trained else range(first, first + len(trained))
-        input_ids += read
-        position_ids += range(len(read))
-        target += _at(completion.token_ids, trained, 0)
-        turn += _at(completion.turn, trained, 0)
-        logp_sampler += _at(completion.logp_sampler, trained, float("nan"))
-        lag += _lags(completion, trained, version)
-        lengths.append(len(read))
-        counts.append(len(trained))
+            trained = trained[np.array(completion.trained, np.bool_)]
+        if len(trained):
+            read += of_prompts[prompt.token_ids], ids[:-1]
+        lengths.append(len(prompt.token_ids) + num_tokens - 1 if len(trained) else 0)
+        scored.append(trained + (len(prompt.token_ids) - 1))
+        target.append(ids[trained])
+        turn.append(_at(completion.turn, trained, 0, np.int64))
+        logp_sampler.append(_at(completion.logp_sampler, trained, float("nan"), np.float32))
+        if version is not None:
+            lag.append(_lags(completion, trained, version))
+    starts = list(accumulate(lengths, initial=0))[:-1]
+    every = np.arange(max(lengths, default=0))
     return PackedBatch(
         inputs=PackedInputs(
-            input_ids=_vector(input_ids, np.int64),
-            position_ids=_vector(position_ids, np.int64),
+            input_ids=_end_to_end(read, np.int64),
+            position_ids=_end_to_end([every[:length] for length in lengths], np.int64),
             lengths=tuple(lengths),
-            source=_vector(source, np.int64),
-            source_counts=tuple(counts),
+            source=_end_to_end([start + of for start, of in zip(starts, scored, strict=True)], np.int64),
+            source_counts=tuple(map(len, scored)),
             prefixes=_prefixes(pairs, lengths),
         ),
-        target=_vector(target, np.int64),
-        turn=_vector(turn, np.int64),
-        logp_sampler=_vector(logp_sampler, np.float32),
-        lag=None if version is None else _vector(lag, np.int64),
+        target=_end_to_end(target, np.int64),
+        turn=_end_to_end(turn, np.int64),
+        logp_sampler=_end_to_end(logp_sampler, np.float32),
+        lag=None if version is None else _end_to_end(lag, np.int64),
     )
 
 
-def _vector(values: Sequence[int] | Sequence[float], dtype: Any) -> Tensor:
-    """Of many numbers: by numpy, five times as fast as torch goes through a list."""
-    return torch.from_numpy(np.fromiter(values, dtype, len(values)))
+def _end_to_end(parts: Sequence[np.ndarray], dtype: Any) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *parts]))
 
 
-def _at(values: Sequence[_Number] | None, places: Sequence[int], missing: _Number) -> Sequence[_Number]:
-    """Those of these places, which are often all."""
-    if values is None:
-        return [missing] * len(places)
-    return values if len(places) == len(values) else [values[j] for j in places]
+def _at(values: Sequence[float] | None, places: np.ndarray, missing: float, dtype: Any) -> np.ndarray:
+    """Those of these places."""
+    return np.full(len(places), missing, dtype) if values is None else np.array(values, dtype)[places]
 
 
-def _lags(completion: Completion, tokens: Sequence[int], version: int | None) -> Sequence[int]:
-    """Ages of the weights that drew these tokens."""
-    drawn, each = completion.weights_version, completion.token_versions
-    if version is None or (each is None and drawn is None):
-        return [0] * len(tokens)
-    if each is None and drawn is not None:
-        return [version - drawn] * len(tokens)
-    return [version - of for of in _at(each, tokens, 0)]
+def _lags(completion: Completion, tokens: np.ndarray, version: int) -> np.ndarray:
+    """Ages of the weights that drew these tokens; 0 where nobody knows."""
+    drawn = completion.weights_version
+    return version - _at(completion.token_versions, tokens, version if drawn is None else drawn, np.int64)
 
 
 def nothing_to_score() -> PackedBatch:
@@ -479,5 +472,5 @@ def _step_plan(
     read = [s for s in scored if live is None or live[s]]
     if scored and not read:
         read = [min(scored, key=lambda s: (inputs.lengths[s], s))]
-    dead = tuple(s for s in scored if s not in set(read))
-    return StepPlan(tuple(sequences), packing.rows(read, inputs), dead)
+    alive = set(read)
+    return StepPlan(tuple(sequences), packing.rows(read, inputs), tuple(s for s in scored if s not in alive))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from jaxtyping import Shaped
@@ -24,7 +25,7 @@ from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.gather import gather_over_group
 from logitless.distributed.roll import Roll, in_one_line
 from logitless.distributed.sharding import is_sharded
-from logitless.distributed.shares import every_nth, in_order
+from logitless.distributed.shares import every_nth
 from logitless.distributed.sums import sum_over_group
 from logitless.distributed.tree import TreeSum
 from logitless.errors import ConfigurationError, LogitlessError, LostRankError, UnavailableError
@@ -136,11 +137,22 @@ class Ranks:
         """
         if self._everyone is None:
             return [value]
-        encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        return [json.loads(said) for said in self.everyones_bytes(json.dumps(value).encode())]
+
+    def everyones_bytes(self, mine: bytes) -> list[bytes]:
+        """What each rank gave, by rank; for many numbers, which as JSON would take seconds.
+
+        Example:
+            >>> Ranks.alone().everyones_bytes(b"ab")
+            [b'ab']
+        """
+        if self._everyone is None:
+            return [mine]
         gather = gather_over_group(self._everyone)
         with _all_present():
-            lengths = gather(torch.tensor([len(encoded)])).tolist()
-            return [json.loads(part.numpy().tobytes()) for part in torch.split(gather(encoded), lengths)]
+            lengths = gather(torch.tensor([len(mine)])).tolist()
+            whole = gather(torch.from_numpy(np.frombuffer(bytearray(mine), np.uint8)))
+            return [part.numpy().tobytes() for part in torch.split(whole, lengths)]
 
     def of_first(self, value: Any) -> Any:
         """The value that rank 0 gave, on every rank; the others' is not read and may be None."""
@@ -185,20 +197,6 @@ class Ranks:
             (7, 8)
         """
         return rows[self.data_rank :: self.data_world]
-
-    def together(self, mine: list[Any], among: Sequence[int] | None = None) -> list[Any]:
-        """What the ranks made of their ``shared`` places, in the order of the whole; JSON.
-
-        Args:
-            mine: of this rank.
-            among: as of ``shared``.
-
-        Example:
-            >>> Ranks.alone().together(["a", "b"])
-            ['a', 'b']
-        """
-        found = self.everyones(mine)
-        return in_order(found if among is None else [found[rank] for rank in among])
 
     def copy_of_first(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the bits of the first, in place.

@@ -1,6 +1,9 @@
 """Which rank does what, as pure functions: every rank works them out for itself and gets the same answer."""
 
 from collections.abc import Sequence
+from typing import TypeVar
+
+_Made = TypeVar("_Made")
 
 
 def shares_by_cost(costs: Sequence[float], num_ranks: int) -> list[tuple[int, ...]]:
@@ -57,7 +60,7 @@ def every_nth(count: int, rank: int, num_ranks: int) -> range:
     return range(rank, count, num_ranks)
 
 
-def in_order(shares: Sequence[Sequence[object]]) -> list[object]:
+def in_order(shares: Sequence[Sequence[_Made]]) -> list[_Made]:
     """What ranks made of ``every_nth``, in the order of the whole.
 
     Example:

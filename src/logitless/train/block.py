@@ -12,6 +12,7 @@ Each stage is frozen, and is everything that the one before it was: what takes a
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -120,13 +121,10 @@ def pack_groups(groups: Sequence[Group], *, version: int | None = None) -> Packe
         >>> pack_groups([]).packed.num_tokens
         0
     """
-    members: list[tuple[int, ...]] = []
-    for group in groups:
-        first = sum(len(m) for m in members)
-        members.append(tuple(range(first, first + len(group.completions))))
+    ends = list(accumulate((len(group.completions) for group in groups), initial=0))
     return PackedBlock(
         packed=pack([(group.prompt, c) for group in groups for c in group.completions], version=version),
-        groups=tuple(members),
+        groups=tuple(tuple(range(first, end)) for first, end in pairwise(ends)),
         truncated=tuple(c.finish_reason == "length" for group in groups for c in group.completions),
     )
 

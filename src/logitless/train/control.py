@@ -4,8 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from logitless.objective.algorithm import Algorithm
 from logitless.objective.divergence import kl_in_reward
 from logitless.objective.entropy import EntropyController
@@ -13,7 +11,7 @@ from logitless.objective.inputs import required
 from logitless.objective.kl_control import KLController
 from logitless.train.config import KLInLoss, KLInReward
 from logitless.train.metrics import Numbers
-from logitless.train.step import MicroBatch
+from logitless.types import TokenBatch
 
 
 class Controllers:
@@ -50,12 +48,13 @@ class Controllers:
         """What the guardrail multiplies ``max_new_tokens`` of the next block by."""
         return 1.0 if self._kl is None else self._kl.rollout_factor
 
-    def after_step(self, record: Numbers, micro_batches: Sequence[MicroBatch], *, taken: bool) -> None:
+    def after_step(self, record: Numbers, tokens: TokenBatch, sequences: Sequence[int], *, taken: bool) -> None:
         """Add the coefficients of this step to its record; let the controllers see it, unless it was skipped.
 
         Args:
             record: of the step; gets more numbers.
-            micro_batches: of the step.
+            tokens: of the block.
+            sequences: of them, that the step read, on all ranks.
             taken: whether the weights moved.
         """
         if self._bonus is not None:
@@ -67,11 +66,11 @@ class Controllers:
             return
         record["kl_ref/beta"] = self._kl.beta
         if taken:
-            record["kl_ref/controlled"] = seen = self._seen(record, micro_batches, self._kl_section)
+            record["kl_ref/controlled"] = seen = self._seen(record, tokens, sequences, self._kl_section)
             if math.isfinite(seen):  # where exp has overflowed the controllers see nothing
                 self._kl_of_epoch.append(seen)
                 if self._kl_section.update == "step":
-                    self._kl.update(seen, sum(each.tokens.num_sequences for each in micro_batches))
+                    self._kl.update(seen, len(sequences))
         record["kl_ref/guarded"] = self._kl.num_guarded
         record["kl_ref/bounded"] = self._kl.num_bounded
 
@@ -106,13 +105,10 @@ class Controllers:
         here = self._kl_section is not None and self._kl_section.placement == placement
         return self._kl.beta if here and self._kl is not None else 0.0
 
-    def _seen(self, record: Numbers, micro_batches: Sequence[MicroBatch], kl: KLInLoss | KLInReward) -> float:
+    def _seen(self, record: Numbers, tokens: TokenBatch, sequences: Sequence[int], kl: KLInLoss | KLInReward) -> float:
         """The KL that is compared with the target: of this step's weights in the loss, of the drawn tokens in the
         reward."""
         if kl.placement == "loss":
             return record[f"kl_ref/{kl.penalty.estimator}_mean"]
-        drift = [
-            kl_in_reward(required(each.tokens.logp_old, "logp_old"), required(each.tokens.logp_ref, "logp_ref"))
-            for each in micro_batches
-        ]
-        return float(torch.cat(drift).mean())
+        read = tokens.take(sequences)
+        return float(kl_in_reward(required(read.logp_old, "logp_old"), required(read.logp_ref, "logp_ref")).mean())

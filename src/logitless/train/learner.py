@@ -280,9 +280,11 @@ class Learner:
         step = plan[self.progress.step_in_epoch]
         parts = (now.block.packed, now.tokens, step, self.algorithm.objective, self.algorithm.weighting)
         options: Any = {"dropped": now.dropped, "num_steps": len(plan), "statistics": now.statistics}
-        micro_batches = step_batch(*parts, **options, scores_itself=now.block.scores_itself)
+        places = self._places(len(step.micro_batches))
+        own = [place for place in places if place is not None]
+        mine = step_batch(*parts, **options, scores_itself=now.block.scores_itself, places=own)
         dead_numbers = partial(dead_output, *parts, **options, device=self.policy.device, ranks=self.ranks)
-        record = self._optimize(micro_batches, dead_numbers, now.statistics)
+        record = self._optimize(dict(zip(own, mine, strict=True)), places, step, dead_numbers, now)
         if record is not None:
             record |= saved_by_packing(step, now.block.packed.inputs, now.packing)
             record["optimizer/sequences"] += len(step.dead)
@@ -319,16 +321,25 @@ class Learner:
         """Go on to the next block; for one without a signal, this is all there is to do."""
         self.progress.block, self.progress.epoch, self._current = self.progress.block + 1, 0, None
 
+    def _places(self, num_rows: int) -> list[int | None]:
+        """Of this rank's rows among those of a step, in the order in which it reads them; None: a rank that sums in
+        order waits for others there."""
+        if self.recipe.parallel.deterministic:
+            return list(places_in_tree(num_rows, self.ranks.rank, self.ranks.world))
+        return list(self.ranks.rows_of(range(num_rows)))
+
     def _optimize(
         self,
-        micro_batches: list[MicroBatch],
+        mine: Mapping[int, MicroBatch],
+        places: Sequence[int | None],
+        step: StepPlan,
         dead_numbers: Callable[[], MicroBatchOutput | None],
-        statistics: BlockStatistics | None,
+        now: _InTraining,
     ) -> Numbers | None:
         recipe, progress, ranks = self.recipe, self.progress, self.ranks
         self.policy.release()  # whole weights were for sampling
         try:
-            mine, outputs = self._gradients(micro_batches, statistics)
+            outputs = self._gradients(mine, places, now.statistics)
         except torch.OutOfMemoryError:
             if ranks.world > 1:  # the others wait for this one
                 raise
@@ -351,29 +362,32 @@ class Learner:
         progress.step += 1
         progress.skipped += not taken
         progress.skipped_in_a_row = 0 if taken else progress.skipped_in_a_row + 1
-        self.tokens_per_rank = tuple(ranks.gather(torch.tensor([sum(b.tokens.num_tokens for b in mine)])).tolist())
+        self.tokens_per_rank = tuple(
+            ranks.gather(torch.tensor([sum(b.tokens.num_tokens for b in mine.values())])).tolist()
+        )
+        read = [s for row in step.micro_batches for s in row]
         record = on_host(numbers) | {
             "optimizer/grad_norm": float(norm),
             "optimizer/learning_rate": rate,
-            "optimizer/sequences": sum(each.tokens.num_sequences for each in micro_batches),
-            "optimizer/micro_batches": sum(each.tokens.num_tokens > 0 for each in micro_batches),
+            "optimizer/sequences": len(read),
+            "optimizer/micro_batches": sum(bool(row) for row in step.micro_batches),
             "optimizer/skipped_steps": progress.skipped,
         }
-        self.controllers.after_step(record, micro_batches, taken=taken)
+        self.controllers.after_step(record, now.tokens, read, taken=taken)
         return record
 
     def _gradients(
-        self, micro_batches: list[MicroBatch], statistics: BlockStatistics | None
-    ) -> tuple[list[MicroBatch], list[MicroBatchOutput]]:
-        """This rank's micro-batches and what came of them; gradients are the sums over all ranks."""
+        self, mine: Mapping[int, MicroBatch], places: Sequence[int | None], statistics: BlockStatistics | None
+    ) -> list[MicroBatchOutput]:
+        """What came of this rank's micro-batches, by their places; gradients are the sums over all ranks."""
         ranks = self.ranks
         if self.recipe.parallel.deterministic:
-            return self._summed_in_order(micro_batches, statistics)
-        mine = list(ranks.rows_of(micro_batches))
-        outputs = self._backward(mine, statistics, ranks.gather, *([ranks.data_rank] if ranks.data_rank else []))
+            return self._summed_in_order(mine, places, statistics)
+        labels = [ranks.data_rank] if ranks.data_rank else []
+        outputs = self._backward(list(mine.values()), statistics, ranks.gather, *labels)
         if ranks.world > 1:  # looking through a model for its parameters takes the host a millisecond
             ranks.sum_gradients(self.policy.named_parameters().values())
-        return mine, outputs
+        return outputs
 
     def _backward(
         self,
@@ -398,25 +412,24 @@ class Learner:
         )
 
     def _summed_in_order(
-        self, micro_batches: list[MicroBatch], statistics: BlockStatistics | None
-    ) -> tuple[list[MicroBatch], list[MicroBatchOutput]]:
-        """This rank's micro-batches and what came of them; gradients are the sums along the tree of all ranks.
+        self, mine: Mapping[int, MicroBatch], places: Sequence[int | None], statistics: BlockStatistics | None
+    ) -> list[MicroBatchOutput]:
+        """What came of this rank's micro-batches; gradients are the sums along the tree of all ranks.
 
         What is chosen in a micro-batch is chosen in it alone, for which of them run side by side depends on the ranks.
         """
         parameters = [p for p in self.policy.named_parameters().values() if p.requires_grad]
-        mine, outputs, total = list[MicroBatch](), list[MicroBatchOutput](), TreeSum()
-        for place in places_in_tree(len(micro_batches), self.ranks.rank, self.ranks.world):
+        outputs, total = list[MicroBatchOutput](), TreeSum()
+        for place in places:
             if place is not None:
-                mine.append(micro_batches[place])
-                outputs += self._backward(mine[-1:], statistics, one_rank, place)
+                outputs += self._backward([mine[place]], statistics, one_rank, place)
             total.add([p.grad for p in parameters])
             for p in parameters:
                 p.grad = None
         for p, gradient in zip(parameters, total.whole(), strict=True):
             p.grad = gradient
         self.ranks.sum_gradients_in_order(parameters)
-        return mine, outputs
+        return outputs
 
     def check_skipped(self) -> str | None:
         """A message where the last step was skipped.

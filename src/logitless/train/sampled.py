@@ -6,6 +6,7 @@ so it is looked at: every few blocks the pass is made all the same, and one toke
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,10 +35,7 @@ def sampled_scores(
     if not known or None in logps:
         return None
     return TokenScores(
-        logp=torch.tensor(
-            [x for c, logp in zip(completions, logps, strict=True) for x in _trained(c, logp)], dtype=torch.float32
-        ),
-        entropy=torch.tensor([x for c in completions for x in _trained(c, c.entropy_sampler)], dtype=torch.float32),
+        logp=_end_to_end(completions, logps), entropy=_end_to_end(completions, [c.entropy_sampler for c in completions])
     )
 
 
@@ -74,6 +72,11 @@ def _differ(a: Tensor, b: Tensor) -> Tensor:
     return a.view(torch.int32) != b.view(torch.int32)
 
 
-def _trained(completion: Completion, values: Sequence[float] | None) -> list[float]:
-    assert values is not None
-    return [x for j, x in enumerate(values) if completion.trained is None or completion.trained[j]]
+def _end_to_end(completions: Sequence[Completion], values: Sequence[Sequence[float] | None]) -> Tensor:
+    """Of the trained tokens, float32."""
+    parts = [np.zeros(0, np.float32)]
+    for completion, of_completion in zip(completions, values, strict=True):
+        assert of_completion is not None
+        part = np.array(of_completion, np.float32)
+        parts.append(part if completion.trained is None else part[np.array(completion.trained, np.bool_)])
+    return torch.from_numpy(np.concatenate(parts))

@@ -6,14 +6,15 @@ depend in their last bits on which rows are in the batch. Where a number that de
 boundary, the token is another one; of tokens drawn from float32 logits that is less than one in a million.
 """
 
-import base64
-from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from logitless.distributed.failing import failing_together
 from logitless.distributed.ranks import Ranks
+from logitless.distributed.shares import in_order
 from logitless.rewards.combine import Unscored
 from logitless.rewards.contract import WeightedReward
 from logitless.rollout.engine import Engine
@@ -25,14 +26,16 @@ from logitless.train.one_client import OneClientANode
 from logitless.types import Completion, Group, Prompt, Verdict
 
 _OF_TOKENS = {
-    "token_ids": "q",
-    "logp_sampler": "d",
-    "entropy_sampler": "d",
-    "logp_policy": "d",
-    "token_versions": "q",
-    "turn": "q",
+    "token_ids": (np.int64, np.int32),
+    "logp_sampler": (np.float64, np.float32),
+    "entropy_sampler": (np.float64, np.float32),
+    "logp_policy": (np.float64, np.float32),
+    "token_versions": (np.int64, np.int32),
+    "turn": (np.int64, np.int32),
+    "prompt_ids": (np.int64, np.int32),
 }
-"""Fields of a completion with one number a token, and their type in an ``array``."""
+"""Fields of a completion, the last of its group, with one number a token, and their types: one that holds them, and one
+of half the size that is taken where it holds them all."""
 
 
 def sampled_and_judged(
@@ -81,8 +84,11 @@ def sampled_and_judged(
             groups = judge(mine, episodes, rewards, unscored=unscored)
     if ranks.world == 1:
         return groups
-    found = ranks.together([_shortened(group_as_json(group)) for group in groups], clients)
-    return [group_of_json(prompt, _as_it_was(group)) for prompt, group in zip(prompts, found, strict=True)]
+    rest, numbers = _taken_apart(groups)
+    everyones = zip(ranks.everyones(rest), ranks.everyones_bytes(numbers), strict=True)
+    shares = [_put_together(of_rank, of_tokens) for of_rank, of_tokens in everyones]
+    found = in_order(shares if clients is None else [shares[rank] for rank in clients])
+    return [group_of_json(prompt, group) for prompt, group in zip(prompts, found, strict=True)]
 
 
 def group_as_json(group: Group) -> dict[str, Any]:
@@ -97,7 +103,7 @@ def group_as_json(group: Group) -> dict[str, Any]:
     return {
         "prompt_ids": group.prompt.token_ids,
         "completions": [dict(vars(completion)) for completion in group.completions],
-        "verdicts": [{name: asdict(verdict) for name, verdict in of.items()} for of in group.verdicts],
+        "verdicts": [{name: dict(vars(verdict)) for name, verdict in of.items()} for of in group.verdicts],
         "rewards": group.rewards,
         "turn_rewards": group.turn_rewards,
         "conversations": group.conversations,
@@ -116,24 +122,48 @@ def group_of_json(prompt: Prompt, group: Mapping[str, Any]) -> Group:
     )
 
 
-def _shortened(group: dict[str, Any]) -> dict[str, Any]:
-    """The same, numbers of tokens as the text of their bytes: a block has hundreds of thousands, and every rank reads
-    those of all."""
-    for fields in group["completions"]:
-        for name, kind in _OF_TOKENS.items():
-            if fields[name] is not None:
-                fields[name] = base64.b64encode(array(kind, fields[name]).tobytes()).decode()
-    return group
+def _taken_apart(groups: Sequence[Group]) -> tuple[dict[str, Any], bytes]:
+    """What goes between ranks as JSON, and the numbers of tokens, of which a block has a million: each field's end to
+    end."""
+    rest = [group_as_json(group) for group in groups]
+    types: dict[str, str] = {}
+    numbers = []
+    for name, (wide, narrow) in _OF_TOKENS.items():
+        having = _having(rest, name)
+        parts = [np.array(fields[name], wide) for fields in having]
+        whole = np.concatenate([np.zeros(0, wide), *parts])
+        with np.errstate(over="ignore"):
+            half = whole.astype(narrow)
+        if half.astype(wide).tobytes() == whole.tobytes():
+            whole = half
+        types[name] = whole.dtype.str
+        numbers.append(whole.tobytes())
+        for fields in having:
+            fields[name] = len(fields[name])
+    return {"groups": rest, "types": types}, b"".join(numbers)
 
 
-def _as_it_was(group: dict[str, Any]) -> dict[str, Any]:
-    for fields in group["completions"]:
-        for name, kind in _OF_TOKENS.items():
-            if fields[name] is not None:
-                numbers = array(kind)
-                numbers.frombytes(base64.b64decode(fields[name]))
-                fields[name] = tuple(numbers)
-    return group
+def _put_together(rest: dict[str, Any], numbers: bytes) -> list[dict[str, Any]]:
+    """The groups that ``_taken_apart`` was given, as ``group_as_json`` writes them."""
+    groups: list[dict[str, Any]] = rest["groups"]
+    begin = 0
+    for name, dtype in rest["types"].items():
+        having = _having(groups, name)
+        count = sum(fields[name] for fields in having)
+        whole = np.frombuffer(numbers, dtype, count, begin)
+        begin += whole.nbytes
+        end = 0
+        for fields in having:
+            end += fields[name]
+            fields[name] = tuple(whole[end - fields[name] : end].tolist())
+    return groups
+
+
+def _having(groups: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """What has the field of ``_OF_TOKENS``, and not None for it."""
+    if name == "prompt_ids":
+        return list(groups)
+    return [fields for group in groups for fields in group["completions"] if fields[name] is not None]
 
 
 def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -80,6 +80,7 @@ def step_batch(
     num_steps: int,
     statistics: BlockStatistics | None,
     scores_itself: bool = False,
+    places: Sequence[int] | None = None,
 ) -> list[MicroBatch]:
     """The micro-batches of a step with their weights, which sum as the weighting says over the whole step.
 
@@ -93,26 +94,34 @@ def step_batch(
         num_steps: of the epoch, for weightings with ``scope="block"``.
         statistics: of the block.
         scores_itself: whether the step's own forward pass is to say ``logp_old``.
+        places: of the plan's rows that a rank reads; None: all.
 
     Returns:
-        One a row of the plan, on the CPU.
+        One a row that is read, on the CPU.
     """
     weights = _weights_of(packed, tokens, plan, weighting, dropped=dropped, num_steps=num_steps)
-    rows = plan.micro_batches
+    rows = [plan.micro_batches[place] for place in places] if places is not None else plan.micro_batches
     parts = [replace(tokens.take(row), token_weight=weights(weighting, row)) for row in rows]
     if scores_itself:
         parts = [replace(part, logp_old=None, entropy_old=None) for part in parts]
-    bonus, sizes = objective.entropy_bonus, [p.num_tokens for p in parts]
+    bonus = objective.entropy_bonus
     further: dict[str, Any] = {}
-    if parts and (bonus is not None or tokens.value_target is not None):
-        whole = tokens.take([s for row in rows for s in row])
-        whole = replace(whole, token_weight=torch.cat([p.token_weight for p in parts]))
-        if bonus is not None and bonus.scope == "micro_batch":
-            further["entropy_weight"] = [weights(MicroBatchTokenMean(), row) for row in rows]
-        elif bonus is not None:
-            further["entropy_weight"] = torch.split(objective.entropy_weight(whole, block=statistics), sizes)
+    if bonus is not None and bonus.scope == "micro_batch":
+        further["entropy_weight"] = [weights(MicroBatchTokenMean(), row) for row in rows]
+    if parts and (tokens.value_target is not None or (bonus is not None and bonus.scope != "micro_batch")):
+        every = plan.micro_batches  # these weights are made of the whole step's tokens
+        whole = tokens.take([s for row in every for s in row])
+        whole = replace(whole, token_weight=torch.cat([weights(weighting, row) for row in every]))
+        sizes = [sum(packed.inputs.source_counts[s] for s in row) for row in every]
+
+        def split(of_whole: Tensor) -> list[Tensor]:
+            of_rows = torch.split(of_whole, sizes)
+            return list(of_rows) if places is None else [of_rows[place] for place in places]
+
+        if bonus is not None and bonus.scope != "micro_batch":
+            further["entropy_weight"] = split(objective.entropy_weight(whole, block=statistics))
         if tokens.value_target is not None:
-            further["value_weight"] = torch.split(value_weight(whole), sizes)
+            further["value_weight"] = split(value_weight(whole))
     weighted = [replace(part, **{name: of[i] for name, of in further.items()}) for i, part in enumerate(parts)]
     return [MicroBatch(packed.take(row), part, scores_itself) for row, part in zip(rows, weighted, strict=True)]
 
