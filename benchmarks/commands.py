@@ -46,6 +46,8 @@ EVERYWHERE = {
     "doctor": "logitless doctor",
     "train": "logitless train recipes/length-toy.yaml --set train.blocks=6",
     "show": "logitless show runs/length-toy --block 6 --group 1",
+    "sample": "logitless sample runs/length-toy --prompt hello --samples 2",
+    "export": "logitless export runs/length-toy",
     "doctor-recipe": "logitless doctor recipes/length-toy.yaml",
 }
 ON_A_CPU = {

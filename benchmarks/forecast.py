@@ -67,20 +67,17 @@ class Case:
 EVERYWHERE = {"length-toy": Case("length-toy")}
 ON_A_CPU = {"calculator": Case("calculator", ("data.held_out=null", "warm_start=null"), 6)}
 ON_A_GPU = {
-    "0.5b, one set of bits": Case(
+    "0.5b": Case("qwen2.5-0.5b-gsm8k", (*SMALL, "rollout.completions_per_prompt=64"), 3),
+    "0.5b, transformers' layers": Case(
         "qwen2.5-0.5b-gsm8k",
         (
             *SMALL,
             "rollout.completions_per_prompt=64",
-            "model.autocast=null",
-            "model.trained_dtype=bfloat16",
-            "model.gradient_checkpointing=false",
+            "rollout.sampling={max_new_tokens: 64}",
+            "model.trained_dtype=float32",
+            "model.autocast=bfloat16",
+            "model.gradient_checkpointing=true",
         ),
-        3,
-    ),
-    "0.5b": Case(
-        "qwen2.5-0.5b-gsm8k",
-        (*SMALL, "rollout.completions_per_prompt=64", "rollout.sampling={max_new_tokens: 128}"),
         3,
     ),
     "1.7b on 24 GB": Case(
@@ -137,6 +134,7 @@ def compared(name: str, case: Case, repeats: int, before: dict[str, Any] | None 
             if before is None:
                 second.submit(int)  # its imports meanwhile
             foretold.append(first.submit(forecast, recipe, overrides).result())
+            print(f"{name}, repeat {done}\n{foretold[-1]}", flush=True)  # there also where the run is cut off
             first.shutdown()
             if before is None:
                 ran.append(second.submit(real, recipe, overrides, case.blocks).result())

@@ -69,3 +69,11 @@ def test_every_failure_on_several_gpus_has_a_line(name, gpus):
     assert found["complete"]
     assert len(found["failures"]) == found["failed"]
     assert found["passed"] > 60
+
+
+def test_the_run_that_was_cut_off_failed_in_nothing():
+    found = json.loads(multi_gpu.RESULT.with_name("multi-gpu-again.json").read_text())
+    assert not found["complete"]
+    assert found["failures"] == []
+    page = (ROOT / "docs/scale.md").read_text()
+    assert f"after {found['passed']} of" in page

@@ -18,6 +18,7 @@ import math
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from logitless.train.engines import Engines, open_engines
 from logitless.train.journal import Journal
 from logitless.train.learner import Learner
 from logitless.train.live_view import LiveView, duration
+from logitless.train.long_lived import left_alone
 from logitless.train.memory import peak_memory, size_text
 from logitless.train.plan import Plan
 from logitless.train.policies import policies_of
@@ -190,7 +192,8 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], int
     algorithm = algorithm_of(recipe)
     model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=device_of(recipe.model))
     engines = open_engines(recipe, model, tokenizer)
-    try:
+    with ExitStack() as stack:
+        stack.callback(engines.close)
         policy, reference, _ = policies_of(recipe, algorithm, model)
         view = LiveView(2, title="forecast", silent=True)
         journal = Journal(create_run_folder(folder, "forecast"), view, (), policy.device)
@@ -205,6 +208,7 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], int
             seed=recipe.seed,
             order=order_of(recipe, data.train),
         )
+        stack.enter_context(left_alone())
         _, tokens = _block(engines, collector, learner, journal)
         larger = batch_of(recipe, batch.rollout.prompts_per_block, tokens)
         collector.options, learner.recipe = larger.rollout, larger
@@ -218,8 +222,6 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], int
             batches.append(dict(journal.seconds))
             spent += math.fsum(journal.seconds.values())
         return batches, completions, tokens
-    finally:
-        engines.close()
 
 
 def _block(engines: Engines, collector: Collector, learner: Learner, journal: Journal) -> tuple[int, int]:

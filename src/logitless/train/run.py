@@ -34,6 +34,7 @@ from logitless.train.forecast import scores_all_rows
 from logitless.train.journal import Journal
 from logitless.train.learner import Learner
 from logitless.train.live_view import LiveView
+from logitless.train.long_lived import left_alone
 from logitless.train.loop import Loop
 from logitless.train.optimizer import implementation
 from logitless.train.plan import check_disk, disk
@@ -211,7 +212,8 @@ def start(
             if resume:
                 view.message("no checkpoint yet: from the beginning")
             journal.seconds["start"] = time.perf_counter() - began
-        complete = loop.run()
+        with left_alone():
+            complete = loop.run()
         if complete:
             state = policy.whole_state(keep=ranks.is_first)
             if ranks.is_first:

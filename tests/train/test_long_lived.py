@@ -1,0 +1,49 @@
+"""Objects from before a run are out of the garbage collector's way while it runs."""
+
+import gc
+from pathlib import Path
+
+import pytest
+
+from logitless.doctor.forecast import forecast_of
+from logitless.train.learner import Learner
+from logitless.train.long_lived import left_alone
+from logitless.train.plan import plan_of
+from logitless.train.run import start
+from tests.train.tiny import tiny_recipe
+
+
+def test_a_full_collection_inside_finds_garbage_of_inside_and_looks_at_nothing_from_before() -> None:
+    before = [[] for _ in range(100)]
+    with left_alone():
+        assert not any(each is before for each in gc.get_objects())
+        inside: list[object] = []
+        inside.append(inside)
+        del inside
+        assert gc.collect() >= 1
+    assert any(each is before for each in gc.get_objects())
+
+
+def test_it_ends_also_where_a_run_fails() -> None:
+    with pytest.raises(ValueError, match="no step"), left_alone():
+        raise ValueError("no step")
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("whose", ["run", "forecast"])
+def test_steps_are_made_inside(whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen, step = [], Learner.step
+
+    def seen(learner: Learner) -> object:
+        frozen.append(gc.get_freeze_count())
+        return step(learner)
+
+    monkeypatch.setattr(Learner, "step", seen)
+    recipe = tiny_recipe(tmp_path, train__blocks=1)
+    if whose == "run":
+        start(recipe)
+    else:
+        forecast_of(recipe, plan_of(recipe))
+    assert frozen
+    assert min(frozen) > 100_000  # of torch and transformers
+    assert gc.get_freeze_count() == 0
