@@ -9,8 +9,8 @@ A batch has as many prompts as one round of decoding takes (``rollout.max_rows``
 whichever is more, and no more than the block; a block takes that many times longer. A whole step, because its update
 takes as long whatever was read before it; and where a block has several, none of them reads ``logp_old`` in its own
 pass. Decoding takes that many times longer only where rows of a round end together: see ``times_as_long``. Completions
-are as long as the policy writes them now: one that learns to write longer ones takes longer. Groups without a signal are
-trained on here, also where the recipe leaves them out, and a warm start is left out: both make a block of the run
+are as long as the policy writes them now: one that learns to write longer ones takes longer. Groups without a signal
+are trained on here, also where the recipe leaves them out, and a warm start is left out: both make a block of the run
 shorter than it says. Nothing is written outside a temporary folder. One process measures, also of a recipe for several.
 """
 
