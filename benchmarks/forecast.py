@@ -65,7 +65,10 @@ class Case:
 
 
 EVERYWHERE = {"length-toy": Case("length-toy")}
-ON_A_CPU = {"calculator": Case("calculator", ("data.held_out=null", "warm_start=null"), 6)}
+ON_A_CPU = {
+    "calculator": Case("calculator", ("data.held_out=null", "warm_start=null"), 6),
+    "length-toy, four rounds": Case("length-toy", ("rollout.max_rows=32", "train.tokens_per_step=640")),
+}
 ON_A_GPU = {
     "0.5b": Case("qwen2.5-0.5b-gsm8k", (*SMALL, "rollout.completions_per_prompt=64"), 3),
     "0.5b, transformers' layers": Case(
@@ -132,7 +135,7 @@ def compared(name: str, case: Case, repeats: int, before: dict[str, Any] | None 
     for done in range(1, repeats + 1):
         with ProcessPoolExecutor(1, mp_context=spawn) as first, ProcessPoolExecutor(1, mp_context=spawn) as second:
             if before is None:
-                second.submit(int)  # its imports meanwhile
+                second.submit(int).result()  # its imports are over: beside a forecast they would be measured with it
             foretold.append(first.submit(forecast, recipe, overrides).result())
             print(f"{name}, repeat {done}\n{foretold[-1]}", flush=True)  # there also where the run is cut off
             first.shutdown()

@@ -37,7 +37,8 @@ def test_the_row_is_packed_with_shared_prompts_and_not_longer_than_asked():
 
 
 TOO_LOW = ("qwen3-1.7b", "12.5% of keep", "layers")
-"""By 12%, while a layer's need was told from two short rows' difference alone; estimated otherwise since."""
+"""By 12%, while a layer's need was told from two short rows' difference alone; estimated otherwise since, and not yet
+measured again but for one way in all layers."""
 
 
 def test_the_peak_that_was_measured_is_within_a_tenth_of_the_estimate():

@@ -1,11 +1,12 @@
 """The forecast: a measured batch, beside the plan, scaled to a block."""
 
+import random
 from pathlib import Path
 
 import pytest
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from logitless.doctor.forecast import batch_of, forecast_of
+from logitless.doctor.forecast import batch_of, forecast_of, times_as_long
 from logitless.rollout.environment import SingleTurn
 from logitless.train.journal import Journal
 from logitless.train.learner import Learner
@@ -29,7 +30,8 @@ def test_a_block_that_one_round_decodes_is_measured_as_it_is(tmp_path: Path) -> 
 def test_a_block_of_several_rounds_is_scaled_from_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tiny_recipe(tmp_path, rollout__max_rows=8)
     monkeypatch.setattr(
-        "logitless.doctor.forecast._measured", lambda *_: ([{"rollout": 1.0, "scoring": 0.5, "training": 2.0}], 8, 40)
+        "logitless.doctor.forecast._measured",
+        lambda *_: ([{"rollout": 1.0, "scoring": 0.5, "training": 2.0}], 8, 40, 2.0),
     )
     found = forecast_of(recipe, plan_of(recipe))
     assert found.share == 0.5
@@ -102,7 +104,7 @@ def test_the_environment_of_the_recipe_is_played(tmp_path: Path, monkeypatch: py
 
 def test_one_batch_that_was_held_up_decides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = [{"rollout": rollout, "training": training} for rollout, training in ((1.0, 2.1), (7.0, 2.0), (1.1, 9.0))]
-    monkeypatch.setattr("logitless.doctor.forecast._measured", lambda *_: (batches, 16, 40))
+    monkeypatch.setattr("logitless.doctor.forecast._measured", lambda *_: (batches, 16, 40, 1.0))
     recipe = tiny_recipe(tmp_path)
     found = forecast_of(recipe, plan_of(recipe))
     assert found.seconds == {"rollout": 1.1, "training": 2.1}
@@ -113,9 +115,9 @@ def test_one_batch_that_was_held_up_decides_nothing(tmp_path: Path, monkeypatch:
 def test_batches_are_measured_three_to_five_times_and_less_often_where_that_takes_long(
     seconds: float, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def block(engines: object, collector: object, learner: object, journal: Journal) -> tuple[int, int]:
+    def block(engines: object, collector: object, learner: object, journal: Journal) -> list[int]:
         journal.seconds = {"rollout": seconds / 4, "training": seconds * 3 / 4}
-        return 16, 40
+        return [2] * 16
 
     monkeypatch.setattr("logitless.doctor.forecast._block", block)
     recipe = tiny_recipe(tmp_path)
@@ -140,3 +142,22 @@ def test_layers_keep_what_the_run_lets_them_keep(tmp_path: Path, monkeypatch: py
     whose = "run"
     start(recipe)
     assert modes["forecast"][-1] == modes["run"][-1] == [("recompute", None)]
+
+
+@pytest.mark.parametrize("refills", [False, True])
+def test_completions_of_one_length_take_as_many_rounds_whoever_decodes_them(refills: bool) -> None:
+    assert times_as_long([5] * 4, 16, max_rows=4, refills=refills) == 4
+    assert times_as_long([5] * 8, 16, max_rows=4, refills=refills) == 2
+    assert times_as_long([5] * 4, 4, max_rows=4, refills=refills) == 1
+
+
+def test_rows_that_are_given_to_others_wait_for_the_longest_completion_once() -> None:
+    draw = random.Random(0)
+    lengths = [draw.randint(1, 100) for _ in range(64)]
+    ends = [0] * 8  # of each row
+    for length in lengths:
+        row = ends.index(min(ends))
+        ends[row] += length
+    found = times_as_long(lengths[:8], 64, max_rows=8, refills=True) * max(lengths[:8])
+    assert max(ends) / max(lengths[:8]) < 6  # not eight rounds
+    assert found == pytest.approx(max(ends), rel=0.15)

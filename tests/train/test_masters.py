@@ -1,5 +1,9 @@
 """Float32 masters of bfloat16 weights: what the optimizer holds, what the model reads, what autograd adds up."""
 
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,15 @@ from logitless.errors import ConfigurationError
 from logitless.train import fused_adamw
 from logitless.train.checkpoint import load_checkpoint
 from logitless.train.config import Recipe
-from logitless.train.fused_adamw import chunks_of, clip_factor, cut, fused_update, gradient_norm
+from logitless.train.fused_adamw import (
+    chunks_of,
+    clip_factor,
+    cut,
+    fused_update,
+    gradient_norm,
+    pieces_of,
+    update_from_host,
+)
 from logitless.train.masters import MasterAdamW, lower_to, master_of
 from logitless.train.run import start
 from tests.head.interpreter import complete_interpreter, interpreted
@@ -193,6 +205,84 @@ def test_pieces_hold_every_element_once_in_order_at_aligned_places_of_their_own(
         assert ends[-1] <= most
         assert all(part.place >= end for part, end in zip(piece[1:], ends, strict=False))
         assert all(part.place % 4 == part.first % 4 == 0 for part in piece)
+
+
+class Lanes:
+    """Streams of a device that does its work late: one thing after the other of each, in any order that marks allow."""
+
+    def __init__(self, chance: random.Random):
+        self.chance, self.lanes = chance, [Lane(self)]
+        self.at = self.lanes[0]
+
+    def current(self, _: torch.device) -> "Lane":
+        return self.lanes[0]
+
+    def beside(self, _: torch.device) -> "Lane":
+        self.lanes.append(Lane(self))
+        return self.lanes[-1]
+
+    def later(self, work: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args, **named: self.at.work.append(partial(work, *args, **named))
+
+    def finish(self) -> None:
+        """Until the first lane is done, behind which the caller puts what reads the results."""
+        while self.lanes[0].done < len(self.lanes[0].work):
+            ready = [lane for lane in self.lanes if lane.is_ready()]
+            assert ready, "each waits for another"
+            lane = self.chance.choice(ready)
+            work = lane.work[lane.done]
+            lane.done += 1
+            if callable(work):
+                work()
+
+
+class Lane:
+    def __init__(self, lanes: Lanes):
+        self.lanes, self.work, self.done = lanes, [], 0
+
+    def is_ready(self) -> bool:
+        if self.done == len(self.work):
+            return False
+        work = self.work[self.done]
+        return callable(work) or work[0].done >= work[1]
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        before, self.lanes.at = self.lanes.at, self
+        yield
+        self.lanes.at = before
+
+    def mark(self) -> "tuple[Lane, int]":
+        return self, len(self.work)
+
+    def after(self, mark: "tuple[Lane, int]") -> None:
+        self.work.append(mark)
+
+
+@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=6), seed=st.integers(0, 2**32))
+def test_pieces_are_neither_updated_before_they_have_arrived_nor_overwritten_before_they_have_left(sizes, seed):
+    def update(_, masters, gradients, moments1, moments2, copies):
+        for master, gradient, moment1, moment2, copy in zip(
+            masters, gradients, moments1, moments2, copies, strict=True
+        ):
+            moment1 += gradient
+            moment2 += moment1 * moment1
+            master -= moment2
+            copy.copy_(master)
+
+    columns = [[torch.randint(1, 9, (size,)).float() for size in sizes] for _ in range(5)]
+    expected = [[each.clone() for each in column] for column in columns]
+    update(None, *expected)
+    lanes = Lanes(random.Random(seed))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_adamw, "PIECE", 8)
+        patch.setattr(fused_adamw, "_Lane", lanes)
+        patch.setattr(fused_adamw, "_copy", lanes.later(fused_adamw._copy))
+        patch.setattr(fused_adamw, "fused_update", lanes.later(update))
+        update_from_host(pieces_of(columns[0], torch.device("cpu")), *columns)
+    lanes.finish()
+    for column, want in zip(columns, expected, strict=True):
+        assert all(map(torch.equal, column, want))
 
 
 @pytest.mark.parametrize("piece", [4, 16, fused_adamw.PIECE])

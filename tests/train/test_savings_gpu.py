@@ -95,6 +95,7 @@ def _gradient(model, batch, *, share):
     return found
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_a_micro_batch_is_launched_while_the_one_before_it_runs():
     model, batch = _model(), _batch()
     install_row_invariant(model)
@@ -108,14 +109,15 @@ def test_a_micro_batch_is_launched_while_the_one_before_it_runs():
         )  # fmt: skip
 
     run()  # kernels are compiled
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         outputs = run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(outputs) == 3
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_a_row_is_scored_while_the_one_before_it_runs(monkeypatch):
     model, batch = _model(), _batch()
     install_row_invariant(model)

@@ -6,12 +6,12 @@ half a minute. Of each phase the median counts, so that one batch in which a ker
 machine was busy, decides nothing.
 
 A batch has as many prompts as one round of decoding takes (``rollout.max_rows`` completions) or one optimizer step,
-whichever is more, and no more than the block; a block is that many times longer. A whole step, because its update takes
-as long whatever was read before it; and where a block has several, none of them reads ``logp_old`` in its own pass.
-Completions are as long as the policy writes them now: one that learns to write longer ones takes longer. Groups without
-a signal are trained on here, also where the recipe leaves them out, and a warm start is left out: both make a block of
-the run shorter than it says. Nothing is written outside a temporary folder. One process measures, also of a recipe for
-several.
+whichever is more, and no more than the block; a block takes that many times longer. A whole step, because its update
+takes as long whatever was read before it; and where a block has several, none of them reads ``logp_old`` in its own
+pass. Decoding takes that many times longer only where rows of a round end together: see ``times_as_long``. Completions
+are as long as the policy writes them now: one that learns to write longer ones takes longer. Groups without a signal
+are trained on here, also where the recipe leaves them out, and a warm start is left out: both make a block of the run
+shorter than it says. Nothing is written outside a temporary folder. One process measures, also of a recipe for several.
 """
 
 import math
@@ -26,7 +26,9 @@ import torch
 
 from logitless.errors import UnavailableError
 from logitless.rollout.environments import environment_of
+from logitless.rollout.own_copy import OwnCopy
 from logitless.rollout.tool_environment import tools_of
+from logitless.rollout.transformers import TransformersEngine
 from logitless.seeds import derived_seed
 from logitless.train.collector import Collector
 from logitless.train.config import Recipe
@@ -138,7 +140,7 @@ def forecast_of(recipe: Recipe, plan: Plan) -> Forecast:
         torch.cuda.reset_peak_memory_stats(device)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            batches, completions, tokens = _measured(recipe, Path(folder))
+            batches, completions, tokens, rounds = _measured(recipe, Path(folder))
         except torch.OutOfMemoryError as error:
             raise UnavailableError(
                 needed=f"memory for a batch of this recipe on {device}",
@@ -147,7 +149,6 @@ def forecast_of(recipe: Recipe, plan: Plan) -> Forecast:
             ) from error
     rollout = recipe.rollout
     rows = rollout.prompts_per_block * rollout.completions_per_prompt
-    rounds = math.ceil(rows / rollout.max_rows) / math.ceil(completions / rollout.max_rows)
     times = {"weights": 1.0, "rollout": rounds}
     seconds = {phase: statistics.median(each[phase] for each in batches) for phase in batches[0]}
     return Forecast(
@@ -182,8 +183,33 @@ def batch_of(recipe: Recipe, prompts: int | None = None, tokens: int = 0) -> Rec
     return recipe.model_copy(update={"rollout": changed, "train": train.model_copy(update={"reuse_logp": itself})})
 
 
-def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], int, int]:
-    """Seconds by phase of each batch after those to warm up; and completions and sampled tokens of the last."""
+def times_as_long(lengths: Sequence[int], whole: int, *, max_rows: int, refills: bool) -> float:
+    """How many times as many steps a block is decoded in as a batch, from the lengths of the batch's completions.
+
+    With n completions, at most R at once, of mean length m and greatest length l, there are ceil(n / R) l steps where
+    the rows of a round end together. Where a row that has ended is given to the next completion, all rows are in use
+    until none is left, and the last ones end alone: l + (n / R - 1) m steps.
+
+    Args:
+        lengths: of the completions of the batch, in tokens.
+        whole: completions of a block.
+        max_rows: R.
+        refills: whether rows that have ended are given to others.
+
+    Example:
+        >>> times_as_long([8, 2], 8, max_rows=2, refills=False), times_as_long([8, 2], 8, max_rows=2, refills=True)
+        (4.0, 2.875)
+    """
+    if not refills:
+        return math.ceil(whole / max_rows) / math.ceil(len(lengths) / max_rows)
+    longest, mean = max(lengths), statistics.fmean(lengths)
+    one, block = (longest + max(0.0, n / max_rows - 1) * mean for n in (len(lengths), whole))
+    return block / one
+
+
+def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], int, int, float]:
+    """Seconds by phase of each batch after those to warm up; completions and sampled tokens of the last; and how many
+    times as long as for it the engine decodes for a block."""
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
     tokenizer = tokenizer_of(recipe.model)
     environment = environment_of(recipe.rollout.environment, tokenizer)
@@ -209,23 +235,26 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], int
             order=order_of(recipe, data.train),
         )
         stack.enter_context(left_alone())
-        _, tokens = _block(engines, collector, learner, journal)
-        larger = batch_of(recipe, batch.rollout.prompts_per_block, tokens)
+        lengths = _block(engines, collector, learner, journal)
+        larger = batch_of(recipe, batch.rollout.prompts_per_block, sum(lengths))
         collector.options, learner.recipe = larger.rollout, larger
         if larger != batch:  # kernels and buffers of its size, too, are made before it is measured
             _block(engines, collector, learner, journal)
         batches = list[dict[str, float]]()
-        spent, completions = 0.0, 0
+        spent = 0.0
         while not batches or any(len(batches) < most and spent < limit for most, limit in ENOUGH):
             journal.seconds.clear()
-            completions, tokens = _block(engines, collector, learner, journal)
+            lengths = _block(engines, collector, learner, journal)
             batches.append(dict(journal.seconds))
             spent += math.fsum(journal.seconds.values())
-        return batches, completions, tokens
+        whole = recipe.rollout.prompts_per_block * recipe.rollout.completions_per_prompt
+        refills = not isinstance(engines.training, TransformersEngine | OwnCopy)
+        rounds = times_as_long(lengths, whole, max_rows=recipe.rollout.max_rows, refills=refills)
+        return batches, len(lengths), sum(lengths), rounds
 
 
-def _block(engines: Engines, collector: Collector, learner: Learner, journal: Journal) -> tuple[int, int]:
-    """Draw a block and train on it; how many completions and sampled tokens it had."""
+def _block(engines: Engines, collector: Collector, learner: Learner, journal: Journal) -> list[int]:
+    """Draw a block and train on it; the sampled tokens of each of its completions."""
     with journal.phase("weights"):
         engines.load_all(learner.weights(), learner.version)
     prepared = prepare(collector, learner, journal)
@@ -239,5 +268,4 @@ def _block(engines: Engines, collector: Collector, learner: Learner, journal: Jo
     while learner.in_training:
         with journal.phase("training"):
             learner.step()
-    drawn = [completion for group in prepared.judged.drawn for completion in group.completions]
-    return len(drawn), sum(completion.length for completion in drawn)
+    return [completion.length for group in prepared.judged.drawn for completion in group.completions]
