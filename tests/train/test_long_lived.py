@@ -30,6 +30,22 @@ def test_it_ends_also_where_a_run_fails() -> None:
     assert gc.get_freeze_count() == 0
 
 
+def test_what_somebody_has_frozen_before_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with left_alone():
+            pass
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()
+    with left_alone():
+        with left_alone():
+            pass
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
+
+
 @pytest.mark.parametrize("whose", ["run", "forecast"])
 def test_steps_are_made_inside(whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frozen, step = [], Learner.step
