@@ -208,7 +208,7 @@ def test_without_a_kl_there_is_no_reference(tmp_path, monkeypatch):
     def forbidden(*arguments, **options):
         raise AssertionError("a reference was made")
 
-    monkeypatch.setattr("logitless.train.run.frozen_copy", forbidden)
+    monkeypatch.setattr("logitless.train.policies.frozen_copy", forbidden)
     assert not any(name.startswith("kl_ref") for record in _steps(_run(tmp_path, **SHORT)) for name in record)
 
 
