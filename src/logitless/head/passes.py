@@ -362,13 +362,12 @@ def _anew(
     """Live rows first, with all that their logit gradients are made of; ``lent`` is room for their hidden states."""
     chosen = launch.compaction(logit.live)
     rows = launch.gather_rows(hidden, chosen.source, None, chosen.taken, hidden.dtype, lent)
-    beside = low_rows(rows, head, how.variant)
     low = _low_columns(rows, None, chosen, head, how) if needed.bias or needed.lora_b else None
     moved = state.part(chosen.source)
     row_of_slot = place[chosen.source]
     return _Anew(
         part=_Part(hidden=rows, chosen=chosen, row_of_slot=row_of_slot, factor=None, low=low, sums=_RowSums()),
-        wide=rows if beside is None else torch.cat([rows, beside], dim=1),
+        wide=launch.widened(rows, low_rows(rows, head, how.variant)),
         state=moved,
         logit=logit.part(chosen.source),
         log_normaliser=moved.anchor + torch.log2(moved.normaliser),

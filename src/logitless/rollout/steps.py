@@ -26,6 +26,7 @@ from logitless.rollout.drawing import draw_tokens
 from logitless.rollout.page_memory import PageMemory
 from logitless.rollout.pool import pages_for
 from logitless.rollout.sampling import History, SamplingOptions
+from logitless.transfer import sent
 from logitless.types import LMHead
 
 STEPS = 8
@@ -283,18 +284,18 @@ class Steps:
         pages = torch.zeros(len(new), self.max_pages, dtype=torch.int32)
         for i, b in enumerate(new):
             pages[i, : len(b.pages)] = torch.tensor(b.pages, dtype=torch.int32)
-        slot, token, position, last, key = self._sent(table).T
+        slot, token, position, last, key = sent(table, self.device).T
         self.slot_token[slot], self.slot_key[slot] = token, key
         self.slot_position[slot], self.slot_last[slot] = position.int(), last.int()
-        self.slot_pages[slot] = self._sent(pages)
+        self.slot_pages[slot] = sent(pages, self.device)
         if copies := [b.copy for b in new if b.copy is not None]:
-            source, target = self._sent(torch.tensor(copies, dtype=torch.int32)).T.contiguous()
+            source, target = sent(torch.tensor(copies, dtype=torch.int32), self.device).T.contiguous()
             self._copy_pages(source, target)
         for name, history in self._histories_of(drawing.options).items():
             history[slot] = 0
             if name == "seen":
                 for b in new:
-                    history[b.slot, self._sent(torch.tensor(b.prompt))] = True
+                    history[b.slot, sent(torch.tensor(b.prompt), self.device)] = True
             if name == "first":
                 history[slot] = position.int()
 
@@ -321,18 +322,14 @@ class Steps:
             *[0] * rest,
             *members,
         ]
-        sent = self._sent(torch.tensor(packed, dtype=torch.int32))
-        self.slot[:count] = sent[:count]
-        self.row_pages[:count] = sent[count : 2 * count]
-        self.group_pages.copy_(sent[2 * count : 2 * count + len(self.group_pages)])
-        self.members[: len(groups)] = sent[2 * count + len(self.group_pages) :].view(-1, self.group_size)
+        moved = sent(torch.tensor(packed, dtype=torch.int32), self.device)
+        self.slot[:count] = moved[:count]
+        self.row_pages[:count] = moved[count : 2 * count]
+        self.group_pages.copy_(moved[2 * count : 2 * count + len(self.group_pages)])
+        self.members[: len(groups)] = moved[2 * count + len(self.group_pages) :].view(-1, self.group_size)
         torch.index_select(self.slot_pages, 0, self.slot[:count], out=self.page_table[:count])
         torch.index_select(self.slot_key, 0, self.slot[:count], out=self.key[:count])
         return count
-
-    def _sent(self, values: Tensor) -> Tensor:
-        """On the device, without waiting for it."""
-        return values.pin_memory().to(self.device, non_blocking=True) if self.graphed else values
 
     # --- steps
 

@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from logitless.transfer import sent
+
 CHUNK = 2**16
 """Elements of a tensor that one program of the fused update works on."""
 
@@ -261,9 +263,7 @@ def _addresses(columns: Sequence[Sequence[Tensor]], device: torch.device) -> tup
     """Where the tensors lie, on the device, and whether all begin at multiples of 16 bytes."""
     numbers = torch.tensor([[t.data_ptr() for t in part] for part in columns])
     aligned = not bool((numbers % 16).any())
-    if device.type == "cuda":
-        return numbers.pin_memory().to(device, non_blocking=True), aligned
-    return numbers, aligned
+    return sent(numbers, device), aligned
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
@@ -16,12 +15,13 @@ from transformers import PreTrainedTokenizerBase
 
 from logitless.errors import CheckpointError, ConfigurationError
 from logitless.models.export import adapter_tensors
-from logitless.models.value_head import ValueHead, value_head_for
+from logitless.models.value_head import value_head_for
 from logitless.rollout.transformers import TransformersEngine
 from logitless.seeds import derived_seed
 from logitless.train.checkpoint import checkpoints, damaged, read_checkpoint, restore_parameters
 from logitless.train.config import Recipe
 from logitless.train.engines import engine_here
+from logitless.train.policies import policy_of
 from logitless.train.policy import Policy
 from logitless.train.recipe import load_recipe
 from logitless.train.run_folder import RunFolder
@@ -97,11 +97,11 @@ def load_policy(
     if finished:
         if section.lora is not None:
             _read_adapter(model, folder.model)
-        policy, progress = _policy(recipe, model), _summary(folder)
+        policy, progress = policy_of(recipe, model), _summary(folder)
     else:
         checkpoint = read_checkpoint(source)
         has_values = any(name.startswith("parameter/value_head.") for name in checkpoint.tensors)
-        policy = _policy(recipe, model, value_head_for(model, None) if has_values else None)
+        policy = policy_of(recipe, model, value_head_for(model, None) if has_values else None)
         restore_parameters(policy.held(), checkpoint.tensors)
         policy.round_masters()
         progress = checkpoint.state["progress"]
@@ -130,11 +130,6 @@ def chosen_source(folder: RunFolder, which: str) -> Path:
         given=f"{which!r}, and there are {', '.join(there) or 'none'}",
         remedy="Name one that is there; a recipe's checkpoint.every_blocks and keep say which are kept.",
     )
-
-
-def _policy(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None) -> Policy:
-    autocast = None if recipe.model.autocast is None else getattr(torch, recipe.model.autocast)
-    return Policy(model, autocast=autocast, memory_budget=recipe.train.head_memory_budget, value_head=value_head)
 
 
 def _read_adapter(model: nn.Module, folder: Path) -> None:

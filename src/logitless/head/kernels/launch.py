@@ -71,7 +71,7 @@ class Operands(Form):
     @cached_property
     def wide(self) -> Tensor:
         """``low`` beside the weight: a copy, for kernels that read one matrix."""
-        return self.weight if self.low is None else torch.cat([self.weight, self.low], dim=1)
+        return widened(self.weight, self.low)
 
 
 class Rows(NamedTuple):
@@ -85,7 +85,12 @@ class Rows(NamedTuple):
     @property
     def wide(self) -> Tensor:
         """``low`` beside the hidden states."""
-        return self.hidden if self.low is None else torch.cat([self.hidden, self.low], dim=1)
+        return widened(self.hidden, self.low)
+
+
+def widened(matrix: Tensor, low: Tensor | None) -> Tensor:
+    """``low`` beside a matrix, as a copy; the matrix itself where there is none."""
+    return matrix if low is None else torch.cat([matrix, low], dim=1)
 
 
 class Compaction(NamedTuple):
