@@ -372,8 +372,32 @@ def test_ctrl_c_ends_the_requests_under_way(served, url):
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         _sample(engine)
+    for thread in _requesting():  # one whose start was interrupted is not waited for, but it ends as well
+        thread.join(50.0)
+    assert not _requesting()
     assert time.monotonic() - began < 50.0  # and not the server's 60 seconds
-    assert not [t for t in threading.enumerate() if t.name.startswith("logitless-requests")]
+
+
+def test_a_request_that_has_not_begun_at_ctrl_c_is_not_made(served, url, monkeypatch):
+    engine = _engine(url)
+    engine.load(Weights.of(tiny_policy()), 0)
+    served.asked.clear()
+    given_up, answer = threading.Event(), VllmServerEngine._answer
+
+    def later(*arguments):
+        given_up.wait(300)
+        return answer(*arguments)
+
+    monkeypatch.setattr(VllmServerEngine, "_answer", later)
+    monkeypatch.setattr(HttpClient, "give_up", lambda client: given_up.set())
+    monkeypatch.setattr("logitless.rollout.vllm_server.wait", lambda *a, **k: _interrupt_main() or time.sleep(300))
+    with pytest.raises(KeyboardInterrupt):
+        _sample(engine)
+    assert not served.asked
+
+
+def _requesting():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("logitless-requests")]
 
 
 def _interrupt_main():
