@@ -196,7 +196,8 @@ def test_ranks_that_torchrun_started_find_each_other(tmp_path):
 def test_what_one_rank_raises_ends_all_of_them_with_exit_status_1(tmp_path):
     done, seconds = two_processes(tmp_path, end="fail")
     assert done.returncode == 1
-    assert "rank 1 cannot go on" in done.stderr
+    # by its traceback, or where torchrun ended it before it had printed that, by the error of the other
+    assert "rank 1 cannot go on" in done.stderr + done.stdout
     assert "done" not in done.stdout
     assert seconds < 250  # not the time-out of the collective
 
