@@ -226,6 +226,7 @@ def patience_of_groups(rank):
     sequences = us.arranged(Arrangement(1, 1, 2))
     copies = Arrangement(2, 1, 1).mesh("cpu", waits)
     groups = [sequences.data, sequences.sequence, *copies.get_all_groups()]
+    us.barrier()  # or a rank that has its groups hangs up on one that is still being connected
     return [each._get_backend(torch.device("cpu")).options._timeout.total_seconds() for each in groups]
 
 
