@@ -132,6 +132,8 @@ def _ends_within(pid: int, seconds: float) -> bool:
             if select.select([descriptor], [], [], seconds)[0]:
                 return True
             late, seen = time.monotonic() - due > LATE_SECONDS, usage(pid)
+            if select.select([descriptor], [], [], 0)[0]:  # while it was looked at
+                return True
             if seen.seconds >= BUSY_SHARE * seconds or not (seen.running or late):
                 return False
     finally:
