@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
+from logitless.distributed.ranks import _is_of_collectives
 from tests.disk import written_at_once
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)]
@@ -67,10 +68,10 @@ def run_on_ranks(
 
 
 def _cause(futures: list[Future[Any]]) -> BaseException:
-    """Of what the ranks raised so far, and in the seconds it takes to notice, what is not torch's word of it."""
-    ended = wait(futures, timeout=5).done
+    """Of what the ranks raised, once all of them have noticed or one of them hangs, what is not torch's word of it."""
+    ended = wait(futures, timeout=60).done
     errors = [error for future in futures if future in ended and (error := future.exception()) is not None]
-    return next((error for error in errors if type(error) is not RuntimeError), errors[0])
+    return next((error for error in errors if not _is_of_collectives(error)), errors[0])
 
 
 def _end(exit_status: int | None) -> str:

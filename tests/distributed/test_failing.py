@@ -10,8 +10,8 @@ import torch.distributed as dist
 from logitless.distributed import Ranks
 from logitless.distributed.failing import failing_together
 from logitless.distributed.ranks import _called_by_name
-from logitless.distributed.roll import Roll
-from logitless.errors import ConfigurationError, EngineError
+from logitless.distributed.roll import Roll, in_one_line
+from logitless.errors import ConfigurationError, EngineError, LostRankError
 from tests.ranks import run_on_ranks
 
 FULL = OSError(28, "No space left on device", "/weights/3")
@@ -109,6 +109,114 @@ def test_a_rank_that_fails_where_others_wait_for_its_tensor_leaves_and_they_say_
     assert f"rank {leaves}: " in found[1 - leaves][1]
     assert words in found[1 - leaves][1]
     assert max(seconds for _, _, seconds in found) < PROMPTLY
+
+
+def of_nccl(result, kind, last):
+    """A failed call as torch 2.11 and 2.13 word it: the texts are in ``libtorch_cuda.so``, results in NCCL's."""
+    place = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94"
+    return dist.DistBackendError(f"{place}, {result}, NCCL version 2.28.9\n{kind}\nLast error:\n{last}")
+
+
+BY_KEY = "is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0'"
+OF_ANOTHER = {
+    "NCCL": of_nccl(
+        "remote process exited or there was a network error",
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+        "Net : Connection closed by remote peer",
+    ),
+    "NCCL, next": dist.DistBackendError("NCCL communicator was aborted on rank 1."),
+    "NCCL, first": dist.DistBackendError(f"[1] {BY_KEY}, but store->get('0') got error: wait timeout after 1800000ms"),
+    "NCCL, waiting": dist.DistBackendError("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)"),
+    "store": dist.DistStoreError("wait timeout after 1800000ms, keys: /life-0/0"),
+    "network": dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."),
+    "gloo": RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
+}
+HERE = {
+    "CUDA in NCCL": of_nccl(
+        "unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+        "ncclUnhandledCudaError: Call to CUDA function failed.",
+        "Cuda failure 2 'out of memory'",
+    ),
+    "shared memory in NCCL": of_nccl(
+        "unhandled system error (run with NCCL_DEBUG=INFO for details)",
+        "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. ",
+        "Error while creating shared memory segment /dev/shm/nccl-a (size 9637888)",
+    ),
+    "one GPU twice": of_nccl(
+        "invalid usage (run with NCCL_DEBUG=WARN for details)",
+        "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.",
+        "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000",
+    ),
+    "memory": torch.OutOfMemoryError("CUDA out of memory, of which NCCL takes 2 GiB"),
+    "a bug": RuntimeError("The size of tensor a (2) must match the size of tensor b (3)"),
+}
+
+
+def rolls():
+    """Those of two ranks, and of a third that says nothing unless a test lets it."""
+    store = dist.HashStore()
+    return [Roll(store, rank, 3) for rank in range(3)]
+
+
+def ended_with(roll, error):
+    """What a rank ends with that meets an error."""
+    with pytest.raises(BaseException) as found, _called_by_name(roll):  # noqa: PT011
+        raise error
+    return found.value
+
+
+@pytest.mark.parametrize("kind", OF_ANOTHER)
+def test_whatever_torch_raises_where_another_rank_left_its_error_names_that_one(kind, monkeypatch):
+    monkeypatch.setattr("logitless.distributed.roll.GRACE_SECONDS", 0.0)
+    first, second, _ = rolls()
+    assert ended_with(first, MemoryError("of the host")).args == ("of the host",)
+    found = ended_with(second, OF_ANOTHER[kind])
+    assert type(found) is LostRankError
+    said = "without rank 2, which says nothing: killed, or hung; rank 0: MemoryError: of the host ("
+    assert f"needed all 3 ranks; given on rank 1, {said}{str(OF_ANOTHER[kind]).splitlines()[0]})" in str(found)
+    assert found.__cause__ is OF_ANOTHER[kind]
+
+
+@pytest.mark.parametrize("kind", HERE)
+def test_a_rank_that_failed_itself_inside_a_collective_raises_that_and_is_named_by_the_others(kind, monkeypatch):
+    monkeypatch.setattr("logitless.distributed.roll.GRACE_SECONDS", 0.0)
+    first, second, _ = rolls()
+    assert ended_with(first, HERE[kind]) is HERE[kind]
+    assert f"rank 0: {in_one_line(HERE[kind])} (" in str(ended_with(second, OF_ANOTHER["NCCL"]))
+
+
+def test_where_every_rank_lost_a_connection_none_is_named():
+    first, second, third = rolls()
+    for roll in (first, third):
+        roll.say("RuntimeError: connection reset", lost=True)
+    found = str(ended_with(second, OF_ANOTHER["gloo"]))
+    assert "on rank 1, where a connection ended and no other rank says why (" in found
+
+
+def _in_one_of_our_collectives(rank, error, calls):
+    """What a collective of ours makes of what torch raises in it."""
+
+    def fails(*_, **__):
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"logitless.distributed.ranks.{calls}", fails)
+        try:
+            Ranks(data=dist.group.WORLD).copy_of_first([torch.ones(2)])
+        except RuntimeError as found:
+            return type(found).__name__
+    return "nothing"
+
+
+@pytest.mark.parametrize(("kind", "end"), [("NCCL", "LostRankError"), ("CUDA in NCCL", "DistBackendError")])
+def test_a_collective_of_ours_blames_another_rank_for_what_is_not_its_own_fault(kind, end):
+    found = run_on_ranks(2, _in_one_of_our_collectives, (OF_ANOTHER | HERE)[kind], "dist.broadcast")
+    assert found == [end, end]
+
+
+def test_a_rank_out_of_memory_beside_its_collective_is_not_said_to_have_lost_another():
+    found = run_on_ranks(2, _in_one_of_our_collectives, HERE["memory"], "dist.broadcast")
+    assert found == ["OutOfMemoryError"] * 2
 
 
 def _after_the_other_left(rank):

@@ -28,11 +28,19 @@ from logitless.distributed.sharding import is_sharded
 from logitless.distributed.shares import every_nth
 from logitless.distributed.sums import sum_over_group
 from logitless.distributed.tree import TreeSum
-from logitless.errors import ConfigurationError, LogitlessError, LostRankError, UnavailableError
+from logitless.errors import ConfigurationError, LostRankError, UnavailableError
 
 _Item = TypeVar("_Item")
 BUCKET_BYTES = 64 * 2**20  # of gradients that are summed in one collective; bounds the copy
 ALONE_BYTES = 8 * 2**20  # a gradient from which on its sum is a collective of its own, without a copy
+NCCL_FAULTS_HERE = (
+    "unhandled cuda error",
+    "unhandled system error",
+    "internal error",
+    "invalid argument",
+    "invalid usage",
+)
+"""NCCL's results (``ncclGetErrorString``) that say of a rank that it failed itself, and not that another is gone."""
 
 
 @dataclass(frozen=True)
@@ -438,17 +446,18 @@ def _called_by_name(roll: Roll) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        lost = isinstance(error, LostRankError) or (type(error) is RuntimeError and _is_of_connection(error))
+        lost = isinstance(error, LostRankError) or _is_of_connection(error)
         try:
             roll.say(in_one_line(error), lost=lost)
-            others = roll.of_others() if lost else ""
+            others = roll.of_others() if lost else []
         except RuntimeError:  # the rank with the store is gone too
-            others = "the rank that started first, and perhaps others"
+            others = ["the rank that started first, and perhaps others"]
         if not lost:
             raise
+        missing = f"without {'; '.join(others)}" if others else "where a connection ended and no other rank says why"
         raise LostRankError(
-            needed=f"all {dist.get_world_size()} ranks",
-            given=f"on rank {dist.get_rank()}, without {others} ({_in_short(error)})",
+            needed=f"all {roll.world} ranks",
+            given=f"on rank {roll.rank}, {missing} ({_in_short(error)})",
             remedy="Look for the message of the rank that failed first; --resume goes on from the last checkpoint.",
         ) from error
 
@@ -459,10 +468,22 @@ def _in_short(error: BaseException) -> str:
     return str(cause).strip().split("\n")[0][:200]
 
 
-def _is_of_connection(error: RuntimeError) -> bool:
+def _is_of_connection(error: BaseException) -> bool:
     """Whether torch says that another process is gone: in a collective of FSDP2, which is not called here."""
     text = str(error).lower()
-    return any(word in text for word in ("gloo", "nccl", "connection closed", "connection reset", "timed out"))
+    words = ("gloo", "nccl", "connection closed", "connection reset", "timed out")
+    return _is_of_collectives(error) and (isinstance(error, dist.DistError) or any(word in text for word in words))
+
+
+def _is_of_collectives(error: BaseException) -> bool:
+    """Whether a collective raises this where another process is gone, and not for a fault of this one.
+
+    gloo raises a ``RuntimeError`` of no class of its own; NCCL, and the store that ranks meet in, a ``DistError``. NCCL
+    has one class for everything, so it is asked for its result: a call of CUDA that failed is this rank's own fault.
+    """
+    text = str(error)
+    here = "NCCL" in text and any(result in text for result in NCCL_FAULTS_HERE)
+    return (type(error) is RuntimeError or isinstance(error, dist.DistError)) and not here
 
 
 def _numbers(environment: Mapping[str, str]) -> tuple[int, int, int]:
@@ -520,10 +541,8 @@ def _all_present() -> Iterator[None]:
     """A collective that fails says that a rank is gone; which one, its own message says."""
     try:
         yield
-    except LogitlessError:
-        raise
     except RuntimeError as error:
-        if not dist.is_initialized():
+        if not (dist.is_initialized() and _is_of_collectives(error)):
             raise
         raise LostRankError(
             needed=f"all {dist.get_world_size()} ranks",

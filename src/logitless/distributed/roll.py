@@ -41,11 +41,12 @@ class Roll:
         >>> roll = Roll(HashStore(), 0, 1)
         >>> roll.say("out of memory", lost=False)
         >>> roll.of_others()
-        'no other rank'
+        []
     """
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
-        self._store, self._rank, self._world = store, rank, world
+        self.rank, self.world = rank, world
+        self._store = store
 
     def say(self, text: str, *, lost: bool) -> None:
         """Write down why this rank ends.
@@ -54,21 +55,21 @@ class Roll:
             text: the error.
             lost: whether it is no more than a lost connection.
         """
-        self._store.set(self._key(self._rank), json.dumps({"text": text, "lost": lost}))
+        self._store.set(self._key(self.rank), json.dumps({"text": text, "lost": lost}))
 
-    def of_others(self) -> str:
+    def of_others(self) -> list[str]:
         """Which ranks said nothing, and what those said that had more to say than a lost connection."""
-        others = [rank for rank in range(self._world) if rank != self._rank]
+        others = [rank for rank in range(self.world) if rank != self.rank]
         until = time.monotonic() + GRACE_SECONDS
-        silent = others
-        while silent and time.monotonic() < until:
-            silent = [rank for rank in silent if not self._store.check([self._key(rank)])]
+        while (silent := [rank for rank in others if not self._store.check([self._key(rank)])]) and (
+            time.monotonic() < until
+        ):
             time.sleep(0.05)
         found = [f"rank {rank}, which says nothing: killed, or hung" for rank in silent]
         for rank in others:
             if rank not in silent and not (said := json.loads(self._store.get(self._key(rank))))["lost"]:
                 found.append(f"rank {rank}: {said['text']}")
-        return "; ".join(found) or "no other rank"
+        return found
 
     def _key(self, rank: int) -> str:
         return f"ended/{rank}"
