@@ -68,8 +68,8 @@ def run_on_ranks(
 
 
 def _cause(futures: list[Future[Any]]) -> BaseException:
-    """Of what the ranks raised so far, and in the seconds it takes to notice, what is not torch's word of it."""
-    ended = wait(futures, timeout=5).done
+    """Of what the ranks raised, once all of them have noticed or one of them hangs, what is not torch's word of it."""
+    ended = wait(futures, timeout=60).done
     errors = [error for future in futures if future in ended and (error := future.exception()) is not None]
     return next((error for error in errors if not _is_of_collectives(error)), errors[0])
 

@@ -42,6 +42,7 @@ def options(folder, *more):
     parser = argparse.ArgumentParser()
     step.add_arguments(parser)
     sizes = ["--workloads", "long", "--steps", "1", "--lengths", "16,40", "--references", str(folder / "references")]
+    sizes += ["--minutes", "1000", "--probe-seconds", "inf"]  # all of it, however long this machine stands still
     return parser.parse_args(["--device", "cpu", "--models", "tiny", *sizes, "--output", str(folder), *more])
 
 

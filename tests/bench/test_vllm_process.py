@@ -1,12 +1,13 @@
 """A server that ends while it starts is named with its log, and ending one ends what it started."""
 
+import socket
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from logitless.bench.vllm_process import VllmProcess, vllm_server
+from logitless.bench.vllm_process import VllmProcess, _first_port_of_the_system, free_port, vllm_server
 from logitless.errors import UnavailableError
 
 
@@ -47,6 +48,18 @@ def test_a_server_is_waited_for_and_ended_with_its_workers(tmp_path):
     while _runs(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _runs(child)
+
+
+def test_a_port_that_a_server_will_take_later_is_given_to_nobody_meanwhile():
+    if _first_port_of_the_system() <= 20_000:
+        pytest.skip("the system gives away all ports")
+    given = []
+    for _ in range(50):
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            place = listening.getsockname()
+            with socket.create_connection(place) as one:
+                given += [place[1], one.getsockname()[1]]
+    assert max(free_port() for _ in range(50)) < min(given)
 
 
 def _runs(pid: int) -> bool:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -90,7 +91,6 @@ def parts_of_gradients(rank, dtype):
 
 
 def sum_of_gradients(rank, dtype, bucket_bytes):
-    ranks.BUCKET_BYTES = bucket_bytes
     weights = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in (7, 3, 1)]
     unused, frozen = nn.Parameter(torch.zeros(2, dtype=dtype)), nn.Parameter(torch.zeros(2), requires_grad=False)
     for weight, part in zip(weights, parts_of_gradients(rank, dtype), strict=True):
@@ -98,7 +98,8 @@ def sum_of_gradients(rank, dtype, bucket_bytes):
     given = weights[0].grad
     if rank == 1:
         weights[1].grad = None  # a rank whose tokens do not reach it
-    all_of_them().sum_gradients([weights[0], frozen, unused, *weights[1:]])
+    with mock.patch.object(ranks, "BUCKET_BYTES", bucket_bytes):  # this process runs other tests after this one
+        all_of_them().sum_gradients([weights[0], frozen, unused, *weights[1:]])
     assert unused.grad is None
     assert frozen.grad is None
     assert weights[0].grad is given
@@ -196,7 +197,8 @@ def test_ranks_that_torchrun_started_find_each_other(tmp_path):
 def test_what_one_rank_raises_ends_all_of_them_with_exit_status_1(tmp_path):
     done, seconds = two_processes(tmp_path, end="fail")
     assert done.returncode == 1
-    assert "rank 1 cannot go on" in done.stderr
+    # by its traceback, or where torchrun ended it before it had printed that, by the error of the other
+    assert "rank 1 cannot go on" in done.stderr + done.stdout
     assert "done" not in done.stdout
     assert seconds < 250  # not the time-out of the collective
 

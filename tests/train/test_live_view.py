@@ -1,11 +1,14 @@
 """The view shows what the records say, on a terminal and off it, and its time to go is that of the blocks so far."""
 
 import io
+import itertools
 import math
+import sys
 
 import pytest
 from rich.console import Console
 
+from logitless.train import live_view
 from logitless.train.live_view import LiveView, duration, sparkline
 
 
@@ -86,6 +89,26 @@ def test_a_terminal_shows_progress_curves_phase_and_a_sample():
         text = shown(view)
     for part in ("toy", "block 3/10", "reward", "▁▁█", "0.3", "KL", "1.5", "2+2=four", "rollout"):
         assert part in text
+
+
+def test_it_is_drawn_by_another_thread_whatever_the_run_says_meanwhile():
+    view, steps = LiveView(10**6, console=terminal(), clock=Clock()), itertools.count(1)
+
+    def between_lines(frame, event, argument):
+        if frame.f_code.co_filename == live_view.__file__:  # here the run may get its turn
+            step = next(steps)
+            view.update({"step": step, "block": step, "reward/mean": 0.1 * (step % 7)}, ("2+2=", f"{step}", 1.0))
+        return between_lines
+
+    before = sys.gettrace()
+    sys.settrace(between_lines)
+    try:
+        for _ in range(3):  # with no number there, with few, with all that are kept
+            view._render()
+    finally:
+        sys.settrace(before)
+    assert next(steps) > 100
+    assert "2+2=" in shown(view)
 
 
 def test_off_a_terminal_each_step_is_one_plain_line():

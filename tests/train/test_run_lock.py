@@ -111,6 +111,20 @@ with locked(Path(sys.argv[1])):
         os.kill(child, signal.SIGKILL)
 
 
+def test_a_lock_whose_owner_goes_away_while_it_is_looked_at_is_made_again(tmp_path, monkeypatch):
+    plain, looks = os.fstat, []
+
+    def looked_at(descriptor):
+        looks.append(descriptor)
+        if len(looks) == 1:
+            (tmp_path / LOCK).unlink()
+        return plain(descriptor)
+
+    monkeypatch.setattr(os, "fstat", looked_at)
+    with locked(tmp_path):
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+
+
 @pytest.mark.parametrize("text", ["", '{"pid": 12', "[]", '{"pid": 12}'])
 def test_a_lock_that_its_writers_end_cut_is_taken_over(tmp_path, text):
     (tmp_path / LOCK).write_text(text)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from logitless.rollout.vllm_api import VllmServer
 from logitless.train.ahead import LOG
 from logitless.train.checkpoint import checkpoints, read_checkpoint
 from logitless.train.engines import open_engines
+from logitless.train.learner import Learner
 from logitless.train.metrics import repeatable
 from logitless.train.one_client import ReadTogether
 from logitless.train.run import start
@@ -312,10 +314,25 @@ def test_pushing_in_flight_needs_blocks_ahead_and_weights_of_one_name(tmp_path):
             _recipe(tmp_path, engine=engine, **changes)
 
 
-def test_a_run_whose_weights_change_inside_completions_is_trained_by_their_versions_and_replays_bitwise(tmp_path):
+def test_a_run_whose_weights_change_inside_completions_is_trained_by_their_versions_and_replays_bitwise(
+    tmp_path, monkeypatch
+):
     served, first_block = _served(tmp_path), tmp_path / "runs" / "tiny" / LOG / "block-000001.json"
     served.token_seconds = 0.002
-    served.hold = lambda name: name.endswith("-0") and first_block.exists()  # until it has been trained on
+    held, step = threading.Event(), Learner.step
+
+    def hold(name):  # a sample of the second block, until the first has been trained on
+        if not (name.endswith("-0") and first_block.exists()):
+            return False
+        held.set()
+        return True
+
+    def after_one_is_held(learner):
+        assert held.wait(300)
+        return step(learner)
+
+    served.hold = hold
+    monkeypatch.setattr(Learner, "step", after_one_is_held)
     changes = {
         "train__blocks": 5,
         "rollout__staleness": 2,

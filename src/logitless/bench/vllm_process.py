@@ -1,6 +1,7 @@
 """A vLLM server as a process of its own, for benchmarks and tests: started, waited for, and ended with its workers."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -115,11 +116,26 @@ def vllm_server(
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
+    """A port of loopback that nobody listens on, and that the system gives to nobody who does not ask for it.
+
+    A server listens on it seconds later: till then any connection or listener of another process would be given one of
+    the system's own range.
+    """
+    below = _first_port_of_the_system()
+    for port in random.SystemRandom().sample(range(10_000, below), 100) if below > 20_000 else [0]:
+        with socket.socket() as one, suppress(OSError):  # else it is taken
+            one.bind(("127.0.0.1", port))
+            free: int = one.getsockname()[1]
+            return free
+    raise UnavailableError(needed="a free port of 127.0.0.1", given="a hundred that are taken", remedy="End servers.")
+
+
+def _first_port_of_the_system() -> int:
+    """From here on Linux gives ports to those who ask for any; 0 where it does not say."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        return 0
 
 
 def name_distribution() -> None:

@@ -137,6 +137,8 @@ def _ends_within(pid: int, seconds: float) -> bool:
                     if sleep.is_over:
                         return False
             late, seen = time.monotonic() - due > LATE_SECONDS, usage(pid)
+            if select.select([descriptor], [], [], 0)[0]:  # while it was looked at
+                return True
             if seen.seconds >= BUSY_SHARE * seconds or not (seen.running or late):
                 return False
     finally:

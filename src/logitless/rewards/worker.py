@@ -316,9 +316,11 @@ def _has_live_children() -> bool:
     patience, more = time.monotonic() + CHILD_GRACE_SECONDS, MORE_GRACE
     try:
         while True:
-            if os.waitpid(-1, os.WNOHANG) == (0, 0):
-                if time.monotonic() > patience:
-                    if not more or not any(_was_not_let(pid) for pid in _children()):
+            late = time.monotonic() > patience
+            not_let = late and any(_was_not_let(pid) for pid in _children())
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):  # after the look, during which it may have ended
+                if late:
+                    if not more or not not_let:
                         return True
                     patience, more = time.monotonic() + CHILD_GRACE_SECONDS, more - 1
                 time.sleep(0.002)

@@ -1,12 +1,12 @@
 """What a person sees while a run goes on: a view that redraws itself, or plain lines where there is no terminal.
 
 The view reads the record of each step and nothing else; a run is the same with it, without it, or with its output
-piped into a file.
+piped into a file. On a terminal another thread draws it, at any moment of an update: what it reads is replaced, and
+never changed in place.
 """
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
@@ -106,7 +106,7 @@ class LiveView:
         self._clock = clock
         self._block_ends: dict[int, float] = {}
         self._block = first_block
-        self._history: dict[str, deque[float | int]] = {}
+        self._history: dict[str, tuple[float | int, ...]] = {}
         self._record: Record = {}
         self._sample: tuple[str, str, float | int] | None = None
         self._phase = "starting"
@@ -138,11 +138,11 @@ class LiveView:
         self._record = record
         self._sample = sample or self._sample
         self._block = int(record["block"] or 0)
-        self._block_ends[self._block] = self._clock()
+        self._block_ends = self._block_ends | {self._block: self._clock()}
         for name, _ in _SHOWN:
             if name in record:
                 value = record[name]
-                self._history.setdefault(name, deque(maxlen=_KEPT)).append(math.nan if value is None else value)
+                self._history[name] = (*self._history.get(name, ()), math.nan if value is None else value)[-_KEPT:]
         if self._live is None and any(record.get(name) is not None for name, _ in _SHOWN):
             self._say(self._line())
 
@@ -152,12 +152,13 @@ class LiveView:
 
     def seconds_left(self) -> float | None:
         """Time to the end of the last block at the pace so far; None before two blocks are done."""
-        done = sorted(block for block in self._block_ends if block < self._block)
+        ends = self._block_ends
+        done = sorted(block for block in ends if block < self._block)
         if len(done) < 2:
             return None
         first, last = done[0], done[-1]
-        pace = (self._block_ends[last] - self._block_ends[first]) / (last - first)
-        return max(0.0, self._block_ends[last] + pace * (self.total_blocks - last) - self._clock())
+        pace = (ends[last] - ends[first]) / (last - first)
+        return max(0.0, ends[last] + pace * (self.total_blocks - last) - self._clock())
 
     def _say(self, text: str) -> None:
         self.console.print(Text(text), soft_wrap=True)

@@ -109,7 +109,7 @@ def _opened(path: Path) -> TextIO:
             owner = _owner(file.read())
             if kernel_knows is False:
                 raise _taken(path, owner)
-            if not path.exists() or os.fstat(file.fileno()).st_ino != path.stat().st_ino:
+            if not _is_at(path, file):
                 file.close()  # its owner went away, and the file with it
                 continue
             if owner is not None and _keeps(owner, kernel_knows=kernel_knows is True):
@@ -123,6 +123,15 @@ def _opened(path: Path) -> TextIO:
             file.close()
             raise
         return file
+
+
+def _is_at(path: Path, file: TextIO) -> bool:
+    """Whether an open file is the one that the path names, where any may be removed at any moment."""
+    mine = os.fstat(file.fileno())
+    try:
+        return os.path.samestat(mine, path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _lock(file: TextIO) -> bool | None:
