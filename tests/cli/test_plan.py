@@ -22,6 +22,9 @@ def test_memory_and_messages_are_said_for_any_number_and_times_from_speeds(recip
     assert "on 64 processes: 8 copies of the weights, each sharded over 8" in said
     assert "gradients of copies" in said
     assert "time: not forecast" in said
+    assert "host, for all its processes (8)" in said
+    assert main(["plan", str(recipe), "--gpus", "64", "--gpus-per-machine", "4"]) == 0
+    assert "host, for all its processes (4)" in capsys.readouterr().out
     speeds = ["--tokens-per-second", "1e5", "--gigabytes-per-second", "200"]
     assert main(["plan", str(recipe), "--gpus", "2", *speeds]) == 0
     assert "at 100,000 tokens/s" in capsys.readouterr().out
@@ -50,6 +53,7 @@ def test_a_file_of_the_bench_says_speeds_and_what_is_not_hidden(recipe, tmp_path
     ("arguments", "message"),
     [
         (["--gpus", "0"], "needed at least one GPU"),
+        (["--gpus", "2", "--gpus-per-machine", "0"], "given --gpus-per-machine 0"),
         (["--gpus", "3", "--set", "parallel.replicate=2"], "the number of processes"),
         (["--gpus", "2", "--tokens-per-second", "5"], "both speeds"),
         (["--gpus", "3", "--set", "parallel.deterministic=true"], "1, 2, 4, 8, ... processes"),

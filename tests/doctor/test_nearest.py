@@ -8,7 +8,9 @@ import pytest
 import torch
 import yaml
 
+from logitless.doctor import nearest
 from logitless.doctor.nearest import Fit, fit_of
+from logitless.train.memory import size_text
 from logitless.train.plan import plan_of
 from logitless.train.recipe import load_recipe
 from tests.train.tiny import tiny_raw
@@ -16,13 +18,13 @@ from tests.train.tiny import tiny_raw
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
 
 
-def fit(folder: Path, memory: int | None = None, **changes: dict[str, Any]) -> Fit:
+def fit(folder: Path, memory: int | None = None, host: int | None = None, **changes: dict[str, Any]) -> Fit:
     raw = tiny_raw(folder)
     for section, change in changes.items():
         raw[section] = raw.get(section, {}) | change
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(raw))
-    return fit_of(path, [], memory)
+    return fit_of(path, [], memory, host)
 
 
 def test_a_recipe_that_runs_here_has_no_problem_and_no_change(tmp_path: Path) -> None:
@@ -127,6 +129,33 @@ def test_a_plan_that_never_fits_has_no_changes(tmp_path: Path) -> None:
     found = fit(tmp_path, 1000)
     assert found.changes is None
     assert "1.0 KiB are free" in found.problems[0]
+
+
+def test_a_host_with_too_little_memory_is_found_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nearest, "device_of", lambda section: torch.device("cuda"))  # to which nothing is sent
+    monkeypatch.setattr(nearest, "free_host_memory", lambda: 1024)
+    raw = tiny_raw(tmp_path)
+    changes = {
+        "model": raw["model"] | {"device": "auto", "trained_dtype": "bfloat16"},
+        "train": raw["train"] | {"optimizer": {"moments": "host"}},
+    }
+    found = fit(tmp_path, 10**9, **changes)
+    assert found.plan is not None
+    needed = size_text(found.plan.host.peak_bytes)
+    assert found.problems == (f"writing the model takes {needed} of the host's memory, and 1.0 KiB are available",)
+    assert found.changes is None  # to read the model takes more than that
+    monkeypatch.setattr(nearest, "free_host_memory", lambda: 16000)
+    assert fit(tmp_path, 10**9, **changes).changes == ("train.optimizer.moments=float32",)
+    assert fit(tmp_path, 10**9, 10**9, **changes).problems == ()
+
+
+def test_what_a_gpu_needs_beside_it_is_no_matter_on_a_cpu(tmp_path: Path) -> None:
+    found = fit(tmp_path, 10**9, 0)
+    assert found.problems == ()
+    assert found.plan is not None
+    assert found.plan.host.peak_bytes == 0
 
 
 def test_data_that_is_not_there_is_a_problem_without_a_change(tmp_path: Path) -> None:

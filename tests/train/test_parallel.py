@@ -22,7 +22,15 @@ from logitless.train.block import pack_groups
 from logitless.train.judge import judge
 from logitless.train.learner import Learner
 from logitless.train.policy import Policy
-from logitless.train.setup import algorithm_of, data_of, policy_model, rewards_of, tokenizer_of, value_head_of
+from logitless.train.setup import (
+    algorithm_of,
+    data_of,
+    is_cut_from_host,
+    policy_model,
+    rewards_of,
+    tokenizer_of,
+    value_head_of,
+)
 from tests.ranks import run_on_ranks
 from tests.train.tiny import tiny_raw, tiny_recipe
 
@@ -243,8 +251,8 @@ def _sharded(rank, folder, **changes):
 )
 def test_a_model_waits_for_its_cut_in_the_hosts_memory_unless_something_runs_it_before(changes, is_cut, tmp_path):
     recipe = tiny_recipe(tmp_path, **changes)
-    assert run_module._is_cut_from_host(recipe, Arrangement(1, 2, 1)) == is_cut
-    assert not run_module._is_cut_from_host(recipe, Arrangement(2, 1, 1))  # copies are not cut
+    assert is_cut_from_host(recipe, Arrangement(1, 2, 1)) == is_cut
+    assert not is_cut_from_host(recipe, Arrangement(2, 1, 1))  # copies are not cut
 
 
 class _Seen(Exception):

@@ -124,6 +124,21 @@ def test_the_text_names_each_part_and_writes_nothing(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_the_text_says_what_a_gpu_needs_of_its_host_and_whether_this_one_has_it(tmp_path, monkeypatch):
+    changes = {
+        "model__device": "auto",
+        "model__trained_dtype": "bfloat16",
+        "train__optimizer": {"moments": "host"},
+    }
+    text = dry_run(tiny_recipe(tmp_path, **changes))
+    assert "memory of the host beside a GPU, most while writing the model" in text
+    assert "masters and moments, page-locked" in text
+    assert "available here" not in text
+    monkeypatch.setattr("logitless.train.plan.free_host_memory", lambda: 1000)
+    assert "more than is available here: 1.0 KiB" in dry_run(tiny_recipe(tmp_path, **changes))
+    assert "host" not in dry_run(tiny_recipe(tmp_path))
+
+
 def test_a_dry_run_looks_at_no_run_folder(tmp_path):
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
     dry_run(tiny_recipe(tmp_path))

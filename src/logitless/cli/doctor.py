@@ -74,6 +74,8 @@ def _source(folder: Path) -> dict[str, Any]:
 
 
 def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dict[str, Any], int]:
+    import torch
+
     from logitless.doctor.forecast import forecast_of, prompts_of
     from logitless.doctor.machine import left_on_the_table
     from logitless.doctor.nearest import fit_of
@@ -98,6 +100,9 @@ def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dic
         **{name: size_text(size) for name, size in fit.plan.memory_bytes.items()},
         "total": size_text(fit.plan.total_bytes),
     }
+    if torch.cuda.is_available():
+        host = fit.plan.host
+        found["plan"]["memory of the host"] = f"{size_text(host.peak_bytes)}, most while {host.fullest}"
     if fit.changes is not None:
         found["left on the table"] = left_on_the_table(fit.recipe, fit.plan) or ["nothing found"]
     if measure and not fit.problems:

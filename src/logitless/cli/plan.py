@@ -20,6 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path, help="YAML file; its `parallel` says how the processes are arranged")
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="processes, one a GPU")
     parser.add_argument(
+        "--gpus-per-machine", type=int, default=8, metavar="N", help="processes that share a host's memory (default 8)"
+    )
+    parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="replace a value (repeatable)"
     )
     parser.add_argument("--measured", type=Path, metavar="FILE", help="what `logitless bench scale` wrote of the model")
@@ -30,12 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the forecast."""
     recipe = load_recipe(options.recipe, options.overrides)
-    if options.gpus < 1:
-        raise ConfigurationError(needed="at least one GPU", given=f"--gpus {options.gpus}", remedy="Give a number.")
+    for key in ("gpus", "gpus_per_machine"):
+        if (given := getattr(options, key)) < 1:
+            name = "--" + key.replace("_", "-")
+            raise ConfigurationError(needed="at least one GPU", given=f"{name} {given}", remedy="Give a number.")
     speeds, arrangement = _speeds(options), arrangement_of(recipe, options.gpus)
     model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=recipe.seed, device=torch.device("meta"))
     value_head = value_head_of(recipe, algorithm_of(recipe), model)
-    print(forecast_text(recipe, forecast(recipe, model, arrangement, value_head=value_head, speeds=speeds)))
+    processes = min(options.gpus, options.gpus_per_machine)
+    found = forecast(recipe, model, arrangement, value_head=value_head, speeds=speeds, processes=processes)
+    print(forecast_text(recipe, found))
     return 0
 
 

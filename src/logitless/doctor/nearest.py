@@ -1,7 +1,7 @@
 """Why a recipe cannot run on this machine, and the nearest settings with which it can."""
 
 import importlib.util
-import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ import torch
 from logitless.errors import LogitlessError
 from logitless.head.api import why_not
 from logitless.train.config import GpuEngineSection, Recipe
-from logitless.train.memory import size_text
+from logitless.train.memory import free_host_memory, size_text
 from logitless.train.plan import Plan, plan_of
 from logitless.train.recipe import load_recipe
 from logitless.train.setup import device_of
@@ -36,12 +36,13 @@ class Fit:
     plan: Plan | None
 
 
-def fit_of(path: Path, overrides: Sequence[str], memory: int | None = None) -> Fit:
+def fit_of(path: Path, overrides: Sequence[str], memory: int | None = None, host: int | None = None) -> Fit:
     """Check a recipe against this machine.
 
     Args:
         path, overrides: of ``load_recipe``.
-        memory: bytes that the run may hold; None: what is free on its device.
+        memory: bytes that the run may hold on its device; None: what is free there.
+        host: bytes that it may hold of the host beside a GPU; None: what is available.
 
     Raises:
         ConfigurationError: the recipe is invalid anywhere.
@@ -54,15 +55,29 @@ def fit_of(path: Path, overrides: Sequence[str], memory: int | None = None) -> F
     changed = load_recipe(path, [*overrides, *changes])
     try:
         plan = plan_of(changed)
-        limit = free_memory(device_of(changed.model)) if memory is None else memory
+        device = device_of(changed.model)
     except LogitlessError as error:
         return Fit((*problems, str(error)), None, recipe, None)
-    if plan.total_bytes > limit:
-        problems.append(
-            f"the plan holds {size_text(plan.total_bytes)}, and {size_text(limit)} are free on "
-            f"{device_of(changed.model)}"
-        )
-        found = _smaller(path, [*overrides, *changes], limit)
+    memory = free_memory(device) if memory is None else memory
+    if host is None:
+        host = free_host_memory() if device.type == "cuda" else sys.maxsize  # the plan's memory is the host's itself
+
+    def fits(plan: Plan) -> bool:
+        return plan.total_bytes <= memory and plan.host.peak_bytes <= host
+
+    if not fits(plan):
+        ways = _SMALLER
+        if plan.total_bytes > memory:
+            problems.append(
+                f"the plan holds {size_text(plan.total_bytes)}, and {size_text(memory)} are free on {device}"
+            )
+        if plan.host.peak_bytes > host:
+            ways = (_moments, *ways)
+            problems.append(
+                f"{plan.host.fullest} takes {size_text(plan.host.peak_bytes)} of the host's memory, and "
+                f"{size_text(host)} are available"
+            )
+        found = _smaller(path, [*overrides, *changes], fits, ways)
         if found is None:
             return Fit(tuple(problems), None, recipe, plan)
         changes += found
@@ -72,28 +87,13 @@ def fit_of(path: Path, overrides: Sequence[str], memory: int | None = None) -> F
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that a new process may take: free on the GPU, or on a CPU available and within the container's limit.
+    """Bytes that a new process may take: free on the GPU, or of the host.
 
     Example:
         >>> free_memory(torch.device("cpu")) > 0
         True
     """
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    found = []
-    meminfo, limit, used = (
-        Path("/proc/meminfo"),
-        Path("/sys/fs/cgroup/memory.max"),
-        Path("/sys/fs/cgroup/memory.current"),
-    )
-    if meminfo.is_file():
-        lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
-    if limit.is_file() and limit.read_text().strip().isdigit() and used.is_file():
-        found.append(int(limit.read_text()) - int(used.read_text()))
-    if not found:  # no Linux
-        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return max(0, min(found))
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory()
 
 
 def _lacking(recipe: Recipe) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -180,6 +180,10 @@ def _lora(recipe: Recipe) -> Sequence[str]:
     return ["model.lora={rank: 16, alpha: 32}", "model.dtype=bfloat16", *low, "train.optimizer.learning_rate=1e-5"]
 
 
+def _moments(recipe: Recipe) -> Sequence[str]:
+    return ["train.optimizer.moments=float32"] if recipe.train.optimizer.moments == "host" else []
+
+
 _SMALLER: tuple[Change, ...] = (
     *(_checkpointing, _micro_batch, _rows(128), _rows(32), _prefill, _head, _lora),
     *(_rows(8),),
@@ -187,18 +191,20 @@ _SMALLER: tuple[Change, ...] = (
 """What saves memory, what changes results least first: LoRA is another method, and comes late."""
 
 
-def _smaller(path: Path, overrides: Sequence[str], limit: int) -> list[str] | None:
+def _smaller(
+    path: Path, overrides: Sequence[str], suits: Callable[[Plan], bool], ways: Sequence[Change]
+) -> list[str] | None:
     """The changes with which the plan fits, those left out that are not needed; None if it never does."""
 
     def fits(changes: Sequence[Sequence[str]]) -> bool:
         flat = [each for change in changes for each in change]
         try:
-            return plan_of(load_recipe(path, [*overrides, *flat])).total_bytes <= limit
+            return suits(plan_of(load_recipe(path, [*overrides, *flat])))
         except LogitlessError:
             return False
 
     taken: list[Sequence[str]] = []
-    for change in _SMALLER:
+    for change in ways:
         wanted = change(load_recipe(path, [*overrides, *(each for of in taken for each in of)]))
         if not wanted:
             continue

@@ -95,6 +95,12 @@ class ModelSection(Section):
         "merged; None: in `dtype`",
     )
 
+    @property
+    def activation_bytes(self) -> int:
+        """Of a number in activations: that of the products' dtype."""
+        half = self.autocast is not None or self.trained_dtype != "float32"
+        return 2 if half or (self.lora is not None and self.dtype != "float32") else 4
+
 
 class DataSection(Section):
     """Where prompts come from."""

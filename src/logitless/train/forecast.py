@@ -19,6 +19,7 @@ from logitless.errors import ConfigurationError, DataError
 from logitless.models.lm_head import causal_lm
 from logitless.models.value_head import ValueHead
 from logitless.train.config import AutoEngineSection, GpuEngineSection, Recipe, TransformersEngineSection
+from logitless.train.host_memory import host_memory
 from logitless.train.plan import GIB, memory, moments_bytes
 from logitless.train.training_memory import TrainingMemory, own_parameters, training_memory
 
@@ -89,6 +90,8 @@ class Forecast:
     Args:
         arrangement: of all of them.
         memory: by part, always or at one moment.
+        processes: on one machine.
+        host: of all these together, in the memory of the machine's host.
         traffic_bytes: sent in an optimizer step, by cause.
         rows: micro-batches in a step.
         tokens: read in a step by each rank, at most.
@@ -97,6 +100,8 @@ class Forecast:
 
     arrangement: Arrangement
     memory: TrainingMemory
+    processes: int
+    host: TrainingMemory
     traffic_bytes: Mapping[str, int]
     rows: int
     tokens: int
@@ -139,8 +144,9 @@ def forecast(
     *,
     value_head: ValueHead | None = None,
     speeds: Speeds | None = None,
+    processes: int | None = None,
 ) -> Forecast:
-    """What a recipe needs of each process.
+    """What a recipe needs of each process, and of the host that some of them share.
 
     Args:
         recipe: checked.
@@ -148,14 +154,22 @@ def forecast(
         arrangement: of the processes.
         value_head: of the algorithm.
         speeds: measured.
+        processes: on one machine; None: all of them.
     """
     tokens = _tokens(recipe, arrangement)
     rows = _rows(recipe, arrangement)
     head: Any = causal_lm(model).get_output_embeddings()
     all_rows = arrangement.is_sharded and scores_all_rows(recipe, arrangement, head.weight)
+    memory = memory_of_rank(recipe, model, arrangement, value_head)
+    processes = processes or arrangement.replicate * arrangement.weights
+    host = host_memory(recipe, model, arrangement, processes=processes)
+    if recipe.model.device == "cpu":
+        host = TrainingMemory({"memory of its processes": processes * memory.peak_bytes}, host.moments)
     return Forecast(
         arrangement,
-        memory_of_rank(recipe, model, arrangement, value_head),
+        memory,
+        processes,
+        host,
         traffic_of_rank(
             model,
             arrangement,
@@ -324,13 +338,17 @@ def forecast_text(recipe: Recipe, found: Forecast) -> str:
     world = found.arrangement.replicate * found.arrangement.weights
     peak = found.memory.fullest
     memory = {**found.memory.always, **found.memory.moments[peak]}
-    width = max(len(name) for name in [*memory, *found.traffic_bytes, "peak"])
+    host = {**found.host.always, **found.host.moments[found.host.fullest]}
+    width = max(len(name) for name in [*memory, *host, *found.traffic_bytes, "peak"])
     lines = [
         f"recipe {recipe.name} on {world} processes: {found.arrangement.words}",
         f"  a step reads about {found.tokens:,} tokens a process, in {found.rows} micro-batches",
         f"  memory of each, at its fullest moment ({MOMENTS[peak]})",
         *(f"    {name:{width}s} {size / GIB:9.3f} GiB" for name, size in memory.items()),
         f"    {'peak':{width}s} {found.peak_bytes / GIB:9.3f} GiB",
+        f"  memory of a machine's host, for all its processes ({found.processes}), most while {found.host.fullest}",
+        *(f"    {name:{width}s} {size / GIB:9.3f} GiB" for name, size in host.items()),
+        f"    {'peak':{width}s} {found.host.peak_bytes / GIB:9.3f} GiB",
         "  sent by each in a step",
         *(f"    {name:{width}s} {size / GIB:9.3f} GiB" for name, size in found.traffic_bytes.items()),
     ]

@@ -1,7 +1,10 @@
-"""How much memory a run has held, and sizes in words."""
+"""How much memory a run has held, how much the host has left, and sizes in words."""
 
+import os
 import resource
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -17,6 +20,51 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def free_host_memory(root: Path = Path("/")) -> int:
+    """Bytes of the host that new work may take: available, and within the limits of its containers (control groups).
+
+    Args:
+        root: of the file system.
+
+    Example:
+        >>> free_host_memory() > 0
+        True
+    """
+    found = list(_left_by_control_groups(root))
+    meminfo = root / "proc/meminfo"
+    if meminfo.is_file():
+        lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    if not found:  # no Linux
+        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return max(0, min(found))
+
+
+def _left_by_control_groups(root: Path) -> Iterator[int]:
+    """What each group around this process has left of its limit; files kept in memory count as left.
+
+    Inside a container the group's own files may stand at the top, whatever path the process is told.
+    """
+    membership = root / "proc/self/cgroup"
+    for line in membership.read_text().splitlines() if membership.is_file() else ():
+        _, kinds, path = line.split(":", 2)
+        if kinds == "":  # version 2
+            top, limit, used, of_all = root / "sys/fs/cgroup", "memory.max", "memory.current", ""
+        elif "memory" in kinds.split(","):
+            top, of_all = root / "sys/fs/cgroup/memory", "total_"
+            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        innermost = top / path.lstrip("/")
+        for group in (innermost, *innermost.parents[: len(innermost.parts) - len(top.parts)]):
+            if all((group / name).is_file() for name in (limit, used, "memory.stat")):
+                most = (group / limit).read_text().strip()
+                if most.isdigit():  # else: "max"
+                    stat = dict(each.split() for each in (group / "memory.stat").read_text().splitlines())
+                    files = sum(int(stat.get(f"{of_all}{age}_file", 0)) for age in ("active", "inactive"))
+                    yield int(most) - int((group / used).read_text()) + files
 
 
 def size_text(size: int | float) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from logitless.distributed.arrangement import Arrangement
 from logitless.errors import UnavailableError
 from logitless.head.chunked import default_budget
 from logitless.models.four_bit import saved_bytes
@@ -23,8 +24,9 @@ from logitless.rollout.tool_environment import tools_of
 from logitless.train.checks import check_before_start
 from logitless.train.config import AutoEngineSection, GpuEngineSection, Recipe
 from logitless.train.engines import open_engines
+from logitless.train.host_memory import host_memory
 from logitless.train.masters import master_of
-from logitless.train.memory import size_text
+from logitless.train.memory import free_host_memory, size_text
 from logitless.train.setup import (
     algorithm_of,
     data_of,
@@ -34,7 +36,7 @@ from logitless.train.setup import (
     tokenizer_of,
     value_head_of,
 )
-from logitless.train.training_memory import layers_bytes
+from logitless.train.training_memory import TrainingMemory, layers_bytes
 from logitless.train.writers import check_writers
 from logitless.types import Prompt
 
@@ -51,6 +53,7 @@ class Plan:
         steps_per_block: optimizer steps at that many tokens, over all epochs.
         steps: at most, over the run.
         memory_bytes: by part; names that end in "(estimate)" are not exact.
+        host: memory of the host beside a GPU; nothing where the model is on the CPU, and ``memory_bytes`` the host's.
         disk_bytes: of the run folder, by part.
         counts: rows read and dropped, by data source.
         first_prompt: as the model reads it.
@@ -61,6 +64,7 @@ class Plan:
     steps_per_block: int
     steps: int
     memory_bytes: Mapping[str, int]
+    host: TrainingMemory
     disk_bytes: Mapping[str, int]
     counts: Mapping[str, Mapping[str, int]]
     first_prompt: Prompt
@@ -96,6 +100,7 @@ def plan_of(recipe: Recipe) -> Plan:
         steps_per_block=steps,
         steps=steps * train.blocks,
         memory_bytes=memory(recipe, model, value_head),
+        host=host_memory(recipe, model, Arrangement()),
         disk_bytes=disk(recipe, model, value_head),
         counts=data.counts,
         first_prompt=data.train[0],
@@ -114,10 +119,8 @@ def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None
     trained = [p for p in model.parameters() if p.requires_grad]
     frozen = [p for p in model.parameters() if not p.requires_grad]
     config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr]
-    lowered = section.trained_dtype != "float32"
-    half = section.autocast is not None or lowered or (section.lora is not None and section.dtype != "float32")
     held = sum(master_of(p).numel() * master_of(p).element_size() for p in trained)  # by the optimizer
-    number = 2 if half else 4
+    number = section.activation_bytes
     activations = sum(
         layers_bytes(model, number, tokens=train.tokens_per_micro_batch, recomputes=section.gradient_checkpointing)
     )
@@ -131,7 +134,7 @@ def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None
         "AdamW moments": moments_bytes(recipe, held),
         "frozen weights": stored if section.quantize is None else stored - saved_bytes(model),
     }
-    if lowered and train.optimizer.moments != "host":
+    if section.trained_dtype != "float32" and train.optimizer.moments != "host":
         parts["float32 masters"] = held
     if value_head is not None:  # weights, gradients and two moments
         parts["value head"] = 4 * sum(p.numel() * p.element_size() for p in value_head.parameters())
@@ -228,6 +231,17 @@ def _account(counts: Mapping[str, int]) -> str:
     return f"{kept:,} prompts of {counts['rows']:,} rows" + (f"; left out: {', '.join(left_out)}" if left_out else "")
 
 
+def _host_lines(host: TrainingMemory) -> list[str]:
+    """Memory of the host at its fullest moment, and whether this machine has as much."""
+    parts = {**host.moments[host.fullest], "total": host.peak_bytes}
+    width = max(len(name) for name in parts)
+    lines = [f"  memory of the host beside a GPU, most while {host.fullest}"]
+    lines += [f"    {name:{width}s} {size_text(size):>12s}" for name, size in parts.items()]
+    if host.peak_bytes > (free := free_host_memory()):
+        lines.append(f"    more than is available here: {size_text(free)}")
+    return lines
+
+
 def dry_run(recipe: Recipe) -> str:
     """The plan as text."""
     plan = plan_of(recipe)
@@ -248,6 +262,8 @@ def dry_run(recipe: Recipe) -> str:
     width = max(len(name) for name in plan.memory_bytes)
     lines += [f"    {name:{width}s} {size_text(size):>12s}" for name, size in plan.memory_bytes.items()]
     lines.append(f"    {'total':{width}s} {size_text(plan.total_bytes):>12s}")
+    if plan.host.peak_bytes:
+        lines += _host_lines(plan.host)
     lines.append("  disk")
     lines += [f"    {name:{width}s} {size_text(size):>12s}" for name, size in plan.disk_bytes.items()]
     if (short := _short_of_disk(plan.disk_bytes, Path(recipe.output) / recipe.name)) is not None:

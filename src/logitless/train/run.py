@@ -59,6 +59,7 @@ from logitless.train.setup import (
     data_of,
     device_of,
     effects,
+    is_cut_from_host,
     order_of,
     policy_model,
     rewards_of,
@@ -233,19 +234,6 @@ def _new_folder(root: Path, name: str, numbered: bool, ranks: Ranks) -> RunFolde
     return RunFolder(Path(ranks.of_first(None if made is None else str(made.path))))
 
 
-def _is_cut_from_host(recipe: Recipe, arrangement: Arrangement) -> bool:
-    """Whether the model stays in the host's memory, of the first rank alone, until its units go to the device one by
-    one, to be cut there.
-
-    Not where the whole model is trained or measured before, nor where a CPU cannot try its layers (``why_unshared``
-    and ``install_liger_layers`` run a few tokens): Liger's kernels, compiled ones, chosen backends of attention.
-    """
-    model = recipe.model
-    runs_before = recipe.warm_start is not None or recipe.train.activation_memory is not None
-    for_gpus = model.layers == "liger" or model.compile or model.sdpa_backends is not None
-    return arrangement.is_sharded and not runs_before and not for_gpus
-
-
 def _model(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, weights: Path | None, arrangement: Arrangement, ranks: Ranks
 ) -> nn.Module:
@@ -254,7 +242,7 @@ def _model(
     Then only the first rank reads it, and the others have its shape, whose weights they are sent when they are cut. An
     architecture that is made otherwise than it is read (some weights or buffers in another dtype) is read by all.
     """
-    is_cut = _is_cut_from_host(recipe, arrangement)
+    is_cut = is_cut_from_host(recipe, arrangement)
     device = torch.device("cpu") if is_cut else device_of(recipe.model)
 
     def made(*, empty: bool) -> nn.Module:

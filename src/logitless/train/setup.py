@@ -222,6 +222,19 @@ def section_for(section: ModelSection, arrangement: Arrangement) -> ModelSection
     return section.model_copy(update={"layers": "transformers"}) if split and section.layers == "auto" else section
 
 
+def is_cut_from_host(recipe: Recipe, arrangement: Arrangement) -> bool:
+    """Whether the model stays in the host's memory, of the first rank alone, until its units go to the device one by
+    one, to be cut there.
+
+    Not where the whole model is trained or measured before, nor where a CPU cannot try its layers (``why_unshared``
+    and ``install_liger_layers`` run a few tokens): Liger's kernels, compiled ones, chosen backends of attention.
+    """
+    model = recipe.model
+    runs_before = recipe.warm_start is not None or recipe.train.activation_memory is not None
+    for_gpus = model.layers == "liger" or model.compile or model.sdpa_backends is not None
+    return arrangement.is_sharded and not runs_before and not for_gpus
+
+
 def _finish(section: ModelSection, model: nn.Module) -> None:
     """Round what is trained to its dtype, masters keeping what was there, and exchange the layers."""
     if section.trained_dtype != "float32":

@@ -1,0 +1,117 @@
+"""What processes hold in the memory of their machine's host beside their GPUs, counted from shapes, moment by moment.
+
+    reading the model   the model in the dtype that it is read in, until it is on the GPU: by each process, or, where it
+                        is cut from there, by the first one alone, with its masters and its reference
+    training            what waits page-locked (masters and moments, the reference, inputs of layers), and a tensor that
+                        is copied for a checkpoint
+    writing the model   what is page-locked still, and the model as the first process writes it
+
+Page-locked memory is counted as PyTorch takes it. Not counted: libraries (Python, PyTorch, CUDA) in each process,
+prompts and completions, workers of rewards, and files that the kernel keeps in memory until somebody else needs it.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from logitless.distributed.arrangement import Arrangement
+from logitless.errors import ConfigurationError
+from logitless.models.activations import ActivationPlan, Cost, Mode
+from logitless.models.lm_head import causal_lm
+from logitless.train.config import Recipe, VllmEngineSection
+from logitless.train.masters import master_of
+from logitless.train.setup import is_cut_from_host
+from logitless.train.tensor_files import num_bytes
+from logitless.train.training_memory import TrainingMemory, layer_bytes, shard_bytes
+
+ROWS = 2
+"""Packed rows whose inputs of layers wait on the host: a row is launched while the one before it is at work."""
+
+
+def page_locked(size: int) -> int:
+    """Bytes that PyTorch takes for so many of page-locked memory: the next power of two (its ``CachingHostAllocator``).
+
+    Example:
+        >>> page_locked(5), page_locked(8), page_locked(0)
+        (8, 8, 0)
+    """
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def host_memory(recipe: Recipe, model: nn.Module, arrangement: Arrangement, *, processes: int = 1) -> TrainingMemory:
+    """The bytes of all processes on the machine of the first one, in its host's memory.
+
+    Args:
+        recipe: checked. On a CPU (``model.device``) everything is in the host's memory, and nothing beside it.
+        model: of ``policy_model``, not sharded yet, on any device, ``meta`` included.
+        arrangement: of all processes of the run.
+        processes: of this machine.
+    """
+    if recipe.model.device == "cpu":
+        return TrainingMemory({}, {"training": {}})
+    trained = [p for p in model.parameters() if p.requires_grad]
+    locked = _page_locked(recipe, model, arrangement, processes)
+    copied = max((shard_bytes(master_of(p), arrangement.weights) for p in trained), default=0)
+    written = trained if recipe.model.lora is not None else model.parameters()
+    return TrainingMemory(
+        {},
+        {
+            "reading the model": {"the model": _read_bytes(recipe, model, arrangement, processes)},
+            "training": locked
+            | {"a tensor on its way to a checkpoint": copied * (processes if arrangement.is_sharded else 1)},
+            "writing the model": locked | {"the model": sum(map(num_bytes, written))},
+        },
+    )
+
+
+def _read_bytes(recipe: Recipe, model: nn.Module, arrangement: Arrangement, processes: int) -> int:
+    """Weights that are trained are rounded, and adapters made, where the model is then: mostly on the GPU."""
+    parameters, full = list(model.parameters()), recipe.model.lora is None
+    if not is_cut_from_host(recipe, arrangement):
+        return processes * sum(num_bytes(master_of(p)) for p in parameters if full or not p.requires_grad)
+    masters = sum(num_bytes(master_of(p)) for p in parameters if master_of(p) is not p)
+    reference = 0
+    if recipe.kl is not None and full:  # a copy, whose weights get their dtype one after the other
+        size = getattr(torch, recipe.model.dtype).itemsize
+        reference = sum(p.numel() * max(p.element_size(), size) for p in parameters)
+    return sum(map(num_bytes, parameters)) + masters + reference
+
+
+def _page_locked(recipe: Recipe, model: nn.Module, arrangement: Arrangement, processes: int) -> dict[str, int]:
+    """By part; none of it is given back before the run ends, for PyTorch keeps freed blocks for the next that asks."""
+    section, engine = recipe.model, recipe.rollout.engine
+    trained = [p for p in model.parameters() if p.requires_grad]
+    found: dict[str, int] = {}
+    if recipe.train.optimizer.moments == "host":
+        found["masters and moments, page-locked"] = 3 * sum(page_locked(num_bytes(master_of(p))) for p in trained)
+    on_host = arrangement.is_sharded and recipe.parallel.reference == "host"
+    if on_host and recipe.kl is not None and section.lora is None:
+        size = getattr(torch, section.dtype).itemsize
+        shards = [shard_bytes(p, arrangement.weights) // p.element_size() * size for p in trained]
+        found["reference, page-locked"] = processes * sum(map(page_locked, shards))
+    if inputs := _input_bytes(recipe, model, arrangement):
+        found["inputs of layers, page-locked (estimate)"] = processes * inputs
+    if isinstance(engine, VllmEngineSection) and engine.sleep:
+        size = getattr(torch, engine.dtype).itemsize
+        found["vLLM's weights while it sleeps (estimate)"] = size * sum(p.numel() for p in model.parameters())
+    return found
+
+
+def _input_bytes(recipe: Recipe, model: nn.Module, arrangement: Arrangement) -> int:
+    """Of a process, by the choice that ``fit_activations`` makes from measured costs, here from estimated ones."""
+    budget = recipe.train.activation_memory
+    if budget is None:
+        return 0
+    config = causal_lm(model).config.get_text_config()  # type: ignore[union-attr, operator]
+    number, num_layers = recipe.model.activation_bytes, config.num_hidden_layers
+    tokens = math.ceil(recipe.train.tokens_per_micro_batch / arrangement.sequence)
+    kept, made = layer_bytes(model, number)
+    one = config.hidden_size * number
+    again = kept + made
+    costs: dict[Mode, Cost] = {"keep": Cost(kept, made), "recompute": Cost(one, again), "host": Cost(0, again)}
+    try:
+        plan = ActivationPlan.of(costs, num_layers=num_layers, num_tokens=tokens, budget=budget)
+    except ConfigurationError:  # too little for what is estimated; what is measured may be less
+        return ROWS * num_layers * page_locked(one * tokens)
+    return ROWS * plan.counts["host"] * page_locked(one * tokens)
