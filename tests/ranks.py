@@ -1,9 +1,9 @@
 """Run a function on several processes of this machine: of the CPU, by gloo, or of a GPU each, by NCCL.
 
 The processes are started once and kept, for importing torch is what takes the time. A process keeps its rank, and
-forgets what torch remembers of DTensors, whose groups are gone with each test. A test that fails takes its processes along, whatever state they are in (hung
-in a collective, aborted by a watchdog), and the next test starts others. The environment variable
-``LOGITLESS_ONE_PROCESS`` skips the tests that need them.
+forgets what torch remembers of DTensors, whose groups are gone with each test. A test that fails takes its processes
+along, whatever state they are in (hung in a collective, aborted by a watchdog), and the next test starts others. The
+environment variable ``LOGITLESS_ONE_PROCESS`` skips the tests that need them.
 """
 
 import faulthandler
