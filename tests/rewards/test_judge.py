@@ -10,7 +10,7 @@ from tests.rewards.servers import judging, said
 
 
 def judge(url, **options):
-    return Judge(url=url, model="j", **{"backoff_seconds": 0.01, "timeout_seconds": 20.0, **options})
+    return Judge(url=url, model="j", **{"backoff_seconds": 0.01, "timeout_seconds": 300.0, **options})
 
 
 def verdicts(reward, *texts, **columns):
@@ -106,7 +106,7 @@ def test_a_judge_that_is_not_there_is_an_error():
 
 def test_no_retry_begins_after_the_deadline():
     with judging(lambda n, body: (500, b"oops")) as (url, requests):
-        [verdict] = verdicts(judge(url, retries=9, backoff_seconds=50.0, deadline_seconds=1.0), "4")
+        [verdict] = verdicts(judge(url, retries=9, backoff_seconds=1000.0, deadline_seconds=500.0), "4")
     assert verdict.status == "error"
     assert len(requests) == 1
 

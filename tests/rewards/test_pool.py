@@ -1,4 +1,5 @@
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from logitless.errors import ConfigurationError, InputError
+from logitless.rewards import programs, worker
 from logitless.rewards.confinement import layers
 from logitless.rewards.pool import WorkerPool, _Supervisor, shared_pool
 from logitless.rewards.worker import Usage
@@ -161,15 +163,62 @@ def test_a_watch_that_stood_still_gives_the_item_its_deadline_again(monkeypatch)
         def late(deadline_seconds, patience):
             found = real(deadline_seconds, patience)
             if not found and not lost:
-                lost.append(time.sleep(0.3))  # and in the meantime the item may have ended, or not
+                lost.append(time.sleep(0.3))
                 return []
             return found
 
         monkeypatch.setattr(pool, "_awake", late)
-        [outcome] = pool.run("time:sleep", [(0.6,)], deadline_seconds=0.5)
+        [outcome] = pool.run("time:sleep", [(1.0,)], deadline_seconds=0.5)
         assert outcome.status == "done"
         [outcome] = pool.run("time:sleep", [(60.0,)], deadline_seconds=0.5)
         assert outcome.status == "idle"
+
+
+def test_an_item_that_ends_while_it_is_looked_at_has_its_result(mark, monkeypatch):
+    with WorkerPool(workers=1, name=mark) as pool:
+        pool.load("time:sleep")
+        supervisor = pool._processes.supervisor
+        real = supervisor.usage
+
+        def later(pid):
+            select.select([pool._workers[0].channel], [], [], 300)
+            return real(pid)
+
+        monkeypatch.setattr(supervisor, "usage", later)
+        [outcome] = pool.run("time:sleep", [(0.6,)], deadline_seconds=0.3)
+    assert outcome.status == "done"
+
+
+def test_a_child_that_ends_while_it_is_looked_at_is_no_orphan(monkeypatch):
+    monkeypatch.setattr(worker, "_was_not_let", ends_at_once)
+    parent = os.fork()
+    if parent == 0:
+        try:
+            if os.fork() == 0:
+                time.sleep(1000)
+            os._exit(int(worker._has_live_children()))
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(parent, 0)[1]) == 0
+
+
+def test_a_program_that_ends_while_it_is_looked_at_ended_in_time(monkeypatch):
+    monkeypatch.setattr(programs, "usage", lambda pid: Usage(0.0, running=ends_at_once(pid), asleep=True))
+    program = os.fork()
+    if program == 0:
+        try:
+            time.sleep(1000)
+        finally:
+            os._exit(2)
+    assert programs._ends_within(program, 0.05)
+    os.waitpid(program, 0)
+
+
+def ends_at_once(pid):
+    """False, of a process that has ended by then and is not collected yet."""
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    return False
 
 
 def test_ten_thousand_cheap_items_take_less_than_as_many_calls_and_keep_their_order(pool):
@@ -359,6 +408,26 @@ def test_a_sleeping_item_is_to_blame_inside_walls_alone(pool):
     assert [outcome.status for outcome in outcomes] == ["timeout", "idle"]
 
 
+def test_an_item_that_stops_itself_is_to_blame_inside_walls_alone(pool):
+    if "seccomp" not in layers():
+        pytest.skip("this kernel or container forbids seccomp")
+    outcomes = pool.run(BEHAVE, [("stop_itself",)] * 2, deadline_seconds=0.3, ways=["confined", "fresh"])
+    assert [outcome.status for outcome in outcomes] == ["timeout", "idle"]
+
+
+def test_an_item_inside_walls_that_sleeps_and_runs_whenever_its_deadline_is_looked_at_is_to_blame(mark, monkeypatch):
+    if "seccomp" not in layers():
+        pytest.skip("this kernel or container forbids seccomp")
+    monkeypatch.setattr("logitless.rewards.pool.MAX_DEADLINES", 10**6)  # a machine may stand still in many of them
+    with WorkerPool(workers=1, name=mark) as pool:
+        pool.run(BEHAVE, [("well",)])
+        shown = Usage(0.0, running=True, asleep=False)
+        monkeypatch.setattr(pool._processes.supervisor, "usage", lambda pid: shown)
+        outcomes = pool.run("time:sleep", [(1000.0,), (0.0,)], deadline_seconds=0.3, ways="confined")
+    assert [outcome.status for outcome in outcomes] == ["timeout", "done"]
+    assert outcomes[0].message == "it slept for 0.3 s"
+
+
 def test_no_items_start_no_process(mark):
     with WorkerPool(name=f"{mark}-none") as pool:
         assert pool.run("math:sqrt", []) == []
@@ -441,7 +510,7 @@ def test_an_interrupted_run_leaves_a_pool_that_works(tmp_path):
     def press_ctrl_c():
         while not all(place.exists() for place in begun):
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     with WorkerPool(workers=2) as pool:
         pool.load(BEHAVE)

@@ -76,7 +76,8 @@ class Served:
             case "/update_weight_version":
                 self.name = body["new_version"]
             case "/pause" | "/resume":
-                self.paused = path == "/pause"
+                with self.lock:  # after the token, or the completions, under way
+                    self.paused = path == "/pause"
             case "/reset_prefix_cache":
                 return {"success": True}
             case "/collective_rpc":

@@ -4,6 +4,7 @@ import json
 import threading
 import urllib.error
 import urllib.request
+from queue import Empty
 
 import pytest
 from torch import nn
@@ -172,7 +173,8 @@ def test_a_session_ends_at_its_limits(tokenizer):
         assert status == 200
 
 
-def test_requests_that_come_together_are_sampled_together(server):
+def asked_by_four(server):
+    """Four sessions ask at once; the calls of the engine, as the ids of their prompts."""
     urls = [server.open_session(f"s{i}") for i in range(4)]
     threads = [
         threading.Thread(target=post, args=(f"{url}/chat/completions",), kwargs={"messages": QUESTION}) for url in urls
@@ -181,10 +183,42 @@ def test_requests_that_come_together_are_sampled_together(server):
         thread.start()
     for thread in threads:
         thread.join()
-    calls = server._engine.calls
-    assert sum(map(len, calls)) == 4
-    assert len(calls) < 4
-    assert {prompt_id for call in calls for prompt_id, _ in call} == {f"s{i}/0" for i in range(4)}
+    calls = [sorted(prompt_id for prompt_id, _ in call) for call in server._engine.calls]
+    assert sorted(prompt_id for call in calls for prompt_id in call) == [f"s{i}/0" for i in range(4)]
+    return calls
+
+
+def test_requests_that_come_together_are_sampled_together(tokenizer):
+    waited = []
+
+    def get(timeout=None):
+        if timeout is None:
+            return real()
+        waited.append(timeout)
+        if len(waited) == 4:  # the first has waited for three others, and nobody else comes
+            raise Empty
+        return real(timeout=timeout)
+
+    with EngineServer(Letters(tokenizer), tokenizer, OPTIONS, seed=0, gather_seconds=1000.0) as server:
+        real, server._waiting.get = server._waiting.get, get
+        assert len(asked_by_four(server)) == 1
+    assert all(500 < seconds <= 1000 for seconds in waited)
+
+
+def test_requests_that_wait_for_the_engine_are_sampled_together_however_late_they_are_taken(tokenizer):
+    come = threading.Semaphore(0)
+
+    class Busy(Letters):
+        def sample(self, *arguments, **options):
+            for _ in range(0 if self.calls else 4):  # until the others wait
+                assert come.acquire(timeout=300)
+            return super().sample(*arguments, **options)
+
+    with EngineServer(Busy(tokenizer), tokenizer, OPTIONS, seed=0, gather_seconds=1e-9) as server:
+        put = server._waiting.put
+        server._waiting.put = lambda asked: (put(asked), come.release())
+        first, *others = asked_by_four(server)
+    assert len(others) == (len(first) < 4)
 
 
 def test_a_seed_of_ones_own_gives_the_same_again_and_without_one_every_request_is_another(server):

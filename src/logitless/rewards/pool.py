@@ -183,7 +183,10 @@ class WorkerPool:
             )
         of_items = [ways] * len(items) if isinstance(ways, str) else ways
         added = dict(environment or {})
-        frames = [_frame(task, way, memory_bytes, added, item) for way, item in zip(of_items, items, strict=True)]
+        frames = [
+            _frame(task, way, deadline_seconds, memory_bytes, added, item)
+            for way, item in zip(of_items, items, strict=True)
+        ]
         if not frames:
             return []
         batch = _Batch(frames, of_items)
@@ -216,12 +219,7 @@ class WorkerPool:
                 self._workers[0].feed(batch, 1)
             patience = self._patience(batch)
             for worker in self._awake(deadline_seconds, patience):
-                state = worker.receive(batch)
-                if state == "ended":
-                    self._fail(worker, batch, "crashed", "its process ended")
-                elif state == "spent":
-                    self._started().end(worker.pid)
-                    self._let_go(worker, batch)
+                self._hear(worker, batch)
             now = time.monotonic()
             for worker in list(self._workers):
                 late = now - worker.granted - self._limit(worker, deadline_seconds)
@@ -262,6 +260,17 @@ class WorkerPool:
         events = poll.poll(max(0.0, min(due) - time.monotonic()) * 1000)
         return list({worker.pid: worker for worker in (by_descriptor[fd] for fd, _ in events)}.values())
 
+    def _hear(self, worker: "_Worker", batch: "_Batch") -> bool:
+        """Take in what a worker said, or that it ended; whether it still is at what it was at."""
+        since = worker.since
+        state = worker.receive(batch)
+        if state == "ended":
+            self._fail(worker, batch, "crashed", "its process ended")
+        elif state == "spent":
+            self._started().end(worker.pid)
+            self._let_go(worker, batch)
+        return state == "working" and worker.since == since
+
     def _fail(self, worker: "_Worker", batch: "_Batch", status: OutcomeStatus, why: str) -> None:
         """End a worker; the item it was at gets the status, those behind it go back."""
         ended = self._started().end(worker.pid)  # first: where the supervisor is gone, the item is not to blame
@@ -273,10 +282,13 @@ class WorkerPool:
         """End a worker whose item is over its deadline, and say whether that was the item's own doing.
 
         One that wants to compute and was not let has its deadline again, and so has one that was looked at late: a
-        machine that is busy, or stands still for a while, makes no difference.
+        machine that is busy, or stands still for a while, makes no difference. One that ends before it was looked at
+        ended in time.
         """
         limit = self._limit(worker, deadline_seconds)
         seen = self._started().usage(worker.pid)
+        if not self._hear(worker, batch):
+            return
         used = seen.seconds - worker.seconds
         enough = used >= BUSY_SHARE * deadline_seconds
         not_let = (worker.ready and seen.running) or late > LATE_SECONDS
@@ -605,7 +617,9 @@ def _environment() -> dict[str, str]:
     return inherited | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
 
 
-def _frame(task: str, way: Way, memory_bytes: int, environment: dict[str, str], item: tuple[Any, ...]) -> bytes:
+def _frame(
+    task: str, way: Way, deadline_seconds: float, memory_bytes: int, environment: dict[str, str], item: tuple[Any, ...]
+) -> bytes:
     """An item as it goes to a worker: its length, then what ``worker.Item`` holds."""
     try:
         arguments = pickle.dumps(item)
@@ -615,5 +629,5 @@ def _frame(task: str, way: Way, memory_bytes: int, environment: dict[str, str], 
             given=f"{type(error).__name__}: {error}",
             remedy="Give columns of plain values (text, numbers, lists, mappings).",
         ) from error
-    payload = pickle.dumps((task, way, memory_bytes, environment, arguments))
+    payload = pickle.dumps((task, way, deadline_seconds, memory_bytes, environment, arguments))
     return worker_script.FRAME_HEADER.pack(len(payload)) + payload

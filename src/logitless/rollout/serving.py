@@ -442,9 +442,9 @@ class EngineServer:
         while (first := self._waiting.get()) is not None:
             together = [first]
             end = time.monotonic() + self._gather
-            while (left := end - time.monotonic()) > 0:
-                try:
-                    another = self._waiting.get(timeout=left)
+            while True:
+                try:  # what waits already is taken along, however late this thread comes to it
+                    another = self._waiting.get(timeout=max(0.0, end - time.monotonic()))
                 except Empty:
                     break
                 if another is None:

@@ -169,9 +169,14 @@ class VllmServerEngine:
             refuse_others(held, watched.server)
             if held == "fresh":
                 logger.warning("%s was restarted: it gets the weights again", watched.server.url)
-                watched.restarts += 1
                 self._sync.again(watched.server)
+                watched.restarts += 1
                 self._probed(watched)
+
+    def _has_missed_a_push(self, watched: _Watched, restarts: int) -> bool:
+        """Whether a request that began at so many restarts may have met a server without its weights."""
+        with watched.lock:  # a push that another thread is at is over by then, and counted
+            return watched.restarts != restarts or self._sync.held(watched.server) == "fresh"
 
     # --- samples
 
@@ -243,9 +248,7 @@ class VllmServerEngine:
                 samples = watched.server.sample(model, ids, num_samples, settings, seed=seed)
                 return [_Drawn(each, self._sync.versions(watched.server, model, each.weights)) for each in samples]
             except Refusal as refusal:  # an adapter that a restarted server did not know, or has been given since
-                if refusal.status == 404 and (
-                    watched.restarts != restarts or self._sync.held(watched.server) == "fresh"
-                ):
+                if refusal.status == 404 and self._has_missed_a_push(watched, restarts):
                     raise PassingFault(str(refusal)) from refusal
                 raise
 
