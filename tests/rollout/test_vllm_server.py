@@ -397,7 +397,7 @@ def test_ctrl_c_ends_the_requests_under_way(served, url, monkeypatch):
     def interrupt():
         for _ in PROMPTS:
             asked.acquire()
-        waiting.wait()  # all threads are started: amid a start, the standard library may forget one, or raise another error
+        waiting.wait()  # all threads are started; amid a start the standard library may forget one
         _interrupt_main()
 
     monkeypatch.setattr("logitless.rollout.vllm_server.SimpleQueue", Noting)
