@@ -408,6 +408,26 @@ def test_a_sleeping_item_is_to_blame_inside_walls_alone(pool):
     assert [outcome.status for outcome in outcomes] == ["timeout", "idle"]
 
 
+def test_an_item_that_stops_itself_is_to_blame_inside_walls_alone(pool):
+    if "seccomp" not in layers():
+        pytest.skip("this kernel or container forbids seccomp")
+    outcomes = pool.run(BEHAVE, [("stop_itself",)] * 2, deadline_seconds=0.3, ways=["confined", "fresh"])
+    assert [outcome.status for outcome in outcomes] == ["timeout", "idle"]
+
+
+def test_an_item_inside_walls_that_sleeps_and_runs_whenever_its_deadline_is_looked_at_is_to_blame(mark, monkeypatch):
+    if "seccomp" not in layers():
+        pytest.skip("this kernel or container forbids seccomp")
+    monkeypatch.setattr("logitless.rewards.pool.MAX_DEADLINES", 10**6)  # a machine may stand still in many of them
+    with WorkerPool(workers=1, name=mark) as pool:
+        pool.run(BEHAVE, [("well",)])
+        shown = Usage(0.0, running=True, asleep=False)
+        monkeypatch.setattr(pool._processes.supervisor, "usage", lambda pid: shown)
+        outcomes = pool.run("time:sleep", [(1000.0,), (0.0,)], deadline_seconds=0.3, ways="confined")
+    assert [outcome.status for outcome in outcomes] == ["timeout", "done"]
+    assert outcomes[0].message == "it slept for 0.3 s"
+
+
 def test_no_items_start_no_process(mark):
     with WorkerPool(name=f"{mark}-none") as pool:
         assert pool.run("math:sqrt", []) == []

@@ -183,7 +183,10 @@ class WorkerPool:
             )
         of_items = [ways] * len(items) if isinstance(ways, str) else ways
         added = dict(environment or {})
-        frames = [_frame(task, way, memory_bytes, added, item) for way, item in zip(of_items, items, strict=True)]
+        frames = [
+            _frame(task, way, deadline_seconds, memory_bytes, added, item)
+            for way, item in zip(of_items, items, strict=True)
+        ]
         if not frames:
             return []
         batch = _Batch(frames, of_items)
@@ -614,7 +617,9 @@ def _environment() -> dict[str, str]:
     return inherited | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
 
 
-def _frame(task: str, way: Way, memory_bytes: int, environment: dict[str, str], item: tuple[Any, ...]) -> bytes:
+def _frame(
+    task: str, way: Way, deadline_seconds: float, memory_bytes: int, environment: dict[str, str], item: tuple[Any, ...]
+) -> bytes:
     """An item as it goes to a worker: its length, then what ``worker.Item`` holds."""
     try:
         arguments = pickle.dumps(item)
@@ -624,5 +629,5 @@ def _frame(task: str, way: Way, memory_bytes: int, environment: dict[str, str], 
             given=f"{type(error).__name__}: {error}",
             remedy="Give columns of plain values (text, numbers, lists, mappings).",
         ) from error
-    payload = pickle.dumps((task, way, memory_bytes, environment, arguments))
+    payload = pickle.dumps((task, way, deadline_seconds, memory_bytes, environment, arguments))
     return worker_script.FRAME_HEADER.pack(len(payload)) + payload

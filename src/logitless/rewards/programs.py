@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from logitless.rewards import confinement
-from logitless.rewards.worker import BUSY_SHARE, LATE_SECONDS, MAX_DEADLINES, end_children, usage
+from logitless.rewards.worker import BUSY_SHARE, LATE_SECONDS, MAX_DEADLINES, Sleep, end_children, usage
 
 MAX_OUTPUT_BYTES = 1 << 20
 MAX_OPEN_FILES = 64
@@ -125,12 +125,17 @@ def _ends_within(pid: int, seconds: float) -> bool:
 
     A look that comes late says that the machine stood still, and nothing of the process.
     """
-    descriptor = os.pidfd_open(pid)
+    descriptor, sleep = os.pidfd_open(pid), Sleep(seconds)
     try:
         for _ in range(MAX_DEADLINES):
             due = time.monotonic() + seconds
-            if select.select([descriptor], [], [], seconds)[0]:
-                return True
+            while (left := due - time.monotonic()) > 0:
+                if select.select([descriptor], [], [], min(left, sleep.seconds_to_look))[0]:
+                    return True
+                if not sleep.seconds_to_look:
+                    sleep.look(lambda: usage(pid).asleep)
+                    if sleep.is_over:
+                        return False
             late, seen = time.monotonic() - due > LATE_SECONDS, usage(pid)
             if select.select([descriptor], [], [], 0)[0]:  # while it was looked at
                 return True

@@ -14,9 +14,11 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import itertools
 import json
 import os
 import pickle
+import random
 import resource
 import select
 import signal
@@ -42,6 +44,10 @@ MAX_DEADLINES = 10
 """How many times its deadline an item may take that wants to compute and gets less than that share."""
 LATE_SECONDS = 0.1
 """Who looks at a deadline so much after it has not had the processor itself, and the item perhaps neither."""
+LOOKS = 8
+"""How many times within its deadline an item inside walls is looked at, more or less, to see whether it sleeps."""
+MOST_THREADS = 64
+"""Of a process that are looked at: an item may have so many that one of them runs in the time that a look takes."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
@@ -49,6 +55,9 @@ _PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
+WANTING = {"R", "D"}
+"""States of a thread that runs or waits for the processor, and that waits for a disk."""
+_CHANCE = random.SystemRandom()  # which a fork cannot foresee: of any other it would have a copy
 
 
 def supervise(control: socket.socket) -> None:
@@ -166,10 +175,11 @@ def _work(channel: socket.socket) -> None:
 
 
 class Item(NamedTuple):
-    """What the pool sends: whose function, how it runs, its limit beyond what is mapped, and its arguments."""
+    """What the pool sends: whose function, how it runs, within what limits, and its arguments."""
 
     path: str
     way: str
+    deadline_seconds: float
     memory_bytes: int
     environment: dict[str, str]
     arguments: bytes
@@ -219,11 +229,14 @@ def _run_in_a_fork(
         finally:
             os._exit(0)
     os.close(writing)
-    said = _said(reading, pid)
+    sleep = Sleep(item.deadline_seconds) if item.way == "confined" else None
+    said = _said(reading, pid, sleep)
     os.close(reading)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)  # it has said what it had to say, or too much
     _, status = os.waitpid(pid, 0)
+    if sleep is not None and sleep.is_over:
+        return "timeout", json.dumps(f"it slept for {item.deadline_seconds:g} s"), ""
     try:
         first, second, third = json.loads(said)
         if first in ("done", "raised", "memory"):
@@ -250,8 +263,8 @@ def _become_an_item(item: Item, channel: socket.socket) -> None:
         resolve(CONFINE)()
 
 
-def _said(reading: int, pid: int) -> bytes:
-    """A line from the item, or what there is of it when its process ends or it goes over the bounds."""
+def _said(reading: int, pid: int, sleep: "Sleep | None") -> bytes:
+    """A line from the item, or what there is of it when its process ends, sleeps too long or goes over the bounds."""
     said = b""
     descriptor = os.pidfd_open(pid)
     poll = select.poll()
@@ -259,7 +272,12 @@ def _said(reading: int, pid: int) -> bytes:
     poll.register(descriptor, select.POLLIN)
     try:
         while not said.endswith(b"\n") and len(said) < 4 * MAX_RESULT_CHARACTERS:
-            ready = [fd for fd, _ in poll.poll()]
+            ready = [fd for fd, _ in poll.poll(None if sleep is None else 1000 * sleep.seconds_to_look)]
+            if sleep is not None and not ready:
+                sleep.look(lambda: _is_asleep(_states(pid)))
+                if sleep.is_over:
+                    break
+                continue
             data = os.read(reading, 1 << 16) if reading in ready else b""
             if not data:
                 if descriptor in ready:
@@ -330,7 +348,7 @@ def _ending(status: int) -> str:
 
 
 class Usage(NamedTuple):
-    """What a process and its descendants have had of the processor; whether one wants it now, or all of them sleep."""
+    """What a process and its descendants have had of the processor; whether a thread of them wants it, or all sleep."""
 
     seconds: float
     running: bool
@@ -340,10 +358,56 @@ class Usage(NamedTuple):
 def usage(root: int) -> Usage:
     """Read it from ``/proc``; nothing used where the process is gone."""
     found = _processes()
-    tree = _tree(root, {pid: entry.parent for pid, entry in found.items()})
-    present = [found[pid] for pid in tree if pid in found]
-    states = {entry.state for entry in present}
-    return Usage(sum(entry.seconds for entry in present), bool(states & {"R", "D"}), states == {"S"})
+    tree = _tree(root, {pid: entry.parent for pid, entry in found.items()}) & found.keys()
+    states = "".join(_states(pid) for pid in tree)
+    asleep = _is_asleep(states)
+    return Usage(sum(found[pid].seconds for pid in tree), bool(states) and not asleep, asleep)
+
+
+def _is_asleep(states: str) -> bool:
+    """Whether there is a thread and none wants to compute; one that was stopped, by itself or another, does not."""
+    return bool(states) and not set(states) & WANTING
+
+
+class Sleep:
+    """For how long an item has slept, as looks at moments show that it cannot foresee.
+
+    At its deadline alone an item could show itself running. Each look speaks for the pause before it, so that none is
+    found to have slept longer than it has been there; one that comes late speaks for nothing, for the machine may have
+    stood still in between.
+
+    Args:
+        most_seconds: that it may sleep.
+        clock: in seconds.
+
+    Attributes:
+        seconds: that it slept.
+    """
+
+    def __init__(self, most_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most, self._clock, self.seconds = most_seconds, clock, 0.0
+        self._plan()
+
+    def _plan(self) -> None:
+        self._pause = _CHANCE.uniform(0, 2 * self._most / LOOKS)
+        self._due = self._clock() + self._pause
+
+    @property
+    def seconds_to_look(self) -> float:
+        """Until the next look; 0 where it is due."""
+        return max(0.0, self._due - self._clock())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has slept as long as it may."""
+        return self.seconds >= self._most
+
+    def look(self, is_asleep: Callable[[], bool]) -> None:
+        """See what it does now, and plan the next look."""
+        in_time = self._clock() <= self._due + LATE_SECONDS
+        if is_asleep() and in_time:
+            self.seconds += self._pause
+        self._plan()
 
 
 def end_children(spared: frozenset[int] = frozenset()) -> None:
@@ -385,7 +449,6 @@ def _parents() -> dict[int, int]:
 
 class _Process(NamedTuple):
     parent: int
-    state: str
     seconds: float
 
 
@@ -394,10 +457,26 @@ def _processes() -> dict[int, _Process]:
     found = {}
     for entry in os.listdir("/proc"):  # noqa: PTH208
         if entry.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:  # noqa: PTH123
-                state, parent, *rest = file.read().decode(errors="replace").rpartition(")")[2].split()
-                found[int(entry)] = _Process(int(parent), state, sum(map(int, rest[9:13])) / _TICKS)
+            with contextlib.suppress(OSError):
+                _, parent, *rest = _stat(f"/proc/{entry}")
+                found[int(entry)] = _Process(int(parent), sum(map(int, rest[9:13])) / _TICKS)
     return found
+
+
+def _states(pid: int) -> str:
+    """A letter for each thread of a process; none where it is gone."""
+    states = ""
+    with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/task") as threads:
+        for thread in itertools.islice(threads, MOST_THREADS):
+            with contextlib.suppress(OSError):
+                states += _stat(thread.path)[0]
+    return states
+
+
+def _stat(place: str) -> list[str]:
+    """What the kernel says of a process or a thread, from its state on."""
+    with open(f"{place}/stat", "rb") as file:  # noqa: PTH123
+        return file.read().decode(errors="replace").rpartition(")")[2].split()
 
 
 if __name__ == "__main__":
