@@ -1,15 +1,17 @@
 """Run a function on several processes of this machine: of the CPU, by gloo, or of a GPU each, by NCCL.
 
-The processes are started once and kept, for importing torch is what takes the time. A process keeps its rank, on which
-what torch remembers of DTensors depends. A test that fails takes its processes along, whatever state they are in (hung
-in a collective, aborted by a watchdog), and the next test starts others. The environment variable
-``LOGITLESS_ONE_PROCESS`` skips the tests that need them.
+The processes are started once and kept, for importing torch is what takes the time. A process keeps its rank, and
+forgets what torch remembers of DTensors, whose groups are gone with each test. A test that fails takes its processes
+along, whatever state they are in (hung in a collective, aborted by a watchdog), and the next test starts others. The
+environment variable ``LOGITLESS_ONE_PROCESS`` skips the tests that need them.
 """
 
 import faulthandler
 import functools
+import importlib
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed, wait
@@ -123,3 +125,16 @@ def _on_rank(
         return tree_map_only(torch.Tensor, torch.Tensor.cpu, function(rank, *args))
     finally:
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Forget the results of operations on DTensors that torch remembers.
+
+    They refer to the mesh of the first such operation, which is the same to torch as any later one over the same ranks,
+    and to its groups by names, which are numbers: under these there are other groups in the next test, or none.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        for name, forget in vars(importlib.import_module("torch.distributed.tensor.debug")).items():
+            if name.startswith("_clear_") and name.endswith("_cache"):
+                forget()

@@ -52,7 +52,7 @@ class CheckpointError(LogitlessError, RuntimeError):
 
 
 class TrainingError(LogitlessError, RuntimeError):
-    """A run cannot go on (non-finite gradients in a row, no group with a signal)."""
+    """A run cannot go on (non-finite gradients in a row, no group with a signal, half an update)."""
 
 
 class EngineError(LogitlessError, RuntimeError):

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import sys
 import tomllib
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import yaml
 
 from logitless.cli.main import main
 from logitless.doctor.machine import OPTIONAL
+from logitless.doctor.nearest import fit_of
+from logitless.train.memory import size_text
 from tests.train.tiny import tiny_raw
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +66,19 @@ def test_a_recipe_that_runs_has_plan_audit_and_forecast(tmp_path: Path, capsys: 
 def test_without_measuring_there_is_no_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", recipe_file(tmp_path), "--no-measure", "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)) == {"audit", "plan", "left on the table"}
+
+
+def test_beside_a_gpu_the_plan_has_the_memory_of_its_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = recipe_file(tmp_path)
+    found = fit_of(Path(path), ["model.device=auto"], 10**9, 10**9)
+    monkeypatch.setattr("logitless.doctor.nearest.fit_of", lambda *_: replace(found, changes=None))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert main(["doctor", path, "--no-measure", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["plan"]["memory of the host"]
+    assert found.plan is not None
+    assert said == f"{size_text(found.plan.host.peak_bytes)}, most while reading the model"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")

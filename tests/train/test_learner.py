@@ -56,6 +56,21 @@ def test_a_block_without_a_token_counts_as_done_and_leaves_the_weights(tmp_path)
     assert all(map(torch.equal, weights(made), before))
 
 
+def test_half_an_update_is_not_handed_out_for_a_checkpoint(tmp_path, monkeypatch):
+    made = learner(tmp_path, model__trained_dtype="bfloat16")
+
+    def failing(*args, **named):
+        raise RuntimeError("the device is gone")
+
+    assert made.tensors()
+    first = next(iter(made.policy.held().values()))
+    monkeypatch.setattr("logitless.train.masters.fused_update", failing)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        made.optimizer._fused({first: torch.ones_like(first)}, torch.ones(1))
+    with pytest.raises(TrainingError, match="go on from the last checkpoint"):
+        made.tensors()
+
+
 @pytest.mark.parametrize("steps", [1, 3])
 def test_it_goes_on_from_its_state_in_the_middle_of_a_block(tmp_path, steps):
     whole = learner(tmp_path)

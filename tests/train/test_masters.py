@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from logitless.errors import ConfigurationError
+from logitless.errors import ConfigurationError, TrainingError
 from logitless.train import fused_adamw
+from logitless.train import masters as masters_module
 from logitless.train.checkpoint import load_checkpoint
 from logitless.train.config import Recipe
 from logitless.train.fused_adamw import (
@@ -331,6 +332,39 @@ def test_a_plain_step_moves_masters_on_the_host_too():
         found.append([master_of(p) for p in layer.parameters()])
     assert not torch.equal(found[0][0], a_layer().weight)
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["on the host", "on the device"])
+@pytest.mark.usefixtures("host_that_kernels_read")
+def test_an_update_that_fails_in_its_middle_leaves_an_optimizer_that_says_so(on_host, monkeypatch):
+    layer, updated, update = a_layer(), [], fused_adamw.fused_update
+
+    def failing(chunks, masters, *args, **named):
+        if updated:
+            raise RuntimeError("the second part")
+        updated.append(len(masters))
+        update(chunks, masters, *args, **named)
+
+    lower_to(torch.bfloat16, layer.parameters())
+    groups = [{"params": [layer.weight]}, {"params": [layer.bias]}]
+    optimizer = MasterAdamW(groups, on_host=on_host, lr=RATE)
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones(parameter.shape)
+    optimizer.take_gradients()
+    optimizer.state_dict()
+    with monkeypatch.context() as patch:
+        patch.setattr(fused_adamw, "fused_update", failing)
+        patch.setattr(masters_module, "fused_update", failing)
+        with pytest.raises(RuntimeError, match="the second part"):
+            optimizer.clipped_step(None)
+    assert updated == [1]
+    held = [master_of(parameter).detach().clone() for parameter in layer.parameters()]
+    assert not torch.equal(held[0], a_layer().weight)
+    assert torch.equal(held[1], a_layer().bias)  # half a step
+    for go_on in (lambda: optimizer.clipped_step(None), optimizer.state_dict):
+        with pytest.raises(TrainingError, match=r"masters and moments of one step.*last checkpoint"):
+            go_on()
+    assert all(map(torch.equal, held, map(master_of, layer.parameters())))
 
 
 def bfloat16_recipe(folder: Path, **changes: Any) -> Recipe:

@@ -100,8 +100,8 @@ def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dic
         **{name: size_text(size) for name, size in fit.plan.memory_bytes.items()},
         "total": size_text(fit.plan.total_bytes),
     }
-    if torch.cuda.is_available():
-        host = fit.plan.host
+    host = fit.plan.host
+    if torch.cuda.is_available() and host.peak_bytes:
         found["plan"]["memory of the host"] = f"{size_text(host.peak_bytes)}, most while {host.fullest}"
     if fit.changes is not None:
         found["left on the table"] = left_on_the_table(fit.recipe, fit.plan) or ["nothing found"]

@@ -7,7 +7,8 @@
     writing the model   what is page-locked still, and the model as the first process writes it
 
 Page-locked memory is counted as PyTorch takes it. Not counted: libraries (Python, PyTorch, CUDA) in each process,
-prompts and completions, workers of rewards, and files that the kernel keeps in memory until somebody else needs it.
+prompts and completions, workers of rewards, and files that the kernel keeps in memory until somebody else needs it. A
+model that is cut is counted as read once also where ``train.run`` finds that each process has to.
 """
 
 import math

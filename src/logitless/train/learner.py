@@ -32,6 +32,7 @@ from logitless.train.advantages import advantages, with_advantages
 from logitless.train.block import AdvantagedBlock, PackedBlock, ScoredBlock, micro_batches_of
 from logitless.train.config import Recipe
 from logitless.train.control import Controllers
+from logitless.train.masters import MasterAdamW
 from logitless.train.metrics import Numbers
 from logitless.train.optimizer import adamw, learning_rate, take_step
 from logitless.train.policy import Policy, Scorer
@@ -463,7 +464,13 @@ class Learner:
         return self.policy.weights()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is trained, its optimizer state and the tokens of a block in training, by name; not copied."""
+        """What is trained, its optimizer state and the tokens of a block in training, by name; not copied.
+
+        Raises:
+            TrainingError: a step failed in the middle of its update, and whoever caught that goes on.
+        """
+        if isinstance(self.optimizer, MasterAdamW):
+            self.optimizer.check_whole()
         parameters = self.policy.held()
         tensors = checkpoints.parameter_tensors(parameters) | checkpoints.optimizer_tensors(parameters, self.optimizer)
         return tensors if self._current is None else tensors | stored_block(self._current.block)[0]

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from logitless.errors import TrainingError
 from logitless.train.fused_adamw import (
     Piece,
     chunks_of,
@@ -107,6 +108,9 @@ class MasterAdamW(torch.optim.AdamW):
             numbers, for the time that they travel. All parameters must be lowered ones on a GPU.
         options: of ``torch.optim.AdamW``.
 
+    Raises:
+        TrainingError: by every method that updates or hands out, after kernels of ours failed amid an update.
+
     Example:
         >>> layer = nn.Linear(2, 2, bias=False)
         >>> lower_to(torch.bfloat16, layer.parameters())
@@ -126,6 +130,7 @@ class MasterAdamW(torch.optim.AdamW):
                 master.data = master.detach().cpu().pin_memory()
         self._chunks: dict[tuple[int, ...], Tensor] = {}
         self._pieces: dict[tuple[int, ...], list[Piece]] = {}
+        self._is_amid_update = False
         super().__init__(groups, **options)
 
     def take_gradients(self) -> None:
@@ -145,6 +150,24 @@ class MasterAdamW(torch.optim.AdamW):
         held = [p for group in self.param_groups for p in group["params"]]
         found = [(p, self.lowered[p].grad if self.on_host else p.grad) for p in held]
         return {p: grad for p, grad in found if grad is not None}
+
+    def check_whole(self) -> None:
+        """Refuse to go on from an update that began and did not end.
+
+        Raises:
+            TrainingError: some masters, moments and weights are those of the next step, and others are not.
+        """
+        if self._is_amid_update:
+            raise TrainingError(
+                needed="masters and moments of one step",
+                given="those of an update that failed in its middle: some are of the step after it",
+                remedy="Make the model and its optimizer anew, and go on from the last checkpoint.",
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of ``torch.optim.AdamW``."""
+        self.check_whole()
+        return super().state_dict()
 
     @property
     def fuses(self) -> bool:
@@ -199,6 +222,8 @@ class MasterAdamW(torch.optim.AdamW):
 
     def _fused(self, gradients: Mapping[nn.Parameter, Tensor], scale: Float[Tensor, "1"]) -> None:
         """The kernel, once a parameter group and step counter (counters differ only where gradients were missing)."""
+        self.check_whole()
+        self._is_amid_update = True
         for group in self.param_groups:
             given = [(master, gradients.get(master)) for master in group["params"]]
             updated = [(master, gradient) for master, gradient in given if gradient is not None]
@@ -230,6 +255,7 @@ class MasterAdamW(torch.optim.AdamW):
                     weight_decay=group["weight_decay"],
                     step=int(step),
                 )
+        self._is_amid_update = False
 
     def _state_of(self, master: nn.Parameter) -> dict[str, Any]:
         """Counter and moments, on the host in page-locked memory also after they were restored."""
