@@ -1,5 +1,6 @@
 """A signal once, twice, where nothing would be lost, and outside the main thread."""
 
+import io
 import signal
 import threading
 
@@ -59,6 +60,33 @@ def test_the_first_press_is_a_request_and_the_second_stops():
         assert len(said) == 1
         with pytest.raises(KeyboardInterrupt):
             _press()
+
+
+class Pressed(io.RawIOBase):
+    """Ctrl-C comes amid its first write."""
+
+    pressed, written = False, b""
+
+    def writable(self):
+        return True
+
+    def write(self, text):
+        if not self.pressed:
+            self.pressed = True
+            _press()
+        self.written += bytes(text)
+        return len(text)
+
+
+def test_a_press_amid_a_line_of_output_is_a_request_too_and_is_said(capfd):
+    raw = Pressed()
+    with io.TextIOWrapper(io.BufferedWriter(raw)) as stream:
+        interrupt = Interrupt(lambda text: print(text, file=stream, flush=True))
+        with interrupt.heard():
+            print("block 1/3", file=stream, flush=True)
+            assert interrupt.requested
+    assert raw.written == b"block 1/3\n"
+    assert capfd.readouterr().err == ("SIGINT: stopping after this step; Ctrl-C again stops at once without saving\n")
 
 
 @pytest.mark.parametrize("number", SIGNALS)

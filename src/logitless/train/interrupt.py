@@ -4,6 +4,7 @@ SIGTERM is what schedulers and machines about to be taken away send, SIGHUP what
 was told to ignore SIGHUP (``nohup``) still does.
 """
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,6 +76,12 @@ class Interrupt:
             self._at_once = False  # what gives the work up is not disturbed again
             raise KeyboardInterrupt
         if first:
-            self._say(
+            words = (
                 f"{signal.Signals(number).name}: stopping after this step; Ctrl-C again stops at once without saving"
             )
+            try:
+                self._say(words)
+            except (
+                RuntimeError
+            ):  # it came while a line was being written, and Python's streams refuse another one there
+                os.write(2, f"{words}\n".encode())
