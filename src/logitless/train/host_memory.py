@@ -56,14 +56,15 @@ def host_memory(recipe: Recipe, model: nn.Module, arrangement: Arrangement, *, p
     trained = [p for p in model.parameters() if p.requires_grad]
     locked = _page_locked(recipe, model, arrangement, processes)
     copied = max((shard_bytes(master_of(p), arrangement.weights) for p in trained), default=0)
-    written = trained if recipe.model.lora is not None else model.parameters()
+    lora = recipe.model.lora is not None
+    written = {"the adapter" if lora else "the model": sum(map(num_bytes, trained if lora else model.parameters()))}
     return TrainingMemory(
         {},
         {
             "reading the model": {"the model": _read_bytes(recipe, model, arrangement, processes)},
             "training": locked
             | {"a tensor on its way to a checkpoint": copied * (processes if arrangement.is_sharded else 1)},
-            "writing the model": locked | {"the model": sum(map(num_bytes, written))},
+            "writing the model": locked | written,
         },
     )
 
