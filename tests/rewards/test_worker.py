@@ -93,7 +93,7 @@ def test_a_process_sleeps_that_was_stopped_and_none_sleeps_that_is_gone():
 
 
 def test_a_process_wants_to_compute_whose_second_thread_does():
-    code = "import threading; threading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start(); print(flush=True)"
+    code = "import threading; threading.Thread(target=lambda: sum(0 for _ in iter(int, 1))).start(); print(flush=True)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         try:
