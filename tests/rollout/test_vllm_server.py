@@ -386,9 +386,9 @@ def test_ctrl_c_ends_the_requests_under_way(served, url, monkeypatch):
     asked, waiting = threading.Semaphore(0), threading.Event()
 
     class Noting(SimpleQueue):
-        def get(self):
+        def get(self, **options):
             waiting.set()
-            return super().get()
+            return super().get(**options)
 
     def unanswered(body):
         asked.release()
@@ -417,7 +417,7 @@ def test_a_request_that_has_not_begun_at_ctrl_c_is_not_made(served, url, monkeyp
     given_up, answer = threading.Event(), VllmServerEngine._answer
 
     class Interrupted(SimpleQueue):
-        def get(self):
+        def get(self, **options):
             _interrupt_main()
             time.sleep(300)
 

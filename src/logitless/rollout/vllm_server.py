@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -227,7 +227,10 @@ class VllmServerEngine:
             for number, watched in enumerate(self._next_servers(len(asked))):
                 pool.submit(ask, number, watched, *asked[number])
             while len(found) < len(asked):
-                number, answer = ended.get()
+                try:
+                    number, answer = ended.get(timeout=1.0)
+                except Empty:  # a signal that came just before the wait is heard after it
+                    continue
                 if isinstance(answer, BaseException):
                     raise answer
                 found[number] = answer
