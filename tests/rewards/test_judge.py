@@ -109,6 +109,7 @@ def test_no_retry_begins_after_the_deadline():
         [verdict] = verdicts(judge(url, retries=9, backoff_seconds=1000.0, deadline_seconds=500.0), "4")
     assert verdict.status == "error"
     assert len(requests) == 1
+    assert verdict.message.startswith("the judge failed once, last: status 500")
 
 
 def test_beyond_the_budget_nothing_is_asked_and_what_is_known_is_free():

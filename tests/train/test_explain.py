@@ -8,6 +8,7 @@ from logitless.models.loading import load_model
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.train.explain import Operations, explain
 from logitless.train.recipe import dump_recipe
+from logitless.train.setup import data_of
 from tests.train.tiny import tiny_recipe
 
 LLAMA = {
@@ -71,6 +72,17 @@ def test_a_saving_that_is_off_or_cannot_be_had_says_so(tmp_path):
     live = _numbers(text, 0)
     assert live["with each prompt once"][1] == live["training, every sequence in full"][1]
     assert live["as it is done"][2] == pytest.approx(live["training, every sequence in full"][2])
+
+
+def test_prompts_tell_of_the_environments_tools_as_in_the_run(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr("logitless.train.explain.tools_of", lambda environment: ["a tool"])
+    monkeypatch.setattr(
+        "logitless.train.explain.data_of",
+        lambda recipe, tokenizer, tools: told.append(tools) or data_of(recipe, tokenizer),
+    )
+    explain(tiny_recipe(tmp_path))
+    assert told == [["a tool"]]
 
 
 def test_the_batch_is_the_same_every_time(tmp_path):

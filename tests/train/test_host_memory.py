@@ -99,6 +99,22 @@ def test_a_model_that_goes_to_the_gpu_as_a_whole_is_read_by_each_process(lora, t
         assert parts["the model"] == processes * read
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="asks Linux")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_base_that_is_read_in_the_dtype_of_its_files_is_those_files_and_takes_nothing(dtype, tmp_path):
+    plain = a_model(on_a_gpu(tmp_path, kl=None)).bfloat16()
+    plain.save_pretrained(tmp_path / "model")
+    source = {"model__source": str(tmp_path / "model"), "model__random_weights": False, "model__lora": {"rank": 2}}
+    recipe = tiny_recipe(tmp_path, model__device="auto", model__dtype=dtype, kl=None, **source)
+    base = {n: p for n, p in a_model(recipe).named_parameters() if not p.requires_grad}
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    files = [tuple(int(at, 16) for at in line[0].split("-")) for line in maps if line[-1].endswith(".safetensors")]
+    mapped = [any(start <= p.data_ptr() < end for start, end in files) for p in base.values()]
+    assert mapped == [dtype == "bfloat16"] * len(base)
+    taken = sum(p.nbytes for p, is_file in zip(base.values(), mapped, strict=True) if not is_file)
+    assert forecast_of(recipe).moments["reading the model"]["the model"] == taken
+
+
 class _Copied(TorchDispatchMode):
     """Bytes that are copied without waiting for them, as to the host."""
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from logitless.distributed.ranks import Ranks
+from logitless.train.block import JudgedBlock
 from logitless.train.journal import Journal
 from logitless.train.live_view import LiveView
 from logitless.train.run_folder import RunFolder, create_run_folder
@@ -86,6 +87,20 @@ def test_it_goes_on_from_its_state_and_takes_back_later_lines(folder):
     assert again.summary == {"accuracy_before": 0.25}
     again.write({"step": 1, "block": 1, "evaluation/accuracy": 0.75})
     assert again.summary == {"accuracy_before": 0.25, "accuracy_after": 0.75}
+
+
+def test_the_sample_that_is_shown_is_of_a_group_that_is_trained_on(folder):
+    shown = []
+    view = LiveView(3, silent=True)
+    view.update = lambda record, sample: shown.append(sample)
+    kept = Journal(folder, view, [], torch.device("cpu"))
+    groups = (group_of("7", [1.0, 1.0]), group_of("8", [0.0, 1.0]))
+    kept.write_rollouts(1, JudgedBlock(groups, (False, True), 1), [[None, None], [-0.5, 0.5]])
+    kept.write({"step": 1, "block": 1})
+    kept.write_rollouts(2, JudgedBlock(groups[:1], (False,), 1))
+    kept.write({"step": 1, "block": 2})
+    of_trained = (groups[1].prompt.text, groups[1].completions[0].text, 0.0)
+    assert shown == [of_trained, of_trained]
 
 
 def test_another_rank_keeps_the_same_summary_and_writes_nothing(folder):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitless.train.pass_at import interval, pass_at_k, success_metrics
+from logitless.train.pass_at import pass_at_k, success_metrics
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
@@ -30,9 +30,3 @@ def test_success_rises_with_k_and_lies_in_its_interval(correct: list[int]) -> No
 
 def test_one_sample_a_prompt_has_accuracy_alone() -> None:
     assert sorted(success_metrics([1, 0, 1], 1)) == [f"accuracy{end}" for end in ("", "/high", "/low")]
-
-
-def test_the_interval_narrows_with_prompts() -> None:
-    widths = [high - low for low, high in (interval(0.5, count) for count in (10, 100, 1000))]
-    assert widths == sorted(widths, reverse=True)
-    assert widths[1] == pytest.approx(2 * 1.96 * 0.05, rel=0.05)  # sqrt(0.25 / 100) = 0.05

@@ -238,6 +238,13 @@ def test_a_group_has_a_page_of_its_own_with_every_completion_the_best_first(tmp_
     assert rewards == sorted(rewards, reverse=True)
 
 
+def test_a_completion_that_nobody_could_score_is_the_last_of_its_group():
+    common = {"prompt": "p", "advantage": None, "num_tokens": 1, "finish_reason": "stop", "verdicts": "{}"}
+    rewards = (0.5, None, 0.25, 1.0)
+    page = report._group_page("a", [{**common, "completion": "c", "reward": reward} for reward in rewards])
+    assert [part.partition(",")[0] for part in page.split("<p class=facts>reward ")[1:]] == ["1", "0.5", "0.25", "–"]
+
+
 def test_every_plot_over_steps_has_its_values_below_it(tmp_path, drawn):
     page = page_of(fake_run(tmp_path, num_blocks=40))
     text = "".join(page.cells)

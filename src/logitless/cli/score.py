@@ -14,7 +14,6 @@ from rich.table import Table
 
 from logitless.errors import ConfigurationError
 from logitless.rewards.evaluation import (
-    Z_95,
     Pairing,
     Rate,
     SuiteReport,
@@ -28,6 +27,7 @@ from logitless.rewards.evaluation import (
     write_rows,
 )
 from logitless.rewards.suites import SuiteName
+from logitless.rewards.wilson import Z_95
 from logitless.types import VerdictStatus
 
 

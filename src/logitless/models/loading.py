@@ -113,6 +113,21 @@ def load_model(
     return model
 
 
+def stored_dtype(source: ModelSource, *, trust_remote_code: bool = False) -> torch.dtype | None:
+    """The dtype of a model's files, as its config says; None where it does not.
+
+    Weights that are read to the CPU in this dtype are the files themselves, mapped into memory.
+
+    Args:
+        source, trust_remote_code: of ``load_model``.
+
+    Example:
+        >>> stored_dtype({"model_type": "llama", "dtype": "bfloat16"})
+        torch.bfloat16
+    """
+    return getattr(_load_config(source, trust_remote_code), "dtype", None)
+
+
 def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; it must know how a text ends.
 

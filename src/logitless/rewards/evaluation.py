@@ -19,6 +19,7 @@ from logitless.rewards.pool import Outcome, WorkerPool
 from logitless.rewards.pooled import verdict_of
 from logitless.rewards.suites import SuiteName, read_constraints
 from logitless.rewards.user_function import Function
+from logitless.rewards.wilson import wilson_interval
 from logitless.types import Verdict, VerdictStatus
 
 CHUNK = 512
@@ -26,9 +27,6 @@ CHUNK = 512
 
 JUDGE = "logitless.rewards.suites:judge_response"
 PRELOAD = "logitless.rewards.instructions.preload:loaded"
-
-Z_95 = 1.959964
-"""Half the width of a two-sided 95 % interval, in standard deviations of a normal distribution."""
 
 
 @dataclass(frozen=True)
@@ -103,16 +101,8 @@ class Rate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson's interval.
-
-        ``(p + z^2 / 2n -+ z * sqrt(p * (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)``
-        """
-        if not self.count:
-            return 0.0, 1.0
-        share = Z_95**2 / self.count
-        middle = self.value + share / 2
-        half = Z_95 * math.sqrt(self.value * (1 - self.value) / self.count + share / (4 * self.count))
-        return max(0.0, (middle - half) / (1 + share)), min(1.0, (middle + half) / (1 + share))
+        """``wilson_interval``."""
+        return wilson_interval(self.value, self.count)
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ class Judge(TextReward):
 
     def _reply(self, body: bytes, key: str | None, asked: "_Asked") -> str | Verdict:
         """What the judge says, or why it says nothing."""
-        end, why = time.monotonic() + self.deadline_seconds, ""
+        end, why, asked_times = time.monotonic() + self.deadline_seconds, "", 0
         failure: Literal["error", "timeout"] = "error"
         for attempt in range(self.retries + 1):
             if attempt:
@@ -210,6 +210,7 @@ class Judge(TextReward):
                 return Verdict(
                     score=None, status="missing", message=f"the budget of {self.max_requests} requests is used"
                 )
+            asked_times += 1
             seconds = min(self.timeout_seconds, end - time.monotonic())
             try:
                 return _content(_post(f"{self.url.rstrip('/')}/chat/completions", body, key, max(seconds, 0.001)))
@@ -224,7 +225,8 @@ class Judge(TextReward):
                 failure, why = "timeout" if late else "error", f"no connection: {error.reason}"
             except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
                 failure, why = "error", f"a reply that cannot be read: {type(error).__name__}: {error}"
-        return Verdict(score=None, status=failure, message=f"the judge failed {attempt + 1} times, last: {why}")
+        times = "once" if asked_times == 1 else f"{asked_times} times"
+        return Verdict(score=None, status=failure, message=f"the judge failed {times}, last: {why}")
 
 
 class _Asked:

@@ -27,7 +27,7 @@ class Function(PooledReward):
     ``**kwargs``. None means that the completion cannot be scored (status ``missing``). Raising, a value that is no
     finite number, another number of values than one, ending its process, going over its memory, or leaving processes
     behind is an ``error``; waiting for something beyond its deadline a ``timeout``; computing beyond it is ``spoiled``,
-    for a completion can bring that about. What it prints is lost.
+    for a completion can bring that about, and so is sleeping inside walls. What it prints is lost.
 
     The module is imported once, in a process with an empty environment; each completion has a fork of it, so load what
     is large at import and not on first use.

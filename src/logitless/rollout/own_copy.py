@@ -111,7 +111,8 @@ class TurnTaking:
         try:
             with self._changed:
                 self._loading = True
-                self._changed.wait_for(lambda: not self._sampling)
+                while self._sampling:
+                    self._changed.wait(1.0)  # a second at a time: a signal that came just before is heard after it
             self._inner.load(weights, version)
         finally:  # Ctrl-C while it waits, too: calls that wait for it go on
             with self._changed:

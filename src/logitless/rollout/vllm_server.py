@@ -10,9 +10,10 @@ as rounding does, on what else the server had to do.
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -211,16 +212,29 @@ class VllmServerEngine:
     ) -> list[list[_Drawn]]:
         """The samples of each prompt; the first error ends all requests."""
         stopped = threading.Event()
+        # Not futures: Ctrl-C while one waits for them can leave their locks taken, and the requests then never end.
+        ended: SimpleQueue[tuple[int, list[_Drawn] | BaseException]] = SimpleQueue()
+        found: dict[int, list[_Drawn]] = {}
+
+        def ask(number: int, watched: _Watched, ids: list[int], seed: int) -> None:
+            try:
+                ended.put((number, self._answer(watched, ids, num_samples, settings, seed, stopped)))
+            except BaseException as error:
+                ended.put((number, error))
+
         pool = ThreadPoolExecutor(min(max(1, len(asked)), self.prompts_at_once), "logitless-requests")
         try:
-            futures = [
-                pool.submit(self._answer, watched, ids, num_samples, settings, seed, stopped)
-                for watched, (ids, seed) in zip(self._next_servers(len(asked)), asked, strict=True)
-            ]
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-            return [future.result() for future in futures]
+            for number, watched in enumerate(self._next_servers(len(asked))):
+                pool.submit(ask, number, watched, *asked[number])
+            while len(found) < len(asked):
+                try:
+                    number, answer = ended.get(timeout=1.0)
+                except Empty:  # a signal that came just before the wait is heard after it
+                    continue
+                if isinstance(answer, BaseException):
+                    raise answer
+                found[number] = answer
+            return [found[number] for number in range(len(asked))]
         except BaseException:  # Ctrl-C too: nothing is left running
             stopped.set()
             for watched in self._watched:

@@ -129,7 +129,29 @@ class Names:
         return int(version)
 
 
-class FolderSync:
+class _InAFolder:
+    """A way that writes folders, below one that the run names or below a private one, which goes with it."""
+
+    def __init__(self, root: Path | None) -> None:
+        self._remove: Callable[[], object] | None = None
+        if root is None:
+            root, self._remove = private_folder(self)
+        root.mkdir(parents=True, exist_ok=True)
+        self._root = root
+
+    def keep_apart(self, client: int) -> None:
+        """Write into a folder of this client's own, which a private one is."""
+        if self._remove is None:
+            self._root = self._root / f"client-{client}"
+            self._root.mkdir(parents=True, exist_ok=True)
+
+    def close(self) -> None:
+        """Remove a private folder."""
+        if self._remove is not None:
+            self._remove()
+
+
+class FolderSync(_InAFolder):
     """Weights through a folder that trainer and servers both see.
 
     Args:
@@ -158,7 +180,7 @@ class FolderSync:
     ) -> None:
         self._served, self._patience, self._loader, self._seconds = served, patience, loader, seconds
         self._mode: Literal["wait", "keep"] = "keep" if in_flight else "wait"
-        self._root, self._remove = _root_of(self, root)
+        super().__init__(root)
         self._folders = WeightFolders(self._root, dtype=dtype, differences_in_a_row=differences_in_a_row)
         self._names, self._folder = Names(), Path()
 
@@ -217,18 +239,11 @@ class FolderSync:
 
     def keep_apart(self, client: int) -> None:
         """Write into a folder of this client's own, which a private one is."""
-        if self._remove is not None:
-            return
-        self._root = self._folders.root = self._root / f"client-{client}"
-        self._root.mkdir(parents=True, exist_ok=True)
-
-    def close(self) -> None:
-        """Remove a private folder."""
-        if self._remove is not None:
-            self._remove()
+        super().keep_apart(client)
+        self._folders.root = self._root
 
 
-class AdapterSync:
+class AdapterSync(_InAFolder):
     """A LoRA adapter alone, each version under a name of its own: what was cached for one is never read for another.
 
     The server must hold the base model that the adapter is trained on, which the probe finds out.
@@ -240,7 +255,7 @@ class AdapterSync:
 
     def __init__(self, patience: Patience, *, root: Path | None = None) -> None:
         self._patience, self._names = patience, Names()
-        self._root, self._remove = _root_of(self, root)
+        super().__init__(root)
         self._bases: dict[str, str] = {}
         self._before: str | None = None
 
@@ -296,24 +311,12 @@ class AdapterSync:
             return "other"
         return "current" if self.model() in server.models() else "fresh"
 
-    def keep_apart(self, client: int) -> None:
-        """Write into a folder of this client's own, which a private one is."""
-        if self._remove is not None:
-            return
-        self._root = self._root / f"client-{client}"
-        self._root.mkdir(parents=True, exist_ok=True)
-
     def versions(self, server: VllmServer, model: str, names: Sequence[str]) -> tuple[int, ...]:
         """By the adapter's name; the weights below it must be those that it was loaded on."""
         for name in names:
             if name != self._bases[server.url]:
                 raise others_weights(name, server)
         return (self._names.version_of(model, server),) * len(names)
-
-    def close(self) -> None:
-        """Remove a private folder."""
-        if self._remove is not None:
-            self._remove()
 
 
 def refuse_others(held: Held, server: VllmServer) -> None:
@@ -351,14 +354,6 @@ def _written_to(root: Path) -> Iterator[None]:
             remedy="Free disk space there, or name another folder in rollout.engine.weights.path; then go on with"
             " --resume.",
         ) from error
-
-
-def _root_of(user: object, root: Path | None) -> tuple[Path, Callable[[], object] | None]:
-    """The folder, which exists then, and for a private one what removes it."""
-    if root is None:
-        return private_folder(user)
-    root.mkdir(parents=True, exist_ok=True)
-    return root, None
 
 
 def _save_adapter_config(module: nn.Module, folder: Path) -> None:

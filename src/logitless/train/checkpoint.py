@@ -494,9 +494,9 @@ def put_in_place(partial: Path, final: Path, index: Mapping[str, Any], state: by
     }
     _write_file(partial / "state.json", state)
     _write_file(partial / "index.json", json.dumps(described).encode())
-    _flush_folder(partial)
+    flush(partial)
     partial.rename(final)
-    _flush_folder(final.parent)
+    flush(final.parent)
     for old in checkpoints(final.parent)[:-keep]:
         removed = old.rename(old.with_name(f".removing-{old.name}"))  # at once: half a checkpoint is never seen
         shutil.rmtree(removed)
@@ -539,9 +539,10 @@ def _write_file(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _flush_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """Push a file or the list of a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(descriptor)
     finally:
-        os.close(handle)
+        os.close(descriptor)

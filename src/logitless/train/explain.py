@@ -14,6 +14,8 @@ from torch import nn
 
 from logitless.data.packing import Packing, StepPlan, pack, plan_epoch
 from logitless.models.lm_head import causal_lm, lm_head, why_unshared
+from logitless.rollout.environments import environment_of
+from logitless.rollout.tool_environment import tools_of
 from logitless.seeds import derived_seed
 from logitless.train.config import GpuEngineSection, Recipe
 from logitless.train.setup import algorithm_of, data_of, policy_model, tokenizer_of
@@ -92,7 +94,8 @@ def explain(recipe: Recipe) -> str:
         LogitlessError: what loading the recipe's data or its model's config raises.
     """
     tokenizer = tokenizer_of(recipe.model)
-    prompts = data_of(recipe, tokenizer).train[: recipe.rollout.prompts_per_block]
+    tools = tools_of(environment_of(recipe.rollout.environment, tokenizer))
+    prompts = data_of(recipe, tokenizer, tools).train[: recipe.rollout.prompts_per_block]
     model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=torch.device("meta"))
     batch, groups = _batch(prompts, recipe)
     lines = [

@@ -7,8 +7,9 @@
     writing the model   what is page-locked still, and the model as the first process writes it
 
 Page-locked memory is counted as PyTorch takes it. Not counted: libraries (Python, PyTorch, CUDA) in each process,
-prompts and completions, workers of rewards, and files that the kernel keeps in memory until somebody else needs it. A
-model that is cut is counted as read once also where ``train.run`` finds that each process has to.
+prompts and completions, workers of rewards, and files that the kernel keeps in memory until somebody else needs it:
+among them those of a model that is read in the dtype that they have. A model that is cut is counted as read once, also
+where ``train.run`` finds that each process has to.
 """
 
 import math
@@ -20,6 +21,7 @@ from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError
 from logitless.models.activations import ActivationPlan, Cost, Mode
 from logitless.models.lm_head import causal_lm
+from logitless.models.loading import stored_dtype
 from logitless.train.config import Recipe, VllmEngineSection
 from logitless.train.masters import master_of
 from logitless.train.setup import is_cut_from_host
@@ -54,29 +56,35 @@ def host_memory(recipe: Recipe, model: nn.Module, arrangement: Arrangement, *, p
     trained = [p for p in model.parameters() if p.requires_grad]
     locked = _page_locked(recipe, model, arrangement, processes)
     copied = max((shard_bytes(master_of(p), arrangement.weights) for p in trained), default=0)
-    written = trained if recipe.model.lora is not None else model.parameters()
+    lora = recipe.model.lora is not None
+    written = {"the adapter" if lora else "the model": sum(map(num_bytes, trained if lora else model.parameters()))}
     return TrainingMemory(
         {},
         {
             "reading the model": {"the model": _read_bytes(recipe, model, arrangement, processes)},
             "training": locked
             | {"a tensor on its way to a checkpoint": copied * (processes if arrangement.is_sharded else 1)},
-            "writing the model": locked | {"the model": sum(map(num_bytes, written))},
+            "writing the model": locked | written,
         },
     )
 
 
 def _read_bytes(recipe: Recipe, model: nn.Module, arrangement: Arrangement, processes: int) -> int:
     """Weights that are trained are rounded, and adapters made, where the model is then: mostly on the GPU."""
-    parameters, full = list(model.parameters()), recipe.model.lora is None
+    section, parameters, full = recipe.model, list(model.parameters()), recipe.model.lora is None
+    read = [master_of(p) for p in parameters if full or not p.requires_grad]
+    stored = (
+        None if section.random_weights else stored_dtype(section.source, trust_remote_code=section.trust_remote_code)
+    )
+    mapped = sum(num_bytes(p) for p in read if p.dtype == stored)
     if not is_cut_from_host(recipe, arrangement):
-        return processes * sum(num_bytes(master_of(p)) for p in parameters if full or not p.requires_grad)
+        return processes * (sum(map(num_bytes, read)) - mapped)
     masters = sum(num_bytes(master_of(p)) for p in parameters if master_of(p) is not p)
     reference = 0
     if recipe.kl is not None and full:  # a copy, whose weights get their dtype one after the other
-        size = getattr(torch, recipe.model.dtype).itemsize
+        size = getattr(torch, section.dtype).itemsize
         reference = sum(p.numel() * max(p.element_size(), size) for p in parameters)
-    return sum(map(num_bytes, parameters)) + masters + reference
+    return sum(map(num_bytes, parameters)) + masters + reference - mapped
 
 
 def _page_locked(recipe: Recipe, model: nn.Module, arrangement: Arrangement, processes: int) -> dict[str, int]:

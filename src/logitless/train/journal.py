@@ -107,7 +107,7 @@ class Journal:
             return
         self.folder.write_rollouts(number, block.drawn, advantages)
         if advantages is not None:
-            first = block.drawn[0]
+            first = block.trained[0]
             self._sample = (first.prompt.text, first.completions[0].text, first.rewards[0] or 0.0)
 
     def message(self, text: str) -> None:

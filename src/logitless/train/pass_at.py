@@ -3,8 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-Z_95 = 1.959964
-"""Half the width of a two-sided 95 % interval, in standard deviations of a normal distribution."""
+from logitless.rewards.wilson import wilson_interval
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -26,25 +25,6 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
-def interval(mean: float, count: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of the mean of ``count`` independent numbers in [0, 1].
-
-    A number in [0, 1] varies at most as much as a coin of the same mean, so that for pass@k and for several samples a
-    prompt the interval is wide rather than narrow.
-
-    Source: Wilson 1927, Probable Inference.
-
-    Example:
-        >>> low, high = interval(0.8, 10)
-        >>> f"{low:.3f} {high:.3f}"
-        '0.490 0.943'
-    """
-    share = Z_95**2 / count
-    middle = mean + share / 2
-    half = Z_95 * math.sqrt(max(0.0, mean * (1 - mean)) / count + share / (4 * count))
-    return max(0.0, (middle - half) / (1 + share)), min(1.0, (middle + half) / (1 + share))
-
-
 def success_metrics(num_correct: Sequence[int], num_samples: int) -> Mapping[str, float]:
     """Accuracy and pass@k for k = 2, 4, 8, ... and all samples, each with its interval over prompts.
 
@@ -57,11 +37,11 @@ def success_metrics(num_correct: Sequence[int], num_samples: int) -> Mapping[str
         >>> found["accuracy"], found["pass_at/2"]
         (0.25, 0.5)
     """
-    ks = sorted({2**power for power in range(num_samples.bit_length()) if 2**power <= num_samples} | {num_samples})
+    ks = sorted({2**power for power in range(num_samples.bit_length())} | {num_samples})
     found: dict[str, float] = {}
     for k in ks:
         name = "accuracy" if k == 1 else f"pass_at/{k}"
         mean = math.fsum(pass_at_k(num_samples, c, k) for c in num_correct) / len(num_correct)
-        low, high = interval(mean, len(num_correct))
+        low, high = wilson_interval(mean, len(num_correct))
         found |= {name: mean, f"{name}/low": low, f"{name}/high": high}
     return found

@@ -451,7 +451,7 @@ def _rewards_in_words(group: Sequence[Mapping[str, Any]]) -> str:
 
 def _group_page(name: str, group: Sequence[Mapping[str, Any]]) -> str:
     """The prompt, and below it every completion, the best first."""
-    ranked = sorted(group, key=lambda row: -math.inf if row["reward"] is None else -row["reward"])
+    ranked = sorted(group, key=lambda row: math.inf if row["reward"] is None else -row["reward"])
     cards = []
     for row in ranked:
         facts = [

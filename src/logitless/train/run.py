@@ -379,5 +379,5 @@ def _check_same(before: Recipe, now: Recipe) -> None:
 
 def _changed(old: Any, new: Any) -> list[str]:
     if isinstance(old, dict) and isinstance(new, dict):
-        return [str(key) for key in {*old, *new} if old.get(key) != new.get(key)]
+        return sorted(str(key) for key in {*old, *new} if old.get(key) != new.get(key))
     return ["value"] if old != new else []

@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 
 from logitless.errors import CheckpointError, ConfigurationError, DataError, InputError, TrainingError
 from logitless.train import rollout_data
-from logitless.train.checkpoint import checkpoints, is_first
+from logitless.train.checkpoint import checkpoints, flush, is_first
 from logitless.train.metrics import Line, check_names
 from logitless.train.run_lock import LOCK
 from logitless.types import Group
@@ -411,15 +411,6 @@ def write_folder_atomically(path: Path, write: Callable[[Path], None]) -> None:
     except (OSError, SafetensorError, CheckpointError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise _cannot_write(path, error) from error
-
-
-def flush(path: Path) -> None:
-    """Push a file or the list of a folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _cannot_write(path: Path, error: Exception) -> TrainingError:
