@@ -1,5 +1,6 @@
 """Shared by all tests: shapes checked, memory poisoned, a bounded number of threads, no network, no wait for disks."""
 
+import gc
 import logging
 import os
 import signal
@@ -110,6 +111,12 @@ def poisoned_memory():
     reset_torch(deterministic=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def signals_that_are_heard():
+    """No garbage collection calls Python, as Hypothesis lets it: what a signal raises there is lost, Ctrl-C too."""
+    gc.callbacks.clear()
 
 
 @pytest.fixture(autouse=True)
