@@ -259,7 +259,7 @@ def traffic_of_rank(
     weights = sum(_unit_bytes(unit) for unit in gathered)
     reduced = 4 * sum(p.numel() for unit in gathered for p in unit if p.requires_grad)
     largest = max(head, key=lambda p: p.numel())
-    number = _number(largest)
+    number = largest.element_size()
     parts = {
         "weights, forward and backward": 2 * rows * weights * (cut - 1) // cut,
         "gradients of shards": rows * reduced * (cut - 1) // cut,
@@ -377,7 +377,3 @@ def _rows(recipe: Recipe, arrangement: Arrangement) -> int:
 
 def _unit_bytes(parameters: list[nn.Parameter]) -> int:
     return sum(p.numel() * p.element_size() for p in parameters)
-
-
-def _number(parameter: torch.Tensor) -> int:
-    return parameter.element_size()
