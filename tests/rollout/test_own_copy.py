@@ -1,13 +1,14 @@
-"""Engines that take turns: samples side by side, and a push alone."""
+"""Engines that take turns: samples side by side, and a push alone; and one that samples with a copy."""
 
+import gc
 import signal
 import threading
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from logitless.rollout.engine import ConcurrentEngine, Weights
-from logitless.rollout.own_copy import TurnTaking
+from logitless.rollout.own_copy import OwnCopy, TurnTaking
 from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
 
@@ -104,3 +105,16 @@ def test_a_push_that_is_interrupted_while_it_waits_holds_nobody_up():
     for thread in (early, late):
         thread.join(300)
     assert found == {"early": 0, "late": 0}
+
+
+def test_while_a_copy_samples_nothing_is_held_of_what_was_handed_over_to_it():
+    class Counting(Gated):
+        def sample(self, prompts, num_samples, options, *, seed):
+            self.found = sum(type(each) in (Tensor, nn.Parameter) and each.numel() == 1237 for each in gc.get_objects())
+            return []
+
+    model, inner = nn.Linear(1237, 1, bias=False), Counting()
+    engine = OwnCopy(inner)
+    engine.load(Weights.of(model), 1)
+    engine.sample([], 1, OPTIONS, seed=0)
+    assert inner.found == 2  # the policy and the copy

@@ -167,6 +167,14 @@ def asynchronous(tmp_path_factory):
     return folder, recipe, run
 
 
+def test_adapters_are_trained_while_a_copy_of_them_samples(tmp_path):
+    lora = {"rank": 2, "targets": ["q_proj"]}
+    run, complete = start(tiny_recipe(tmp_path, train__blocks=3, rollout__staleness=1, model__lora=lora))
+    assert complete
+    drawn = [json.loads(file.read_text())["versions"] for file in sorted((run.path / LOG).iterdir())]
+    assert max(drawn[-1]) > 0  # with weights that were handed over while the run went on
+
+
 def test_every_block_is_logged_with_the_versions_that_drew_it(asynchronous):
     _, recipe, run = asynchronous
     rows = [json.loads(file.read_text()) for file in sorted((run.path / LOG).iterdir())]

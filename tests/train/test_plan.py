@@ -97,6 +97,17 @@ def test_sampling_holds_the_cache_and_one_layer_of_the_prompts_read_together(tmp
     assert sampling(rollout__prefill_tokens=50) == cache + 4 * 17 * width * longest  # a long prompt is read alone
 
 
+def test_blocks_collected_ahead_in_this_process_take_a_copy_of_the_model_and_the_weights_it_is_handed_next(tmp_path):
+    lora = {"rank": 2, "targets": ["q_proj"]}
+    ahead = plan_of(tiny_recipe(tmp_path, rollout__staleness=1, model__lora=lora)).memory_bytes
+    on_policy = plan_of(tiny_recipe(tmp_path, model__lora=lora)).memory_bytes
+    assert ahead["copy to sample with"] == 2 * ahead["trained weights"] + 4 * NUM_WEIGHTS
+    assert ahead["trained weights"] == 4 * 2 * (16 + 16)
+    assert "copy to sample with" not in on_policy
+    [at_once] = (name for name in on_policy if name.startswith("activations"))
+    assert ahead[at_once] > on_policy[at_once]  # sampling and training at the same time
+
+
 def test_eight_billion_weights_are_planned_without_being_made(tmp_path):
     source = {
         "hidden_size": 4096,

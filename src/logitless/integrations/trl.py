@@ -29,7 +29,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 from logitless.errors import ConfigurationError, UnavailableError
 from logitless.head.api import token_scores
 from logitless.integrations.padded import Places, from_padded
-from logitless.models.lm_head import backbone, lm_head, verify_lm_head
+from logitless.models.lm_head import backbone, causal_lm, lm_head, verify_lm_head
 from logitless.objective.algorithm import Algorithm
 from logitless.objective.entropy import EntropyController
 from logitless.objective.kl_control import FixedKL, KLController, LinearKL, ProportionalKL, ZieglerKL
@@ -153,8 +153,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
         for model in (self.model, self.ref_model):
             if model is not None:
-                inner = self.accelerator.unwrap_model(model)
-                self._head.install(inner.get_base_model() if hasattr(inner, "peft_config") else inner)
+                self._head.install(causal_lm(self.accelerator.unwrap_model(model)))
 
     def _compute_loss(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
         """The loss of one micro-batch, normalised as TRL does: summed over micro-batches, averaged over ranks."""

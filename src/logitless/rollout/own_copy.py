@@ -55,17 +55,22 @@ class OwnCopy:
         self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
     ) -> list[list[Completion]]:
         """Completions with the weights, and the version, that were handed over last."""
+        self._take_over()
+        return self._inner.sample(prompts, num_samples, options, seed=seed)
+
+    def _take_over(self) -> None:
+        """Sample with what was handed over since, of which nothing is held any more afterwards."""
         with self._lock:
             handed_over, self._handed_over = self._handed_over, None
-        if handed_over is not None:
-            assert self._copy is not None
-            trained, version = handed_over
-            with torch.no_grad():
-                for name, parameter in self._copy.named_parameters():
-                    if name in trained:
-                        parameter.copy_(trained[name])
-            self._inner.load(Weights.of(self._copy), version)
-        return self._inner.sample(prompts, num_samples, options, seed=seed)
+        if handed_over is None:
+            return
+        assert self._copy is not None
+        trained, version = handed_over
+        with torch.no_grad():
+            for name, parameter in self._copy.named_parameters():
+                if name in trained:
+                    parameter.copy_(trained[name])
+        self._inner.load(Weights.of(self._copy), version)
 
     def close(self) -> None:
         """The inner engine's."""

@@ -27,6 +27,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from logitless.errors import InputError, TrainingError, UnavailableError
 from logitless.head.contract import on_device
+from logitless.models.lm_head import causal_lm
 from logitless.models.modes import evaluating
 from logitless.rollout.completions import (
     check_prompts,
@@ -108,9 +109,7 @@ class TransformersEngine:
         """Nothing to give back: the model is the caller's."""
 
     def _sample_with(self, model: nn.Module, version: int) -> None:
-        inner: Any = model
-        if hasattr(inner, "peft_config"):
-            inner = inner.get_base_model()
+        inner: Any = causal_lm(model)
         config = inner.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ())
         recurrent = kinds - {"full_attention", "sliding_attention", "chunked_attention"}

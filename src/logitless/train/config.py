@@ -295,6 +295,11 @@ class RolloutSection(Section):
         most = self.sampling.max_new_tokens
         return most if self.environment is None else self.limits.max_tokens or most
 
+    @property
+    def samples_with_a_copy(self) -> bool:
+        """Whether blocks are collected ahead in this process, where the policy itself is being trained."""
+        return self.staleness > 0 and isinstance(self.engine, AutoEngineSection | TransformersEngineSection)
+
 
 class AlgorithmSection(Section):
     """A paper's composition, with parts replaced by name."""

@@ -110,8 +110,7 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
         UnavailableError: a model that the engine cannot run.
     """
     here = engine_here(recipe, model, tokenizer)
-    ahead = recipe.rollout.staleness > 0
-    training = OwnCopy(here.another()) if ahead else here
+    training = OwnCopy(here.another()) if recipe.rollout.samples_with_a_copy else here
     match recipe.rollout.engine:
         case TransformersEngineSection():
             return Engines(training, here)
@@ -132,7 +131,7 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
             return Engines(gpu, gpu)
         case VllmServerEngineSection() as section:
             servers = _vllm_servers(recipe, section, tokenizer)
-            if ahead and not section.in_flight:
+            if recipe.rollout.staleness > 0 and not section.in_flight:
                 servers = TurnTaking(servers)
             return Engines(servers, servers)
         case VllmEngineSection() as section:

@@ -112,8 +112,8 @@ def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None
 
     Activations are those that ``training_memory.layer_bytes`` counts of a layer: of all layers, or with checkpointing
     of one that is worked on, beside the inputs of all. Scoring, sampling and training do not overlap, so the larger of
-    activations and cache counts. A run that goes on holds no more: its checkpoint is read into this model, a tensor at
-    a time.
+    activations and cache counts, unless blocks are collected ahead by a copy of the model. A run that goes on holds no
+    more: its checkpoint is read into this model, a tensor at a time.
     """
     section, train = recipe.model, recipe.train
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -143,7 +143,11 @@ def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None
         parts["reference"] = size * sum(p.numel() for p in trained)
     if section.autocast is not None:  # autocast keeps a copy of each trained matrix in its dtype during a pass
         parts["autocast copies"] = 2 * sum(p.numel() for p in trained if p.ndim >= 2)
-    parts["activations or cache (estimate)"] = max(activations, sampling)
+    at_once = max(activations, sampling)
+    if recipe.rollout.samples_with_a_copy:  # while others are trained on, beside the weights that it is handed next
+        parts["copy to sample with"] = 2 * parts["trained weights"] + parts["frozen weights"]
+        at_once = activations + sampling
+    parts["activations or cache (estimate)"] = at_once
     parts["head"] = train.head_memory_budget or default_budget(device_of(section))
     return parts
 
