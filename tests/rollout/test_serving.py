@@ -1,9 +1,12 @@
 """An engine behind an endpoint, asked over HTTP: clients see text, and the episode has the tokens that were drawn."""
 
+import http.client
 import json
+import os
 import threading
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from queue import Empty
 
 import pytest
@@ -280,6 +283,24 @@ def test_an_engine_that_fails_is_a_500_with_its_words_and_the_server_goes_on(ser
     assert post(f"{server.url}/completions", prompt="ok")[0] == 200
 
 
+def test_a_request_on_a_connection_that_outlives_the_server_is_refused_and_not_kept_waiting(tokenizer):
+    asked = ("POST", "/v1/completions", json.dumps({"prompt": "ok"}))
+    with EngineServer(Letters(tokenizer), tokenizer, OPTIONS, seed=0) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server._http.server_port, timeout=300)
+        statuses = []
+        try:
+            for end in (server.close, lambda: None):
+                connection.request(*asked)
+                with connection.getresponse() as reply:
+                    said = json.load(reply)
+                    statuses.append(reply.status)
+                end()
+        finally:
+            connection.close()
+    assert statuses == [200, 503]
+    assert "closed" in said["error"]["message"]
+
+
 def test_another_host_name_is_refused(server):
     request = urllib.request.Request(f"{server.url}/completions", b"{}", {"Host": "attacker.example:80"})
     with pytest.raises(urllib.error.HTTPError, match="403") as refusal:
@@ -417,6 +438,47 @@ def test_a_command_is_a_harness_too(tokenizer, tmp_path):
         slow.drive()("http://127.0.0.1:9/v1", {}, 0)
     with pytest.raises(RuntimeError, match="status 3"):
         Harness(command=(sys.executable, "-c", "raise SystemExit(3)")).drive()("http://127.0.0.1:9/v1", {}, 0)
+
+
+def test_a_command_is_ended_though_a_process_that_left_its_group_keeps_its_output_open(tmp_path):
+    held = tmp_path / "held"
+    os.mkfifo(held)
+    end = os.open(held, os.O_RDWR)
+    slow = Harness(command=("sh", "-c", f"setsid sh -c 'read line < {held}' & sleep 1000"), seconds=1.0)
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            with pytest.raises(TimeoutError, match="the harness took over 1 s"):
+                thread.submit(slow.drive(), "http://127.0.0.1:9/v1", {}, 0).result(200)
+        finally:
+            os.write(end, b"\n")  # at which that process ends
+    os.close(end)
+
+
+def test_a_round_that_is_given_up_begins_no_episode_and_refuses_those_under_way(tokenizer, monkeypatch):
+    second, over, begun, statuses = threading.Event(), threading.Event(), [], []
+
+    class Threads(ThreadPoolExecutor):
+        def shutdown(self, *arguments, **options):
+            over.set()
+            super().shutdown(*arguments, **options)
+
+    def drive(base_url, row, seed):
+        begun.append(row["id"])
+        if row["id"] == "0":
+            assert second.wait(300)
+            raise KeyboardInterrupt
+        second.set()
+        assert over.wait(300)
+        statuses.append(post(f"{base_url}/chat/completions", messages=QUESTION)[0])
+
+    monkeypatch.setattr("logitless.rollout.harness.ThreadPoolExecutor", Threads)
+    prompts = [Prompt(str(i), "ok?", (5, 6)) for i in range(9)]
+    with pytest.raises(KeyboardInterrupt):
+        HarnessEpisodes(drive, tokenizer, concurrency=2).episodes(
+            Letters(tokenizer), prompts, num_samples=1, options=OPTIONS, seed=0, limits=Limits()
+        )
+    assert set(statuses) == {500}
+    assert set(begun) <= {"0", "1", "2"}
 
 
 @pytest.mark.parametrize("given", [{}, {"function": "a:b", "command": ("c",)}, {"command": ("c",), "concurrency": 0}])

@@ -89,6 +89,20 @@ def test_a_press_amid_a_line_of_output_is_a_request_too_and_is_said(capfd):
     assert capfd.readouterr().err == ("SIGINT: stopping after this step; Ctrl-C again stops at once without saving\n")
 
 
+def test_a_signal_amid_a_line_of_output_is_a_request_where_nothing_can_be_said_any_more(monkeypatch):
+    def refuses(text):
+        raise RuntimeError("reentrant call")
+
+    def is_gone(descriptor, text):
+        raise OSError(5, "the terminal is gone")
+
+    monkeypatch.setattr("os.write", is_gone)
+    interrupt = Interrupt(refuses)
+    with interrupt.heard():
+        signal.raise_signal(signal.SIGHUP)
+    assert interrupt.requested
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 def test_work_that_can_be_given_up_stops_at_the_first_signal_and_its_giving_up_is_not_disturbed(number):
     interrupt, cleaned = Interrupt(print), []

@@ -117,7 +117,10 @@ class Harness:
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
+                process.wait()
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                assert pipe is not None
+                pipe.close()  # without reading on: what left the group may hold the other end
         if process.returncode != 0:
             raise RuntimeError(f"the harness ended with status {process.returncode}: {errors[-500:]}")
         last = (printed.strip().splitlines() or [""])[-1]
@@ -177,7 +180,14 @@ class HarnessEpisodes:
             ThreadPoolExecutor(max_workers=self.concurrency) as threads,
         ):
             asked = [(prompt, g) for prompt in prompts for g in range(num_samples)]
-            had = list(threads.map(lambda each: self._one(server, *each, seed=seed, limits=limits), asked))
+            try:
+                had = list(threads.map(lambda each: self._one(server, *each, seed=seed, limits=limits), asked))
+            except BaseException:  # Ctrl-C too: no episode begins any more, and those under way are refused
+                remembering.failure = EngineError(
+                    needed="a round that goes on", given="one that was given up", remedy="Look for why it was."
+                )
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
         if remembering.failure is not None:
             raise remembering.failure
         groups = [had[p * num_samples : (p + 1) * num_samples] for p in range(len(prompts))]

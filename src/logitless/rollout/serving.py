@@ -167,7 +167,8 @@ class EngineServer:
         self.tokenizer, self.options, self.seed, self.limits = tokenizer, options, seed, limits
         self.format, self.own_settings, self.version, self.name = format, own_settings, version, name
         self._engine, self._gather = engine, gather_seconds
-        self._engine_lock, self._sessions_lock = threading.Lock(), threading.Lock()
+        self._engine_lock, self._sessions_lock, self._closing_lock = (threading.Lock() for _ in range(3))
+        self._closed = False
         self._sessions: dict[str, Session] = {}
         self._number = 0
         can_chat = template is not None or bool(tokenizer.chat_template)
@@ -229,10 +230,12 @@ class EngineServer:
             self.version = version
 
     def close(self) -> None:
-        """Stop listening; the engine stays the caller's."""
+        """Stop listening, and refuse requests on connections that are still open; the engine stays the caller's."""
         self._http.shutdown()
         self._http.server_close()
-        self._waiting.put(None)
+        with self._closing_lock:
+            self._closed = True
+            self._waiting.put(None)
         for thread in self._threads:
             thread.join()
 
@@ -435,7 +438,11 @@ class EngineServer:
         if type(num_samples) is not int or not 1 <= num_samples <= 1024:
             raise _RefusedError(400, "n: a whole number from 1 is needed")
         answer: Future[list[Completion]] = Future()
-        self._waiting.put(_Asked(prompt, num_samples, self._options(body), answer))
+        asked = _Asked(prompt, num_samples, self._options(body), answer)
+        with self._closing_lock:  # what comes after the last entry of the queue would wait without end
+            if self._closed:
+                raise _RefusedError(503, "the server is closed", "server_error")
+            self._waiting.put(asked)
         return answer
 
     def _sample(self) -> None:

@@ -7,7 +7,7 @@ was told to ignore SIGHUP (``nohup``) still does.
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -81,7 +81,6 @@ class Interrupt:
             )
             try:
                 self._say(words)
-            except (
-                RuntimeError
-            ):  # it came while a line was being written, and Python's streams refuse another one there
-                os.write(2, f"{words}\n".encode())
+            except RuntimeError:  # it came amid a line of output, where Python's streams refuse another one
+                with suppress(OSError):  # the terminal may be gone
+                    os.write(2, f"{words}\n".encode())
