@@ -81,7 +81,5 @@ class Interrupt:
             )
             try:
                 self._say(words)
-            except (
-                RuntimeError
-            ):  # it came while a line was being written, and Python's streams refuse another one there
+            except RuntimeError:  # amid a line of output, where Python's streams refuse another one
                 os.write(2, f"{words}\n".encode())
