@@ -179,6 +179,7 @@ class MasterAdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One update of every master and parameter that has a gradient."""
         assert closure is None
+        self.check_whole()  # before torch moves what has no master
         if self.on_host:
             if self._gradients():
                 self.clipped_step(None)  # waits for the device, which writes what the host may read next
