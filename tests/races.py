@@ -3,12 +3,13 @@
     python -m pytest -p tests.races --races rollout/vllm_server.py,concurrent/futures tests/rollout/test_vllm_server.py
 
 A test whose outcome depends on which of two threads is first fails where one of them stops long enough. Each thread
-pauses the first two times that it comes by. What fails is reported with its line; what hangs ends with all stacks.
-It takes the pause and the test's own time for each line: choose few files, and tests by ``-k``. Files of
+pauses the first two times that it comes by. What fails is reported with its line; what hangs ends with all stacks, and
+``-v`` shows where. It takes the pause and the test's own time a line: choose few files, and tests by ``-k``. Files of
 Python's own library may be named too (``concurrent/futures``, ``http/client``, ``threading.py``).
 """
 
 import faulthandler
+import os
 import sys
 import threading
 import time
@@ -45,11 +46,11 @@ class Races:
         self._visited: dict[Place, None] | None = None  # in order, while lines are looked for
         self._pause_at: Place | None = None
         self._pauses: Counter[int] = Counter()  # by thread
+        self._stderr = os.dup(2)  # which pytest keeps from tests
         config.option.timeout = 0  # of pytest-timeout, which counts all runs of a test as one
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         self._visited = {}
         healthy = self._run(item, _Neighbour(item), "")
         places, self._visited = sorted(self._visited), None
@@ -58,18 +59,19 @@ class Races:
             self._run(item, _Neighbour(item), f" paused at {place[0]}:{place[1]}")
         self._pause_at = None
         self._run(item, nextitem, " at last")
-        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
 
     def _run(self, item: pytest.Item, nextitem: Any, how: str) -> bool:
         """Report a run of a test, which is followed by another one; True where it passed."""
-        faulthandler.dump_traceback_later(self._hang, exit=True, file=sys.__stderr__)
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid + how, location=item.location)
+        faulthandler.dump_traceback_later(self._hang, exit=True, file=self._stderr)
         with self._traced():
             reports = runtestprotocol(item, log=False, nextitem=nextitem)
         faulthandler.cancel_dump_traceback_later()
         for report in reports:
             report.nodeid += how
             item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid + how, location=item.location)
         return all(report.passed for report in reports)
 
     @contextmanager

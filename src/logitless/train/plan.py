@@ -53,7 +53,7 @@ class Plan:
         steps_per_block: optimizer steps at that many tokens, over all epochs.
         steps: at most, over the run.
         memory_bytes: by part; names that end in "(estimate)" are not exact.
-        host: memory of the host beside a GPU; nothing under ``model.device: cpu``, where ``memory_bytes`` is the host's.
+        host: memory of the host beside a GPU; nothing under ``model.device: cpu``, where ``memory_bytes`` is that.
         disk_bytes: of the run folder, by part.
         counts: rows read and dropped, by data source.
         first_prompt: as the model reads it.
