@@ -30,6 +30,11 @@ _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
 _SCALING_MULTIPLIES = {"hyperclovax"}  # its `logits_scaling` is a factor, everyone else's a divisor
 
 
+def is_peft(model: nn.Module) -> bool:
+    """Whether PEFT wraps the model; the model inside it has a ``peft_config`` as well."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
 def causal_lm(model: nn.Module) -> PreTrainedModel:
     """The transformers causal LM inside a PEFT wrapper, or the model itself.
 
@@ -44,7 +49,7 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
         True
     """
     inner: Any = model
-    if hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
+    if is_peft(model):
         prompts = [config.peft_type for config in inner.peft_config.values() if config.is_prompt_learning]
         if prompts:
             raise UnavailableError(

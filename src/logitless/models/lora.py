@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from logitless.errors import CheckpointError, ConfigurationError, InputError, UnavailableError
-from logitless.models.lm_head import causal_lm
+from logitless.models.lm_head import causal_lm, is_peft
 from logitless.models.seeded import seeded
 
 
@@ -73,7 +73,7 @@ def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Mod
         32
     """
     peft = _peft()
-    if _is_peft(model):
+    if is_peft(model):
         model = merge_adapters(model)
     _check_tied_head(model, options)
     config = peft.LoraConfig(
@@ -242,12 +242,8 @@ def _check_tied_head(model: nn.Module, options: LoraOptions) -> None:
         )
 
 
-def _is_peft(model: nn.Module) -> bool:
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-
-
 def _check_peft(model: nn.Module) -> None:
-    if not _is_peft(model):
+    if not is_peft(model):
         raise InputError(
             needed="a model with adapters",
             given=type(model).__name__,

@@ -192,6 +192,8 @@ class Patience:
         while True:
             attempts += 1
             try:
+                if stopped.is_set():  # before this attempt began: ``give_up`` ends only what is under way
+                    raise PassingFault("the request was given up")
                 return attempt()
             except Refusal as refusal:
                 raise EngineError(

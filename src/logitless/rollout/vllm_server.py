@@ -255,8 +255,6 @@ class VllmServerEngine:
         """One prompt's samples, asked for until they come."""
 
         def attempt() -> list[_Drawn]:
-            if stopped.is_set():  # before it began: giving up ends only what is under way
-                raise PassingFault("the request was given up")
             model, restarts = self._sync.model(), watched.restarts
             try:
                 samples = watched.server.sample(model, ids, num_samples, settings, seed=seed)

@@ -336,14 +336,12 @@ def head_traffic(weight: torch.Tensor, cut: int, tokens: int, number: int, *, al
 def forecast_text(recipe: Recipe, found: Forecast) -> str:
     """For a person."""
     world = found.arrangement.replicate * found.arrangement.weights
-    peak = found.memory.fullest
-    memory = {**found.memory.always, **found.memory.moments[peak]}
-    host = {**found.host.always, **found.host.moments[found.host.fullest]}
+    memory, host = found.memory.at_peak, found.host.at_peak
     width = max(len(name) for name in [*memory, *host, *found.traffic_bytes, "peak"])
     lines = [
         f"recipe {recipe.name} on {world} processes: {found.arrangement.words}",
         f"  a step reads about {found.tokens:,} tokens a process, in {found.rows} micro-batches",
-        f"  memory of each, at its fullest moment ({MOMENTS[peak]})",
+        f"  memory of each, at its fullest moment ({MOMENTS[found.memory.fullest]})",
         *(f"    {name:{width}s} {size / GIB:9.3f} GiB" for name, size in memory.items()),
         f"    {'peak':{width}s} {found.peak_bytes / GIB:9.3f} GiB",
         f"  memory of a machine's host, for all its processes ({found.processes}), most while {found.host.fullest}",

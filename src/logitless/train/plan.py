@@ -237,7 +237,7 @@ def _account(counts: Mapping[str, int]) -> str:
 
 def _host_lines(host: TrainingMemory) -> list[str]:
     """Memory of the host at its fullest moment, and whether this machine has as much."""
-    parts = {**host.moments[host.fullest], "total": host.peak_bytes}
+    parts = {**host.at_peak, "total": host.peak_bytes}
     width = max(len(name) for name in parts)
     lines = [f"  memory of the host beside a GPU, most while {host.fullest}"]
     lines += [f"    {name:{width}s} {size_text(size):>12s}" for name, size in parts.items()]

@@ -52,6 +52,11 @@ class TrainingMemory:
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
     @property
+    def at_peak(self) -> dict[str, int]:
+        """Part by part what is held at the fullest moment."""
+        return {**self.always, **self.moments[self.fullest]}
+
+    @property
     def peak_bytes(self) -> int:
         """All that is held at the fullest moment."""
         return sum(self.always.values()) + sum(self.moments[self.fullest].values())
