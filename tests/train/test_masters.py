@@ -1,8 +1,10 @@
 """Float32 masters of bfloat16 weights: what the optimizer holds, what the model reads, what autograd adds up."""
 
+import gc
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,13 @@ from torch import nn
 from logitless.errors import ConfigurationError, TrainingError
 from logitless.train import fused_adamw
 from logitless.train import masters as masters_module
-from logitless.train.checkpoint import load_checkpoint
+from logitless.train.checkpoint import (
+    load_checkpoint,
+    optimizer_tensors,
+    parameter_tensors,
+    restore_optimizer,
+    restore_parameters,
+)
 from logitless.train.config import Recipe
 from logitless.train.fused_adamw import (
     chunks_of,
@@ -30,7 +38,9 @@ from logitless.train.fused_adamw import (
 )
 from logitless.train.masters import MasterAdamW, lower_to, master_of
 from logitless.train.run import start
+from logitless.train.tensor_files import read_places, write_tensors
 from tests.head.interpreter import complete_interpreter, interpreted
+from tests.train.fake_driver import FakeDriver
 from tests.train.tiny import tiny_recipe
 
 BETAS, EPS, RATE, DECAY = (0.9, 0.999), 1e-8, 1e-3, 0.1
@@ -186,13 +196,12 @@ def test_the_fused_update_equals_torch(sizes: tuple[int, ...]):
 
 
 @pytest.fixture
-def host_that_kernels_read(monkeypatch):
-    """Memory of the host counts as page-locked, which the interpreter's kernels do not need."""
+def host_that_kernels_read(monkeypatch) -> FakeDriver:
+    """Memory of the host that counts as page-locked, which the interpreter's kernels do not need."""
     if not interpreted():
         pytest.skip("a GPU has tests of its own")
     where_kernels_run()
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self.clone())
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    return FakeDriver().install(monkeypatch)
 
 
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8), most=st.sampled_from([4, 8, 20]))
@@ -365,6 +374,65 @@ def test_an_update_that_fails_in_its_middle_leaves_an_optimizer_that_says_so(on_
         with pytest.raises(TrainingError, match=r"masters and moments of one step.*last checkpoint"):
             go_on()
     assert all(map(torch.equal, held, map(master_of, layer.parameters())))
+
+
+def on_the_host(layer: nn.Linear) -> MasterAdamW:
+    lower_to(torch.bfloat16, layer.parameters())
+    return MasterAdamW([{"params": list(layer.parameters())}], on_host=True, lr=RATE)
+
+
+def one_step(layer: nn.Linear, optimizer: MasterAdamW, number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    for parameter in layer.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    optimizer.step()
+
+
+def of_a_checkpoint(layer: nn.Linear, optimizer: MasterAdamW) -> dict[str, torch.Tensor]:
+    masters = {name: master_of(p) for name, p in layer.named_parameters()}
+    return parameter_tensors(masters) | optimizer_tensors(masters, optimizer)
+
+
+@pytest.mark.parametrize("restore", ["a checkpoint", "a state dict"])
+def test_masters_and_moments_on_the_host_are_page_locked_also_after_they_were_restored(
+    restore, tmp_path, host_that_kernels_read
+):
+    layers = begun, whole, resumed = [a_layer() for _ in range(3)]
+    optimizers = [on_the_host(layer) for layer in layers]
+    one_step(begun, optimizers[0], 0)
+    if restore == "a checkpoint":
+        file = tmp_path / "held.safetensors"
+        held = of_a_checkpoint(begun, optimizers[0])
+        write_tensors(file, held)
+        numbers = sum(place.num_bytes for place in read_places(file).values())
+        assert numbers == sum(tensor.nbytes for tensor in held.values())  # and not their pages
+        assert file.stat().st_size < numbers + 2000
+        masters = {name: master_of(p) for name, p in resumed.named_parameters()}
+        restore_parameters(masters, read := load_file(file))
+        restore_optimizer(masters, optimizers[2], read)
+    else:
+        for parameter, other in zip(resumed.parameters(), begun.parameters(), strict=True):
+            master_of(parameter).data.copy_(master_of(other))
+        optimizers[2].load_state_dict(deepcopy(optimizers[0].state_dict()))
+    for number in (0, 1):
+        one_step(whole, optimizers[1], number)
+    one_step(resumed, optimizers[2], 1)
+    ends = [of_a_checkpoint(layer, optimizer) for layer, optimizer in zip(layers, optimizers, strict=True)]
+    assert ends[1].keys() == ends[2].keys()
+    for name, tensor in ends[1].items():
+        assert torch.equal(tensor, ends[2][name]), name
+        assert tensor.is_pinned() == ends[2][name].is_pinned() == (not name.endswith("/step")), name
+    assert len(host_that_kernels_read.locked) == 3 * 2 * 3  # masters and two moments of two parameters each
+
+
+def test_memory_of_masters_and_moments_goes_with_the_optimizer_and_its_layer(host_that_kernels_read):
+    layer = a_layer()
+    optimizer = on_the_host(layer)
+    one_step(layer, optimizer, 0)
+    assert len(host_that_kernels_read.locked) == 3 * 2
+    del layer, optimizer
+    gc.collect()
+    assert not host_that_kernels_read.locked
 
 
 def bfloat16_recipe(folder: Path, **changes: Any) -> Recipe:

@@ -1,4 +1,9 @@
-"""Masters and moments on the host, updated by the GPU: the bits that they have on the device."""
+"""Masters and moments on the host, updated by the GPU: the bits that they have on the device, in exact memory."""
+
+import copy
+import gc
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,6 +11,7 @@ from torch import nn
 
 from logitless.train.checkpoint import optimizer_tensors, restore_optimizer
 from logitless.train.config import OptimizerSection
+from logitless.train.locked_memory import locked, locked_bytes
 from logitless.train.masters import lower_to, master_of
 from logitless.train.optimizer import adamw, implementation, take_step
 
@@ -36,6 +42,11 @@ class Trained:
     def masters(self) -> dict[str, nn.Parameter]:
         return {name: master_of(p) for name, p in self.model.named_parameters()}
 
+    def held(self) -> list[torch.Tensor]:
+        """Masters and moments."""
+        moments = [state[key] for state in self.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        return [*self.masters().values(), *moments]
+
 
 def same(one: Trained, other: Trained) -> None:
     for (name, a), b in zip(one.masters().items(), other.masters().values(), strict=True):
@@ -60,8 +71,7 @@ def test_masters_and_moments_on_the_host_have_the_bits_of_those_on_the_device():
         assert taken
         assert torch.equal(norm, other)
     same(host, device)
-    held = [*host.masters().values(), *(s[k] for s in host.optimizer.state.values() for k in ("exp_avg", "exp_avg_sq"))]
-    assert all(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in held)
+    assert all(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in host.held())
 
 
 @pytest.mark.usefixtures("ordinary_memory")
@@ -85,6 +95,12 @@ def test_restored_moments_are_where_the_kernel_reaches_them():
         whole.step(number)
     resumed.step(1)
     same(whole, resumed)
+    resumed.optimizer.load_state_dict(copy.deepcopy(resumed.optimizer.state_dict()))  # to memory that is not locked
+    assert not all(tensor.is_pinned() for tensor in resumed.held())
+    for trained in (whole, resumed):
+        trained.step(2)
+    same(whole, resumed)
+    assert all(tensor.is_pinned() for tensor in resumed.held())
 
 
 @pytest.mark.usefixtures("ordinary_memory")
@@ -95,3 +111,41 @@ def test_the_device_holds_weights_and_gradients_alone():
     host.step(0)
     num_weights = sum(p.numel() for p in host.model.parameters())
     assert torch.cuda.memory_allocated() - before < 2.1 * num_weights
+
+
+def shared_bytes() -> int:
+    """Of this process, in memory that it maps and shares: page-locked memory is among them, libraries are not."""
+    found = re.search(r"^RssShmem:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if found is None:
+        pytest.skip("the kernel does not say it")
+    return 1024 * int(found[1])
+
+
+@pytest.mark.usefixtures("ordinary_memory")
+def test_masters_and_moments_take_their_own_size_of_the_host_and_give_it_back():
+    Trained("host").step(0)  # kernels and tables
+    gc.collect()
+    before = shared_bytes()
+    host = Trained("host")
+    host.step(0)
+    exact = sum(locked_bytes(tensor.nbytes) for tensor in host.held())
+    assert exact < 12 * sum(p.numel() for p in host.model.parameters()) + 9 * locked_bytes(1)
+    least = 2**20  # what the driver takes for itself; the next powers of two are 190 MB more
+    assert exact - least < shared_bytes() - before < exact + 16 * least
+    del host
+    gc.collect()
+    assert shared_bytes() - before < 16 * least
+
+
+def test_page_locked_memory_is_copied_without_waiting_and_outlives_its_last_copy():
+    numbers = torch.arange(2**22, dtype=torch.float32)
+    there = torch.zeros(2**22, device="cuda")
+    kept = locked(numbers, there.device)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2**30)  # cycles: about half a second
+    there.copy_(kept, non_blocking=True)
+    copied = torch.cuda.current_stream().record_event()
+    assert not copied.query()
+    del kept
+    assert copied.query()
+    assert torch.equal(there.cpu(), numbers)

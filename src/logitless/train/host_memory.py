@@ -6,10 +6,10 @@
                         is copied for a checkpoint
     writing the model   what is page-locked still, and the model as the first process writes it
 
-Page-locked memory is counted as PyTorch takes it. Not counted: libraries (Python, PyTorch, CUDA) in each process,
-prompts and completions, workers of rewards, and files that the kernel keeps in memory until somebody else needs it:
-among them those of a model that is read in the dtype that they have. A model that is cut is counted as read once, also
-where ``train.run`` finds that each process has to.
+Page-locked memory is counted as it is taken: masters and moments in whole pages, the rest as PyTorch takes it. Not
+counted: libraries (Python, PyTorch, CUDA) in each process, prompts and completions, workers of rewards, and files that
+the kernel keeps in memory until somebody else needs it: among them those of a model that is read in the dtype that they
+have. A model that is cut is counted as read once, also where ``train.run`` finds that each process has to.
 """
 
 import math
@@ -23,6 +23,7 @@ from logitless.models.activations import ActivationPlan, Cost, Mode
 from logitless.models.lm_head import causal_lm
 from logitless.models.loading import stored_dtype
 from logitless.train.config import Recipe, VllmEngineSection
+from logitless.train.locked_memory import locked_bytes
 from logitless.train.masters import master_of
 from logitless.train.setup import is_cut_from_host
 from logitless.train.tensor_files import num_bytes
@@ -93,7 +94,7 @@ def _page_locked(recipe: Recipe, model: nn.Module, arrangement: Arrangement, pro
     trained = [p for p in model.parameters() if p.requires_grad]
     found: dict[str, int] = {}
     if recipe.train.optimizer.moments == "host":
-        found["masters and moments, page-locked"] = 3 * sum(page_locked(num_bytes(master_of(p))) for p in trained)
+        found["masters and moments, page-locked"] = 3 * sum(locked_bytes(num_bytes(master_of(p))) for p in trained)
     on_host = arrangement.is_sharded and recipe.parallel.reference == "host"
     if on_host and recipe.kl is not None and section.lora is None:
         size = getattr(torch, section.dtype).itemsize

@@ -25,6 +25,7 @@ from logitless.train.fused_adamw import (
     pieces_of,
     update_from_host,
 )
+from logitless.train.locked_memory import locked
 
 
 def lower_to(dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> None:
@@ -109,6 +110,7 @@ class MasterAdamW(torch.optim.AdamW):
         options: of ``torch.optim.AdamW``.
 
     Raises:
+        UnavailableError: ``on_host``, and the host has not so much page-locked memory.
         TrainingError: by every method that updates or hands out, after kernels of ours failed amid an update.
 
     Example:
@@ -126,8 +128,8 @@ class MasterAdamW(torch.optim.AdamW):
         groups, self.lowered = over_masters(groups)
         self.on_host = on_host
         if on_host:
-            for master in self.lowered:
-                master.data = master.detach().cpu().pin_memory()
+            for master, parameter in self.lowered.items():
+                master.data = locked(master, parameter.device)
         self._chunks: dict[tuple[int, ...], Tensor] = {}
         self._pieces: dict[tuple[int, ...], list[Piece]] = {}
         self._is_amid_update = False
@@ -269,7 +271,7 @@ class MasterAdamW(torch.optim.AdamW):
         if self.on_host:
             for name in ("exp_avg", "exp_avg_sq"):
                 if not state[name].is_pinned():
-                    state[name] = state[name].pin_memory()
+                    state[name] = locked(state[name], self.lowered[master].device)
         return state
 
     def _chunks_of(self, masters: list[nn.Parameter]) -> Tensor:

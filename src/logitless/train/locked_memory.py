@@ -1,0 +1,82 @@
+"""Page-locked memory of the host in the size that is asked for, up to whole pages.
+
+A GPU copies from and to page-locked memory while the host does other things. ``Tensor.pin_memory`` takes the next power
+of two of it for each tensor, and keeps it when the tensor is gone; here it is the operating system's memory, registered
+with the driver for as long as the tensor lives.
+"""
+
+import mmap
+import weakref
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.errors import UnavailableError
+
+
+def locked_bytes(size: int) -> int:
+    """Bytes that ``locked`` takes for a tensor of so many: whole pages, and at least one.
+
+    Example:
+        >>> [locked_bytes(size) // mmap.PAGESIZE for size in (0, 1, mmap.PAGESIZE, mmap.PAGESIZE + 1)]
+        [1, 1, 1, 2]
+    """
+    return max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE
+
+
+def locked(tensor: Tensor, device: torch.device) -> Tensor:
+    """A contiguous copy of a tensor, in page-locked memory of its own on the host.
+
+    The memory is unlocked and given back when the copy and all its views are gone, after a wait for what the device was
+    given to do until then: PyTorch does not know this memory, and would not keep it for a copy that is under way.
+
+    Args:
+        tensor: on any device.
+        device: the GPU that copies from and to the memory.
+
+    Raises:
+        UnavailableError: there is not so much memory, or the driver does not lock it.
+    """
+    size = locked_bytes(tensor.nbytes)
+    try:
+        pages = mmap.mmap(-1, size)  # shared with forked processes: private memory would be copied for each
+    except OSError as error:
+        raise _unavailable(size, str(error)) from error
+    view = memoryview(pages)
+    numbers = torch.frombuffer(view, dtype=tensor.dtype)[: tensor.numel()].view(tensor.shape)
+    numbers.copy_(tensor.detach())
+    address = numbers.untyped_storage().data_ptr()
+    if why := _register(address, size, device):
+        raise _unavailable(size, why)
+    # The numbers hold the view, whose end is theirs. What is left when the process ends is unlocked by that.
+    weakref.finalize(view, _unregister, address, device, pages).atexit = False
+    return numbers
+
+
+def _register(address: int, size: int, device: torch.device) -> str:
+    """Lock pages; returns why the driver did not, or nothing."""
+    driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):
+        code = driver.cudaHostRegister(address, size, 0)
+    return "" if code == driver.cudaError.success else str(driver.cudaGetErrorString(code))
+
+
+def _unregister(address: int, device: torch.device, _pages: mmap.mmap) -> None:
+    """Unlock pages once the device has done its work; the caller holds them until then.
+
+    A device that failed copies nothing any more, and a forked process cannot ask it: both raise ``RuntimeError``.
+    """
+    with suppress(RuntimeError), torch.cuda.device(device):
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+def _unavailable(size: int, why: str) -> UnavailableError:
+    return UnavailableError(
+        needed=f"{size:,} bytes more of the host's memory, page-locked",
+        given=f"the error {why!r}",
+        remedy="Free memory of the host, raise its limit (of the container, for example), or leave "
+        "train.optimizer.moments: host out where the GPU has room.",
+    )
