@@ -42,6 +42,15 @@ def test_a_quick_look_prints_and_keeps_every_contender(
     assert (tmp_path / f"{name}.svg").read_text().startswith("<svg")
 
 
+def test_a_training_step_keeps_no_cache_of_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one each layer is compiled anew, for each has its own entry, and from the ninth on none is compiled."""
+    made = list[object]()
+    monkeypatch.setattr("transformers.cache_utils.DynamicCache.__init__", lambda cache, *_, **__: made.append(cache))
+    scale = settings.QUICK
+    settings._training(settings._model(scale, "cpu"), scale, "cpu")()
+    assert not made
+
+
 def test_the_median_step_is_reported_with_its_tokens() -> None:
     row = measured(Contender("sleeper", lambda: slept(0.02)), TINY, "cpu", 100)
     assert row.seconds is not None

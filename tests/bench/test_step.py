@@ -1,6 +1,7 @@
 """The benchmark of a whole step, tried on the CPU on a tiny model; its search; the committed results."""
 
 import argparse
+import ast
 import importlib.util
 import json
 import sys
@@ -168,6 +169,19 @@ def test_a_kernel_is_told_by_its_name():
         "low_rank_kernel": "products",
     }
     assert {name: step_profile.kernel_class(name) for name in known} == known
+
+
+def test_every_kernel_of_the_trainer_is_told_by_its_name():
+    package = Path(step_profile.__file__).parents[1]
+    jitted, used = set[str](), set[str]()
+    for file in (file for part in ("head", "models", "train") for file in (package / part / "kernels").glob("*.py")):
+        for function in ast.walk(ast.parse(file.read_text())):
+            if isinstance(function, ast.FunctionDef) and "jit" in " ".join(map(ast.unparse, function.decorator_list)):
+                jitted.add(function.name)
+                used |= {name.id for name in ast.walk(function) if isinstance(name, ast.Name)}
+    launched = jitted - used
+    assert len(launched) > 30
+    assert {name for name in launched if step_profile.kernel_class(name) == step_profile.OTHER} == set()
 
 
 def test_an_unknown_model_is_refused(tmp_path):

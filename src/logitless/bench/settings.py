@@ -171,7 +171,7 @@ def _training(
     def step() -> None:
         torch.set_float32_matmul_precision(precision)
         with torch.autocast(device, dtype=autocast) if autocast is not None else nullcontext():
-            loss = body(input_ids=tokens).last_hidden_state.float().square().mean()
+            loss = body(input_ids=tokens, use_cache=False).last_hidden_state.float().square().mean()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()

@@ -246,7 +246,7 @@ def workloads_table(results: Sequence[dict[str, Any]]) -> str:
         found: dict[tuple[str, float], dict[str, float]] = {}
         for row in rows:
             found.setdefault((row["workload"], row["live"]), {})[row["class"]] = row["ms"]
-        steps = sorted(found.items(), key=lambda item: -item[0][1])  # the whole ones first
+        steps = sorted(found.items(), key=lambda item: (-item[0][1], _place(item[0][0])))  # the whole ones first
         if not steps:
             continue
         names = [workload + ("" if live == 1.0 else f", {live:g} live") for (workload, live), _ in steps]

@@ -1,6 +1,8 @@
-"""The tests that need several GPUs, counted: ``python benchmarks/multi_gpu.py`` writes ``results/multi-gpu.json``.
+"""The tests that need GPUs, counted.
 
-python benchmarks/multi_gpu.py --workers 8      # several tests at a time, on the same GPUs
+    python benchmarks/gpu_tests.py                       # those that need several: results/multi-gpu.json
+    python benchmarks/gpu_tests.py --marker gpu          # those that need one: results/gpu.json
+    python benchmarks/gpu_tests.py --workers 8           # several tests at a time, on the same GPUs
 
 The file is written anew after every test, and what a failed test said is printed at once, so that a run that is cut off
 still says which tests failed.
@@ -17,7 +19,8 @@ import torch
 
 from logitless.bench.machine import environment, write_result
 
-RESULT = Path(__file__).parent / "results" / "multi-gpu.json"
+RESULTS = Path(__file__).parent / "results"
+MARKERS = {"gpu": "gpu and not multi_gpu", "multi_gpu": "multi_gpu"}
 
 
 class Counted:
@@ -62,15 +65,27 @@ class Counted:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the marker and write what came of it; the exit status of pytest."""
+    """Run a marker and write what came of it; the exit status of pytest."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--marker", choices=MARKERS, default="multi_gpu", help="one GPU, or several")
     parser.add_argument("--workers", type=int, default=1, help="tests at a time (pytest-xdist)")
-    parser.add_argument("--output", type=Path, default=RESULT, help="the JSON file")
+    parser.add_argument("--output", type=Path, help="the JSON file")
     parser.add_argument("tests", nargs="*", default=["tests"], help="files or folders")
     options = parser.parse_args(arguments)
     here = environment("cuda" if torch.cuda.is_available() else "cpu", ("triton", "transformers", "peft"))
-    counted = Counted(options.output, here | {"gpus": torch.cuda.device_count()})
-    command = ["-p", "no:cacheprovider", "-p", "no:benchmark", "-v", "-rfEs", "--tb=short", "-m", "multi_gpu"]
+    path = options.output or RESULTS / f"{options.marker.replace('_', '-')}.json"
+    counted = Counted(path, here | {"gpus": torch.cuda.device_count()})
+    command = [
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:benchmark",
+        "-v",
+        "-rfEs",
+        "--tb=short",
+        "-m",
+        MARKERS[options.marker],
+    ]
     command += ["-n", str(options.workers)] if options.workers > 1 else []
     status = pytest.main([*command, *options.tests], plugins=[counted])
     counted.write()

@@ -1,4 +1,4 @@
-"""The counts of the tests that need several GPUs are those of the report that pytest writes."""
+"""The counts of the tests that need GPUs are those of the report that pytest writes."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import multi_gpu
+from benchmarks import gpu_tests
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +41,7 @@ def test_that_is_cut_off():
 def _run(folder, tests):
     (folder / "test_them.py").write_text(tests)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    multi_gpu: x\n")
-    command = [sys.executable, ROOT / "benchmarks/multi_gpu.py", "--output", folder / "found.json", folder]
+    command = [sys.executable, ROOT / "benchmarks/gpu_tests.py", "--output", folder / "found.json", folder]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done, json.loads((folder / "found.json").read_text())
 
@@ -64,7 +64,7 @@ def test_a_run_that_is_cut_off_leaves_the_names_of_what_failed(tmp_path):
 
 @pytest.mark.parametrize(("name", "gpus"), [("multi-gpu.json", 4), ("multi-gpu-2.json", 2)])
 def test_every_failure_on_several_gpus_has_a_line(name, gpus):
-    found = json.loads(multi_gpu.RESULT.with_name(name).read_text())
+    found = json.loads((gpu_tests.RESULTS / name).read_text())
     assert found["environment"]["gpus"] == gpus
     assert found["complete"]
     assert len(found["failures"]) == found["failed"]
@@ -72,7 +72,7 @@ def test_every_failure_on_several_gpus_has_a_line(name, gpus):
 
 
 def test_the_run_that_was_cut_off_failed_in_nothing():
-    found = json.loads(multi_gpu.RESULT.with_name("multi-gpu-again.json").read_text())
+    found = json.loads((gpu_tests.RESULTS / "multi-gpu-again.json").read_text())
     assert not found["complete"]
     assert found["failures"] == []
     page = (ROOT / "docs/scale.md").read_text()
