@@ -13,6 +13,7 @@ from logitless.objective.value import ValueLoss
 from logitless.rewards.suites import OverlapWarning
 from logitless.train.setup import (
     algorithm_of,
+    allocator_of_environment,
     data_of,
     device_of,
     effects,
@@ -111,6 +112,24 @@ def test_effects_are_read_back(tmp_path):
     assert "'high'" in text
     set_process(tiny_recipe(tmp_path).model, seed=5)
     assert torch.equal(drawn, torch.rand(1))
+
+
+@pytest.mark.parametrize("is_initialized", [False, True])
+def test_the_allocator_is_set_also_where_cuda_was_asked_for_its_devices_before(tmp_path, monkeypatch, is_initialized):
+    given = list[str]()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append)
+    with monkeypatch.context() as without:
+        for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+            without.setenv(name, "")  # restored, also after what is set below
+        set_process(tiny_recipe(tmp_path).model, seed=5)
+        assert allocator_of_environment() == "expandable_segments:True"
+        assert given == (["expandable_segments:True"] if is_initialized else [])
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    given.clear()
+    set_process(tiny_recipe(tmp_path).model, seed=5)
+    assert (allocator_of_environment(), given) == ("max_split_size_mb:64", [])
 
 
 def test_held_out_texts_are_not_trained_on(tmp_path):

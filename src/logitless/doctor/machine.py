@@ -19,7 +19,14 @@ from logitless.rewards.sandbox import walls_of
 from logitless.train.config import Recipe
 from logitless.train.optimizer import automatic_implementation
 from logitless.train.plan import Plan
-from logitless.train.setup import device_of, own_layers_because, policy_model, sdpa_allowed, tokenizer_of
+from logitless.train.setup import (
+    allocator_of_environment,
+    device_of,
+    own_layers_because,
+    policy_model,
+    sdpa_allowed,
+    tokenizer_of,
+)
 from logitless.types import LMHead
 
 OPTIONAL = {
@@ -150,8 +157,10 @@ def _attention() -> dict[str, str]:
 
 def _settings() -> Iterator[tuple[str, str]]:
     """What the environment decides before a recipe does."""
-    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-    yield "allocator", allocator or "not set: a recipe's model.allocator holds (default expandable_segments:True)"
+    yield (
+        "allocator",
+        allocator_of_environment() or "not set: a recipe's model.allocator holds (default expandable_segments:True)",
+    )
     yield "float32 products", "full precision unless model.matmul_precision says high (TF32) or medium"
     threads = os.environ.get("OMP_NUM_THREADS")
     yield "OMP_NUM_THREADS", threads or "not set: torch takes every core"
@@ -257,7 +266,7 @@ def _left(recipe: Recipe, plan: Plan, device: torch.device) -> Iterator[str]:
             yield "model.matmul_precision: high — float32 products without TF32"
         if model.attention == "eager":
             yield "model.attention: packed — eager holds length x length numbers a head"
-        if model.allocator is None and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        if model.allocator is None and allocator_of_environment() is None:
             yield "model.allocator: expandable_segments:True — lengths differ from block to block"
         free, total = torch.cuda.mem_get_info(device)
         if model.gradient_checkpointing and _without_checkpointing(plan) < free:

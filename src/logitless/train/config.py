@@ -85,7 +85,8 @@ class ModelSection(Section):
         None, description="kernels that scaled_dot_product_attention may choose from; None: torch's choice"
     )
     allocator: str | None = Field(
-        "expandable_segments:True", description="PYTORCH_CUDA_ALLOC_CONF, unless the environment sets it already"
+        "expandable_segments:True",
+        description="PYTORCH_CUDA_ALLOC_CONF, unless the environment sets it or PYTORCH_ALLOC_CONF already",
     )
     trust_remote_code: bool = Field(False, description="run code that the model repository ships")
     lora: LoraSection | None = Field(None, description="None: full fine-tuning")

@@ -120,12 +120,15 @@ def sdpa_allowed() -> list[str]:
 
 
 def set_process(section: ModelSection, *, seed: int) -> None:
-    """Settings that must precede the first CUDA call or product; an allocator setting of the user's is kept.
+    """Settings that must precede the first tensor on a GPU and the first product.
 
     The global generators are seeded for code that draws from them; nothing of logitless does.
     """
-    if section.allocator is not None and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", section.allocator)
+    if section.allocator is not None and allocator_of_environment() is None:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = section.allocator
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # Ranks and doctor have asked CUDA for its devices before: the variable is not read any more.
+            torch._C._accelerator_setAllocatorSettings(section.allocator)
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -134,6 +137,11 @@ def set_process(section: ModelSection, *, seed: int) -> None:
         if section.sdpa_backends is not None:
             enable(name in section.sdpa_backends)
     transformers.utils.logging.disable_progress_bar()
+
+
+def allocator_of_environment() -> str | None:
+    """The user's setting of torch's CUDA allocator, under either of its names, or what a recipe set before."""
+    return os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or None
 
 
 def tokenizer_of(section: ModelSection) -> PreTrainedTokenizerBase:
@@ -329,7 +337,7 @@ def effects(section: ModelSection, device: torch.device, model: nn.Module) -> li
             "training have no one set of bits"
         )
     if device.type == "cuda":
-        lines.append(f"allocator {os.environ.get('PYTORCH_CUDA_ALLOC_CONF', 'default')}")
+        lines.append(f"allocator {allocator_of_environment() or 'default'}")
     return lines
 
 
