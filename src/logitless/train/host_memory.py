@@ -89,12 +89,14 @@ def _read_bytes(recipe: Recipe, model: nn.Module, arrangement: Arrangement, proc
 
 
 def _page_locked(recipe: Recipe, model: nn.Module, arrangement: Arrangement, processes: int) -> dict[str, int]:
-    """By part; none of it is given back before the run ends, for PyTorch keeps freed blocks for the next that asks."""
+    """By part; none of it is given back before the run ends: masters and moments are in use until then, and of the rest
+    PyTorch keeps freed blocks for the next that asks."""
     section, engine = recipe.model, recipe.rollout.engine
     trained = [p for p in model.parameters() if p.requires_grad]
     found: dict[str, int] = {}
     if recipe.train.optimizer.moments == "host":
-        found["masters and moments, page-locked"] = 3 * sum(locked_bytes(num_bytes(master_of(p))) for p in trained)
+        held = 3 * sum(locked_bytes(num_bytes(master_of(p))) for p in trained)  # each process has its own
+        found["masters and moments, page-locked"] = processes * held
     on_host = arrangement.is_sharded and recipe.parallel.reference == "host"
     if on_host and recipe.kl is not None and section.lora is None:
         size = getattr(torch, section.dtype).itemsize
