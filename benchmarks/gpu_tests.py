@@ -31,7 +31,7 @@ class Counted:
         environment: of the run.
 
     Attributes:
-        complete: whether pytest came to its end.
+        complete: whether all tests ran, whatever came of them.
     """
 
     def __init__(self, path: Path, environment: dict[str, Any]) -> None:
@@ -53,9 +53,9 @@ class Counted:
         if report.when == "teardown" or report.failed:
             self.write()
 
-    def pytest_sessionfinish(self) -> None:
-        """The end, which a run that is cut off does not reach."""
-        self.complete = True
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        """The end, which a run that is cut off does not reach; pytest comes here also where it cannot read a file."""
+        self.complete = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
 
     def write(self) -> None:
         """What came of the tests so far."""

@@ -13,7 +13,6 @@ make two micro-batches. The second block is trained by another process, which re
 import argparse
 import gc
 import json
-import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -131,8 +130,7 @@ def measure(recipe: Path, overrides: list[str], limit: int, folder: Path, *, blo
     places = [f"output={folder}", f"train.blocks={blocks}"]
     num_tokens = longest_prompts(load_recipe(recipe, [*overrides, *places]), prompts)
     checked = load_recipe(recipe, [*overrides, *places])
-    if checked.model.allocator is not None:  # as a run sets it, and before anything here asks for the device
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", checked.model.allocator)
+    setup.set_allocator(checked.model.allocator)  # as a run sets it, and before anything here asks for the device
     plan = plan_of(checked)
     cuda = torch.cuda.is_available()
     began = time.perf_counter()

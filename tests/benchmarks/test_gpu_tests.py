@@ -62,6 +62,13 @@ def test_a_run_that_is_cut_off_leaves_the_names_of_what_failed(tmp_path):
     assert "assert 'fails' == 'passes'" in done.stdout
 
 
+def test_a_run_whose_tests_could_not_all_be_read_is_not_complete(tmp_path):
+    (tmp_path / "test_others.py").write_text("import a_module_that_there_is_not")
+    done, found = _run(tmp_path, TESTS)
+    assert done.returncode == pytest.ExitCode.INTERRUPTED
+    assert (found["passed"], found["failed"], found["complete"]) == (0, 0, False)
+
+
 @pytest.mark.parametrize(("name", "gpus"), [("multi-gpu.json", 4), ("multi-gpu-2.json", 2)])
 def test_every_failure_on_several_gpus_has_a_line(name, gpus):
     found = json.loads((gpu_tests.RESULTS / name).read_text())

@@ -5,6 +5,7 @@ import gc
 import mmap
 import subprocess
 import sys
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,10 @@ import pytest
 import torch
 
 from logitless.errors import UnavailableError
+from logitless.graph_capture import captured
 from logitless.train import locked_memory
 from logitless.train.locked_memory import locked, locked_bytes
+from tests.test_graph_capture import Graph
 from tests.train.fake_driver import FakeDriver
 
 GPU = torch.device("cuda", 0)
@@ -105,9 +108,13 @@ class Cuda:
 
     def __init__(self, monkeypatch, code: int = 0, failure: Exception | None = None):
         self.code, self.failure, self.asked = code, failure, list[object]()
+        self.code_at_the_end, self.is_captured = 0, False
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
         monkeypatch.setattr(torch.cuda, "device", lambda device: self.asked.append(device) or nullcontext())
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_captured)
+        monkeypatch.setattr(locked_memory, "_left", [])
+        monkeypatch.setattr(locked_memory, "_lost", [])
 
     def synchronize(self) -> None:
         self.asked.append("wait")
@@ -120,7 +127,7 @@ class Cuda:
 
     def cudaHostUnregister(self, address: int) -> int:
         self.asked.append(("unlock", address))
-        return 0
+        return self.code_at_the_end
 
     def cudaGetErrorString(self, code: int) -> str:
         return f"error {code}"
@@ -144,11 +151,57 @@ def test_a_code_of_the_driver_is_an_error_and_nothing_is_unlocked(monkeypatch):
     assert [what[0] for what in cuda.asked if isinstance(what, tuple)] == ["lock"]
 
 
-def test_memory_of_a_device_that_failed_goes_without_an_error(monkeypatch):
+def waits_in(cuda: Cuda) -> int:
+    return cuda.asked.count("wait")
+
+
+@pytest.mark.parametrize("thread", ["this", "another"])
+def test_nothing_waits_amid_a_capture_and_the_memory_is_unlocked_with_the_next(thread, monkeypatch):
+    cuda, graph, held = Cuda(monkeypatch), Graph(), [locked(torch.ones(n), GPU) for n in (1, 2, 3)]
+    addresses = [copy.data_ptr() for copy in held]
+    with captured(graph):
+        if thread == "this":
+            held.pop(0)
+        else:
+            other = threading.Thread(target=held.pop, args=(0,))
+            other.start()
+            other.join()
+        assert not waits_in(cuda)
+    assert len(locked_memory._left) == 1  # with its pages
+    cuda.asked.clear()
+    held.pop(0)
+    unlocked = [what[1] for what in cuda.asked if isinstance(what, tuple)]
+    assert sorted(unlocked) == sorted(addresses[:2])
+    assert not locked_memory._left
+
+
+def test_nothing_waits_amid_somebody_elses_capture_in_the_same_thread(monkeypatch):
+    cuda = Cuda(monkeypatch)
+    copy = locked(torch.ones(3), GPU)
+    address = copy.data_ptr()
+    cuda.is_captured = True
+    del copy
+    assert not waits_in(cuda)
+    cuda.is_captured = False
+    locked(torch.ones(1), GPU)
+    assert ("unlock", address) in cuda.asked
+
+
+def test_memory_of_a_device_that_failed_goes_without_an_error_and_its_addresses_stay_taken(monkeypatch):
     cuda = Cuda(monkeypatch, failure=RuntimeError("an illegal memory access"))
     copy = locked(torch.ones(3), GPU)
     del copy  # an error here would be one that nobody can catch, which pytest reports
     assert cuda.asked[-1] == "wait"
+    [pages] = locked_memory._lost
+    assert len(pages) == locked_bytes(12)
+
+
+def test_addresses_of_memory_that_the_driver_does_not_unlock_stay_taken(monkeypatch):
+    cuda = Cuda(monkeypatch)
+    copy = locked(torch.ones(3), GPU)
+    cuda.code_at_the_end = 1
+    del copy
+    assert len(locked_memory._lost) == 1
 
 
 ENDING = """

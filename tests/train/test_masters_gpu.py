@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from logitless.graph_capture import captured
 from logitless.train.checkpoint import optimizer_tensors, restore_optimizer
 from logitless.train.config import OptimizerSection
 from logitless.train.locked_memory import locked, locked_bytes
@@ -149,3 +150,16 @@ def test_page_locked_memory_is_copied_without_waiting_and_outlives_its_last_copy
     del kept
     assert copied.query()
     assert torch.equal(there.cpu(), numbers)
+
+
+def test_a_capture_outlives_page_locked_memory_that_goes_in_its_middle():
+    kept = locked(torch.zeros(4), torch.device("cuda", 0))
+    numbers, graph, stream = torch.zeros(4, device="cuda"), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    numbers += 0  # what is launched for the first time may be loaded first
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream), captured(graph):
+        numbers += 1
+        del kept
+        numbers += 1
+    graph.replay()
+    assert numbers.tolist() == [2.0] * 4

@@ -12,7 +12,6 @@ Three parts, each measured where it is missing, so that a run that was cut short
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -38,9 +37,10 @@ from logitless.bench.step_contenders import (
 )
 from logitless.bench.step_rows import OUT_OF_MEMORY
 from logitless.errors import ConfigurationError, UnavailableError
-from logitless.train.config import OptimizerSection
+from logitless.train.config import ModelSection, OptimizerSection
 from logitless.train.optimizer import adamw, take_step
 from logitless.train.policy import Policy
+from logitless.train.setup import set_allocator
 
 PARTS = ("rows", "lengths", "longest")
 PACKAGES = ("triton", "transformers", "trl", "accelerate", "peft")
@@ -191,7 +191,7 @@ def run(args: argparse.Namespace) -> int:
         raise UnavailableError(
             needed="a CUDA device", given="none", remedy="Use --device cpu --models tiny to try the tool itself."
         )
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as the trainer does
+    set_allocator(ModelSection.model_fields["allocator"].default)  # as the trainer does
     args.output.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * args.minutes
     parts = _among("a part", args.parts, PARTS)

@@ -26,6 +26,7 @@ import triton
 from torch import Tensor, nn
 
 from logitless.float32_sums import end_to_end
+from logitless.graph_capture import captured
 from logitless.models import attention, linear, paged_attention
 from logitless.models.kernels.compiling import Compiling
 from logitless.models.kernels.gate import gated
@@ -517,12 +518,9 @@ def _microseconds(call: Callable[[Tensor], object], weights: Sequence[Tensor], c
     with torch.cuda.stream(stream):
         call(next(turn))
         torch.cuda.synchronize()
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
+        with captured(graph):
             for _ in range(calls):
                 call(next(turn))
-        finally:
-            graph.capture_end()
     best = float("inf")
     for _ in range(3):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

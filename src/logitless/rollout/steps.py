@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from logitless.errors import UnavailableError
+from logitless.graph_capture import captured
 from logitless.head.api import token_scores
 from logitless.models.decoding import PagedRows, prefill
 from logitless.models.kernels.attention_tiles import SPLIT
@@ -402,11 +403,8 @@ class Steps:
         with torch.cuda.stream(side):
             step()  # compiles what is not compiled yet
             side.synchronize()
-            graph.capture_begin(self._graph_memory, capture_error_mode="thread_local")
-            try:
+            with captured(graph, self._graph_memory):
                 step()
-            finally:
-                graph.capture_end()
         main.wait_stream(side)
         self._graph_memory = graph.pool()
         self._hold_tables()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from logitless.errors import UnavailableError
+from logitless.graph_capture import between_captures
 
 
 def locked_bytes(size: int) -> int:
@@ -30,7 +31,9 @@ def locked(tensor: Tensor, device: torch.device) -> Tensor:
     """A contiguous copy of a tensor, in page-locked memory of its own on the host.
 
     The memory is unlocked and given back when the copy and all its views are gone, after a wait for what the device was
-    given to do until then: PyTorch does not know this memory, and would not keep it for a copy that is under way.
+    given to do until then: PyTorch does not know this memory, and would not keep it for a copy that is under way. Where
+    that is amid the capture of a CUDA graph, which such a wait would break, it happens with the next copy that comes or
+    goes.
 
     Args:
         tensor: on any device.
@@ -39,6 +42,7 @@ def locked(tensor: Tensor, device: torch.device) -> Tensor:
     Raises:
         UnavailableError: there is not so much memory, or the driver does not lock it.
     """
+    _unlock_left()
     size = locked_bytes(tensor.nbytes)
     try:
         pages = mmap.mmap(-1, size)  # shared with forked processes: private memory would be copied for each
@@ -63,14 +67,41 @@ def _register(address: int, size: int, device: torch.device) -> str:
     return "" if code == driver.cudaError.success else str(driver.cudaGetErrorString(code))
 
 
-def _unregister(address: int, device: torch.device, _pages: mmap.mmap) -> None:
-    """Unlock pages once the device has done its work; the caller holds them until then.
+_left: list[tuple[int, torch.device, mmap.mmap]] = []
+"""Addresses, devices and pages whose numbers are gone, and which are locked still."""
 
-    A device that failed copies nothing any more, and a forked process cannot ask it: both raise ``RuntimeError``.
+_lost: list[mmap.mmap] = []
+"""Pages that could not be unlocked. They stay: the driver would take whatever came to their addresses for them."""
+
+
+def _unregister(address: int, device: torch.device, pages: mmap.mmap) -> None:
+    """Unlock pages, now or later: the garbage collector may call this at any moment, in any thread."""
+    _left.append((address, device, pages))
+    _unlock_left()
+
+
+def _unlock_left() -> None:
+    """Unlock what is left, once the device has done its work; amid a capture, nothing.
+
+    A device that failed, and one that a forked process asks, raise ``RuntimeError``.
     """
-    with suppress(RuntimeError), torch.cuda.device(device):
-        torch.cuda.synchronize()
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+    if not _left:
+        return
+    with suppress(RuntimeError), between_captures() as may_wait:
+        while may_wait and _left:
+            address, device, pages = _left.pop()
+            if not _is_unlocked(address, device):
+                _lost.append(pages)
+
+
+def _is_unlocked(address: int, device: torch.device) -> bool:
+    try:
+        driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()
+            return bool(driver.cudaHostUnregister(address) == driver.cudaError.success)
+    except RuntimeError:
+        return False
 
 
 def _unavailable(size: int, why: str) -> UnavailableError:

@@ -124,11 +124,7 @@ def set_process(section: ModelSection, *, seed: int) -> None:
 
     The global generators are seeded for code that draws from them; nothing of logitless does.
     """
-    if section.allocator is not None and allocator_of_environment() is None:
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = section.allocator
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            # Ranks and doctor have asked CUDA for its devices before: the variable is not read any more.
-            torch._C._accelerator_setAllocatorSettings(section.allocator)
+    set_allocator(section.allocator)
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -137,6 +133,19 @@ def set_process(section: ModelSection, *, seed: int) -> None:
         if section.sdpa_backends is not None:
             enable(name in section.sdpa_backends)
     transformers.utils.logging.disable_progress_bar()
+
+
+def set_allocator(setting: str | None) -> None:
+    """Set torch's CUDA allocator for this process and those that it starts, unless the user or a recipe did before.
+
+    Args:
+        setting: as of ``PYTORCH_CUDA_ALLOC_CONF``; None leaves it to torch.
+    """
+    if setting is not None and allocator_of_environment() is None:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = setting
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # Ranks and doctor have asked CUDA for its devices before: the variable is not read any more.
+            torch._C._accelerator_setAllocatorSettings(setting)
 
 
 def allocator_of_environment() -> str | None:
