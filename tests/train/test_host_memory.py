@@ -70,18 +70,6 @@ def test_masters_and_moments_are_forecast_as_they_lock_pages(tmp_path, monkeypat
     assert parts["a tensor on its way to a checkpoint"] == max(master.nbytes for master in optimizer.lowered)
 
 
-def test_each_process_with_a_copy_of_the_weights_locks_masters_and_moments_of_its_own(tmp_path):
-    recipe, name = (
-        on_a_gpu(tmp_path, **BFLOAT16, train__optimizer={"moments": "host"}),
-        "masters and moments, page-locked",
-    )
-    one, two = (forecast_of(recipe, Arrangement(replicate=n), n).moments["training"] for n in (1, 2))
-    assert two[name] == 2 * one[name] > 0
-    assert (
-        two["a tensor on its way to a checkpoint"] == one["a tensor on its way to a checkpoint"]
-    )  # the first one writes
-
-
 def test_page_locked_1_7b_takes_its_numbers_alone_where_pytorch_takes_a_third_more():
     """Hand numbers of Qwen3-1.7B: D 2048, F 6144, 28 layers, 151,936 words, 16 and 8 heads of 128."""
     layer = [2048 * 2048, 1024 * 2048, 1024 * 2048, 2048 * 2048, *[6144 * 2048] * 3, 2048, 2048, 128, 128]

@@ -157,10 +157,8 @@ def _attention() -> dict[str, str]:
 
 def _settings() -> Iterator[tuple[str, str]]:
     """What the environment decides before a recipe does."""
-    yield (
-        "allocator",
-        allocator_of_environment() or "not set: a recipe's model.allocator holds (default expandable_segments:True)",
-    )
+    allocator = allocator_of_environment()
+    yield "allocator", allocator or "not set: a recipe's model.allocator holds (default expandable_segments:True)"
     yield "float32 products", "full precision unless model.matmul_precision says high (TF32) or medium"
     threads = os.environ.get("OMP_NUM_THREADS")
     yield "OMP_NUM_THREADS", threads or "not set: torch takes every core"

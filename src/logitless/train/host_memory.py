@@ -95,8 +95,8 @@ def _page_locked(recipe: Recipe, model: nn.Module, arrangement: Arrangement, pro
     trained = [p for p in model.parameters() if p.requires_grad]
     found: dict[str, int] = {}
     if recipe.train.optimizer.moments == "host":
-        held = 3 * sum(locked_bytes(num_bytes(master_of(p))) for p in trained)  # each process has its own
-        found["masters and moments, page-locked"] = processes * held
+        # of one process: with several ``arrangement_of`` refuses them
+        found["masters and moments, page-locked"] = 3 * sum(locked_bytes(num_bytes(master_of(p))) for p in trained)
     on_host = arrangement.is_sharded and recipe.parallel.reference == "host"
     if on_host and recipe.kl is not None and section.lora is None:
         size = getattr(torch, section.dtype).itemsize
