@@ -75,17 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     here = environment("cuda" if torch.cuda.is_available() else "cpu", ("triton", "transformers", "peft"))
     path = options.output or RESULTS / f"{options.marker.replace('_', '-')}.json"
     counted = Counted(path, here | {"gpus": torch.cuda.device_count()})
-    command = [
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:benchmark",
-        "-v",
-        "-rfEs",
-        "--tb=short",
-        "-m",
-        MARKERS[options.marker],
-    ]
+    command = ["-p", "no:cacheprovider", "-p", "no:benchmark", "-v", "-rfEs", "--tb=short"]
+    command += ["-m", MARKERS[options.marker]]
     command += ["-n", str(options.workers)] if options.workers > 1 else []
     status = pytest.main([*command, *options.tests], plugins=[counted])
     counted.write()

@@ -14,13 +14,14 @@ import torch
 CLASSES: tuple[tuple[str, str], ...] = (
     (
         "head",
-        r"^((anchored|overlapped)_exp_product|target_logits|partial_sums|rescale_rows|row_scores|logit_gradient_product|"
-        r"add_entropy_gradient|move_rows|clear_rows|gather_rows|row_product|sum_parts|column_product|low_rows|"
-        r"tile_sums|tile_gradient)$",
+        r"^((anchored|overlapped)_exp_product|target_logits|partial_sums|rescale_rows|row_scores|"
+        r"logit_gradient_product|add_entropy_gradient|move_rows|clear_rows|gather_rows|row_product|sum_parts|"
+        r"column_product|low_rows|tile_sums|tile_gradient)$",
     ),
     (
         "attention",
-        r"attention_forward|^decode_(own|shared)$|^merge_splits$|query_gradient|key_gradient|sum_key_parts|flash|fmha|sdpa|cudnn.*attention|varlen",
+        r"attention_forward|query_gradient|key_gradient|sum_key_parts|^decode_(own|shared)$|^merge_splits$|"
+        r"flash|fmha|sdpa|cudnn.*attention|varlen",
     ),
     ("norms", r"^norm_kernel|^norm_backward|sum_parts_kernel|rms_?norm"),
     ("rotary positions", r"^rotary"),
