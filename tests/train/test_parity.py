@@ -1,11 +1,12 @@
 """The gate between sampler and trainer: its numbers by hand, what it warns of, and what ends a run."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from logitless.errors import TrainingError
+from logitless.errors import ConfigurationError, TrainingError
 from logitless.objective.ranges import Ranges
 from logitless.rollout.transformers import TransformersEngine
 from logitless.train.config import ParitySection
@@ -57,8 +58,6 @@ class _Off(TransformersEngine):
     """Says log-probs that are a little wrong."""
 
     def sample(self, *arguments, **options):
-        from dataclasses import replace
-
         groups = super().sample(*arguments, **options)
         return [[replace(c, logp_sampler=tuple(x + 0.25 for x in c.logp_sampler)) for c in group] for group in groups]
 
@@ -74,6 +73,73 @@ def test_every_block_has_its_numbers_and_equal_engines_agree(tmp_path):
     assert len(blocks) == 2
     for line in blocks:
         assert 0 <= line["parity/difference_mean"] <= line["parity/difference_max"] < 1e-4
+
+
+ONE_STEP = {"train__epochs_per_block": 1, "train__tokens_per_step": 10_000}
+"""A block that one step uses once, whose own pass says ``logp_old`` (train.reuse_logp)."""
+
+
+def test_a_block_that_scores_itself_is_compared_after_its_own_pass(tmp_path):
+    stop = {"mean": 1e-4, "p95": 1e-4, "max": 1e-4, "sequence": 1e-3}
+    run, complete = start(tiny_recipe(tmp_path, train__blocks=2, rollout__parity={"stop": stop}, **ONE_STEP))
+    assert complete
+    blocks = [line for line in run.read_metrics() if "reward/mean" in line]
+    assert len(blocks) == 2
+    for line in blocks:
+        assert line["saving/scored_tokens"] > 0  # the scoring pass left them to the step
+        assert 0 <= line["parity/difference_mean"] <= line["parity/difference_max"] < 1e-4
+
+
+def test_a_block_that_scores_itself_has_the_numbers_of_one_that_is_scored(tmp_path):
+    found = {}
+    for reuse in (True, False):
+        recipe = tiny_recipe(tmp_path, name=f"reuse-{reuse}", train__blocks=1, train__reuse_logp=reuse, **ONE_STEP)
+        run, _ = start(recipe, open_engines=_off)
+        [line] = [line for line in run.read_metrics() if "reward/mean" in line]
+        found[reuse] = {name: value for name, value in line.items() if name.startswith("parity/")}
+    assert len(found[True]) == 6
+    assert found[True] == pytest.approx(found[False], rel=1e-4)
+
+
+def test_a_run_whose_sampler_disagrees_stops_where_its_only_step_says_so(tmp_path):
+    recipe = tiny_recipe(tmp_path, rollout__parity={"stop": {"mean": 0.2}}, **ONE_STEP)
+    with pytest.raises(TrainingError, match=r"within rollout.parity.stop; given mean 0.25 nats over 0.2"):
+        start(recipe, open_engines=_off)
+
+
+class _Silent(TransformersEngine):
+    """Gives no log-probs."""
+
+    def sample(self, *arguments, **options):
+        groups = super().sample(*arguments, **options)
+        return [[replace(c, logp_sampler=None) for c in group] for group in groups]
+
+
+@pytest.mark.parametrize("changes", [{}, ONE_STEP])
+def test_a_threshold_over_a_sampler_without_log_probs_ends_the_run(tmp_path, changes):
+    def silent(recipe, model, tokenizer):
+        engine = _Silent(model, tokenizer)
+        return Engines(engine, engine)
+
+    with pytest.raises(TrainingError, match=r"log-probs by the sampler.*given none in this block"):
+        start(tiny_recipe(tmp_path, rollout__parity={"warn": {"mean": 0.2}}, **changes), open_engines=silent)
+    run, complete = start(tiny_recipe(tmp_path, name="without", train__blocks=1, **changes), open_engines=silent)
+    assert complete
+    assert not any(name.startswith("parity/") for line in run.read_metrics() for name in line)
+
+
+@pytest.mark.parametrize(
+    ("changes", "needed"),
+    [
+        ({"rollout__sampling": {"max_new_tokens": 6, "top_k": 2}}, "the policy's own softmax"),
+        ({"rollout__sampling": {"max_new_tokens": 6, "presence_penalty": 0.5}}, "the policy's own softmax"),
+        ({"rollout__staleness": 1}, "rollout.staleness: 0"),
+    ],
+)
+def test_a_threshold_that_could_never_see_a_token_is_refused_with_the_recipe(tmp_path, changes, needed):
+    tiny_recipe(tmp_path, **changes)
+    with pytest.raises(ConfigurationError, match=f"{needed}.*rollout.parity"):
+        tiny_recipe(tmp_path, rollout__parity={"warn": {"mean": 0.02}}, **changes)
 
 
 def test_a_run_whose_sampler_disagrees_stops(tmp_path):

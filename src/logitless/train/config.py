@@ -254,6 +254,11 @@ class ParitySection(Section):
     warn: ParityThresholds = Field(default_factory=ParityThresholds, description="above one of them, a message")
     stop: ParityThresholds = Field(default_factory=ParityThresholds, description="above one of them, the run ends")
 
+    @property
+    def has_threshold(self) -> bool:
+        """Whether anything is warned of or stopped at."""
+        return self != ParitySection()
+
 
 class RolloutSection(Section):
     """One round of generation: a block."""
@@ -715,6 +720,21 @@ class Recipe(Section):
             f"parallel.shard={parallel.shard}, parallel.sequence={parallel.sequence}",
             "Leave both out.",
         )
+        if self.rollout.parity.has_threshold:
+            _require(
+                not self.rollout.sampling.filters_distribution,
+                "rollout.sampling from the policy's own softmax beside thresholds of rollout.parity, which compares "
+                "log-probs of the same distribution",
+                "top-p, top-k, min-p or penalties",
+                "Leave rollout.parity out, or those settings.",
+            )
+            _require(
+                self.rollout.staleness == 0,
+                "rollout.staleness: 0 beside thresholds of rollout.parity, which compares completions of the weights "
+                "that are trained",
+                f"rollout.staleness={self.rollout.staleness}",
+                "Leave rollout.parity out; rollout.engine.probe compares after every push.",
+            )
         if self.algorithm.correction is not None:
             sampling = self.rollout.sampling
             self.algorithm.correction.check_sampling(

@@ -23,6 +23,7 @@ from logitless.distributed.ranks import Ranks
 from logitless.distributed.tree import TreeSum, places_in_tree
 from logitless.errors import TrainingError
 from logitless.objective.algorithm import Algorithm
+from logitless.objective.inputs import required
 from logitless.objective.objective import BlockStatistics
 from logitless.objective.over_ranks import GatherOverRanks, one_rank
 from logitless.rollout.engine import Weights
@@ -35,6 +36,7 @@ from logitless.train.control import Controllers
 from logitless.train.masters import MasterAdamW
 from logitless.train.metrics import Numbers
 from logitless.train.optimizer import adamw, learning_rate, take_step
+from logitless.train.parity import parity_metrics
 from logitless.train.policy import Policy, Scorer
 from logitless.train.savings import saved_by_packing
 from logitless.train.score import ScoringRows, score
@@ -109,6 +111,7 @@ class Learner:
     Attributes:
         tokens_per_rank: that each rank with sequences of its own trained on in the last step.
         halved: a message where the last step halved its micro-batches for want of memory.
+        parity: sampler against trainer, where the last step compared them in its own pass; None where scoring did.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class Learner:
         self.ranks = ranks
         self.tokens_per_rank: tuple[int, ...] = ()
         self.halved: str | None = None
+        self.parity: Numbers | None = None
         self.recipe, self.algorithm, self.policy, self.reference = recipe, algorithm, policy, reference
         self.reward_weights = reward_weights
         self.optimizer = adamw(
@@ -367,15 +371,37 @@ class Learner:
             ranks.gather(torch.tensor([sum(b.tokens.num_tokens for b in mine.values())])).tolist()
         )
         read = [s for row in step.micro_batches for s in row]
-        record = on_host(numbers) | {
-            "optimizer/grad_norm": float(norm),
-            "optimizer/learning_rate": rate,
-            "optimizer/sequences": len(read),
-            "optimizer/micro_batches": sum(bool(row) for row in step.micro_batches),
-            "optimizer/skipped_steps": progress.skipped,
-        }
+        self.parity = self._parity_of_step(outputs, [step.micro_batches[place] for place in mine], now.block)
+        record = (
+            on_host(numbers)
+            | (self.parity or {})
+            | {
+                "optimizer/grad_norm": float(norm),
+                "optimizer/learning_rate": rate,
+                "optimizer/sequences": len(read),
+                "optimizer/micro_batches": sum(bool(row) for row in step.micro_batches),
+                "optimizer/skipped_steps": progress.skipped,
+            }
+        )
         self.controllers.after_step(record, now.tokens, read, taken=taken)
         return record
+
+    def _parity_of_step(
+        self, outputs: Sequence[MicroBatchOutput], rows: Sequence[Sequence[int]], block: ScoredBlock
+    ) -> Numbers | None:
+        """The gate's numbers of a block whose only step says ``logp_old`` itself; None for any other block.
+
+        Args:
+            outputs: of this rank's micro-batches.
+            rows: the sequences of each.
+        """
+        if not block.scores_itself or self.recipe.rollout.sampling.filters_distribution:
+            return None
+        found = torch.cat([required(each.logp_old, "logp_old").float() for each in outputs]).cpu()
+        places = torch.cat([block.packed.tokens_of(row) for row in rows])
+        logp = block.logp_old.clone()  # zero-advantage sequences were scored before
+        logp[self.ranks.gather(places)] = self.ranks.gather(found)
+        return parity_metrics(block.packed, logp)
 
     def _gradients(
         self, mine: Mapping[int, MicroBatch], places: Sequence[int | None], statistics: BlockStatistics | None

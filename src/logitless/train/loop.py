@@ -29,6 +29,7 @@ from logitless.train.journal import Journal
 from logitless.train.learner import Learner
 from logitless.train.limits import SignalLimit, UnscoredLimit
 from logitless.train.metrics import Numbers
+from logitless.train.parity import check_parity
 from logitless.train.prepare import prepare
 from logitless.train.saving import restore_run, save_run
 from logitless.train.shared_checkpoint import SharedSaver
@@ -108,6 +109,8 @@ class Loop:
             self.saver.wait()  # a step changes what is being written
             with self.journal.phase("training") as seconds:
                 record = self.learner.step()
+            if self.learner.parity is not None:
+                check_parity(self.learner.parity, self.recipe.rollout.parity, self.journal.message)
             record |= training_metrics(record, seconds=seconds[0]) | self.block_metrics
             self.block_metrics = {}
             if self.learner.in_training:

@@ -4,7 +4,7 @@ With equal weights both are log-probs of the same tokens by two implementations,
 that grows means stale weights, another temperature, another tokenizer, or a fault in one of the two.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Float
@@ -14,10 +14,9 @@ from logitless.errors import TrainingError
 from logitless.objective.correction import sampler_log_ratio
 from logitless.objective.filters import quantile
 from logitless.objective.ranges import Ranges
-from logitless.train.block import ScoredBlock
 from logitless.train.config import ParitySection, ParityThresholds
 from logitless.train.metrics import Numbers
-from logitless.types import Group
+from logitless.types import PackedBatch
 
 _MEASURES = {
     "mean": "parity/difference_mean",
@@ -27,26 +26,27 @@ _MEASURES = {
 }
 
 
-def parity_metrics(block: ScoredBlock, groups: Sequence[Group], *, version: int) -> Numbers:
+def parity_metrics(packed: PackedBatch, logp_old: Float[Tensor, "N"]) -> Numbers:
     """How far log-probs of sampler and trainer are apart, over completions of the weights that scored them.
 
     Args:
-        block: scored by a pass of the policy.
-        groups: that were packed.
-        version: of the policy's weights; older completions differ by more than the engine does.
+        packed: a block's tokens; completions with lag are older than ``logp_old`` and are left out.
+        logp_old: [N] by a pass of the policy: the scoring pass, or that of the block's only step.
 
     Returns:
         Nothing where the sampler gave no log-probs, or all completions are older.
     """
-    completions = [completion for group in groups for completion in group.completions]
-    current = torch.tensor([c.weights_version in (None, version) for c in completions])
-    sampler, sequence = block.packed.logp_sampler, block.packed.sequence
+    sampler, sequence = packed.logp_sampler, packed.sequence
     if sampler is None:
         return {}
-    counted = current[sequence] & ~sampler.isnan()
+    counted = ~sampler.isnan()
+    if packed.lag is not None:
+        older = torch.zeros(packed.num_sequences, dtype=torch.bool)
+        older[sequence[packed.lag > 0]] = True
+        counted &= ~older[sequence]
     if not bool(counted.any()):
         return {}
-    return parity(sampler_log_ratio(block.logp_old, sampler), Ranges(sequence, block.packed.num_sequences, counted))
+    return parity(sampler_log_ratio(logp_old, sampler), Ranges(sequence, packed.num_sequences, counted))
 
 
 def parity(log_ratio: Float[Tensor, "N"], sequences: Ranges) -> Numbers:
@@ -83,9 +83,15 @@ def check_parity(found: Numbers, section: ParitySection, say: Callable[[str], No
         say: told the warning.
 
     Raises:
-        TrainingError: a threshold of ``stop`` is passed.
+        TrainingError: a threshold of ``stop`` is passed, or there is a threshold and nothing to compare.
     """
     if not found:
+        if section.has_threshold:
+            raise TrainingError(
+                needed="log-probs by the sampler, of the weights in training, for the thresholds of rollout.parity",
+                given="none in this block",
+                remedy="Record or sample with log-probs (logp_sampler), or leave rollout.parity out.",
+            )
         return
     if passed := _passed(found, section.stop):
         raise TrainingError(

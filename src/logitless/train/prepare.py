@@ -64,8 +64,8 @@ def prepare(collector: Collector, learner: Learner, journal: Journal) -> Prepare
     passed = sampled is None or recount
     if sampled is not None and recount:
         metrics["sampler/mismatched_tokens"] = check_same(sampled, TokenScores(scored.logp_old, scored.entropy_old))
-    if (sampled is None or recount) and not collector.options.sampling.filters_distribution:
-        found = parity_metrics(scored, judged.trained, version=learner.version)
+    if passed and not scored.scores_itself and not collector.options.sampling.filters_distribution:
+        found = parity_metrics(scored.packed, scored.logp_old)
         metrics |= found
         check_parity(found, collector.options.parity, journal.message)
     block = learner.with_advantages(scored, judged.trained)

@@ -58,10 +58,12 @@ class MicroBatchOutput:
     Args:
         policy: the objective's term.
         value: the value head's, or None where the algorithm has no value loss.
+        logp_old: [n] of a micro-batch that scores itself, detached; None for others.
     """
 
     policy: ObjectiveOutput
     value: ValueOutput | None = None
+    logp_old: Float[Tensor, "n"] | None = None
 
     @property
     def loss(self) -> Float[Tensor, ""]:
@@ -258,7 +260,9 @@ def backward(
             generator=generator,
         )
         value_output = None if value_loss is None else value_loss(required(scores.value, "value"), tokens)
-        outputs.append(MicroBatchOutput(policy_output, value_output))
+        outputs.append(
+            MicroBatchOutput(policy_output, value_output, scores.logp.detach() if batch.scores_itself else None)
+        )
         outputs[-1].loss.backward()  # type: ignore[no-untyped-call]
     return outputs
 
