@@ -93,6 +93,7 @@ def test_a_chat_reads_the_template_and_says_what_tools_it_wants(server, tokenize
     choice = reply["choices"][0]
     assert choice["message"]["content"].startswith("the 22")
     assert [each["logprob"] for each in choice["logprobs"]["content"]][:2] == [-0.5, -1.5]
+    assert all(each["top_logprobs"] == [] for each in choice["logprobs"]["content"])
     call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     server._engine.said = lambda prompt: Completion(prompt.id, (5,), call, "stop")
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -241,7 +242,18 @@ def test_a_seed_of_ones_own_gives_the_same_again_and_without_one_every_request_i
         ({"prompt": "ok", "best_of": 3}, "best_of"),
         ({"prompt": "ok", "n": 0}, "n:"),
         ({"prompt": "ok", "temperature": -1.0}, "temperature"),
-        ({"prompt": "ok", "temperature": "hot"}, ""),
+        ({"prompt": "ok", "temperature": "hot"}, "temperature"),
+        ({"prompt": "ok", "max_tokens": "many"}, "max_new_tokens"),
+        ({"prompt": "ok", "top_k": 2.5}, "top_k"),
+        ({"prompt": "ok", "min_tokens": 50}, "min_new_tokens"),
+        ({"prompt": "ok", "repetition_penalty": 0}, "repetition_penalty"),
+        ({"prompt": "ok", "logit_bias": {"the": 1}}, "logit_bias"),
+        ({"prompt": "ok", "logit_bias": {"1000000": 1}}, "token ids from 0"),
+        ({"prompt": "ok", "stop_token_ids": [10**6]}, "token ids from 0"),
+        ({"prompt": "ok", "logprobs": 2}, "only the sampled token"),
+        ({"prompt": "ok", "top_logprobs": 1}, "only the sampled token"),
+        ({"prompt": "ok", "tool_choice": "required"}, "no call can be forced"),
+        ({"prompt": "ok", "stream_options": {"include_usage": True}}, "beside stream"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_words(server, body, named):
@@ -262,15 +274,88 @@ def events(url, **body):
 
 def test_a_client_that_asks_for_a_stream_gets_all_of_it_at_once(server):
     _, whole = post(f"{server.url}/chat/completions", messages=QUESTION, seed=5)
-    piece, usage = events(f"{server.url}/chat/completions", messages=QUESTION, seed=5, stream_options={})
+    [piece] = events(f"{server.url}/chat/completions", messages=QUESTION, seed=5)
     assert piece["object"] == "chat.completion.chunk"
     assert piece["choices"][0]["delta"] == whole["choices"][0]["message"]
     assert piece["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
-    assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
-    piece, _ = events(f"{server.url}/completions", prompt="ok", seed=5)
+    assert "usage" not in piece
+    [piece] = events(f"{server.url}/completions", prompt="ok", seed=5)
     assert (
         piece["choices"][0]["text"] == post(f"{server.url}/completions", prompt="ok", seed=5)[1]["choices"][0]["text"]
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"), [("chat/completions", {"messages": QUESTION}), ("completions", {"prompt": "ok"})]
+)
+def test_a_stream_says_what_it_took_in_a_piece_without_choices_only_where_that_was_asked_for(server, path, asked):
+    _, whole = post(f"{server.url}/{path}", **asked)
+    piece, last = events(f"{server.url}/{path}", **asked, stream_options={"include_usage": True})
+    assert (piece["usage"], last["choices"], last["usage"]) == (None, [], whole["usage"])
+    for options in ({}, {"include_usage": False}, None):
+        [piece] = events(f"{server.url}/{path}", **asked, stream_options=options)
+        assert len(piece["choices"]) == 1
+
+
+def test_a_request_brings_the_sampling_settings_that_a_recipe_has(server):
+    asked = []
+    sample = server._engine.sample
+
+    def noting(prompts, num_samples, options, *, seed):
+        asked.append(options)
+        return sample(prompts, num_samples, options, seed=seed)
+
+    server._engine.sample = noting
+    body = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": -0.3,
+        "logit_bias": {"7": -100, "5": 1.5},
+        "min_tokens": 2,
+        "max_tokens": 9,
+        "stop": "the",
+        "stop_token_ids": [6],
+    }
+    wanted = SamplingOptions(
+        max_new_tokens=9,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=-0.3,
+        logit_bias=((7, -100.0), (5, 1.5)),
+        min_new_tokens=2,
+        stop=("the",),
+        stop_token_ids=(6,),
+    )
+    for path, question in (("completions", {"prompt": "ok"}), ("chat/completions", {"messages": QUESTION})):
+        assert post(f"{server.url}/{path}", **question, **body)[0] == 200
+        assert asked.pop() == wanted
+    assert post(f"{server.url}/completions", prompt="ok", top_k=-1, logit_bias={}, max_tokens=10**6)[0] == 200
+    assert asked.pop() == OPTIONS
+
+
+def test_settings_that_are_the_recipes_are_taken_where_no_others_are(tokenizer):
+    with EngineServer(Letters(tokenizer), tokenizer, OPTIONS, seed=0, own_settings=False) as server:
+        same = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "temperature": 1}
+        assert post(f"{server.url}/completions", prompt="ok", **same)[0] == 200
+        status, reply = post(f"{server.url}/completions", prompt="ok", presence_penalty=0.5)
+        assert (status, "presence_penalty: sampling is settled" in reply["error"]["message"]) == (400, True)
+
+
+def test_one_call_at_most_and_none_where_the_request_says_so(server):
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    server._engine.said = lambda prompt: Completion(prompt.id, (5,), call * 2, "stop")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    for more, number in (({}, 2), ({"parallel_tool_calls": False}, 1), ({"tool_choice": "none"}, 0)):
+        _, reply = post(f"{server.url}/chat/completions", messages=QUESTION, tools=tools, **more)
+        assert len(reply["choices"][0]["message"].get("tool_calls", ())) == number
 
 
 def test_an_engine_that_fails_is_a_500_with_its_words_and_the_server_goes_on(server):

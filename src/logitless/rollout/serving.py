@@ -17,14 +17,15 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Empty, Queue
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from logitless.errors import ConfigurationError, InputError, LogitlessError
+from logitless.errors import ConfigurationError, InputError
 from logitless.rollout.chat import ChatTurns
 from logitless.rollout.engine import Engine, Weights
 from logitless.rollout.environment import Limits, Reply
@@ -33,9 +34,17 @@ from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.tool_calls import Call, Format, tool_calls
 from logitless.types import Completion, Episode, Prompt
 
+_OPTIONS = TypeAdapter(SamplingOptions)
 MAX_BODY_BYTES = 8 << 20
 _HOSTS = ("127.0.0.1", "localhost")
-_SETTINGS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "stop": "stop"}
+_SETTINGS = {
+    name: name
+    for name in (
+        *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+        *("logit_bias", "stop", "stop_token_ids"),
+    )
+} | {"min_tokens": "min_new_tokens"}
+"""Parameters of a request (OpenAI's, and vLLM's beside them) and the sampling options that they are."""
 _TAKEN = {
     "model",
     "messages",
@@ -253,6 +262,7 @@ class EngineServer:
             parts = parts[2:]
         if unknown := sorted(set(body) - _TAKEN):
             raise _RefusedError(400, f"unknown parameters: {', '.join(unknown)}")
+        _check_what_is_given(body)
         if parts == ["v1", "completions"] and session is None:
             return self._complete(body)
         if parts == ["v1", "chat", "completions"]:
@@ -295,7 +305,7 @@ class EngineServer:
         if session is None:
             prompt = Prompt(self._key(body), "", self._rendered(plain, tools), messages=tuple(plain))
             completions = self._ask(prompt, body).result()
-            return self._chat_reply(completions, prompt.token_ids, tools)
+            return self._chat_reply(completions, prompt.token_ids, body)
         if not session.lock.acquire(blocking=False):
             session.failure = "two requests at a time in one session"
             raise _RefusedError(409, session.failure, "conflict")
@@ -339,15 +349,19 @@ class EngineServer:
         session.cut = False
         session.turns.append((replace(completion, prompt_id=session.id), Reply()))
         session.messages = [*session.messages, {"role": "assistant", "content": completion.text}]
-        return self._chat_reply([completion], ids, body.get("tools"))
+        return self._chat_reply([completion], ids, body)
 
-    def _chat_reply(self, completions: Sequence[Completion], read: Sequence[int], tools: Any) -> dict[str, Any]:
-        names = [tool["function"]["name"] for tool in tools or ()]
+    def _chat_reply(
+        self, completions: Sequence[Completion], read: Sequence[int], body: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        tools = () if body.get("tool_choice") == "none" else body.get("tools") or ()
+        names = [tool["function"]["name"] for tool in tools]
+        most_calls = 1 if body.get("parallel_tool_calls") is False else None
         choices = []
         for index, completion in enumerate(completions):
             calls = tool_calls(completion.text, names, self.format) if names else []
             message: dict[str, Any] = {"role": "assistant", "content": completion.text}
-            if readable := [call for call in calls if not call.error]:
+            if readable := [call for call in calls if not call.error][:most_calls]:
                 message["tool_calls"] = [_openai_call(call, number) for number, call in enumerate(readable)]
             values, ids = completion.logp_sampler, completion.token_ids
             pieces = self.tokenizer.convert_ids_to_tokens(list(ids))
@@ -358,7 +372,12 @@ class EngineServer:
                     "message": message,
                     "finish_reason": "tool_calls" if readable else completion.finish_reason,
                     "token_ids": list(ids),
-                    "logprobs": {"content": [{"token": token, "logprob": logp} for token, logp in shown]},
+                    "logprobs": {
+                        "content": [
+                            {"token": token, "logprob": logp, "bytes": None, "top_logprobs": []}
+                            for token, logp in shown
+                        ]
+                    },
                     "weights_version": completion.weights_version,
                 }
             )
@@ -406,22 +425,31 @@ class EngineServer:
 
     def _options(self, body: Mapping[str, Any]) -> SamplingOptions:
         wanted: dict[str, Any] = {}
-        most = body.get("max_completion_tokens", body.get("max_tokens"))
-        if most is not None:
-            wanted["max_new_tokens"] = min(int(most), self.options.max_new_tokens)
+        most = body.get("max_tokens") if (given := body.get("max_completion_tokens")) is None else given
         for theirs, ours in _SETTINGS.items():
             if body.get(theirs) is not None:
-                value = body[theirs]
-                if theirs == "stop":
-                    value = (value,) if isinstance(value, str) else tuple(value)
-                wanted[ours] = value
-        changed = [name for name in wanted if name != "max_new_tokens" and wanted[name] != getattr(self.options, name)]
+                wanted[ours] = body[theirs]
+        if isinstance(wanted.get("stop"), str):
+            wanted["stop"] = (wanted["stop"],)
+        if wanted.get("top_k") in (0, -1):  # as vLLM writes that all are kept
+            wanted["top_k"] = None
+        if isinstance(wanted.get("logit_bias"), dict):
+            wanted["logit_bias"] = tuple(wanted["logit_bias"].items())
+        if most is not None:
+            wanted["max_new_tokens"] = most
+        try:
+            options = _OPTIONS.validate_python(asdict(self.options) | wanted)
+        except ValidationError as error:
+            said = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}".lstrip(": ") for e in error.errors())
+            raise _RefusedError(400, said) from error
+        options = replace(options, max_new_tokens=min(options.max_new_tokens, self.options.max_new_tokens))
+        named = [*options.stop_token_ids, *(token for token, _ in options.logit_bias)]
+        if not all(0 <= token < len(self.tokenizer) for token in named):
+            raise _RefusedError(400, f"logit_bias, stop_token_ids: token ids from 0 to {len(self.tokenizer) - 1}")
+        changed = [n for n in wanted if n != "max_new_tokens" and getattr(options, n) != getattr(self.options, n)]
         if changed and not self.own_settings:
             raise _RefusedError(400, f"{', '.join(changed)}: sampling is settled by the recipe; leave it out")
-        try:
-            return replace(self.options, **wanted)
-        except (LogitlessError, TypeError, ValueError) as error:
-            raise _RefusedError(400, str(error)) from error
+        return options
 
     def _key(self, body: Mapping[str, Any]) -> str:
         """What seeds a request that stands alone: its own seed, or its number."""
@@ -480,6 +508,20 @@ class EngineServer:
             asked.answer.set_result(group)
 
 
+def _check_what_is_given(body: Mapping[str, Any]) -> None:
+    """Refuse what a reply cannot have: nothing that a client asks for is left out in silence."""
+    # an engine says the log-prob of the token that it sampled, and of no other
+    if body.get("top_logprobs"):
+        raise _RefusedError(400, "top_logprobs: only the sampled token's log-prob can be had; leave it out, or 0")
+    if body.get("logprobs") not in (None, False, True, 0, 1):
+        raise _RefusedError(400, "logprobs: only the sampled token's log-prob can be had; 0 or 1 is needed")
+    if body.get("tool_choice") not in (None, "auto", "none"):
+        raise _RefusedError(400, "tool_choice: auto or none is needed; no call can be forced")
+    of_stream = body.get("stream_options")
+    if of_stream is not None and not (body.get("stream") and isinstance(of_stream, dict)):
+        raise _RefusedError(400, "stream_options: an object is needed, beside stream")
+
+
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message with its text as one string."""
     content = message.get("content")
@@ -532,7 +574,8 @@ def _handler(server: EngineServer) -> type[BaseHTTPRequestHandler]:
                     raise _RefusedError(400, "a JSON object is needed")
                 reply = server.answer(self.path.partition("?")[0], body)
                 if body.get("stream"):
-                    self._send(200, "text/event-stream", _events(reply))
+                    asked = (body.get("stream_options") or {}).get("include_usage", False)
+                    self._send(200, "text/event-stream", _events(reply, include_usage=asked))
                 else:
                     self._say(200, reply)
             except _RefusedError as refused:
@@ -561,14 +604,17 @@ def _handler(server: EngineServer) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def _events(reply: Mapping[str, Any]) -> bytes:
-    """A whole reply as a client that asked for a stream reads it: all at once, then what it took, then the end."""
+def _events(reply: Mapping[str, Any], *, include_usage: bool) -> bytes:
+    """A whole reply as a client that asked for a stream reads it: all at once, then what it took if that was asked for,
+    then the end."""
     chat = reply["object"] == "chat.completion"
     choices = [_streamed(choice) if chat else choice for choice in reply["choices"]]
     whole = {**reply, "object": "chat.completion.chunk" if chat else reply["object"], "choices": choices}
-    usage = {**whole, "choices": []}
-    del whole["usage"]
-    return b"".join(b"data: %s\n\n" % each for each in (*(json.dumps(x).encode() for x in (whole, usage)), b"[DONE]"))
+    pieces = [{**whole, "usage": None}, {**whole, "choices": []}]
+    if not include_usage:
+        del whole["usage"]
+        pieces = [whole]
+    return b"".join(b"data: %s\n\n" % each for each in (*(json.dumps(x).encode() for x in pieces), b"[DONE]"))
 
 
 def _streamed(choice: Mapping[str, Any]) -> dict[str, Any]:
