@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from logitless.cli.main import main
 from logitless.train.plan import GIB, plan_of
 from logitless.train.recipe import load_recipe
+from tests.train.interrupting import stop_at
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -190,6 +192,38 @@ def test_a_run_ends_with_0_and_a_taken_name_with_2_untouched(tmp_path, capsys):
     assert main(["train", *arguments, "--numbered"]) == 0
     assert (tmp_path / "length-toy-2" / "summary.json").exists()
     capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("number", "wanted"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=lambda n: str(n)
+)
+def test_a_run_that_a_signal_stopped_ends_with_the_status_that_shells_expect_and_its_resume_with_0(
+    tmp_path, capsys, monkeypatch, number, wanted
+):
+    arguments = ["train", *SMALL, "--set", f"output={tmp_path}"]
+    with monkeypatch.context() as patched:
+        stop_at(0, patched, number)
+        assert main(arguments) == wanted
+    assert f"stopped by {signal.Signals(number).name} and saved" in capsys.readouterr().out
+    assert not (tmp_path / "length-toy" / "model").exists()
+    assert main([*arguments, "--resume"]) == 0
+    assert "finished" in capsys.readouterr().out
+
+
+def test_a_signal_in_the_last_step_of_a_run_leaves_it_complete(tmp_path, capsys, monkeypatch):
+    with monkeypatch.context() as patched:
+        stop_at(1, patched, signal.SIGTERM)
+        assert main(["train", *SMALL, "--set", f"output={tmp_path}"]) == 0
+    assert (tmp_path / "length-toy" / "model").exists()
+    capsys.readouterr()
+
+
+def test_the_help_names_the_exit_status_of_a_run_that_was_stopped(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = capsys.readouterr().out
+    assert "128+N" in shown
+    assert "143 SIGTERM" in shown
 
 
 def test_a_run_that_cannot_go_on_exits_1(tmp_path, capsys):

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from logitless.train.learner import Learner
 from logitless.train.metrics import repeatable
 from logitless.train.policy import Policy
 from logitless.train.recipe import load_recipe
-from logitless.train.run import start
+from logitless.train.run import run_recipe, start
 from logitless.train.run_folder import RunFolder
 from logitless.train.setup import algorithm_of, data_of, policy_model, rewards_of, tokenizer_of, value_head_of
 from tests.ranks import run_on_ranks
@@ -156,6 +157,24 @@ def test_ctrl_c_heard_by_one_rank_stops_all_and_resume_continues_bitwise(two_ran
     _, complete = _on(2, tmp_path, {}, resume=True)
     assert complete
     _assert_same_bits(two_ranks, folder)
+
+
+def _status(rank, folder):
+    """The exit status of a run whose last rank is told to end after the first step."""
+    ranks, plain = Ranks(data=dist.group.WORLD), Learner.step
+
+    def step(self):
+        if ranks.rank == ranks.world - 1 and self.progress.step == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return plain(self)
+
+    with mock.patch.object(Learner, "step", step), mock.patch("logitless.train.run.write_report"):
+        return run_recipe(tiny_recipe(folder), ranks=ranks).exit_status
+
+
+def test_a_signal_to_one_rank_is_the_exit_status_of_all(tmp_path):
+    tiny_raw(tmp_path)
+    assert run_on_ranks(2, _status, tmp_path) == [143, 143]
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])

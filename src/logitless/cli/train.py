@@ -11,13 +11,22 @@ from logitless.train.config import Recipe
 from logitless.train.explain import explain
 from logitless.train.plan import dry_run
 from logitless.train.recipe import load_recipe
-from logitless.train.run import start
+from logitless.train.result import RunResult
+from logitless.train.run import run_recipe
 from logitless.train.run_folder import RunFolder
 from logitless.train.setup import device_of
+
+STATUS = """exit status:
+  0    the run is complete, and model/ is written
+  1    the run failed
+  2    bad input: arguments, recipe or data
+  128+N  signal N stopped the run: 130 Ctrl-C (SIGINT), 143 SIGTERM, 129 SIGHUP. Where it had begun to train, a
+       checkpoint was saved, and --resume goes on from it. Under torchrun each process ends with this status."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The recipe and what to do with it."""
+    parser.epilog, parser.formatter_class = STATUS, argparse.RawDescriptionHelpFormatter
     parser.add_argument("recipe", type=Path, help="YAML file, see recipes/ and docs/configuration.md")
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="replace a value (repeatable)"
@@ -43,12 +52,12 @@ def run(options: argparse.Namespace) -> int:
     timeout = recipe.parallel.timeout_seconds
     with ranks_of_environment(device_of(recipe.model).type, timeout_seconds=timeout) as ranks:
         logging.getLogger("logitless").setLevel(logging.INFO if ranks.is_first else logging.WARNING)
-        folder, complete = start(
+        result = run_recipe(
             recipe, numbered=options.numbered, resume=options.resume or _goes_on(recipe, options), ranks=ranks
         )
         if ranks.is_first:
-            print(_ending(folder, complete, options.recipe))
-    return 0
+            print(_ending(result, options.recipe))
+    return result.exit_status
 
 
 def _goes_on(recipe: Recipe, options: argparse.Namespace) -> bool:
@@ -68,9 +77,11 @@ def _goes_on(recipe: Recipe, options: argparse.Namespace) -> bool:
     return RunFolder(Path(recipe.output) / recipe.name).config.exists()
 
 
-def _ending(folder: RunFolder, complete: bool, recipe: Path) -> str:
+def _ending(result: RunResult, recipe: Path) -> str:
+    folder, complete = result.folder, result.complete
     summary = json.loads(folder.summary.read_text())
-    lines = ["", f"{'finished' if complete else 'stopped and saved'}: {folder.path}"]
+    how = "finished" if result.stopped_by is None else f"stopped by {result.stopped_by.name} and saved"
+    lines = ["", f"{how}: {folder.path}"]
     for label, before, after in (
         ("held-out accuracy", "accuracy_before", "accuracy_after"),
         ("mean reward", "reward_first_block", "reward_last_block"),

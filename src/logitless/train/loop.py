@@ -16,6 +16,7 @@ rank has whole, and so every rank plans, weighs and decides alike. The first one
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from signal import Signals
 
 from logitless.errors import CheckpointError, EngineError, LostRankError
 from logitless.train.block_metrics import training_metrics
@@ -44,6 +45,9 @@ class Loop:
         learner: trains on them.
         evaluation: of held-out prompts.
         journal: is told everything.
+
+    Attributes:
+        stopped_by: the signal that ended ``run`` before its last block, the same on every rank; None without one.
     """
 
     def __init__(
@@ -61,9 +65,12 @@ class Loop:
         if self.ranks.world > 1:
             self.saver = SharedSaver(root, keep=keep, ranks=self.ranks)
         self.interrupt = Interrupt(journal.message)
+        self.stopped_by: Signals | None = None
 
     def run(self) -> bool:
-        """Train to the end, or to Ctrl-C; returns whether the run is complete. Either way a checkpoint is saved.
+        """Train to the end, or to a signal, which is then in ``stopped_by``; returns whether the run is complete.
+
+        Either way a checkpoint is saved.
 
         Raises:
             EngineError: an engine elsewhere is gone for good; a checkpoint of what was done until then is saved.
@@ -79,7 +86,11 @@ class Loop:
             except EngineError:
                 self._save_what_was_done()
                 raise
-        return self._done == self.recipe.train.blocks
+            signals = self.ranks.everyones(self.interrupt.signal)  # heard by some ranks, answered by all alike
+        complete = self._done == self.recipe.train.blocks
+        if not complete:
+            self.stopped_by = next((Signals(number) for number in signals if number is not None), None)
+        return complete
 
     def _blocks(self) -> None:
         """Every block that there is left, and the last checkpoint."""

@@ -44,6 +44,7 @@ from logitless.train.provenance import digest_of_file, digest_of_log, digest_of_
 from logitless.train.provenance import environment as made_with
 from logitless.train.recipe import dump_recipe, load_recipe, places
 from logitless.train.report import write_report
+from logitless.train.result import RunResult
 from logitless.train.run_folder import (
     WARM_START,
     RunFolder,
@@ -78,7 +79,18 @@ FOLDER = "the run's folder, which the first rank opens,"
 OpenEngines: TypeAlias = Callable[[Recipe, nn.Module, PreTrainedTokenizerBase], Engines]
 
 
-def start(
+def start(recipe: Recipe, **options: Any) -> tuple[RunFolder, bool]:
+    """``run_recipe``, of which most callers want the folder and whether the run is complete.
+
+    Args:
+        recipe: checked.
+        **options: of ``run_recipe``.
+    """
+    result = run_recipe(recipe, **options)
+    return result.folder, result.complete
+
+
+def run_recipe(
     recipe: Recipe,
     *,
     numbered: bool = False,
@@ -86,7 +98,7 @@ def start(
     open_engines: OpenEngines = open_engines,
     environment: Environment | Driver | None = None,
     ranks: Ranks = Ranks.alone(),
-) -> tuple[RunFolder, bool]:
+) -> RunResult:
     """Run a recipe, or continue it.
 
     Args:
@@ -98,9 +110,6 @@ def start(
             names.
         environment: what answers the policy, its messages with their tokens; None for the recipe's.
         ranks: that train together; each calls this with the same recipe, and the first one writes.
-
-    Returns:
-        The run folder, and whether the run is complete (False after Ctrl-C).
 
     Raises:
         LogitlessError: anything that is wrong with the recipe, the data, the model or the machine, and a run that
@@ -224,7 +233,7 @@ def start(
         journal.write_summary({"name": recipe.name, **counts})
         if ranks.is_first:
             write_report(folder.path)
-    return folder, complete
+    return RunResult(folder, complete, loop.stopped_by)
 
 
 def _new_folder(root: Path, name: str, numbered: bool, ranks: Ranks) -> RunFolder:
