@@ -1,5 +1,5 @@
-"""The command line. Exit status 0: done; 2: bad input (arguments, recipe, data); 1: a run that failed; 128 + N: signal N,
-as 130 for Ctrl-C."""
+"""The command line. Exit status 0: done; 2: bad input (arguments, recipe, data); 1: a run that failed; 128 + N: ended
+by signal N, as 130 for Ctrl-C."""
 
 import argparse
 import difflib
