@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from logitless.graph_capture import between_captures, captured
+from logitless.graph_capture import between_captures, captured, refuse_unwritten
 
 
 class Graph:
@@ -93,3 +93,21 @@ def test_a_capture_begins_when_nobody_waits_any_more():
         assert graph.asked == []
     thread.join()
     assert len(graph.asked) == 2
+
+
+def test_what_fails_amid_a_capture_is_raised_and_not_that_the_capture_was_invalid():
+    class Invalid(Graph):
+        def capture_end(self) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    with pytest.raises(ValueError, match="no such kernel"), captured(Invalid()):
+        raise ValueError("no such kernel")
+    assert answer()
+
+
+def test_what_would_be_kept_without_being_written_is_refused_amid_a_capture(monkeypatch):
+    refuse_unwritten("a table", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    refuse_unwritten("a table", torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="a table must be made before"):
+        refuse_unwritten("a table", torch.device("cuda"))

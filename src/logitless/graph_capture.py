@@ -6,7 +6,8 @@ Python's garbage collector may run in the middle of a capture, and so may what i
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,8 +27,51 @@ def captured(graph: torch.cuda.CUDAGraph, memory: Any = None) -> Iterator[None]:
         graph.capture_begin(memory, capture_error_mode="thread_local")
         try:
             yield
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):  # that the capture is invalid; what made it so is being raised
+                graph.capture_end()
+            raise
+        graph.capture_end()
+
+
+@contextmanager
+def not_executed(device: torch.device) -> Iterator[None]:
+    """Inside, nothing runs on the GPU: what is launched is captured in a graph, which is then thrown away.
+
+    Tensors that are made inside have an address and are never written, so that nothing made there may be kept.
+    Nothing can be copied from the host inside, nor waited for.
+
+    Args:
+        device: CUDA's.
+    """
+    stream = side_stream(device)
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        one = torch.ones(1, 1, device=device)
+        one @ one  # cuBLAS keeps a workspace for every stream: it must not lie in the graph's memory
+        graph = torch.cuda.CUDAGraph(keep_graph=True)  # never instantiated
+        with captured(graph):
+            one.add_(1)  # torch warns of a graph without a kernel
+            yield
+
+
+def refuse_unwritten(what: str, device: torch.device) -> None:
+    """Called where something is made to be kept: inside of a capture it would be kept without ever being written.
+
+    Args:
+        what: in words, for the error.
+        device: on which it is made.
+
+    Raises:
+        RuntimeError: a graph is being captured on the current stream.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{what} must be made before a graph is captured: nothing is written while it is")
+
+
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures on a device: a library keeps a workspace for every stream that it has met."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def test_findings_survive_the_disk_and_a_folder_that_cannot_be_written_is_no_fai
 
 def test_attention_here_has_the_bits_of_the_packed_row():
     form = AttentionForm(Heads(2, 1, 16, 16), 0.25, None, None, "")
-    found = check.check_attention(form, torch.bfloat16, torch.device("cpu"))
+    found = check.AttentionProblem.of(form, torch.bfloat16, torch.device("cpu")).differences()
     assert set(found) == {
         f"{how}, {what}"
         for how in ("decoded", "few rows decoded", "decoded behind shared pages", "prefilled in chunks")

@@ -28,7 +28,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from logitless.errors import InputError, UnavailableError
-from logitless.models.kernels.attention_tiles import PROCESSORS, attention_tiles
+from logitless.models.kernels.attention_tiles import PROCESSORS, AttentionTiles, attention_tiles
 from logitless.models.one_node import apply, refuse_twice
 from logitless.transfer import sent
 from logitless.types import PromptGroup
@@ -398,6 +398,38 @@ def launches() -> Any:
     return attention_launch
 
 
+def forward_tiles(
+    layout: Any, heads: Any, dtype: torch.dtype, device: torch.device, window: int | None
+) -> tuple[AttentionTiles, Int[Tensor, "n 8"]]:
+    """The forward kernel's tiles, and the layout's table of them, which is copied to the device at the first call.
+
+    Args:
+        layout: an ``AttentionLayout`` or a ``PrefillLayout``, which keeps the table.
+        heads: ``attention_launch.Heads``.
+        dtype, device: of keys.
+        window: of the layer.
+    """
+    choice = attention_tiles(heads.padded, dtype, device)
+    return choice, layout.query_tiles(choice.forward.rows // heads.group, heads.num_key, window)
+
+
+def prepare_tables(
+    layout: Any, *, num_heads: int, num_key_heads: int, width: int, dtype: torch.dtype, window: int | None
+) -> None:
+    """Copies what the forward pass of attention reads of a layout to the device.
+
+    It is otherwise copied where it is first read, and nothing can be copied from the host while a graph is captured.
+
+    Args:
+        layout: an ``AttentionLayout`` or a ``PrefillLayout``, which keeps its tables.
+        num_heads, num_key_heads, width, dtype, window: of a layer.
+    """
+    device = layout.positions.device
+    heads = launches().Heads.of_counts(num_heads, num_key_heads, width)
+    forward_tiles(layout, heads, dtype, device, window)
+    _ = layout.slots if hasattr(layout, "slots") else layout.branch_rows
+
+
 class PrefixAttention(torch.autograd.Function):
     """``prefix_attention`` of what was checked."""
 
@@ -409,9 +441,7 @@ class PrefixAttention(torch.autograd.Function):
         launch = launches()
         form = launch.Form(scale, window, softcap)
         query, (key, value) = launch.as_rows(query), launch.key_value_rows(key, value)
-        heads = launch.Heads.of(query, key)
-        choice = attention_tiles(heads.padded, query.dtype, query.device)
-        tiles = layout.query_tiles(choice.forward.rows // heads.group, heads.num_key, window)
+        choice, tiles = forward_tiles(layout, launch.Heads.of(query, key), query.dtype, query.device, window)
         output, log_sum_exp = launch.attention_forward_rows(
             query, key, value, tiles, form, choice, every_row=layout.every_row, branch_rows=layout.branch_rows
         )

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from logitless.errors import InputError
-from logitless.models.attention import check_heads, cut, in_order, launches, table
+from logitless.models.attention import check_heads, cut, forward_tiles, in_order, launches, table
 from logitless.models.kernels.attention_tiles import BLOCK, attention_tiles
 
 PAGE = BLOCK
@@ -167,10 +167,8 @@ def prefill_attention(
         )
     launch = launches()
     query = launch.as_rows(query)
-    heads = launch.Heads.of(query, cache.key)
-    choice = attention_tiles(heads.padded, query.dtype, query.device)
     form = launch.Form(query.shape[2] ** -0.5 if scale is None else scale, window, softcap)
-    tiles = layout.query_tiles(choice.forward.rows // heads.group, heads.num_key, window)
+    choice, tiles = forward_tiles(layout, launch.Heads.of(query, cache.key), query.dtype, query.device, window)
     output, log_sum_exp = launch.attention_forward_rows(
         query, cache.key, cache.value, tiles, form, choice, every_row=True, page_table=layout.page_table
     )

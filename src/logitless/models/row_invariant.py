@@ -21,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from logitless.errors import UnavailableError
 from logitless.float32_sums import add_rows, gradient_dtype, sums_in_float32
+from logitless.graph_capture import refuse_unwritten
 from logitless.models.activations import can_be_made_again, recipes_are_kept
 from logitless.models.attention import AttentionLayout, PrefixAttention
 from logitless.models.kernels.gate import gated, gated_backward
@@ -117,6 +118,7 @@ class RopeTables:
         weight = self._decoder.norm.weight
         have = self._tables[self._names[0]][0].shape[0] if self._tables else 0
         if have < length or self._key != (weight.dtype, weight.device):
+            refuse_unwritten("the table of rotary positions", weight.device)
             reach = max(256, 1 << (length - 1).bit_length())
             self._key = (weight.dtype, weight.device)
             position = torch.arange(reach, device=weight.device)[None]

@@ -26,7 +26,7 @@ import triton
 from torch import Tensor, nn
 
 from logitless.float32_sums import end_to_end
-from logitless.graph_capture import captured
+from logitless.graph_capture import captured, side_stream
 from logitless.models import attention, linear, paged_attention
 from logitless.models.kernels.compiling import Compiling
 from logitless.models.kernels.gate import gated
@@ -173,7 +173,8 @@ def check_shapes(
     known_forms = known.setdefault("attention", {})
     unknown = [shape for shape, _ in shapes if shape_name(shape) not in entries]
     new = [form for form in forms if form_name(form, dtype) not in known_forms]
-    attended = [partial(check_attention, form, dtype, device, launched_once=True) for form in new]
+    problems = [AttentionProblem.of(form, dtype, device) for form in new]
+    attended = [problem.launched for problem in problems]
     others = [] if beside is None else [beside]
     with _current(device), _compiled(device, attended, compilations(unknown, thorough=thorough), others) as compiled:
         attention_compiled, products_compiled, _ = compiled  # attention takes longest: products are checked meanwhile
@@ -192,11 +193,10 @@ def check_shapes(
             set_plan(shape, plan)
             report.linear[name] = finding
         attention_compiled()
+        for problem in problems:
+            known_forms[form_name(problem.form, dtype)] = problem.differences()
         for form in forms:
-            name = form_name(form, dtype)
-            if name not in known_forms:
-                known_forms[name] = check_attention(form, dtype, device)
-            report.attention[name] = known_forms[name]
+            report.attention[form_name(form, dtype)] = known_forms[form_name(form, dtype)]
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     report.seconds = time.perf_counter() - start
@@ -213,7 +213,7 @@ def _compiled(device: torch.device, *groups: Sequence[Callable[[], object]]) -> 
     if device.type != "cuda" or not any(groups):
         yield [_nothing] * len(groups)
         return
-    with Compiling() as compiling:
+    with Compiling(device) as compiling:
         yield [compiling.begin(calls) for calls in groups]
 
 
@@ -513,7 +513,7 @@ def _copies(weight: Tensor) -> list[Tensor]:
 def _microseconds(call: Callable[[Tensor], object], weights: Sequence[Tensor], calls: int) -> float:
     """Of one call, in a CUDA graph of some; the least of three replays."""
     turn: Iterator[Tensor] = cycle(weights)
-    stream, graph = _side_stream(weights[0].device), torch.cuda.CUDAGraph()
+    stream, graph = side_stream(weights[0].device), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         call(next(turn))
@@ -533,12 +533,6 @@ def _microseconds(call: Callable[[Tensor], object], weights: Sequence[Tensor], c
     return best
 
 
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures: a library keeps a workspace for every stream that it has met."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
 def _differs(a: Tensor, b: Tensor) -> Tensor:
     """Whether any bit does, on the device."""
     kind = {2: torch.int16, 4: torch.int32}[a.element_size()]
@@ -548,78 +542,114 @@ def _differs(a: Tensor, b: Tensor) -> Tensor:
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def check_attention(
-    form: AttentionForm, dtype: torch.dtype, device: torch.device, *, launched_once: bool = False
-) -> dict[str, int]:
-    """Numbers of the output and of the log-sum-exp that decoding and prefilling have otherwise than the packed row.
+@dataclass(frozen=True)
+class AttentionProblem:
+    """One sequence of three splits, and ways to attend to it that must agree with its packed row.
 
-    One sequence of three splits: every position of it decoded, those behind its first pages also with these pages read
-    once for all, and prefilled in chunks of odd sizes.
+    Every position is decoded, those behind its first pages also with these pages read once for all, and it is
+    prefilled in chunks of odd sizes.
 
     Args:
         form: of attention.
-        dtype, device: of keys.
-        launched_once: launch every kernel, and look at nothing.
+        query, key, value: [T, heads, E].
+        layout: of the packed row.
+        cache: holds the keys, in pages that lie in no order.
+        prefill: the chunks.
+        table: [T, pages] int32, the same pages for every row.
+        position: [T] int32.
+        shared: rows behind the first pages, which they share.
     """
-    heads = form.heads
-    length = 1100 if device.type == "cuda" else 70
-    generator = torch.Generator(device).manual_seed(heads.query)
 
-    def normal(count: int) -> Tensor:
-        return torch.randn(length, count, heads.width, device=device, generator=generator).to(dtype)
+    form: AttentionForm
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    layout: attention.AttentionLayout
+    cache: paged_attention.PagedCache
+    prefill: paged_attention.PrefillLayout
+    table: Tensor
+    position: Tensor
+    shared: paged_attention.SharedPages
 
-    query, key, value = normal(heads.query), normal(heads.key), normal(heads.key)
-    options: dict[str, Any] = {"scale": form.scale, "window": form.window, "softcap": form.softcap}
-    layout = attention.AttentionLayout.of_sequences([length], device)
-    page = paged_attention.PAGE
-    count = -(-length // page)
-    pages = torch.randperm(count, generator=torch.Generator().manual_seed(1)).tolist()
-    cache = paged_attention.PagedCache.empty(count, heads.key, heads.width, dtype, device)
-    chunks, start = [], 0
-    for size in cycle((1, 37, 64, 200, 129)):
-        size = min(size, length - start)
-        chunks.append(paged_attention.Chunk(start, size, tuple(pages)))
-        start += size
-        if start == length:
-            break
-    prefill = paged_attention.PrefillLayout(chunks, device)
-    cache.write(key, value, prefill.slots)
-    table = torch.tensor(pages, dtype=torch.int32, device=device).expand(length, -1).contiguous()
-    position = torch.arange(length, dtype=torch.int32, device=device)
+    @classmethod
+    @torch.no_grad()
+    def of(cls, form: AttentionForm, dtype: torch.dtype, device: torch.device) -> "AttentionProblem":
+        """Of keys of this dtype, on this device."""
+        heads, page = form.heads, paged_attention.PAGE
+        length = 1100 if device.type == "cuda" else 70
+        generator = torch.Generator(device).manual_seed(heads.query)
 
-    def decoding(rows: slice, shared: paged_attention.SharedPages | None = None) -> Any:
-        # Copies, as a step has them: a view that starts anywhere would be compiled for anew.
-        step = paged_attention.DecodeLayout(table[rows].clone(), position[rows].clone(), shared)
-        return paged_attention.decoding(query[rows].clone(), cache, step, **options)
+        def normal(count: int) -> Tensor:
+            return torch.randn(length, count, heads.width, device=device, generator=generator).to(dtype)
 
-    starts = range(length % 5, length, 25)[: 1 if launched_once else None]
-    num_shared = max(1, length * 5 // 8 // page)
-    behind = num_shared * page  # rows that see all shared pages
-    members = torch.arange(length - behind, dtype=torch.int32, device=device)[None]
-    counts = torch.full((length - behind,), num_shared, dtype=torch.int32, device=device)
-    steps: dict[str, list[tuple[slice, Any]]] = {  # how: rows, and a step that decodes them
-        "decoded": [(rows := slice(0, length), decoding(rows))],
-        "few rows decoded": [(rows := slice(start, start + 5), decoding(rows)) for start in starts],
-        "decoded behind shared pages": [
-            (rows := slice(behind, length), decoding(rows, paged_attention.SharedPages(members, counts[:1], counts)))
-        ],
-    }
-    expected = attention.prefix_attention(query, key, value, layout, **options)
-    in_chunks = paged_attention.prefill_attention(query, cache, prefill, **options)
-    found = {"prefilled in chunks": [(slice(0, length), in_chunks)]}
-    for how, parts in steps.items():
-        for _, step in parts:
+        query, key, value = normal(heads.query), normal(heads.key), normal(heads.key)
+        count = -(-length // page)
+        pages = torch.randperm(count, generator=torch.Generator().manual_seed(1)).tolist()
+        chunks, start = [], 0
+        for size in cycle((1, 37, 64, 200, 129)):
+            size = min(size, length - start)
+            chunks.append(paged_attention.Chunk(start, size, tuple(pages)))
+            start += size
+            if start == length:
+                break
+        layout = attention.AttentionLayout.of_sequences([length], device)
+        prefill = paged_attention.PrefillLayout(chunks, device)
+        for each in (layout, prefill):
+            attention.prepare_tables(
+                each, num_heads=heads.query, num_key_heads=heads.key, width=heads.width, dtype=dtype, window=form.window
+            )
+        cache = paged_attention.PagedCache.empty(count, heads.key, heads.width, dtype, device)
+        cache.write(key, value, prefill.slots)
+        num_shared = max(1, length * 5 // 8 // page)
+        behind = length - num_shared * page  # rows that see all shared pages
+        counts = torch.full((behind,), num_shared, dtype=torch.int32, device=device)
+        return cls(
+            form, query, key, value, layout, cache, prefill,
+            torch.tensor(pages, dtype=torch.int32, device=device).expand(length, -1).contiguous(),
+            torch.arange(length, dtype=torch.int32, device=device),
+            paged_attention.SharedPages(
+                torch.arange(behind, dtype=torch.int32, device=device)[None], counts[:1], counts
+            ),
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def launched(self) -> None:
+        """Launches every kernel of the check once."""
+        self._attended(1)
+
+    @torch.no_grad()
+    def differences(self) -> dict[str, int]:
+        """Numbers of the output and of the log-sum-exp that are other than the packed row's, by how and what."""
+        expected, found = self._attended(None)
+        return {
+            f"{how}, {what}": sum(int((got[i] != expected[i][rows]).sum()) for rows, got in parts)
+            for how, parts in found.items()
+            for i, what in enumerate(("output", "log-sum-exp"))
+        }
+
+    def _attended(self, num_few: int | None) -> tuple[Any, dict[str, list[tuple[slice, Any]]]]:
+        """Output and log-sum-exp of the packed row, and of its rows otherwise; a few rows at so many places."""
+        length, form = len(self.query), self.form
+        options: dict[str, Any] = {"scale": form.scale, "window": form.window, "softcap": form.softcap}
+
+        def decoded(rows: slice, shared: paged_attention.SharedPages | None = None) -> tuple[slice, Any]:
+            # Copies, as a step has them: a view that starts anywhere would be compiled for anew.
+            layout = paged_attention.DecodeLayout(self.table[rows].clone(), self.position[rows].clone(), shared)
+            step = paged_attention.decoding(self.query[rows].clone(), self.cache, layout, **options)
             for launch in step.launches:
                 launch()
-        found[how] = [(rows, (step.output, step.log_sum_exp)) for rows, step in parts]
-    if launched_once:
-        return {}
-    return {
-        f"{how}, {what}": sum(int((got[i] != expected[i][rows]).sum()) for rows, got in parts)
-        for how, parts in found.items()
-        for i, what in enumerate(("output", "log-sum-exp"))
-    }
+            return rows, (step.output, step.log_sum_exp)
+
+        starts = range(length % 5, length, 25)[:num_few]
+        behind = slice(length - len(self.shared.row_pages), length)
+        expected = attention.prefix_attention(self.query, self.key, self.value, self.layout, **options)
+        in_chunks = paged_attention.prefill_attention(self.query, self.cache, self.prefill, **options)
+        return expected, {
+            "prefilled in chunks": [(slice(0, length), in_chunks)],
+            "decoded": [decoded(slice(0, length))],
+            "few rows decoded": [decoded(slice(start, start + 5)) for start in starts],
+            "decoded behind shared pages": [decoded(behind, self.shared)],
+        }
 
 
 # --- names and the file of findings -----------------------------------------------------------------------------------

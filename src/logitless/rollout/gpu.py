@@ -18,7 +18,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,7 +47,7 @@ from logitless.rollout.engine import Weights
 from logitless.rollout.pool import Pool, PromptPages, pages_for, pages_within
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.schedule import Reading, Row, Schedule
-from logitless.rollout.steps import MOST_ROWS, Begin, Drawing, Log, Place, Steps, facts_of
+from logitless.rollout.steps import MOST_ROWS, Begin, Drawing, Log, Place, Steps, bucket, facts_of
 from logitless.types import Completion, Prompt
 
 logger = logging.getLogger("logitless")
@@ -206,7 +205,7 @@ class GpuEngine:
             steps = self._steps_for(max_rows, wanted.max_pages, wanted.num_samples)
             try:
                 steps.open(1)
-                beside = partial(steps.launch_all, max_rows, wanted.reaches, wanted.drawing)
+                beside = steps.launches({bucket(max_rows), 1}, wanted.reaches, wanted.drawing)
                 self._kept_bits = self_check(self._model, beside=beside).exact
             finally:
                 steps.close()

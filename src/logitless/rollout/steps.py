@@ -6,18 +6,19 @@ drawing that has occurred; it is captured at its first use while every row is em
 long as what it refers to stays where it is (``PageMemory`` sees to the pages).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from logitless.errors import UnavailableError
-from logitless.graph_capture import captured
+from logitless.graph_capture import captured, refuse_unwritten, side_stream
 from logitless.head.api import token_scores
+from logitless.models.attention import prepare_tables
 from logitless.models.decoding import PagedRows, prefill
 from logitless.models.kernels.attention_tiles import SPLIT
 from logitless.models.linear import product
@@ -145,7 +146,8 @@ class Steps:
         self.device, self.graphed = weight.device, weight.is_cuda
         self.heads, self.layers, self.dtype = heads[0], len(heads), weight.dtype
         forms = [layer.row_invariant_form for layer in decoder.layers]
-        self._num_unlike = 1 + max(forms.index(form) for form in set(forms))  # layers that have all kinds among them
+        self.forms = list(dict.fromkeys(forms))
+        self._num_unlike = 1 + max(map(forms.index, self.forms))  # layers that have all kinds among them
         self.memory = PageMemory(2 * len(heads), self.device)
         self.cache, self.caches = torch.empty(0), list[PagedCache]()
         self._graphs: dict[Any, Callable[[], None]] = {}
@@ -223,59 +225,62 @@ class Steps:
         self._graphs, self._graph_memory, self._held = {}, None, []
 
     def compile(self, rows: int, reaches: tuple[int, int], drawing: Drawing) -> None:
-        """Kernels of the steps of at most so many rows, and of reading prompts, side by side, once a ``drawing``.
+        """Compiles the kernels of steps of at most so many rows, and of prefill, side by side, once a ``drawing``.
 
-        A kernel that is missed here is compiled where it is first launched. Nothing is in the pages yet.
+        Nothing is executed. A kernel that is missed here is compiled where it is first launched.
 
         Args:
             rows: at once.
             reaches: the least and the most positions that a step has to reach.
-            drawing: of the steps. With penalties nothing is done: they look up tokens, and none are drawn here.
+            drawing: of the steps.
         """
-        splits = sorted({_splits(reach) for reach in reaches})
-        key = bucket(rows), *splits, drawing
-        if not self.graphed or drawing.options.penalties or key in self._compiled:
+        key = bucket(rows), *{_splits(reach) for reach in reaches}, drawing
+        if not self.graphed or key in self._compiled:
             return
         from logitless.models.kernels.compiling import compiled_together  # needs Triton
 
         self._compiled.add(key)
-        counts = sorted({bucket(min(rows, count)) for count in _UNLIKE}, reverse=True)
-        for some in (counts[:1], counts[1:]):  # most are found with the first; what is there by then is launched
-            with compiled_together():
-                for count in some:
-                    self._launch_all(count, splits, drawing)
+        with compiled_together(self.device):
+            self.launches({bucket(min(rows, count)) for count in _UNLIKE}, reaches, drawing)()
 
-    def launch_all(self, rows: int, reaches: tuple[int, int], drawing: Drawing) -> None:
-        """Most kernels of steps of so many rows once, for ``compiled_together``; arguments as of ``compile``."""
-        if self.graphed and not drawing.options.penalties:
-            for count in {bucket(rows), 1}:
-                self._launch_all(count, sorted({_splits(reach) for reach in reaches}), drawing)
+    def launches(self, counts: Collection[int], reaches: tuple[int, int], drawing: Drawing) -> Callable[[], None]:
+        """A call that launches every kernel of steps with so many rows and of prefill, for ``compiled_together``.
 
-    def _launch_all(self, count: int, splits: Sequence[int], drawing: Drawing) -> None:
-        """Over as many layers as are unlike each other."""
+        What is copied from the host, or kept for later steps, is made here, before that call.
+
+        Args:
+            counts: of rows, from ``BUCKETS``.
+            reaches, drawing: as of ``compile``.
+        """
         from logitless.models.kernels.rotary import MANY  # needs Triton
 
-        self._empty_rows()
-        for size in splits:
-            for groups in (0, 1) if self._together(count, size) else (0,):
-                self._step(count, size * SPLIT, groups, drawing, self._num_unlike)
-        self.log.zero_()  # tokens that exist
-        self._read(count, drawing.options)
+        splits = sorted({_splits(reach) for reach in reaches})
+        prompts = []
         for length in (MANY, MANY + 1):  # an even number of tokens and an odd one
-            prompt = PrefillLayout([Chunk(0, length, tuple([0] * pages_for(length)))], self.device)
-            tokens = torch.zeros_like(prompt.slots)
-            prefill(self.model, tokens, prompt, self.caches, num_layers=self._num_unlike)
+            prompts.append(PrefillLayout([Chunk(0, length, tuple([0] * pages_for(length)))], self.device))
+            for form in self.forms:
+                heads = form.heads
+                prepare_tables(
+                    prompts[-1], num_heads=heads.query, num_key_heads=heads.key, width=heads.width, dtype=self.dtype,
+                    window=form.window,
+                )  # fmt: skip
+        backbone(self.model).row_invariant.reach(max(self.max_pages * PAGE, MANY + 1))
+        self._stop_tokens(drawing.ends)
+        self._histories_of(drawing.options)
+        return partial(self._launch_all, sorted(counts), splits, drawing, prompts)
+
+    def _launch_all(
+        self, counts: Sequence[int], splits: Sequence[int], drawing: Drawing, prompts: Sequence[PrefillLayout]
+    ) -> None:
+        for count in counts:
+            for size in splits:
+                for groups in (0, 1) if self._together(count, size) else (0,):
+                    self._step(count, size * SPLIT, groups, drawing, self._num_unlike)
+            self._scores_of(self.log[:, 0, :count], count, drawing.options)
+        for prompt in prompts:
+            prefill(self.model, torch.zeros_like(prompt.slots), prompt, self.caches, num_layers=self._num_unlike)
         first = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._copy_pages(first, first)
-        self._empty_rows()
-
-    def _empty_rows(self) -> None:
-        """Rows that read nothing and write nowhere, whatever runs."""
-        for tensor in (self.position, self.cache_row, self.members, self.step):
-            tensor.fill_(-1)
-        for tensor in (self.token, self.place_of, self.row_pages, self.group_pages, self.page_table):
-            tensor.zero_()
-        self.slot.fill_(self.max_rows)
 
     # --- rows
 
@@ -348,15 +353,9 @@ class Steps:
         return self._read(len(place.slots), drawing.options)
 
     def _read(self, rows: int, options: SamplingOptions) -> Callable[[], Log]:
-        """Scores of what was drawn, and everything to the host, behind the steps."""
+        """Scores of what was sampled, and everything to the host, behind the steps."""
         log = self.log[:, :, :rows].contiguous()
-        drawn_from = self.log_logp[:, :rows].flatten()
-        policy = torch.full((2, len(drawn_from)), torch.nan, device=self.device)
-        if options.temperature > 0:
-            hidden = self.log_hidden[:, :rows].flatten(0, 1)
-            scored = token_scores(hidden, self.head, log[:, 0].flatten().long(), temperature=options.temperature)
-            policy = torch.stack([scored.logp, scored.entropy]).float()
-        scores = torch.cat([drawn_from[None] if options.filters_distribution else policy[:1], policy])
+        scores = self._scores_of(log[:, 0], rows, options)
         self._turn = 1 - self._turn
         log_host = self._logs[self._turn][: log.numel()].view(log.shape)
         scores_host = self._scores[self._turn][: scores.numel()].view(3, STEPS, rows)
@@ -373,6 +372,16 @@ class Steps:
             return Log(log_host[:, 0], log_host[:, 1], *scores_host)
 
         return wait
+
+    def _scores_of(self, token: Int[Tensor, "S R"], rows: int, options: SamplingOptions) -> Float[Tensor, "3 S*R"]:
+        """Log-probs in the distribution that was sampled from and in the policy's, and the policy's entropies."""
+        sampled_from = self.log_logp[:, :rows].flatten()
+        policy = torch.full((2, len(sampled_from)), torch.nan, device=self.device)
+        if options.temperature > 0:
+            hidden = self.log_hidden[:, :rows].flatten(0, 1)
+            scored = token_scores(hidden, self.head, token.flatten().long(), temperature=options.temperature)
+            policy = torch.stack([scored.logp, scored.entropy]).float()
+        return torch.cat([sampled_from[None] if options.filters_distribution else policy[:1], policy])
 
     def _step_for(self, rows: int, place: Place, drawing: Drawing) -> Callable[[], None]:
         """A step of so many rows: a graph, captured at its first use; without CUDA a call."""
@@ -398,7 +407,7 @@ class Steps:
     def _captured(self, step: Callable[[], None]) -> Callable[[], None]:
         position = self.slot_position.clone()
         self.slot_position.fill_(-1)  # a step of empty rows writes nothing
-        main, side, graph = torch.cuda.current_stream(), _side_stream(self.device), torch.cuda.CUDAGraph()
+        main, side, graph = torch.cuda.current_stream(), side_stream(self.device), torch.cuda.CUDAGraph()
         side.wait_stream(main)
         with torch.cuda.stream(side):
             step()  # compiles what is not compiled yet
@@ -437,7 +446,7 @@ class Steps:
         layout = DecodeLayout(page_table, position, shared, reach)
         paged = PagedRows(self.caches, layout, self.cache_row[:rows], self.place_of[:rows], tables)
         hidden = decoder(input_ids=token, rows=paged, num_layers=num_layers).last_hidden_state
-        ends = self._ends(drawing.ends)
+        ends = self._stop_tokens(drawing.ends)
         histories = self._histories_of(options)
         for start in range(0, rows, LOGIT_ROWS):
             part = slice(start, min(rows, start + LOGIT_ROWS))
@@ -479,11 +488,13 @@ class Steps:
         }
         for name, (needed, shape, dtype) in wanted.items():
             if needed and name not in self._histories:
+                refuse_unwritten("the history of sampled tokens", self.device)
                 self._histories[name] = torch.zeros(shape, dtype=dtype, device=self.device)
         return {name: self._histories[name] for name, (needed, *_) in wanted.items() if needed}
 
-    def _ends(self, ends: tuple[int, ...]) -> Tensor:
+    def _stop_tokens(self, ends: tuple[int, ...]) -> Tensor:
         if ends not in self._ends_of:
+            refuse_unwritten("the list of stop tokens", self.device)
             self._ends_of[ends] = torch.tensor(ends, dtype=torch.long).to(self.device)
         return self._ends_of[ends]
 
@@ -531,9 +542,3 @@ def _splits(reach: int) -> int:
 
 def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures: a library keeps a workspace for every stream that it has met."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

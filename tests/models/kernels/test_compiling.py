@@ -2,6 +2,7 @@
 
 import os
 import threading
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -10,7 +11,14 @@ pytest.importorskip("triton")
 
 from triton.runtime.errors import OutOfResources
 
+from logitless.models.kernels import compiling as compiling_module
 from logitless.models.kernels.compiling import Compiling, ready_to_launch
+
+
+@pytest.fixture(autouse=True)
+def without_a_gpu(monkeypatch):
+    """Here calls launch nothing, and there is no graph to capture."""
+    monkeypatch.setattr(compiling_module, "not_executed", lambda _: nullcontext())
 
 
 class Kernel:
@@ -41,7 +49,7 @@ def test_a_kernel_that_does_not_fit_is_left_to_its_launch_and_any_other_error_is
 def test_some_kernels_are_waited_for_while_others_compile_and_each_is_compiled_once(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)  # on one processor there is one thread
     compiled, there, may_end = [], [], threading.Event()
-    with Compiling() as compiling:
+    with Compiling(None) as compiling:
 
         def launch(name):
             def compile_it():
@@ -65,5 +73,5 @@ def test_a_compilation_that_fails_is_raised_where_its_kernel_is_waited_for():
     def fail():
         raise ValueError("no such register")
 
-    with pytest.raises(ValueError, match="no such register"), Compiling() as compiling:
+    with pytest.raises(ValueError, match="no such register"), Compiling(None) as compiling:
         compiling.begin([lambda: compiling.unlaunched.submit("one", fail, print)])()

@@ -39,14 +39,17 @@ def test_what_is_not_compiled_is_compiled_and_not_launched_and_afterwards_nothin
     from logitless.models.kernels.compiling import compiled_together
 
     x = torch.zeros(256, device="cuda")
-    with compiled_together():
+    with compiled_together(x.device):
         for block in (64, 128, 64):
             add_kernel[1,](x, 1.0, BLOCK=block)
         assert not x.any()
     assert len(compilations) == 2
-    with compiled_together():
+    with compiled_together(x.device):
         add_kernel[1,](x, 1.0, BLOCK=64)
+        x.add_(5.0)
+    assert not x.any()  # neither a kernel that is there nor an operation of torch's was executed
     add_kernel[1,](x, 1.0, BLOCK=128)
+    add_kernel[1,](x, 1.0, BLOCK=64)
     assert x.tolist() == [2.0] * 64 + [1.0] * 64 + [0.0] * 128
     assert len(compilations) == 2
 
@@ -66,7 +69,7 @@ def test_launchers_are_made_and_kernels_loaded_by_the_threads_that_compile(tmp_p
     x = torch.zeros(64, device="cuda")
     with triton.knobs.cache.scope():
         triton.knobs.cache.dir = str(tmp_path)
-        with compiled_together():
+        with compiled_together(x.device):
             add_to_another_kernel[1,](x, x, 1.0, BLOCK=64)
         assert makers
         assert threading.main_thread() not in makers

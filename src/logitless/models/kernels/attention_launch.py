@@ -47,8 +47,12 @@ class Heads(NamedTuple):
     @classmethod
     def of(cls, query: Tensor, key: Tensor) -> "Heads":
         """Of query [T, H, E] and key [T, K, E]."""
-        width = query.shape[2]
-        return cls(key.shape[1], query.shape[1] // key.shape[1], width, max(16, power_of_two(width)))
+        return cls.of_counts(query.shape[1], key.shape[1], query.shape[2])
+
+    @classmethod
+    def of_counts(cls, num_heads: int, num_key: int, width: int) -> "Heads":
+        """Of so many query heads and key heads."""
+        return cls(num_key, num_heads // num_key, width, max(16, power_of_two(width)))
 
     @property
     def constants(self) -> dict[str, int]:

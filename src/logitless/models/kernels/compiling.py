@@ -1,9 +1,9 @@
 """Kernels compiled side by side: half a second each on one processor, and a model's first step launches a dozen.
 
-Code that launches kernels is run once while those that are not compiled yet are sent to threads in place of the GPU.
-What it computes is then unfinished and means nothing; afterwards everything that it launches is there, and on the GPU:
-Triton leaves a kernel's launcher, which a C compiler makes, and its loading to the first launch, and one after the
-other they take as long as the compilations.
+Code that launches kernels is called while a CUDA graph is captured, which is thrown away: nothing runs on the GPU,
+neither torch's operations nor kernels that are there already. Kernels that are not compiled yet are compiled by threads
+from the arguments of their launch. Afterwards each is ready to be launched: Triton leaves a kernel's launcher, which a
+C compiler makes, and its loading to the first launch, and one after the other they take as long as the compilations.
 """
 
 import os
@@ -17,32 +17,33 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
+from logitless.graph_capture import not_executed
+
 _THREADS = 16
 """A tenth of a compilation is Python, of which one thread runs at a time: more of them wait for each other."""
 
 
 @contextmanager
-def compiled_together() -> Iterator[None]:
-    """In this thread, kernels that are not compiled are compiled by others instead of launched; waits for all.
+def compiled_together(device: torch.device) -> Iterator[None]:
+    """In this thread, kernels that are not compiled are compiled by others, and nothing is executed; waits for all.
 
-    The code inside must do no harm with numbers that nothing has written: no such number may become an index.
-
-    Example:
-        >>> with compiled_together():
-        ...     pass
+    Args:
+        device: CUDA's, on which the code inside launches. That code copies nothing from the host, waits for nothing
+            and keeps no tensor that it makes (``graph_capture.not_executed``).
     """
-    with Compiling() as compiling, compiling.unlaunched:
+    with Compiling(device) as compiling, compiling.unlaunched, not_executed(device):
         yield
 
 
 class Compiling:
     """Threads that compile what calls launch; at its end all is there.
 
-    Example:
-        >>> with Compiling() as compiling:
-        ...     wait = compiling.begin([])
-        ...     wait()
+    Args:
+        device: as of ``compiled_together``.
     """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def __enter__(self) -> "Compiling":
         self._threads = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1))
@@ -56,7 +57,7 @@ class Compiling:
     def begin(self, calls: Iterable[Callable[[], object]]) -> Callable[[], None]:
         """Makes these calls as inside ``compiled_together``; the result waits for the kernels that they brought."""
         first = len(self.unlaunched.kernels)
-        with self.unlaunched:
+        with self.unlaunched, not_executed(self._device):
             for call in calls:
                 call()
         return partial(self.unlaunched.wait, first, len(self.unlaunched.kernels))

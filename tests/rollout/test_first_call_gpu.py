@@ -1,0 +1,50 @@
+"""The GPU engine's first call in a process, with empty caches: nothing was compiled by anything that ran before."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+ROOT = Path(__file__).parents[2]
+GREEDY = {"temperature": 0}
+OPTIONS = {
+    "greedy": [GREEDY],
+    "top-p": [{"top_p": 0.9}],
+    "top-k": [{"top_k": 20}],
+    "min-p": [{"min_p": 0.05}],
+    "repetition penalty": [{"repetition_penalty": 1.2}],
+    "presence penalty": [{"presence_penalty": 0.5}],
+    "frequency penalty": [{"frequency_penalty": 0.5}],
+    "minimum": [{"min_new_tokens": 4}],
+    "stop string": [{"stop": ("ab",)}],
+    "changed between calls": [{}, {"top_p": 0.9}, GREEDY, {"top_k": 5, "temperature": 0.7}, {}, {"top_p": 0.9}],
+}
+
+
+def first_calls(options, folder, *before):
+    """The finished process of ``first_call.py``, with caches of its own."""
+    caches = ("TRITON_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
+    environment = {**os.environ, **{name: str(folder / name.lower()) for name in caches}}
+    command = [*before, sys.executable, "-m", "tests.rollout.first_call", *map(json.dumps, options)]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_first_call_samples_with_training_log_probs_whether_kernels_are_compiled_or_only_some_are(name, tmp_path):
+    for _ in range(2):  # with empty caches, and with those that the first process leaves
+        done = first_calls(OPTIONS[name], tmp_path)
+        assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_kernels_of_other_options_in_the_cache_do_no_harm(tmp_path):
+    for options in (OPTIONS["greedy"], OPTIONS["top-p"], OPTIONS["min-p"]):
+        done = first_calls(options, tmp_path)
+        assert done.returncode == 0, done.stderr[-4000:]
