@@ -203,7 +203,9 @@ def digest(model: nn.Module) -> str:
 
 def in_products_of_bfloat16() -> dict[str, Any]:
     """Of a model section on a GPU: bfloat16 weights with float32 masters, and the layers with one set of bits."""
-    return {"trained_dtype": "bfloat16", "layers": "row_invariant"} if device() == "cuda" else {}
+    return (
+        {"trained_dtype": "bfloat16", "layers": "row_invariant"} if device() == "cuda" else {"trained_dtype": "float32"}
+    )
 
 
 def file_name(name: str, seed: int) -> str:
@@ -244,7 +246,7 @@ def recipe(size: str, folder: Path, name: str, seed: int) -> Recipe:
     }
     in_bfloat16 = "sampler in bfloat16" in name
     if on_gpu and in_bfloat16:
-        raw["model"]["matmul_precision"] = "high"
+        raw["model"] |= {"trained_dtype": "float32", "matmul_precision": "high"}
     elif on_gpu:
         raw["model"] |= in_products_of_bfloat16()
         raw["rollout"]["engine"] = {"name": "gpu", "memory": 2**31}  # several runs may share the GPU

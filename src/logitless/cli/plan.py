@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the forecast."""
-    recipe = load_recipe(options.recipe, options.overrides)
+    recipe = load_recipe(options.recipe, options.overrides, plans_for_gpus=True)
     for key in ("gpus", "gpus_per_machine"):
         if (given := getattr(options, key)) < 1:
             name = "--" + key.replace("_", "-")

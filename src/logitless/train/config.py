@@ -55,13 +55,17 @@ class ModelSection(Section):
     source: str | dict[str, Any] = Field(description="hub name, folder, or a transformers config as a mapping")
     random_weights: bool = Field(False, description="build the model from its config with seeded random weights")
     tokenizer: str | None = Field(None, description="hub name or folder; default: `source`")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="of frozen weights (LoRA's base, the reference)"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="of frozen weights (LoRA's base, the reference); auto: as `trained_dtype` chooses, and float32 on "
+        "a CPU",
     )
-    trained_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32",
+    trained_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
         description="of trained weights in forward, backward and sampling; under bfloat16 the optimizer and "
-        "checkpoints hold float32 masters, and gradients are summed in float32",
+        "checkpoints hold float32 masters, and gradients are summed in float32; auto: bfloat16 on a GPU that computes "
+        "in it, unless model.autocast is set, else float32 (docs/numerics.md). The run folder's `config.yaml` has the "
+        "dtype that was chosen",
     )
     autocast: Literal["bfloat16"] | None = Field(None, description="dtype of the products in forward and backward")
     attention: Literal["packed", "sdpa", "eager", "flex_attention"] = Field(
@@ -589,7 +593,7 @@ class Recipe(Section):
             "Raise the first, or set the second to keep.",
         )
         _require(
-            self.model.lora is not None or self.model.dtype == "float32" or self.kl is not None,
+            self.model.lora is not None or self.model.dtype in ("auto", "float32") or self.kl is not None,
             "frozen weights for model.dtype to apply to",
             f"model.dtype={self.model.dtype} with full fine-tuning and no reference",
             "Remove it, or set model.autocast to make products in bfloat16.",
@@ -640,14 +644,14 @@ class Recipe(Section):
             "Leave implementation out.",
         )
         _require(
-            optimizer.moments != "host" or (self.model.trained_dtype == "bfloat16" and not self.parallel.deterministic),
+            optimizer.moments != "host" or (self.model.trained_dtype != "float32" and not self.parallel.deterministic),
             "model.trained_dtype: bfloat16, whose masters go to the host, and no parallel.deterministic, beside "
             "train.optimizer.moments: host",
             f"trained_dtype={self.model.trained_dtype}, deterministic={self.parallel.deterministic}",
             "Set it, or leave moments at float32.",
         )
         _require(
-            self.model.trained_dtype == "float32" or self.model.autocast is None,
+            self.model.trained_dtype != "bfloat16" or self.model.autocast is None,
             "one dtype of the products",
             f"model.autocast={self.model.autocast} beside model.trained_dtype={self.model.trained_dtype}",
             "Remove model.autocast: products of bfloat16 weights are in bfloat16 as they are.",

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from logitless.distributed.ranks import Ranks
 from logitless.distributed.sharding import is_sharded
 from logitless.errors import UnavailableError
-from logitless.models.lm_head import backbone, lm_head
+from logitless.models.lm_head import lm_head
 from logitless.rollout.engine import Engine, PushingEngine, Weights
 from logitless.rollout.http_client import HttpClient, Patience, api_key
 from logitless.rollout.nccl_transfer import NcclSync
@@ -40,7 +40,7 @@ from logitless.train.config import (
 )
 from logitless.train.metrics import Numbers
 from logitless.train.one_client import OneClientANode, ServerEngine
-from logitless.train.setup import device_of
+from logitless.train.setup import device_of, runs_row_invariant
 
 logger = logging.getLogger("logitless")
 
@@ -119,11 +119,11 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
         case RecordedEngineSection(path=path):
             return Engines(RecordedEngine(Path(path)), here)
         case AutoEngineSection(memory=memory):
-            if reason := not_on_gpu_because(recipe, model):
-                if _device_type(model) != "meta":  # a dry run, which samples nothing
-                    logger.info("rollout engine: transformers, for %s", reason)
+            if _device_type(model) == "meta":  # a dry run, which samples nothing
                 return Engines(training, here)
-            logger.info("rollout engine: gpu, with the bits of training")
+            logger.info("rollout engine: %s", engine_line(recipe, model))
+            if not_on_gpu_because(recipe, model):
+                return Engines(training, here)
             gpu = _gpu_engine(recipe, model, tokenizer, memory)
             return Engines(gpu, gpu)
         case GpuEngineSection(memory=memory):
@@ -236,15 +236,29 @@ def _probe(recipe: Recipe, section: ProbeSection, tokenizer: PreTrainedTokenizer
     )
 
 
+def engine_line(recipe: Recipe, model: nn.Module) -> str:
+    """What samples in a run, and why where ``auto`` chose it; on the meta device, what would."""
+    engine = recipe.rollout.engine
+    if not isinstance(engine, AutoEngineSection):
+        return f"{engine.name}, set by the recipe"
+    reason = not_on_gpu_because(recipe, model)
+    return f"transformers, for {reason}" if reason else "gpu, with the bits of training"
+
+
 def not_on_gpu_because(recipe: Recipe, model: nn.Module) -> str:
-    """What keeps ``auto`` from sampling with the bits of training, in words; empty where nothing does."""
+    """What keeps ``auto`` from sampling with the bits of training, in words; empty where nothing does.
+
+    A model on the meta device is taken for one on the recipe's device.
+    """
     backends = {recipe.train.scoring_backend, recipe.train.training_backend}
     if recipe.rollout.staleness > 0:
         return "blocks are collected while the policy is trained, with a copy of it"
-    if (kind := _device_type(model)) != "cuda":
-        waits = kind == "cpu" and device_of(recipe.model).type == "cuda"  # in the host's memory, to be cut
+    kind, device = _device_type(model), device_of(recipe.model)
+    kind = device.type if kind == "meta" else kind
+    if kind != "cuda":
+        waits = kind == "cpu" and device.type == "cuda"  # in the host's memory, to be cut
         return "its weights are to be sharded" if waits else f"the model is on {kind}"
-    if not hasattr(backbone(model), "row_invariant"):
+    if not runs_row_invariant(recipe.model, device, model):
         return "its layers are not row-invariant ones"
     if any(is_sharded(parameter) for parameter in model.parameters()):
         return "its weights are sharded"

@@ -23,14 +23,17 @@ from logitless.rollout.environments import environment_of
 from logitless.rollout.tool_environment import tools_of
 from logitless.train.checks import check_before_start
 from logitless.train.config import AutoEngineSection, GpuEngineSection, Recipe
-from logitless.train.engines import open_engines
+from logitless.train.costly import costly_choices
+from logitless.train.engines import engine_line, open_engines
 from logitless.train.host_memory import host_memory
 from logitless.train.masters import master_of
 from logitless.train.memory import free_host_memory, size_text
+from logitless.train.precision import dtype_line
 from logitless.train.setup import (
     algorithm_of,
     data_of,
     device_of,
+    layers_line,
     policy_model,
     rewards_of,
     tokenizer_of,
@@ -57,6 +60,8 @@ class Plan:
         disk_bytes: of the run folder, by part.
         counts: rows read and dropped, by data source.
         first_prompt: as the model reads it.
+        chosen: dtype, layers and engine, each with its reason.
+        warnings: choices that cost more than a factor of two.
     """
 
     completions_per_block: int
@@ -68,6 +73,8 @@ class Plan:
     disk_bytes: Mapping[str, int]
     counts: Mapping[str, Mapping[str, int]]
     first_prompt: Prompt
+    chosen: tuple[str, ...]
+    warnings: tuple[str, ...]
 
     @property
     def total_bytes(self) -> int:
@@ -90,6 +97,7 @@ def plan_of(recipe: Recipe) -> Plan:
     check_before_start(recipe, data, model)
     value_head = value_head_of(recipe, algorithm, model)
     open_engines(recipe, model, tokenizer).close()
+    device = device_of(recipe.model)
     rollout, train = recipe.rollout, recipe.train
     completions = rollout.prompts_per_block * rollout.completions_per_prompt
     tokens = completions * rollout.longest_completion
@@ -104,6 +112,12 @@ def plan_of(recipe: Recipe) -> Plan:
         disk_bytes=disk(recipe, model, value_head),
         counts=data.counts,
         first_prompt=data.train[0],
+        chosen=(
+            dtype_line(recipe.model),
+            f"layers {layers_line(recipe.model, device, model)}",
+            f"engine {engine_line(recipe, model)}",
+        ),
+        warnings=tuple(costly_choices(recipe, device, model)),
     )
 
 
@@ -253,6 +267,7 @@ def dry_run(recipe: Recipe) -> str:
     epochs = "1 epoch" if train.epochs_per_block == 1 else f"{train.epochs_per_block} epochs"
     lines = [
         f"recipe {recipe.name}: checked",
+        *(f"  {line}" for line in (*plan.chosen, *plan.warnings)),
         f"  preset             {recipe.algorithm.preset}",
         *(f"  {name:18s} {_account(counts)}" for name, counts in plan.counts.items()),
         f"  first prompt       {plan.first_prompt.text[:100]!r} ({len(plan.first_prompt.token_ids)} tokens)",

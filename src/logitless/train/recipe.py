@@ -1,7 +1,7 @@
 """From a YAML file and ``--set a.b=c`` to a checked ``Recipe``, with errors that name the key and the repair.
 
 A relative path in a recipe starts at the folder of its file, one in ``--set`` at the current folder; what comes out has
-whole paths, so that a resolved recipe means the same wherever it is kept.
+whole paths and the dtypes that ``auto`` is on this machine: a resolved recipe means the same wherever it is kept.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from pydantic_core import ErrorDetails
 
 from logitless.errors import ConfigurationError
 from logitless.train.config import Recipe
+from logitless.train.precision import resolved_dtypes
 from logitless.train.shipped import shipped_recipes
 
 
@@ -57,13 +58,14 @@ NAMES_OR_PATHS = (
 """Keys whose value is a path if it begins with ``.``, ``/`` or ``~`` or a folder has that name, else a hub name."""
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: Path, overrides: Sequence[str] = (), *, plans_for_gpus: bool = False) -> Recipe:
     """Read a recipe and apply overrides.
 
     Args:
         path: YAML file; relative paths in it start at its folder.
         overrides: ``a.b=value`` with a YAML value; list items by number (``rewards.0.weight=2``); relative paths in
             them start at the current folder.
+        plans_for_gpus: take ``model.device: auto`` for a GPU where this machine has none.
 
     Raises:
         ConfigurationError: no such file, malformed YAML, an unknown key (the nearest known one is named), a value of
@@ -96,7 +98,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     def folder_of(key: str) -> Path:
         return Path.cwd() if any(f"{key}.".startswith(f"{each}.") for each in replaced) else path.parent
 
-    return _checked(_with_whole_paths(raw, folder_of))
+    return _checked(_with_whole_paths(raw, folder_of), plans_for_gpus=plans_for_gpus)
 
 
 def parse_recipe(raw: Mapping[str, Any]) -> Recipe:
@@ -152,7 +154,7 @@ def places(whole: Mapping[str, Any], pattern: str) -> Iterator[tuple[str, dict[s
             yield f"{path}{last}", at, last
 
 
-def _checked(raw: Mapping[str, Any]) -> Recipe:
+def _checked(raw: Mapping[str, Any], *, plans_for_gpus: bool = False) -> Recipe:
     try:
         json.dumps(raw, default=str, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -166,7 +168,9 @@ def _checked(raw: Mapping[str, Any]) -> Recipe:
             remedy="See docs/configuration.md.",
         ) from error
     try:
-        return Recipe.model_validate(raw)
+        given = Recipe.model_validate(raw)
+        dtypes = resolved_dtypes(given, plans_for_gpus=plans_for_gpus)
+        return Recipe.model_validate({**raw, "model": {**raw["model"], **dtypes}}) if dtypes else given
     except ValidationError as error:
         problems = "; ".join(_problem(details) for details in error.errors())
         raise ConfigurationError(

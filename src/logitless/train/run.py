@@ -28,6 +28,7 @@ from logitless.train.ahead import LOG, collector_of
 from logitless.train.checkpoint import Checkpoint, checkpoints, clear_remains, damaged, load_checkpoint
 from logitless.train.checks import arrangement_of, check_before_start
 from logitless.train.config import Recipe, RecordedEngineSection
+from logitless.train.costly import costly_choices
 from logitless.train.engines import Engines, engines_on, open_engines
 from logitless.train.evaluate import evaluation_of
 from logitless.train.forecast import scores_all_rows
@@ -198,8 +199,11 @@ def run_recipe(
                     each.share_sequences(ranks.sequence)
         if ranks.world > 1:
             view.message(f"{ranks.world} processes: {arrangement.words}")
-        if built.model.layers != recipe.model.layers:
+        is_split = built.model.layers != recipe.model.layers
+        if is_split:
             view.message("layers transformers' own, for weights or sequences are split over processes")
+        for line in costly_choices(built, policy.device, policy.model, is_split=is_split):
+            view.message(line)
         journal = Journal(folder, view, writers, policy.device, ranks)
         weights = {r.name: r.weight for r in rewards}
         learner = Learner(recipe, algorithm, policy, reference, reward_weights=weights, ranks=ranks)
@@ -377,6 +381,16 @@ def _check_same(before: Recipe, now: Recipe) -> None:
         return kept
 
     old, new = fixed(before), fixed(now)
+    dtypes = [key for key in ("trained_dtype", "dtype") if old["model"][key] != new["model"][key]]
+    if dtypes:
+        had, has = (", ".join(f"model.{key}: {model[key]}" for key in dtypes) for model in (old["model"], new["model"]))
+        kept = " ".join(f"--set model.{key}={old['model'][key]}" for key in dtypes)
+        raise ConfigurationError(
+            needed=f"{had}, as in the run's config.yaml",
+            given=f"{has}, which is what the recipe sets, or what auto is on this machine",
+            remedy=f"Go on where auto is the same, or add {kept}: the run then keeps its dtype, on a machine that may "
+            "round otherwise.",
+        )
     changed = [f"{k}.{i}" for k in old for i in _changed(old[k], new[k])]
     if changed:
         raise ConfigurationError(

@@ -41,6 +41,7 @@ from logitless.rewards.suites import warn_of_overlap
 from logitless.seeds import derived_seed
 from logitless.train.config import ModelSection, Recipe, ValueHeadSection
 from logitless.train.masters import lower_to
+from logitless.train.precision import dtype_line
 from logitless.types import Prompt
 
 logger = logging.getLogger("logitless")
@@ -297,11 +298,16 @@ def _keeps_bits(model: nn.Module) -> bool:
     return next(model.parameters()).device.type != "cuda" or self_check(model).exact
 
 
-def own_layers_because(section: ModelSection, model: nn.Module) -> str:
+def own_layers_because(section: ModelSection, model: nn.Module, device: torch.device | None = None) -> str:
     """What keeps a model with transformers' own layers from row-invariant ones, in words; empty where nothing does.
 
     Under ``auto`` that is also what would make them slow: the interpreter on a CPU, and float32 weights, which no
     tensor core multiplies.
+
+    Args:
+        section: of the recipe.
+        model: of the section.
+        device: that it is to run on; None for the one that it is on.
     """
     if importlib.util.find_spec("triton") is None:
         return "Triton is absent (pip install 'logitless[triton]')"
@@ -314,9 +320,9 @@ def own_layers_because(section: ModelSection, model: nn.Module) -> str:
         f"model.quantize: {section.quantize}": section.quantize is not None,
     }
     found = [setting for setting, given in beside.items() if given] + list(uncovered(model))
-    device = next(model.parameters()).device.type
+    device = device or next(model.parameters()).device
     automatic = section.layers == "auto"
-    if device == "cpu" and (automatic or os.environ.get("TRITON_INTERPRET") != "1"):
+    if device.type == "cpu" and (automatic or os.environ.get("TRITON_INTERPRET") != "1"):
         found.append("a model on the CPU")
     elif automatic and backbone(model).get_input_embeddings().weight.dtype == torch.float32:  # type: ignore[operator]
         found.append("float32 weights (model.trained_dtype: bfloat16, under LoRA model.dtype, would serve)")
@@ -332,12 +338,13 @@ def effects(section: ModelSection, device: torch.device, model: nn.Module) -> li
     sdpa = sdpa_allowed()
     lines = [
         f"device {device}" + (f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""),
+        dtype_line(section),
         f"trained: {sum(p.numel() for p in trained):,} weights in {_dtypes(trained)}",
         f"frozen: {sum(map(num_weights, frozen)):,} weights in {_dtypes(frozen)}" if frozen else "frozen: none",
         f"products in {section.autocast or _dtypes(trained)}, float32 ones at precision "
         f"{torch.get_float32_matmul_precision()!r}",
         f"attention {causal_lm(model).config._attn_implementation}; SDPA may use {', '.join(sdpa)}",
-        f"layers {_layers(section, model)}",
+        f"layers {layers_line(section, device, model)}",
         f"gradient checkpointing {'on' if checkpointing else 'off'}, compile {'on' if compiled else 'off'}",
     ]
     if section.quantize is not None:
@@ -350,13 +357,24 @@ def effects(section: ModelSection, device: torch.device, model: nn.Module) -> li
     return lines
 
 
-def _layers(section: ModelSection, model: nn.Module) -> str:
-    if hasattr(backbone(model), "row_invariant"):
+def layers_line(section: ModelSection, device: torch.device, model: nn.Module) -> str:
+    """Which layers a model has or, on the meta device, would have on ``device``, and why."""
+    if runs_row_invariant(section, device, model):
         return "row-invariant: a token has one set of bits in any packed row"
     if section.layers == "liger":
         return "Liger's norm, rotary embedding and gated MLP"
-    reason = own_layers_because(section, model) if section.layers == "auto" else ""
+    reason = own_layers_because(section, model, device) if section.layers == "auto" else ""
     return "transformers' own" + (f", for {reason}" if reason else "")
+
+
+def runs_row_invariant(section: ModelSection, device: torch.device, model: nn.Module) -> bool:
+    """Whether a model has row-invariant layers.
+
+    Of a model on the meta device: whether it would have them on ``device``, if that GPU's self-check finds nothing.
+    """
+    if next(model.parameters()).device.type != "meta":
+        return hasattr(backbone(model), "row_invariant")
+    return section.layers in ("auto", "row_invariant") and not own_layers_because(section, model, device)
 
 
 def _dtypes(parameters: Sequence[nn.Parameter]) -> str:
