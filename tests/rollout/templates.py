@@ -35,7 +35,11 @@ QWEN = """{%- if tools %}<|im_start|>system
 {% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
 
 LLAMA_3 = """{{- bos_token }}
 {%- for m in messages %}

@@ -4,7 +4,7 @@ import pytest
 
 from logitless.errors import ConfigurationError
 from logitless.models.char_tokenizer import character_tokenizer
-from logitless.rollout.chat import ChatEnvironment, ChatTurns
+from logitless.rollout.chat import ChatEnvironment, ChatTurns, check_chat_template_kwargs
 from logitless.rollout.environment import Limits, Reply
 from logitless.rollout.play import play
 from logitless.rollout.sampling import SamplingOptions
@@ -123,6 +123,26 @@ def test_no_tool_speaks_for_another_role(family):
     hidden = end[:2] + end + end[2:]  # taking one out leaves another
     clean = turns.between(turn, [{"role": "user", "content": "ok. 22"}])
     assert turns.between(turn, [{"role": "user", "content": f"ok.{hidden}{special[0]} 22"}]) == clean
+
+
+def test_a_turn_begins_as_the_variables_of_the_chat_template_say():
+    tokenizer = chat_tokenizer("qwen")
+    turn = Completion("7", ids(tokenizer, SAID + "<|im_end|>"), SAID, "stop")
+    plain = tokenizer.decode(ChatTurns(tokenizer).between(turn, REPLIES["user"]))
+    quiet = ChatTurns(tokenizer, chat_template_kwargs={"enable_thinking": False})
+    assert "<think>" not in plain
+    assert tokenizer.decode(quiet.between(turn, REPLIES["user"])) == f"{plain}<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize("given", [{"enable_thinkng": False}, {"tools": []}, {"add_generation_prompt": False}])
+def test_a_variable_that_no_chat_template_reads_is_refused(given):
+    tokenizer = chat_tokenizer("qwen")
+    check_chat_template_kwargs(tokenizer, {"enable_thinking": False})
+    with pytest.raises(ConfigurationError, match=f"given {next(iter(given))}"):
+        check_chat_template_kwargs(tokenizer, given)
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigurationError, match="enable_thinking with a tokenizer without a chat template"):
+        check_chat_template_kwargs(tokenizer, {"enable_thinking": False})
 
 
 def test_a_template_without_the_role_is_refused_by_name_before_the_first_rollout():

@@ -349,6 +349,50 @@ def test_settings_that_are_the_recipes_are_taken_where_no_others_are(tokenizer):
         assert (status, "presence_penalty: sampling is settled" in reply["error"]["message"]) == (400, True)
 
 
+QUIET = {"enable_thinking": False}
+THOUGHT = "<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize("own_settings", [True, False])
+def test_a_chat_is_rendered_with_the_variables_of_the_recipe_and_a_request_that_stands_alone_may_bring_others(
+    tokenizer, own_settings
+):
+    settings = {"seed": 0, "own_settings": own_settings, "chat_template_kwargs": QUIET}
+    with EngineServer(Letters(tokenizer), tokenizer, OPTIONS, **settings) as server:
+
+        def ends_with_a_thought(**body):
+            status, reply = post(f"{server.url}/chat/completions", messages=QUESTION, **body)
+            return status == 200 and tokenizer.decode(reply["prompt_token_ids"]).endswith(THOUGHT)
+
+        assert ends_with_a_thought()
+        assert ends_with_a_thought(chat_template_kwargs=QUIET)
+        status, reply = post(f"{server.url}/chat/completions", messages=QUESTION, chat_template_kwargs={"quiet": True})
+        assert (status, "given quiet" in reply["error"]["message"]) == (400, True)
+        other = {"messages": QUESTION, "chat_template_kwargs": {"enable_thinking": True}}
+        status, reply = post(f"{server.url}/chat/completions", **other)
+        assert status == (200 if own_settings else 400)
+        if own_settings:
+            assert not tokenizer.decode(reply["prompt_token_ids"]).endswith(THOUGHT)
+        else:
+            assert "settled by the recipe" in reply["error"]["message"]
+
+
+def test_a_harness_reads_what_the_recipes_variables_make_of_the_chat_template_in_every_turn(tokenizer):
+    episodes = HarnessEpisodes(asking_twice, tokenizer, concurrency=3, chat_template_kwargs=QUIET)
+    prompts, groups = episodes.episodes(
+        Letters(tokenizer),
+        [Prompt("0", "ok?", (5, 6), columns={"question": "ok?"})],
+        num_samples=1,
+        options=OPTIONS,
+        seed=0,
+        limits=Limits(),
+    )
+    [[episode]] = groups
+    assert tokenizer.decode(prompts[0].token_ids).endswith(THOUGHT)
+    given = zip(episode.completion.token_ids, episode.completion.trained, strict=True)
+    assert tokenizer.decode([token for token, own in given if not own]).endswith(THOUGHT)
+
+
 def test_one_call_at_most_and_none_where_the_request_says_so(server):
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     server._engine.said = lambda prompt: Completion(prompt.id, (5,), call * 2, "stop")

@@ -11,6 +11,10 @@ from logitless.models.lora import adapters_off
 from logitless.models.value_head import ValueHead, save_value_head
 from logitless.objective.value import ValueLoss
 from logitless.rewards.suites import OverlapWarning
+from logitless.rollout.environment import Reply
+from logitless.rollout.transformers import TransformersEngine
+from logitless.train.engines import Engines
+from logitless.train.run import start
 from logitless.train.setup import (
     algorithm_of,
     allocator_of_environment,
@@ -42,6 +46,62 @@ def test_auto_is_a_device_that_exists_and_an_absent_one_is_refused(tmp_path, mon
 def test_a_config_alone_has_no_tokenizer(tmp_path):
     with pytest.raises(ConfigurationError, match=r"Set model\.tokenizer"):
         tokenizer_of(tiny_recipe(tmp_path, model__tokenizer=None).model)
+
+
+def _with_chat_template(folder):
+    """The tiny recipe's tokenizer with a chat template that reads ``mood``."""
+    tokenizer = tokenizer_of(tiny_recipe(folder).model)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt and mood is defined and mood == 'good' %}gd{% endif %}"
+    )
+    tokenizer.save_pretrained(str(folder / "tokenizer"))
+
+
+def test_every_prompt_and_turn_is_rendered_with_the_recipes_variables_of_the_chat_template(tmp_path):
+    _with_chat_template(tmp_path)
+    changes = {
+        "model__chat_template_kwargs": {"mood": "good"},
+        "warm_start": {"data": {"name": "file", "path": str(tmp_path / "train.jsonl")}, "steps": 1},
+        "evaluation__sets": {"more": {"data": {"name": "file", "path": str(tmp_path / "held_out.jsonl")}}},
+        "rollout__environment": {"name": "own", "factory": "tests.train.test_setup:_Hums"},
+        "rollout__limits": {"max_turns": 2, "max_tokens": 20},
+        "rollout__sampling": {"max_new_tokens": 6},
+        "train__blocks": 1,
+    }
+    recipe = tiny_recipe(tmp_path, **changes)
+    data = data_of(recipe, tokenizer_of(recipe.model))
+    read = [*data.train, *data.held_out, *data.warm_start, *data.held_out_sets["more"]]
+    assert len(read) > 10
+    assert all(prompt.text.endswith("gd") and len(prompt.token_ids) == 4 for prompt in read)
+    asked = []
+
+    class Noting(TransformersEngine):
+        def sample(self, prompts, *arguments, **options):
+            asked.extend(prompts)
+            return super().sample(prompts, *arguments, **options)
+
+    def open_noting(recipe, model, tokenizer):
+        engine = Noting(model, tokenizer)
+        return Engines(engine, engine)
+
+    start(recipe, open_engines=open_noting)
+    assert all(prompt.text.endswith("gd") for prompt in asked if prompt.text)
+    later = [tokenizer_of(recipe.model).decode(prompt.token_ids) for prompt in asked if not prompt.text]
+    assert later  # second turns, which have no text of their own
+    assert all(text.endswith("hgd") for text in later)
+    with pytest.raises(ConfigurationError, match=r"another model.chat_template_kwargs"):
+        start(tiny_recipe(tmp_path, **changes | {"model__chat_template_kwargs": {}}), resume=True)
+
+
+class _Hums:
+    """Answers every turn."""
+
+    def start(self, prompt, *, seed):
+        return None
+
+    def reply(self, state, turn):
+        return Reply(messages=({"role": "user", "content": "h"},))
 
 
 def test_every_weight_of_full_fine_tuning_is_trained_in_float32(tmp_path):

@@ -46,6 +46,7 @@ def run(options: argparse.Namespace) -> int:
         saved.tokenizer,
         max_prompt_tokens=saved.recipe.data.max_prompt_tokens,
         too_long="error",
+        chat_template_kwargs=saved.recipe.model.chat_template_kwargs,
     ).prompts
     sampling = _sampling(saved.recipe.rollout.sampling, options.temperature, options.max_new_tokens)
     groups = saved.engine().sample(prompts, options.samples, sampling, seed=options.seed)

@@ -37,6 +37,7 @@ def run(options: argparse.Namespace) -> int:
             recipe.rollout.sampling,
             seed=options.seed,
             port=options.port,
+            chat_template_kwargs=recipe.model.chat_template_kwargs,
             version=version,
             name=recipe.name,
         )

@@ -5,6 +5,7 @@ Nothing is truncated: a prompt that is too long is dropped and counted, or an er
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy
@@ -59,6 +60,7 @@ def load_prompts(
     max_prompt_tokens: int,
     too_long: Literal["drop", "error"] = "drop",
     tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> PromptSet:
     """The prompts of a data set, tokenized exactly as an engine reads them.
 
@@ -71,6 +73,7 @@ def load_prompts(
         max_prompt_tokens: longer prompts are dropped and counted, or an error.
         too_long: which of the two.
         tools: that the chat template is to tell the policy of, as OpenAI's API takes them.
+        chat_template_kwargs: further variables of the chat template.
 
     Returns:
         The prompts and the counts of what was read, kept and dropped.
@@ -103,6 +106,7 @@ def load_prompts(
         max_prompt_tokens=max_prompt_tokens,
         too_long=too_long,
         tools=tools,
+        chat_template_kwargs=chat_template_kwargs,
     )
 
 
@@ -114,13 +118,14 @@ def prompts_of_rows(
     max_prompt_tokens: int,
     too_long: Literal["drop", "error"] = "drop",
     tools: Sequence[Mapping[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> PromptSet:
     """``load_prompts`` of rows that are there already, under our column names.
 
     Args:
         rows: with a column ``prompt``.
         options: how a row becomes text: ``system`` and ``template``.
-        tokenizer, max_prompt_tokens, too_long, tools: as there.
+        tokenizer, max_prompt_tokens, too_long, tools, chat_template_kwargs: as there.
 
     Example:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
@@ -141,8 +146,9 @@ def prompts_of_rows(
     ids = _row_ids(rows)
     filled = [(row, row_id) for row, row_id in zip(rows, ids, strict=True) if not _is_empty(row)]
     messages = [_messages(row, options, tokenizer) for row, _ in filled]
+    of_template = dict(chat_template_kwargs) if tools is None else {**chat_template_kwargs, "tools": list(tools)}
     texts = [
-        _plain_text(row, options) if conversation is None else _chat_text(row, conversation, tokenizer, tools)
+        _plain_text(row, options) if conversation is None else _chat_text(row, conversation, tokenizer, of_template)
         for (row, _), conversation in zip(filled, messages, strict=True)
     ]
     places = [row.place for row, _ in filled]
@@ -394,13 +400,12 @@ def _chat_text(
     row: Row,
     messages: Sequence[Mapping[str, str]],
     tokenizer: PreTrainedTokenizerBase,
-    tools: Sequence[Mapping[str, Any]] | None,
+    of_template: Mapping[str, Any],
 ) -> str:
     from jinja2 import TemplateError
 
-    of_tools: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **of_tools)
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **of_template)
     except TemplateError as error:
         raise DataError(
             needed="a conversation that the tokenizer's chat template accepts",

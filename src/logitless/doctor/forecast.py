@@ -121,7 +121,11 @@ def prompts_of(recipe: Recipe) -> Data:
         LogitlessError: what a start would raise.
     """
     tokenizer = tokenizer_of(recipe.model)
-    return data_of(recipe, tokenizer, tools_of(environment_of(recipe.rollout.environment, tokenizer)))
+    return data_of(
+        recipe,
+        tokenizer,
+        tools_of(environment_of(recipe.rollout.environment, tokenizer, recipe.model.chat_template_kwargs)),
+    )
 
 
 def forecast_of(recipe: Recipe, plan: Plan) -> Forecast:
@@ -212,7 +216,7 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], int
     times as long as for it the engine decodes for a block."""
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
     tokenizer = tokenizer_of(recipe.model)
-    environment = environment_of(recipe.rollout.environment, tokenizer)
+    environment = environment_of(recipe.rollout.environment, tokenizer, recipe.model.chat_template_kwargs)
     data = data_of(recipe, tokenizer, tools_of(environment))
     rewards = rewards_of(recipe, data.judged)
     algorithm = algorithm_of(recipe)

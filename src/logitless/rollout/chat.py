@@ -9,8 +9,11 @@ is no second copy of any model's format. Gives up templates that rewrite a conve
 thoughts of earlier turns): here what was said stays.
 """
 
+import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -22,12 +25,31 @@ from logitless.types import Completion, Prompt
 _STAND_IN = "(what the policy says)"
 
 
+def check_chat_template_kwargs(tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any]) -> None:
+    """Variables that the tokenizer's chat template reads; Jinja ignores any other in silence.
+
+    Raises:
+        ConfigurationError: there is no chat template, it does not mention a name, or the name is an argument of
+            ``apply_chat_template``.
+    """
+    taken = inspect.signature(tokenizer.apply_chat_template).parameters
+    template = str(tokenizer.chat_template or "")
+    unread = [name for name in given if name in taken or not re.search(rf"\b{re.escape(name)}\b", template)]
+    if unread:
+        raise ConfigurationError(
+            needed="chat_template_kwargs that the tokenizer's chat template reads, such as enable_thinking of Qwen3's",
+            given=", ".join(unread) + ("" if template else " with a tokenizer without a chat template"),
+            remedy="Look for the variable in tokenizer.chat_template, or leave it out.",
+        )
+
+
 class ChatTurns:
     """Renders what stands between two turns of the policy.
 
     Args:
         tokenizer: of the policy.
         template: plain text around ``{reply}``, used instead of the tokenizer's chat template.
+        chat_template_kwargs: further variables of the chat template.
 
     Raises:
         ConfigurationError: neither a template nor a chat template, or a template without ``{reply}``.
@@ -39,8 +61,14 @@ class ChatTurns:
         (5, 4, 6)
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, template: str | None = None) -> None:
-        self.tokenizer, self.template = tokenizer, template
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.tokenizer, self.template, self.chat_template_kwargs = tokenizer, template, chat_template_kwargs
         if template is None and not tokenizer.chat_template:
             raise ConfigurationError(
                 needed="a chat template for an environment to speak in",
@@ -86,7 +114,7 @@ class ChatTurns:
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}]
         try:
             text: str = self.tokenizer.apply_chat_template(
-                [*before, *plain], tokenize=False, add_generation_prompt=True
+                [*before, *plain], tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
             )
         except TemplateError as error:
             raise ConfigurationError(

@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
@@ -64,12 +65,17 @@ EnvironmentOptions: TypeAlias = ToolEnvironment | GuessingGame | OwnEnvironment 
 """Of ``rollout.environment``; tools and the game are themselves the environment, the others say how one is made."""
 
 
-def environment_of(options: EnvironmentOptions | None, tokenizer: PreTrainedTokenizerBase) -> Environment | Driver:
+def environment_of(
+    options: EnvironmentOptions | None,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+) -> Environment | Driver:
     """The environment of a recipe, checked, its messages rendered as the policy reads them.
 
     Args:
         options: of the recipe; None for single turns.
         tokenizer: of the policy.
+        chat_template_kwargs: further variables of its chat template.
 
     Raises:
         ConfigurationError: it cannot be made, or the chat template does not take what it says.
@@ -79,9 +85,11 @@ def environment_of(options: EnvironmentOptions | None, tokenizer: PreTrainedToke
         return SingleTurn()
     if isinstance(options, Harness):
         settings: dict[str, Any] = {"format": options.format, "template": options.template}
-        return HarnessEpisodes(options.drive(), tokenizer, options.concurrency, **settings)
+        return HarnessEpisodes(
+            options.drive(), tokenizer, options.concurrency, **settings, chat_template_kwargs=chat_template_kwargs
+        )
     inner = options.made() if isinstance(options, OwnEnvironment) else options
-    turns = ChatTurns(tokenizer, template=options.template)
+    turns = ChatTurns(tokenizer, template=options.template, chat_template_kwargs=chat_template_kwargs)
     if isinstance(inner, ToolEnvironment):
         inner.check()
         turns.check(inner.role)

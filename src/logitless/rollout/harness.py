@@ -139,6 +139,7 @@ class HarnessEpisodes:
         drive: one episode.
         tokenizer: of the policy.
         concurrency, format, template: as ``Harness`` has them.
+        chat_template_kwargs: further variables of the tokenizer's chat template.
     """
 
     drive: Drive
@@ -146,6 +147,7 @@ class HarnessEpisodes:
     concurrency: int = 16
     format: Format = "tool_call"
     template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def episodes(
         self,
@@ -174,6 +176,7 @@ class HarnessEpisodes:
             EngineError: the engine's, whatever the harness made of the answer that said so.
         """
         settings: dict[str, Any] = {"limits": limits, "format": self.format, "template": self.template}
+        settings["chat_template_kwargs"] = self.chat_template_kwargs
         remembering = _Remembering(engine)
         with (
             EngineServer(remembering, self.tokenizer, options, seed=seed, own_settings=False, **settings) as server,

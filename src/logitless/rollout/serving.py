@@ -20,13 +20,14 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Empty, Queue
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from logitless.errors import ConfigurationError, InputError
-from logitless.rollout.chat import ChatTurns
+from logitless.rollout.chat import ChatTurns, check_chat_template_kwargs
 from logitless.rollout.engine import Engine, Weights
 from logitless.rollout.environment import Limits, Reply
 from logitless.rollout.play import joined
@@ -64,6 +65,7 @@ _TAKEN |= {
     "stream_options",
     "tool_choice",
     "parallel_tool_calls",
+    "chat_template_kwargs",
     *_SETTINGS,
 }
 
@@ -138,6 +140,7 @@ class EngineServer:
         limits: of a session.
         format: how the policy writes tool calls, where a request names tools.
         template: plain text around ``{reply}``, used instead of the chat template between turns.
+        chat_template_kwargs: further variables of the chat template; requests that stand alone may bring others.
         own_settings: whether a request may bring a temperature and the like of its own. Where it may not, another one
             than ``options`` has is refused: all completions of a group are drawn alike.
         gather_seconds: how long the first request of a batch waits for others.
@@ -168,6 +171,7 @@ class EngineServer:
         limits: Limits = Limits(),
         format: Format = "tool_call",
         template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
         own_settings: bool = True,
         gather_seconds: float = 0.005,
         version: int = 0,
@@ -181,7 +185,9 @@ class EngineServer:
         self._sessions: dict[str, Session] = {}
         self._number = 0
         can_chat = template is not None or bool(tokenizer.chat_template)
-        self._turns = ChatTurns(tokenizer, template=template) if can_chat else None
+        of_template: dict[str, Any] = {"template": template, "chat_template_kwargs": chat_template_kwargs}
+        self._turns = ChatTurns(tokenizer, **of_template) if can_chat else None
+        self.chat_template_kwargs = chat_template_kwargs
         self._waiting: Queue[_Asked | None] = Queue()
         self._http = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
         self._http.daemon_threads = True
@@ -301,9 +307,8 @@ class EngineServer:
         if not (isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)):
             raise _RefusedError(400, "messages: a list of messages is needed")
         plain = [_plain(message) for message in messages]
-        tools = body.get("tools")
         if session is None:
-            prompt = Prompt(self._key(body), "", self._rendered(plain, tools), messages=tuple(plain))
+            prompt = Prompt(self._key(body), "", self._rendered(plain, body), messages=tuple(plain))
             completions = self._ask(prompt, body).result()
             return self._chat_reply(completions, prompt.token_ids, body)
         if not session.lock.acquire(blocking=False):
@@ -321,9 +326,7 @@ class EngineServer:
         if body.get("n", 1) != 1:
             raise _RefusedError(400, "n: a session has one completion a turn")
         if not session.turns:
-            session.prompt = Prompt(
-                session.id, "", self._rendered(messages, body.get("tools")), messages=tuple(messages)
-            )
+            session.prompt = Prompt(session.id, "", self._rendered(messages, body), messages=tuple(messages))
             session.messages = messages
         else:
             before, new = messages[: len(session.messages)], messages[len(session.messages) :]
@@ -396,15 +399,23 @@ class EngineServer:
             "weights_version": self.version,
         }
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> tuple[int, ...]:
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], body: Mapping[str, Any]) -> tuple[int, ...]:
         from jinja2 import TemplateError
 
         if not self.tokenizer.chat_template:
             raise _RefusedError(400, "this tokenizer has no chat template; use completions")
-        of_tools: dict[str, Any] = {"tools": tools} if tools else {}
+        own = body.get("chat_template_kwargs") or {}
+        if not isinstance(own, dict):
+            raise _RefusedError(400, "chat_template_kwargs: an object is needed")
+        check_chat_template_kwargs(self.tokenizer, own)
+        of_template = {**self.chat_template_kwargs, **own}
+        if of_template != self.chat_template_kwargs and not self.own_settings:
+            raise _RefusedError(400, "chat_template_kwargs: settled by the recipe; leave it out")
+        if tools := body.get("tools"):
+            of_template["tools"] = tools
         try:
             text = self.tokenizer.apply_chat_template(
-                [*messages], tokenize=False, add_generation_prompt=True, **of_tools
+                [*messages], tokenize=False, add_generation_prompt=True, **of_template
             )
         except TemplateError as error:
             raise _RefusedError(400, f"the chat template refuses the messages: {error}") from error

@@ -55,6 +55,11 @@ class ModelSection(Section):
     source: str | dict[str, Any] = Field(description="hub name, folder, or a transformers config as a mapping")
     random_weights: bool = Field(False, description="build the model from its config with seeded random weights")
     tokenizer: str | None = Field(None, description="hub name or folder; default: `source`")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="variables of the chat template, for example `enable_thinking: false` (Qwen3), wherever the "
+        "policy's prompts and turns are rendered: training, held-out sets, environments, `sample` and `serve-engine`",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="of frozen weights (LoRA's base, the reference); auto: as `trained_dtype` chooses, and float32 on "

@@ -94,7 +94,7 @@ def explain(recipe: Recipe) -> str:
         LogitlessError: what loading the recipe's data or its model's config raises.
     """
     tokenizer = tokenizer_of(recipe.model)
-    tools = tools_of(environment_of(recipe.rollout.environment, tokenizer))
+    tools = tools_of(environment_of(recipe.rollout.environment, tokenizer, recipe.model.chat_template_kwargs))
     prompts = data_of(recipe, tokenizer, tools).train[: recipe.rollout.prompts_per_block]
     model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=torch.device("meta"))
     batch, groups = _batch(prompts, recipe)

@@ -89,7 +89,11 @@ def plan_of(recipe: Recipe) -> Plan:
         LogitlessError: whatever a real start would raise before its first rollout.
     """
     tokenizer = tokenizer_of(recipe.model)
-    data = data_of(recipe, tokenizer, tools_of(environment_of(recipe.rollout.environment, tokenizer)))
+    data = data_of(
+        recipe,
+        tokenizer,
+        tools_of(environment_of(recipe.rollout.environment, tokenizer, recipe.model.chat_template_kwargs)),
+    )
     rewards_of(recipe, data.judged)
     algorithm = algorithm_of(recipe)
     check_writers(recipe.writers)

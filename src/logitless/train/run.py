@@ -122,7 +122,7 @@ def run_recipe(
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
     tokenizer = tokenizer_of(recipe.model)
     if environment is None:
-        environment = environment_of(recipe.rollout.environment, tokenizer)
+        environment = environment_of(recipe.rollout.environment, tokenizer, recipe.model.chat_template_kwargs)
     data = data_of(recipe, tokenizer, tools_of(environment))
     _check_same_on_all(ranks, recipe, data)
     rewards = rewards_of(recipe, data.judged)

@@ -38,6 +38,7 @@ from logitless.rewards.combine import weighted
 from logitless.rewards.contract import WeightedReward
 from logitless.rewards.instruction_reward import InstructionReward
 from logitless.rewards.suites import warn_of_overlap
+from logitless.rollout.chat import check_chat_template_kwargs
 from logitless.seeds import derived_seed
 from logitless.train.config import ModelSection, Recipe, ValueHeadSection
 from logitless.train.masters import lower_to
@@ -158,7 +159,8 @@ def tokenizer_of(section: ModelSection) -> PreTrainedTokenizerBase:
     """The tokenizer of a recipe.
 
     Raises:
-        ConfigurationError: none is named beside a model that is a bare config.
+        ConfigurationError: none is named beside a model that is a bare config, or its chat template does not read
+            ``chat_template_kwargs``.
     """
     source = section.tokenizer if section.tokenizer is not None else section.source
     if not isinstance(source, str):
@@ -167,7 +169,9 @@ def tokenizer_of(section: ModelSection) -> PreTrainedTokenizerBase:
             given="model.tokenizer: null",
             remedy="Set model.tokenizer to a folder or hub name.",
         )
-    return load_tokenizer(source, trust_remote_code=section.trust_remote_code)
+    tokenizer = load_tokenizer(source, trust_remote_code=section.trust_remote_code)
+    check_chat_template_kwargs(tokenizer, section.chat_template_kwargs)
+    return tokenizer
 
 
 def policy_model(
@@ -407,6 +411,7 @@ def data_of(
             max_prompt_tokens=section.max_prompt_tokens,
             too_long=section.too_long,
             tools=tools,
+            chat_template_kwargs=recipe.model.chat_template_kwargs,
         )
         counts[name] = dict(found.counts)
         return tuple(replace(prompt, source=name) for prompt in found.prompts)
