@@ -264,6 +264,26 @@ def test_show_prints_the_group_with_every_completion_and_its_verdicts(run, capsy
     assert printed.count("length: graded") == 4
 
 
+def test_show_prints_every_turn_of_a_conversation_below_its_role(tmp_path, capsys):
+    folder = RunFolder(tmp_path)
+    folder.rollouts.mkdir()
+    folder.write_config("name: turns")
+    said = (
+        {"role": "user", "content": "2+2="},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]},
+        {"role": "tool", "name": "add", "content": "4\x1b"},
+        {"role": "assistant", "content": "It is 4."},
+    )
+    completion = Completion("7", (4, 9, 2), "It is 4.", "stop", trained=(True, False, True), turn=(0, 0, 1))
+    verdicts = ({"a": Verdict.graded(1.0)},)
+    prompt = Prompt("7", "a long prompt: " * 100 + "2+2=", (4,))
+    folder.write_rollouts(1, [Group(prompt, (completion,), verdicts, (1.0,), conversations=(said,))])
+    assert main(["show", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert prompt.text in printed
+    assert "\nassistant:\nadd({})\ntool add:\n4�\nassistant:\nIt is 4.\n" in printed
+
+
 def test_show_without_numbers_prints_the_first_group_of_the_last_block(run, capsys):
     assert main(["show", str(run.path)]) == 0
     assert "block 2, group 1 of 4" in capsys.readouterr().out

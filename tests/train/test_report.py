@@ -1,6 +1,7 @@
 """The page loads nothing, runs nothing, shows what was recorded, and is written for a run in any state."""
 
 import json
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -9,6 +10,7 @@ from logitless.errors import ConfigurationError, DataError
 from logitless.train import report
 from logitless.train.report import write_report
 from logitless.train.run_folder import create_run_folder
+from logitless.types import Completion, Group, Prompt, Verdict
 from tests.train.fake_run import fake_run
 
 TITLES = {
@@ -236,6 +238,47 @@ def test_a_group_has_a_page_of_its_own_with_every_completion_the_best_first(tmp_
     assert own.count("<article>") == len(rows) == 8
     rewards = [float(part.partition(",")[0]) for part in own.split("<p class=facts>reward ")[1:]]
     assert rewards == sorted(rewards, reverse=True)
+
+
+def test_prompts_are_whole_in_the_samples_and_on_the_page_of_a_group(tmp_path, drawn):
+    folder = create_run_folder(tmp_path, "long")
+    folder.write_config("name: long")
+    prompt = Prompt("7", "question " * 2000 + "the end", (4,))
+    completion = Completion("7", (4, 2), "said", "stop")
+    folder.write_rollouts(1, [Group(prompt, (completion,), ({"a": Verdict.graded(1.0)},), (1.0,))])
+    assert prompt.text in page_of(folder).cells
+    assert folder.report.read_text().count(f"<pre class=prompt>{prompt.text}</pre>") == 1
+
+
+SAID = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "2+2=?"},
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2}'}}]},
+    {"role": "tool", "name": "add", "content": "<4>"},
+    {"role": "assistant", "content": "It is 4."},
+]
+
+
+@pytest.mark.parametrize("prompt_shows_it", [True, False])
+def test_several_turns_are_a_conversation_with_roles_calls_and_what_tools_answered(tmp_path, drawn, prompt_shows_it):
+    folder = create_run_folder(tmp_path, "turns")
+    folder.write_config("name: turns")
+    prompt = Prompt("7", "<s>Be brief. 2+2=?" if prompt_shows_it else "row 7", (4,))
+    completions = (Completion("7", (4, 9, 2), "It is 4.", "stop", trained=(True, False, True), turn=(0, 0, 1)),)
+    verdicts = ({"a": Verdict.graded(1.0)},)
+    folder.write_rollouts(1, [Group(prompt, completions, verdicts, (1.0,), conversations=(tuple(SAID),))])
+    page = page_of(folder)
+    before = "" if prompt_shows_it else "system: Be brief.\n\nuser: 2+2=?\n\n"
+    assert f'{before}assistant: add({{"a": 2}})\n\ntool add: <4>\n\nassistant: It is 4.' in page.cells
+    own = folder.report.read_text().partition('id="block-1-group-1"')[2]
+    said = re.findall(r'<div class="turn (\w+)"><b>([^<]*)</b><pre>([^<]*)</pre></div>', own)
+    of_prompt = [] if prompt_shows_it else [("other", "system", "Be brief."), ("other", "user", "2+2=?")]
+    assert said == [
+        *of_prompt,
+        ("policy", "assistant", "add({&quot;a&quot;: 2})"),
+        ("other", "tool add", "&lt;4&gt;"),
+        ("policy", "assistant", "It is 4."),
+    ]
 
 
 def test_a_completion_that_nobody_could_score_is_the_last_of_its_group():

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from logitless.cli.output import visible
 from logitless.errors import ConfigurationError
+from logitless.train.rollout_data import turns
 from logitless.train.run_folder import open_run_folder
 
 
@@ -58,12 +59,12 @@ def _page(title: str, rows: Sequence[Mapping[str, Any]]) -> list[Rule | Text]:
 
 
 def _said(row: Mapping[str, Any]) -> list[Text]:
-    """The text of a completion, or of several turns what everybody said after the prompt."""
-    if not row.get("conversation"):
-        return [Text(visible(row["completion"]))]
-    messages = json.loads(row["conversation"])
-    first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
-    return [Text(visible(f"{message['role']}: {message['content']}")) for message in messages[first:]]
+    """The text of a completion, or of several turns what everybody said, each below its role."""
+    said: list[Text] = []
+    for role, text in turns(row):
+        said += [Text(visible(f"{role}:"), style="bold")] if role else []
+        said.append(Text(visible(text)))
+    return said
 
 
 def _verdict(verdict: Mapping[str, Any]) -> str:

@@ -23,9 +23,10 @@ import yaml
 from logitless.train.live_view import duration
 from logitless.train.metrics import metric_of
 from logitless.train.plots import Line, Number, bar_plot, heat_map, line_plot
+from logitless.train.rollout_data import turns
 from logitless.train.run_folder import RunFolder, open_run_folder, write_atomically
 
-_MAX_PROMPT_CHARACTERS, _MAX_COMPLETION_CHARACTERS = 240, 1500
+_MAX_COMPLETION_CHARACTERS = 1500
 _GROUP_CHARACTERS = 6000
 _GROUP_BLOCKS, _GROUPS_OF_BLOCK = 5, 4
 _TABLE_ROWS = 25
@@ -402,8 +403,8 @@ def _samples(rollouts: _Rollouts) -> str:
     rows = [
         [
             str(row["block"]),
-            _shortened(row["prompt"], _MAX_PROMPT_CHARACTERS),
-            _shortened(row["completion"], _MAX_COMPLETION_CHARACTERS),
+            row["prompt"],
+            _shortened(_as_text(row), _MAX_COMPLETION_CHARACTERS),
             _short(row["reward"]),
             _short(row["advantage"]),
             f"{row['num_tokens']}" + (" (cut)" if row["finish_reason"] == "length" else ""),
@@ -413,6 +414,11 @@ def _samples(rollouts: _Rollouts) -> str:
     table = table_of(["block", "prompt", "completion", "reward", "advantage", "tokens"], rows)
     note = "The best and the worst completion of the first prompts, in the first and in the last block."
     return f"<section class=samples><h2>Samples</h2><p class=note>{note}</p>{table}</section>"
+
+
+def _as_text(row: Mapping[str, Any]) -> str:
+    """A completion; of several turns each with its role before it."""
+    return "\n\n".join(f"{role}: {text}" if role else text for role, text in turns(row))
 
 
 def _group_pages(folder: RunFolder, blocks: Sequence[int]) -> str:
@@ -466,15 +472,25 @@ def _group_page(name: str, group: Sequence[Mapping[str, Any]]) -> str:
         ]
         cards.append(
             f"<article><p class=facts>{html.escape(', '.join(facts))}</p>"
-            f"<pre>{html.escape(_shortened(row['completion'], _GROUP_CHARACTERS))}</pre>"
+            f"{_conversation(row)}"
             f"<p class=note>{html.escape('; '.join(said))}</p></article>"
         )
     title = html.escape(name.replace("-", " ").replace(" group", ", group"))
-    prompt = html.escape(_shortened(group[0]["prompt"], _GROUP_CHARACTERS))
+    prompt = html.escape(group[0]["prompt"] or "(empty)")
     return (
         f'<section class=page id="{name}"><p><a href="#groups">← back to the run</a></p><h2>{title}</h2>'
         f"<pre class=prompt>{prompt}</pre><div class=side>{''.join(cards)}</div></section>"
     )
+
+
+def _conversation(row: Mapping[str, Any]) -> str:
+    """The turns of a completion, each below its role and the policy's marked."""
+    said = []
+    for role, text in turns(row):
+        shown = f"<pre>{html.escape(_shortened(text, _GROUP_CHARACTERS))}</pre>"
+        kind = "policy" if role == "assistant" else "other"
+        said.append(f'<div class="turn {kind}"><b>{html.escape(role)}</b>{shown}</div>' if role else shown)
+    return "".join(said)
 
 
 def _drawn(records: Sequence[Mapping[str, Any]], curves: _Curves, *, level: tuple[str, Number] | None = None) -> str:
@@ -598,6 +614,10 @@ pre { overflow-x: auto; font-size: 0.85rem; white-space: pre-wrap; overflow-wrap
 .side { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr)); gap: 0.9rem; }
 article { padding: 0.7rem 1rem; min-width: 0; }
 article pre { max-height: 24em; overflow-y: auto; }
+.turn { margin: 0.6rem 0; padding-left: 0.7rem; border-left: 3px solid var(--line); }
+.turn.policy { border-color: var(--link); }
+.turn b { font-size: 0.8rem; color: var(--soft); }
+.turn pre { margin: 0.1rem 0 0; }
 .facts { margin: 0; font-weight: 600; font-size: 0.88rem; }
 @media (max-width: 600px) { body { padding: 1rem 0.6rem 3rem; } figure { padding: 0.7rem 0.5rem 0.4rem; } }
 @media screen and (prefers-color-scheme: dark) {

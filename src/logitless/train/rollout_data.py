@@ -9,6 +9,7 @@ docs/rollout_data.md has the columns.
 """
 
 import io
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,39 @@ def read(folder: Path, block: int) -> list[dict[str, Any]]:
             rows: list[dict[str, Any]] = table.filter(pyarrow.compute.field("block") == block).to_pylist()
             return rows
     return []
+
+
+def turns(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was said after the prompt, each turn as role and text; a single turn has no role.
+
+    Messages before the policy's first turn are among them where the prompt does not show them: a harness has its own.
+
+    Args:
+        row: of the data set.
+
+    Example:
+        >>> said = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "<calc>2+2</calc>"},
+        ...         {"role": "tool", "name": "calc", "content": "4"}, {"role": "assistant", "content": "4"}]
+        >>> turns({"prompt": "2+2=", "completion": "4", "conversation": json.dumps(said)})
+        [('assistant', '<calc>2+2</calc>'), ('tool calc', '4'), ('assistant', '4')]
+        >>> turns({"prompt": "2+2=", "completion": "4", "conversation": None})
+        [('', '4')]
+    """
+    if not row.get("conversation"):
+        return [("", row["completion"])]
+    messages = json.loads(row["conversation"])
+    first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
+    if not all(_text(message).strip() in row["prompt"] for message in messages[:first]):
+        first = 0
+    return [(f"{each['role']} {each.get('name') or ''}".strip(), _text(each)) for each in messages[first:]]
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    """Of a message; its calls where it has nothing else."""
+    if message.get("content"):
+        return str(message["content"])
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    return "\n".join(f"{call['name']}({call['arguments']})" for call in calls)
 
 
 def _paths(folder: Path) -> list[Path]:
