@@ -143,6 +143,16 @@ def test_resuming_with_another_recipe_names_what_changed(tmp_path):
         start(tiny_recipe(tmp_path, train__blocks=1, kl=None, train__optimizer={"learning_rate": 0.5}), resume=True)
 
 
+def test_resume_auto_starts_a_run_that_is_not_there_and_goes_on_with_one_that_is(uninterrupted, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        stop_at(5, patched)
+        folder, complete = start(tiny_recipe(tmp_path), resume="auto")
+    assert not complete
+    for _ in range(2):  # a run that is complete stays so
+        assert start(tiny_recipe(tmp_path), resume="auto") == (folder, True)
+    _assert_equal(uninterrupted, folder)
+
+
 def test_a_longer_run_of_the_same_recipe_may_be_resumed(tmp_path):
     start(tiny_recipe(tmp_path, train__blocks=1, kl=None))
     folder, complete = start(tiny_recipe(tmp_path, train__blocks=2, kl=None), resume=True)

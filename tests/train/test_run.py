@@ -413,8 +413,3 @@ def test_a_run_that_may_keep_few_activations_is_the_same_run(tmp_path, share):
 def test_two_ways_to_save_activations_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"beside train\.activation_memory"):
         tiny_recipe(tmp_path, model__gradient_checkpointing=True, train__activation_memory=1000)
-
-
-def test_settings_that_differ_are_named_in_an_order_that_does_not_change_from_process_to_process():
-    names = [f"setting_{number:02d}" for number in range(20)]
-    assert runs._changed(dict.fromkeys(names, 1), dict.fromkeys(reversed(names), 2)) == names

@@ -4,17 +4,17 @@ import argparse
 import json
 import logging
 from pathlib import Path
+from typing import Literal
 
 from logitless.distributed.ranks import ranks_of_environment, restarted
 from logitless.errors import ConfigurationError
-from logitless.train.config import Recipe
 from logitless.train.explain import explain
+from logitless.train.fork import check_fork, parent_of
 from logitless.train.plan import dry_run
 from logitless.train.recipe import load_recipe
 from logitless.train.result import RunResult
 from logitless.train.run import run_recipe
-from logitless.train.run_folder import RunFolder
-from logitless.train.setup import device_of
+from logitless.train.setup import algorithm_of, device_of
 
 STATUS = """exit status:
   0    the run is complete, and model/ is written
@@ -37,12 +37,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--explain", action="store_true", help="print what a batch costs and what each saving takes off; train nothing"
     )
     mode.add_argument("--resume", action="store_true", help="continue the run of this name from its last checkpoint")
+    mode.add_argument(
+        "--resume-or-start", action="store_true", help="continue the run of this name if there is one, else start it"
+    )
     mode.add_argument("--numbered", action="store_true", help="if the name is taken, use name-2, name-3, ...")
+    parser.add_argument(
+        "--fork",
+        metavar="RUN[:CHECKPOINT]",
+        help="start from the weights, optimizer state and position of another run's checkpoint (a block's number or a "
+        "name; default: its latest at the end of a block), with this recipe's keys",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Train, and end with what came of it."""
     recipe = load_recipe(options.recipe, options.overrides)
+    if options.fork is not None and (options.dry_run or options.explain):
+        check_fork(parent_of(options.fork), recipe, algorithm_of(recipe))
     if options.dry_run:
         print(dry_run(recipe))
         return 0
@@ -52,29 +63,25 @@ def run(options: argparse.Namespace) -> int:
     timeout = recipe.parallel.timeout_seconds
     with ranks_of_environment(device_of(recipe.model).type, timeout_seconds=timeout) as ranks:
         logging.getLogger("logitless").setLevel(logging.INFO if ranks.is_first else logging.WARNING)
-        result = run_recipe(
-            recipe, numbered=options.numbered, resume=options.resume or _goes_on(recipe, options), ranks=ranks
-        )
+        result = run_recipe(recipe, numbered=options.numbered, resume=_resume(options), fork=options.fork, ranks=ranks)
         if ranks.is_first:
             print(_ending(result, options.recipe))
     return result.exit_status
 
 
-def _goes_on(recipe: Recipe, options: argparse.Namespace) -> bool:
-    """Whether torchrun has started the processes anew, of a run that had begun: it then goes on by itself.
+def _resume(options: argparse.Namespace) -> bool | Literal["auto"]:
+    """Whether to continue a run. One that torchrun has started anew goes on by itself where it had begun.
 
     Raises:
         ConfigurationError: under --numbered, where the folder that the run began in is not known.
     """
-    if not restarted():
-        return False
-    if options.numbered:
+    if restarted() and options.numbered:
         raise ConfigurationError(
             needed="one name for a run that torchrun --max-restarts may start again",
             given="--numbered",
             remedy="Set the name: --set name=...",
         )
-    return RunFolder(Path(recipe.output) / recipe.name).config.exists()
+    return "auto" if options.resume_or_start or (restarted() and not options.resume) else bool(options.resume)
 
 
 def _ending(result: RunResult, recipe: Path) -> str:

@@ -24,7 +24,7 @@ from logitless.train.checkpoint import BackgroundSaver, Checkpoint, checkpoints,
 from logitless.train.collector import Collector
 from logitless.train.config import Recipe
 from logitless.train.engines import Engines
-from logitless.train.evaluate import Evaluation
+from logitless.train.evaluate import Evaluation, HeldOut
 from logitless.train.interrupt import Interrupt
 from logitless.train.journal import Journal
 from logitless.train.learner import Learner
@@ -78,7 +78,8 @@ class Loop:
         with self.interrupt.heard():
             self._hand_over()
             if self.ranks.of_first(not checkpoints(self.journal.folder.checkpoints)):
-                self.journal.write({"step": 0, "block": 1, "epoch": 1, **self._evaluated_if_due()})
+                place: Numbers = {"step": self.learner.progress.step, "block": self._done + 1, "epoch": 1}
+                self.journal.write({**place, **self._evaluated(self.evaluation.sets)})
                 self.save()
                 self.saver.wait()  # from here on there is something to go on from
             try:
@@ -180,12 +181,15 @@ class Loop:
             return self.engines.load_all(self.learner.weights(), self.learner.version)
 
     def _evaluated_if_due(self) -> Numbers:
-        """Held-out metrics after the blocks finished so far, where they are asked for; all before the first."""
-        due = self.evaluation.due(self._done, self.recipe.train.blocks)
-        if not due:
+        """Held-out metrics after the blocks finished so far, where they are asked for."""
+        return self._evaluated(self.evaluation.due(self._done, self.recipe.train.blocks))
+
+    def _evaluated(self, sets: Sequence[HeldOut]) -> Numbers:
+        """Metrics of these held-out sets."""
+        if not sets:
             return {}
         with self.journal.phase("evaluation") as seconds:
-            found = self.evaluation(due)
+            found = self.evaluation(sets)
         return found | {"time/evaluation_seconds": seconds[0]}
 
     def save(self) -> None:

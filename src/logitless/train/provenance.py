@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,7 +30,15 @@ PACKAGES = (
 )
 
 
-def record_start(folder: RunFolder, data: Mapping[str, str], device: torch.device, *, step: int) -> None:
+def record_start(
+    folder: RunFolder,
+    data: Mapping[str, str],
+    device: torch.device,
+    *,
+    step: int,
+    changed: Mapping[str, Any] = MappingProxyType({}),
+    parent: Mapping[str, Any] | None = None,
+) -> None:
     """Add this start to ``provenance.json``.
 
     Args:
@@ -37,22 +46,57 @@ def record_start(folder: RunFolder, data: Mapping[str, str], device: torch.devic
         data: digests by name.
         device: that the policy is on.
         step: optimizer steps done before this start.
+        changed: what is new in the recipe since the start before, by key. A held-out set whose data it names may have
+            other rows.
+        parent: where a fork begins; None for a run of its own, and for a fork that goes on.
 
     Raises:
         ConfigurationError: the run was started with other data.
         CheckpointError: the file is damaged.
     """
     before: dict[str, Any] = _read(folder.provenance) if folder.provenance.exists() else {"data": data, "starts": []}
-    changed = sorted(name for name in {*before["data"], *data} if before["data"].get(name) != data.get(name))
-    if changed:
+    named_anew = {key for key in changed if key.startswith("evaluation.sets.")}
+    differ = sorted(
+        name
+        for name in {*before["data"], *data}
+        if before["data"].get(name) != data.get(name)
+        and not any(key == name or key.startswith(f"{name}.data.") for key in named_anew)
+    )
+    if differ:
         raise ConfigurationError(
             needed="the data that the run was started with",
-            given=f"other rows in {', '.join(changed)} than {folder.provenance} says",
+            given=f"other rows in {', '.join(differ)} than {folder.provenance} says",
             remedy="Bring the earlier data back, or start a run of another name.",
         )
-    starts = [*before["starts"], {"step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **environment(device)}]
-    content = {"schema_number": SCHEMA_NUMBER, "data": dict(data), "starts": starts}
+    start = {"step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **environment(device)}
+    starts = [*before["starts"], start | ({"changed": dict(changed)} if changed else {})]
+    forked = parent if parent is not None else before.get("parent")
+    content = {
+        "schema_number": SCHEMA_NUMBER,
+        **({} if forked is None else {"parent": dict(forked)}),
+        "data": dict(data),
+        "starts": starts,
+    }
     write_atomically(folder.provenance, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def parent_in(folder: RunFolder) -> dict[str, Any] | None:
+    """Where a fork began: ``run``, ``checkpoint``, ``block``, ``step`` and ``changed``; None for a run of its own.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    found = _read(folder.provenance).get("parent") if folder.provenance.exists() else None
+    return None if found is None else dict(found)
+
+
+def digests_of(folder: RunFolder) -> dict[str, str]:
+    """Of the data that a run was last started with, by name; none where its folder does not say.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    return dict(_read(folder.provenance)["data"]) if folder.provenance.exists() else {}
 
 
 def environment(device: torch.device) -> dict[str, Any]:

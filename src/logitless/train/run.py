@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from logitless.rollout.environments import environment_of
 from logitless.rollout.tool_environment import tools_of
 from logitless.seeds import derived_seed
 from logitless.train.ahead import LOG, collector_of
+from logitless.train.changes import Change, as_json, check_resumed, in_words
 from logitless.train.checkpoint import Checkpoint, checkpoints, clear_remains, damaged, load_checkpoint
 from logitless.train.checks import arrangement_of, check_before_start
 from logitless.train.config import Recipe, RecordedEngineSection
@@ -32,6 +33,7 @@ from logitless.train.costly import costly_choices
 from logitless.train.engines import Engines, engines_on, open_engines
 from logitless.train.evaluate import evaluation_of
 from logitless.train.forecast import scores_all_rows
+from logitless.train.fork import Parent, carried, check_fork, parent_of
 from logitless.train.journal import Journal
 from logitless.train.learner import Learner
 from logitless.train.live_view import LiveView
@@ -41,9 +43,9 @@ from logitless.train.optimizer import implementation
 from logitless.train.plan import check_disk, disk
 from logitless.train.policies import policies_of, policy_of
 from logitless.train.policy import Policy, Scorer
-from logitless.train.provenance import digest_of_file, digest_of_log, digest_of_prompts, record_start
+from logitless.train.provenance import digest_of_file, digest_of_log, digest_of_prompts, parent_in, record_start
 from logitless.train.provenance import environment as made_with
-from logitless.train.recipe import dump_recipe, load_recipe, places
+from logitless.train.recipe import dump_recipe, load_recipe
 from logitless.train.report import write_report
 from logitless.train.result import RunResult
 from logitless.train.run_folder import (
@@ -95,7 +97,8 @@ def run_recipe(
     recipe: Recipe,
     *,
     numbered: bool = False,
-    resume: bool = False,
+    resume: bool | Literal["auto"] = False,
+    fork: str | None = None,
     open_engines: OpenEngines = open_engines,
     environment: Environment | Driver | None = None,
     ranks: Ranks = Ranks.alone(),
@@ -105,8 +108,10 @@ def run_recipe(
     Args:
         recipe: checked.
         numbered: where the name is taken, take ``name-2``, ``name-3``, ...
-        resume: continue the run of this name from its latest checkpoint; the recipe must be the one it was started
-            with, but for its number of blocks, its output folder, checkpoints and writers.
+        resume: continue the run of this name from its latest checkpoint; ``auto``: where there is one, else start it.
+            ``changes.py`` says in which keys the recipe may differ from the one that the run was started with.
+        fork: ``RUN`` or ``RUN:CHECKPOINT``, whose weights, optimizer state and place a new run starts from
+            (``fork.py``); None for the recipe's weights. Beside ``resume="auto"`` it is where the run starts.
         open_engines: what opens the engines, from the recipe, the model and its tokenizer; for engines that no recipe
             names.
         environment: what answers the policy, its messages with their tokens; None for the recipe's.
@@ -116,6 +121,7 @@ def run_recipe(
         LogitlessError: anything that is wrong with the recipe, the data, the model or the machine, and a run that
             cannot go on.
     """
+    _check_choice(numbered, resume, fork)
     arrangement = arrangement_of(recipe, ranks.world)
     ranks = ranks.arranged(arrangement)
     built = recipe.model_copy(update={"model": section_for(recipe.model, arrangement)})
@@ -130,6 +136,10 @@ def run_recipe(
     check_writers(recipe.writers)
     path, began = Path(recipe.output) / recipe.name, time.perf_counter()
     saved: Checkpoint | None = None
+    changed: list[Change] = []
+    parent: Parent | None = None
+    if resume == "auto":
+        resume = bool(ranks.of_first(_is_begun(RunFolder(path), fork)))
     with ExitStack() as stack:
         stack.enter_context(on_device(device_of(recipe.model)))
         if resume:
@@ -137,11 +147,22 @@ def run_recipe(
                 folder = open_run_folder(path)
                 if ranks.is_first:
                     stack.enter_context(locked(folder.path))
-                    _check_same(load_recipe(folder.config), recipe)
+                    changed = check_resumed(load_recipe(folder.config), recipe, algorithm)
                     clear_remains(folder.checkpoints)
             if ranks.of_first(not folder.is_failed_start() or bool(checkpoints(folder.checkpoints))):
                 saved = load_checkpoint(folder.checkpoints)
-        warm = path / WARM_START
+            else:
+                with failing_together(ranks, FOLDER):
+                    if ranks.is_first:
+                        _check_no_fork(folder)
+        elif fork is not None:
+            with failing_together(ranks, "the run that is forked"):
+                parent = parent_of(fork)
+                check_fork(parent, recipe, algorithm)
+                saved = parent.checkpoint
+            named = {"checkpoint that is forked": str(saved.folder)}
+            ranks.check_same(named, remedy="Name the checkpoint: the run that is forked has written another one.")
+        warm = (path if parent is None else parent.folder.path) / WARM_START
         model = _model(built, tokenizer, warm if saved is not None and warm.exists() else None, arrangement, ranks)
         check_before_start(recipe, data, model)
         with failing_together(ranks, FOLDER):
@@ -155,12 +176,21 @@ def run_recipe(
             if ranks.is_first:
                 stack.enter_context(locked(folder.path))
                 stack.push(folder.remove_after_failed_start)
-        done = _progress(saved)
+        done, digests = _progress(saved), _digests(recipe, data)
         if ranks.is_first:
-            if saved is None:
+            if saved is None or parent is not None:
                 folder.clear()
+            record_start(
+                folder,
+                digests,
+                device_of(recipe.model),
+                step=done["step"],
+                changed=as_json(changed),
+                parent=None if parent is None else parent.as_json(recipe),
+            )
             folder.write_config(dump_recipe(recipe))
-            record_start(folder, _digests(recipe, data), device_of(recipe.model), step=done["step"])
+            if parent is not None:
+                parent.copy_warm_start(folder)
         view = stack.enter_context(
             LiveView(recipe.train.blocks, first_block=done["block"], title=folder.path.name, silent=not ranks.is_first)
         )
@@ -220,11 +250,19 @@ def run_recipe(
         evaluation = evaluation_of(recipe, engines.evaluation, environment, held_out, rewards, ranks)
         loop = Loop(recipe, collector, learner, evaluation, journal)
         view.message(f"optimizer AdamW ({implementation(learner.optimizer)})")
+        for line in in_words(changed):
+            view.message(line)
+        if parent is not None:
+            saved, lines = carried(parent, recipe, digests, learner, collector)
+            for line in lines:
+                view.message(line)
         if saved is not None:
             loop.restore(saved)
-        else:
-            if resume:
-                view.message("no checkpoint yet: from the beginning")
+            if ranks.of_first(any(change.key == "train.tokens_per_micro_batch" for change in changed)):
+                learner.progress.halvings.clear()  # they were of the earlier size
+        elif resume:
+            view.message("no checkpoint yet: from the beginning")
+        if saved is None or parent is not None:
             journal.seconds["start"] = time.perf_counter() - began
         with left_alone():
             complete = loop.run()
@@ -322,6 +360,39 @@ def _export(
         save_value_head(policy.value_head, folder.value_head)
 
 
+def _check_choice(numbered: bool, resume: bool | Literal["auto"], fork: str | None) -> None:
+    """Refuse what says two things about where a run begins."""
+    both = {
+        "numbered: a new name where this one is taken, beside resume: the run of this name": numbered and resume,
+        "fork: a new run, beside resume: one that is there": fork is not None and resume is True,
+    }
+    given = [words for words, is_given in both.items() if is_given]
+    if given:
+        raise ConfigurationError(
+            needed="one way to begin",
+            given=given[0],
+            remedy="Leave one of them out. A fork goes on by --resume alone; --resume-or-start beside --fork forks "
+            "where there is no run yet.",
+        )
+
+
+def _is_begun(folder: RunFolder, fork: str | None) -> bool:
+    """Whether there is a run to continue; a fork without a checkpoint of its own is begun again."""
+    return folder.config.exists() and (fork is None or bool(checkpoints(folder.checkpoints)))
+
+
+def _check_no_fork(folder: RunFolder) -> None:
+    """Refuse to begin a fork from the beginning, whose start was stopped before its first checkpoint."""
+    parent = parent_in(folder)
+    if parent is not None:
+        named = f"{parent['run']}:{parent['checkpoint']}"
+        raise ConfigurationError(
+            needed=f"a checkpoint of the fork in {folder.path}",
+            given="none: it was stopped while it started",
+            remedy=f"Start it again, without --resume: --fork {named}",
+        )
+
+
 def _progress(saved: Checkpoint | None) -> dict[str, int]:
     """Blocks and steps done."""
     if saved is None:
@@ -358,49 +429,3 @@ def _digests(recipe: Recipe, data: Data) -> dict[str, str]:
         path = Path(engine.path)
         found["completions"] = digest_of_log(path / LOG) if path.is_dir() else digest_of_file(path)
     return found
-
-
-_MAY_CHANGE = {"output", "checkpoint", "writers", "parallel"}
-_MAY_MOVE = (  # where it stands may change; what is in a file not, which its digest says
-    *("model.tokenizer", "data.train.path", "data.train.sources.*.data.path", "data.held_out.path"),
-    *("evaluation.sets.*.data.path", "warm_start.data.path", "rollout.engine.path"),
-    *(f"rollout.engine.{key}" for key in ("urls", "api_key_file", "api_key_variable", "give_up_seconds")),
-)
-
-
-def _check_same(before: Recipe, now: Recipe) -> None:
-    """A resumed run is the same run: only where and how often it is written may change, how long it is, and where its
-    data and its tokenizer stand; what is in them, ``provenance.json`` knows."""
-
-    def fixed(recipe: Recipe) -> dict[str, Any]:
-        kept = {k: v for k, v in recipe.model_dump(mode="json").items() if k not in _MAY_CHANGE}
-        kept["train"].pop("blocks")
-        for key in _MAY_MOVE:
-            for _, at, last in places(kept, key):
-                at.pop(last)
-        return kept
-
-    old, new = fixed(before), fixed(now)
-    dtypes = [key for key in ("trained_dtype", "dtype") if old["model"][key] != new["model"][key]]
-    if dtypes:
-        had, has = (", ".join(f"model.{key}: {model[key]}" for key in dtypes) for model in (old["model"], new["model"]))
-        kept = " ".join(f"--set model.{key}={old['model'][key]}" for key in dtypes)
-        raise ConfigurationError(
-            needed=f"{had}, as in the run's config.yaml",
-            given=f"{has}, which is what the recipe sets, or what auto is on this machine",
-            remedy=f"Go on where auto is the same, or add {kept}: the run then keeps its dtype, on a machine that may "
-            "round otherwise.",
-        )
-    changed = [f"{k}.{i}" for k in old for i in _changed(old[k], new[k])]
-    if changed:
-        raise ConfigurationError(
-            needed="the recipe that the run was started with",
-            given=f"another {', '.join(changed)}",
-            remedy="Repeat the --set of the first start, or start a run of another name.",
-        )
-
-
-def _changed(old: Any, new: Any) -> list[str]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        return sorted(str(key) for key in {*old, *new} if old.get(key) != new.get(key))
-    return ["value"] if old != new else []

@@ -112,7 +112,8 @@ class RunFolder:
         if not self.path.is_dir():
             return False
         found = {path.name for path in self.path.iterdir() if path.name not in (LOCK, "rollouts", "checkpoints")}
-        if found and not (self.config.name in found and found <= _WRITTEN_FIRST):
+        ours = found & {self.provenance.name, self.config.name}  # in the order in which a start writes them
+        if found and not (ours and found <= _WRITTEN_FIRST):
             return False
         return self.rollout_blocks() in ([], [1]) and all(map(is_first, checkpoints(self.checkpoints)))
 

@@ -41,16 +41,22 @@ def save_run(
 def halvings(records: Iterable[Mapping[str, Any]]) -> list[int]:
     """Steps at which a run halved its micro-batches, those after its checkpoint included, for it to repeat them.
 
+    A count that falls is that of a run that went on with other micro-batches: what it had halved before is over.
+
     Args:
         records: of ``metrics.jsonl``, before what comes after the checkpoint is removed.
 
     Example:
         >>> halvings([{"step": 1, "optimizer/halvings": 0}, {"step": 2, "optimizer/halvings": 2}, {"step": 3}])
         [1, 1]
+        >>> halvings([{"step": 2, "optimizer/halvings": 2}, {"step": 3, "optimizer/halvings": 0}])
+        []
     """
     found: list[int] = []
     for record in records:
-        found += [record["step"] - 1] * (int(record.get("optimizer/halvings") or 0) - len(found))
+        if "optimizer/halvings" in record:
+            count = int(record["optimizer/halvings"])
+            found = [] if count < len(found) else found + [record["step"] - 1] * (count - len(found))
     return found
 
 

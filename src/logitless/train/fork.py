@@ -1,0 +1,202 @@
+"""A fork: a new run that starts from a checkpoint of another one, with other keys.
+
+Weights, optimizer state, the numbers of blocks and steps, coefficients that move, and the place in the prompts are the
+checkpoint's. With the same keys the fork trains the bits that the other run would have trained, had it gone on there.
+
+What another key makes meaningless starts anew: the place in other prompts or under another seed, the coefficient of
+another KL or entropy bonus. What the weights themselves depend on (``_FIXED``) is refused.
+"""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from logitless.errors import ConfigurationError
+from logitless.objective.algorithm import Algorithm
+from logitless.train.changes import MOVED, Change, as_json, changes
+from logitless.train.checkpoint import Checkpoint, checkpoints, read_checkpoint
+from logitless.train.collector import Collector
+from logitless.train.config import Recipe
+from logitless.train.learner import Learner
+from logitless.train.provenance import digests_of
+from logitless.train.recipe import load_recipe
+from logitless.train.run_folder import RunFolder, open_run_folder, write_folder_atomically
+from logitless.train.saved_policy import chosen_source
+from logitless.train.setup import algorithm_of
+
+_FIXED = (
+    *("model.source", "model.random_weights", "model.lora", "model.quantize"),
+    "warm_start",
+)
+"""What the trained weights, or under LoRA their frozen base, are made of."""
+
+
+@dataclass(frozen=True)
+class Parent:
+    """Where a fork begins.
+
+    Args:
+        folder: of the other run.
+        recipe: of the other run.
+        checkpoint: at the end of one of its blocks.
+    """
+
+    folder: RunFolder
+    recipe: Recipe
+    checkpoint: Checkpoint
+
+    @property
+    def progress(self) -> Mapping[str, Any]:
+        """Blocks and steps done, among others."""
+        return dict(self.checkpoint.state["progress"])
+
+    def as_json(self, recipe: Recipe) -> dict[str, Any]:
+        """For ``provenance.json`` of the fork.
+
+        Args:
+            recipe: of the fork.
+        """
+        place = {name: self.progress[name] for name in ("block", "step")}
+        run = {"run": str(self.folder.path.absolute()), "checkpoint": self.checkpoint.folder.name}
+        return run | place | {"changed": as_json(_changed(self.recipe, recipe))}
+
+    def copy_warm_start(self, folder: RunFolder) -> None:
+        """Leave the policy that the other run's reinforcement learning began with in the fork's folder: it is the
+        reference, and under LoRA the base."""
+        if self.folder.warm_start.is_dir():
+            source = self.folder.warm_start
+            write_folder_atomically(folder.warm_start, lambda path: shutil.copytree(source, path, dirs_exist_ok=True))
+
+
+def parent_of(named: str) -> Parent:
+    """The run and the checkpoint that ``RUN`` or ``RUN:CHECKPOINT`` names.
+
+    Args:
+        named: a run folder, and after a colon the number of a block or a checkpoint's name; without it, the latest
+            checkpoint that was written at the end of a block.
+
+    Raises:
+        ConfigurationError: no such run or checkpoint, or one in the middle of a block.
+        CheckpointError: its files are damaged.
+    """
+    run, colon, which = (named, "", "") if Path(named).is_dir() else named.rpartition(":")
+    folder = open_run_folder(Path(run if colon else named))
+    if which:
+        found = read_checkpoint(_checkpoint(folder, which))
+        if found.state["block"] is not None:
+            raise _amid_a_block(found.folder.name)
+        return Parent(folder, load_recipe(folder.config), found)
+    there = checkpoints(folder.checkpoints)
+    at_ends = (found for path in reversed(there) if (found := read_checkpoint(path)).state["block"] is None)
+    latest = next(at_ends, None)
+    if latest is None:
+        raise _amid_a_block(", ".join(path.name for path in there) or "none")
+    return Parent(folder, load_recipe(folder.config), latest)
+
+
+def check_fork(parent: Parent, recipe: Recipe, algorithm: Algorithm) -> None:
+    """Refuse what a fork cannot carry.
+
+    Args:
+        parent: that it starts from.
+        recipe: of the fork.
+        algorithm: of the fork.
+
+    Raises:
+        ConfigurationError: other weights than the checkpoint's, or an optimizer state of another form.
+    """
+    found = changes(parent.recipe, recipe)
+    fixed = list(_FIXED)
+    if recipe.model.random_weights:
+        fixed.append("seed")  # of the frozen base and of the reference
+    if recipe.model.lora is not None:
+        fixed.append("model.dtype")
+    refused = [change.key for change in found if change.is_below(fixed) and not change.is_below(MOVED)]
+    moments = [r.train.optimizer.moments for r in (parent.recipe, recipe)]
+    if moments.count("8bit") == 1:  # on the device or the host the state is the same
+        refused.append("train.optimizer.moments")
+    if refused:
+        raise ConfigurationError(
+            needed=f"the weights and the optimizer state of {parent.checkpoint.folder}",
+            given=f"another {', '.join(refused)}, with which they do not go",
+            remedy="Leave these keys as in the other run's config.yaml, or start from its exported weights: "
+            "logitless export RUN, then model.source.",
+        )
+    has_values = any(name.startswith("parameter/value_head.") for name in parent.checkpoint.tensors)
+    if has_values != (algorithm.value_loss is not None):
+        raise ConfigurationError(
+            needed=f"an algorithm {'with' if has_values else 'without'} a value loss, as that of {parent.folder.path}",
+            given=f"algorithm.preset: {recipe.algorithm.preset}",
+            remedy="Choose such an algorithm, or start from the other run's exported weights.",
+        )
+
+
+def carried(
+    parent: Parent, recipe: Recipe, data: Mapping[str, str], learner: Learner, collector: Collector
+) -> tuple[Checkpoint, list[str]]:
+    """What the fork goes on from, and in words what of it starts anew.
+
+    Args:
+        parent: that it starts from; checked.
+        recipe: of the fork.
+        data: digests of the fork's data by name.
+        learner, collector: of the fork, as new ones are.
+    """
+    old, state, anew = parent.recipe, dict(parent.checkpoint.state), []
+    before, now = algorithm_of(old), learner.algorithm
+    controllers, fresh = dict(state["controllers"]), learner.controllers.state_dict()
+    if (old.kl, before.kl_control) != (recipe.kl, now.kl_control):
+        controllers |= {"kl": fresh["kl"], "kl_of_epoch": fresh["kl_of_epoch"]}
+        anew.append("the KL coefficient (another kl)")
+    if before.objective.entropy_bonus != now.objective.entropy_bonus:
+        controllers["entropy"] = fresh["entropy"]
+        anew.append("the entropy bonus's coefficient (another entropy_bonus)")
+    if old.seed != recipe.seed or digests_of(parent.folder).get("train") != data.get("train") or _shares(old, recipe):
+        state["collector"] = collector.state_dict()
+        anew.append("the place in the prompts (other data.train or another seed)")
+    progress = dict(state["progress"])
+    if old.train.tokens_per_micro_batch != recipe.train.tokens_per_micro_batch:
+        progress["halvings"] = []
+    state |= {
+        "progress": progress,
+        "controllers": controllers,
+        "journal": {"lines": 0, "seconds": {}, "summary": {}},
+        "loop": {**state["loop"], "block_metrics": {}, "unwritten": {}},
+    }
+    words = (
+        f"fork of {parent.folder.path}: begins after {parent.progress['block']} blocks and {parent.progress['step']} "
+    )
+    words += "steps with its weights, optimizer state, coefficients and place in the prompts"
+    return replace(parent.checkpoint, state=state), [words] + [f"begins anew: {'; '.join(anew)}"] * bool(anew)
+
+
+def _changed(before: Recipe, after: Recipe) -> list[Change]:
+    return [change for change in changes(before, after) if change.key not in ("name", "output")]
+
+
+def _shares(old: Recipe, new: Recipe) -> bool:
+    """Whether prompts are drawn in other shares."""
+    kept = [change for change in changes(old, new) if change.is_below(("data.train",)) and not change.is_below(MOVED)]
+    return bool(kept)
+
+
+def _checkpoint(folder: RunFolder, which: str) -> Path:
+    path = chosen_source(folder, which)
+    if path == folder.model:
+        raise ConfigurationError(
+            needed="a checkpoint to fork, with the optimizer's state",
+            given="model/, which has weights alone",
+            remedy="Name a block's number or a checkpoint, or set model.source to this folder in a new run.",
+        )
+    return path
+
+
+def _amid_a_block(given: str) -> ConfigurationError:
+    return ConfigurationError(
+        needed="a checkpoint at the end of a block: a fork with other keys cannot finish a block that was begun with "
+        "these",
+        given=given,
+        remedy="Name an earlier one as RUN:BLOCK, or finish the block with --resume.",
+    )
