@@ -65,9 +65,12 @@ class Parent:
     def copy_warm_start(self, folder: RunFolder) -> None:
         """Leave the policy that the other run's reinforcement learning began with in the fork's folder: it is the
         reference, and under LoRA the base."""
+
+        def write(path: Path) -> None:
+            shutil.copytree(self.folder.warm_start, path, dirs_exist_ok=True)
+
         if self.folder.warm_start.is_dir():
-            source = self.folder.warm_start
-            write_folder_atomically(folder.warm_start, lambda path: shutil.copytree(source, path, dirs_exist_ok=True))
+            write_folder_atomically(folder.warm_start, write)
 
 
 def parent_of(named: str) -> Parent:
