@@ -240,8 +240,9 @@ class Steps:
         from logitless.models.kernels.compiling import compiled_together  # needs Triton
 
         self._compiled.add(key)
+        launch_all = self.launches({bucket(min(rows, count)) for count in _UNLIKE}, reaches, drawing)
         with compiled_together(self.device):
-            self.launches({bucket(min(rows, count)) for count in _UNLIKE}, reaches, drawing)()
+            launch_all()
 
     def launches(self, counts: Collection[int], reaches: tuple[int, int], drawing: Drawing) -> Callable[[], None]:
         """A call that launches every kernel of steps with so many rows and of prefill, for ``compiled_together``.
