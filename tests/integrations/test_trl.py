@@ -8,6 +8,8 @@ import torch
 trl = pytest.importorskip("trl")
 
 from datasets import Dataset  # noqa: E402
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
 
@@ -284,3 +286,84 @@ def test_what_nothing_would_read_is_an_error(fields, message):
 def test_an_unknown_backend_is_an_error_before_the_first_step(llama_path, tmp_path):
     with pytest.raises(ConfigurationError, match="head_backend"):
         trainer_of(GRPOTrainer, llama_path, tmp_path, config=GRPOConfig, head_backend="triton")
+
+
+METRIC_CASES = {
+    "token ratio": {"loss_type": "dapo", "beta": 0.1},
+    "sequence ratio": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "delta below the clip": {"loss_type": "bnpo", "delta": 1.05, "top_entropy_quantile": 0.5},
+    "delta above the clip": {"loss_type": "dr_grpo", "delta": 1.5, "importance_sampling_level": "sequence"},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},
+    "cispo of sequences": {"loss_type": "cispo", "epsilon_high": 1.2, "importance_sampling_level": "sequence"},
+    "luspo with an entropy bonus": {"loss_type": "luspo", "entropy_coef": 0.1, "use_bias_correction_kl": True},
+}
+
+
+@pytest.fixture(scope="module")
+def both_trainers(llama_path, tmp_path_factory):
+    """TRL's trainer and the drop-in under one configuration, made once."""
+    made = {}
+
+    def of(case):
+        if case not in made:
+            folder = tmp_path_factory.mktemp("metrics")
+            made[case] = [
+                trainer_of(each, llama_path, folder, **METRIC_CASES[case]) for each in (trl.GRPOTrainer, GRPOTrainer)
+            ]
+        return made[case]
+
+    return of
+
+
+def random_micro_batch(seed, *, empty, per_token):
+    """Four completions of up to five tokens, each token trained or not; those of ``empty`` have none."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.randint(0, 2, (4, 5), generator=generator)
+    mask[empty] = 0
+    old = -3.1 + 0.6 * torch.randn(4, 5, generator=generator)
+    advantages = torch.randn(4, 5, generator=generator)
+    return {
+        "prompt_ids": torch.randint(3, 23, (4, 2), generator=generator),
+        "prompt_mask": torch.ones(4, 2, dtype=torch.long),
+        "completion_ids": torch.randint(3, 23, (4, 5), generator=generator),
+        "completion_mask": torch.ones(4, 5, dtype=torch.long),
+        "tool_mask": mask,
+        "advantages": advantages if per_token else advantages[:, 0],
+        "old_per_token_logps": old,
+        "ref_per_token_logps": old + 0.2 * torch.randn(4, 5, generator=generator),
+        "num_items_in_batch": 3 * mask.sum(),
+    }
+
+
+@pytest.mark.parametrize("case", METRIC_CASES)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 2**16),
+    empty=st.lists(st.sampled_from(range(4)), unique=True) | st.just([0, 1, 2, 3]),
+    per_token=st.booleans(),
+)
+def test_loss_and_every_metric_of_a_micro_batch_are_trls_whatever_is_masked(
+    case, seed, empty, per_token, both_trainers
+):
+    inputs = random_micro_batch(seed, empty=empty, per_token=per_token)
+    logged, losses = [], []
+    for trainer in both_trainers(case):
+        trainer.current_gradient_accumulation_steps = 2
+        trainer.model.train()
+        trainer._metrics["train"].clear()
+        losses.append(trainer._compute_loss(trainer.model, inputs).item())
+        logged.append({name: values[0] for name, values in trainer._metrics["train"].items()})
+    theirs, ours = logged
+    assert ours.keys() == theirs.keys() >= {"entropy"}
+    assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6, nan_ok=True)
+    assert losses[1] == pytest.approx(losses[0], rel=0, abs=LOSS)
+
+
+def test_a_micro_batch_without_a_trained_token_leaves_the_windows_metrics_as_they_are(both_trainers):
+    trainer = both_trainers("token ratio")[1]
+    trainer._metrics["train"].clear()
+    for empty in ([0, 1, 2, 3], [0]):
+        trainer._compute_loss(trainer.model, random_micro_batch(7, empty=empty, per_token=False))
+    alone, both = trainer._metrics["train"]["clip_ratio/low_min"][1], {}
+    trainer.log(both)
+    assert both["clip_ratio/low_min"] == alone

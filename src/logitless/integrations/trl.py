@@ -24,7 +24,7 @@ import torch
 import trl
 from torch import Tensor
 from transformers import PreTrainedModel
-from trl.trainer.utils import FusedCausalLMOutput
+from trl.trainer.utils import FusedCausalLMOutput, nanmax, nanmin
 
 from logitless.errors import ConfigurationError, UnavailableError
 from logitless.head.api import token_scores
@@ -183,7 +183,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             entropy_coefficient=None if controller is None else controller.applied,
             gather=lambda part: self.accelerator.gather(self.accelerator.pad_across_processes(part)),
         )
-        self._log_metrics(output, batch, places, mode)
+        one_ratio = objective.ratio.name != "token"
+        self._log_metrics(output, batch, places, mode, one_flag=one_ratio and inputs["advantages"].dim() == 1)
         if mode == "train":
             self._steer(output, controller, batch.num_sequences)
         return output.loss if router_loss is None else output.loss + self._router_term(router_loss, mode)
@@ -258,22 +259,20 @@ class GRPOTrainer(trl.GRPOTrainer):
                 self._metrics["train"]["beta"].append(beta.beta)
                 self._kl_window = None
 
-    def _log_metrics(self, output: ObjectiveOutput, batch: TokenBatch, places: Places, mode: str) -> None:
-        """TRL's own metrics but ``vespo/phi_seq_mean``, from the objective's tensors."""
+    def _log_metrics(
+        self, output: ObjectiveOutput, batch: TokenBatch, places: Places, mode: str, *, one_flag: bool
+    ) -> None:
+        """TRL's own metrics but ``vespo/phi_seq_mean``, from the objective's tensors.
+
+        Args:
+            output, batch, places: of one micro-batch.
+            mode: ``train`` or ``eval``.
+            one_flag: whether the tokens of a sequence share their ratio and their advantage.
+        """
         metrics = self._metrics[mode]
-        counts = places.scatter_back(output.trained.float()).sum(1)
 
         def token_mean(values: Tensor) -> float:
             return self._mean(values.sum(), output.trained.sum().float())
-
-        def of_sequences(flags: Tensor) -> Tensor:
-            return places.scatter_back(flags.float()).sum(1) / counts
-
-        def mean(flags: Tensor) -> float:
-            if self.algorithm.objective.ratio.name == "token":
-                return token_mean(flags.float())
-            values = of_sequences(flags)
-            return self._mean(values.nansum(), (~values.isnan()).sum().float())
 
         if output.kl is not None:
             metrics["kl"].append(token_mean(output.kl))
@@ -284,17 +283,33 @@ class GRPOTrainer(trl.GRPOTrainer):
             of_step = mode == "train" and not self.algorithm.weighting.spans_block
             per_step = self.current_gradient_accumulation_steps if of_step else 1
             metrics["policy_loss"].append(self.accelerator.gather(policy_loss * per_step).nanmean().item())
-        if output.clipped_low is None or output.clipped_high is None:
+        surrogate = self.algorithm.objective.surrogate
+        if output.log_ratio is None or not isinstance(surrogate, Clip | Cispo):
             return
-        low, high = output.clipped_low, output.clipped_high & (output.advantage > 0)
-        if isinstance(self.algorithm.objective.surrogate, Cispo):
-            metrics["cispo_clip_ratio"].append(mean(high))
-        if isinstance(self.algorithm.objective.surrogate, Clip):
-            for name, flags in (("low_mean", low), ("high_mean", high), ("region_mean", low | high)):
-                metrics[f"clip_ratio/{name}"].append(mean(flags))
-            lowest, highest = (self.accelerator.gather(of_sequences(each)) for each in (low, high))
-            metrics["clip_ratio/low_min"].append(lowest.nan_to_num(nan=torch.inf).min().item())
-            metrics["clip_ratio/high_max"].append(highest.nan_to_num(nan=-torch.inf).max().item())
+
+        counts = places.scatter_back(output.trained.float()).sum(1)
+
+        def of_sequences(flags: Tensor) -> Tensor:
+            # Under one ratio and one advantage a sequence, TRL counts an empty sequence as not clipped.
+            return places.scatter_back(flags.float()).sum(1) / (counts.clamp(min=1.0) if one_flag else counts)
+
+        def mean(flags: Tensor) -> float:
+            if not one_flag:
+                return token_mean(flags.float())
+            return self._mean(of_sequences(flags).sum(), counts.new_tensor(float(len(counts))))
+
+        # TRL bounds the ratio by delta before it is compared, so that a delta below 1 + epsilon_high hides the upper clip.
+        ratio, delta = output.log_ratio.exp(), self.args.delta
+        if isinstance(surrogate, Cispo):
+            metrics["cispo_clip_ratio"].append(mean((ratio > self.epsilon_high) & (output.advantage > 0)))
+            return
+        ratio = ratio if delta is None else ratio.clamp(max=delta)
+        low = (ratio < 1 - self.epsilon_low) & (output.advantage < 0)
+        high = (ratio > 1 + self.epsilon_high) & (output.advantage > 0)
+        for name, flags in (("low_mean", low), ("high_mean", high), ("region_mean", low | high)):
+            metrics[f"clip_ratio/{name}"].append(mean(flags))
+        metrics["clip_ratio/low_min"].append(nanmin(self.accelerator.gather(of_sequences(low))).item())
+        metrics["clip_ratio/high_max"].append(nanmax(self.accelerator.gather(of_sequences(high))).item())
 
     def _mean(self, total: Tensor, count: Tensor) -> float:
         """Over the values of every rank."""
