@@ -36,14 +36,23 @@ def test_every_option_agrees_with_liger():
     assert [(row.name, row.loss_rel, row.grad_rel) for row in rows if not row.ok] == []
 
 
-@pytest.mark.parametrize("options", [{}, {"beta": 0.3, "use_ref_model": True}])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_the_metrics_are_ligers(call, options, level):
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(
+            {"importance_sampling_level": level, **each}
+            for level in ("token", "sequence")
+            for each in ({}, {"beta": 0.3, "use_ref_model": True}, {"delta": 1.05}, {"delta": 1.5})
+        ),
+        {"loss_type": "cispo", "epsilon_high": 1.3},
+    ],
+)
+def test_the_metrics_are_ligers(call, options):
     chunked_loss = pytest.importorskip("liger_kernel.chunked_loss")
     generator = torch.Generator().manual_seed(4)
     old = -2.5 + torch.randn(B, T, generator=generator)
-    given = {**call, "old_per_token_logps": old, "ref_per_token_logps": old if options else None}
-    options = {"beta": 0.0, "use_ref_model": False, "importance_sampling_level": level, **options}
+    given = {**call, "old_per_token_logps": old, "ref_per_token_logps": old if "beta" in options else None}
+    options = {"beta": 0.0, "use_ref_model": False, **options}
     _, theirs = chunked_loss.LigerFusedLinearGRPOLoss(compiled=False, **options)(**given)
     _, ours = LigerFusedLinearGRPOLoss(**options)(**given)
     assert [each.item() for each in ours] == pytest.approx([each.item() for each in theirs], rel=1e-5)
@@ -121,3 +130,27 @@ def test_a_kl_without_a_reference_is_an_error(call):
 def test_vespo_takes_no_ratio_of_whole_sequences(call):
     with pytest.raises(InputError, match="vespo"):
         plain(loss_type="vespo")(**call, vllm_is_ratio=torch.ones(B, 1))
+
+
+@pytest.mark.parametrize("num_sequences", [T, B])
+def test_a_sampler_ratio_of_one_number_a_sequence_is_ligers(call, num_sequences):
+    chunked_loss = pytest.importorskip("liger_kernel.chunked_loss")
+    square = {name: torch.cat([each, each])[:num_sequences] for name, each in call.items() if name != "lin_weight"}
+    given = {**square, "lin_weight": call["lin_weight"], "vllm_is_ratio": torch.tensor([0.5, 2.0, 0.1, 3.0])}
+    given["vllm_is_ratio"] = given["vllm_is_ratio"][:num_sequences]
+    theirs = chunked_loss.LigerFusedLinearGRPOLoss(compiled=False, beta=0.0, use_ref_model=False)(**given)[0]
+    assert plain()(**given)[0].item() == pytest.approx(theirs.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(T,), (B, T + 1), (1, T), (B, T, 1), ()])
+def test_a_sampler_ratio_of_another_shape_is_an_error(call, shape):
+    with pytest.raises(InputError, match=r"needed vllm_is_ratio of \(3, 4\), \(3, 1\) or \(3,\)"):
+        plain()(**call, vllm_is_ratio=torch.ones(shape))
+
+
+@pytest.mark.parametrize("num_items", [13.5, 2.25, torch.tensor(13.5), torch.tensor(7), 0.5, 0])
+def test_items_that_are_no_whole_number_or_fewer_than_the_calls_divide_as_in_liger(call, num_items):
+    chunked_loss = pytest.importorskip("liger_kernel.chunked_loss")
+    given = {**call, "num_items_in_batch": num_items}
+    theirs = chunked_loss.LigerFusedLinearGRPOLoss(compiled=False, beta=0.0, use_ref_model=False)(**given)[0]
+    assert plain()(**given)[0].item() == pytest.approx(theirs.item(), rel=1e-5)

@@ -10,6 +10,7 @@ under ``luspo`` at the token level Liger averages over padded columns, here a se
 """
 
 from dataclasses import replace
+from math import inf
 from typing import Literal
 
 import torch
@@ -23,6 +24,7 @@ from logitless.objective.algorithm import Algorithm
 from logitless.objective.correction import SamplerCorrection
 from logitless.objective.objective import ObjectiveOutput
 from logitless.objective.presets import trl
+from logitless.objective.surrogate import Cispo, Clip
 from logitless.objective.weighting import Totals
 from logitless.types import LMHead, TokenBatch
 
@@ -98,6 +100,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 remedy="Set max_completion_length.",
             )
         self.temperature = temperature
+        # CISPO has no lower bound, and its upper one is no distance.
+        self.clip_range = (-inf, epsilon_high) if loss_type == "cispo" else (1 - epsilon_low, 1 + epsilon_high)
         self.backend: Literal["auto", "reference", "chunked", "fused"] = backend
         self.algorithm: Algorithm = trl(
             beta=beta,
@@ -129,8 +133,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         ref_input: Float[Tensor, "B T D"] | None = None,
         ref_weight: Float[Tensor, "V D"] | None = None,
         ref_bias: Float[Tensor, "V"] | None = None,
-        vllm_is_ratio: Float[Tensor, "B T"] | Float[Tensor, "B 1"] | None = None,
-        num_items_in_batch: int | Float[Tensor, ""] | Int[Tensor, ""] | None = None,
+        vllm_is_ratio: Float[Tensor, "B T"] | Float[Tensor, "B 1"] | Float[Tensor, "B"] | None = None,
+        num_items_in_batch: float | Float[Tensor, ""] | Int[Tensor, ""] | None = None,
     ) -> tuple[Float[Tensor, ""], tuple[Float[Tensor, ""], ...]]:
         """The loss of a padded batch and its metrics: the mean KL (with beta only) and the clipped fraction.
 
@@ -145,12 +149,13 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             ref_per_token_logps: [B, T], or ``ref_input`` with ``ref_weight`` to take them from.
             old_per_token_logps: [B, T]; None takes the current ones.
             ref_input, ref_weight, ref_bias: hidden states and head of the reference.
-            vllm_is_ratio: [B, T] or [B, 1] importance weight of the old policy to the sampler, already bounded.
+            vllm_is_ratio: [B, T], or [B, 1] or [B] for one a sequence: importance weight of the old policy to the
+                sampler, already bounded.
             num_items_in_batch: trained tokens of the whole step on every rank, which ``dapo``, ``cispo`` and ``vespo``
-                divide by; None counts those of this call on every rank.
+                divide by, at least one a rank; it need not be whole. None counts those of this call on every rank.
 
         Raises:
-            InputError: no reference for the KL; a ratio of whole sequences under ``vespo``.
+            InputError: no reference for the KL; a ratio of another shape, or of whole sequences under ``vespo``.
         """
         _, output = self.evaluate(
             _input,
@@ -167,7 +172,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             vllm_is_ratio,
             num_items_in_batch,
         )
-        return output.loss, _metrics(output)
+        return output.loss, self._metrics(output)
 
     def evaluate(
         self,
@@ -182,8 +187,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         ref_input: Float[Tensor, "B T D"] | None = None,
         ref_weight: Float[Tensor, "V D"] | None = None,
         ref_bias: Float[Tensor, "V"] | None = None,
-        vllm_is_ratio: Float[Tensor, "B T"] | Float[Tensor, "B 1"] | None = None,
-        num_items_in_batch: int | Float[Tensor, ""] | Int[Tensor, ""] | None = None,
+        vllm_is_ratio: Float[Tensor, "B T"] | Float[Tensor, "B 1"] | Float[Tensor, "B"] | None = None,
+        num_items_in_batch: float | Float[Tensor, ""] | Int[Tensor, ""] | None = None,
     ) -> tuple[TokenBatch, ObjectiveOutput]:
         """What ``forward`` sums up: the packed batch with its weights, and every token's part in the loss."""
         mask = attention_mask.bool()
@@ -220,7 +225,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         return token_scores(hidden, head, target, temperature=self.temperature, backend=self.backend).logp
 
     def _weight(
-        self, counts: tuple[int, ...], num_items: int | Tensor | None, device: torch.device
+        self, counts: tuple[int, ...], num_items: float | Tensor | None, device: torch.device
     ) -> Float[Tensor, "N"]:
         """Of this call alone, but for the token mean: over every rank, times their number, for they are averaged."""
         totals = Totals.of(counts)
@@ -231,27 +236,38 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 num_items = torch.tensor(totals.num_tokens, device=device)
                 if ranks:
                     torch.distributed.all_reduce(num_items)
-            totals = replace(totals, num_tokens=int(num_items), num_steps=float(num_ranks))
+            # Totals count whole tokens; what they are divided by need not be whole, nor as many as this call has.
+            share = max(totals.num_tokens, 1) / max(float(num_items), float(num_ranks))
+            totals = replace(totals, num_steps=num_ranks * share)
         return self.algorithm.weighting(counts, totals)
 
     def _sampler(self, batch: TokenBatch, places: Places, ratio: Tensor) -> Float[Tensor, "B T"]:
         """The sampler's log-probabilities that a given importance weight stands for."""
         assert batch.logp_old is not None
         logp_old = places.scatter_back(batch.logp_old)
-        if self.algorithm.objective.surrogate.uses_correction and ratio.shape != logp_old.shape:
+        if ratio.dim() == 1:
+            ratio = ratio[:, None]
+        per_token_only = self.algorithm.objective.surrogate.uses_correction
+        allowed = (logp_old.shape,) if per_token_only else (logp_old.shape, (len(logp_old), 1))
+        if ratio.shape not in allowed:
             raise InputError(
-                needed="a sampler ratio per token with loss_type='vespo', whose weight is a sequence's already",
-                given=f"vllm_is_ratio of shape {tuple(ratio.shape)}",
-                remedy="Give vllm_is_ratio as [B, T].",
+                needed=f"vllm_is_ratio of {tuple(logp_old.shape)}"
+                + (
+                    ": loss_type='vespo' makes the sequence's weight of each token's"
+                    if per_token_only
+                    else f", ({len(logp_old)}, 1) or ({len(logp_old)},)"
+                ),
+                given=f"shape {tuple(ratio.shape)}",
+                remedy="Give a ratio per token as [B, T]" + ("." if per_token_only else ", or per sequence as [B]."),
             )
         return logp_old - ratio.to(logp_old.dtype).log()
 
-
-def _metrics(output: ObjectiveOutput) -> tuple[Tensor, ...]:
-    num_tokens = output.trained.sum().clamp(min=1)
-    if output.clipped_low is None or output.clipped_high is None:
-        clipped = torch.zeros_like(output.loss)
-    else:
-        high = output.clipped_high & (output.advantage > 0)
-        clipped = (output.clipped_low | high).sum() / num_tokens
-    return (clipped,) if output.kl is None else (output.kl.sum() / num_tokens, clipped)
+    def _metrics(self, output: ObjectiveOutput) -> tuple[Tensor, ...]:
+        """The mean KL, with one, and the fraction of tokens outside of Liger's bounds, which are those before delta."""
+        num_tokens = output.trained.sum().clamp(min=1)
+        clipped, ratio = torch.zeros_like(output.trained), output.log_ratio
+        if isinstance(self.algorithm.objective.surrogate, Clip | Cispo) and ratio is not None:
+            low, high = self.clip_range
+            clipped = ((output.advantage < 0) & (ratio.exp() < low)) | ((output.advantage > 0) & (ratio.exp() > high))
+        fraction = clipped.sum() / num_tokens
+        return (fraction,) if output.kl is None else (output.kl.sum() / num_tokens, fraction)
