@@ -298,6 +298,34 @@ def test_infinite_rewards_are_refused(infinite):
         adv.group_centered(f64(1.0, infinite), torch.tensor([0, 0]))
 
 
+@pytest.mark.parametrize("estimator", get_args(get_args(adv.Advantage)[0]), ids=lambda each: each.__name__)
+@pytest.mark.parametrize("infinite", [math.inf, -math.inf])
+def test_every_estimator_refuses_an_infinite_reward(estimator, infinite):
+    rewards, turn = f64(1.0, infinite, NAN, 2.0), torch.tensor([0, 0, 0, 0])
+    inputs = adv.AdvantageInputs(
+        rewards,
+        torch.tensor([0, 0, 1, 1]),
+        torch.arange(4),
+        turn=turn,
+        scores=rewards[:, None],
+        weights=f64(1.0),
+        values=torch.zeros_like(rewards),
+    )
+    with pytest.raises(InputError, match=r"a finite reward.*of which 1 infinite"):
+        estimator()(inputs)
+
+
+def test_an_infinite_score_is_refused_whatever_its_weight():
+    with pytest.raises(InputError, match=r"a finite reward.*of which 1 infinite"):
+        adv.combine_rewards(torch.tensor([[1.0, math.inf]]), torch.tensor([1.0, 0.0]))
+
+
+@pytest.mark.parametrize("value", [NAN, math.inf])
+def test_a_value_that_is_no_number_is_refused_instead_of_an_advantage_of_zero(value):
+    with pytest.raises(InputError, match="a finite value for each token; given 2 values, of which 1 infinite or NaN"):
+        adv.gae(f64(0.0, 1.0), f64(value, 0.5), torch.tensor([0, 0]))
+
+
 def test_rewards_without_a_group_are_refused(without_shape_checks):
     with pytest.raises(InputError, match=r"group \[B\] with B = 1"):
         adv.group_centered(f64(1.0), torch.tensor([], dtype=torch.long))

@@ -1,11 +1,20 @@
 """The choice of tokens by covariance, by hand."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import pairwise
+from threading import Barrier
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
 
 from logitless.objective.covariance import largest, num_chosen, random_in_band, token_covariance
+from logitless.objective.surrogate import KlCov
+from logitless.objective.surrogate.contract import SelectionInputs
 
 TRUE = torch.tensor([True] * 4)
 
@@ -27,9 +36,12 @@ def test_covariance_means_are_over_all_ranks():
     assert covariance.tolist() == [1.0]
 
 
-@pytest.mark.parametrize(("num_tokens", "expected"), [(0, 1), (4999, 1), (5000, 1), (9999, 1), (10000, 2)])
-def test_the_number_is_a_floored_fraction_and_at_least_one(num_tokens, expected):
-    assert num_chosen(2e-4, torch.tensor(num_tokens)).item() == expected
+@pytest.mark.parametrize(
+    ("fraction", "num_tokens", "expected"),
+    [(2e-4, 0, 1), (2e-4, 4999, 1), (2e-4, 5000, 1), (2e-4, 9999, 1), (2e-4, 10000, 2), (0.29, 100, 29), (1 / 3, 6, 2)],
+)
+def test_the_number_is_a_floored_fraction_and_at_least_one(fraction, num_tokens, expected):
+    assert num_chosen(fraction, torch.tensor(num_tokens)).item() == expected
 
 
 def test_the_largest_are_chosen_among_the_eligible():
@@ -46,6 +58,64 @@ def test_the_largest_are_chosen_over_all_ranks():
     key = torch.tensor([5.0, 1.0, 3.0, 4.0])
     other = torch.tensor([4.5, 0.0])
     assert largest(key, TRUE, torch.tensor(2), lambda part: torch.cat([other, part])).tolist() == [True] + [False] * 3
+
+
+@given(
+    key=st.lists(st.sampled_from([-math.inf, -1.0, 0.0, 2.0]), max_size=12),
+    eligible=st.integers(0, 2**12 - 1),
+    number=st.integers(1, 14),
+    cuts=st.lists(st.integers(0, 12), max_size=3),
+)
+def test_exactly_so_many_are_chosen_and_of_equal_keys_the_first_on_any_number_of_ranks(key, eligible, number, cuts):
+    may = [bool(eligible >> index & 1) and value > -math.inf for index, value in enumerate(key)]
+    best = sorted((index for index in range(len(key)) if may[index]), key=lambda index: (-key[index], index))
+    expected = [index in best[:number] for index in range(len(key))]
+    whole, flags = torch.tensor(key), torch.tensor(may, dtype=torch.bool)
+    assert largest(whole, flags, torch.tensor(number)).tolist() == expected
+    borders = [0, *sorted(min(cut, len(key)) for cut in cuts), len(key)]
+    found = on_ranks(
+        [partial(largest, whole[start:end], flags[start:end], torch.tensor(number)) for start, end in pairwise(borders)]
+    )
+    assert torch.cat(found).tolist() == expected
+
+
+def on_ranks(calls):
+    """What each call returns when its ``gather`` puts together the rows that all of them give, in this order."""
+    together = Barrier(len(calls))
+    given: list[Tensor | None] = [None] * len(calls)
+
+    def gather(rank, rows):
+        given[rank] = rows
+        together.wait(60)
+        everyone = torch.cat(given)
+        together.wait(60)
+        return everyone
+
+    with ThreadPoolExecutor(len(calls)) as ranks:
+        running = [ranks.submit(call, partial(gather, rank)) for rank, call in enumerate(calls)]
+        return [each.result(60) for each in running]
+
+
+def test_one_completion_under_kl_cov_penalises_the_promised_share_of_its_tokens():
+    # One advantage: A - mean A is 0 at every token, and so is every covariance.
+    logp = -torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    inputs = SelectionInputs(logp, torch.ones(1000), torch.ones(1000, dtype=torch.bool))
+    assert KlCov(fraction=2e-3, scope="micro_batch").select(inputs).nonzero()[:, 0].tolist() == [0, 1]
+
+
+def test_ranks_that_draw_the_same_numbers_choose_exactly_so_many_under_clip_cov():
+    def draw(gather):
+        return random_in_band(
+            torch.full((4,), 2.0),
+            TRUE,
+            torch.tensor(3),
+            low=1.0,
+            high=5.0,
+            generator=torch.Generator().manual_seed(0),
+            gather=gather,
+        )
+
+    assert torch.cat(on_ranks([draw, draw])).sum() == 3
 
 
 def test_a_random_choice_stays_in_the_band_and_reaches_every_token_of_it():

@@ -298,7 +298,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 return token_mean(flags.float())
             return self._mean(of_sequences(flags).sum(), counts.new_tensor(float(len(counts))))
 
-        # TRL bounds the ratio by delta before it is compared, so that a delta below 1 + epsilon_high hides the upper clip.
+        # TRL bounds the ratio by delta before it is compared: a delta below 1 + epsilon_high hides the upper clip.
         ratio, delta = output.log_ratio.exp(), self.args.delta
         if isinstance(surrogate, Cispo):
             metrics["cispo_clip_ratio"].append(mean((ratio > self.epsilon_high) & (output.advantage > 0)))

@@ -4,6 +4,7 @@
 It multiplies the surrogate's loss, not the KL term, and carries no gradient.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -13,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from logitless.errors import ConfigurationError, InputError
-from logitless.objective.inputs import check_choices, shaped
+from logitless.objective.inputs import check_knobs, shaped
 from logitless.objective.over_ranks import GatherOverRanks, one_rank
 from logitless.objective.ranges import Ranges
 
@@ -66,9 +67,9 @@ def bounded_weight(
         >>> bounded_weight(torch.tensor([0.1, 1.0, 9.0]), "mask", 0.5, 3.0)
         tensor([0., 1., 0.])
     """
-    if weight_min is None and weight_max is None:
-        return weight
-    bounded = weight.clamp(weight_min, weight_max)
+    # No weight is near the largest number: what it multiplies would overflow, and 0 times that is NaN.
+    weight = weight.clamp(max=math.sqrt(torch.finfo(weight.dtype).max))
+    bounded = weight if weight_min is None and weight_max is None else weight.clamp(weight_min, weight_max)
     return bounded if mode == "truncate" else torch.where(bounded == weight, weight, 0.0)
 
 
@@ -104,7 +105,7 @@ class SamplerCorrection:
     name: Literal["sampler"] = field(default="sampler", kw_only=True)
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_knobs(self)
         if self.mode == "truncate" and self.min is None and self.max is None:
             raise ConfigurationError(
                 needed="a bound to truncate at", given="min=None, max=None", remedy="Set max, to about 2.0."

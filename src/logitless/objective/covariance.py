@@ -5,6 +5,8 @@ with it most of the fall of entropy.
 """
 
 import math
+import uuid
+from fractions import Fraction
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -46,14 +48,18 @@ def num_chosen(fraction: float, num_tokens: Int[Tensor, ""]) -> Int[Tensor, ""]:
         >>> num_chosen(2e-4, torch.tensor(12345))
         tensor(2)
     """
-    return (num_tokens.double() * fraction).floor().long().clamp(min=1)
+    # In whole numbers: 0.29 * 100 is a little below 29 in floating point.
+    exact = Fraction(str(fraction)).limit_denominator(10**9)
+    return (num_tokens * exact.numerator // exact.denominator).clamp(min=1)
 
 
 @shaped
 def largest(
     key: Float[Tensor, "N"], eligible: Bool[Tensor, "N"], number: Int[Tensor, ""], gather: GatherOverRanks = one_rank
 ) -> Bool[Tensor, "N"]:
-    """The ``number`` eligible tokens with the largest key over all ranks; all, if fewer. Equal keys stay together.
+    """The ``number`` eligible tokens with the largest key over all ranks; all, if fewer. Of equal keys, the first.
+
+    The first is the one with the lowest index, on the first rank that has one.
 
     Source: KL-Cov, arXiv:2505.22617.
 
@@ -61,10 +67,19 @@ def largest(
         >>> largest(torch.tensor([1.0, 3.0, 2.0]), torch.tensor([True, False, True]), torch.tensor(1))
         tensor([False, False,  True])
     """
-    if not len(everyone := gather(torch.where(eligible, key, -math.inf))):
-        return eligible
-    ordered = everyone.sort(descending=True).values
-    return eligible & (key >= ordered.take((number - 1).clamp(max=len(ordered) - 1)))
+    everyone = gather(torch.where(eligible, key, -math.inf))
+    place = torch.empty(len(everyone), dtype=torch.long, device=everyone.device)
+    place[everyone.sort(descending=True, stable=True).indices] = torch.arange(len(everyone), device=everyone.device)
+    return eligible & (_own_rows(place, len(key), gather) < number)
+
+
+def _own_rows(gathered: Tensor, number: int, gather: GatherOverRanks) -> Tensor:
+    """This rank's rows of what ``gather`` put together."""
+    if gather is one_rank:
+        return gathered
+    # A callable tells no rank its place. A mark that no other rank has does; nothing but the place depends on it.
+    mark = uuid.uuid4().int % 2**52 + 1
+    return gathered[gather(torch.full((number,), mark, dtype=torch.float64, device=gathered.device)) == mark]
 
 
 @shaped

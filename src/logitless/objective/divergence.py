@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.inputs import check_choices, required, shaped
+from logitless.objective.inputs import check_knobs, required, shaped
 
 _ALIASES = {"mse": "k2", "low_var_kl": "k3"}
 
@@ -126,7 +126,7 @@ class KLPenalty:
     name: Literal["kl"] = field(default="kl", kw_only=True)
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_knobs(self)
         object.__setattr__(self, "estimator", _ALIASES.get(self.estimator, self.estimator))
         if self.estimator == "k1" and self.ratio_corrected is None:
             raise ConfigurationError(

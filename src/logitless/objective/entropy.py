@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from logitless.errors import CheckpointError, ConfigurationError, InputError
-from logitless.objective.inputs import check_choices, shaped
+from logitless.objective.inputs import check_knobs, shaped
 
 
 @shaped
@@ -73,6 +73,7 @@ class AdaptiveEntropy:
     coefficient_max: float = 1.0
 
     def __post_init__(self) -> None:
+        check_knobs(self, "target", "delta", "coefficient_min", "coefficient_max")
         if not (self.delta > 0 and self.coefficient_min <= self.coefficient_max):
             raise ConfigurationError(
                 needed="a positive delta and coefficient_min <= coefficient_max",
@@ -102,7 +103,7 @@ class EntropyBonus:
     name: Literal["entropy_bonus"] = field(default="entropy_bonus", kw_only=True)
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_knobs(self, "coefficient")
 
 
 @dataclass

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from logitless.errors import ConfigurationError, InputError
-from logitless.objective.inputs import check_choices, required, shaped
+from logitless.objective.inputs import check_knobs, required, shaped
 from logitless.objective.over_ranks import GatherOverRanks
 from logitless.objective.ranges import Ranges
 
@@ -153,6 +153,9 @@ class OffPolicy(TokenFilter):
     threshold: float
     name: Literal["off_policy"] = field(default="off_policy", kw_only=True)
 
+    def __post_init__(self) -> None:
+        check_knobs(self)
+
     def kept(self, inputs: FilterInputs) -> Bool[Tensor, "N"]:
         """``off_policy_keep`` against the sampler, or where it gave nothing, the old policy.
 
@@ -184,7 +187,7 @@ class TopEntropy(TokenFilter):
     name: Literal["top_entropy"] = field(default="top_entropy", kw_only=True)
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_knobs(self)
         if not 0 <= self.quantile <= 1:
             raise ConfigurationError(
                 needed="a fraction of tokens to keep from 0 to 1",
@@ -301,7 +304,7 @@ class SamplerRejection(TokenFilter):
     name: Literal["sampler_rejection"] = field(default="sampler_rejection", kw_only=True)
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_knobs(self)
         low = -float("inf") if self.min is None else self.min
         if self.measure != "k1" and (self.min is not None or self.max <= 0):
             raise ConfigurationError(
@@ -447,7 +450,7 @@ class Stale(TokenFilter):
     name: Literal["stale"] = field(default="stale", kw_only=True)
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_knobs(self)
         if self.max_lag < 0:
             raise ConfigurationError(
                 needed="a max_lag of at least 0",

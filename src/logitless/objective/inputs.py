@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
@@ -51,15 +52,19 @@ def required(value: Tensor | None, name: str) -> Tensor:
     return value
 
 
-def check_choices(part: Any) -> None:
-    """Refuse a value that its field's ``Literal`` does not list, for parts that are not read from a validated file.
+def check_knobs(part: Any, *finite: str) -> None:
+    """Refuse values that no knob can have, for parts that are not read from a validated file.
+
+    Args:
+        part: a dataclass.
+        finite: names of the numbers that are multiplied with something; any other number may be an infinite bound.
 
     Raises:
-        ConfigurationError: such a value.
+        ConfigurationError: a value that its field's ``Literal`` does not list, NaN, or an infinite one of ``finite``.
 
     Example:
         >>> from logitless.objective.ratio import SequenceRatio
-        >>> check_choices(SequenceRatio("mean"))
+        >>> check_knobs(SequenceRatio("mean"))
     """
     for name, hint in get_type_hints(type(part)).items():
         hints = [hint, *get_args(hint)]
@@ -68,6 +73,12 @@ def check_choices(part: Any) -> None:
         if choices and value is not None and value not in choices:
             raise ConfigurationError(
                 needed=f"{name} out of {', '.join(map(repr, choices))}", given=repr(value), remedy="Choose one of them."
+            )
+        if isinstance(value, float) and (math.isnan(value) or (name in finite and math.isinf(value))):
+            raise ConfigurationError(
+                needed=f"a finite {name}" if name in finite else f"a number as {name}",
+                given=str(value),
+                remedy="Use the default, or any number in its place.",
             )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from logitless.errors import CheckpointError, ConfigurationError, InputError
+from logitless.objective.inputs import check_knobs
 
 Guardrail = Literal["raise_beta", "shorten_rollout"]
 
@@ -35,6 +36,7 @@ class FixedKL:
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     def __post_init__(self) -> None:
+        check_knobs(self, "beta")
         _require(self.beta >= 0, "beta of at least 0", f"beta={self.beta}")
 
     def next_beta(self, beta: float, kl_mean: float, num_completions: int) -> float:
@@ -66,6 +68,7 @@ class _Adaptive:
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     def __post_init__(self) -> None:
+        check_knobs(self, "beta", "target", "gain", "horizon")
         _require(self.target > 0, "a positive KL target", f"target={self.target}")
         _require(
             0 <= self.beta_min <= self.beta <= self.beta_max,

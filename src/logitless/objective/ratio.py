@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.inputs import check_choices, required, shaped
+from logitless.objective.inputs import check_knobs, required, shaped
 from logitless.objective.ranges import Grain, Ranges, turn_ranges
 
 
@@ -127,7 +127,7 @@ class SequenceRatio(RatioRule):
     name: Literal["sequence"] = field(default="sequence", kw_only=True)
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_knobs(self)
 
     @property
     def advantages(self) -> Literal["mean", "multiply"] | None:

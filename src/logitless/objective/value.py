@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.inputs import required, shaped
+from logitless.objective.inputs import check_knobs, required, shaped
 from logitless.objective.over_ranks import GatherOverRanks, SumOverRanks, one_rank
 from logitless.types import TokenBatch
 
@@ -63,6 +63,7 @@ class ValueLoss:
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     def __post_init__(self) -> None:
+        check_knobs(self, "coefficient")
         if self.coefficient < 0 or (self.clip is not None and not self.clip > 0):
             raise ConfigurationError(
                 needed="a value coefficient of at least 0 and a positive value clip",

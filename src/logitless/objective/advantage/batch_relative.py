@@ -12,7 +12,7 @@ from logitless.objective.advantage.contract import AdvantageInputs, OnePerComple
 from logitless.objective.advantage.group_relative import group_centered, group_standardized
 from logitless.objective.advantage.groups import as_rows, assign, mean_of
 from logitless.objective.advantage.whitening import EPSILON, batch_statistics, whiten
-from logitless.objective.inputs import check_choices, required, shaped
+from logitless.objective.inputs import required, shaped
 from logitless.objective.over_ranks import SumOverRanks, one_rank
 
 
@@ -108,10 +108,6 @@ class ReinforcePPBaseline(OnePerCompletion):
 
     whiten_over: Literal["tokens", "completions"] = "tokens"
     name: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choices(self)
 
     def per_completion(self, inputs: AdvantageInputs, sum_over_ranks: SumOverRanks) -> Tensor:
         rewards = inputs.completion_rewards()

@@ -19,7 +19,7 @@ from torch import Tensor
 from logitless.errors import ConfigurationError
 from logitless.objective.advantage.runs import pay_at_last_token, turn_index
 from logitless.objective.advantage.whitening import clip
-from logitless.objective.inputs import check_shapes, required, shapes_of
+from logitless.objective.inputs import check_knobs, check_shapes, required, shapes_of
 from logitless.objective.over_ranks import SumOverRanks, one_rank
 from logitless.objective.ranges import Grain, Ranges
 
@@ -120,6 +120,7 @@ class Estimator(ABC):
     reads_functions: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        check_knobs(self)
         if self.clip is not None and not self.clip > 0:
             raise ConfigurationError(
                 needed="a positive advantage clip", given=str(self.clip), remedy="Leave clip out to switch it off."

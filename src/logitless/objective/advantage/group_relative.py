@@ -9,7 +9,15 @@ from torch import Tensor
 
 from logitless.errors import ConfigurationError
 from logitless.objective.advantage.contract import AdvantageInputs, OnePerCompletion
-from logitless.objective.advantage.groups import as_rows, assign, mean_of, num_scored, quantile_of, std_of
+from logitless.objective.advantage.groups import (
+    as_rows,
+    assign,
+    mean_of,
+    num_scored,
+    quantile_of,
+    refuse_infinite,
+    std_of,
+)
 from logitless.objective.advantage.whitening import EPSILON
 from logitless.objective.inputs import shaped
 from logitless.objective.over_ranks import SumOverRanks
@@ -27,6 +35,7 @@ def raw(rewards: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
         >>> raw(torch.tensor([2.0, float("nan")]))
         tensor([2., 0.])
     """
+    refuse_infinite(rewards)
     return rewards.nan_to_num(nan=0.0)
 
 

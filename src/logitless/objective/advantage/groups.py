@@ -12,12 +12,7 @@ from logitless.errors import InputError
 
 def as_rows(rewards: Tensor, group: Tensor) -> tuple[Float[Tensor, "P G"], Int[Tensor, "B"]]:
     """The rewards with one row a group, in ascending order of ids and filled up with NaN, and the row of each."""
-    if bool(rewards.isinf().any()):
-        raise InputError(
-            needed="a finite reward, or NaN where unscorable, for each completion",
-            given=f"{len(rewards)} rewards, of which {int(rewards.isinf().sum())} infinite",
-            remedy="Bound the reward functions.",
-        )
+    refuse_infinite(rewards)
     ids, row, size = torch.unique(group, return_inverse=True, return_counts=True)
     order = row.argsort(stable=True)
     column = torch.empty_like(row)
@@ -25,6 +20,20 @@ def as_rows(rewards: Tensor, group: Tensor) -> tuple[Float[Tensor, "P G"], Int[T
     grid = rewards.new_full((len(ids), max(size.tolist(), default=1)), torch.nan)
     grid[row, column] = rewards
     return grid, row
+
+
+def refuse_infinite(rewards: Tensor) -> None:
+    """Refuse rewards that no comparison, sum or mean survives.
+
+    Raises:
+        InputError: one of them is infinite.
+    """
+    if bool(rewards.isinf().any()):
+        raise InputError(
+            needed="a finite reward, or NaN where unscorable, for each completion",
+            given=f"{rewards.numel()} rewards, of which {int(rewards.isinf().sum())} infinite",
+            remedy="Bound the reward functions.",
+        )
 
 
 def lowest(grid: Tensor) -> Float[Tensor, "P"]:

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from logitless.objective.advantage.groups import as_rows, lowest
+from logitless.objective.advantage.groups import as_rows, lowest, refuse_infinite
 from logitless.objective.inputs import shaped
 
 
@@ -28,6 +28,7 @@ def combine_rewards(per_function: Float[Tensor, "B F"], weights: Float[Tensor, "
         >>> combine_rewards(torch.tensor([[1.0, 4.0], [1.0, nan], [nan, nan]]), torch.tensor([1.0, 0.5]))
         tensor([3., 1., nan])
     """
+    refuse_infinite(per_function)
     combined = (per_function * weights).nansum(1)
     return torch.where(per_function.isnan().all(1), torch.nan, combined)
 

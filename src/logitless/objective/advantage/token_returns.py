@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from logitless.objective.advantage.contract import AdvantageInputs, AdvantageOutput, Estimator, check_discount
+from logitless.objective.advantage.groups import refuse_infinite
 from logitless.objective.advantage.runs import discounted_returns
 from logitless.objective.advantage.whitening import whiten
 from logitless.objective.inputs import shaped
@@ -42,6 +43,7 @@ def reinforce_pp(
         >>> reinforce_pp(torch.tensor([0.0, 2.0, 0.0]), torch.tensor([0, 0, 1]))  # returns 2, 2, 0; std sqrt(4 / 3)
         tensor([ 0.5773,  0.5773, -1.1546])
     """
+    refuse_infinite(token_rewards)
     returns = discounted_returns(token_rewards, sequence, gamma)
     return whiten(returns, ~returns.isnan(), sum_over_ranks)
 

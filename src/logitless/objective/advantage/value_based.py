@@ -9,6 +9,7 @@ from torch import Tensor
 
 from logitless.errors import InputError
 from logitless.objective.advantage.contract import AdvantageInputs, AdvantageOutput, Estimator, check_discount
+from logitless.objective.advantage.groups import refuse_infinite
 from logitless.objective.advantage.runs import discounted_returns, ends, turn_index
 from logitless.objective.advantage.whitening import whiten
 from logitless.objective.inputs import shaped
@@ -49,6 +50,13 @@ def gae(
         >>> gae(torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.25]), torch.tensor([0, 0]), gamma=1.0, lambda_=0.5)
         (tensor([0.1250, 0.7500]), tensor([0.6250, 1.0000]))
     """
+    refuse_infinite(token_rewards)
+    if not bool(values.isfinite().all()):
+        raise InputError(
+            needed="a finite value for each token",
+            given=f"{len(values)} values, of which {int((~values.isfinite()).sum())} infinite or NaN",
+            remedy="Lower the value head's learning rate, or clip its gradient.",
+        )
     if turn is not None:
         action = turn_index(sequence, turn)
         first = torch.roll(ends(action), 1)

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.inputs import check_choices, required, shaped
+from logitless.objective.inputs import check_knobs, required, shaped
 from logitless.objective.surrogate.contract import PolicyLoss, SurrogateInputs, SurrogateTerms, check_bounds
 
 
@@ -31,7 +31,9 @@ def cispo_loss(
         >>> cispo_loss(torch.tensor([-2.0]), torch.tensor([9.0]), torch.tensor([1.0]), ratio_max=5.0)
         tensor([10.])
     """
-    weight = log_ratio.detach().exp().clamp(min=ratio_min, max=ratio_max)
+    # No weight is infinite: an advantage of 0 times that would be NaN.
+    largest = min(ratio_max, torch.finfo(log_ratio.dtype).max)
+    weight = log_ratio.detach().exp().clamp(min=ratio_min, max=largest)
     return -weight * advantage * logp
 
 
@@ -54,7 +56,7 @@ class Cispo(PolicyLoss):
     name: Literal["cispo"] = field(default="cispo", kw_only=True)
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_knobs(self)
         check_bounds(0.0 if self.ratio_min is None else self.ratio_min, self.ratio_max)
         if self.ratio_max < 1 and self.ceiling_below_one == "refuse":
             raise ConfigurationError(

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.inputs import required, shaped
+from logitless.objective.inputs import check_knobs, required, shaped
 from logitless.objective.surrogate.contract import PolicyLoss, SurrogateInputs, SurrogateTerms, check_bounds
 
 
@@ -43,9 +43,13 @@ def clip_loss(
         >>> clip_loss(up, torch.tensor([1.0, -1.0]), ratio_min=0.8, ratio_max=1.2)
         tensor([-1.2000,  1.6487])
     """
-    bounded_for_all = [bound for bound in (ratio_cap, dual) if bound is not None]
+    if dual == math.inf:  # bounds nothing, and infinity times an advantage of 0 is NaN
+        dual = None
+    bounded_for_all = [bound for bound in (ratio_cap, dual) if bound is not None and bound < math.inf]
     constant_above = math.log1p(max([ratio_max, *bounded_for_all]))
     never_matters = torch.ones_like(advantage, dtype=torch.bool) if bounded_for_all else advantage >= 0
+    if constant_above == math.inf:
+        never_matters, constant_above = advantage == 0, 0.0
     # Above this the loss is constant: cutting there keeps exp finite, and 0 * inf out of its gradient.
     ratio = torch.where(never_matters, log_ratio.clamp(max=constant_above), log_ratio).exp()
     capped = ratio if ratio_cap is None else ratio.clamp(max=ratio_cap)
@@ -98,6 +102,7 @@ class Clip(PolicyLoss):
     name: Literal["clip"] = field(default="clip", kw_only=True)
 
     def __post_init__(self) -> None:
+        check_knobs(self)
         check_bounds(self.ratio_min, self.ratio_max)
         if self.ratio_cap is not None and self.ratio_cap < self.ratio_max:
             raise ConfigurationError(

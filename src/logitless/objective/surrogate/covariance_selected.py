@@ -12,7 +12,7 @@ from torch import Tensor
 
 from logitless.errors import ConfigurationError, InputError
 from logitless.objective.covariance import largest, num_chosen, random_in_band, token_covariance
-from logitless.objective.inputs import check_choices, required, shaped
+from logitless.objective.inputs import check_knobs, required, shaped
 from logitless.objective.surrogate.clip import clip_loss, clip_sides
 from logitless.objective.surrogate.contract import (
     PolicyLoss,
@@ -76,7 +76,7 @@ class ClipCov(PolicyLoss):
     name: Literal["clip_cov"] = field(default="clip_cov", kw_only=True)
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_knobs(self)
         check_bounds(self.ratio_min, self.ratio_max)
         check_fraction(self.fraction)
         if self.low >= self.high:
@@ -140,7 +140,7 @@ class KlCov(PolicyLoss):
     name: Literal["kl_cov"] = field(default="kl_cov", kw_only=True)
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_knobs(self, "coefficient")
         check_fraction(self.fraction)
 
     @property

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from logitless.objective.inputs import check_choices, required, shaped
+from logitless.objective.inputs import check_knobs, required, shaped
 from logitless.objective.surrogate.contract import (
     PolicyLoss,
     RatioLevel,
@@ -79,8 +79,10 @@ def dppo_loss(
         >>> dppo_loss(one, one, torch.tensor([2.0]), torch.tensor([True]), ratio_cap=20.0)
         tensor([2.])
     """
-    weight = (logp - logp_old).detach().exp().clamp(max=ratio_cap)
-    return torch.where(inside, -advantage * weight * logp, 0.0)
+    # No weight is infinite: an advantage of 0, or the gradient of a token outside, times that would be NaN.
+    largest = min(ratio_cap, torch.finfo(logp.dtype).max)
+    weight = torch.where(inside, (logp - logp_old).detach().exp().clamp(max=largest), 0.0)
+    return -advantage * weight * logp
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Dppo(PolicyLoss):
     name: Literal["dppo"] = field(default="dppo", kw_only=True)
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        check_knobs(self)
         for bound in ("max_low", "max_high"):
             if getattr(self, bound) is None:
                 object.__setattr__(self, bound, 0.15 if self.divergence == "tv" else 0.05)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from logitless.objective.inputs import required, shaped
+from logitless.objective.inputs import check_knobs, required, shaped
 from logitless.objective.surrogate.contract import PolicyLoss, SurrogateInputs, SurrogateTerms, by_sign, check_positive
 
 
@@ -52,6 +52,7 @@ class Sapo(PolicyLoss):
     name: Literal["sapo"] = field(default="sapo", kw_only=True)
 
     def __post_init__(self) -> None:
+        check_knobs(self, "temperature_positive", "temperature_negative")
         check_positive(temperature_positive=self.temperature_positive, temperature_negative=self.temperature_negative)
 
     def __call__(self, inputs: SurrogateInputs) -> SurrogateTerms:

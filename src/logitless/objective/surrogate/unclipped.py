@@ -3,10 +3,11 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from logitless.objective.inputs import required, shaped
+from logitless.objective.inputs import check_knobs, required, shaped
 from logitless.objective.surrogate.contract import (
     PolicyLoss,
     RatioLevel,
@@ -45,7 +46,8 @@ def importance_loss(log_ratio: Float[Tensor, "N"], advantage: Float[Tensor, "N"]
         >>> importance_loss(torch.zeros(1), torch.tensor([0.5]))
         tensor([-0.5000])
     """
-    return -advantage * log_ratio.exp()
+    # An advantage of 0 times a ratio that overflows is NaN, in the loss and in its gradient.
+    return -advantage * torch.where(advantage == 0, 0.0, log_ratio).exp()
 
 
 @shaped
@@ -120,6 +122,7 @@ class Dro(PolicyLoss):
     name: Literal["dro"] = field(default="dro", kw_only=True)
 
     def __post_init__(self) -> None:
+        check_knobs(self, "beta")
         check_positive(beta=self.beta)
 
     def __call__(self, inputs: SurrogateInputs) -> SurrogateTerms:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from logitless.objective.inputs import required, shaped
+from logitless.objective.inputs import check_knobs, required, shaped
 from logitless.objective.ranges import Ranges
 from logitless.objective.surrogate.contract import PolicyLoss, RatioLevel, SurrogateInputs, SurrogateTerms, by_sign
 from logitless.objective.surrogate.unclipped import reinforce_loss
@@ -69,6 +69,9 @@ class Vespo(PolicyLoss):
 
     Args:
         k_positive, lambda_positive, k_negative, lambda_negative: exponents and decays by the sign of the advantage.
+
+    Raises:
+        ConfigurationError: one of them is not finite.
     """
 
     reads: ClassVar[RatioLevel] = "token"
@@ -78,6 +81,9 @@ class Vespo(PolicyLoss):
     k_negative: float = 3.0
     lambda_negative: float = 2.0
     name: Literal["vespo"] = field(default="vespo", kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_knobs(self, "k_positive", "lambda_positive", "k_negative", "lambda_negative")
 
     def __call__(self, inputs: SurrogateInputs) -> SurrogateTerms:
         weight = vespo_weight(
