@@ -411,7 +411,9 @@ def test_knobs_of_another_variant_are_refused_at_their_place(algorithm, named):
 
 def test_recipes_of_the_page_on_data_are_valid(tmp_path):
     page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
-    one, several, held_out = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL))
+    blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    one, template, several, held_out = (yaml.safe_load(text) for text in blocks)
     whole = {**yaml.safe_load(MINIMAL), **several, **held_out}
+    whole["model"] |= template["model"]
     assert list(parse_recipe(whole).training_sources) == ["sums", "words"]
     assert parse_recipe({**yaml.safe_load(MINIMAL), **one, **held_out}).evaluation.sets["hard"].samples_per_prompt == 16

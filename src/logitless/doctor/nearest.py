@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import yaml
 
 from logitless.errors import LogitlessError
 from logitless.head.api import why_not
@@ -138,8 +139,14 @@ def _lacking(recipe: Recipe) -> Iterator[tuple[str, tuple[str, ...]]]:
     try:
         check_writers(recipe.writers)
     except LogitlessError as error:
-        left = [name for name in recipe.writers if name == "tensorboard" or importlib.util.find_spec(name)]
-        yield str(error), (f"writers=[{', '.join(left)}]",)
+        left = [
+            each.name
+            if each == type(each)()
+            else {"name": each.name, **each.model_dump(mode="json", exclude_defaults=True)}
+            for each in recipe.writers
+            if each.name == "tensorboard" or not _absent(each.name)
+        ]
+        yield str(error), (f"writers={yaml.safe_dump(left, default_flow_style=True, width=10_000).strip()}",)
     if model.lora is not None and _absent("peft"):
         yield "model.lora needs peft: pip install 'logitless[lora]'", ()
 

@@ -6,7 +6,16 @@ told apart by ``name``, so a variant has only its own knobs. ``docs/configuratio
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from logitless.data.sources import RESERVED_SOURCES, DataOptions, MixedData, SourceName, TrainingData
 from logitless.errors import ConfigurationError
@@ -492,6 +501,53 @@ class CheckpointSection(Section):
     keep: PositiveInt = Field(2, description="latest checkpoints kept")
 
 
+class TensorBoardSection(Section):
+    """Event files in the run folder; `tensorboard --logdir runs` reads them."""
+
+    name: Literal["tensorboard"] = "tensorboard"
+
+
+class WandbSection(Section):
+    """Weights & Biases. A run that is resumed goes on in the same run there; its id is in the run folder."""
+
+    name: Literal["wandb"] = "wandb"
+    project: str = Field("logitless", description="made if it is not there")
+    entity: str | None = Field(None, description="user or team; None: the login's default")
+    run_name: str | None = Field(None, description="shown there; None: the run's name")
+    run_id: str | None = Field(None, description="of a run there to go on with, or to make; None: one of its own")
+    group: str | None = Field(None, description="of runs that belong together")
+    tags: tuple[str, ...] = Field((), description="of the run")
+    notes: str | None = Field(None, description="about the run")
+    mode: Literal["online", "offline", "disabled"] | None = Field(None, description="None: WANDB_MODE, or online")
+
+
+class TrackioSection(Section):
+    """trackio, on this machine or in a Space. A run that is resumed goes on in the same run there."""
+
+    name: Literal["trackio"] = "trackio"
+    project: str = Field("logitless", description="made if it is not there")
+    run_name: str | None = Field(None, description="shown there; None: the run's name")
+    group: str | None = Field(None, description="of runs that belong together")
+    space_id: str | None = Field(None, description="Space of the hub that gets the numbers; None: this machine")
+    private: bool | None = Field(None, description="whether a Space that is made is private; None: its owner's default")
+
+
+class MlflowSection(Section):
+    """MLflow. A run that is resumed goes on in the same run there; its id is in the run folder."""
+
+    name: Literal["mlflow"] = "mlflow"
+    tracking_uri: str | None = Field(
+        None, description="of the server or folder; None: MLFLOW_TRACKING_URI, or MLflow's"
+    )
+    experiment: str = Field("logitless", description="made if it is not there")
+    run_name: str | None = Field(None, description="shown there; None: the run's name")
+    run_id: str | None = Field(None, description="of a run there to go on with; None: a new one")
+    tags: dict[str, str] = Field(default_factory=dict, description="of the run")
+
+
+WriterSection: TypeAlias = TensorBoardSection | WandbSection | TrackioSection | MlflowSection
+
+
 class Recipe(Section):
     """A complete run."""
 
@@ -515,8 +571,10 @@ class Recipe(Section):
     parallel: ParallelSection = Field(default_factory=ParallelSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
-    writers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
-        ("tensorboard",), description="besides the run folder"
+    writers: tuple[Annotated[WriterSection, Field(discriminator="name")], ...] = Field(
+        ("tensorboard",),
+        validate_default=True,
+        description="where metrics go besides the run folder; a name alone has its defaults",
     )
 
     @property
@@ -529,6 +587,13 @@ class Recipe(Section):
     def training_sources(self) -> tuple[str, ...]:
         """Names of the data that is trained on; ``train`` where there is one source."""
         return tuple(self.data.train.sources) if isinstance(self.data.train, MixedData) else ("train",)
+
+    @field_validator("writers", mode="before")
+    @classmethod
+    def _sections_of_names(cls, given: Any) -> Any:
+        if not isinstance(given, list | tuple):
+            return given
+        return [{"name": each} if isinstance(each, str) else each for each in given]
 
     def _check_sources(self) -> None:
         """Names are of one thing each, and everything has a reward that judges it."""
@@ -564,6 +629,13 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _parts_fit(self) -> "Recipe":
         self._check_sources()
+        named = [each.name for each in self.writers]
+        _require(
+            len(set(named)) == len(named),
+            "each of `writers` once",
+            ", ".join(named),
+            "Leave the second one out.",
+        )
         rollout = self.rollout
         of_turns = [each.max_new_tokens for each in self.samplings]
         _require(
@@ -661,11 +733,11 @@ class Recipe(Section):
             f"model.autocast={self.model.autocast} beside model.trained_dtype={self.model.trained_dtype}",
             "Remove model.autocast: products of bfloat16 weights are in bfloat16 as they are.",
         )
-        named = self.rollout.engine.name
+        engine_name = self.rollout.engine.name
         _require(
-            self.rollout.staleness == 0 or named in ("auto", "transformers", "vllm_server", "recorded"),
+            self.rollout.staleness == 0 or engine_name in ("auto", "transformers", "vllm_server", "recorded"),
             "an engine beside rollout.staleness that samples while the policy is trained: transformers or vllm_server",
-            f"rollout.staleness={self.rollout.staleness} with {named}",
+            f"rollout.staleness={self.rollout.staleness} with {engine_name}",
             "Set rollout.staleness: 0, or another engine.",
         )
         if isinstance(self.rollout.engine, VllmServerEngineSection) and self.rollout.engine.in_flight:

@@ -370,5 +370,18 @@ any group is left out; "over run" counts from the first step. A number that a st
 line; one that is not finite is `null`. Times, speeds (`token/s`) and memory (`byte`) aside, a run that was stopped and
 resumed writes the same lines.
 
+`writers` sends the same numbers to TensorBoard, Weights & Biases, trackio or MLflow (extra `mlflow`), each named with
+or without options:
+
+```yaml
+writers:
+  - tensorboard
+  - {name: wandb, project: sums, entity: my-team, tags: [grpo]}
+  - {name: mlflow, tracking_uri: "http://127.0.0.1:5000", experiment: sums}
+```
+
+A run that is resumed goes on in the same run there: `writers.json` in the run folder has its ids. [Every
+key](configuration.md#writers).
+
 | Name | Unit | Made by | What it is |
 |---|---|---|---|"""

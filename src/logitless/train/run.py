@@ -196,8 +196,7 @@ def run_recipe(
         )
         writers = open_writers(
             recipe.writers if ranks.is_first else (),
-            folder=folder.path,
-            run_name=folder.path.name,
+            folder=folder,
             config=recipe.model_dump(mode="json"),
             first_step=done["step"],
         )

@@ -80,6 +80,11 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
+    def writers(self) -> Path:
+        """By writer, what names the run at its service."""
+        return self.path / "writers.json"
+
+    @property
     def model(self) -> Path:
         """The finished policy in Hugging Face format."""
         return self.path / "model"
@@ -285,6 +290,7 @@ WARM_START = "warm_start"
 
 _WRITTEN_FIRST = {
     *("config.yaml", "provenance.json", "metrics.jsonl", "tensorboard", "wandb", "collected", WARM_START),
+    *("writers.json", ".writers.json.partial"),
     *(".config.yaml.partial", ".provenance.json.partial", ".metrics.jsonl.partial", ".warm_start.partial"),
 }
 """What is in a run folder before its first block is done, besides lock, rollouts and checkpoints."""

@@ -1,19 +1,23 @@
-"""Where metrics go besides the run folder: TensorBoard, Weights & Biases, trackio.
+"""Where metrics go besides the run folder: TensorBoard, Weights & Biases, trackio, MLflow.
 
 A writer only forwards: it gets the records that ``metrics.jsonl`` gets, after they are on disk.
 """
 
 import importlib
+import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from logitless.errors import UnavailableError
+from logitless.train.config import MlflowSection, TensorBoardSection, TrackioSection, WandbSection, WriterSection
 from logitless.train.metrics import Record
+from logitless.train.run_folder import RunFolder, write_atomically
 
-WriterName = Literal["tensorboard", "wandb", "trackio"]
+_DISTRIBUTIONS = {"mlflow": "'logitless[mlflow]'"}
 
 
 @runtime_checkable
@@ -60,22 +64,40 @@ class ServiceWriter:
     """Scalars to Weights & Biases or trackio, which share one interface.
 
     Args:
-        service: which of the two.
-        run_name: name of the run there.
+        section: of the recipe.
+        run_name: name of the run there, unless the section has one.
         config: the resolved recipe as plain values.
         folder: the run folder; Weights & Biases keeps its local files in it.
+        run_id: that the run had there before a resume; None for a new one.
+
+    Attributes:
+        run_id: what a resume goes on with: the id at Weights & Biases, trackio's name.
 
     Raises:
         UnavailableError: the package is not installed.
     """
 
     def __init__(
-        self, service: Literal["wandb", "trackio"], *, run_name: str, config: Mapping[str, Any], folder: Path
+        self,
+        section: WandbSection | TrackioSection,
+        *,
+        run_name: str,
+        config: Mapping[str, Any],
+        folder: Path,
+        run_id: str | None = None,
     ) -> None:
-        module = _imported(service)
-        place = {"dir": str(folder)} if service == "wandb" else {}
-        self._module = module
-        module.init(project="logitless", name=run_name, config=dict(config), **place)
+        self._module = _imported(section.name)
+        options = section.model_dump(mode="json", exclude={"name", "run_name", "run_id"}, exclude_none=True)
+        name = section.run_name or run_name
+        if isinstance(section, WandbSection):
+            if wanted := section.run_id or run_id:
+                options |= {"id": wanted, "resume": "allow"}
+            run = self._module.init(name=name, config=dict(config), dir=str(folder), **options)
+            self.run_id: str = run.id
+        else:  # a run that is resumed is found by its name
+            options["resume"] = "never" if run_id is None else "allow"
+            run = self._module.init(name=run_id or name, config=dict(config), **options)
+            self.run_id = run.name
 
     def write(self, record: Record) -> None:
         """Log one record at its step."""
@@ -86,15 +108,57 @@ class ServiceWriter:
         self._module.finish()
 
 
-def open_writers(
-    names: Sequence[WriterName], *, folder: Path, run_name: str, config: Mapping[str, Any], first_step: int = 0
-) -> tuple[Writer, ...]:
-    """The writers of a recipe, in its order.
+class MlflowWriter:
+    """Scalars to MLflow, and the recipe as parameters and as a file.
 
     Args:
-        names: ``tensorboard``, ``wandb``, ``trackio``.
-        folder: the run folder; event files go to its ``tensorboard``.
-        run_name: name of the run.
+        section: of the recipe.
+        run_name: name of the run there, unless the section has one.
+        config: the resolved recipe as plain values.
+        run_id: that the run had there before a resume; None for a new one.
+
+    Attributes:
+        run_id: what a resume goes on with.
+
+    Raises:
+        UnavailableError: the package is not installed.
+    """
+
+    def __init__(
+        self, section: MlflowSection, *, run_name: str, config: Mapping[str, Any], run_id: str | None = None
+    ) -> None:
+        self._module = module = _imported("mlflow")
+        if section.tracking_uri is not None:
+            module.set_tracking_uri(section.tracking_uri)
+        known = section.run_id or run_id
+        if known is None:
+            module.set_experiment(section.experiment)
+        run = module.start_run(run_id=known, run_name=section.run_name or run_name, tags=section.tags or None)
+        self.run_id: str = run.info.run_id
+        if known is None:  # parameters cannot be changed there
+            parameters = list(_flat(config))
+            for at in range(0, len(parameters), 100):  # as many as MLflow takes at a time
+                module.log_params(dict(parameters[at : at + 100]))
+        module.log_dict(dict(config), "recipe.json")
+
+    def write(self, record: Record) -> None:
+        """Log one record at its step; a name has `_` for each character that MLflow refuses."""
+        numbers = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in _numbers(record).items()}
+        self._module.log_metrics(numbers, step=int(record["step"] or 0))
+
+    def close(self) -> None:
+        """Finish the run there."""
+        self._module.end_run()
+
+
+def open_writers(
+    sections: Sequence[WriterSection], *, folder: RunFolder, config: Mapping[str, Any], first_step: int = 0
+) -> tuple[Writer, ...]:
+    """The writers of a recipe, in its order; the ids of their runs are kept in the run folder for a resume.
+
+    Args:
+        sections: of the recipe.
+        folder: of the run, which gives its name; event files go to its ``tensorboard``.
         config: the resolved recipe as plain values.
         first_step: steps done before a resume.
 
@@ -103,30 +167,50 @@ def open_writers(
 
     Example:
         >>> import tempfile
-        >>> (writer,) = open_writers(["tensorboard"], folder=Path(tempfile.mkdtemp()), run_name="toy", config={})
+        >>> from logitless.train.config import TensorBoardSection
+        >>> (writer,) = open_writers([TensorBoardSection()], folder=RunFolder(Path(tempfile.mkdtemp())), config={})
         >>> writer.close()
     """
-    check_writers(names)
-    return tuple(
-        TensorBoardWriter(folder / "tensorboard", first_step)
-        if name == "tensorboard"
-        else ServiceWriter(name, run_name=run_name, config=config, folder=folder)
-        for name in names
-    )
+    check_writers(sections)
+    kept: dict[str, str] = json.loads(folder.writers.read_text()) if folder.writers.exists() else {}
+    writers: list[Writer] = []
+    for section in sections:
+        options: dict[str, Any] = {"run_name": folder.path.name, "config": config, "run_id": kept.get(section.name)}
+        if isinstance(section, TensorBoardSection):
+            writers.append(TensorBoardWriter(folder.tensorboard, first_step))
+            continue
+        if isinstance(section, MlflowSection):
+            service: MlflowWriter | ServiceWriter = MlflowWriter(section, **options)
+        else:
+            service = ServiceWriter(section, folder=folder.path, **options)
+        kept[section.name] = service.run_id
+        write_atomically(folder.writers, json.dumps(kept).encode())
+        writers.append(service)
+    return tuple(writers)
 
 
-def check_writers(names: Sequence[WriterName]) -> None:
+def check_writers(sections: Sequence[WriterSection]) -> None:
     """Refuse writers whose package is absent.
 
     Raises:
         UnavailableError: a named package is not installed.
 
     Example:
-        >>> check_writers(["tensorboard"])
+        >>> from logitless.train.config import TensorBoardSection
+        >>> check_writers([TensorBoardSection()])
     """
-    for name in names:
-        if name != "tensorboard":
-            _imported(name)
+    for section in sections:
+        if section.name != "tensorboard":
+            _imported(section.name)
+
+
+def _flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """Each value of nested mappings with its path, as texts of a length that MLflow takes."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", str(value)[:250]
 
 
 def _imported(package: str) -> ModuleType:
@@ -136,7 +220,7 @@ def _imported(package: str) -> ModuleType:
         raise UnavailableError(
             needed=f"the package {package}, named in `writers`",
             given="an environment without it",
-            remedy=f"Run pip install {package}, or leave it out of `writers`.",
+            remedy=f"Run pip install {_DISTRIBUTIONS.get(package, package)}, or leave it out of `writers`.",
         ) from error
 
 
