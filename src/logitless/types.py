@@ -185,6 +185,11 @@ class Verdict:
                 remedy="Use Verdict.graded(score), or score=None with another status.",
             )
 
+    @property
+    def failed(self) -> bool:
+        """Whether the grader failed, by no fault of the completion: ``error`` or ``timeout``."""
+        return self.status in ("error", "timeout")
+
     @classmethod
     def graded(cls, score: float, detail: Sequence[tuple[str, bool]] = ()) -> "Verdict":
         """A verdict with a score."""

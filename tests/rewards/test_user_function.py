@@ -100,6 +100,38 @@ def test_a_function_that_is_not_there_is_refused_before_the_first_rollout():
         Function(path=f"{HERE}:length").check({"prompts": ["4"]})
 
 
+@pytest.mark.parametrize("of", ["workers", "this process"])
+def test_an_argument_without_a_default_must_be_a_column(of):
+    reward = Function(path=f"{HERE}:matches") if of == "workers" else TrustedFunction(function=functions.matches)
+    reward.check({"answer": ["4"], "other": [1]})
+    with pytest.raises(ConfigurationError, match="none for answer; there are completion_ids, completions, gold, prom"):
+        reward.check({"gold": ["4"]})
+
+
+def test_a_function_that_takes_no_names_is_refused_before_the_first_rollout():
+    with pytest.raises(ConfigurationError, match=r"none for seq \(by position\)"):
+        Function(path="math:fsum").check({"seq": [[1.0]]})
+
+
+def test_a_function_of_a_file_is_called_and_finds_what_stands_beside_the_file(tmp_path):
+    (tmp_path / "beside_it.py").write_text("FACTOR = 3.0\n")
+    (tmp_path / "mine.py").write_text(
+        "from beside_it import FACTOR\n\n\ndef tripled(completions):\n    return [FACTOR * len(completions[0])]\n"
+    )
+    reward = Function(path=f"{tmp_path}/mine.py:tripled")
+    reward.check({})
+    assert reward.metric_name == "tripled"
+    assert reward(["p"] * 2, ["a", "four"]) == [3.0, 12.0]
+
+
+def test_a_file_or_a_function_of_it_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigurationError, match=f"there is no file {tmp_path}/absent.py"):
+        Function(path=f"{tmp_path}/absent.py:reward").check({})
+    (tmp_path / "empty.py").write_text("")
+    with pytest.raises(ConfigurationError, match="'reward'"):
+        Function(path=f"{tmp_path}/empty.py:reward").check({})
+
+
 def test_limits_must_be_positive():
     for limits in ({"deadline_seconds": 0.0}, {"memory_mib": 0}):
         with pytest.raises(ConfigurationError, match="positive limits"):

@@ -40,3 +40,9 @@ def test_a_completion_that_another_function_judged_is_not_unscored_by_one_that_w
     limit = UnscoredLimit(max_fraction=0.5, max_blocks=1)
     limit.see([group_of("7", [1.0, 1.0], mine=[FINE] * 2, other=[MISSING] * 2)])
     assert limit.in_a_row == 0
+
+
+def test_a_reward_that_fails_at_the_few_completions_that_it_judges_stops_the_run():
+    limit = UnscoredLimit(max_fraction=0.5, max_blocks=1)
+    with pytest.raises(TrainingError, match="100% by rare"):
+        limit.see([group_of("7", [1.0] * 9, mine=[FINE] * 9), group_of("8", [1.0], mine=[FINE], rare=[FAILED])])

@@ -15,6 +15,7 @@ from logitless.objective.surrogate import Cispo
 from logitless.rewards.math import Math
 from logitless.train.config import AlgorithmSection, Recipe
 from logitless.train.recipe import PATHS, _alternatives, _fields, dump_recipe, load_recipe, parse_recipe
+from tests.train.tiny import tiny_raw
 
 ROOT = Path(__file__).parents[2]
 
@@ -317,6 +318,33 @@ def test_a_path_in_a_recipe_starts_at_its_file_and_one_in_set_at_the_current_fol
     assert recipe.value_head.source == str(Path.home() / "head")
     section = loaded(tmp_path, "", "data={train: {name: file, path: other.jsonl}}").data
     assert section.train.path == tmp_path / "elsewhere" / "other.jsonl"
+
+
+def test_code_in_a_file_starts_at_the_recipe_and_in_set_at_the_current_folder_and_a_module_stays_one(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    raw = tiny_raw(tmp_path)
+    raw["rewards"] = [
+        {"name": "function", "path": "./rewards.py:brief"},
+        {"name": "function", "path": "rewards.py:other"},
+        {"name": "function", "path": "my_package.rewards:third"},
+    ]
+    raw["rollout"]["environment"] = {"name": "own", "factory": "./riddles.py:Riddle"}
+    raw["rollout"]["limits"] = {"max_tokens": 6}
+    (tmp_path / "there" / "recipe.yaml").write_text(yaml.safe_dump(raw))
+    recipe = load_recipe(tmp_path / "there" / "recipe.yaml", ["rewards.1.path=./rewards.py:other"])
+    there, here = tmp_path / "there", tmp_path / "here"
+    assert [reward.path for reward in recipe.rewards] == [
+        f"{there}/rewards.py:brief",
+        f"{here}/rewards.py:other",
+        "my_package.rewards:third",
+    ]
+    assert recipe.rollout.environment.factory == f"{there}/riddles.py:Riddle"
+    assert raw["rewards"][0]["path"] == "./rewards.py:brief"
+    assert parse_recipe(raw).rewards[0].path == f"{here}/rewards.py:brief"
 
 
 def test_paths_of_named_sources_and_sets_start_where_others_do(tmp_path, monkeypatch):

@@ -80,6 +80,7 @@ def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dic
     from logitless.doctor.machine import left_on_the_table
     from logitless.doctor.nearest import fit_of
     from logitless.doctor.recipe_audit import audit_recipe
+    from logitless.train.failures import counts_in_words
     from logitless.train.memory import size_text
 
     fit = fit_of(path, overrides)
@@ -106,5 +107,9 @@ def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dic
     if fit.changes is not None:
         found["left on the table"] = left_on_the_table(fit.recipe, fit.plan) or ["nothing found"]
     if measure and not fit.problems:
-        found["forecast"] = str(forecast_of(fit.recipe, fit.plan))
+        forecast = forecast_of(fit.recipe, fit.plan)
+        found["forecast"] = str(forecast)
+        found["verdicts"] = {name: counts_in_words(counts) for name, counts in forecast.verdicts.items()}
+        if forecast.failures:
+            found["rewards that failed"] = list(forecast.failures)
     return found, int(bool(fit.problems))

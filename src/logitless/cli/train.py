@@ -100,6 +100,13 @@ def _ending(result: RunResult, recipe: Path) -> str:
         if of_set and summary.get(f"accuracy_after/{held_out}") is not None:
             change = f"{summary[name]:.3f} -> {summary[f'accuracy_after/{held_out}']:.3f}"
             lines.append(f"  {f'{held_out} accuracy':18s} {change}")
+    for name, failed in summary.items():
+        _, is_failed, function = name.partition("failed_verdicts/")
+        if is_failed and failed:
+            total = summary[f"verdicts/{function}"]
+            lines.append(
+                f"  {'failed reward':18s} {function}: {failed:,} of {total:,} completions ({failed / total:.0%})"
+            )
     seconds = ", ".join(f"{phase} {value:.0f} s" for phase, value in summary["seconds"].items())
     lines.append(f"  {'time':18s} {seconds}")
     lines.append(f"  {'report':18s} {folder.report}")

@@ -19,12 +19,14 @@ import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 import torch
 
 from logitless.errors import UnavailableError
+from logitless.rewards.combine import reward_statistics
 from logitless.rollout.environments import environment_of
 from logitless.rollout.own_copy import OwnCopy
 from logitless.rollout.tool_environment import tools_of
@@ -33,6 +35,7 @@ from logitless.seeds import derived_seed
 from logitless.train.collector import Collector
 from logitless.train.config import Recipe
 from logitless.train.engines import Engines, open_engines
+from logitless.train.failures import Failures
 from logitless.train.journal import Journal
 from logitless.train.learner import Learner
 from logitless.train.live_view import LiveView, duration
@@ -53,6 +56,7 @@ from logitless.train.setup import (
     set_process,
     tokenizer_of,
 )
+from logitless.types import Group, VerdictStatus
 
 ENOUGH = ((3, 30.0), (5, 5.0))
 """So many batches are measured unless so many seconds have passed: a median of fewer than three hides nothing."""
@@ -72,6 +76,8 @@ class Forecast:
         share: of a block's completions that were drawn.
         also_held: what else ``peak_bytes`` counts, in words.
         batches: seconds of each measured batch, by phase; ``seconds`` are their medians, of a whole block.
+        verdicts: of the last measured batch, how many have which status, by reward.
+        failures: what there is to say of rewards that failed in the measured batches, with their first tracebacks.
 
     Example:
         >>> forecast = Forecast(10, 9, {"rollout": 2.0, "training": 1.0}, 100, 32, 320, 1.0)
@@ -88,6 +94,8 @@ class Forecast:
     share: float
     also_held: str = ""
     batches: Sequence[Mapping[str, float]] = ()
+    verdicts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    failures: Sequence[str] = ()
 
     @property
     def block_seconds(self) -> float:
@@ -144,7 +152,7 @@ def forecast_of(recipe: Recipe, plan: Plan) -> Forecast:
         torch.cuda.reset_peak_memory_stats(device)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            batches, completions, tokens, rounds = _measured(recipe, Path(folder))
+            batches, groups, failures, rounds = _measured(recipe, Path(folder))
         except torch.OutOfMemoryError as error:
             raise UnavailableError(
                 needed=f"memory for a batch of this recipe on {device}",
@@ -155,17 +163,32 @@ def forecast_of(recipe: Recipe, plan: Plan) -> Forecast:
     rows = rollout.prompts_per_block * rollout.completions_per_prompt
     times = {"weights": 1.0, "rollout": rounds}
     seconds = {phase: statistics.median(each[phase] for each in batches) for phase in batches[0]}
+    lengths = lengths_of(groups)
+    completions, statuses = len(lengths), get_args(VerdictStatus)
+    statistics_of = reward_statistics([verdicts for group in groups for verdicts in group.verdicts])
     return Forecast(
         planned_bytes=plan.total_bytes,
         peak_bytes=peak_memory(device),
         seconds={phase: value * times.get(phase, rows / completions) for phase, value in seconds.items()},
         blocks=recipe.train.blocks,
         completions=completions,
-        tokens=tokens,
+        tokens=sum(lengths),
         share=completions / rows,
         also_held="" if device.type == "cuda" else " by the whole process, torch's own included",
         batches=batches,
+        verdicts={name: {status: found[status] for status in statuses} for name, found in statistics_of.items()},
+        failures=failures,
     )
+
+
+def lengths_of(groups: Sequence[Group]) -> list[int]:
+    """The sampled tokens of each completion.
+
+    Example:
+        >>> lengths_of([])
+        []
+    """
+    return [completion.length for group in groups for completion in group.completions]
 
 
 def batch_of(recipe: Recipe, prompts: int | None = None, tokens: int = 0) -> Recipe:
@@ -211,9 +234,9 @@ def times_as_long(lengths: Sequence[int], whole: int, *, max_rows: int, refills:
     return block / one
 
 
-def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], int, int, float]:
-    """Seconds by phase of each batch after those to warm up; completions and sampled tokens of the last; and how many
-    times as long as for it the engine decodes for a block."""
+def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], Sequence[Group], list[str], float]:
+    """Seconds by phase of each batch after those to warm up; the judged groups of the last; what there is to say of
+    rewards that failed; and how many times as long as for that batch the engine decodes for a block."""
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
     tokenizer = tokenizer_of(recipe.model)
     environment = environment_of(recipe.rollout.environment, tokenizer, recipe.model.chat_template_kwargs)
@@ -239,8 +262,10 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], int
             order=order_of(recipe, data.train),
         )
         stack.enter_context(left_alone())
-        lengths = _block(engines, collector, learner, journal)
-        larger = batch_of(recipe, batch.rollout.prompts_per_block, sum(lengths))
+        failures = Failures(rewards)
+        groups = _block(engines, collector, learner, journal)
+        said = failures.new(groups)
+        larger = batch_of(recipe, batch.rollout.prompts_per_block, sum(lengths_of(groups)))
         collector.options, learner.recipe = larger.rollout, larger
         if larger != batch:  # kernels and buffers of its size, too, are made before it is measured
             _block(engines, collector, learner, journal)
@@ -248,17 +273,18 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], int
         spent = 0.0
         while not batches or any(len(batches) < most and spent < limit for most, limit in ENOUGH):
             journal.seconds.clear()
-            lengths = _block(engines, collector, learner, journal)
+            groups = _block(engines, collector, learner, journal)
+            said += failures.new(groups)
             batches.append(dict(journal.seconds))
             spent += math.fsum(journal.seconds.values())
         whole = recipe.rollout.prompts_per_block * recipe.rollout.completions_per_prompt
         refills = not isinstance(engines.training, TransformersEngine | OwnCopy)
-        rounds = times_as_long(lengths, whole, max_rows=recipe.rollout.max_rows, refills=refills)
-        return batches, len(lengths), sum(lengths), rounds
+        rounds = times_as_long(lengths_of(groups), whole, max_rows=recipe.rollout.max_rows, refills=refills)
+        return batches, groups, said, rounds
 
 
-def _block(engines: Engines, collector: Collector, learner: Learner, journal: Journal) -> list[int]:
-    """Draw a block and train on it; the sampled tokens of each of its completions."""
+def _block(engines: Engines, collector: Collector, learner: Learner, journal: Journal) -> Sequence[Group]:
+    """Draw a block and train on it; its judged groups."""
     with journal.phase("weights"):
         engines.load_all(learner.weights(), learner.version)
     prepared = prepare(collector, learner, journal)
@@ -272,4 +298,4 @@ def _block(engines: Engines, collector: Collector, learner: Learner, journal: Jo
     while learner.in_training:
         with journal.phase("training"):
             learner.step()
-    return [completion.length for group in prepared.judged.drawn for completion in group.completions]
+    return prepared.judged.drawn

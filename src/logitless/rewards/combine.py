@@ -170,19 +170,11 @@ def failed_shares(verdicts: Sequence[Mapping[str, Verdict]]) -> dict[str, float]
         >>> failed_shares([{"a": Verdict(None, "error")}, {"a": Verdict.graded(1.0)}])
         {'a': 0.5}
     """
-    found = reward_statistics(verdicts)
-    return {name: (numbers["error"] + numbers["timeout"]) / numbers["count"] for name, numbers in found.items()}
-
-
-def first_failure(verdicts: Sequence[Mapping[str, Verdict]], name: str) -> str | None:
-    """What to show of a reward that fails: the traceback of its first failure, or else its message.
-
-    Example:
-        >>> first_failure([{"a": Verdict.graded(1.0)}, {"a": Verdict(None, "error", message="no")}], "a")
-        'no'
-    """
-    failed = [row[name] for row in verdicts if name in row and row[name].status in ("error", "timeout")]
-    return next((verdict.traceback or verdict.message for verdict in failed), None)
+    counts, failed = Counter[str](), Counter[str]()
+    for row in verdicts:
+        counts.update(row.keys())
+        failed.update(name for name, verdict in row.items() if verdict.failed)
+    return {name: failed[name] / count for name, count in counts.items()}
 
 
 def reward_statistics(verdicts: Sequence[Mapping[str, Verdict]]) -> dict[str, dict[str, Any]]:

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
 from logitless.errors import ConfigurationError, InputError, UnavailableError
+from logitless.own_code import FORMS
 from logitless.rewards import worker as worker_script
 from logitless.rewards.worker import BUSY_SHARE, LATE_SECONDS, MAX_DEADLINES
 
@@ -341,9 +342,9 @@ class WorkerPool:
             error = self._import(path, call)
             if error:
                 raise ConfigurationError(
-                    needed="a function that workers can import, as 'package.module:name'",
+                    needed=f"a function that workers can import, as {FORMS}",
                     given=f"{path!r} ({error})",
-                    remedy="Correct the path; start Python where the module can be found, or set PYTHONPATH.",
+                    remedy="Correct the path; a module is looked for where Python is started and in PYTHONPATH.",
                 )
             self._loaded.append((path, call))
             while self._workers:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -14,6 +15,9 @@ from logitless.rewards.size import runs_nothing
 from logitless.types import Verdict
 
 MEBIBYTE = 1 << 20
+
+_OVER_DEADLINE = re.compile(r"\b(?:over|slept for) [\d.e+-]+ s\b")
+"""In the messages of ``pool``, ``worker`` and ``judge``."""
 
 Sandbox: TypeAlias = Literal["required", "none"]
 
@@ -145,6 +149,18 @@ def verdict_of(outcome: Outcome, spoiled_score: float | None = 0.0, blameless: b
         message = f"{outcome.status}: {outcome.message}"
         return Verdict(score=None, status="error", message=message, traceback=outcome.traceback)
     return spoiled(f"{outcome.status}: {outcome.message}", spoiled_score)
+
+
+def hit_deadline(verdict: Verdict) -> bool:
+    """Whether a completion was not graded because a deadline passed, as the messages of workers and judges say.
+
+    Example:
+        >>> hit_deadline(Verdict(score=0.0, status="spoiled", message="timeout: over 2 s (signal SIGKILL)"))
+        True
+        >>> hit_deadline(Verdict(score=0.0, status="spoiled", message="5000000 characters, over 1000000"))
+        False
+    """
+    return verdict.status in ("timeout", "spoiled") and _OVER_DEADLINE.search(verdict.message) is not None
 
 
 def spoiled(why: str, score: float | None = 0.0, detail: Sequence[tuple[str, bool]] = ()) -> Verdict:

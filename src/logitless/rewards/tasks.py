@@ -51,6 +51,27 @@ def accepted_columns(function: Any, names: Sequence[str]) -> list[str]:
     return [name for name in names if name in parameters]
 
 
+def missing_arguments(function: Any, names: Sequence[str]) -> list[str]:
+    """The arguments that a reward function cannot be called without and that are not among the names given.
+
+    Example:
+        >>> missing_arguments(lambda completions, answer, *, strict=True, **columns: None, ["completions", "question"])
+        ['answer']
+    """
+    return [
+        f"{name} (by position)" if parameter.kind is parameter.POSITIONAL_ONLY else name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        and (name not in names or parameter.kind is parameter.POSITIONAL_ONLY)
+    ]
+
+
+def missing_arguments_at(path: str, names: Sequence[str]) -> list[str]:
+    """``missing_arguments`` of the function at an import path."""
+    return missing_arguments(resolve(path), names)
+
+
 def call_function(path: str, arguments: Mapping[str, Any]) -> Answer:
     """Call a user's function for one completion."""
     function = resolve(path)

@@ -7,14 +7,24 @@ import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from logitless.errors import ConfigurationError
-from logitless.rewards.contract import Batch, Columns, Text, TextReward, TrlFunction, check_reserved
+from logitless.own_code import FORMS, with_whole_path
+from logitless.rewards.contract import (
+    RESERVED_ARGUMENTS,
+    Batch,
+    Columns,
+    Text,
+    TextReward,
+    TrlFunction,
+    check_reserved,
+)
 from logitless.rewards.pool import Outcome, Way, shared_pool
 from logitless.rewards.pooled import MEBIBYTE, PooledReward, verdict_of
 from logitless.rewards.sandbox import require_walls
-from logitless.rewards.tasks import accepted_columns, score_of
+from logitless.rewards.tasks import accepted_columns, missing_arguments, score_of
 from logitless.types import Verdict
 
 
@@ -33,7 +43,7 @@ class Function(PooledReward):
     is large at import and not on first use.
 
     Args:
-        path: ``package.module:function``.
+        path: ``package.module:function``, or ``./file.py:function`` with the file's place from the recipe's folder.
         messages: hand over prompt and completion as lists of messages, as TRL does for conversations.
         process: ``fresh``: each completion has a process of its own; ``confined``: one inside walls, without network,
             files to write or further processes, for a function that evaluates what it is given; ``kept``: many
@@ -55,12 +65,12 @@ class Function(PooledReward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        module, colon, function = self.path.partition(":")
-        if not (module and colon and function):
+        place, _, function = self.path.rpartition(":")
+        if not (place and function):
             raise ConfigurationError(
-                needed="an import path like 'package.module:function'",
+                needed=f"an import path like {FORMS}",
                 given=repr(self.path),
-                remedy="Put a colon between the module and the function.",
+                remedy="Put a colon between the module or the file and the function.",
             )
         if self.process == "kept" and self.environment:
             raise ConfigurationError(
@@ -75,12 +85,27 @@ class Function(PooledReward):
         return self.label or self.path.rpartition(":")[2]
 
     def check(self, columns: Columns) -> None:
-        """Workers can import the function, and no column has the name of another argument."""
+        """Workers can import the function, and its arguments are columns; no column has the name of another argument.
+
+        Raises:
+            ConfigurationError: it cannot be imported, or an argument without a default is no column.
+        """
         check_reserved(columns)
         if self.process == "confined":
             require_walls("grader")
         self._variables()
-        shared_pool("functions").load(self.path)
+        pool = shared_pool("functions")
+        pool.load(self._located)
+        names = [*RESERVED_ARGUMENTS, *columns]
+        task = "logitless.rewards.tasks:missing_arguments_at"
+        [outcome] = pool.run(task, [(self._located, names)], needs=(self._located,), ways="fresh")
+        if outcome.status != "done":
+            raise ConfigurationError(
+                needed=f"a function whose arguments Python can name at {self.path}",
+                given=outcome.message,
+                remedy="Write it as a plain function: def reward(completions, **columns).",
+            )
+        _check_arguments(self.path, outcome.value, columns)
 
     def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
         """One verdict a text."""
@@ -92,7 +117,7 @@ class Function(PooledReward):
             arguments["completions"] = self._shaped(batch.completions[row], "assistant")
             if batch.completion_ids is not None:
                 arguments["completion_ids"] = list(batch.completion_ids[row])
-            items.append((self.path, arguments))
+            items.append((self._located, arguments))
         if self.process == "confined":
             require_walls("grader")
         outcomes = shared_pool("functions").run(
@@ -100,11 +125,16 @@ class Function(PooledReward):
             items,
             deadline_seconds=self.deadline_seconds,
             memory_bytes=self.memory_mib * MEBIBYTE,
-            needs=(self.path,),
+            needs=(self._located,),
             ways=self.process,
             environment=self._variables(),
         )
         return [verdict_of(outcome, self.spoiled_score, blameless=True) for outcome in outcomes]
+
+    @property
+    def _located(self) -> str:
+        """The path as workers, which may have started in another folder, find it."""
+        return with_whole_path(self.path, Path.cwd())
 
     def _variables(self) -> dict[str, str]:
         absent = [name for name in self.environment if name not in os.environ]
@@ -146,8 +176,10 @@ class TrustedFunction(TextReward):
         return self.label or str(getattr(self.function, "__name__", type(self.function).__name__))
 
     def check(self, columns: Columns) -> None:
-        """No column has the name of another argument."""
+        """Its arguments are columns, and no column has the name of another argument."""
         check_reserved(columns)
+        missing = missing_arguments(self.function, [*RESERVED_ARGUMENTS, *columns])
+        _check_arguments(self.metric_name, missing, columns)
 
     def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
         """One verdict a text."""
@@ -166,6 +198,20 @@ class TrustedFunction(TextReward):
             reason = f"{len(texts)} values expected, {len(values)} returned"
             return [Verdict(score=None, status="error", message=reason)] * len(texts)
         return [verdict_of(Outcome("done", score_of(value))) for value in values]
+
+
+def _check_arguments(function: str, missing: Sequence[str], columns: Columns) -> None:
+    """A function's arguments are there.
+
+    Raises:
+        ConfigurationError: some are not.
+    """
+    if missing:
+        raise ConfigurationError(
+            needed=f"a column of the data for each argument of the reward function {function}",
+            given=f"none for {', '.join(missing)}; there are {', '.join(sorted({*RESERVED_ARGUMENTS, *columns}))}",
+            remedy="Name an existing column, give the argument a default, or map a column to it in the data section.",
+        )
 
 
 def _result(function: TrlFunction, arguments: dict[str, Any]) -> Any:

@@ -89,11 +89,10 @@ def supervise(control: socket.socket) -> None:
 
 
 def resolve(path: str) -> Callable[..., Any]:
-    """The object that ``package.module:name`` or ``package.module:name.attribute`` names."""
-    module, _, names = path.partition(":")
-    found: Any = importlib.import_module(module)
-    for name in names.split("."):
-        found = getattr(found, name)
+    """The function that ``package.module:name`` or ``folder/file.py:name`` names."""
+    from logitless.own_code import imported  # not before this script knows where modules are, see `_load`
+
+    found: Callable[..., Any] = imported(path)
     if not callable(found):
         raise TypeError(f"{path} is a {type(found).__name__}, which cannot be called")
     return found

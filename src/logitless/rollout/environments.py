@@ -1,6 +1,5 @@
 """The environments a recipe can name, told apart by ``name``, and how one is made ready for a policy."""
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -9,6 +8,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from transformers import PreTrainedTokenizerBase
 
 from logitless.errors import ConfigurationError
+from logitless.own_code import made
 from logitless.rollout.chat import ChatEnvironment, ChatTurns
 from logitless.rollout.environment import Driver, Environment, SingleTurn
 from logitless.rollout.harness import Harness, HarnessEpisodes
@@ -21,7 +21,8 @@ class OwnEnvironment:
     """An environment of yours, by the import path of what makes it; it runs in this process, with your rights.
 
     Args:
-        factory: `package.module:function`; what it returns has `start` and `reply`.
+        factory: `package.module:name`, or `./file.py:name` with the file's place from the recipe's folder; what it
+            returns has `start` and `reply`.
         options: what the function is called with.
         template: plain text around `{reply}`, used instead of the tokenizer's chat template.
 
@@ -43,15 +44,7 @@ class OwnEnvironment:
         Raises:
             ConfigurationError: the path cannot be imported, or gives something else.
         """
-        module, _, name = self.factory.partition(":")
-        try:
-            environment = getattr(importlib.import_module(module), name)(**self.options)
-        except (ImportError, AttributeError, ValueError, TypeError) as error:
-            raise ConfigurationError(
-                needed="an import path like 'package.module:function' that makes an environment",
-                given=f"{self.factory!r} ({error})",
-                remedy="Correct rollout.environment.factory or its options.",
-            ) from error
+        environment = made(self.factory, self.options, what="an environment", key="rollout.environment.factory")
         if not isinstance(environment, Environment):
             raise ConfigurationError(
                 needed="an environment, with start and reply",

@@ -5,7 +5,6 @@ kept as tokens; when the program is done it says a reward, or leaves that to the
 it is being trained with.
 """
 
-import importlib
 import json
 import os
 import signal
@@ -19,6 +18,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from transformers import PreTrainedTokenizerBase
 
 from logitless.errors import ConfigurationError, EngineError, InputError
+from logitless.own_code import FORMS, described, imported
 from logitless.rollout.engine import Engine, Weights
 from logitless.rollout.environment import Limits
 from logitless.rollout.sampling import SamplingOptions
@@ -41,8 +41,8 @@ class Harness:
     a reward.
 
     Args:
-        function: `package.module:function`, called with base url, row and seed; it returns the reward or null. For
-            tasks of `verifiers`: `logitless.integrations.verifiers:play_task`.
+        function: `package.module:function` or `./file.py:function`, called with base url, row and seed; it returns the
+            reward or null. For tasks of `verifiers`: `logitless.integrations.verifiers:play_task`.
         options: what the function is called with besides, by name.
         command: program and arguments.
         concurrency: episodes at a time.
@@ -87,13 +87,12 @@ class Harness:
         """
         if self.function is None:
             return self._run_command
-        module, _, name = self.function.partition(":")
         try:
-            found: Drive = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
+            found: Drive = imported(self.function)
+        except Exception as error:
             raise ConfigurationError(
-                needed="an import path like 'package.module:function'",
-                given=f"{self.function!r} ({error})",
+                needed=f"an import path like {FORMS}",
+                given=f"{self.function!r} ({described(error)})",
                 remedy="Correct rollout.environment.function.",
             ) from error
         return partial(found, **self.options) if self.options else found

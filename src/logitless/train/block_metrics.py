@@ -151,6 +151,7 @@ def verdict_metrics(groups: Sequence[Group]) -> Numbers:
             metrics[f"reward/{name}/mean"], metrics[f"reward/{name}/std"] = found["mean"], found["std"]
         for status in get_args(VerdictStatus):
             metrics[f"verdict/{name}/{status}"] = found[status]
+        metrics[f"verdict/{name}/failed_fraction"] = (found["error"] + found["timeout"]) / found["count"]
         for kind, by_id in (("constraint", found["constraints"]), ("constraint_family", found["families"])):
             for identifier, numbers in by_id.items():
                 for what, counter in checks.items():

@@ -428,7 +428,7 @@ class TrainSection(Section):
     )
     max_skipped_in_a_row: PositiveInt = Field(5, description="non-finite steps in a row that stop the run")
     max_unscored_fraction: float = Field(
-        0.5, ge=0, le=1, description="share of a block's completions that a reward function may fail at"
+        0.25, ge=0, le=1, description="share of a block's completions that a reward may fail at (error, timeout)"
     )
     max_blocks_unscored: PositiveInt = Field(3, description="blocks in a row over that share that stop the run")
     max_blocks_without_signal: PositiveInt = Field(20, description="such blocks in a row that stop the run")

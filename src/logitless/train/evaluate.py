@@ -4,7 +4,7 @@ There may be several sets of them, each with settings and metrics of its own. Th
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from logitless.distributed.ranks import Ranks
@@ -18,7 +18,7 @@ from logitless.train.config import EvaluationSection, HeldOutSection, Recipe
 from logitless.train.metrics import Numbers
 from logitless.train.pass_at import success_metrics
 from logitless.train.shared_rollout import sampled_and_judged
-from logitless.types import Prompt
+from logitless.types import Group, Prompt
 
 
 @dataclass(frozen=True)
@@ -75,20 +75,24 @@ class Evaluation:
         """
         return [each for each in self.sets if done % each.every_blocks == 0 or done == blocks]
 
-    def __call__(self, sets: Sequence[HeldOut]) -> Numbers:
-        """The metrics of these sets; none of none."""
+    def __call__(self, sets: Sequence[HeldOut], see: Callable[[Sequence[Group]], None] | None = None) -> Numbers:
+        """The metrics of these sets; none of none.
+
+        Args:
+            sets: to sample and judge.
+            see: is given the judged groups of each.
+        """
         found: Numbers = {}
         for each in sets:
-            found |= self._judged(each)
+            groups = self._judged(each)
+            if see is not None:
+                see(groups)
+            found |= self._metrics(each, groups)
         return found
 
-    def _judged(self, held_out: HeldOut) -> Numbers:
-        """Sample and judge every prompt of a set.
-
-        Accuracy is the fraction of all completions whose reward reaches ``success_at``, so an unscorable completion is
-        not a success. With several samples a prompt there is pass@k, too.
-        """
-        groups = sampled_and_judged(
+    def _judged(self, held_out: HeldOut) -> list[Group]:
+        """Sample and judge every prompt of a set."""
+        return sampled_and_judged(
             self.ranks,
             self.engine,
             self.environment,
@@ -100,6 +104,13 @@ class Evaluation:
             seed=held_out.seed,
             limits=self.limits,
         )
+
+    def _metrics(self, held_out: HeldOut, groups: Sequence[Group]) -> Numbers:
+        """The numbers of a set.
+
+        Accuracy is the fraction of all completions whose reward reaches ``success_at``, so an unscorable completion is
+        not a success. With several samples a prompt there is pass@k, too.
+        """
         completions = [c for g in groups for c in g.completions]
         rewards = [r for g in groups for r in g.rewards if r is not None]
         correct = [sum(r is not None and r >= held_out.success_at for r in g.rewards) for g in groups]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -18,6 +18,7 @@ from logitless.train.memory import peak_memory
 from logitless.train.metrics import Numbers
 from logitless.train.run_folder import RunFolder
 from logitless.train.writers import Writer
+from logitless.types import VerdictStatus
 
 
 class Journal:
@@ -80,7 +81,10 @@ class Journal:
         self._view.update(record, self._sample)
 
     def _summarize(self, record: Numbers) -> None:
-        """Keep the first and the last accuracy and reward; the first line of a run is from before it trains."""
+        """Keep the first and the last accuracy and reward, and how many verdicts of each reward failed.
+
+        The first line of a run is from before it trains.
+        """
         when = "accuracy_after" if self._lines else "accuracy_before"
         if "evaluation/accuracy" in record:
             self.summary[when] = record["evaluation/accuracy"]
@@ -89,9 +93,15 @@ class Journal:
             held_out, _, number = rest.partition("/")
             if start == "held_out" and number == "accuracy":
                 self.summary[f"{when}/{held_out}"] = record[name]
+            if start == "verdict" and number in get_args(VerdictStatus):
+                self._count(f"verdicts/{held_out}", record[name])
+                self._count(f"failed_verdicts/{held_out}", record[name] if number in ("error", "timeout") else 0)
         if "reward/mean" in record:
             self.summary.setdefault("reward_first_block", record["reward/mean"])
             self.summary["reward_last_block"] = record["reward/mean"]
+
+    def _count(self, name: str, number: float) -> None:
+        self.summary[name] = self.summary.get(name, 0) + number
 
     def write_rollouts(
         self, number: int, block: JudgedBlock, advantages: Sequence[Sequence[float | None]] | None = None

@@ -1,19 +1,18 @@
 """When a run stops instead of training to its end on nothing: its rewards fail, or say the same of every completion."""
 
-from collections import Counter
 from collections.abc import Sequence
 
 from logitless.errors import TrainingError
+from logitless.rewards.combine import failed_shares
+from logitless.train.failures import shown
 from logitless.types import Group, Verdict
-
-_FAILURES = ("error", "timeout")
 
 
 class UnscoredLimit:
     """Counts blocks in a row of which too large a share could not be scored.
 
     Args:
-        max_fraction: of a block's completions.
+        max_fraction: of the completions of a block that a reward judges.
         max_blocks: in a row over it, which stop the run.
 
     Attributes:
@@ -49,7 +48,8 @@ class UnscoredLimit:
             needed=f"at most {self.max_fraction:.0%} of completions unscored (train.max_unscored_fraction)",
             given=f"{share:.0%} by {name}, and as bad for {self.in_a_row} blocks in a row. The first: "
             f"{_first_failure(drawn, name)}",
-            remedy="Repair the reward; reward/unscored and verdict/... in metrics.jsonl say since when.",
+            remedy="Repair the reward; verdict/... in metrics.jsonl says since when. Where it may fail as often, raise "
+            "train.max_unscored_fraction.",
         )
 
 
@@ -92,17 +92,15 @@ class SignalLimit:
 
 
 def unscored_share(drawn: Sequence[Group]) -> tuple[float, str]:
-    """The largest share of completions that a function failed at, or that got no reward at all, and whose it is.
+    """The largest share of its completions that a reward failed at, or of all that got no reward, and whose it is.
 
     A verdict ``missing`` is not a failure of its function, which may be there for some of the rows only.
     """
-    count = sum(len(group.completions) for group in drawn)
-    failed = Counter({"all functions": sum(reward is None for group in drawn for reward in group.rewards)})
-    for group in drawn:
-        for verdicts in group.verdicts:
-            failed.update(name for name, verdict in verdicts.items() if verdict.status in _FAILURES)
-    name, most = max(failed.items(), key=lambda item: item[1])
-    return (most / count if count else 0.0), name
+    rewards = [reward for group in drawn for reward in group.rewards]
+    shares = failed_shares([verdicts for group in drawn for verdicts in group.verdicts])
+    shares["all functions"] = rewards.count(None) / len(rewards) if rewards else 0.0
+    name = max(shares, key=lambda each: shares[each])  # of equal ones the first
+    return shares[name], name
 
 
 def _first_failure(drawn: Sequence[Group], name: str) -> str:
@@ -111,9 +109,6 @@ def _first_failure(drawn: Sequence[Group], name: str) -> str:
         for group in drawn
         for verdicts in group.verdicts
         for called, verdict in verdicts.items()
-        if verdict.status in (*_FAILURES, "missing") and (called == name or name == "all functions")
+        if verdict.score is None and (called == name or name == "all functions")
     ]
-    if not found:
-        return "no verdict"
-    first = min(found, key=lambda verdict: verdict.status not in _FAILURES)
-    return first.traceback.strip() or first.message or first.status
+    return shown(min(found, key=lambda verdict: not verdict.failed)) if found else "no verdict"

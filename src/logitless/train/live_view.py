@@ -108,6 +108,7 @@ class LiveView:
         self._block = first_block
         self._history: dict[str, tuple[float | int, ...]] = {}
         self._record: Record = {}
+        self._failing: list[str] = []
         self._sample: tuple[str, str, float | int] | None = None
         self._phase = "starting"
         self._phase_start = clock()
@@ -138,6 +139,8 @@ class LiveView:
         self._record = record
         self._sample = sample or self._sample
         self._block = int(record["block"] or 0)
+        if "reward/mean" in record:  # the first line of a block; a later one keeps what it says
+            self._failing = _failing(record)
         self._block_ends = self._block_ends | {self._block: self._clock()}
         for name, _ in _SHOWN:
             if name in record:
@@ -169,6 +172,7 @@ class LiveView:
             value = self._record.get(name)
             if value is not None:
                 parts.append(f"{label} {value:.4g}")
+        parts += self._failing if "reward/mean" in self._record else ()
         left = self.seconds_left()
         return "  ".join(parts if left is None else [*parts, f"{duration(left)} left"])
 
@@ -191,6 +195,8 @@ class LiveView:
                 values = self._history[name]
                 curves.add_row(Text(label), Text(f"{values[-1]:.4g}", style="bold"), Text(sparkline(values), "cyan"))
         parts: list[Table | Text] = [head, curves]
+        if self._failing:
+            parts.append(Text("\n".join(self._failing), style="bold red"))
         if self._sample is not None:
             prompt, completion, reward = self._sample
             sample = Text(f"\nreward {reward:.3g}  ", style="dim")
@@ -199,6 +205,15 @@ class LiveView:
             parts.append(sample)
         now = f"{self._phase} {duration(self._clock() - self._phase_start)}"
         return Panel(Group(*parts), title=Text(self.title), subtitle=Text(now), title_align="left")
+
+
+def _failing(record: Record) -> list[str]:
+    """The rewards that failed in a block, each with the share of its completions that have no score for that."""
+    return [
+        f"{name.split('/')[1]} failed at {share:.0%}"
+        for name, share in record.items()
+        if share and name.startswith("verdict/") and name.endswith("/failed_fraction")
+    ]
 
 
 def _shortened(text: str) -> str:

@@ -25,6 +25,7 @@ from logitless.train.collector import Collector
 from logitless.train.config import Recipe
 from logitless.train.engines import Engines
 from logitless.train.evaluate import Evaluation, HeldOut
+from logitless.train.failures import Failures
 from logitless.train.interrupt import Interrupt
 from logitless.train.journal import Journal
 from logitless.train.learner import Learner
@@ -34,6 +35,7 @@ from logitless.train.parity import check_parity
 from logitless.train.prepare import prepare
 from logitless.train.saving import restore_run, save_run
 from logitless.train.shared_checkpoint import SharedSaver
+from logitless.types import Group
 
 
 class Loop:
@@ -60,6 +62,7 @@ class Loop:
         self.unwritten: Numbers = {}
         self.without_signal = SignalLimit(max_blocks=train.max_blocks_without_signal)
         self.unscored = UnscoredLimit(max_fraction=train.max_unscored_fraction, max_blocks=train.max_blocks_unscored)
+        self.failures = Failures(evaluation.rewards)
         root, keep = journal.folder.checkpoints, recipe.checkpoint.keep
         self.saver: BackgroundSaver | SharedSaver = BackgroundSaver(root, keep=keep)
         if self.ranks.world > 1:
@@ -156,6 +159,7 @@ class Loop:
             self.collector.load_state_dict(before)
             raise
         self.block_metrics = prepared.metrics
+        self._tell_failures(prepared.judged.drawn)
         self.unscored.see(prepared.judged.drawn)
         if prepared.block is None:
             self._pass_over()
@@ -163,6 +167,11 @@ class Loop:
             self.learner.begin(prepared.block)
         self.without_signal.see(has_signal=self.learner.in_training)
         return self.learner.in_training
+
+    def _tell_failures(self, groups: Sequence[Group]) -> None:
+        """Say what failed in judging and was not said before."""
+        for message in self.failures.new(groups):
+            self.journal.message(message)
 
     def _pass_over(self) -> None:
         """Write the metrics of a block with nothing to train on."""
@@ -189,7 +198,7 @@ class Loop:
         if not sets:
             return {}
         with self.journal.phase("evaluation") as seconds:
-            found = self.evaluation(sets)
+            found = self.evaluation(sets, self._tell_failures)
         return found | {"time/evaluation_seconds": seconds[0]}
 
     def save(self) -> None:

@@ -103,6 +103,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("verdict/{function}/error", "completion", "sum", "completion", "the function raised or gave nonsense"),
     Metric("verdict/{function}/timeout", "completion", "sum", "completion", "the function waited past its deadline"),
     Metric("verdict/{function}/missing", "completion", "sum", "completion", "it could not be graded here"),
+    Metric("verdict/{function}/failed_fraction", "1", "mean", "completion", "error and timeout, of what it was asked"),
     Metric("constraint/{constraint}/pass_rate", "1", "mean", "constraint", "checks of one constraint that passed"),
     Metric("constraint/{constraint}/count", "1", "sum", "constraint", "checks of one constraint"),
     Metric("constraint_family/{family}/pass_rate", "1", "mean", "constraint", "the same over a family of constraints"),

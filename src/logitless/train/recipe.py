@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from logitless.errors import ConfigurationError
+from logitless.own_code import with_whole_path
 from logitless.train.config import Recipe
 from logitless.train.precision import resolved_dtypes
 from logitless.train.shipped import shipped_recipes
@@ -48,7 +49,13 @@ PATHS = (
     "warm_start.data.path",
     *("rollout.engine.path", "rollout.engine.api_key_file", "rollout.engine.weights.path", "value_head.source"),
 )
-"""Keys whose value is the path of a file that the run reads; a star stands for any name."""
+"""Keys whose value is the path of a file that the run reads; a star stands for any name, or for a place in a list."""
+
+CODE = (
+    *("rewards.*.path", "rollout.environment.factory", "rollout.environment.function"),
+    *("algorithm.surrogate.factory", "algorithm.advantage.factory"),
+)
+"""Keys whose value is an import path: of a module, or of a file (``./file.py:name``), which is made whole."""
 
 NAMES_OR_PATHS = (
     *("model.source", "model.tokenizer"),
@@ -120,11 +127,17 @@ def _with_whole_paths(raw: Mapping[str, Any], folder_of: Callable[[str], Path]) 
                 path = str((folder_of(key) / os.path.expanduser(value)).absolute())  # noqa: PTH111 - never raises
                 if pattern in PATHS or str(value).startswith((".", "/", "~")) or os.path.isdir(path):  # noqa: PTH112
                     at[last] = path
+    for pattern in CODE:
+        for key, at, last in places(whole, pattern):
+            if isinstance(at[last], str):
+                at[last] = with_whole_path(at[last], folder_of(key).absolute())
     return whole
 
 
 def _copied(value: Any) -> Any:
-    """The same with mappings of its own, down to the first thing that is none."""
+    """The same with mappings and lists of its own, down to the first thing that is neither."""
+    if isinstance(value, list | tuple):
+        return [_copied(inner) for inner in value]
     return {key: _copied(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
 
 
@@ -132,8 +145,8 @@ def places(whole: Mapping[str, Any], pattern: str) -> Iterator[tuple[str, dict[s
     """Where a key is in a recipe: its full name, the mapping that holds it, and its name there.
 
     Args:
-        whole: the recipe, of plain mappings.
-        pattern: names with dots between them; a star stands for any name.
+        whole: the recipe, of plain mappings and lists.
+        pattern: names with dots between them; a star stands for any name, or for any place in a list.
 
     Example:
         >>> found = places({"sets": {"a": {"path": "x"}, "b": {}}}, "sets.*.path")
@@ -146,11 +159,11 @@ def places(whole: Mapping[str, Any], pattern: str) -> Iterator[tuple[str, dict[s
         found = [
             (f"{path}{name}.", inner)
             for path, at in found
-            for name, inner in at.items()
-            if section in ("*", name) and isinstance(inner, dict)
+            for name, inner in (enumerate(at) if isinstance(at, list) else at.items())
+            if section in ("*", name) and isinstance(inner, dict | list)
         ]
     for path, at in found:
-        if last in at:
+        if isinstance(at, dict) and last in at:
             yield f"{path}{last}", at, last
 
 
