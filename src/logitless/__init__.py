@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from logitless.head import token_scores
     from logitless.objective import presets
     from logitless.objective.objective import Objective
+    from logitless.rollout.environment import Reply
     from logitless.types import (
         Completion,
         Group,
@@ -37,6 +38,7 @@ __all__ = [
     "PackedBatch",
     "PackedInputs",
     "Prompt",
+    "Reply",
     "TokenBatch",
     "TokenScores",
     "Verdict",
@@ -44,7 +46,11 @@ __all__ = [
     "token_scores",
 ]
 
-_MODULES = {"Objective": "logitless.objective.objective", "token_scores": "logitless.head"}
+_MODULES = {
+    "Objective": "logitless.objective.objective",
+    "Reply": "logitless.rollout.environment",
+    "token_scores": "logitless.head",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from logitless.errors import ConfigurationError
-from logitless.objective.advantage import Advantage
+from logitless.objective.advantage import Estimator
 from logitless.objective.dead import silent_without_advantage
 from logitless.objective.kl_control import KLControl
 from logitless.objective.objective import Objective
@@ -41,7 +41,7 @@ class Algorithm:
     """
 
     objective: Objective
-    advantage: Advantage | None
+    advantage: Estimator | None
     weighting: Weighting
     value_loss: ValueLoss | None = None
     kl_control: KLControl | None = None
@@ -151,5 +151,5 @@ class Algorithm:
             )
 
 
-def _name(advantage: Advantage | None) -> str:
+def _name(advantage: Estimator | None) -> str:
     return "none" if advantage is None else advantage.name

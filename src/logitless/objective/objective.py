@@ -26,7 +26,7 @@ from logitless.objective.inputs import required
 from logitless.objective.over_ranks import GatherOverRanks, one_rank
 from logitless.objective.ranges import Grain, Ranges, SumOverRanks
 from logitless.objective.ratio import Ratio, TokenRatio, TurnRatio, token_log_ratio
-from logitless.objective.surrogate import Clip, SelectionInputs, Surrogate, SurrogateInputs, SurrogateTerms
+from logitless.objective.surrogate import Clip, PolicyLoss, SelectionInputs, SurrogateInputs, SurrogateTerms
 from logitless.second_derivative import refuse_second_derivative
 from logitless.types import TokenBatch
 
@@ -39,7 +39,6 @@ __all__ = [
     "ObjectiveOutput",
     "Ratio",
     "SamplerCorrection",
-    "Surrogate",
 ]
 
 
@@ -134,7 +133,7 @@ class Objective:
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
     ratio: Ratio = field(default_factory=TokenRatio)
-    surrogate: Surrogate = field(default_factory=Clip)
+    surrogate: PolicyLoss = field(default_factory=Clip)
     filters: tuple[Filter, ...] = ()
     correction: SamplerCorrection | None = None
     kl: KLPenalty | None = None
@@ -499,7 +498,9 @@ class _Step:
         if surrogate.selects == "micro_batch":
             now = SelectionInputs(self.logp, self.advantage, self.trained, self.log_ratio, self.gather, self.generator)
             inputs = replace(inputs, selected=surrogate.select(now))
-        return surrogate(inputs)
+        terms = surrogate(inputs)
+        _check_terms(terms, surrogate.name, self.logp)
+        return terms
 
     @cached_property
     def filter_inputs(self) -> FilterInputs:
@@ -545,6 +546,29 @@ class _KnownGradient(torch.autograd.Function):
 
 def _detached(value: Tensor | None) -> Tensor | None:
     return None if value is None else value.detach()
+
+
+def _check_terms(terms: SurrogateTerms, name: str, logp: Tensor) -> None:
+    """A loss of another shape would be broadcast to a wrong one without an error."""
+    if not isinstance(terms, SurrogateTerms):
+        raise InputError(
+            needed=f"SurrogateTerms from the surrogate {name!r}",
+            given=type(terms).__name__,
+            remedy="Return SurrogateTerms(loss).",
+        )
+    if torch.is_grad_enabled() and logp.requires_grad and not terms.loss.requires_grad:
+        raise InputError(
+            needed=f"a loss that is differentiable in logp from the surrogate {name!r}",
+            given="one without a gradient",
+            remedy="Compute it from inputs.logp or inputs.log_ratio with torch, without detach() or item().",
+        )
+    for part, value in vars(terms).items():
+        if value is not None and value.shape != logp.shape:
+            raise InputError(
+                needed=f"{part} [N] with N = {len(logp)} from the surrogate {name!r}",
+                given=f"a tensor {list(value.shape)}",
+                remedy="Return one number a token; means and weights are taken around it.",
+            )
 
 
 def _check_constant(advantage: Tensor, ranges: Ranges, what: Grain) -> None:

@@ -18,7 +18,7 @@ def weighted(rewards: Sequence[TextReward]) -> tuple[WeightedReward, ...]:
     """The entries of a recipe's list of rewards, each under its label, with its weight.
 
     Raises:
-        ConfigurationError: two have the same name, or all are gates.
+        ConfigurationError: two have the same name, or there are gates and nothing beside them.
 
     Example:
         >>> from logitless.rewards.length import Length
@@ -28,7 +28,7 @@ def weighted(rewards: Sequence[TextReward]) -> tuple[WeightedReward, ...]:
     """
     entries = tuple(WeightedReward(r, r.weight, r.metric_name, r.gate, r.sources) for r in rewards)
     check_names(entries)
-    if all(entry.gate for entry in entries):
+    if entries and all(entry.gate for entry in entries):
         raise ConfigurationError(
             needed="a reward that is not a gate",
             given=f"{len(entries)} gates only",

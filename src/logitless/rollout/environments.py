@@ -58,6 +58,16 @@ EnvironmentOptions: TypeAlias = ToolEnvironment | GuessingGame | OwnEnvironment 
 """Of ``rollout.environment``; tools and the game are themselves the environment, the others say how one is made."""
 
 
+def pays(options: EnvironmentOptions | None) -> bool:
+    """Whether an environment may pay at its turns, so that a recipe needs no reward beside it.
+
+    Example:
+        >>> pays(GuessingGame()), pays(None)
+        (True, False)
+    """
+    return options is not None and (not isinstance(options, ToolEnvironment) or options.call_reward != 0)
+
+
 def environment_of(
     options: EnvironmentOptions | None,
     tokenizer: PreTrainedTokenizerBase,

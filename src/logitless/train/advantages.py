@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.advantage import Advantage, AdvantageInputs, AdvantageOutput, turn_index
+from logitless.objective.advantage import AdvantageInputs, AdvantageOutput, Estimator, turn_index
 from logitless.objective.divergence import kl_in_reward
 from logitless.objective.inputs import required
 from logitless.objective.over_ranks import SumOverRanks, one_rank
@@ -19,7 +19,7 @@ from logitless.types import Group
 def with_advantages(
     block: ScoredBlock,
     groups: Sequence[Group],
-    estimator: Advantage | None,
+    estimator: Estimator | None,
     *,
     weights: Mapping[str, float],
     kl_beta: float = 0.0,
@@ -54,7 +54,7 @@ def with_advantages(
 def advantages(
     block: PackedBlock,
     groups: Sequence[Group],
-    estimator: Advantage | None,
+    estimator: Estimator | None,
     *,
     weights: Mapping[str, float],
     kl: Float[Tensor, "N"] | None = None,
@@ -101,7 +101,7 @@ def advantages(
         weights=torch.tensor(list(weights.values())),
         values=values,
     )
-    return estimator(inputs, sum_over_ranks)
+    return estimator.checked(inputs, sum_over_ranks)
 
 
 def rewards_of_turns(block: PackedBlock, groups: Sequence[Group]) -> Float[Tensor, "K"] | None:

@@ -7,7 +7,7 @@ from typing import get_args
 
 import torch
 
-from logitless.objective.advantage import Advantage, num_clipped
+from logitless.objective.advantage import Estimator, num_clipped
 from logitless.objective.value import explained_variance
 from logitless.rewards.combine import reward_statistics
 from logitless.train.block import AdvantagedBlock, JudgedBlock, ScoredBlock
@@ -177,7 +177,7 @@ def advantages_of(block: AdvantagedBlock, judged: JudgedBlock) -> list[list[floa
     ]
 
 
-def advantage_metrics(advantages: Sequence[Sequence[float | None]], estimator: Advantage | None) -> Numbers:
+def advantage_metrics(advantages: Sequence[Sequence[float | None]], estimator: Estimator | None) -> Numbers:
     """Mean and spread of the advantages that there are, and how many were held at the estimator's clip.
 
     Example:

@@ -25,13 +25,15 @@ from logitless.objective.correction import SamplerCorrection
 from logitless.objective.divergence import KLPenalty
 from logitless.objective.filters import Filter
 from logitless.objective.kl_control import KLControl
-from logitless.objective.objective import EntropyBonus, Ratio, Surrogate
+from logitless.objective.objective import EntropyBonus, Ratio
+from logitless.objective.own import OwnAdvantage, OwnSurrogate
+from logitless.objective.surrogate import Surrogate
 from logitless.objective.value import ValueLoss
 from logitless.objective.weighting import Weighting
 from logitless.rewards.combine import Unscored
 from logitless.rewards.options import RewardOptions
 from logitless.rollout.environment import Limits
-from logitless.rollout.environments import EnvironmentOptions
+from logitless.rollout.environments import EnvironmentOptions, pays
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.vllm_api import sampling_fields
 
@@ -331,7 +333,7 @@ class AlgorithmSection(Section):
     preset: str = Field("grpo", description="a paper's name, see docs/objectives.md")
     parameters: dict[str, Any] = Field(default_factory=dict, description="of the preset, in its paper's terms")
     ratio: Annotated[Ratio, Field(discriminator="name")] | None = Field(None, description="replaces the preset's")
-    surrogate: Annotated[Surrogate, Field(discriminator="name")] | None = Field(
+    surrogate: Annotated[Surrogate | OwnSurrogate, Field(discriminator="name")] | None = Field(
         None, description="replaces the preset's"
     )
     filters: tuple[Annotated[Filter, Field(discriminator="name")], ...] | None = Field(
@@ -339,7 +341,7 @@ class AlgorithmSection(Section):
     )
     correction: SamplerCorrection | None = Field(None, description="sampler correction (importance sampling)")
     entropy_bonus: EntropyBonus | None = Field(None, description="replaces the preset's")
-    advantage: Annotated[Advantage, Field(discriminator="name")] | None = Field(
+    advantage: Annotated[Advantage | OwnAdvantage, Field(discriminator="name")] | None = Field(
         None, description="replaces the preset's"
     )
     weighting: Annotated[Weighting, Field(discriminator="name")] | None = Field(
@@ -559,7 +561,9 @@ class Recipe(Section):
     data: DataSection
     warm_start: WarmStartSection | None = None
     rollout: RolloutSection
-    rewards: tuple[AnyReward, ...] = Field(min_length=1, description="several are summed with their weights")
+    rewards: tuple[AnyReward, ...] = Field(
+        description="several are summed with their weights; `[]` beside an environment that pays by itself"
+    )
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
     value_head: ValueHeadSection | None = Field(
         None, description="None: its defaults where the algorithm has a value loss, else no value head"
@@ -617,7 +621,7 @@ class Recipe(Section):
         unjudged = [
             name
             for name in known
-            if all(r.gate or (r.sources is not None and name not in r.sources) for r in self.rewards)
+            if self.rewards and all(r.gate or (r.sources is not None and name not in r.sources) for r in self.rewards)
         ]
         _require(
             not unjudged,
@@ -637,6 +641,12 @@ class Recipe(Section):
             "Leave the second one out.",
         )
         rollout = self.rollout
+        _require(
+            bool(self.rewards) or pays(rollout.environment),
+            "rewards, or a rollout.environment that pays by itself (own, guessing, harness, tools with a call_reward)",
+            "rewards: [] beside " + ("no environment" if rollout.environment is None else rollout.environment.name),
+            "Name a reward; docs/own_reward.md has a template.",
+        )
         of_turns = [each.max_new_tokens for each in self.samplings]
         _require(
             rollout.environment is None or (rollout.limits.max_tokens or 0) >= max(of_turns),

@@ -12,6 +12,9 @@ from logitless.rewards.combine import Unscored, judge_batch, total_reward
 from logitless.rewards.contract import EpisodeReward, WeightedReward
 from logitless.types import Episode, Group, Prompt, Verdict
 
+ENVIRONMENT = "environment"
+"""The verdict on an episode that no reward judges beside the environment that pays for it."""
+
 
 def judge(
     prompts: Sequence[Prompt],
@@ -23,8 +26,9 @@ def judge(
     """A group of each prompt: its completions with what was said of them.
 
     A reward that reads text is given the completion's text; an ``EpisodeReward`` is given the whole episode. What the
-    environment paid at the turns is added to the weighted sum of the rewards. An episode that its environment could not
-    go on with is an ``error`` under every reward.
+    environment paid at the turns is added to the weighted sum of the rewards; where there are none, it is the reward,
+    and a verdict called ``environment`` says so. An episode that its environment could not go on with is an ``error``
+    under every reward.
 
     Args:
         prompts: may repeat.
@@ -67,6 +71,8 @@ def judge(
 
 def _verdicts(pairs: Sequence[tuple[Prompt, Episode]], rewards: Sequence[WeightedReward]) -> list[dict[str, Verdict]]:
     """By reward name, in the rewards' order, for each episode; of the rewards that judge its prompt's source."""
+    if not rewards:
+        return [{ENVIRONMENT: _failed(e) if e.failure else Verdict.graded(_paid(e))} for _, e in pairs]
     said: list[dict[str, Verdict]] = [{} for _ in pairs]
     for entry in rewards:
         rows = [row for row, (prompt, _) in enumerate(pairs) if entry.judges(prompt.source)]
@@ -101,8 +107,14 @@ def _failed(episode: Episode) -> Verdict:
 def _total(
     verdicts: dict[str, Verdict], episode: Episode, rewards: Sequence[WeightedReward], unscored: Unscored
 ) -> float | None:
+    if ENVIRONMENT in verdicts and not rewards:
+        return verdicts[ENVIRONMENT].score
     total = total_reward(verdicts, rewards, unscored)
-    return total + math.fsum(episode.turn_rewards) if total is not None and episode.turn_rewards else total
+    return total + _paid(episode) if total is not None and episode.turn_rewards else total
+
+
+def _paid(episode: Episode) -> float:
+    return math.fsum(episode.turn_rewards)
 
 
 def signal(groups: Sequence[Group]) -> list[bool]:

@@ -33,6 +33,7 @@ from logitless.models.loading import check_vocabulary, compile_layers, disable_d
 from logitless.models.lora import LoraOptions, add_lora, load_adapters
 from logitless.models.value_head import ValueHead, value_head_for
 from logitless.objective.algorithm import Algorithm
+from logitless.objective.own import OwnAdvantage, OwnSurrogate
 from logitless.objective.presets import algorithm
 from logitless.rewards.combine import weighted
 from logitless.rewards.contract import WeightedReward
@@ -488,22 +489,24 @@ def algorithm_of(recipe: Recipe) -> Algorithm:
     """The preset with the recipe's replacements, its KL and its lengths filled in.
 
     Raises:
-        ConfigurationError: an unknown preset, parameters it does not have, or parts that do not go together.
+        ConfigurationError: an unknown preset, parameters it does not have, parts that do not go together, or a part of
+            one's own that does not pass its trial.
     """
     section = recipe.algorithm
     preset = algorithm(section.preset, section.parameters)
-    parts = {
-        name: value
+    parts: dict[str, Any] = {
+        name: value.made() if isinstance(value, OwnSurrogate) else value
         for name in ("ratio", "surrogate", "filters", "correction", "entropy_bonus")
         if (value := getattr(section, name)) is not None
     }
+    advantage = section.advantage or preset.advantage
     kl = recipe.kl
     penalty = kl.penalty if kl is not None and kl.placement == "loss" else None
     weighting = section.weighting or preset.weighting
     found = replace(
         preset,
         objective=replace(preset.objective, **parts, kl=penalty),
-        advantage=section.advantage or preset.advantage,
+        advantage=advantage.made() if isinstance(advantage, OwnAdvantage) else advantage,
         weighting=weighting.for_rollouts_of(recipe.rollout.longest_completion),
         value_loss=section.value_loss or preset.value_loss,
         kl_control=None if kl is None else kl.control,
@@ -511,6 +514,12 @@ def algorithm_of(recipe: Recipe) -> Algorithm:
         drop_truncated=recipe.train.drop_truncated or preset.drop_truncated,
     )
     found.check_completions(recipe.rollout.completions_per_prompt)
+    if not recipe.rewards and found.advantage is not None and found.advantage.reads_functions:
+        raise ConfigurationError(
+            needed=f"rewards for the advantage {found.advantage.name!r}, which takes them apart",
+            given="rewards: []",
+            remedy="Choose another algorithm.advantage, or name a reward.",
+        )
     if found.value_loss is None and recipe.value_head is not None:
         raise ConfigurationError(
             needed="an algorithm with a value loss for value_head to apply to",

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from logitless.errors import ConfigurationError
+from logitless.errors import ConfigurationError, InputError
 from logitless.objective.advantage.runs import pay_at_last_token, turn_index
 from logitless.objective.advantage.whitening import clip
 from logitless.objective.inputs import check_knobs, check_shapes, required, shapes_of
@@ -104,7 +104,7 @@ class Estimator(ABC):
         clip: limit of the advantage's absolute value, applied last; None for no limit.
 
     Attributes:
-        name: how recipes call it.
+        name: how recipes call it; one that they name by its path needs none.
         needs_values: whether it reads values, so that a value head must be trained beside the policy.
         compares_group: whether it compares completions of one prompt, so that it needs two of them.
         reads_functions: whether it reads ``scores`` instead of ``rewards``.
@@ -114,6 +114,7 @@ class Estimator(ABC):
     """
 
     clip: float | None = None
+    name = "own"
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
     needs_values: ClassVar[bool] = False
     compares_group: ClassVar[bool] = False
@@ -146,6 +147,31 @@ class Estimator(ABC):
             InputError: what it reads is missing.
         """
 
+    def checked(self, inputs: AdvantageInputs, sum_over_ranks: SumOverRanks = one_rank) -> AdvantageOutput:
+        """The advantages of a block, one finite number a token.
+
+        Args:
+            inputs, sum_over_ranks: as for a call.
+
+        Raises:
+            InputError: what it reads is missing, or it gives another shape or numbers that are not finite.
+        """
+        found, size = self(inputs, sum_over_ranks), len(inputs.sequence)
+        given = None
+        if not isinstance(found, AdvantageOutput):
+            given = type(found).__name__
+        elif found.advantage.shape != (size,):
+            given = f"a tensor {list(found.advantage.shape)}"
+        elif wrong := int((~found.advantage.isfinite()).sum()):
+            given = f"{wrong} of {size} that are not finite"
+        if given is not None:
+            raise InputError(
+                needed=f"AdvantageOutput with a finite advantage for each of {size} tokens from {self.name!r}",
+                given=given,
+                remedy="Give 0 where there is nothing to compare; look for rewards that are not finite.",
+            )
+        return found
+
     def _clipped(self, advantage: Tensor) -> Tensor:
         return advantage if self.clip is None else clip(advantage, self.clip)
 
@@ -161,7 +187,14 @@ class OnePerCompletion(Estimator):
         return "sequence"
 
     def __call__(self, inputs: AdvantageInputs, sum_over_ranks: SumOverRanks = one_rank) -> AdvantageOutput:
-        return AdvantageOutput(self._clipped(self.per_completion(inputs, sum_over_ranks))[inputs.sequence])
+        advantage = self.per_completion(inputs, sum_over_ranks)
+        if advantage.shape != inputs.rewards.shape:
+            raise InputError(
+                needed=f"one advantage for each of {len(inputs.rewards)} completions from {self.name!r}",
+                given=f"a tensor {list(advantage.shape)}",
+                remedy="Return a vector [B]; it is spread over the tokens of each completion.",
+            )
+        return AdvantageOutput(self._clipped(advantage)[inputs.sequence])
 
     @abstractmethod
     def per_completion(self, inputs: AdvantageInputs, sum_over_ranks: SumOverRanks) -> Float[Tensor, "B"]:

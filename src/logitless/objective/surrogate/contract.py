@@ -84,7 +84,7 @@ class PolicyLoss(ABC):
     The defaults are those of a loss per token of the ratio; a loss that is different says so in its class.
 
     Attributes:
-        name: how recipes call it.
+        name: how recipes call it; one that they name by its path needs none.
         reads: which ratio it reads.
         grain: the tokens that it gives one share of the loss; their advantages must be equal.
         reads_advantage: whether the advantage plays a part.
@@ -93,7 +93,7 @@ class PolicyLoss(ABC):
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
-    name: str
+    name: str = "own"
     reads: ClassVar[RatioLevel] = "any"
     grain: ClassVar[Grain] = "token"
     reads_advantage: ClassVar[bool] = True

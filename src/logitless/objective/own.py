@@ -1,0 +1,186 @@
+"""A surrogate and an advantage of one's own, by their import paths, tried on a few numbers before anything is trained.
+
+The code runs in the trainer's process. What it gives is checked for its shape at every call, and here for what a shape
+does not show: finite numbers, a gradient, advantages that are as much alike as the class says.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from logitless.errors import ConfigurationError, LogitlessError
+from logitless.objective.advantage import AdvantageInputs, Estimator
+from logitless.objective.objective import Objective
+from logitless.objective.surrogate import PolicyLoss
+from logitless.own_code import described, made
+from logitless.types import TokenBatch
+
+_LENGTHS = (1, 3, 4, 2)
+"""Tokens of each sequence that a part is tried on; two sequences a prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnSurrogate:
+    """A surrogate of yours, by the import path of what makes it; it runs in the trainer's process, with your rights.
+
+    Args:
+        factory: `package.module:name`, or `./file.py:name` with the file's place from the recipe's folder; what it
+            returns is a `PolicyLoss` ([a template](extending.md#a-surrogate-or-an-advantage-by-its-path)).
+        options: what it is called with.
+
+    Example:
+        >>> OwnSurrogate(factory="logitless.objective.surrogate:Clip", options={"ratio_max": 1.5}).made().ratio_max
+        1.5
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+    name: Literal["own"] = "own"
+    factory: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def made(self) -> PolicyLoss:
+        """The surrogate.
+
+        Raises:
+            ConfigurationError: it cannot be imported or made, is no surrogate, raises, or gives a loss of another
+                shape, that is not finite, or that has no gradient through ``logp``.
+        """
+        key = "algorithm.surrogate.factory"
+        surrogate = made(self.factory, self.options, what="a surrogate", key=key)
+        _require(isinstance(surrogate, PolicyLoss), "a PolicyLoss", type(surrogate).__name__, self.factory)
+        with _told_as_own(self.factory):
+            check_surrogate(surrogate, self.factory)
+        return surrogate  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnAdvantage:
+    """An advantage of yours, by the import path of what makes it; it runs in the trainer's process, with your rights.
+
+    Args:
+        factory: `package.module:name`, or `./file.py:name` with the file's place from the recipe's folder; what it
+            returns is an `Estimator` ([a template](extending.md#a-surrogate-or-an-advantage-by-its-path)).
+        options: what it is called with.
+
+    Example:
+        >>> OwnAdvantage(factory="logitless.objective.advantage:GroupCentered", options={"clip": 2.0}).made().clip
+        2.0
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+    name: Literal["own"] = "own"
+    factory: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def made(self) -> Estimator:
+        """The estimator.
+
+        Raises:
+            ConfigurationError: it cannot be imported or made, is no estimator, raises, or gives advantages of another
+                shape, that are not finite, not 0 where a completion has no reward, or less alike than its ``grain``.
+        """
+        estimator = made(self.factory, self.options, what="an advantage", key="algorithm.advantage.factory")
+        _require(isinstance(estimator, Estimator), "an Estimator", type(estimator).__name__, self.factory)
+        with _told_as_own(self.factory):
+            check_estimator(estimator, self.factory)
+        return estimator  # type: ignore[no-any-return]
+
+
+def check_surrogate(surrogate: PolicyLoss, factory: str) -> None:
+    """Try a surrogate where every ratio is 1 and where ratios lie around it.
+
+    Args:
+        surrogate: to be tried.
+        factory: what it is called in errors.
+
+    Raises:
+        ConfigurationError: a loss or a gradient that is not finite, or no gradient at all.
+        InputError: a loss of another shape.
+    """
+    sequence = torch.arange(len(_LENGTHS)).repeat_interleave(torch.tensor(_LENGTHS))
+    generator = torch.Generator().manual_seed(0)
+    size = len(sequence)
+    logp_old = -2 * torch.rand(size, generator=generator)
+    batch = TokenBatch(
+        sequence=sequence,
+        num_sequences=len(_LENGTHS),
+        advantage=torch.tensor([1.0, -1.0, 0.5, -0.5])[sequence],
+        token_weight=torch.full((size,), 1 / size),
+        logp_old=logp_old,
+    )
+    objective, moved = Objective(surrogate=surrogate), False
+    block = objective.block_statistics(batch, generator=generator)
+    batch = batch if block is None else block.attach(batch)
+    for spread in (0.0, 0.1):
+        logp = logp_old + spread * (2 * torch.rand(size, generator=generator) - 1)
+        output = objective(logp.requires_grad_(), None, batch, block=block, generator=generator)
+        assert output.grad_logp is not None
+        for what, values in (("loss", output.token_loss), ("gradient", output.grad_logp)):
+            wrong = int((~values.isfinite()).sum())
+            _require(wrong == 0, f"a finite {what} for each token", f"{wrong} of {size} that are not", factory)
+        moved = moved or bool(output.grad_logp.count_nonzero())
+    _require(moved, "a loss that is differentiable in logp", "no gradient for any token", factory)
+
+
+def check_estimator(estimator: Estimator, factory: str) -> None:
+    """Try an estimator on two prompts with two completions each, one of which has no reward.
+
+    Args:
+        estimator: to be tried.
+        factory: what it is called in errors.
+
+    Raises:
+        ConfigurationError: advantages that are not finite, not 0 for the completion without a reward, or that differ
+            inside a completion although ``grain`` says otherwise.
+        InputError: advantages of another shape.
+    """
+    sequence = torch.arange(len(_LENGTHS)).repeat_interleave(torch.tensor(_LENGTHS))
+    rewards = torch.tensor([0.0, 1.0, 2.0, float("nan")])
+    inputs = AdvantageInputs(
+        rewards=rewards,
+        group=torch.tensor([0, 0, 1, 1]),
+        sequence=sequence,
+        turn=torch.zeros_like(sequence),
+        scores=rewards[:, None],
+        weights=torch.ones(1),
+        values=torch.linspace(0, 1, len(sequence)) if estimator.needs_values else None,
+    )
+    advantage = estimator.checked(inputs).advantage
+    unscored = advantage[sequence == 3]
+    _require(bool((unscored == 0).all()), "advantage 0 for a completion without a reward", str(unscored), factory)
+    if estimator.grain(kl_in_reward=False) == "sequence":
+        first = torch.tensor([advantage[sequence == each][0] for each in range(len(_LENGTHS))])
+        _require(
+            bool((advantage == first[sequence]).all()),
+            "one advantage a completion, as its grain 'sequence' says",
+            str(advantage),
+            factory,
+        )
+
+
+def _require(condition: bool, needed: str, given: str, factory: str) -> None:
+    if not condition:
+        raise ConfigurationError(
+            needed=f"{needed} from {factory}",
+            given=given,
+            remedy="Correct it; docs/extending.md has an example to begin with.",
+        )
+
+
+@contextmanager
+def _told_as_own(factory: str) -> Iterator[None]:
+    """Whatever goes wrong inside is an error that names the factory."""
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except LogitlessError as error:
+        _require(False, error.needed, error.given, factory)
+    except Exception as error:
+        given = described(error)
+        raise ConfigurationError(
+            needed=f"a part that can be called, from {factory}", given=given, remedy="Correct that line."
+        ) from error
