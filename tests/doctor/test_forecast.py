@@ -12,6 +12,8 @@ from logitless.train.journal import Journal
 from logitless.train.learner import Learner
 from logitless.train.plan import plan_of
 from logitless.train.run import start
+from logitless.types import Group
+from tests.train.groups import group_of
 from tests.train.tiny import tiny_recipe
 
 
@@ -31,7 +33,7 @@ def test_a_block_of_several_rounds_is_scaled_from_one(tmp_path: Path, monkeypatc
     recipe = tiny_recipe(tmp_path, rollout__max_rows=8)
     monkeypatch.setattr(
         "logitless.doctor.forecast._measured",
-        lambda *_: ([{"rollout": 1.0, "scoring": 0.5, "training": 2.0}], 8, 40, 2.0),
+        lambda *_: ([{"rollout": 1.0, "scoring": 0.5, "training": 2.0}], [group_of("7", [0.0] * 8, [5] * 8)], [], 2.0),
     )
     found = forecast_of(recipe, plan_of(recipe))
     assert found.share == 0.5
@@ -104,7 +106,9 @@ def test_the_environment_of_the_recipe_is_played(tmp_path: Path, monkeypatch: py
 
 def test_one_batch_that_was_held_up_decides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = [{"rollout": rollout, "training": training} for rollout, training in ((1.0, 2.1), (7.0, 2.0), (1.1, 9.0))]
-    monkeypatch.setattr("logitless.doctor.forecast._measured", lambda *_: (batches, 16, 40, 1.0))
+    monkeypatch.setattr(
+        "logitless.doctor.forecast._measured", lambda *_: (batches, [group_of("7", [0.0] * 16)], [], 1.0)
+    )
     recipe = tiny_recipe(tmp_path)
     found = forecast_of(recipe, plan_of(recipe))
     assert found.seconds == {"rollout": 1.1, "training": 2.1}
@@ -115,9 +119,9 @@ def test_one_batch_that_was_held_up_decides_nothing(tmp_path: Path, monkeypatch:
 def test_batches_are_measured_three_to_five_times_and_less_often_where_that_takes_long(
     seconds: float, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def block(engines: object, collector: object, learner: object, journal: Journal) -> list[int]:
+    def block(engines: object, collector: object, learner: object, journal: Journal) -> list[Group]:
         journal.seconds = {"rollout": seconds / 4, "training": seconds * 3 / 4}
-        return [2] * 16
+        return [group_of("7", [0.0] * 16)]
 
     monkeypatch.setattr("logitless.doctor.forecast._block", block)
     recipe = tiny_recipe(tmp_path)

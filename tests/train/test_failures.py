@@ -6,7 +6,6 @@ import re
 import pytest
 
 from logitless.cli.main import main
-from logitless.cli.train import _ending
 from logitless.errors import ConfigurationError, TrainingError
 from logitless.rewards.combine import weighted
 from logitless.rewards.length import Length
@@ -15,6 +14,7 @@ from logitless.train.failures import MOST_KINDS, Failures
 from logitless.train.plan import dry_run
 from logitless.train.recipe import dump_recipe
 from logitless.train.run import start
+from logitless.train.run_folder import RunFolder
 from logitless.types import Verdict
 from tests.train.groups import group_of
 from tests.train.tiny import tiny_recipe
@@ -103,15 +103,18 @@ def test_a_reward_that_raises_on_some_completions_is_shown_at_once_counted_in_ea
     assert len(re.findall(r"block \d/9.*picky failed at \d+%", out)) == 2  # the third block ends the run
 
 
-def test_the_summary_and_the_last_lines_have_the_share_of_completions_that_a_reward_failed_at(tmp_path):
-    folder, _ = start(picky_recipe(tmp_path, train__max_unscored_fraction=1.0, train__blocks=4))
+def test_the_summary_and_the_last_lines_have_the_share_of_completions_that_a_reward_failed_at(tmp_path, capsys):
+    recipe = picky_recipe(tmp_path, train__max_unscored_fraction=1.0, train__blocks=4)
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
+    assert main(["train", str(tmp_path / "recipe.yaml")]) == 0
+    folder = RunFolder(tmp_path / "runs" / "tiny")
     summary = json.loads(folder.summary.read_text())
     assert summary["verdicts/picky"] == 4 * 16
     failed = sum(line.get("verdict/picky/error", 0) for line in folder.read_metrics())
     assert 0 < summary["failed_verdicts/picky"] == failed < 4 * 16
     shares = [line["verdict/picky/failed_fraction"] for line in folder.read_metrics() if "reward/mean" in line]
     assert sum(shares) * 16 == failed
-    assert f"picky: {failed} of 64 completions ({failed / 64:.0%})" in _ending(folder, True, tmp_path)
+    assert f"picky: {failed} of 64 completions ({failed / 64:.0%})" in capsys.readouterr().out
 
 
 def test_an_argument_that_is_no_column_is_refused_before_the_start_and_in_a_dry_run(tmp_path):

@@ -90,3 +90,15 @@ def test_a_reward_that_judges_episodes_is_given_them_and_the_others_their_text()
     assert [list(v) for v in group.verdicts] == [["turns", "exact"]] * 2
     assert [v["turns"].score for v in group.verdicts] == [0, 1]
     assert group.rewards == (0.0, 2.0)
+
+
+def test_without_rewards_what_the_environment_paid_is_the_reward_and_its_failure_is_no_zero():
+    prompt = Prompt("7", "p", (1,))
+    completion = Completion("7", (1, 2), "ab", "stop")
+    paid = Episode(completion, (), (0.75,))
+    unpaid = Episode(completion, ())
+    failed = Episode(completion, (), (), "ValueError: broken\nTraceback")
+    [group] = judge([prompt], [[paid, unpaid, failed]], (), unscored="leave_out")
+    assert group.rewards == (0.75, 0.0, None)
+    assert [verdicts["environment"].status for verdicts in group.verdicts] == ["graded", "graded", "error"]
+    assert group.verdicts[2]["environment"].traceback == "Traceback"

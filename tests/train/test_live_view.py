@@ -35,6 +35,21 @@ def test_a_record_with_nothing_to_show_has_no_line_off_a_terminal() -> None:
     assert out.getvalue() == "toy: 3 blocks\nblock 1/3  step 1  reward 0.25\n"
 
 
+def test_a_reward_that_failed_in_a_block_is_named_with_its_share_in_the_first_line_of_the_block() -> None:
+    out = io.StringIO()
+    with LiveView(3, title="toy", console=Console(file=out, width=80)) as view:
+        view.update({"step": 1, "block": 1, "reward/mean": 0.25, "verdict/mine/failed_fraction": 0.4}, sample=None)
+        view.update({"step": 2, "block": 1, "entropy/mean": 1.0}, sample=None)
+        assert "mine failed at 40%" in shown(view)
+        view.update({"step": 3, "block": 2, "reward/mean": 0.25, "verdict/mine/failed_fraction": 0.0}, sample=None)
+        assert "mine" not in shown(view)
+    assert out.getvalue().splitlines()[1:] == [
+        "block 1/3  step 1  reward 0.25  mine failed at 40%",
+        "block 1/3  step 2  entropy 1",
+        "block 2/3  step 3  reward 0.25",
+    ]
+
+
 def terminal() -> Console:
     return Console(file=io.StringIO(), force_terminal=True, width=90, height=30, color_system=None)
 

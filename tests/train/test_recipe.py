@@ -15,6 +15,7 @@ from logitless.objective.surrogate import Cispo
 from logitless.rewards.math import Math
 from logitless.train.config import AlgorithmSection, Recipe
 from logitless.train.recipe import PATHS, _alternatives, _fields, dump_recipe, load_recipe, parse_recipe
+from logitless.train.setup import algorithm_of
 from tests.train.tiny import tiny_raw
 
 ROOT = Path(__file__).parents[2]
@@ -445,3 +446,37 @@ def test_recipes_of_the_page_on_data_are_valid(tmp_path):
     whole["model"] |= template["model"]
     assert list(parse_recipe(whole).training_sources) == ["sums", "words"]
     assert parse_recipe({**yaml.safe_load(MINIMAL), **one, **held_out}).evaluation.sets["hard"].samples_per_prompt == 16
+
+
+# --- rewards --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"name": "own", "factory": "./riddles.py:Riddle"},
+        {"name": "guessing"},
+        {"name": "harness", "command": ["true"]},
+        {"name": "tools", "tools": [{"name": "calculator"}], "call_reward": 0.1},
+    ],
+)
+def test_no_reward_is_needed_beside_an_environment_that_pays(tmp_path, environment):
+    raw = tiny_raw(tmp_path) | {"rewards": []}
+    raw["rollout"] |= {"environment": environment, "limits": {"max_tokens": 6}}
+    assert parse_recipe(raw).rewards == ()
+
+
+@pytest.mark.parametrize("environment", [None, {"name": "tools", "tools": [{"name": "calculator"}]}])
+def test_no_reward_beside_nothing_that_pays_is_refused(tmp_path, environment):
+    raw = tiny_raw(tmp_path) | {"rewards": []}
+    if environment is not None:
+        raw["rollout"] |= {"environment": environment, "limits": {"max_tokens": 6}}
+    with pytest.raises(ConfigurationError, match=r"environment that pays by itself.*given rewards: \[\] beside"):
+        parse_recipe(raw)
+
+
+def test_an_advantage_that_takes_rewards_apart_needs_one(tmp_path):
+    raw = tiny_raw(tmp_path) | {"rewards": [], "algorithm": {"advantage": {"name": "gdpo"}}}
+    raw["rollout"] |= {"environment": {"name": "guessing"}, "limits": {"max_tokens": 6}}
+    with pytest.raises(ConfigurationError, match="rewards for the advantage 'gdpo'"):
+        algorithm_of(parse_recipe(raw))

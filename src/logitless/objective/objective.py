@@ -26,7 +26,14 @@ from logitless.objective.inputs import required
 from logitless.objective.over_ranks import GatherOverRanks, one_rank
 from logitless.objective.ranges import Grain, Ranges, SumOverRanks
 from logitless.objective.ratio import Ratio, TokenRatio, TurnRatio, token_log_ratio
-from logitless.objective.surrogate import Clip, PolicyLoss, SelectionInputs, SurrogateInputs, SurrogateTerms
+from logitless.objective.surrogate import (
+    Clip,
+    PolicyLoss,
+    SelectionInputs,
+    Surrogate,
+    SurrogateInputs,
+    SurrogateTerms,
+)
 from logitless.second_derivative import refuse_second_derivative
 from logitless.types import TokenBatch
 
@@ -131,9 +138,9 @@ class Objective:
         (-2.0, tensor([-1., -1.]))
     """
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "arbitrary_types_allowed": True}
     ratio: Ratio = field(default_factory=TokenRatio)
-    surrogate: PolicyLoss = field(default_factory=Clip)
+    surrogate: Surrogate | PolicyLoss = field(default_factory=Clip)
     filters: tuple[Filter, ...] = ()
     correction: SamplerCorrection | None = None
     kl: KLPenalty | None = None

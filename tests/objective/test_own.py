@@ -1,0 +1,151 @@
+"""Surrogates and advantages of one's own: what is made of a path, and what is refused before anything is trained."""
+
+import pytest
+import torch
+
+from logitless.errors import ConfigurationError, InputError
+from logitless.objective.advantage import AdvantageInputs
+from logitless.objective.objective import Objective
+from logitless.objective.own import OwnAdvantage, OwnSurrogate, check_estimator, check_surrogate
+from logitless.objective.presets import PRESETS, algorithm
+from logitless.types import TokenBatch
+
+HEAD = """\
+from dataclasses import dataclass
+from typing import ClassVar
+import torch
+from logitless.objective.advantage import AdvantageOutput, Estimator, OnePerCompletion
+from logitless.objective.surrogate import PolicyLoss, SurrogateTerms
+"""
+SURROGATE = """
+@dataclass(frozen=True)
+class Mine(PolicyLoss):
+    scale: float = 1.0
+
+    def __call__(self, inputs):
+        loss = -self.scale * inputs.advantage * inputs.log_ratio.exp()
+        return {result}
+"""
+ADVANTAGE = """
+@dataclass(frozen=True, kw_only=True)
+class Mine(Estimator):
+    def grain(self, *, kl_in_reward):
+        return "{grain}"
+
+    def __call__(self, inputs, sum_over_ranks=None):
+        of_token = inputs.completion_rewards().nan_to_num()[inputs.sequence]
+        return {result}
+"""
+
+
+def path_of(folder, text: str) -> str:
+    (folder / "mine.py").write_text(HEAD + text)
+    return f"{folder}/mine.py:Mine"
+
+
+def surrogate(folder, result="SurrogateTerms(loss)", **options):
+    path = path_of(folder, SURROGATE.replace("{result}", result))
+    return OwnSurrogate(factory=path, options=options).made()
+
+
+def advantage(folder, result="AdvantageOutput(of_token)", grain="sequence"):
+    path = path_of(folder, ADVANTAGE.replace("{result}", result).replace("{grain}", grain))
+    return OwnAdvantage(factory=path).made()
+
+
+def test_a_surrogate_by_its_path_has_the_loss_and_the_gradient_that_it_says(tmp_path):
+    logp = torch.tensor([-1.0, -2.0], requires_grad=True)
+    batch = TokenBatch(
+        sequence=torch.tensor([0, 1]),
+        num_sequences=2,
+        advantage=torch.tensor([1.0, -3.0]),
+        token_weight=torch.tensor([0.5, 0.25]),
+        logp_old=torch.tensor([-1.0, -2.0]),
+    )
+    output = Objective(surrogate=surrogate(tmp_path, scale=2.0))(logp, None, batch)
+    output.loss.backward()
+    # -2 A r = -2 and 6 at r = 1, weighed by 0.5 and 0.25; the gradient of r is r
+    assert output.loss.item() == pytest.approx(-1 + 1.5)
+    assert logp.grad.tolist() == pytest.approx([-1.0, 1.5])
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ("loss", "SurrogateTerms from the surrogate 'own'.*given Tensor"),
+        ("SurrogateTerms(loss[1:])", r"loss \[N\] with N = 10.*given a tensor \[9\]"),
+        ("SurrogateTerms(loss.detach())", "differentiable in logp"),
+        ("SurrogateTerms(0 * loss)", "differentiable in logp.*no gradient for any token"),
+        ("SurrogateTerms(loss / 0)", "a finite loss for each token.*given 10 of 10"),
+        ("SurrogateTerms((inputs.log_ratio ** 2).sqrt())", "a finite gradient for each token"),
+        ("SurrogateTerms(loss + inputs.nothing)", "AttributeError.*nothing.*mine.py, line 13"),
+    ],
+)
+def test_a_surrogate_that_does_not_give_a_loss_a_token_is_refused_by_its_path(tmp_path, result, said):
+    with pytest.raises(ConfigurationError, match=said) as caught:
+        surrogate(tmp_path, result)
+    assert "mine.py:Mine" in str(caught.value)
+
+
+def test_another_shape_is_refused_at_every_call(tmp_path):
+    made = surrogate(tmp_path, "SurrogateTerms(loss if len(loss) == 10 else loss[:1])")
+    batch = TokenBatch(
+        sequence=torch.tensor([0, 0]),
+        num_sequences=1,
+        advantage=torch.ones(2),
+        token_weight=torch.ones(2),
+        logp_old=torch.zeros(2),
+    )
+    with pytest.raises(InputError, match=r"given a tensor \[1\]"):
+        Objective(surrogate=made)(torch.zeros(2, requires_grad=True), None, batch)
+
+
+def test_an_advantage_by_its_path_is_what_it_says(tmp_path):
+    inputs = AdvantageInputs(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]), torch.tensor([0, 1, 1]))
+    assert advantage(tmp_path).checked(inputs).advantage.tolist() == [1, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ("of_token", "AdvantageOutput.*given Tensor"),
+        ("AdvantageOutput(inputs.rewards.nan_to_num())", r"each of 10 tokens from 'own'.*given a tensor \[4\]"),
+        ("AdvantageOutput(inputs.rewards[inputs.sequence])", "given 2 of 10 that are not finite"),
+        ("AdvantageOutput(of_token + 1)", "advantage 0 for a completion without a reward"),
+        ("AdvantageOutput(of_token * torch.arange(10))", "one advantage a completion, as its grain"),
+        ("AdvantageOutput(of_token + inputs.nothing)", "AttributeError.*mine.py, line 14"),
+    ],
+)
+def test_an_advantage_that_is_not_one_finite_number_a_token_is_refused_by_its_path(tmp_path, result, said):
+    with pytest.raises(ConfigurationError, match=said) as caught:
+        advantage(tmp_path, result)
+    assert "mine.py:Mine" in str(caught.value)
+
+
+def test_an_advantage_a_token_says_so(tmp_path):
+    assert advantage(tmp_path, "AdvantageOutput(of_token * torch.arange(10))", grain="token").name == "own"
+
+
+def test_an_advantage_a_completion_is_one_number_for_each(tmp_path):
+    text = """
+@dataclass(frozen=True, kw_only=True)
+class Mine(OnePerCompletion):
+    def per_completion(self, inputs, sum_over_ranks):
+        return inputs.rewards.nan_to_num()[inputs.sequence]
+"""
+    with pytest.raises(ConfigurationError, match=r"one advantage for each of 4 completions.*given a tensor \[10\]"):
+        OwnAdvantage(factory=path_of(tmp_path, text)).made()
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [(OwnSurrogate, "a PolicyLoss"), (OwnAdvantage, "an Estimator")])
+def test_what_is_no_part_of_an_algorithm_is_refused(kind, wanted):
+    with pytest.raises(ConfigurationError, match=f"{wanted} from builtins:dict; given dict"):
+        kind(factory="builtins:dict").made()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_part_of_the_library_passes_the_trial(name):
+    preset = algorithm(name, {"beta": 0.1} if name == "dro" else {})
+    check_surrogate(preset.objective.surrogate, name)
+    if preset.advantage is not None:
+        check_estimator(preset.advantage, name)
