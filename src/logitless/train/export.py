@@ -231,8 +231,8 @@ def _curves(folder: RunFolder, step: int) -> dict[str, str]:
 
 
 def _shown_recipe(recipe: Recipe) -> str:
-    """The recipe without what this machine calls its folders."""
-    shown = recipe.model_dump(mode="json", exclude={"output"})
+    """The recipe without what this machine calls its folders, and without the accounts that its metrics went to."""
+    shown = recipe.model_dump(mode="json", exclude={"output", "writers"})
     for key in (*PATHS, *NAMES_OR_PATHS):
         for _, at, last in places(shown, key):
             if isinstance(at[last], str) and at[last].startswith("/"):
