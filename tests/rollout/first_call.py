@@ -34,7 +34,8 @@ def main() -> None:
         for i, n in enumerate(lengths)
     ]
     for seed, text in enumerate(sys.argv[1:]):
-        options = SamplingOptions(max_new_tokens=24, **json.loads(text))
+        fields = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()}
+        options = SamplingOptions(max_new_tokens=24, **fields)
         groups = engine.sample(prompts, 4, options, seed=seed)
         pairs = [(p, c) for p, group in zip(prompts, groups, strict=True) for c in group]
         if options.temperature > 0:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -48,3 +49,12 @@ def test_kernels_of_other_options_in_the_cache_do_no_harm(tmp_path):
     for options in (OPTIONS["greedy"], OPTIONS["top-p"], OPTIONS["min-p"]):
         done = first_calls(options, tmp_path)
         assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer, of the CUDA toolkit")
+@pytest.mark.parametrize("options", [GREEDY, {"top_p": 0.9}], ids=["greedy", "top-p"])
+def test_a_first_call_reads_and_writes_no_memory_that_is_not_its_own(options, tmp_path):
+    sanitizer = (shutil.which("compute-sanitizer"), "--tool", "memcheck", "--error-exitcode", "9")
+    done = first_calls([options], tmp_path, *sanitizer)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "ERROR SUMMARY: 0 errors" in done.stdout

@@ -414,20 +414,25 @@ def forward_tiles(
 
 
 def prepare_tables(
-    layout: Any, *, num_heads: int, num_key_heads: int, width: int, dtype: torch.dtype, window: int | None
-) -> None:
-    """Copies what the forward pass of attention reads of a layout to the device.
+    layout: Any, *, num_heads: int, num_key_heads: int, width: int, dtype: torch.dtype, window: int | None,
+    gradients: bool = False,
+) -> None:  # fmt: skip
+    """Copies what attention reads of a layout to the device.
 
     It is otherwise copied where it is first read, and nothing can be copied from the host while a graph is captured.
 
     Args:
         layout: an ``AttentionLayout`` or a ``PrefillLayout``, which keeps its tables.
         num_heads, num_key_heads, width, dtype, window: of a layer.
+        gradients: what the backward pass reads too; of an ``AttentionLayout``.
     """
     device = layout.positions.device
     heads = launches().Heads.of_counts(num_heads, num_key_heads, width)
-    forward_tiles(layout, heads, dtype, device, window)
+    choice, _ = forward_tiles(layout, heads, dtype, device, window)
     _ = layout.slots if hasattr(layout, "slots") else layout.branch_rows
+    if gradients:
+        layout.query_tiles(choice.query_gradient.rows // heads.group, heads.num_key, window)
+        layout.key_tiles(choice.key_gradient.keys, heads.num_key, window)
 
 
 class PrefixAttention(torch.autograd.Function):

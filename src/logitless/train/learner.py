@@ -31,6 +31,7 @@ from logitless.seeds import derived_seed
 from logitless.train import checkpoint as checkpoints
 from logitless.train.advantages import advantages, with_advantages
 from logitless.train.block import AdvantagedBlock, PackedBlock, ScoredBlock, micro_batches_of
+from logitless.train.compile_ahead import compile_training_kernels
 from logitless.train.config import Recipe
 from logitless.train.control import Controllers
 from logitless.train.masters import MasterAdamW
@@ -140,6 +141,7 @@ class Learner:
         self.controllers = Controllers(recipe.kl, algorithm)
         self.progress = Progress()
         self._current: _InTraining | None = None
+        self._is_first_step = True
 
     # --- before training on a block
 
@@ -264,6 +266,14 @@ class Learner:
         """The next optimizer step of the block in training, and its numbers."""
         if self._current is None:
             raise ValueError("no block in training: call begin first")
+        if self._is_first_step:
+            self._is_first_step = False
+            compile_training_kernels(
+                self.policy,
+                backend=self.recipe.train.training_backend,
+                temperature=self.recipe.rollout.sampling.temperature,
+                entropy_gradient=self.algorithm.objective.entropy_bonus is not None,
+            )
         progress, self.halved = self.progress, None
         place: Numbers = {"block": progress.block + 1, "epoch": progress.epoch + 1}
         while (record := self._attempt(self._current)) is None:
