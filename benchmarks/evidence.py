@@ -325,7 +325,7 @@ def logitless_run(size: str, folder: Path, name: str, seed: int) -> dict[str, An
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((run.path / "summary.json").read_text())
     by_block = {line["block"]: line for line in lines}  # the last line of each
-    ended = [summary["seconds"]["start"], *(by_block[block]["time/elapsed_seconds"] for block in sorted(by_block))]
+    ended = [lines[0]["time/elapsed_seconds"], *(by_block[block]["time/elapsed_seconds"] for block in sorted(by_block))]
     return {
         "reward": [line["reward/mean"] for line in lines if "reward/mean" in line],
         "block_seconds": [after - before for before, after in pairwise(ended)],

@@ -15,6 +15,7 @@ from logitless.train.recipe import load_recipe
 from logitless.train.result import RunResult
 from logitless.train.run import run_recipe
 from logitless.train.setup import algorithm_of, device_of
+from logitless.train.wall_clock import WallClock
 
 STATUS = """exit status:
   0    the run is complete, and model/ is written
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train, and end with what came of it."""
+    clock = WallClock.of_process()
     recipe = load_recipe(options.recipe, options.overrides)
     if options.fork is not None and (options.dry_run or options.explain):
         check_fork(parent_of(options.fork), recipe, algorithm_of(recipe))
@@ -63,7 +65,14 @@ def run(options: argparse.Namespace) -> int:
     timeout = recipe.parallel.timeout_seconds
     with ranks_of_environment(device_of(recipe.model).type, timeout_seconds=timeout) as ranks:
         logging.getLogger("logitless").setLevel(logging.INFO if ranks.is_first else logging.WARNING)
-        result = run_recipe(recipe, numbered=options.numbered, resume=_resume(options), fork=options.fork, ranks=ranks)
+        result = run_recipe(
+            recipe,
+            numbered=options.numbered,
+            resume=_resume(options),
+            fork=options.fork,
+            ranks=ranks,
+            clock=clock,
+        )
         if ranks.is_first:
             print(_ending(result, options.recipe))
     return result.exit_status
@@ -107,8 +116,9 @@ def _ending(result: RunResult, recipe: Path) -> str:
             lines.append(
                 f"  {'failed reward':18s} {function}: {failed:,} of {total:,} completions ({failed / total:.0%})"
             )
-    seconds = ", ".join(f"{phase} {value:.0f} s" for phase, value in summary["seconds"].items())
-    lines.append(f"  {'time':18s} {seconds}")
+    seconds = summary["seconds"]
+    phases = ", ".join(f"{phase} {value:.1f}" for phase, value in seconds.items() if value >= 0.05)
+    lines.append(f"  {'time':18s} {sum(seconds.values()):.1f} s: {phases}")
     lines.append(f"  {'report':18s} {folder.report}")
     name = folder.path.name
     if complete:

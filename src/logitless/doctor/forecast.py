@@ -56,10 +56,14 @@ from logitless.train.setup import (
     set_process,
     tokenizer_of,
 )
+from logitless.train.wall_clock import WallClock
 from logitless.types import Group, VerdictStatus
 
 ENOUGH = ((3, 30.0), (5, 5.0))
 """So many batches are measured unless so many seconds have passed: a median of fewer than three hides nothing."""
+
+PHASES = ("weights", "rollout", "scoring", "training")
+"""Of a block; each is in every measured one."""
 
 
 @dataclass(frozen=True)
@@ -272,11 +276,12 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], Seq
         batches = list[dict[str, float]]()
         spent = 0.0
         while not batches or any(len(batches) < most and spent < limit for most, limit in ENOUGH):
-            journal.seconds.clear()
+            journal.clock = WallClock()
             groups = _block(engines, collector, learner, journal)
             said += failures.new(groups)
-            batches.append(dict(journal.seconds))
-            spent += math.fsum(journal.seconds.values())
+            seconds = journal.clock.seconds()
+            batches.append({phase: value for phase, value in seconds.items() if phase in PHASES})
+            spent += math.fsum(seconds.values())
         whole = recipe.rollout.prompts_per_block * recipe.rollout.completions_per_prompt
         refills = not isinstance(engines.training, TransformersEngine | OwnCopy)
         rounds = times_as_long(lengths_of(groups), whole, max_rows=recipe.rollout.max_rows, refills=refills)

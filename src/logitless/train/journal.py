@@ -3,7 +3,6 @@
 With several ranks all of them keep one, and the first alone writes.
 """
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -17,6 +16,7 @@ from logitless.train.live_view import LiveView
 from logitless.train.memory import peak_memory
 from logitless.train.metrics import Numbers
 from logitless.train.run_folder import RunFolder
+from logitless.train.wall_clock import WallClock
 from logitless.train.writers import Writer
 from logitless.types import VerdictStatus
 
@@ -30,6 +30,7 @@ class Journal:
         writers: other places that metrics go to.
         device: whose peak memory is written.
         ranks: of the run; the peak is that of the rank with the most.
+        clock: of the run; None for one that begins here.
     """
 
     def __init__(
@@ -39,25 +40,21 @@ class Journal:
         writers: Sequence[Writer],
         device: torch.device,
         ranks: Ranks = Ranks.alone(),
+        clock: WallClock | None = None,
     ) -> None:
         self._ranks = ranks
         self.folder, self._view, self._writers, self._device = folder, view, writers, device
-        self.seconds: dict[str, float] = {}
+        self.clock = clock or WallClock()
         self.summary: dict[str, float] = {}
         self._lines = 0
         self._sample: tuple[str, str, float] | None = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[list[float]]:
-        """Show what is being done and time it; the seconds are in the list afterwards."""
+        """Show what is being done and time it; its seconds, compilations left out, are in the list afterwards."""
         self._view.phase(name)
-        seconds = [0.0]
-        start = time.perf_counter()
-        try:
+        with self.clock.phase(name) as seconds:
             yield seconds
-        finally:
-            seconds[0] = time.perf_counter() - start
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds[0]
 
     def write(self, record: Numbers, by_rank: Mapping[str, Sequence[int]] = MappingProxyType({})) -> None:
         """One line of metrics, and the same to the view and the writers.
@@ -69,16 +66,17 @@ class Journal:
         record = {
             **record,
             "memory/peak_bytes": self._ranks.max(peak_memory(self._device)),
-            "time/elapsed_seconds": sum(self.seconds.values()),
+            "time/elapsed_seconds": sum(self.clock.seconds().values()),
         }
         self._summarize(record)
         self._lines += 1
         if not self._ranks.is_first:
             return
-        self.folder.append_metrics({**record, **by_rank})
-        for writer in self._writers:
-            writer.write(record)
-        self._view.update(record, self._sample)
+        with self.clock.phase("writing"):
+            self.folder.append_metrics({**record, **by_rank})
+            for writer in self._writers:
+                writer.write(record)
+            self._view.update(record, self._sample)
 
     def _summarize(self, record: Numbers) -> None:
         """Keep the first and the last accuracy and reward, and how many verdicts of each reward failed.
@@ -115,7 +113,8 @@ class Journal:
         """
         if not self._ranks.is_first:
             return
-        self.folder.write_rollouts(number, block.drawn, advantages)
+        with self.clock.phase("writing"):
+            self.folder.write_rollouts(number, block.drawn, advantages)
         if advantages is not None:
             first = block.trained[0]
             self._sample = (first.prompt.text, first.completions[0].text, first.rewards[0] or 0.0)
@@ -132,14 +131,15 @@ class Journal:
         """
         peak = {"peak_memory_bytes": self._ranks.max(peak_memory(self._device))}
         if self._ranks.is_first:
-            self.folder.write_summary({**run, **self.summary, "seconds": self.seconds, **peak})
+            self.folder.write_summary({**run, **self.summary, "seconds": self.clock.seconds(), **peak})
 
     def state_dict(self) -> dict[str, Any]:
         """Lines, seconds and summary so far, as JSON."""
-        return {"lines": self._lines, "seconds": self.seconds, "summary": self.summary}
+        return {"lines": self._lines, "seconds": self.clock.seconds(), "summary": self.summary}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state_dict``; later lines of metrics are removed."""
-        self._lines, self.seconds, self.summary = state["lines"], dict(state["seconds"]), dict(state["summary"])
+        self._lines, self.summary = state["lines"], dict(state["summary"])
+        self.clock.add(state["seconds"])
         if self._ranks.is_first:
             self.folder.truncate_metrics(self._lines)

@@ -84,7 +84,7 @@ class Loop:
                 place: Numbers = {"step": self.learner.progress.step, "block": self._done + 1, "epoch": 1}
                 self.journal.write({**place, **self._evaluated(self.evaluation.sets)})
                 self.save()
-                self.saver.wait()  # from here on there is something to go on from
+                self._wait_for_saver()  # from here on there is something to go on from
             try:
                 self._blocks()
             except EngineError:
@@ -105,7 +105,11 @@ class Loop:
             if self._stopping() or self._done % self.recipe.checkpoint.every_blocks == 0:
                 self.save()
         self.save()
-        self.saver.wait()
+        self._wait_for_saver()
+
+    def _wait_for_saver(self) -> None:
+        with self.journal.phase("checkpoint"):
+            self.saver.wait()
 
     @property
     def _done(self) -> int:
@@ -121,7 +125,7 @@ class Loop:
         if not self.learner.in_training and not self._collected():
             return
         while self.learner.in_training and not self._stopping():
-            self.saver.wait()  # a step changes what is being written
+            self._wait_for_saver()  # a step changes what is being written
             with self.journal.phase("training") as seconds:
                 record = self.learner.step()
             if self.learner.parity is not None:
@@ -150,7 +154,8 @@ class Loop:
         """
         before = self.collector.state_dict()
         try:
-            with self.interrupt.at_once() if self.ranks.world == 1 else nullcontext():
+            at_once = self.interrupt.at_once() if self.ranks.world == 1 else nullcontext()
+            with at_once, self.journal.phase("preparation"):
                 prepared = prepare(self.collector, self.learner, self.journal)
         except KeyboardInterrupt:
             self.collector.load_state_dict(before)
@@ -216,7 +221,7 @@ class Loop:
         """A checkpoint before the run ends with an error, which stays what it ends with if this fails too."""
         try:
             self.save()
-            self.saver.wait()
+            self._wait_for_saver()
         except (CheckpointError, LostRankError) as error:
             self.journal.message(f"no further checkpoint: {error}")
 

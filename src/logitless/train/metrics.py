@@ -286,7 +286,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("time/scoring_seconds", "s", "sum", "block", "logp_old and logp_ref"),
     Metric("time/training_seconds", "s", "sum", "step", "forward, backward and update"),
     Metric("time/evaluation_seconds", "s", "sum", "evaluation", "held-out prompts"),
-    Metric("time/elapsed_seconds", "s", "last", "run", "all phases so far, those before a resume included"),
+    Metric("time/elapsed_seconds", "s", "last", "run", "since the run's process began, those before a resume included"),
     Metric("memory/peak_bytes", "byte", "max", "run", "most memory held: of the GPU, or of the process on a CPU"),
     # Held-out prompts: those of the data section, and further sets
     *_HELD_OUT,

@@ -374,7 +374,7 @@ def _cost(records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> s
         _drawn(records, throughput),
         _card(
             "Time by phase",
-            "Seconds of the whole run.",
+            "Seconds of the whole run, from the start of its process; writing this report is not among them.",
             bar_plot(seconds, x_label="seconds") if isinstance(seconds, dict) and seconds else None,
         ),
     ]

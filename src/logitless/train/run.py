@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -73,6 +72,7 @@ from logitless.train.setup import (
     value_head_of,
     value_head_section,
 )
+from logitless.train.wall_clock import UNNAMED, WallClock, compilations_told
 from logitless.train.warm_start import warm_start
 from logitless.train.writers import check_writers, open_writers
 
@@ -102,6 +102,7 @@ def run_recipe(
     open_engines: OpenEngines = open_engines,
     environment: Environment | Driver | None = None,
     ranks: Ranks = Ranks.alone(),
+    clock: WallClock | None = None,
 ) -> RunResult:
     """Run a recipe, or continue it.
 
@@ -116,16 +117,20 @@ def run_recipe(
             names.
         environment: what answers the policy, its messages with their tokens; None for the recipe's.
         ranks: that train together; each calls this with the same recipe, and the first one writes.
+        clock: that has run since the process began; None for one that begins here.
 
     Raises:
         LogitlessError: anything that is wrong with the recipe, the data, the model or the machine, and a run that
             cannot go on.
     """
+    clock = clock or WallClock()
+    clock.outside("start")
     _check_choice(numbered, resume, fork)
     arrangement = arrangement_of(recipe, ranks.world)
     ranks = ranks.arranged(arrangement)
     built = recipe.model_copy(update={"model": section_for(recipe.model, arrangement)})
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
+    clock.outside("data")
     tokenizer = tokenizer_of(recipe.model)
     if environment is None:
         environment = environment_of(recipe.rollout.environment, tokenizer, recipe.model.chat_template_kwargs)
@@ -134,7 +139,8 @@ def run_recipe(
     rewards = rewards_of(recipe, data.judged)
     algorithm = algorithm_of(recipe)
     check_writers(recipe.writers)
-    path, began = Path(recipe.output) / recipe.name, time.perf_counter()
+    clock.outside("start")
+    path = Path(recipe.output) / recipe.name
     saved: Checkpoint | None = None
     changed: list[Change] = []
     parent: Parent | None = None
@@ -142,6 +148,8 @@ def run_recipe(
         resume = bool(ranks.of_first(_is_begun(RunFolder(path), fork)))
     with ExitStack() as stack:
         stack.enter_context(on_device(device_of(recipe.model)))
+        if device_of(recipe.model).type == "cuda":
+            stack.enter_context(compilations_told(clock))
         if resume:
             with failing_together(ranks, FOLDER):
                 folder = open_run_folder(path)
@@ -163,13 +171,16 @@ def run_recipe(
             named = {"checkpoint that is forked": str(saved.folder)}
             ranks.check_same(named, remedy="Name the checkpoint: the run that is forked has written another one.")
         warm = (path if parent is None else parent.folder.path) / WARM_START
-        model = _model(built, tokenizer, warm if saved is not None and warm.exists() else None, arrangement, ranks)
+        with clock.phase("model"):
+            model = _model(built, tokenizer, warm if saved is not None and warm.exists() else None, arrangement, ranks)
         check_before_start(recipe, data, model)
         with failing_together(ranks, FOLDER):
             if ranks.is_first:
                 check_disk(recipe, disk(recipe, model, value_head_of(recipe, algorithm, model)), path)
-        engines = engines_on(ranks, open_engines(recipe, model, tokenizer))
-        stack.callback(engines.close)
+        with clock.phase("engine"):
+            engines = engines_on(ranks, open_engines(recipe, model, tokenizer))
+        services = stack.enter_context(ExitStack())
+        services.callback(engines.close)
         if not resume:
             folder = _new_folder(Path(recipe.output), recipe.name, numbered, ranks)
             recipe = recipe.model_copy(update={"name": folder.path.name})
@@ -201,8 +212,8 @@ def run_recipe(
             first_step=done["step"],
         )
         for writer in writers:
-            stack.callback(writer.close)
-        policy, reference = _policies(built, algorithm, tokenizer, data, folder, view, model, ranks)
+            services.callback(writer.close)
+        policy, reference = _policies(built, algorithm, tokenizer, data, folder, view, model, ranks, clock)
         del model
         for each in (policy, reference):
             if isinstance(each, Policy):
@@ -233,7 +244,7 @@ def run_recipe(
             view.message("layers transformers' own, for weights or sequences are split over processes")
         for line in costly_choices(built, policy.device, policy.model, is_split=is_split):
             view.message(line)
-        journal = Journal(folder, view, writers, policy.device, ranks)
+        journal = Journal(folder, view, writers, policy.device, ranks, clock)
         weights = {r.name: r.weight for r in rewards}
         learner = Learner(recipe, algorithm, policy, reference, reward_weights=weights, ranks=ranks)
         collector = collector_of(
@@ -244,7 +255,7 @@ def run_recipe(
             ranks=ranks,
             order=order_of(recipe, data.train),
         )
-        stack.callback(collector.close)
+        services.callback(collector.close)
         held_out = {"held_out": data.held_out, **data.held_out_sets}
         evaluation = evaluation_of(recipe, engines.evaluation, environment, held_out, rewards, ranks)
         loop = Loop(recipe, collector, learner, evaluation, journal)
@@ -261,19 +272,23 @@ def run_recipe(
                 learner.progress.halvings.clear()  # they were of the earlier size
         elif resume:
             view.message("no checkpoint yet: from the beginning")
-        if saved is None or parent is not None:
-            journal.seconds["start"] = time.perf_counter() - began
+        clock.outside(UNNAMED)
         with left_alone():
             complete = loop.run()
         if complete:
-            state = policy.whole_state(keep=ranks.is_first)
-            if ranks.is_first:
-                _export(policy, tokenizer, folder, state)
+            with journal.phase("export"):
+                state = policy.whole_state(keep=ranks.is_first)
+                if ranks.is_first:
+                    _export(policy, tokenizer, folder, state)
+        with journal.phase("closing"):
+            services.close()
         progress = learner.progress
         counts = {"blocks": progress.block, "steps": progress.step, "skipped_steps": progress.skipped}
         journal.write_summary({"name": recipe.name, **counts})
-        if ranks.is_first:
-            write_report(folder.path)
+        with journal.phase("report"):
+            if ranks.is_first:
+                write_report(folder.path)
+        journal.write_summary({"name": recipe.name, **counts})  # with the seconds of the report
     return RunResult(folder, complete, loop.stopped_by)
 
 
@@ -322,6 +337,7 @@ def _policies(
     view: LiveView,
     model: nn.Module,
     ranks: Ranks,
+    clock: WallClock,
 ) -> tuple[Policy, Scorer | None]:
     """The policy at its starting point and the reference, which is the policy as reinforcement learning began.
 
@@ -332,12 +348,13 @@ def _policies(
         view.message(line)
     if recipe.warm_start is not None and ranks.of_first(not warm.exists()):
         view.phase("warm start")
-        begun = policy_of(recipe, model)
-        warm_start(begun, data.warm_start, tokenizer, recipe.warm_start, recipe.train, seed=recipe.seed, view=view)
-        if ranks.is_first:
-            write_folder_atomically(warm, lambda path: begun.save(path, tokenizer))
-        ranks.barrier()
-        model = after_warm_start(section, model, seed=recipe.seed)
+        with clock.phase("warm start"):
+            begun = policy_of(recipe, model)
+            warm_start(begun, data.warm_start, tokenizer, recipe.warm_start, recipe.train, seed=recipe.seed, view=view)
+            if ranks.is_first:
+                write_folder_atomically(warm, lambda path: begun.save(path, tokenizer))
+            ranks.barrier()
+            model = after_warm_start(section, model, seed=recipe.seed)
     policy, reference, activations = policies_of(recipe, algorithm, model)
     if policy.unshared_because is not None:
         view.message(f"prompts are read for each completion: {policy.unshared_because}")
