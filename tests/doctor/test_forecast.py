@@ -120,7 +120,7 @@ def test_batches_are_measured_three_to_five_times_and_less_often_where_that_take
     seconds: float, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def block(engines: object, collector: object, learner: object, journal: Journal) -> list[Group]:
-        journal.seconds = {"rollout": seconds / 4, "training": seconds * 3 / 4}
+        journal.clock.add({"rollout": seconds / 4, "training": seconds * 3 / 4})
         return [group_of("7", [0.0] * 16)]
 
     monkeypatch.setattr("logitless.doctor.forecast._block", block)

@@ -63,7 +63,7 @@ ENOUGH = ((3, 30.0), (5, 5.0))
 """So many batches are measured unless so many seconds have passed: a median of fewer than three hides nothing."""
 
 PHASES = ("weights", "rollout", "scoring", "training")
-"""Of a block; each is in every measured one."""
+"""Of a block."""
 
 
 @dataclass(frozen=True)
