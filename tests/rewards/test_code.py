@@ -9,7 +9,7 @@ import pytest
 from logitless.errors import DataError
 from logitless.rewards import code
 from logitless.rewards.code import Code
-from logitless.rewards.pool import Outcome
+from logitless.rewards.pool import Outcome, program_pool
 from logitless.rewards.tasks import unfenced
 
 ADD = [{"input": "1 2\n", "output": "3"}, {"input": "5 5\n", "output": "10\n"}]
@@ -83,6 +83,28 @@ def _content(place):
         return place.read_text(errors="replace")
     except OSError:
         return ""
+
+
+NESTED = "import os\nfor _ in range(%d):\n    os.mkdir('%s'); os.chdir('%s'); open('f', 'w').close()\n"
+LEFT_BEHIND = {
+    "a few folders": NESTED % (3, "d", "d"),
+    "deeper than the stack": NESTED % (1500, "d", "d"),
+    "longer than a path": NESTED % (40, "d" * 200, "d" * 200),
+    "folders that nobody writes to": "import os\nos.mkdir('a'); os.mkdir('a/b', 0o500); os.mkdir('a/c', 0)\n",
+    "links": "import os\nos.mkdir('a'); os.symlink('/', 'a/root'); os.symlink('a', 'b'); os.symlink('gone', 'c')\n",
+}
+
+
+@pytest.mark.parametrize("program", LEFT_BEHIND.values(), ids=LEFT_BEHIND)
+def test_whatever_a_program_leaves_in_its_folder_it_is_graded_and_its_folder_removed(program):
+    program = "import os; here = os.getcwd()\n" + program
+    rest = {"tests": [[{"output": "3"}]] * 2}
+    verdicts = Code().verdicts(["p"] * 2, [f"{program}print(3)", f"{program}print(4)"], rest)
+    assert [(verdict.status, verdict.score) for verdict in verdicts] == [("graded", 1.0), ("graded", 0.0)]
+    task = "logitless.rewards.programs:output_of"
+    [outcome] = program_pool().run(task, [(f"{program}print(here)", "", 10.0, 1 << 30, True)])
+    assert Path(outcome.value.strip()).name.startswith("tmp")
+    assert not Path(outcome.value.strip()).exists()
 
 
 def test_a_program_sees_neither_the_expected_output_nor_our_environment(monkeypatch):

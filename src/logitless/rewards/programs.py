@@ -9,12 +9,14 @@ import json
 import math
 import os
 import resource
+import secrets
 import select
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from logitless.rewards.worker import BUSY_SHARE, LATE_SECONDS, MAX_DEADLINES, Sl
 
 MAX_OUTPUT_BYTES = 1 << 20
 MAX_OPEN_FILES = 64
+_A_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 def run_program(
@@ -82,7 +85,7 @@ def _ran(
 ) -> tuple[str, bool, int]:
     """What a program printed (with its errors, if they are wanted), whether it ended in time, and its exit status."""
     with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        _own_folder() as folder,
         tempfile.TemporaryFile() as standard_input,
         tempfile.TemporaryFile() as printed,
         open(os.devnull, "wb") as nowhere,  # noqa: PTH123
@@ -107,6 +110,59 @@ def _ran(
             end_children()
         printed.seek(0)
         return printed.read(MAX_OUTPUT_BYTES).decode(errors="replace"), in_time, status
+
+
+@contextmanager
+def _own_folder() -> Iterator[str]:
+    """A folder that is removed with whatever a program left in it."""
+    folder = tempfile.mkdtemp()
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):
+            remove_tree(folder)
+
+
+def remove_tree(folder: str) -> None:
+    """Remove a folder with all that is in it, however deeply nested and under whatever permissions of its owner.
+
+    Folders within folders are moved up to the top before they are removed there, so no depth needs stack, descriptors
+    or a long path, of which ``shutil.rmtree`` takes one each a level.
+
+    Raises:
+        OSError: something in it belongs to another user.
+    """
+    Path(folder).chmod(0o700)
+    top = os.open(folder, _A_FOLDER)
+    try:
+        moved = f"{secrets.token_hex(16)}-"  # no name that the program could have taken
+        waiting, number = _emptied(top), 0
+        while waiting:
+            name = waiting.pop()
+            os.chmod(name, 0o700, dir_fd=top)
+            inner = os.open(name, _A_FOLDER, dir_fd=top)
+            try:
+                for each in _emptied(inner):
+                    os.chmod(each, 0o700, dir_fd=inner)  # to move a folder takes the right to write to it
+                    os.rename(each, f"{moved}{number}", src_dir_fd=inner, dst_dir_fd=top)
+                    waiting.append(f"{moved}{number}")
+                    number += 1
+            finally:
+                os.close(inner)
+            os.rmdir(name, dir_fd=top)
+    finally:
+        os.close(top)
+    Path(folder).rmdir()
+
+
+def _emptied(descriptor: int) -> list[str]:
+    """The folders in an open folder, from which all else is removed."""
+    with os.scandir(descriptor) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in found:
+        if not is_folder:
+            os.unlink(name, dir_fd=descriptor)
+    return [name for name, is_folder in found if is_folder]
 
 
 def spy(*arguments: Any) -> list[str]:
