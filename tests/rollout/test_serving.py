@@ -7,12 +7,14 @@ import threading
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from queue import Empty
 
 import pytest
 from torch import nn
 
 from logitless.errors import ConfigurationError, EngineError, InputError
+from logitless.rollout.completions import check_prompts
 from logitless.rollout.engine import Weights
 from logitless.rollout.environment import Driver, Limits
 from logitless.rollout.environments import environment_of
@@ -410,6 +412,55 @@ def test_an_engine_that_fails_is_a_500_with_its_words_and_the_server_goes_on(ser
     assert "ZeroDivisionError" in reply["error"]["message"]
     server._engine.said = said
     assert post(f"{server.url}/completions", prompt="ok")[0] == 200
+
+
+def test_a_request_that_outgrows_the_model_is_refused_alone_and_those_beside_it_are_answered(tokenizer):
+    come = threading.Semaphore(0)
+    prompts = [[5] * length for length in (1, 2, 5, 3, 9, 4)]
+
+    class Short(Letters):
+        def sample(self, prompts, num_samples, options, *, seed):
+            for _ in range(0 if self.calls else 7):  # until all others wait behind the first one
+                assert come.acquire(timeout=300)
+            groups = super().sample(prompts, num_samples, options, seed=seed)
+            check_prompts(prompts, num_samples, options, limit=OPTIONS.max_new_tokens + 4)
+            return groups
+
+    with (
+        EngineServer(Short(tokenizer), tokenizer, OPTIONS, seed=0, gather_seconds=1e-9) as server,
+        ThreadPoolExecutor(7) as threads,
+    ):
+        put = server._waiting.put
+        server._waiting.put = lambda asked: (put(asked), come.release())
+        first = threads.submit(post, f"{server.url}/completions", prompt=[5])
+        asked = [threads.submit(post, f"{server.url}/completions", prompt=prompt) for prompt in prompts]
+        replies = [each.result() for each in asked]
+        assert first.result()[0] == 200
+    assert max(map(len, server._engine.calls)) > 2
+    assert [status for status, _ in replies] == [200, 200, 400, 200, 400, 200]
+    for (status, reply), prompt in zip(replies, prompts, strict=True):
+        said = reply["choices"][0]["text"] if status == 200 else reply["error"]["message"]
+        assert (f"the 22 {len(prompt)}" if status == 200 else "within the model's 44 positions") in said
+
+
+def test_a_session_whose_engine_fails_once_goes_on_when_the_same_is_asked_again(server, tokenizer):
+    url = server.open_session("s")
+    said, failing = server._engine.said, lambda prompt: 1 / 0
+    more = QUESTION
+    for _ in range(3):
+        server._engine.said = failing
+        assert post(f"{url}/chat/completions", messages=more)[0] == 500
+        server._engine.said = said
+        status, reply = post(f"{url}/chat/completions", messages=more)
+        assert status == 200
+        more = [*more, reply["choices"][0]["message"], {"role": "user", "content": "ok"}]
+    episode = server.close_session("s").episode(1.0)
+    untroubled = server.open_session("t")
+    for length in (1, 3, 5):
+        post(f"{untroubled}/chat/completions", messages=more[:length])
+    other = server.close_session("t").episode(1.0)
+    assert episode.failure == ""
+    assert replace(episode, completion=replace(episode.completion, prompt_id="t")) == other
 
 
 def test_a_request_on_a_connection_that_outlives_the_server_is_refused_and_not_kept_waiting(tokenizer):

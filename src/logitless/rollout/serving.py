@@ -322,36 +322,33 @@ class EngineServer:
             session.lock.release()
 
     def _go_on(self, session: Session, messages: list[dict[str, Any]], body: Mapping[str, Any]) -> dict[str, Any]:
-        """The next turn of a session."""
+        """The next turn of a session, which stays as it was where none comes of it: the request may be repeated."""
         if body.get("n", 1) != 1:
             raise _RefusedError(400, "n: a session has one completion a turn")
-        if not session.turns:
-            session.prompt = Prompt(session.id, "", self._rendered(messages, body), messages=tuple(messages))
-            session.messages = messages
+        prompt, turns = session.prompt, [*session.turns]
+        if prompt is None:
+            prompt = Prompt(session.id, "", self._rendered(messages, body), messages=tuple(messages))
         else:
             before, new = messages[: len(session.messages)], messages[len(session.messages) :]
             if not new or not all(_same(a, b) for a, b in zip(before, session.messages, strict=True)):
                 session.failure = session.failure or "the conversation was changed, and not gone on with"
                 raise _RefusedError(409, f"{session.failure}: it must begin with what was said", "conflict")
-            completion, _ = session.turns[-1]
+            completion, _ = turns[-1]
             assert self._turns is not None
             tokens = self._turns.between(completion, [{**m, "content": m["content"] or ""} for m in new])
-            session.turns[-1] = (completion, Reply(messages=tuple(new), token_ids=tokens))
-            session.messages = messages
-        assert session.prompt is not None
-        ids = [*session.prompt.token_ids]
-        for completion, reply in session.turns:
+            turns[-1] = (completion, Reply(messages=tuple(new), token_ids=tokens))
+        ids = [*prompt.token_ids]
+        for completion, reply in turns:
             ids += (*completion.token_ids, *reply.token_ids)
         options = self._options(body)
         full = session.most_tokens is not None and len(ids) + options.max_new_tokens > session.most_tokens
-        if full or len(session.turns) >= self.limits.max_turns:
+        if full or len(turns) >= self.limits.max_turns:
             session.cut = True
             raise _RefusedError(400, "the conversation is at its limit of tokens or turns", "context_length_exceeded")
-        asked = Prompt(f"{session.id}/{len(session.turns)}", "", tuple(ids))
-        [completion] = self._ask(asked, body).result()
-        session.cut = False
-        session.turns.append((replace(completion, prompt_id=session.id), Reply()))
-        session.messages = [*session.messages, {"role": "assistant", "content": completion.text}]
+        [completion] = self._ask(Prompt(f"{session.id}/{len(turns)}", "", tuple(ids)), body).result()
+        session.cut, session.prompt = False, prompt
+        session.turns = [*turns, (replace(completion, prompt_id=session.id), Reply())]
+        session.messages = [*messages, {"role": "assistant", "content": completion.text}]
         return self._chat_reply([completion], ids, body)
 
     def _chat_reply(
@@ -512,6 +509,12 @@ class EngineServer:
                 prompts = [asked.prompt for asked in batch]
                 groups = self._engine.sample(prompts, num_samples, options, seed=self.seed)
         except Exception as error:
+            if len(batch) > 1 and isinstance(error, InputError | ConfigurationError):
+                # one of them cannot be sampled, as where it outgrows the model: the others do not know it
+                half = len(batch) // 2
+                for part in (batch[:half], batch[half:]):
+                    self._sample_batch(part, options, num_samples)
+                return
             for asked in batch:
                 asked.answer.set_exception(error)
             return
