@@ -97,6 +97,14 @@ def reset_torch(*, deterministic):
     torch.manual_seed(0)
 
 
+def pytest_collection_modifyitems(items):
+    """What needs GPUs is skipped where there are too few; a test that needs more than two says so itself."""
+    for item in items:
+        needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
+        if torch.cuda.device_count() < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device{'s'[: needed - 1]}"))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef):
     """What several tests share is made as each of them would make it, whichever comes first."""

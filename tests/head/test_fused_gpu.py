@@ -9,10 +9,7 @@ from logitless.head import fused, token_scores
 from logitless.types import LMHead
 from tests.head.cases import stored_error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)

@@ -8,10 +8,7 @@ from logitless.train.run import start
 from logitless.types import LMHead
 from tests.train.tiny import tiny_recipe
 
-pytestmark = [
-    pytest.mark.multi_gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.multi_gpu
 
 
 def _scores_and_gradients(device, dtype, options):

@@ -14,10 +14,7 @@ from logitless.types import LMHead
 from tests.head.cases import stored_error
 from tests.ranks import run_on_ranks
 
-pytestmark = [
-    pytest.mark.multi_gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.multi_gpu
 
 WIDTH, VOCABULARY = 1024, 50257
 ROWS = {"group": (1000, 1000), "shards": (1000, 700)}

@@ -21,10 +21,7 @@ from logitless.models.paged_attention import (
 from logitless.types import PromptGroup
 from tests.models.kernels.attention_cases import dense, draw, paged
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 GROUPS = (
     PromptGroup(512, (64, 130, 257, 34)),

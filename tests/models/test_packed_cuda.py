@@ -11,7 +11,7 @@ from logitless.models.packed import PackedLayout, packed_attention
 from tests.models.test_packed import causal_by_hand, one_at_a_time
 from tests.models.tiny import CONFIGS, packed, tiny
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 LENGTHS = (1, 130, 7, 64, 3, 257)
 
 

@@ -22,10 +22,7 @@ from tests.models import bits_mutations
 from tests.models.test_row_invariant import COVERED
 from tests.models.tiny import packed
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
 WIDE |= {"vocab_size": 4000, "max_position_embeddings": 4096, "head_dim": 64, "initializer_range": 0.05}
 SIZES = Sizes(24, 4, 30, 150, (520, 600, 1050))

@@ -8,12 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 GREEDY = {"temperature": 0}
 OPTIONS = {

@@ -19,10 +19,7 @@ from logitless.train.policy import Policy
 from logitless.types import Prompt
 from tests.models.tiny import CONFIGS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 WIDE |= {"vocab_size": 2000, "max_position_embeddings": 40000, "head_dim": 64, "initializer_range": 0.05}
 OPTIONS = SamplingOptions(max_new_tokens=20)

@@ -5,10 +5,7 @@ import torch
 
 from logitless.rollout.page_memory import PageMemory
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def taken_by(call):

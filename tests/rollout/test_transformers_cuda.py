@@ -6,7 +6,7 @@ from logitless.rollout.transformers import TransformersEngine
 from tests.models.tiny import tiny
 from tests.rollout.test_transformers import prompts, tokenizer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gpt2"])

@@ -329,6 +329,5 @@ def test_the_quickstart_on_four_ranks_under_torchrun_is_the_quickstart(tmp_path)
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_the_quickstart_on_two_gpus_is_the_quickstart_of_one(tmp_path):
     _quickstart_alike(tmp_path, 2, "cuda", 1e-4)

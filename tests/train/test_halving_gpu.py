@@ -9,10 +9,7 @@ from logitless.train.block import pack_groups
 from tests.train.groups import group_of
 from tests.train.test_learner import learner, weights
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 LENGTHS = [500, 700, 900, 1000]
 
 

@@ -16,10 +16,7 @@ from logitless.train.locked_memory import locked, locked_bytes
 from logitless.train.masters import lower_to, master_of
 from logitless.train.optimizer import adamw, implementation, take_step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 class Trained:

@@ -1,14 +1,10 @@
 """In float64 ranks of a GPU each, in mixtures of all dimensions, give the loss and gradients of one GPU to 1e-12."""
 
 import pytest
-import torch
 
 from tests.train.test_parallel import FLOAT64, GPT2, _check
 
-pytestmark = [
-    pytest.mark.multi_gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.multi_gpu
 CASES = [
     "shards, a value head",
     "copies of shards",

@@ -15,10 +15,7 @@ from tests.train.groups import group_of
 from tests.train.test_parallel import LLAMA, _check, _gradients, _groups
 from tests.train.tiny import tiny_raw, tiny_recipe
 
-pytestmark = [
-    pytest.mark.multi_gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.multi_gpu
 CHUNKED = {"train__training_backend": "chunked"}
 
 ON_GPUS = {

@@ -15,10 +15,7 @@ from logitless.train.score import scores_of
 from logitless.train.step import MicroBatch, backward
 from logitless.types import Completion, Prompt, TokenBatch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 CONFIG = {
     "model_type": "qwen3",
     "hidden_size": 512,

@@ -199,7 +199,6 @@ def test_one_rank_of_a_node_asks_the_servers_and_all_train_on_what_one_process_w
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_sharded_weights_of_gpus_reach_a_server_tensor_by_tensor_and_pass_its_probe(tmp_path):
     with serving(_served(tmp_path)) as url:
         assert run_on_ranks(2, _on_servers, tmp_path, [url], 2, {}, "cuda", device="cuda") == [True, True]
