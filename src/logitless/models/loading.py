@@ -1,7 +1,8 @@
 """Any transformers causal language model and its tokenizer, checked before a run depends on them.
 
-Weights come from a hub name or a local folder, as safetensors only (a pickle runs code when it is read), or are drawn
-at random from a config under a seed. On the meta device nothing is read or drawn: enough for a dry run.
+Weights come from a hub name or a local folder, as safetensors only (a pickle runs code when it is read), from a GGUF
+file, or are drawn at random from a config under a seed. On the meta device nothing is read or drawn: enough for a dry
+run.
 """
 
 from collections.abc import Mapping
@@ -23,9 +24,11 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from logitless.errors import ConfigurationError, UnavailableError
+from logitless.errors import ConfigurationError, LogitlessError, UnavailableError
 from logitless.hub import use_cache_if_unreachable
+from logitless.models.end_of_turn import mend_end_token
 from logitless.models.four_bit import FourBit, quantize
+from logitless.models.gguf import gguf_config, gguf_file, gguf_model, gguf_tokenizer
 from logitless.models.lm_head import backbone, causal_lm, verify_lm_head, verify_packing
 from logitless.models.packed import PACKED
 from logitless.models.rotary import separate_long_sequences
@@ -52,7 +55,8 @@ def load_model(
     """A causal language model with its weights, its LM head and its packing verified.
 
     Args:
-        source: hub name, local folder, ``config.json`` file, or a mapping with ``model_type`` and the config's fields.
+        source: hub name, local folder, ``config.json`` file, GGUF file (a path, or ``owner/name/file.gguf`` of the
+            hub), or a mapping with ``model_type`` and the config's fields.
         dtype: of the weights.
         device: where the model ends up; on ``meta`` only shapes exist.
         attention: ``packed`` (own, no mask is built) or one of transformers', packed by a block-diagonal mask.
@@ -132,13 +136,15 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Pr
     """The tokenizer of a model; it must know how a text ends.
 
     A pad token is not needed: nothing is padded but an engine's prompts, and there the EOS token stands in, masked.
+    Where turns of the chat template end with another token than EOS, that token takes its place (``mend_end_token``).
 
     Args:
-        source: hub name or local folder.
+        source: hub name, local folder, or GGUF file.
         trust_remote_code: run code that the repository ships.
 
     Raises:
-        ConfigurationError: the source does not exist, or the tokenizer has no EOS token.
+        ConfigurationError: the source does not exist, the tokenizer has no EOS token, or it is no token that ends the
+            turns of the chat template.
 
     Example:
         >>> import tempfile
@@ -148,10 +154,17 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Pr
         >>> load_tokenizer(folder).eos_token
         '<eos>'
     """
-    _check_path(source)
-    offline = not Path(source).expanduser().exists() and use_cache_if_unreachable()
+    gguf = gguf_file(source)
+    if gguf is None:
+        _check_path(source)
+    offline = gguf is None and not Path(source).expanduser().exists() and use_cache_if_unreachable()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=trust_remote_code)
+        if gguf is not None:
+            tokenizer = gguf_tokenizer(gguf)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=trust_remote_code)
+    except LogitlessError:
+        raise
     except Exception as error:  # the tokenizers library raises no class of its own
         raise ConfigurationError(
             needed="a tokenizer",
@@ -164,6 +177,7 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Pr
             given=f"none in {str(source)!r}",
             remedy='Set "eos_token" in its tokenizer_config.json.',
         )
+    mend_end_token(tokenizer, repr(str(source)))
     return tokenizer
 
 
@@ -251,6 +265,9 @@ def _load_config(source: ModelSource, trust_remote_code: bool) -> Any:
         if isinstance(source, Mapping):
             fields = dict(source)
             return AutoConfig.for_model(fields.pop("model_type"), **fields)
+        gguf = gguf_file(source)
+        if gguf is not None:
+            return gguf_config(gguf)
         _check_path(source)
         offline = not Path(source).expanduser().exists() and use_cache_if_unreachable()
         return AutoConfig.from_pretrained(str(source), trust_remote_code=trust_remote_code)
@@ -260,7 +277,7 @@ def _load_config(source: ModelSource, trust_remote_code: bool) -> Any:
             given=f"keys {sorted(source) if isinstance(source, Mapping) else source}",
             remedy='Add for example "model_type: llama".',
         ) from error
-    except ConfigurationError:
+    except LogitlessError:
         raise
     except (OSError, ValueError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         shown = dict(source) if isinstance(source, Mapping) else str(source)
@@ -376,8 +393,8 @@ def _check_attention_interface(config: Any) -> None:
 
 
 def _read_weights(source: ModelSource, config: Any, options: Mapping[str, Any]) -> PreTrainedModel:
-    folder = Path(str(source)).expanduser()
-    if folder.is_file() or (folder.is_dir() and not list(folder.glob("*.safetensors"))):
+    folder, gguf = Path(str(source)).expanduser(), gguf_file(source)
+    if gguf is None and (folder.is_file() or (folder.is_dir() and not list(folder.glob("*.safetensors")))):
         pickles = sorted(path.name for path in folder.glob("*.bin")) if folder.is_dir() else []
         raise ConfigurationError(
             needed="weights as *.safetensors",
@@ -387,12 +404,15 @@ def _read_weights(source: ModelSource, config: Any, options: Mapping[str, Any]) 
             else "Set random_weights, or give the folder of a trained model.",
         )
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            str(source), config=config, use_safetensors=True, output_loading_info=True, **options
-        )
+        if gguf is not None:
+            model, report = gguf_model(gguf, config, dict(options))
+        else:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                str(source), config=config, use_safetensors=True, output_loading_info=True, **options
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigurationError(
-            needed="readable weights as safetensors",
+            needed="readable weights as safetensors or GGUF",
             given=f"{str(source)!r}: {_first_line(error)}",
             remedy="Check the folder or hub name; weights that exist only as .bin must be converted to safetensors.",
         ) from error

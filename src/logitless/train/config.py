@@ -63,9 +63,11 @@ class LoraSection(Section):
 class ModelSection(Section):
     """Which model is trained, and how it is held in memory."""
 
-    source: str | dict[str, Any] = Field(description="hub name, folder, or a transformers config as a mapping")
+    source: str | dict[str, Any] = Field(
+        description="hub name, folder, GGUF file, or a transformers config as a mapping"
+    )
     random_weights: bool = Field(False, description="build the model from its config with seeded random weights")
-    tokenizer: str | None = Field(None, description="hub name or folder; default: `source`")
+    tokenizer: str | None = Field(None, description="hub name, folder or GGUF file; default: `source`")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict,
         description="variables of the chat template, for example `enable_thinking: false` (Qwen3), wherever the "

@@ -38,7 +38,8 @@ checks all of it with data, tokenizer and the model's shape, and prints steps an
 
 A relative path in a recipe starts at the folder of its file, in `--set` at the current folder. Where a hub name may
 stand too (`model.source`, `model.tokenizer`, `dataset`), a value is a path if it begins with `.`, `/` or `~`, or if a
-folder has that name. `output` alone, which is written and not read, starts at the current folder in both.
+folder or a GGUF file has that name. `output` alone, which is written and not read, starts at the current folder in
+both.
 
 A recipe says nothing of processes: `torchrun --nproc-per-node N -m logitless train RECIPE` trains it on N of them.
 

@@ -62,7 +62,8 @@ NAMES_OR_PATHS = (
     *("data.train.dataset", "data.train.sources.*.data.dataset", "data.held_out.dataset"),
     *("evaluation.sets.*.data.dataset", "warm_start.data.dataset"),
 )
-"""Keys whose value is a path if it begins with ``.``, ``/`` or ``~`` or a folder has that name, else a hub name."""
+"""Keys whose value is a path if it begins with ``.``, ``/`` or ``~`` or a folder or GGUF file has that name, else a hub
+name."""
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), *, plans_for_gpus: bool = False) -> Recipe:
@@ -125,13 +126,18 @@ def _with_whole_paths(raw: Mapping[str, Any], folder_of: Callable[[str], Path]) 
             value = at[last]
             if isinstance(value, str | Path) and str(value):
                 path = str((folder_of(key) / os.path.expanduser(value)).absolute())  # noqa: PTH111 - never raises
-                if pattern in PATHS or str(value).startswith((".", "/", "~")) or os.path.isdir(path):  # noqa: PTH112
+                if pattern in PATHS or str(value).startswith((".", "/", "~")) or _is_there(path):
                     at[last] = path
     for pattern in CODE:
         for key, at, last in places(whole, pattern):
             if isinstance(at[last], str):
                 at[last] = with_whole_path(at[last], folder_of(key).absolute())
     return whole
+
+
+def _is_there(path: str) -> bool:
+    """A folder, or a GGUF file, which stands where a hub name could too."""
+    return os.path.isdir(path) or (path.endswith(".gguf") and os.path.isfile(path))  # noqa: PTH112, PTH113
 
 
 def _copied(value: Any) -> Any:

@@ -1,0 +1,69 @@
+"""Whether a tokenizer's EOS token is what its chat template ends a turn with, and the repair where it is not.
+
+A policy that was taught to end its turns with another token goes on to the limit of every completion: it never samples
+the EOS token. Converted tokenizers (GGUF) and those of base models are like that.
+"""
+
+import logging
+
+from transformers import PreTrainedTokenizerBase
+
+from logitless.errors import ConfigurationError
+
+logger = logging.getLogger("logitless")
+
+_ANSWER = "(what the policy says)"
+
+
+def mend_end_token(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Make the token that ends the turns of a chat template the tokenizer's EOS token, and say so; in place.
+
+    A tokenizer stays as it is where it has no chat template, where the template renders no plain conversation, and
+    where nothing stands behind a conversation's last turn.
+
+    Args:
+        tokenizer: with an EOS token.
+        name: of the tokenizer, for messages.
+
+    Raises:
+        ConfigurationError: turns end with text that is no token of its own.
+
+    Example:
+        >>> from logitless.models.char_tokenizer import character_tokenizer
+        >>> tokenizer = character_tokenizer("abc", eos_token="<end>")
+        >>> tokenizer.chat_template = "{% for m in messages %}<bos>{{ m.content }}<pad>{% endfor %}"
+        >>> mend_end_token(tokenizer, "abc")
+        >>> tokenizer.eos_token
+        '<pad>'
+    """
+    behind = _behind_the_last_turn(tokenizer)
+    eos = str(tokenizer.eos_token)
+    if behind is None or not behind.strip() or eos in behind:
+        return
+    marks = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content in behind]
+    if not marks:
+        raise ConfigurationError(
+            needed=f"a tokenizer whose EOS token ({eos}) ends the turns of its chat template",
+            given=f"turns of {name} that end with {behind!r}, which is no token of its own",
+            remedy="Correct eos_token or chat_template in tokenizer_config.json, or name another model.tokenizer.",
+        )
+    end = min(marks, key=lambda mark: (behind.index(mark), -len(mark)))
+    logger.warning(
+        "tokenizer: the EOS token of %s is %s, with which no turn of its chat template ends; %s, with which they do, "
+        "takes its place",
+        *(name, eos, end),
+    )
+    tokenizer.eos_token = end
+
+
+def _behind_the_last_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """What a chat template writes behind the policy's answer; None where it cannot be told."""
+    if not tokenizer.chat_template:
+        return None
+    conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text = str(tokenizer.apply_chat_template(conversation, tokenize=False))
+    except Exception:  # a template is a program of the tokenizer's author: it may refuse or fail in any way
+        return None
+    _, found, behind = text.partition(_ANSWER)
+    return behind if found else None

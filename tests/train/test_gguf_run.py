@@ -1,0 +1,46 @@
+"""A run whose model is a GGUF file: started by a recipe, exported, and read by plain transformers."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from logitless.cli.main import main
+from logitless.train.recipe import load_recipe
+from logitless.train.run import start
+from tests.models.tiny_gguf import write_gguf
+
+RECIPE = """
+name: gguf
+output: {folder}/runs
+model: {{source: tiny.gguf, device: cpu{lora}}}
+data:
+  train: {{name: file, path: train.jsonl}}
+rollout:
+  prompts_per_block: 2
+  completions_per_prompt: 2
+  sampling: {{max_new_tokens: 4}}
+rewards: [{{name: length, cap: 4, unit: characters}}]
+train: {{blocks: 1, optimizer: {{learning_rate: 1e-3}}}}
+writers: []
+"""
+
+
+@pytest.mark.parametrize("lora", ["", ", lora: {rank: 2}"], ids=["full", "lora"])
+def test_a_run_from_a_gguf_file_beside_its_recipe_is_exported_for_plain_transformers(tmp_path, lora):
+    write_gguf(tmp_path / "tiny.gguf", quantized=True)
+    rows = ({"prompt": f"What is {n} + {n}?"} for n in range(4))
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "gguf.yaml").write_text(RECIPE.format(folder=tmp_path, lora=lora))
+    recipe = load_recipe(tmp_path / "gguf.yaml")
+    assert recipe.model.source == str(tmp_path / "tiny.gguf")
+    run, complete = start(recipe)
+    assert complete
+    target = tmp_path / "exported"
+    assert main(["export", str(run.path), "--to", str(target), "--dtype", "float32"]) == 0
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(target), AutoTokenizer.from_pretrained(target)
+    assert (model.dtype, tokenizer.eos_token, tokenizer.pad_token) == (torch.float32, "<|im_end|>", "<|im_end|>")
+    assert model.generation_config.eos_token_id == 2
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], return_tensors="pt", return_dict=False)
+    assert torch.isfinite(model(ids).logits).all()
