@@ -22,8 +22,9 @@ class BuildWithRecipes(build_py):
         return [*super().get_outputs(include_bytecode), *(str(target) for _, target in self._recipes())]
 
     def _recipes(self) -> list[tuple[Path, Path]]:
-        """Each file and its place in the package; scripts that made the data stay in the repository."""
-        kept = sorted(path for path in RECIPES.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc"))
+        """Each file and its place in the package; scripts that made its data, and what users prepare, stay here."""
+        files = sorted(path for path in RECIPES.rglob("*") if path.is_file() and path.suffix != ".pyc")
+        kept = [path for path in files if path.name != "make_data.py" and "prepared" not in path.parts]
         return [(path, Path(self.build_lib) / "logitless" / path) for path in kept]
 
 

