@@ -23,7 +23,7 @@ from logitless.train.run import start
 from logitless.train.run_folder import RunFolder, open_run_folder
 from logitless.train.saved_policy import load_policy
 from logitless.types import Completion, Group, Prompt, Verdict
-from tests.train.tiny import tiny_recipe
+from tests.train.tiny import give_chat_template, tiny_recipe
 
 SHORT = {"train__blocks": 2, "train__epochs_per_block": 1}
 LORA = {"model__lora": {"rank": 2, "alpha": 4.0}, "train__optimizer__learning_rate": 0.1}
@@ -318,6 +318,15 @@ def test_a_file_of_prompts_becomes_completions_that_an_engine_can_replay(run, tm
     assert [completion.prompt_id for completion in completions] == ["x", "x", "y", "y"]
     assert completions[0].token_ids == completions[1].token_ids
     assert all(completion.length <= 3 for completion in completions)
+
+
+def test_prompts_are_rendered_with_the_runs_variables_of_the_chat_template(tmp_path, capsys):
+    give_chat_template(tmp_path)
+    run = finished(tmp_path, model__chat_template_kwargs={"mood": "good"})
+    (tmp_path / "prompts.jsonl").write_text('{"id": "x", "prompt": "ab"}\n{"id": "y", "prompt": "ba"}\n')
+    printed = sampled(capsys, run, "--file", str(tmp_path / "prompts.jsonl"))
+    assert "=== x: abgd\n" in printed
+    assert "=== y: bagd\n" in printed
 
 
 def test_a_policy_with_a_value_head_can_be_sampled_from(tmp_path, capsys):

@@ -9,13 +9,16 @@ import pytest
 import yaml
 
 from logitless.cli.main import main
-from tests.train.tiny import tiny_raw
+from tests.train.tiny import give_chat_template, tiny_raw
 
 
 @pytest.fixture
 def recipe(tmp_path):
     path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump(tiny_raw(tmp_path)))
+    give_chat_template(tmp_path)
+    raw = tiny_raw(tmp_path)
+    raw["model"]["chat_template_kwargs"] = {"mood": "good"}
+    path.write_text(yaml.safe_dump(raw))
     return path
 
 
@@ -27,9 +30,13 @@ def test_a_client_in_another_process_gets_tokens_log_probs_and_the_version(recip
             body = json.dumps({"prompt": "ab", "n": 2, "max_tokens": 4}).encode()
             with urllib.request.urlopen(urllib.request.Request(f"{url}/completions", body), timeout=300) as reply:
                 said = json.load(reply)
+            body = json.dumps({"messages": [{"role": "user", "content": "ab"}], "max_tokens": 4}).encode()
+            with urllib.request.urlopen(urllib.request.Request(f"{url}/chat/completions", body), timeout=300) as reply:
+                chat = json.load(reply)
         finally:
             server.kill()
     assert said["prompt_token_ids"] == [3, 4]
+    assert chat["prompt_token_ids"] == [3, 4, 9, 6]  # and "gd", as the recipe's variables say
     assert said["weights_version"] == 0
     for choice in said["choices"]:
         assert 1 <= len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) <= 4

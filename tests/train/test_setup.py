@@ -27,7 +27,7 @@ from logitless.train.setup import (
     tokenizer_of,
     value_head_of,
 )
-from tests.train.tiny import tiny_recipe
+from tests.train.tiny import give_chat_template, tiny_recipe
 
 CPU = torch.device("cpu")
 
@@ -48,18 +48,8 @@ def test_a_config_alone_has_no_tokenizer(tmp_path):
         tokenizer_of(tiny_recipe(tmp_path, model__tokenizer=None).model)
 
 
-def _with_chat_template(folder):
-    """The tiny recipe's tokenizer with a chat template that reads ``mood``."""
-    tokenizer = tokenizer_of(tiny_recipe(folder).model)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt and mood is defined and mood == 'good' %}gd{% endif %}"
-    )
-    tokenizer.save_pretrained(str(folder / "tokenizer"))
-
-
 def test_every_prompt_and_turn_is_rendered_with_the_recipes_variables_of_the_chat_template(tmp_path):
-    _with_chat_template(tmp_path)
+    give_chat_template(tmp_path)
     changes = {
         "model__chat_template_kwargs": {"mood": "good"},
         "warm_start": {"data": {"name": "file", "path": str(tmp_path / "train.jsonl")}, "steps": 1},

@@ -81,6 +81,17 @@ def tiny_raw(folder: Path) -> dict[str, Any]:
     }
 
 
+def give_chat_template(folder: Path) -> None:
+    """The tiny recipe's tokenizer gets a chat template: under ``mood: good`` the policy's turn begins after ``gd``."""
+    tiny_raw(folder)
+    tokenizer = character_tokenizer(ALPHABET)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt and mood is defined and mood == 'good' %}gd{% endif %}"
+    )
+    tokenizer.save_pretrained(str(folder / "tokenizer"))
+
+
 def tiny_recipe(folder: Path, **changes: Any) -> Recipe:
     """The tiny recipe with values replaced by dotted key (``train__blocks=5``)."""
     raw = tiny_raw(folder)
