@@ -26,6 +26,11 @@ from logitless.types import Completion, Group, Prompt, Verdict
 from tests.train.tiny import give_chat_template, tiny_recipe
 
 SHORT = {"train__blocks": 2, "train__epochs_per_block": 1}
+ALL_OF_LORA = {
+    "model__lora": {"rank": 2, "use_rslora": True, "dropout": 0.2, "modules_to_save": ["lm_head", "norm"]},
+    "model__trained_dtype": "float32",
+    "train__optimizer__learning_rate": 0.1,
+}
 LORA = {"model__lora": {"rank": 2, "alpha": 4.0}, "train__optimizer__learning_rate": 0.1}
 
 
@@ -45,13 +50,22 @@ def rounded_run(tmp_path_factory):
     return finished(tmp_path_factory.mktemp("rounded"), model__trained_dtype="bfloat16", model__dtype="bfloat16")
 
 
-@pytest.fixture(scope="module")
-def lora_run(tmp_path_factory):
+def on_a_base(folder, **changes):
     """On a base that has a folder, as one from the hub would."""
-    folder = tmp_path_factory.mktemp("lora")
     source = tiny_recipe(folder).model.source
     load_model(source, random_weights=True, seed=5).save_pretrained(str(folder / "base"))
-    return finished(folder, model__source=str(folder / "base"), model__random_weights=False, **LORA)
+    return finished(folder, model__source=str(folder / "base"), model__random_weights=False, **changes)
+
+
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory):
+    return on_a_base(tmp_path_factory.mktemp("lora"), **LORA)
+
+
+@pytest.fixture(scope="module")
+def whole_modules_run(tmp_path_factory):
+    """rsLoRA with dropout, and modules that are trained whole."""
+    return on_a_base(tmp_path_factory.mktemp("whole"), **ALL_OF_LORA)
 
 
 def parameters(run, which=-1):
@@ -110,9 +124,11 @@ def test_a_run_with_row_invariant_layers_is_exported_and_sampled_from_without_a_
     assert sampled(capsys, run, "--prompt", "ah", "--temperature", "0", "--device", "cpu")
 
 
-def test_merged_and_adapter_alone_are_the_same_policy(lora_run, tmp_path):
+@pytest.mark.parametrize("which", ["lora_run", "whole_modules_run"])
+def test_merged_and_adapter_alone_are_the_same_policy(which, tmp_path, request):
     from peft import PeftModel
 
+    lora_run = request.getfixturevalue(which)
     policy = load_policy(lora_run, exact=True).policy.model
     merged = AutoModelForCausalLM.from_pretrained(exported(lora_run, tmp_path, "--dtype", "float32"))
     (tmp_path / "adapter").mkdir()
@@ -120,7 +136,8 @@ def test_merged_and_adapter_alone_are_the_same_policy(lora_run, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(lora_run.path.parents[1] / "base")
     without = logits(base)
     adapted = PeftModel.from_pretrained(base, str(folder))
-    assert logits(adapted).equal(logits(AutoModelForCausalLM.from_pretrained(folder)))
+    if which == "lora_run":  # transformers leaves modules that are trained whole as they are in the base model
+        assert logits(adapted).equal(logits(AutoModelForCausalLM.from_pretrained(folder)))
     torch.testing.assert_close(logits(merged), logits(adapted))
     torch.testing.assert_close(logits(policy), logits(adapted))
     assert (logits(merged) - without).abs().max() > 1e-3
@@ -285,7 +302,7 @@ def test_a_prompt_is_completed_the_same_way_again_and_another_way_with_another_s
     assert len(first.splitlines()) == 16
 
 
-@pytest.mark.parametrize("which", ["run", "rounded_run", "lora_run"])
+@pytest.mark.parametrize("which", ["run", "rounded_run", "lora_run", "whole_modules_run"])
 def test_the_policy_that_is_sampled_from_is_that_of_the_end_of_the_run(which, request):
     run = request.getfixturevalue(which)
     latest, model = load_policy(run), load_policy(run, "model")

@@ -19,12 +19,22 @@ def _adapted(**options):
     return model
 
 
-@pytest.mark.parametrize("trained", [(), ("lm_head",)])
-def test_merged_tensors_are_those_of_the_merged_model(trained):
-    model = _adapted(trained_modules=trained)
-    if trained:
-        with torch.no_grad():
-            model.get_base_model().lm_head.modules_to_save["default"].weight.add_(1.0)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_rslora": True},
+        {"dropout": 0.2},
+        {"modules_to_save": ("lm_head",)},
+        {"modules_to_save": ("lm_head", "embed_tokens", "norm")},
+    ],
+)
+def test_merged_tensors_are_those_of_the_merged_model(options):
+    model = _adapted(**options)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".modules_to_save." in name:
+                parameter.add_(1.0)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     found = dict(merged_tensors(model))
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())

@@ -72,8 +72,13 @@ def test_adapters_of_a_bfloat16_model_are_trained_in_float32():
 
 @pytest.mark.parametrize(
     "options",
-    [OPTIONS, LoraOptions(rank=2, targets=("q_proj", "lm_head")), LoraOptions(rank=2, trained_modules=("lm_head",))],
-    ids=["layers", "lora-on-head", "trained-head"],
+    [
+        OPTIONS,
+        LoraOptions(rank=2, targets=("q_proj", "lm_head"), use_rslora=True),
+        LoraOptions(rank=2, modules_to_save=("lm_head",), dropout=0.5),
+        LoraOptions(rank=2, modules_to_save=("lm_head", "embed_tokens", "norm")),
+    ],
+    ids=["layers", "lora-on-head", "trained-head", "trained-embedding-and-norm"],
 )
 def test_with_adapters_off_the_model_is_bitwise_the_base_model_and_trains_again_afterwards(options):
     model = trained(options)
@@ -141,8 +146,8 @@ def test_a_target_that_is_no_module_is_an_error():
 
 
 def test_an_adapter_on_a_tied_head_is_an_error():
-    for options in (LoraOptions(targets=("lm_head",)), LoraOptions(trained_modules=("lm_head",))):
-        with pytest.raises(ConfigurationError, match="tied to the embedding"):
+    for options in (LoraOptions(targets=("lm_head",)), LoraOptions(modules_to_save=("lm_head",))):
+        with pytest.raises(ConfigurationError, match="LM head and embedding are tied"):
             add_lora(tiny("llama-tied"), options)
     add_lora(tiny("llama-tied"), OPTIONS)
 
@@ -185,3 +190,58 @@ def test_a_frozen_copy_in_another_dtype_turns_positions_by_the_same_angles():
     after = dict(copied.named_buffers())
     assert before
     assert all(torch.equal(after[name], buffer) for name, buffer in before.items())
+
+
+def test_rslora_multiplies_by_alpha_over_the_root_of_the_rank():
+    model = trained(LoraOptions(rank=4, alpha=6.0, targets=("lm_head",), use_rslora=True)).double()
+    head, rows = lm_head(model), hidden(model)
+    assert head.lora_scale == 3.0
+    own = rows @ head.weight.T + head.lora_scale * (rows @ head.lora_a.T) @ head.lora_b.T
+    first = INPUTS.lengths[0]  # the packed rows of the second sequence do not see it, PEFT's own do
+    torch.testing.assert_close(own[:first], logits(model)[0, :first], rtol=1e-12, atol=1e-12)
+    merged = logits(merge_adapters(trained(LoraOptions(rank=4, alpha=6.0, use_rslora=True)).double()))
+    unmerged = logits(trained(LoraOptions(rank=4, alpha=6.0, use_rslora=True)).double())
+    torch.testing.assert_close(merged, unmerged, rtol=1e-12, atol=1e-12)
+
+
+def test_dropout_is_of_passes_with_a_gradient_alone():
+    model, without = trained(LoraOptions(rank=3, alpha=6.0, dropout=0.5)).train(), trained()
+    assert torch.equal(logits(model), logits(without))
+    with torch.enable_grad():
+        torch.manual_seed(0)
+        one = model(input_ids=INPUTS.input_ids[None], use_cache=False).logits
+        other = model(input_ids=INPUTS.input_ids[None], use_cache=False).logits
+    assert not torch.allclose(one, logits(without), atol=1e-3)
+    assert not torch.equal(one, other)
+    with torch.enable_grad():
+        torch.manual_seed(0)
+        assert torch.equal(model(input_ids=INPUTS.input_ids[None], use_cache=False).logits, one)
+
+
+def test_modules_trained_whole_come_back_from_the_adapters_file(tmp_path):
+    model = trained(LoraOptions(rank=2, modules_to_save=("lm_head", "embed_tokens", "norm"), use_rslora=True))
+    save_adapters(model, tmp_path)
+    assert torch.equal(logits(load_adapters(tiny("llama"), tmp_path).eval()), logits(model))
+    assert torch.equal(
+        logits(merge_adapters(load_adapters(tiny("llama"), tmp_path)).eval()).argmax(-1), logits(model).argmax(-1)
+    )
+
+
+def test_modules_trained_whole_beside_a_base_in_16_bits_are_float32_until_they_are_rounded():
+    model = add_lora(tiny("llama", dtype=torch.bfloat16), LoraOptions(rank=2, modules_to_save=("lm_head", "norm")))
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("llama", {"modules_to_save": ("heads",)}, "modules_to_save that name modules of the model; given 'heads'"),
+        ("llama", {"targets": ("lm_head",), "dropout": 0.1}, "no dropout in an adapter of the LM head"),
+        ("llama-tied", {"modules_to_save": ("embed_tokens",)}, "'embed_tokens' among .* are tied"),
+        ("llama-tied", {"modules_to_save": ("head",)}, "'lm_head' among .* are tied"),
+        ("llama", {"dropout": 1.0}, "at least 0 and below 1"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_words(name, options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        add_lora(tiny(name), LoraOptions(rank=2, **options))

@@ -179,6 +179,20 @@ def test_float32_weights_under_autocast_are_refused():
         backbone_hidden(model, packed(LENGTHS))
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dropout": 0.1}, "dropout in an adapter"),
+        ({"modules_to_save": ("norm",)}, "modules of the decoder that are trained whole beside adapters"),
+        ({"modules_to_save": ("embed_tokens",)}, "modules of the decoder that are trained whole beside adapters"),
+        ({"modules_to_save": ("lm_head",)}, None),
+    ],
+)
+def test_what_an_adapter_brings_that_the_layers_do_not_cover_is_named(options, reason):
+    found = uncovered(add_lora(small("qwen3"), LoraOptions(rank=2, **options)))
+    assert found == (() if reason is None else (reason,))
+
+
 def test_adapters_lie_end_to_end_where_their_weights_do():
     model = add_lora(small("qwen3"), LoraOptions(rank=2))
     before = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
@@ -193,8 +207,9 @@ def test_adapters_lie_end_to_end_where_their_weights_do():
         assert torch.equal(parameter, before[name][1])
 
 
-def test_lora_is_applied_unmerged_and_follows_the_switch_of_the_adapters():
-    model = add_lora(small("qwen3"), LoraOptions(rank=2))
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_lora_is_applied_unmerged_and_follows_the_switch_of_the_adapters(use_rslora):
+    model = add_lora(small("qwen3"), LoraOptions(rank=2, use_rslora=use_rslora))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:

@@ -62,12 +62,17 @@ def without_version(completions):
     return [replace(completion, weights_version=None) for completion in completions]
 
 
-def test_logp_sampler_and_entropy_are_the_trainers_in_every_bit():
-    model = add_lora(model_of(end_bias=-1.0), LoraOptions(rank=2))
+@pytest.mark.parametrize(
+    "options", [{}, {"use_rslora": True}, {"modules_to_save": ("lm_head",)}], ids=["lora", "rslora", "trained-head"]
+)
+def test_logp_sampler_and_entropy_are_the_trainers_in_every_bit(options):
+    model = add_lora(model_of(end_bias=-1.0), LoraOptions(rank=2, **options))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_()
+            elif parameter.requires_grad and "lora_" not in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
     engine, options = engine_of(model, prefill_tokens=40), SamplingOptions(max_new_tokens=5, temperature=0.8)
     assert engine.exact
     groups = engine.sample(PROMPTS, 2, options, seed=1)

@@ -349,6 +349,31 @@ def test_lora_trains_the_adapter_against_its_own_base_model(tmp_path, monkeypatc
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
+def test_under_dropout_the_block_is_scored_without_it_and_numbers_are_the_seeds(tmp_path):
+    lora = {"rank": 2, "targets": ["q_proj", "down_proj"], "dropout": 0.5}
+    once = {"data__held_out": None, "kl": None, "train__blocks": 2, "train__epochs_per_block": 1}
+    once["train__tokens_per_step"] = 10**6
+    runs = [_run(tmp_path / str(i), **once, model__lora=lora) for i in range(2)]
+    steps, again = (_steps(run) for run in runs)
+    assert steps[0]["ratio/max"] == 1  # B is 0 at first, whatever its inputs
+    assert steps[1]["ratio/max"] > 1 > steps[1]["ratio/min"]
+    names = ("loss/total", "ratio/max", "optimizer/grad_norm")
+    assert [[step[name] for name in names] for step in again] == [[step[name] for name in names] for step in steps]
+    whole = _run(tmp_path / "whole", **once, model__lora={**lora, "dropout": 0.0})
+    assert [step["ratio/max"] for step in _steps(whole)] == [1.0, 1.0]
+
+
+def test_modules_to_save_are_trained_beside_the_factors_with_masters(tmp_path):
+    lora = {"rank": 2, "targets": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}
+    dtypes = {"model__dtype": "bfloat16", "model__trained_dtype": "bfloat16"}
+    run = _run(tmp_path, data__held_out=None, train__blocks=2, model__lora=lora, **dtypes)
+    before, after = _trained(run)
+    whole = [name for name in before if "modules_to_save" in name]
+    assert len(whole) == 4  # the names of two more norms end in this one
+    assert all(before[name].dtype == torch.float32 and not torch.equal(before[name], after[name]) for name in whole)
+    assert _steps(run)[0]["kl_ref/k3_mean"] == 0 < _steps(run)[-1]["kl_ref/k3_mean"]
+
+
 def _trained(run: RunFolder):
     """What is trained, in the first and in the last checkpoint."""
     return [{name: t for name, t in tensors.items() if name.startswith("parameter/")} for tensors in stored(run)]

@@ -113,6 +113,39 @@ def test_under_lora_the_base_is_frozen_in_its_dtype_and_the_adapter_is_float32(t
     assert any(line.startswith("frozen: 2,960 weights in bfloat16") for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("lora", "changes", "words"),
+    [
+        ({"dropout": 0.1}, {"model__layers": "row_invariant"}, "leave dropout to training passes"),
+        ({"dropout": 0.1}, {"rollout__engine": {"name": "gpu"}}, "leave dropout to training passes"),
+        (
+            {"modules_to_save": ["lm_head"]},
+            {
+                "rollout__engine": {
+                    "name": "vllm_server",
+                    "urls": ["http://127.0.0.1:1"],
+                    "model": "a",
+                    "weights": {"name": "adapter"},
+                }
+            },
+            "vLLM loads no others",
+        ),
+        ({"dropout": 1.0}, {}, "dropout"),
+    ],
+)
+def test_what_an_adapter_cannot_be_beside_is_refused_before_anything_is_loaded(tmp_path, lora, changes, words):
+    with pytest.raises(ConfigurationError, match=words):
+        tiny_recipe(tmp_path, model__lora=lora, **changes)
+
+
+def test_modules_trained_whole_have_the_dtype_of_the_base(tmp_path):
+    lora = {"rank": 2, "modules_to_save": ["lm_head"]}
+    with pytest.raises(ConfigurationError, match="one dtype of the base model and of modules_to_save"):
+        _model(tiny_recipe(tmp_path, model__lora=lora, model__dtype="bfloat16", model__trained_dtype="float32"))
+    model = _model(tiny_recipe(tmp_path, model__lora=lora, model__dtype="bfloat16", model__trained_dtype="bfloat16"))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
 def test_a_warm_started_adapter_is_merged_before_the_next_one_is_added(tmp_path):
     recipe = tiny_recipe(tmp_path, model__lora={"rank": 2, "targets": ["q_proj"]})
     warm = _model(recipe)

@@ -19,16 +19,20 @@ from logitless.models.seeded import seeded
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """What to adapt and how much. There is no dropout: with it the first step's ratio would not be 1.
+    """What to adapt and how much, under PEFT's names where they have one.
 
     Args:
         rank: R.
         alpha: the product of the factors is multiplied by alpha / rank.
         targets: names of linear modules, or every linear module but the LM head.
-        trained_modules: names of modules that are trained whole beside the adapters (PEFT's ``modules_to_save``).
+        use_rslora: multiply by alpha / sqrt(rank) instead (arXiv:2312.03732).
+        dropout: probability with which an input of the factors is 0, in passes that take a gradient alone: what
+            scores and samples is the whole policy, so that the first step's ratio is not 1.
+        modules_to_save: ends of the names of modules that are trained whole beside the adapters; ``norm`` is every
+            norm.
 
     Raises:
-        ConfigurationError: a rank or alpha that is not positive.
+        ConfigurationError: a rank or alpha that is not positive, or a dropout outside [0, 1).
 
     Example:
         >>> LoraOptions(rank=8, alpha=16.0, targets=("q_proj", "v_proj")).rank
@@ -38,9 +42,17 @@ class LoraOptions:
     rank: int = 16
     alpha: float = 32.0
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    trained_modules: tuple[str, ...] = ()
+    use_rslora: bool = False
+    dropout: float = 0.0
+    modules_to_save: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if not 0 <= self.dropout < 1:
+            raise ConfigurationError(
+                needed="a dropout of at least 0 and below 1",
+                given=str(self.dropout),
+                remedy="Use 0.05, or leave it out.",
+            )
         if self.rank < 1 or not self.alpha > 0:
             raise ConfigurationError(
                 needed="a rank of at least 1 and a positive alpha",
@@ -52,6 +64,8 @@ class LoraOptions:
 def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Module:
     """Freeze the model and put trainable float32 adapters into it; the policy is unchanged until they are trained.
 
+    Modules that are trained whole are copies in float32: the base model's own stay for the reference.
+
     Args:
         model: a causal LM, changed in place; one that already carries an adapter gets it merged first, so that the
             reference (adapters off) is the policy the training starts from.
@@ -62,7 +76,8 @@ def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Mod
         The PEFT model around it.
 
     Raises:
-        ConfigurationError: no module has a target's name, or the LM head is adapted while tied to the embedding.
+        ConfigurationError: no module has a target's name, or that of a module to save; the LM head or the embedding is
+            changed while they are tied; the LM head has an adapter with dropout; a module to save is quantized.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -76,23 +91,44 @@ def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Mod
     if is_peft(model):
         model = merge_adapters(model)
     _check_tied_head(model, options)
+    _check_modules_to_save(model, options)
     config = peft.LoraConfig(
         r=options.rank,
         lora_alpha=options.alpha,
         target_modules=options.targets if isinstance(options.targets, str) else list(options.targets),
-        modules_to_save=list(options.trained_modules) or None,
+        use_rslora=options.use_rslora,
+        lora_dropout=options.dropout,
+        modules_to_save=list(options.modules_to_save) or None,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type="CAUSAL_LM",
     )
     with seeded(seed, next(model.parameters()).device):
         try:
-            return peft.get_peft_model(model, config)
+            adapted = peft.get_peft_model(model, config)
         except ValueError as error:
             raise ConfigurationError(
                 needed="targets that name linear modules of the model",
                 given=f"{options.targets}: {error}",
                 remedy='Name modules such as "q_proj", or use "all-linear".',
             ) from error
+    for name, parameter in adapted.named_parameters():
+        if ".modules_to_save." in name:
+            parameter.data = parameter.data.float()
+    _set_dropout(adapted)
+    return adapted  # type: ignore[no-any-return]
+
+
+class GradientDropout(nn.Dropout):
+    """Dropout in passes that take a gradient; every other pass is that of the whole policy.
+
+    Example:
+        >>> with torch.no_grad():
+        ...     GradientDropout(0.5)(torch.ones(3))
+        tensor([1., 1., 1.])
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) if torch.is_grad_enabled() else input
 
 
 def load_adapters(model: nn.Module, folder: str | Path) -> nn.Module:
@@ -233,13 +269,48 @@ def _check_tied_head(model: nn.Module, options: LoraOptions) -> None:
     if output is None or output.weight is not inputs.weight:
         return
     name = next(name for name, module in causal_lm(model).named_modules() if module is output).rsplit(".", 1)[-1]
-    named = [*(() if isinstance(options.targets, str) else options.targets), *options.trained_modules]
-    if name in named:
+    embedding = next(name for name, module in causal_lm(model).named_modules() if module is inputs).rsplit(".", 1)[-1]
+    targets = () if isinstance(options.targets, str) else options.targets
+    whole = {each for each in (name, embedding) if each.endswith(options.modules_to_save)}  # as PEFT finds them
+    if name in targets or whole:
+        changed = name if name in {*targets, *whole} else embedding
         raise ConfigurationError(
             needed="an LM head of its own for adapters",
-            given=f"{name!r} among the targets, while it is tied to the embedding",
-            remedy=f"Leave {name!r} out, or untie it (tie_word_embeddings: false).",
+            given=f"{changed!r} among the targets or modules to save, while LM head and embedding are tied",
+            remedy=f"Leave {changed!r} out, or untie them (tie_word_embeddings: false).",
         )
+
+
+def _check_modules_to_save(model: nn.Module, options: LoraOptions) -> None:
+    for wanted in options.modules_to_save:
+        found = [module for name, module in causal_lm(model).named_modules() if name.endswith(wanted)]
+        if not found:
+            raise ConfigurationError(
+                needed="modules_to_save that name modules of the model",
+                given=repr(wanted),
+                remedy='Name modules such as "lm_head", "embed_tokens" or "norm".',
+            )
+        if not all(p.is_floating_point() for module in found for p in module.parameters()):
+            raise ConfigurationError(
+                needed="modules_to_save in floating point, for they are trained",
+                given=f"{wanted!r}, which is quantized",
+                remedy="Adapt it with model.lora.targets, or leave model.quantize out.",
+            )
+
+
+def _set_dropout(model: nn.Module) -> None:
+    """Exchange the dropout of every adapter for ``GradientDropout``."""
+    head = causal_lm(model).get_output_embeddings()
+    for module in model.modules():
+        for name, dropout in dict(getattr(module, "lora_dropout", {})).items():
+            if isinstance(dropout, nn.Dropout):
+                module.lora_dropout[name] = GradientDropout(dropout.p)  # type: ignore[operator, index]
+                if module is head:
+                    raise ConfigurationError(
+                        needed="no dropout in an adapter of the LM head, which is applied without its logits",
+                        given=f"dropout {dropout.p} and the LM head among the targets",
+                        remedy="Leave the LM head out of the targets, or set dropout to 0.",
+                    )
 
 
 def _check_peft(model: nn.Module) -> None:

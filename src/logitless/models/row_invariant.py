@@ -426,6 +426,10 @@ def _uncovered_modules(decoder: Any) -> list[str]:
             else:
                 dtypes.add(linear.weight.dtype)
     for module in decoder.modules():
+        if any(getattr(each, "p", 0.0) > 0 for each in getattr(module, "lora_dropout", {}).values()):
+            found.append("dropout in an adapter")
+        if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
+            found.append("modules of the decoder that are trained whole beside adapters")
         if type(module).__name__.endswith("RMSNorm"):
             dtypes.add(module.weight.dtype)
     if len(dtypes) > 1:

@@ -58,6 +58,21 @@ class LoraSection(Section):
     rank: PositiveInt = Field(16, description="R, rank of the factors")
     alpha: PositiveFloat = Field(32.0, description="the factors' product is scaled by alpha / rank")
     targets: tuple[str, ...] | Literal["all-linear"] = Field("all-linear", description="module names to adapt")
+    use_rslora: bool = Field(False, description="scale by alpha / sqrt(rank) instead")
+    dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="of the factors' inputs, in training passes alone: what samples and scores is the whole policy, so "
+        "that the first step's ratio is not 1, `logp_old` has a pass of its own, and neither row-invariant layers nor "
+        "the GPU engine run",
+    )
+    modules_to_save: tuple[str, ...] = Field(
+        (),
+        description="ends of the names of modules to train whole beside the factors, such as lm_head, embed_tokens, "
+        "norm (every norm); in `trained_dtype`, which must be `dtype`. Saved and exported with the adapter; "
+        "row-invariant layers run beside lm_head alone, and vLLM takes no such adapter (weights: {name: adapter})",
+    )
 
 
 class ModelSection(Section):
@@ -424,7 +439,7 @@ class TrainSection(Section):
     reuse_logp: bool = Field(
         True,
         description="take logp_old from the training pass itself where a block is used once, by one step, and nothing "
-        "reads it before",
+        "reads it before; a training pass with dropout (model.lora.dropout) gives none",
     )
     drop_truncated: bool = Field(False, description="give no weight to tokens of completions cut at the limit")
     max_grad_norm: PositiveFloat | None = Field(
@@ -705,6 +720,16 @@ class Recipe(Section):
             self.model.layers,
             "Leave model.layers out.",
         )
+        lora = self.model.lora
+        _require(
+            lora is None
+            or not lora.dropout
+            or (self.model.layers != "row_invariant" and not isinstance(self.rollout.engine, GpuEngineSection)),
+            "model.layers and rollout.engine that leave dropout to training passes",
+            f"model.lora.dropout={lora.dropout if lora else 0} beside model.layers: {self.model.layers} and "
+            f"rollout.engine: {self.rollout.engine.name}",
+            "Leave both at auto, or set model.lora.dropout: 0 for the same bits in sampling and training.",
+        )
         for reward in self.rewards:
             _require(
                 reward.metric_name.isprintable() and "/" not in reward.metric_name,
@@ -793,6 +818,12 @@ class Recipe(Section):
                     self.model.lora is not None and self.warm_start is None,
                     "model.lora and no warm_start, which changes the base model, for pushing an adapter alone",
                     "no model.lora" if self.model.lora is None else "a warm_start",
+                    "Set rollout.engine.weights: {name: folder}.",
+                )
+                _require(
+                    self.model.lora is None or not self.model.lora.modules_to_save,
+                    "an adapter of low-rank factors alone, for vLLM loads no others",
+                    f"model.lora.modules_to_save: {list(self.model.lora.modules_to_save if self.model.lora else ())}",
                     "Set rollout.engine.weights: {name: folder}.",
                 )
         _require(

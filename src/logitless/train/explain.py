@@ -184,7 +184,9 @@ def _scored_by_the_policy(recipe: Recipe, steps: Sequence[StepPlan]) -> str:
         return "engine"
     reads = algorithm.kl_in_reward or algorithm.value_loss is not None or algorithm.objective.reads_scoring_pass
     once = recipe.train.epochs_per_block == len(steps) == 1
-    return "training" if recipe.train.reuse_logp and once and not reads else "pass"
+    lora = recipe.model.lora
+    drops_out = lora is not None and lora.dropout > 0
+    return "training" if recipe.train.reuse_logp and once and not reads and not drops_out else "pass"
 
 
 def _lines(found: Sequence[tuple[str, _Way, str]]) -> list[str]:

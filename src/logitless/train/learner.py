@@ -10,6 +10,7 @@ was stopped.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from logitless.data.shares import rows_by_rank
 from logitless.distributed.ranks import Ranks
 from logitless.distributed.tree import TreeSum, places_in_tree
 from logitless.errors import TrainingError
+from logitless.models.seeded import seeded
 from logitless.objective.algorithm import Algorithm
 from logitless.objective.inputs import required
 from logitless.objective.objective import BlockStatistics
@@ -181,10 +183,17 @@ class Learner:
             live=live,
         )
 
+    @property
+    def drops_out(self) -> bool:
+        """Whether a training pass is of another function than a scoring pass."""
+        lora = self.recipe.model.lora
+        return lora is not None and lora.dropout > 0
+
     def _may_score_itself(self, plan: Sequence[StepPlan]) -> bool:
         """Whether the one step of a block may take ``logp_old`` from its own pass: nothing reads it before."""
         return (
             self.recipe.train.reuse_logp
+            and not self.drops_out
             and self.recipe.train.epochs_per_block == len(plan) == 1
             and self.policy.value_head is None
             and not self.algorithm.kl_in_reward
@@ -434,19 +443,21 @@ class Learner:
         *labels: int,
     ) -> list[MicroBatchOutput]:
         recipe = self.recipe
-        return backward(
-            self.policy,
-            self.algorithm.objective,
-            micro_batches,
-            temperature=recipe.rollout.sampling.temperature,
-            backend=recipe.train.training_backend,
-            beta=self.controllers.beta_in_loss,
-            entropy_coefficient=self.controllers.entropy_coefficient,
-            statistics=statistics,
-            seed=derived_seed(recipe.seed, "step", self.progress.step, *labels),
-            value_loss=self.algorithm.value_loss,
-            gather=gather,
-        )
+        seed = derived_seed(recipe.seed, "dropout", self.progress.step, *labels)
+        with seeded(seed, self.policy.device) if self.drops_out else nullcontext():
+            return backward(
+                self.policy,
+                self.algorithm.objective,
+                micro_batches,
+                temperature=recipe.rollout.sampling.temperature,
+                backend=recipe.train.training_backend,
+                beta=self.controllers.beta_in_loss,
+                entropy_coefficient=self.controllers.entropy_coefficient,
+                statistics=statistics,
+                seed=derived_seed(recipe.seed, "step", self.progress.step, *labels),
+                value_loss=self.algorithm.value_loss,
+                gather=gather,
+            )
 
     def _summed_in_order(
         self, mine: Mapping[int, MicroBatch], places: Sequence[int | None], statistics: BlockStatistics | None

@@ -218,8 +218,7 @@ def policy_model(
     if section.lora is not None:
         if weights is not None:
             model = load_adapters(model, weights)
-        lora = section.lora
-        model = add_lora(model, LoraOptions(rank=lora.rank, alpha=lora.alpha, targets=lora.targets), seed=seed)
+        model = add_lora(model, lora_options(section), seed=seed)
     _finish(section, model)
     if section.compile:
         compile_layers(model)
@@ -231,12 +230,27 @@ def after_warm_start(section: ModelSection, model: nn.Module, *, seed: int) -> n
     there, and a fresh adapter added; it is the model that ``policy_model`` makes of the warm start's weights."""
     if section.lora is None:
         return model
-    lora = section.lora
     if hasattr(backbone(model), "row_invariant"):
         backbone(model).row_invariant.remove()  # type: ignore[operator, union-attr]
-    model = add_lora(model, LoraOptions(rank=lora.rank, alpha=lora.alpha, targets=lora.targets), seed=seed).train()
+    model = add_lora(model, lora_options(section), seed=seed).train()
     _finish(section, model)
     return model
+
+
+def lora_options(section: ModelSection) -> LoraOptions:
+    """The adapters of a recipe with ``model.lora``.
+
+    Raises:
+        ConfigurationError: modules that are trained whole in another dtype than the rest of the model.
+    """
+    assert section.lora is not None
+    if section.lora.modules_to_save and section.trained_dtype != section.dtype:
+        raise ConfigurationError(
+            needed="one dtype of the base model and of modules_to_save, which stand between its layers",
+            given=f"model.dtype: {section.dtype}, model.trained_dtype: {section.trained_dtype}",
+            remedy="Set both alike, or leave both at auto.",
+        )
+    return LoraOptions(**section.lora.model_dump())
 
 
 def section_for(section: ModelSection, arrangement: Arrangement) -> ModelSection:

@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from logitless.data.packing import pack, plan_epoch
 from logitless.data.prompts import PromptOrder
 from logitless.errors import DataError, TrainingError
+from logitless.models.seeded import seeded
 from logitless.seeds import derived_seed
 from logitless.train.config import OptimizerSection, TrainSection, WarmStartSection
 from logitless.train.live_view import LiveView
@@ -57,11 +58,12 @@ def warm_start(
             seed=0,
         )
         loss = 0.0
-        for sequences in plan.micro_batches:
-            scores = policy.scores(batch.take(sequences), temperature=1.0, backend=train.training_backend)
-            part = -scores.logp.sum() / batch.num_tokens
-            part.backward()  # type: ignore[no-untyped-call]
-            loss += float(part.detach())
+        with seeded(derived_seed(seed, "warm_start", "dropout", step), policy.device):  # which LoRA may have
+            for sequences in plan.micro_batches:
+                scores = policy.scores(batch.take(sequences), temperature=1.0, backend=train.training_backend)
+                part = -scores.logp.sum() / batch.num_tokens
+                part.backward()  # type: ignore[no-untyped-call]
+                loss += float(part.detach())
         rate = learning_rate(step, step / options.steps, schedule)
         _, finite = take_step(optimizer, rate=rate, max_grad_norm=train.max_grad_norm)
         if not finite:
