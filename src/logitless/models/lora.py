@@ -304,7 +304,7 @@ def _set_dropout(model: nn.Module) -> None:
     for module in model.modules():
         for name, dropout in dict(getattr(module, "lora_dropout", {})).items():
             if isinstance(dropout, nn.Dropout):
-                module.lora_dropout[name] = GradientDropout(dropout.p)  # type: ignore[operator, index]
+                module.lora_dropout[name] = GradientDropout(dropout.p)  # type: ignore[operator, index, assignment]
                 if module is head:
                     raise ConfigurationError(
                         needed="no dropout in an adapter of the LM head, which is applied without its logits",
