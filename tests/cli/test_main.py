@@ -1,9 +1,13 @@
 """The command line's own part: what is set before a command's imports."""
 
+import gc
+import importlib
 import importlib.metadata
 import os
 import subprocess
 import sys
+from importlib import import_module
+from types import ModuleType
 
 import pytest
 
@@ -54,3 +58,22 @@ def test_a_recipe_that_comes_along_is_named_where_its_file_is_missing(tmp_path, 
     said = capsys.readouterr().err
     assert "No such file" in said
     assert "logitless recipes copy quickstart" in said
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_garbage_is_not_collected_while_a_command_is_imported_and_then_as_before(monkeypatch, was_enabled):
+    seen = list[bool]()
+
+    def imported(name: str) -> ModuleType:
+        seen.append(gc.isenabled())
+        return import_module(name)
+
+    monkeypatch.setattr(importlib, "import_module", imported)
+    given = gc.isenabled()
+    (gc.enable if was_enabled else gc.disable)()
+    try:
+        main(["recipes", "list"])
+        assert gc.isenabled() == was_enabled
+    finally:
+        (gc.enable if given else gc.disable)()
+    assert seen == [False, was_enabled]  # for its arguments, and to run it
