@@ -108,10 +108,15 @@ CASES = {
     },
     "a value head": {"algorithm": {"preset": "ppo"}},
     "rows of one sequence": {"train__tokens_per_micro_batch": 13},
+    "one step a block, whose own pass the gate reads": {
+        "train__epochs_per_block": 1,
+        "train__tokens_per_step": 10_000,
+        "rollout__parity": {"stop": {"max": 1e-4, "sequence": 1e-3}},
+    },
 }
 
 
-@pytest.mark.parametrize(("case", "num_ranks"), list(zip(CASES, (2, 3, 2, 3), strict=True)))
+@pytest.mark.parametrize(("case", "num_ranks"), list(zip(CASES, (2, 3, 2, 3, 2), strict=True)))
 def test_ranks_draw_and_train_on_what_one_rank_would(case, num_ranks, tmp_path):
     one, _ = _on(1, tmp_path / "one", CASES[case])
     several, complete = _on(num_ranks, tmp_path / "several", CASES[case])
