@@ -41,6 +41,8 @@ OPTIONAL = {
     "liger_kernel": "liger",
     "torchao": "torchao",
     "bitsandbytes": "four-bit",
+    "gguf": "gguf",
+    "mlflow": "mlflow",
     "verifiers": "verifiers",
     "vllm": "vllm",
 }
@@ -86,10 +88,12 @@ def _version(module: str) -> str:
     """Of the package that an import of this module would find; empty where there is none."""
     if importlib.util.find_spec(module) is None:
         return ""
-    try:
-        return importlib.metadata.version(module)
-    except importlib.metadata.PackageNotFoundError:
-        return "imported from a folder, without a version"
+    for name in (module, f"{module}-skinny"):  # as MLflow's client calls itself
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "imported from a folder, without a version"
 
 
 def _hardware(device: str) -> dict[str, Any]:
