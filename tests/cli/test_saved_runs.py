@@ -19,6 +19,7 @@ from logitless.models.loading import load_model
 from logitless.rollout.recorded import read_completions
 from logitless.train import push
 from logitless.train.checkpoint import checkpoints, read_checkpoint
+from logitless.train.export import _shown_recipe
 from logitless.train.run import start
 from logitless.train.run_folder import RunFolder, open_run_folder
 from logitless.train.saved_policy import load_policy
@@ -167,6 +168,11 @@ def test_the_export_brings_tokenizer_generation_settings_and_a_card(run, tmp_pat
     reward = [record["reward/mean"] for record in records if "reward/mean" in record][-1]
     accuracy = [record["evaluation/accuracy"] for record in records if "evaluation/accuracy" in record][-1]
     assert f"| {records[-1]['step']} | {reward:.4g} | {accuracy:.4g} |" in card
+
+
+def test_the_recipe_of_a_card_names_code_of_ones_own_without_this_machines_folder(tmp_path):
+    own = [{"name": "function", "path": f"{tmp_path}/rewards.py:mine"}]
+    assert "path: rewards.py:mine\n" in _shown_recipe(tiny_recipe(tmp_path, rewards=own))
 
 
 def test_a_run_whose_checkpoints_are_gone_is_exported_from_its_model(tmp_path):

@@ -9,6 +9,7 @@ from logitless.cli.main import main
 from logitless.errors import ConfigurationError, TrainingError
 from logitless.rewards.combine import weighted
 from logitless.rewards.length import Length
+from logitless.rewards.pooled import hit_deadline
 from logitless.rewards.user_function import Function
 from logitless.train.failures import MOST_KINDS, Failures
 from logitless.train.plan import dry_run
@@ -90,6 +91,24 @@ def test_a_deadline_that_most_completions_hit_is_named_once_with_its_seconds_and
         "rewards.1.deadline_seconds."
     ]
     assert not any("deadline" in message for message in seen.new(block(hit, hit)))
+
+
+@pytest.mark.parametrize("way", ["sleeps", "computes"])
+def test_the_verdicts_of_workers_at_their_deadline_are_known_as_such(way, tmp_path):
+    bodies = {"sleeps": "time.sleep(60)", "computes": "while True: pass"}
+    (tmp_path / "slow.py").write_text(f"import time\n\ndef slow(completions):\n    {bodies[way]}\n")
+    reward = Function(path=f"{tmp_path}/slow.py:slow", deadline_seconds=0.2)
+    [verdict] = reward.verdicts(["p"], ["c"], {})
+    assert (verdict.status, hit_deadline(verdict)) == ({"sleeps": "timeout", "computes": "spoiled"}[way], True)
+
+
+def test_a_traceback_begins_in_the_code_of_the_user(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def inner():\n    return {}['gold']\n\ndef mine(completions):\n    return inner()\n"
+    )
+    [verdict] = Function(path=f"{tmp_path}/mine.py:mine").verdicts(["p"], ["c"], {})
+    files = re.findall(r'File "(.*?)"', verdict.traceback)
+    assert files == [f"{tmp_path}/mine.py"] * 2
 
 
 def test_a_reward_that_raises_on_some_completions_is_shown_at_once_counted_in_each_line_and_ends_the_run(

@@ -296,10 +296,19 @@ def _described(error: BaseException) -> str:
 
 
 def _traceback(error: BaseException) -> str:
+    """Of an item's own code: the calls that led there from this folder are left out."""
     try:
-        return "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARACTERS:]
+        calls = error.__traceback__
+        while calls is not None and calls.tb_next is not None and _is_here(calls.tb_frame.f_code.co_filename):
+            calls = calls.tb_next
+        text = "".join(traceback.format_exception(type(error), error, calls))
+        return text[-MAX_TRACEBACK_CHARACTERS:]
     except BaseException:
         return ""
+
+
+def _is_here(file: str) -> bool:
+    return os.path.dirname(file) == os.path.dirname(__file__)  # noqa: PTH120
 
 
 def _mapped_bytes() -> int:

@@ -20,7 +20,7 @@ from logitless.models.lm_head import causal_lm
 from logitless.models.lora import save_adapters
 from logitless.train.config import Recipe
 from logitless.train.plots import Line, line_plot
-from logitless.train.recipe import NAMES_OR_PATHS, PATHS, places
+from logitless.train.recipe import CODE, NAMES_OR_PATHS, PATHS, places
 from logitless.train.run_folder import RunFolder, write_folder_atomically
 from logitless.train.saved_policy import SavedPolicy
 
@@ -233,7 +233,7 @@ def _curves(folder: RunFolder, step: int) -> dict[str, str]:
 def _shown_recipe(recipe: Recipe) -> str:
     """The recipe without what this machine calls its folders, and without the accounts that its metrics went to."""
     shown = recipe.model_dump(mode="json", exclude={"output", "writers"})
-    for key in (*PATHS, *NAMES_OR_PATHS):
+    for key in (*PATHS, *NAMES_OR_PATHS, *CODE):
         for _, at, last in places(shown, key):
             if isinstance(at[last], str) and at[last].startswith("/"):
                 at[last] = Path(at[last]).name
