@@ -4,11 +4,13 @@ import pytest
 
 from logitless.errors import ConfigurationError
 from logitless.rollout.chat import ChatEnvironment
-from logitless.rollout.environment import SingleTurn
+from logitless.rollout.environment import Reply, SingleTurn
 from logitless.rollout.environments import OwnEnvironment, environment_of
+from logitless.rollout.harness import Harness
 from logitless.rollout.text_game import GuessingGame
 from logitless.rollout.tool_environment import ToolEnvironment, tools_of
 from logitless.rollout.tools import Calculator
+from logitless.types import Completion
 from tests.rollout.templates import chat_tokenizer
 
 
@@ -46,3 +48,17 @@ def test_a_path_that_makes_no_environment_is_refused(path):
 def test_what_has_not_both_methods_is_no_environment():
     with pytest.raises(ConfigurationError, match="start and reply"):
         OwnEnvironment(factory="builtins:dict").made()
+
+
+def test_an_environment_and_a_harness_may_stand_in_a_file(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from logitless import Reply\n\n\nclass Mute:\n    def __init__(self, pays=0.0):\n        self.pays = pays\n\n"
+        "    def start(self, prompt, *, seed):\n        return None\n\n"
+        "    def reply(self, state, turn):\n        return Reply(reward=self.pays)\n\n\n"
+        "def drive(base_url, row, seed, scale):\n    return scale * seed\n"
+    )
+    own = OwnEnvironment(factory=f"{tmp_path}/mine.py:Mute", options={"pays": 0.5}).made()
+    assert own.reply(None, Completion("7", (4,), "4", "stop")) == Reply(reward=0.5)
+    assert Harness(function=f"{tmp_path}/mine.py:drive", options={"scale": 2.0}).drive()("", {}, 3) == 6.0
+    with pytest.raises(ConfigurationError, match=r"'\./file\.py:name'.*no attribute 'absent'"):
+        Harness(function=f"{tmp_path}/mine.py:absent").drive()
