@@ -1,0 +1,64 @@
+"""The comparison of float32 with the default dtype: what it writes, and what the page says once it was measured."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.train.tiny import tiny_raw
+
+ROOT = Path(__file__).parents[2]
+RESULT = ROOT / "benchmarks" / "results" / "precision-default-H200.json"
+spec = importlib.util.spec_from_file_location("precision_default", ROOT / "benchmarks" / "precision_default.py")
+precision_default = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(precision_default)
+
+
+def row(way, dtype, seed, after):
+    return {
+        "recipe": "small",
+        "way": way,
+        "trained_dtype": dtype,
+        "seed": seed,
+        "settings": [],
+        "blocks": 5,
+        "held_out_before": 0.25,
+        "held_out_after": after,
+        "reward": [0.0] * 5 + [0.5] * 10,
+        "process_seconds": 10.0 + seed,
+    }
+
+
+def test_the_table_has_mean_and_deviation_over_seeds_of_each_way():
+    rows = [row("float32", "float32", seed, 0.5 + seed / 10) for seed in (0, 1, 2)]
+    rows += [row("the default", "bfloat16", seed, 0.75) for seed in (0, 1, 2)]
+    machine = {"gpu": "A GPU", "driver": "1.2", "torch": "2.11", "triton": "3.6"}
+    text = precision_default.table({"machine": machine, "rows": rows})
+    assert "| small | float32 | 3 | 5 | 0.250 ± 0.000 | 0.600 ± 0.100 | 0.500 ± 0.000 | 11 |" in text
+    assert "| small | the default: bfloat16 | 3 | 5 | 0.250 ± 0.000 | 0.750 ± 0.000 | 0.500 ± 0.000 | 11 |" in text
+
+
+@pytest.mark.skipif(not RESULT.exists(), reason="not measured on an H200 yet")
+def test_the_page_has_the_committed_table():
+    page = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
+    assert precision_default.replaced(page, precision_default.table(json.loads(RESULT.read_text()))) == page
+
+
+@pytest.mark.slow
+def test_it_runs_both_ways_once_and_leaves_what_it_has(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_raw(tmp_path)))
+    command = [sys.executable, str(ROOT / "benchmarks" / "precision_default.py"), "--seeds", "3"]
+    command += ["--recipe", str(tmp_path / "tiny.yaml"), "--out", str(tmp_path / "found.json")]
+    for _ in range(2):
+        done = subprocess.run([*command, "--set", "train.blocks=1"], check=True, capture_output=True, text=True)
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert [(each["way"], each["trained_dtype"], each["seed"]) for each in rows] == [
+        ("float32", "float32", 3),
+        ("the default", "float32", 3),  # on a CPU
+    ]
+    assert rows[0]["reward"] == rows[1]["reward"]
+    assert "| tiny | float32 | 1 | 1 |" in done.stdout
