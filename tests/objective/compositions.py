@@ -58,6 +58,7 @@ FILTERS = [
     (SamplerRejection(0.5, min=-0.5),),
     (SamplerRejection(0.05, "k3", "sequence_mean"), SecondMoment(0.2)),
     (SamplerRejection(0.3, "tv", "sequence_max"),),
+    (SamplerRejection(0.7, min=-0.7), SamplerRejection(0.2, "k2", "sequence_max"), Stale(2)),
     (Stale(1),),
     (Stale(2, "sequence"), OffPolicy(0.1)),
 ]

@@ -21,8 +21,10 @@ from logitless.objective.filters import (
     sampler_divergence,
     second_moment_bound,
 )
+from logitless.objective.objective import Objective
 from logitless.objective.over_ranks import one_rank
 from logitless.objective.ranges import Ranges
+from logitless.types import TokenBatch
 
 
 def test_off_policy_drops_negative_sequences_that_drifted():
@@ -158,6 +160,67 @@ def test_tokens_that_do_not_count_do_not_reject_their_sequence():
 def test_bounds_and_measures_that_do_not_go_together_are_refused(options):
     with pytest.raises(ConfigurationError):
         SamplerRejection(**options)
+
+
+def test_two_rejections_keep_what_both_keep_and_each_goes_by_all_tokens():
+    # Of tokens k1 = -D in [-0.5, 0.5]: all but the first. Of sequences the largest k2 at most 0.3: 0.5 and 0.405, 0.02.
+    batch = TokenBatch(
+        sequence=torch.tensor([0, 0, 1, 1, 2]),
+        num_sequences=3,
+        advantage=torch.ones(5),
+        token_weight=torch.ones(5),
+        logp_old=torch.zeros(5) - 2.0,
+        logp_sampler=torch.tensor([-3.0, -2.0, -2.2, -2.2, -1.1]),
+    )
+    token, whole = SamplerRejection(0.5, min=-0.5), SamplerRejection(0.3, "k2", "sequence_max")
+    for filters in ((token, whole), (whole, token)):
+        output = Objective(filters=filters)(torch.full((5,), -2.0, requires_grad=True), None, batch)
+        assert output.grad_logp.tolist() == [0.0, 0.0, -1.0, -1.0, 0.0]
+        assert {name: dropped.tolist() for name, dropped in output.dropped.items()} == {
+            "sampler_rejection_token_k1": [True, False, False, False, True],
+            "sampler_rejection_sequence_max_k2": [True, True, False, False, True],
+        }
+
+
+@given(seed=st.integers(0, 2**16), low=st.floats(0.05, 1.0), high=st.floats(0.02, 0.6))
+def test_two_rejections_are_the_product_of_the_padded_masks_that_verl_takes(seed, low, high):
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.randint(0, 2, (4, 6), generator=generator).bool()
+    difference = 0.6 * torch.randn(4, 6, generator=generator, dtype=torch.float64)
+    # rollout_rs: token_k1, seq_max_k2
+    of_tokens = (-difference >= -low) & (-difference <= low)
+    of_sequences = (difference.square() / 2).masked_fill(~mask, 0.0).amax(1, keepdim=True) <= high
+    wanted = (of_tokens & of_sequences)[mask]
+    where = mask.nonzero()[:, 0]
+    batch = TokenBatch(
+        sequence=where,
+        num_sequences=4,
+        advantage=torch.ones(len(where), dtype=torch.float64),
+        token_weight=torch.ones(len(where), dtype=torch.float64),
+        logp_old=torch.zeros(len(where), dtype=torch.float64),
+        logp_sampler=-difference[mask],
+    )
+    filters = (SamplerRejection(low, min=-low), SamplerRejection(high, "k2", "sequence_max"))
+    logp = torch.zeros(len(where), dtype=torch.float64, requires_grad=True)
+    output = Objective(filters=filters)(logp, None, batch)
+    assert (output.grad_logp != 0).tolist() == wanted.tolist()
+
+
+def test_one_rejection_keeps_its_name_and_two_of_one_kind_are_refused():
+    inputs = _inputs([1.0], [0])
+    batch = TokenBatch(
+        sequence=torch.tensor([0]),
+        num_sequences=1,
+        advantage=torch.ones(1),
+        token_weight=torch.ones(1),
+        logp_old=inputs.logp_old,
+        logp_sampler=inputs.logp_old - 1.0,
+    )
+    assert list(Objective(filters=(SamplerRejection(0.5),))(torch.zeros(1), None, batch).dropped) == [
+        "sampler_rejection"
+    ]
+    with pytest.raises(ConfigurationError, match=r"at most once; given sampler_rejection_token_k1, sampler_reject"):
+        Objective(filters=(SamplerRejection(0.5), SamplerRejection(0.7)))
 
 
 def test_a_rejection_needs_the_samplers_log_probs():

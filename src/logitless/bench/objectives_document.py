@@ -454,7 +454,9 @@ with top-p, top-k, min-p or a penalty makes the two log-probs those of different
 | `stale(max_lag)` | tokens whose weights were at most so many optimizer steps behind those of `logp_old`; over a sequence: all of its tokens | AReaL, arXiv:2505.24298; PipelineRL, arXiv:2509.19128 |
 
 `sampler_rejection` measures `k1 = -D`, `k2 = D^2 / 2`, `k3 = exp(D) - 1 - D` or `tv = |p_old - p_sampler|` of the sampled token, D as above. It
-rejects without reweighting; a sampler correction beside it weighs what is kept. verl takes rejected tokens out of the denominator too.
+rejects without reweighting; a sampler correction beside it weighs what is kept. Several may stand
+beside each other, such as one of tokens and one of sequences (verl: `rollout_rs: token_k1,seq_max_k2`): a token must pass all of
+them, and each goes by all tokens. verl takes rejected tokens out of the denominator too.
 
 `top_entropy` takes its threshold from the scoring pass, once a block. TRL takes it from each micro-batch (`scope: micro_batch`), and then the result depends
 on the size of one.

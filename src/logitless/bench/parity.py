@@ -15,7 +15,7 @@ from logitless.head.api import token_scores, why_not
 from logitless.objective.correction import SamplerCorrection
 from logitless.objective.divergence import KLPenalty
 from logitless.objective.entropy import EntropyBonus
-from logitless.objective.filters import OffPolicy, TopEntropy
+from logitless.objective.filters import OffPolicy, SamplerRejection, TopEntropy
 from logitless.objective.objective import Objective
 from logitless.objective.presets import PRESETS, algorithm
 from logitless.objective.ratio import SequenceRatio, TurnRatio
@@ -142,6 +142,9 @@ def objectives() -> dict[str, tuple[Objective, Weighting]]:
         "filter of the block": Objective(filters=(TopEntropy(0.5),)),
         "sampler correction": Objective(correction=SamplerCorrection(max=1.2)),
         "sampler mask of sequences": Objective(correction=SamplerCorrection("sequence", "mask", min=0.5, max=2.0)),
+        "rejection of tokens and of sequences": Objective(
+            filters=(SamplerRejection(0.3, min=-0.3), SamplerRejection(0.1, "k2", "sequence_max"))
+        ),
         "entropy bonus": Objective(entropy_bonus=EntropyBonus(0.1)),
     }
     return grid | {name: (objective, TokenMean()) for name, objective in parts.items()}

@@ -123,6 +123,11 @@ class TokenFilter(ABC):
     narrows_entropy_bonus: ClassVar[bool] = False
 
     @property
+    def label(self) -> str:
+        """What tells it from every other filter of an objective."""
+        return self.name
+
+    @property
     def settles_once_a_block(self) -> bool:
         """Whether it keeps tokens by a threshold of the whole block's scoring pass."""
         return False
@@ -278,7 +283,8 @@ def sampler_divergence(
 class SamplerRejection(TokenFilter):
     """Drop tokens, or whole sequences, at which the old policy is too far from the sampler; the others keep weight 1.
 
-    It stands alone or beside a ``SamplerCorrection``, which weighs what is kept.
+    It stands alone, beside others of another measure or level, and beside a ``SamplerCorrection``, which weighs what is
+    kept. Each of several goes by all tokens, also those that another one drops, so that their order does not matter.
 
     Args:
         measure: see ``sampler_divergence``.
@@ -324,6 +330,10 @@ class SamplerRejection(TokenFilter):
                 given="k1",
                 remedy="Set measure to k2, k3 or tv.",
             )
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}_{self.over}_{self.measure}"
 
     @property
     def needs(self) -> frozenset[str]:

@@ -82,7 +82,7 @@ class ObjectiveOutput:
         entropy_bonus: the mean entropy that the bonus pays for, this micro-batch's part of it; None without a bonus.
         token_log_ratio, log_ratio: [N] per token and at the configured level; None without ``logp_old``.
         clipped_low, clipped_high: [N] see ``SurrogateTerms``; None for a surrogate without bounds.
-        dropped: filter name -> [N] tokens that it dropped.
+        dropped: filter name -> [N] tokens that it dropped; its label where several have one name.
         correction: [N] sampler correction; None without one.
         sampler_log_ratio, missing_sampler: [N] ``logp_old - logp_sampler`` (0 where the sampler gave none), and those
             tokens; None where the batch lacks either vector.
@@ -117,7 +117,7 @@ class Objective:
     Args:
         ratio: level of the importance ratio.
         surrogate: the policy loss.
-        filters: each at most once; a token must pass all of them.
+        filters: a token must pass all of them; each at most once, rejections once a measure and level.
         correction: of the sampler's distribution, or None.
         kl: KL to the reference in the loss, or None.
         entropy_bonus: or None.
@@ -166,10 +166,10 @@ class Objective:
                 given=f"level={self.correction.level!r}",
                 remedy="Set correction.level='token'.",
             )
-        names = [each.name for each in self.filters]
-        if len(set(names)) < len(names):
+        labels = [each.label for each in self.filters]
+        if len(set(labels)) < len(labels):
             raise ConfigurationError(
-                needed="each filter at most once", given=", ".join(names), remedy="Keep the stricter one."
+                needed="each filter at most once", given=", ".join(labels), remedy="Keep the stricter one."
             )
 
     @property
@@ -438,8 +438,10 @@ class _Step:
         objective, batch = self.objective, self.batch
         correction = self.correction()
         terms = self.surrogate(correction)
+        names = [each.name for each in objective.filters]
         dropped: dict[str, Tensor] = {
-            each.name: self.trained & ~each.kept(self.filter_inputs) for each in objective.filters
+            (each.label if names.count(each.name) > 1 else each.name): self.trained & ~each.kept(self.filter_inputs)
+            for each in objective.filters
         }
         hidden = torch.stack([~self.trained, *dropped.values()]).any(0)
         token_loss = torch.where(hidden, 0.0, terms.loss)
