@@ -53,6 +53,10 @@ WRONG_AND_RIGHT = {
         "o = torch.optim.AdamW(model.parameters(), lr=1e-6)",
         "model = AutoModel.from_pretrained(n)\no = torch.optim.AdamW(model.parameters(), lr=1e-6)",
     ),
+    "what a GRPOConfig trains": (
+        "import trl\nloss = 'cispo'\nargs = trl.GRPOConfig('out', loss_type=loss, epsilon=0.1)",
+        "import trl\nargs = trl.GRPOConfig('out', loss_type='grpo', epsilon=0.1, learning_rate=rate())",
+    ),
     "peer-to-peer switched off everywhere": (
         "os.environ['NCCL_P2P_DISABLE'] = '1'",
         "if 'RTX 40' in name:\n    os.environ['NCCL_P2P_DISABLE'] = '1'",
@@ -83,6 +87,80 @@ def test_a_rule_finds_its_mistake_and_leaves_the_right_form_alone(rule: str, tmp
     wrong, right = WRONG_AND_RIGHT[rule]
     assert rule in rules_found(tmp_path, wrong)
     assert rule not in rules_found(tmp_path, right)
+
+
+LOADED = "model = AutoModel.from_pretrained(n, torch_dtype=torch.bfloat16)"
+STEP = "o = torch.optim.AdamW(model.parameters(), lr=1e-6)"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"{LOADED}.cuda()\n{STEP}",
+        f"{LOADED}.to(device).train()\n{STEP}",
+        f"{LOADED}\nmodel = model.to('cuda')\n{STEP}",
+        f"{LOADED}\nmodel.cuda()\n{STEP}",
+        f"model = AutoModel.from_pretrained(n).to(device, torch.bfloat16)\n{STEP}",
+        f"model = AutoModel.from_pretrained(n).half()\n{STEP}",
+        f"model = AutoModel.from_pretrained(n)\nmodel.bfloat16()\n{STEP}",
+        f"{LOADED.replace('model', 'base', 1)}\nmodel = base.cuda()\n{STEP}",
+        f"self.{LOADED}.cuda()\no = SGD(self.model.parameters(), lr=1.0)",
+    ],
+)
+def test_a_model_in_16_bits_is_followed_to_its_optimizer(code: str, tmp_path: Path) -> None:
+    assert rules_found(tmp_path, code) == {"low-precision master weights"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"{LOADED}.float()\n{STEP}",
+        f"{LOADED}\nmodel.to(torch.float32)\n{STEP}",
+        f"{LOADED}\nmodel = AutoModel.from_pretrained(n).cuda()\n{STEP}",
+        f"{LOADED.replace('model', 'reference', 1)}.cuda()\n{STEP}",
+    ],
+)
+def test_a_model_in_32_bits_is_left_alone(code: str, tmp_path: Path) -> None:
+    assert "low-precision master weights" not in rules_found(tmp_path, code)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "scaler = torch.amp.GradScaler()\nwith torch.autocast('cuda', dtype=torch.float16):\n    pass",
+        "scaler = torch.cuda.amp.GradScaler(enabled=fp16)\nwith torch.cuda.amp.autocast():\n    pass",
+        "args = TrainingArguments('out', fp16=True)",  # transformers' trainers scale gradients then
+    ],
+)
+def test_float16_under_a_gradient_scaler_is_left_alone(code: str, tmp_path: Path) -> None:
+    assert rules_found(tmp_path, code) == set()
+
+
+def test_a_scaler_that_is_switched_off_holds_nothing(tmp_path: Path) -> None:
+    code = "scaler = GradScaler(enabled=False)\nwith torch.autocast('cuda', dtype=torch.float16):\n    pass"
+    assert rules_found(tmp_path, code) == {"float16 alone"}
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("loss_type='cispo'", "takes epsilon_high for the ceiling itself: 0.2"),
+        ("loss_type='dapp'", "Did you mean 'dapo'?"),
+        ("loss_type='sapo', epsilon=0.3", "epsilon=0.3 has no effect with loss_type='sapo'"),
+        ("importance_sampling_level='sequence'", "GSPO is 'grpo' at this level"),
+        ("delta=0.5", "a delta above 0.8"),
+    ],
+)
+def test_a_literal_grpo_config_is_read_as_the_loss_that_trl_makes_of_it(call: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(f"from trl import GRPOConfig\nargs = GRPOConfig('out', {call}, bf16=True)")
+    (finding,), _ = audit_source(tmp_path)
+    assert (finding.rule, finding.place) == ("what a GRPOConfig trains", "a.py:2")
+    assert said in finding.said
+
+
+@pytest.mark.parametrize("more", ["loss_type=args.loss", "**options", "beta=0.04, learning_rate=1e-6"])
+def test_a_grpo_config_that_is_not_written_out_or_says_nothing_odd_is_left_alone(more: str, tmp_path: Path) -> None:
+    assert rules_found(tmp_path, f"from trl import GRPOConfig\nargs = GRPOConfig('out', epsilon=0.3, {more})") == set()
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 import ast
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from logitless.doctor.finding import Finding
 from logitless.doctor.source_code import (
@@ -17,6 +19,9 @@ from logitless.doctor.source_code import (
     without_conversions,
     words_of,
 )
+from logitless.errors import ConfigurationError
+from logitless.objective.presets import trl
+from logitless.objective.trl_configuration import DEFAULTS as TRL_DEFAULTS
 
 _SCHULMAN = "Schulman 2020, Approximating KL Divergence"
 _REWARD_WORDS = {"reward", "rewards", "return", "returns", "advantage", "advantages", "score", "scores", "adv"}
@@ -424,7 +429,12 @@ def _reentrant_finding(module: Module, call: ast.Call) -> Finding:
 
 
 def float16_alone(module: Module) -> Iterator[Finding]:
-    """Autocast to float16, by its default or by name, in a file that knows no bfloat16."""
+    """Autocast to float16, by its default or by name, in a file that knows no bfloat16 and no gradient scaler.
+
+    ``fp16=True`` of a trainer's arguments is left alone: transformers' trainers and accelerate scale gradients then.
+    """
+    if any("enabled=False" not in ast.unparse(call) for call in module.calls("GradScaler", "ShardedGradScaler")):
+        return
     knows_bfloat16 = re.search(r"bfloat16|bf16", module.text) is not None
     for call in module.calls("autocast"):
         dtype = keyword(call, "dtype")
@@ -433,26 +443,16 @@ def float16_alone(module: Module) -> Iterator[Finding]:
         by_default = dtype is None and "enabled=False" not in text and "cpu" not in text and "bfloat16" not in text
         if (named or by_default) and not (knows_bfloat16 and not by_default):
             how = "float16 by name" if named else "float16, autocast's default on CUDA"
-            yield _float16_finding(module, call, how, "GradScaler" in module.text)
-    if knows_bfloat16:
-        return
-    for call in (node for node in module.nodes if isinstance(node, ast.Call)):
-        on = keyword(call, "fp16")
-        if isinstance(on, ast.Constant) and on.value is True:
-            yield _float16_finding(module, call, "fp16=True", True)
-
-
-def _float16_finding(module: Module, call: ast.Call, how: str, scaled: bool) -> Finding:
-    return Finding(
-        "float16 alone",
-        module.place(call),
-        f"{module.line(call)}: {how}{'' if scaled else ', and no GradScaler in this file'}",
-        "Small gradients of log-probs become 0 below 6e-8 and large ones infinite above 65,504, unless a scaler holds "
-        "them between.",
-        "Use bfloat16 where the card has it, or a GradScaler and a look at skipped steps; float16 has more digits, and "
-        "for agreement with the sampler some prefer it.",
-        "torch documentation, automatic mixed precision; for float16: arXiv:2510.26788",
-    )
+            yield Finding(
+                "float16 alone",
+                module.place(call),
+                f"{module.line(call)}: {how}, and no GradScaler in this file",
+                "Small gradients of log-probs become 0 below 6e-8 and large ones infinite above 65,504, unless a "
+                "scaler holds them between.",
+                "Use bfloat16 where the card has it, or a GradScaler and a look at skipped steps; float16 has more "
+                "digits, and for agreement with the sampler some prefer it.",
+                "torch documentation, automatic mixed precision; for float16: arXiv:2510.26788",
+            )
 
 
 def xformers_required(module: Module) -> Iterator[Finding]:
@@ -479,31 +479,117 @@ def xformers_required(module: Module) -> Iterator[Finding]:
 
 
 def low_precision_masters(module: Module) -> Iterator[Finding]:
-    """torch's optimizer over a model that this file loads in bfloat16 or float16."""
+    """torch's optimizer over a model that this file loads in bfloat16 or float16, or converts to it."""
     if re.search(r"deepspeed|FSDP|fully_shard|get_peft_model|LoraConfig", module.text):
         return
-    lowered: dict[str, ast.Assign] = {}
-    for node in module.nodes:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and isinstance(node.targets[0], ast.Name):
-            dtype = keyword(node.value, "torch_dtype") or keyword(node.value, "dtype")
-            if (
-                called(node.value) == "from_pretrained"
-                and dtype is not None
-                and re.search("float16|half", ast.unparse(dtype))
-            ):
-                lowered[node.targets[0].id] = node
-    for call in module.calls("Adam", "AdamW", "SGD"):
-        for name, node in lowered.items():
-            if call.args and re.match(rf"{name}\.(named_)?parameters\b", ast.unparse(call.args[0])):
+    lowered: dict[str, ast.stmt] = {}
+    statements = [node for node in module.nodes if isinstance(node, ast.Assign | ast.Expr)]
+    for node in sorted(statements, key=lambda each: each.lineno):
+        for call in (each for each in ast.walk(node) if isinstance(each, ast.Call)):
+            owner = _parameters_of(call) if called(call) in ("Adam", "AdamW", "SGD") else None
+            if owner in lowered:
                 yield Finding(
                     "low-precision master weights",
                     module.place(call),
-                    f"{module.line(call)}, of {module.line(node)}",
+                    f"{module.line(call)}, of {module.line(lowered[owner])}",
                     "bfloat16 has 8 bits: at a learning rate of 1e-6 almost every step is smaller than half a unit in "
                     "the last place of its weight, and is lost.",
                     "Keep float32 weights and autocast, or an optimizer with float32 masters or stochastic rounding.",
                     "arXiv:1710.03740, sec. 3.1; docs/numerics.md",
                 )
+        model, calls = _chain(node.value)
+        half = _loaded_in_16_bits(model) or ast.unparse(model) in lowered
+        for call in calls:
+            half = _converted(call, half)
+        # Conversions of a module change it in place: model.half() alone does, too.
+        targets = node.targets if isinstance(node, ast.Assign) else [model] if calls else []
+        for name in (ast.unparse(target) for target in targets):
+            if half:
+                lowered.setdefault(name, node)
+            else:
+                lowered.pop(name, None)
+
+
+def _parameters_of(call: ast.Call) -> str | None:
+    """``model`` of ``AdamW(model.parameters())``."""
+    given = re.match(r"([\w.]+)\.(named_)?parameters\b", ast.unparse(call.args[0])) if call.args else None
+    return None if given is None else given[1]
+
+
+_MODULE_CALLS = ("to", "cuda", "cpu", "eval", "train", "half", "bfloat16", "float", "double", "requires_grad_")
+
+
+def _chain(expression: ast.expr) -> tuple[ast.expr, list[ast.Call]]:
+    """``model`` of ``model.to(device).half()``, and the two calls in their order."""
+    calls: list[ast.Call] = []
+    while isinstance(expression, ast.Call) and isinstance(expression.func, ast.Attribute):
+        if called(expression) not in _MODULE_CALLS:
+            break
+        calls.insert(0, expression)
+        expression = expression.func.value
+    return expression, calls
+
+
+def _loaded_in_16_bits(expression: ast.expr) -> bool:
+    if not (isinstance(expression, ast.Call) and called(expression) == "from_pretrained"):
+        return False
+    dtype = keyword(expression, "torch_dtype") or keyword(expression, "dtype")
+    return dtype is not None and re.search("float16|half", ast.unparse(dtype)) is not None
+
+
+def _converted(call: ast.Call, half: bool) -> bool:
+    """Whether weights are in 16 bits after one call of ``_MODULE_CALLS``."""
+    given = called(call) if called(call) != "to" else " ".join(ast.unparse(each) for each in _given(call))
+    if re.search(r"float16|\bhalf\b", given):
+        return True
+    return half and re.search(r"\b(float|float32|float64|double)\b", given) is None
+
+
+def trl_configuration(module: Module) -> Iterator[Finding]:
+    """A ``GRPOConfig(...)`` of literal values, read as the algorithm that TRL makes of it."""
+    if "trl" not in module.text:
+        return
+    for call in module.calls("GRPOConfig"):
+        fields = _literals(module, call)
+        if fields is None:
+            continue
+        # TRL's trainer has both; rewards are no part of the loss.
+        fields |= {"sync_ref_model": False, "router_aux_loss_coef": None, "reward_weights": None}
+        said: list[str] = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                said += trl(**fields).notes
+            except ConfigurationError as error:
+                said.append(str(error))
+        said += [str(each.message) for each in caught]
+        for each in said:
+            yield Finding(
+                "what a GRPOConfig trains",
+                module.place(call),
+                f"{module.line(call)}: {each}",
+                "TRL takes settings that its loss does not read, or that do something else under another loss_type, "
+                "without a word.",
+                "Leave out what has no effect, and write down what is meant.",
+                "TRL's GRPOTrainer._compute_loss, as presets.trl reads it",
+            )
+
+
+def _literals(module: Module, call: ast.Call) -> dict[str, Any] | None:
+    """The settings of the loss in a call, or None where one of them is not written out."""
+    if any(each.arg is None for each in call.keywords):
+        return None
+    fields = {}
+    for each in call.keywords:
+        if each.arg in TRL_DEFAULTS:
+            value = each.value
+            if isinstance(value, ast.Name):
+                value = next(iter(module.assigned(value.id, call)), value)
+            try:
+                fields[each.arg] = ast.literal_eval(value)
+            except ValueError:
+                return None
+    return fields
 
 
 def temperature_forgotten(modules: Sequence[Module]) -> Iterator[Finding]:
@@ -598,6 +684,7 @@ RULES: tuple[Callable[[Module], Iterator[Finding]], ...] = (
     float16_alone,
     xformers_required,
     low_precision_masters,
+    trl_configuration,
     peer_to_peer_off,
 )
 TREE_RULES: tuple[Callable[[Sequence[Module]], Iterator[Finding]], ...] = (temperature_forgotten, settings_at_default)
