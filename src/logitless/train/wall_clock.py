@@ -110,11 +110,12 @@ def compilations_told(clock: WallClock) -> Iterator[None]:
 
     begun: list[float] = []
 
-    def begin(_: Any) -> None:
+    def begin(*_: Any) -> None:
         begun.append(time.perf_counter())
 
-    def end(_: Any) -> None:
-        clock.compiled(time.perf_counter() - begun.pop())
+    def end(*_: Any) -> None:
+        if begun:  # none where it began before anybody listened
+            clock.compiled(time.perf_counter() - begun.pop())
 
     callback_handler.register_start_callback(begin)
     callback_handler.register_end_callback(end)
