@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from logitless.objective import presets
     from logitless.objective.objective import Objective
     from logitless.rollout.environment import Reply
+    from logitless.train.callbacks import Callback
+    from logitless.train.entry import train
     from logitless.types import (
         Completion,
         Group,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "Callback",
     "Completion",
     "Group",
     "LMHead",
@@ -44,20 +47,23 @@ __all__ = [
     "Verdict",
     "presets",
     "token_scores",
+    "train",
 ]
 
 _MODULES = {
+    "Callback": "logitless.train.callbacks",
     "Objective": "logitless.objective.objective",
     "Reply": "logitless.rollout.environment",
     "token_scores": "logitless.head",
 }
+_PACKAGES = {"presets": "logitless.objective.presets", "train": "logitless.train"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "presets":
-        return importlib.import_module("logitless.objective.presets")
+    if name in _PACKAGES:
+        return importlib.import_module(_PACKAGES[name])
     return getattr(importlib.import_module(_MODULES.get(name, "logitless.types")), name)
 
 

@@ -18,7 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="run folder, for example runs/quickstart")
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="default: export/ in the run folder")
     parser.add_argument(
-        "--checkpoint", default="latest", metavar="WHICH", help="latest (default), model, a block's number or a name"
+        "--checkpoint",
+        default="latest",
+        metavar="WHICH",
+        help="latest (default), best, model, a block's number or a name",
     )
     parser.add_argument(
         "--form", choices=("merged", "adapter"), default="merged", help="whole model (default), or LoRA's factors alone"

@@ -24,7 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--column", default="prompt", help="of the file (default: prompt)")
     parser.add_argument("--source", metavar="NAME", help="of a mixture, whose system prompt and template are taken")
     parser.add_argument(
-        "--checkpoint", default="latest", metavar="WHICH", help="latest (default), model, a block's number or a name"
+        "--checkpoint",
+        default="latest",
+        metavar="WHICH",
+        help="latest (default), best, model, a block's number or a name",
     )
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="completions a prompt (default 1)")
     parser.add_argument("--temperature", type=float, help="default: the recipe's; 0 takes the most likely token")

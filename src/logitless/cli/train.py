@@ -2,19 +2,16 @@
 
 import argparse
 import json
-import logging
 from pathlib import Path
-from typing import Literal
 
-from logitless.distributed.ranks import ranks_of_environment, restarted
-from logitless.errors import ConfigurationError
+from logitless.train.callbacks import Callback
+from logitless.train.entry import train
 from logitless.train.explain import explain
 from logitless.train.fork import check_fork, parent_of
 from logitless.train.plan import dry_run
 from logitless.train.recipe import load_recipe
 from logitless.train.result import RunResult
-from logitless.train.run import run_recipe
-from logitless.train.setup import algorithm_of, device_of
+from logitless.train.setup import algorithm_of
 from logitless.train.wall_clock import WallClock
 
 STATUS = """exit status:
@@ -62,42 +59,36 @@ def run(options: argparse.Namespace) -> int:
     if options.explain:
         print(explain(recipe))
         return 0
-    timeout = recipe.parallel.timeout_seconds
-    with ranks_of_environment(device_of(recipe.model).type, timeout_seconds=timeout) as ranks:
-        logging.getLogger("logitless").setLevel(logging.INFO if ranks.is_first else logging.WARNING)
-        result = run_recipe(
-            recipe,
-            numbered=options.numbered,
-            resume=_resume(options),
-            fork=options.fork,
-            ranks=ranks,
-            clock=clock,
-        )
-        if ranks.is_first:
-            print(_ending(result, options.recipe))
+    result = train(
+        recipe,
+        resume="auto" if options.resume_or_start else options.resume,
+        fork=options.fork,
+        numbered=options.numbered,
+        callbacks=[_Ending(options.recipe)],
+        clock=clock,
+    )
     return result.exit_status
 
 
-def _resume(options: argparse.Namespace) -> bool | Literal["auto"]:
-    """Whether to continue a run. One that torchrun has started anew goes on by itself where it had begun.
+class _Ending(Callback):
+    """Prints what came of a run and what may come next.
 
-    Raises:
-        ConfigurationError: under --numbered, where the folder that the run began in is not known.
+    Args:
+        recipe: path of its file.
     """
-    if restarted() and options.numbered:
-        raise ConfigurationError(
-            needed="one name for a run that torchrun --max-restarts may start again",
-            given="--numbered",
-            remedy="Set the name: --set name=...",
-        )
-    return "auto" if options.resume_or_start or (restarted() and not options.resume) else bool(options.resume)
+
+    def __init__(self, recipe: Path) -> None:
+        self.recipe = recipe
+
+    def on_end(self, result: RunResult) -> None:
+        """Print it."""
+        print(_ending(result, self.recipe))
 
 
 def _ending(result: RunResult, recipe: Path) -> str:
     folder, complete = result.folder, result.complete
     summary = json.loads(folder.summary.read_text())
-    how = "finished" if result.stopped_by is None else f"stopped by {result.stopped_by.name} and saved"
-    lines = ["", f"{how}: {folder.path}"]
+    lines = ["", f"{result.words}: {folder.path}"]
     for label, before, after in (
         ("held-out accuracy", "accuracy_before", "accuracy_after"),
         ("mean reward", "reward_first_block", "reward_last_block"),

@@ -113,8 +113,20 @@ class BackgroundSaver:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def save(self, *, block: int, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        *,
+        block: int,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        best: str | None = None,
+    ) -> None:
         """Begin to write; the state is taken now.
+
+        Args:
+            block, step, tensors, state: of ``save_checkpoint``.
+            best: name of a checkpoint that stays, however many come after it.
 
         Raises:
             CheckpointError: the save before this one failed.
@@ -126,7 +138,7 @@ class BackgroundSaver:
         def write() -> None:
             try:
                 with torch.cuda.stream(stream):
-                    _write(self.root, block, step, tensors, content, self.keep)
+                    _write(self.root, block, step, tensors, content, self.keep, best)
             except Exception as error:
                 self._error = error
 
@@ -404,13 +416,21 @@ def _age(name: str) -> tuple[int, int] | None:
     return None
 
 
-def _write(root: Path, block: int, step: int, tensors: Mapping[str, Tensor], state: bytes, keep: int) -> Path:
+def _write(
+    root: Path,
+    block: int,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    state: bytes,
+    keep: int,
+    best: str | None = None,
+) -> Path:
     final = root / folder_name(block, step)
     if final.exists():  # the same moment of a deterministic run
         return final
     partial = begun(final)
     try:
-        put_in_place(partial, final, write_pieces(partial, tensors), state, keep)
+        put_in_place(partial, final, write_pieces(partial, tensors), state, keep, best)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise no_room(final, error) from error
@@ -477,8 +497,10 @@ def write_pieces(folder: Path, tensors: Mapping[str, Tensor], *, prefix: str = "
     return index
 
 
-def put_in_place(partial: Path, final: Path, index: Mapping[str, Any], state: bytes, keep: int) -> None:
-    """Write the index and the state, rename the folder, and delete all checkpoints but the latest ``keep``.
+def put_in_place(
+    partial: Path, final: Path, index: Mapping[str, Any], state: bytes, keep: int, best: str | None = None
+) -> None:
+    """Write the index and the state, rename the folder, and delete all but the latest ``keep`` and ``best``.
 
     Raises:
         OSError: the disk is full or not writable.
@@ -498,6 +520,8 @@ def put_in_place(partial: Path, final: Path, index: Mapping[str, Any], state: by
     partial.rename(final)
     flush(final.parent)
     for old in checkpoints(final.parent)[:-keep]:
+        if old.name == best:
+            continue
         removed = old.rename(old.with_name(f".removing-{old.name}"))  # at once: half a checkpoint is never seen
         shutil.rmtree(removed)
 

@@ -10,6 +10,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -505,9 +506,34 @@ class HeldOutSection(_Judged):
     data: DataOptions = Field(description="prompts, removed from training")
 
 
+class WatchSection(Section):
+    """A metric of held-out prompts, and which way is better."""
+
+    metric: str = Field(
+        "evaluation/accuracy",
+        pattern=r"^(evaluation|held_out/[^/]+)/.+$",
+        description="of `data.held_out` (`evaluation/...`) or of a set (`held_out/<set>/...`), see docs/metrics.md",
+    )
+    mode: Literal["max", "min"] = Field("max", description="max: a larger value is better; min: a smaller one")
+
+    @property
+    def of_set(self) -> str:
+        """What the names of the set's metrics begin with."""
+        parts = self.metric.split("/")
+        return "/".join(parts[: 1 if parts[0] == "evaluation" else 2]) + "/"
+
+
+class StopSection(WatchSection):
+    """Early stopping: the run is complete once a metric has not become better for some evaluations."""
+
+    patience: PositiveInt = Field(description="evaluations in a row without a better value that end the run")
+    min_delta: NonNegativeFloat = Field(0.0, description="by which a value must be better than the best to count")
+
+
 class EvaluationSection(_Judged):
     """Held-out prompts, with their own sampling settings."""
 
+    stop: StopSection | None = Field(None, description="early stopping; None: the run has `train.blocks` blocks")
     sets: dict[SourceName, HeldOutSection] = Field(
         default_factory=dict, description="further held-out sets by a name of your own; a reward may name it in sources"
     )
@@ -518,6 +544,11 @@ class CheckpointSection(Section):
 
     every_blocks: PositiveInt = Field(10, description="also at the end and on Ctrl-C")
     keep: PositiveInt = Field(2, description="latest checkpoints kept")
+    keep_best: WatchSection | None = Field(
+        None,
+        description="keep the checkpoint of the best evaluation too, and export it at the end; None: the last weights "
+        "are exported",
+    )
 
 
 class TensorBoardSection(Section):
@@ -647,6 +678,21 @@ class Recipe(Section):
             "Add the name to `sources` of a reward, or leave `sources` out.",
         )
 
+    def _check_watched(self) -> None:
+        """Metrics that early stopping and the best checkpoint follow are of prompts that are evaluated."""
+        there = ["evaluation/"] * (self.data.held_out is not None)
+        there += [f"held_out/{name}/" for name in self.evaluation.sets]
+        for key, section in (
+            ("evaluation.stop", self.evaluation.stop),
+            ("checkpoint.keep_best", self.checkpoint.keep_best),
+        ):
+            _require(
+                section is None or section.of_set in there,
+                f"held-out prompts for {key}.metric",
+                f"{section.metric if section else None}, and there are {' and '.join(there) or 'none'}",
+                "Give data.held_out, or name a metric of a set of evaluation.sets.",
+            )
+
     @model_validator(mode="after")
     def _parts_fit(self) -> "Recipe":
         self._check_sources()
@@ -657,6 +703,7 @@ class Recipe(Section):
             ", ".join(named),
             "Leave the second one out.",
         )
+        self._check_watched()
         rollout = self.rollout
         _require(
             bool(self.rewards) or pays(rollout.environment),

@@ -166,7 +166,7 @@ def carried(
         "progress": progress,
         "controllers": controllers,
         "journal": {"lines": 0, "seconds": {}, "summary": {}},
-        "loop": {**state["loop"], "block_metrics": {}, "unwritten": {}},
+        "loop": {**state["loop"], "block_metrics": {}, "unwritten": {}, "patience": None, "best": None},
     }
     words = (
         f"fork of {parent.folder.path}: begins after {parent.progress['block']} blocks and {parent.progress['step']} "

@@ -16,11 +16,15 @@ rank has whole, and so every rank plans, weighs and decides alike. The first one
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from signal import Signals
+from types import MappingProxyType
 
 from logitless.errors import CheckpointError, EngineError, LostRankError
+from logitless.train.best import Best
 from logitless.train.block_metrics import training_metrics
-from logitless.train.checkpoint import BackgroundSaver, Checkpoint, checkpoints, damaged
+from logitless.train.callbacks import Callbacks
+from logitless.train.checkpoint import BackgroundSaver, Checkpoint, checkpoints, damaged, folder_name
 from logitless.train.collector import Collector
 from logitless.train.config import Recipe
 from logitless.train.engines import Engines
@@ -33,6 +37,7 @@ from logitless.train.limits import SignalLimit, UnscoredLimit
 from logitless.train.metrics import Numbers
 from logitless.train.parity import check_parity
 from logitless.train.prepare import prepare
+from logitless.train.result import RunResult
 from logitless.train.saving import restore_run, save_run
 from logitless.train.shared_checkpoint import SharedSaver
 from logitless.types import Group
@@ -47,13 +52,20 @@ class Loop:
         learner: trains on them.
         evaluation: of held-out prompts.
         journal: is told everything.
+        callbacks: are told of blocks, evaluations and checkpoints, and may stop the run.
 
     Attributes:
-        stopped_by: the signal that ended ``run`` before its last block, the same on every rank; None without one.
+        best: the best evaluation, whose checkpoint is kept; None where none is asked for.
     """
 
     def __init__(
-        self, recipe: Recipe, collector: Collector, learner: Learner, evaluation: Evaluation, journal: Journal
+        self,
+        recipe: Recipe,
+        collector: Collector,
+        learner: Learner,
+        evaluation: Evaluation,
+        journal: Journal,
+        callbacks: Callbacks | None = None,
     ) -> None:
         self.recipe, self.ranks, train = recipe, learner.ranks, recipe.train
         self.collector, self.learner, self.evaluation, self.journal = collector, learner, evaluation, journal
@@ -67,11 +79,15 @@ class Loop:
         self.saver: BackgroundSaver | SharedSaver = BackgroundSaver(root, keep=keep)
         if self.ranks.world > 1:
             self.saver = SharedSaver(root, keep=keep, ranks=self.ranks)
-        self.interrupt = Interrupt(journal.message)
-        self.stopped_by: Signals | None = None
+        self.interrupt, self.callbacks = Interrupt(journal.message), callbacks or Callbacks()
+        stop, best = recipe.evaluation.stop, recipe.checkpoint.keep_best
+        self.patience = None if stop is None else Best(stop)
+        self.best = None if best is None else Best(best)
+        self._of_block: Numbers = {}
+        self._being_saved: Path | None = None
 
-    def run(self) -> bool:
-        """Train to the end, or to a signal, which is then in ``stopped_by``; returns whether the run is complete.
+    def run(self) -> RunResult:
+        """Train to the last block, to an early stop, or to a signal or a callback that stops the run.
 
         Either way a checkpoint is saved.
 
@@ -82,50 +98,65 @@ class Loop:
             self._hand_over()
             if self.ranks.of_first(not checkpoints(self.journal.folder.checkpoints)):
                 place: Numbers = {"step": self.learner.progress.step, "block": self._done + 1, "epoch": 1}
-                self.journal.write({**place, **self._evaluated(self.evaluation.sets)})
+                found = self._evaluated(self.evaluation.sets)
+                self._watch(found)
+                self.journal.write({**place, **found})
+                self._tell(place, found)
                 self.save()
-                self._wait_for_saver()  # from here on there is something to go on from
+                self._wait()  # from here on there is something to go on from
             try:
                 self._blocks()
             except EngineError:
                 self._save_what_was_done()
                 raise
-            signals = self.ranks.everyones(self.interrupt.signal)  # heard by some ranks, answered by all alike
-        complete = self._done == self.recipe.train.blocks
-        if not complete:
-            self.stopped_by = next((Signals(number) for number in signals if number is not None), None)
-        return complete
+            # Heard by some ranks, answered by all alike.
+            signals = self.ranks.everyones(self.interrupt.signal)
+            stopped_by = self.ranks.of_first(self.callbacks.stopped_by)
+        folder = self.journal.folder
+        if self._ended:
+            return RunResult(folder, "blocks" if self._done == self.recipe.train.blocks else "early_stopping")
+        first = next((Signals(number) for number in signals if number is not None), None)
+        return (
+            RunResult(folder, "callback", callback=stopped_by) if first is None else RunResult(folder, "signal", first)
+        )
 
     def _blocks(self) -> None:
         """Every block that there is left, and the last checkpoint."""
         if self.unwritten:  # a block that is trained on, and whose weights reached no engine
             self._end_block({}, by_rank={})
-        while self._done < self.recipe.train.blocks and not self._stopping():
+        while not self._ended and not self._stopping():
             self._block()
-            if self._stopping() or self._done % self.recipe.checkpoint.every_blocks == 0:
+            if self._stopping() or self._is_best or self._done % self.recipe.checkpoint.every_blocks == 0:
                 self.save()
         self.save()
-        self._wait_for_saver()
-
-    def _wait_for_saver(self) -> None:
-        with self.journal.phase("checkpoint"):
-            self.saver.wait()
+        self._wait()
 
     @property
     def _done(self) -> int:
         """Blocks finished."""
         return self.learner.progress.block
 
+    @property
+    def _ended(self) -> bool:
+        """Whether every block is done, or early stopping has waited long enough."""
+        return self._done == self.recipe.train.blocks or (self.patience is not None and self.patience.is_over)
+
+    @property
+    def _is_best(self) -> bool:
+        """Whether the weights are those of the best evaluation."""
+        progress = self.learner.progress
+        return self.best is not None and (self.best.block, self.best.step) == (progress.block, progress.step)
+
     def _stopping(self) -> bool:
-        """Whether Ctrl-C was heard on any rank; all of them ask at the same places."""
-        return self.ranks.any(self.interrupt.requested)
+        """Whether a signal was heard on any rank, or a callback has asked; all of them ask at the same places."""
+        return self.ranks.any(self.interrupt.requested or self.callbacks.stopped_by is not None)
 
     def _block(self) -> None:
         """Collect a block unless one is in training, and train on it until its end or Ctrl-C."""
         if not self.learner.in_training and not self._collected():
             return
         while self.learner.in_training and not self._stopping():
-            self._wait_for_saver()  # a step changes what is being written
+            self._wait()  # a step changes what is being written
             with self.journal.phase("training") as seconds:
                 record = self.learner.step()
             if self.learner.parity is not None:
@@ -133,7 +164,7 @@ class Loop:
             record |= training_metrics(record, seconds=seconds[0]) | self.block_metrics
             self.block_metrics = {}
             if self.learner.in_training:
-                self.journal.write(record, self.learner.by_rank)
+                self._write(record, self.learner.by_rank)
             else:
                 self.unwritten = record
                 self._end_block(self._hand_over(), by_rank=self.learner.by_rank)
@@ -143,9 +174,40 @@ class Loop:
 
     def _end_block(self, handed_over: Numbers, *, by_rank: Mapping[str, Sequence[int]]) -> None:
         """Evaluate with the new weights, if it is time, and write the line that the block ends with."""
-        record = self.unwritten | handed_over | self._evaluated_if_due()
-        self.unwritten = {}
+        due = self.evaluation.due(self._done, self.recipe.train.blocks)
+        found = self._evaluated(due)
+        was_ended = self._ended
+        self._watch(found)
+        if self._ended and not was_ended:
+            assert self.patience is not None
+            since = f"{self.patience.since} evaluations without a better value than {self.patience.words}"
+            self.journal.message(f"early stopping: {since}")
+            # As after the last block, every held-out set is evaluated.
+            rest = self._evaluated([each for each in self.evaluation.sets if each not in due])
+            seconds = [each.get("time/evaluation_seconds", 0.0) for each in (found, rest)]
+            found |= {**rest, "time/evaluation_seconds": sum(seconds)}
+        record, self.unwritten = self.unwritten | handed_over | found, {}
+        self._write(record, by_rank)
+        self.callbacks.block(self._of_block)
+        self._of_block = {}
+        self._tell(record, found)
+
+    def _write(self, record: Numbers, by_rank: Mapping[str, Sequence[int]] = MappingProxyType({})) -> None:
+        """A line of metrics."""
         self.journal.write(record, by_rank)
+        self._of_block |= record
+
+    def _watch(self, found: Numbers) -> None:
+        """Let early stopping and the best checkpoint see an evaluation."""
+        progress = self.learner.progress
+        for each in (self.patience, self.best):
+            if each is not None:
+                each.see(found, block=progress.block, step=progress.step)
+
+    def _tell(self, place: Numbers, found: Numbers) -> None:
+        """Let the callbacks see an evaluation, if there was one."""
+        if found:
+            self.callbacks.evaluation({"step": place["step"], "block": place["block"], **found})
 
     def _collected(self) -> bool:
         """Whether there is a block to train on; what Ctrl-C interrupts here is given up without a trace.
@@ -194,10 +256,6 @@ class Loop:
                 self.learner.policy.gather()  # until the next step
             return self.engines.load_all(self.learner.weights(), self.learner.version)
 
-    def _evaluated_if_due(self) -> Numbers:
-        """Held-out metrics after the blocks finished so far, where they are asked for."""
-        return self._evaluated(self.evaluation.due(self._done, self.recipe.train.blocks))
-
     def _evaluated(self, sets: Sequence[HeldOut]) -> Numbers:
         """Metrics of these held-out sets."""
         if not sets:
@@ -213,15 +271,37 @@ class Loop:
             "unwritten": self.unwritten,
             "without_signal_in_a_row": self.without_signal.in_a_row,
             "unscored_in_a_row": self.unscored.in_a_row,
+            "patience": None if self.patience is None else self.patience.state_dict(),
+            "best": None if self.best is None else self.best.state_dict(),
         }
+        progress, best = self.learner.progress, self.best_checkpoint
+        self._wait()
         with self.journal.phase("checkpoint"):
-            save_run(self.saver, self.collector, self.learner, self.journal, remembered)
+            path = self.journal.folder.checkpoints / folder_name(progress.block, progress.step)
+            is_new = not path.exists()
+            save_run(self.saver, self.collector, self.learner, self.journal, remembered, best and best.name)
+            self._being_saved = path if is_new else None
+
+    def _wait(self) -> None:
+        """Return when no checkpoint is being written; the callbacks hear of one that was."""
+        with self.journal.phase("checkpoint"):
+            self.saver.wait()
+        path, self._being_saved = self._being_saved, None
+        if path is not None:
+            self.callbacks.checkpoint(path)
+
+    @property
+    def best_checkpoint(self) -> Path | None:
+        """The checkpoint of the best evaluation; None where none is asked for, or none was finite."""
+        if self.best is None or self.best.value is None:
+            return None
+        return self.journal.folder.checkpoints / folder_name(self.best.block, self.best.step)
 
     def _save_what_was_done(self) -> None:
         """A checkpoint before the run ends with an error, which stays what it ends with if this fails too."""
         try:
             self.save()
-            self._wait_for_saver()
+            self._wait()
         except (CheckpointError, LostRankError) as error:
             self.journal.message(f"no further checkpoint: {error}")
 
@@ -233,5 +313,18 @@ class Loop:
             self.unwritten = dict(remembered.get("unwritten", {}))
             self.without_signal.in_a_row = remembered["without_signal_in_a_row"]
             self.unscored.in_a_row = remembered["unscored_in_a_row"]
+            for each, state in ((self.patience, remembered.get("patience")), (self.best, remembered.get("best"))):
+                if each is not None and state is not None:
+                    each.load_state_dict(state)
         except KeyError as error:
             raise damaged(saved.folder, error) from error
+        if self.best_checkpoint is not None and not self.ranks.of_first(self.best_checkpoint.is_dir()):
+            assert self.best is not None
+            self.journal.message(f"the checkpoint of {self.best.words} is gone: the best is sought among later ones")
+            self.best = Best(self.best.section)
+        if self.ranks.is_first:  # the steps of a block that has begun, for the callbacks
+            block = self._done + (not self.unwritten)
+            steps = [
+                line for line in self.journal.folder.read_metrics() if line["block"] == block and "loss/total" in line
+            ]
+            self._of_block = {name: value for line in steps for name, value in line.items()}

@@ -1,7 +1,9 @@
-"""What came of a run: whether it is complete, and what stopped it where it is not."""
+"""What came of a run: whether it is complete, what ended it, and its last metrics."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from signal import Signals
+from typing import Any, Literal
 
 from logitless.train.run_folder import RunFolder
 
@@ -12,22 +14,44 @@ class RunResult:
 
     Args:
         folder: of the run.
-        complete: whether it was trained to its end and ``model/`` is written. Otherwise a checkpoint holds everything,
-            from which it can be resumed.
-        stopped_by: the signal that stopped it; None where it is complete.
+        ended_by: ``blocks``: it was trained to its last block; ``early_stopping``: no better evaluation came
+            (``evaluation.stop``); ``signal`` or ``callback``: one of these stopped it before.
+        signal: that stopped it; None for any other end.
+        callback: name of the class that stopped it; None for any other end.
 
     Example:
         >>> from pathlib import Path
-        >>> RunResult(RunFolder(Path("runs/toy")), complete=False, stopped_by=Signals.SIGTERM).exit_status
-        143
+        >>> result = RunResult(RunFolder(Path("runs/toy")), "signal", Signals.SIGTERM)
+        >>> result.complete, result.exit_status
+        (False, 143)
     """
 
     folder: RunFolder
-    complete: bool
-    stopped_by: Signals | None = None
+    ended_by: Literal["blocks", "early_stopping", "signal", "callback"]
+    signal: Signals | None = None
+    callback: str | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is trained to its end and ``model/`` is written; otherwise it can be resumed from a checkpoint."""
+        return self.ended_by in ("blocks", "early_stopping")
 
     @property
     def exit_status(self) -> int:
         """Of a process that did nothing else: 0, or 128 plus the signal's number, as shells have it for a process that
         a signal ended."""
-        return 0 if self.stopped_by is None else 128 + self.stopped_by
+        return 0 if self.signal is None else 128 + self.signal
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """The last value of every metric (docs/metrics.md), read from the run's folder."""
+        return {name: value for record in self.folder.read_metrics() for name, value in record.items()}
+
+    @property
+    def words(self) -> str:
+        """What ended it, for a person."""
+        if self.signal is not None:
+            return f"stopped by {self.signal.name} and saved"
+        if self.callback is not None:
+            return f"stopped by {self.callback} and saved"
+        return "finished" if self.ended_by == "blocks" else "finished by early stopping"

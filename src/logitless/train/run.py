@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -24,8 +24,17 @@ from logitless.rollout.environments import environment_of
 from logitless.rollout.tool_environment import tools_of
 from logitless.seeds import derived_seed
 from logitless.train.ahead import LOG, collector_of
+from logitless.train.callbacks import Callback, Callbacks
 from logitless.train.changes import Change, as_json, check_resumed, in_words
-from logitless.train.checkpoint import Checkpoint, checkpoints, clear_remains, damaged, load_checkpoint
+from logitless.train.checkpoint import (
+    Checkpoint,
+    checkpoints,
+    clear_remains,
+    damaged,
+    load_checkpoint,
+    read_checkpoint,
+    restore_parameters,
+)
 from logitless.train.checks import arrangement_of, check_before_start
 from logitless.train.config import Recipe, RecordedEngineSection
 from logitless.train.costly import costly_choices
@@ -101,6 +110,7 @@ def run_recipe(
     fork: str | None = None,
     open_engines: OpenEngines = open_engines,
     environment: Environment | Driver | None = None,
+    callbacks: Sequence[Callback] = (),
     ranks: Ranks = Ranks.alone(),
     clock: WallClock | None = None,
 ) -> RunResult:
@@ -116,6 +126,7 @@ def run_recipe(
         open_engines: what opens the engines, from the recipe, the model and its tokenizer; for engines that no recipe
             names.
         environment: what answers the policy, its messages with their tokens; None for the recipe's.
+        callbacks: are told what happens, on the first rank.
         ranks: that train together; each calls this with the same recipe, and the first one writes.
         clock: that has run since the process began; None for one that begins here.
 
@@ -258,7 +269,8 @@ def run_recipe(
         services.callback(collector.close)
         held_out = {"held_out": data.held_out, **data.held_out_sets}
         evaluation = evaluation_of(recipe, engines.evaluation, environment, held_out, rewards, ranks)
-        loop = Loop(recipe, collector, learner, evaluation, journal)
+        told = Callbacks(callbacks, is_first=ranks.is_first)
+        loop = Loop(recipe, collector, learner, evaluation, journal, told)
         view.message(f"optimizer AdamW ({implementation(learner.optimizer)})")
         for line in in_words(changed):
             view.message(line)
@@ -272,24 +284,29 @@ def run_recipe(
                 learner.progress.halvings.clear()  # they were of the earlier size
         elif resume:
             view.message("no checkpoint yet: from the beginning")
+        told.start(folder.path, recipe)
         clock.outside(UNNAMED)
         with left_alone():
-            complete = loop.run()
-        if complete:
+            result = loop.run()
+        progress = learner.progress
+        counts = {"blocks": progress.block, "steps": progress.step, "skipped_steps": progress.skipped}
+        summary: dict[str, Any] = {"name": recipe.name, "ended_by": result.ended_by, **counts}
+        if result.complete:
             with journal.phase("export"):
+                exported = summary["exported"] = _put_back_best(loop, ranks)
                 state = policy.whole_state(keep=ranks.is_first)
                 if ranks.is_first:
                     _export(policy, tokenizer, folder, state)
+            view.message(_exported_in_words(exported))
         with journal.phase("closing"):
             services.close()
-        progress = learner.progress
-        counts = {"blocks": progress.block, "steps": progress.step, "skipped_steps": progress.skipped}
-        journal.write_summary({"name": recipe.name, **counts})
+        journal.write_summary(summary)
         with journal.phase("report"):
             if ranks.is_first:
                 write_report(folder.path)
-        journal.write_summary({"name": recipe.name, **counts})  # with the seconds of the report
-    return RunResult(folder, complete, loop.stopped_by)
+        journal.write_summary(summary)  # with the seconds of the report
+    told.end(result)
+    return result
 
 
 def _new_folder(root: Path, name: str, numbered: bool, ranks: Ranks) -> RunFolder:
@@ -407,6 +424,31 @@ def _check_no_fork(folder: RunFolder) -> None:
             given="none: it was stopped while it started",
             remedy=f"Start it again, without --resume: --fork {named}",
         )
+
+
+def _put_back_best(loop: Loop, ranks: Ranks) -> dict[str, Any]:
+    """Give the policy the weights of the best evaluation, where its checkpoint was kept; says which weights it has.
+
+    Returns:
+        ``which`` (``best`` or ``last``), ``block`` and ``step`` of the weights; of the best ``metric`` and ``value``.
+    """
+    progress, best, path = loop.learner.progress, loop.best, loop.best_checkpoint
+    if best is None or path is None:
+        return {"which": "last", "block": progress.block, "step": progress.step}
+    with failing_together(ranks, "the checkpoint of the best evaluation"):
+        policy = loop.learner.policy
+        policy.release()  # whole weights were for sampling
+        restore_parameters(policy.held(), read_checkpoint(path).tensors)
+        policy.round_masters()
+    place = {"which": "best", "block": best.block, "step": best.step}
+    return {**place, "metric": best.section.metric, "value": best.value}
+
+
+def _exported_in_words(exported: Mapping[str, Any]) -> str:
+    place = f"after block {exported['block']} (step {exported['step']})"
+    if exported["which"] == "last":
+        return f"model/ has the last weights, {place}"
+    return f"model/ has the weights of the best {exported['metric']}, {exported['value']:.4g}, {place}"
 
 
 def _progress(saved: Checkpoint | None) -> dict[str, int]:

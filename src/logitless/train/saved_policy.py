@@ -18,7 +18,7 @@ from logitless.models.export import adapter_tensors
 from logitless.models.value_head import value_head_for
 from logitless.rollout.transformers import TransformersEngine
 from logitless.seeds import derived_seed
-from logitless.train.checkpoint import checkpoints, damaged, read_checkpoint, restore_parameters
+from logitless.train.checkpoint import checkpoints, damaged, folder_name, read_checkpoint, restore_parameters
 from logitless.train.config import Recipe
 from logitless.train.engines import engine_here
 from logitless.train.policies import policy_of
@@ -65,8 +65,8 @@ def load_policy(
 
     Args:
         folder: of the run.
-        which: ``latest`` (checkpoint, or ``model/`` where no checkpoint is left), ``model``, a checkpoint's block
-            number or its folder's name.
+        which: ``latest`` (checkpoint, or ``model/`` where no checkpoint is left), ``best`` (under
+            ``checkpoint.keep_best``), ``model``, a checkpoint's block number or its folder's name.
         device: ``cpu``, ``cuda``, ...; None for the recipe's.
         exact: hold trained weights in float32, as they are in the checkpoint, also where the run computes with rounded
             ones.
@@ -120,13 +120,15 @@ def chosen_source(folder: RunFolder, which: str) -> Path:
         return folder.model
     if which == "latest" and found:
         return found[-1]
+    if which == "best" and found and (best := read_checkpoint(found[-1]).state["loop"].get("best")) is not None:
+        which = folder_name(best["block"], best["step"])
     if which.isdigit() and (of_block := [path for path in found if path.name.startswith(f"block-{int(which):06d}-")]):
         return of_block[-1]
     if named := [path for path in found if path.name == which]:
         return named[0]
     there = [path.name for path in found] + (["model"] if is_finished else [])
     raise ConfigurationError(
-        needed=f"a checkpoint of {folder.path}: latest, model, the number of its block, or its name",
+        needed=f"a checkpoint of {folder.path}: latest, best, model, the number of its block, or its name",
         given=f"{which!r}, and there are {', '.join(there) or 'none'}",
         remedy="Name one that is there; a recipe's checkpoint.every_blocks and keep say which are kept.",
     )
@@ -154,7 +156,8 @@ def _summary(folder: RunFolder) -> dict[str, int]:
     """Blocks and steps of a finished run."""
     try:
         found = json.loads(folder.summary.read_bytes())
-        return {"block": int(found["blocks"]), "step": int(found["steps"])}
+        exported = found.get("exported") or {"block": found["blocks"], "step": found["steps"]}
+        return {"block": int(exported["block"]), "step": int(exported["step"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             needed=f"blocks and steps of the finished run in {folder.summary}",

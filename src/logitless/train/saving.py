@@ -16,6 +16,7 @@ def save_run(
     learner: Learner,
     journal: Journal,
     of_loop: Mapping[str, Any],
+    best: str | None = None,
 ) -> None:
     """Begin to write a checkpoint of everything; ``saver.wait`` comes before the next optimizer step.
 
@@ -23,6 +24,7 @@ def save_run(
         saver: of the run.
         collector, learner, journal: parts of the run.
         of_loop: what the loop itself has to remember, as JSON.
+        best: name of a checkpoint that stays, however many come after it.
     """
     saver.save(
         block=learner.progress.block,
@@ -35,6 +37,7 @@ def save_run(
             "loop": dict(of_loop),
             "random": checkpoints.random_state(),
         },
+        best=best,
     )
 
 

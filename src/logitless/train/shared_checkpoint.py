@@ -52,8 +52,19 @@ class SharedSaver:
         self._wrote, self._given_up = threading.Event(), threading.Event()
         self._error: Exception | None = None
 
-    def save(self, *, block: int, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        *,
+        block: int,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        best: str | None = None,
+    ) -> None:
         """Begin to write; the state, of which the first rank's counts, is taken now.
+
+        Args:
+            block, step, tensors, state, best: of ``BackgroundSaver.save``.
 
         Raises:
             CheckpointError: the save before this one failed on some rank, or the folder cannot be made.
@@ -86,7 +97,7 @@ class SharedSaver:
                 whole_part.replace(part)  # from here on the first may move the folder
                 self._wrote.set()
                 if self.ranks.is_first and (whole := self._everyones(partial)) is not None:
-                    put_in_place(partial, final, whole, content, self.keep)
+                    put_in_place(partial, final, whole, content, self.keep, best)
             except OSError as error:
                 self._error = no_room(final, error)
             except Exception as error:

@@ -1,0 +1,67 @@
+"""A run as one call, for the command line and for Python: ``logitless.train(recipe)``."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from logitless.distributed.ranks import ranks_of_environment, restarted
+from logitless.errors import ConfigurationError
+from logitless.train.callbacks import Callback
+from logitless.train.config import Recipe
+from logitless.train.recipe import load_recipe, parse_recipe
+from logitless.train.result import RunResult
+from logitless.train.run import run_recipe
+from logitless.train.setup import device_of
+from logitless.train.wall_clock import WallClock
+
+
+def train(
+    recipe: Recipe | Mapping[str, Any] | str | Path,
+    *,
+    resume: bool | Literal["auto"] = False,
+    fork: str | Path | None = None,
+    numbered: bool = False,
+    callbacks: Sequence[Callback] = (),
+    clock: WallClock | None = None,
+) -> RunResult:
+    """Run a recipe, as ``logitless train`` does; in processes that ``torchrun`` started, with all of them.
+
+    Args:
+        recipe: the path of a YAML file, a mapping with the same keys, or a checked recipe.
+        resume: continue the run of this name from its last checkpoint; ``"auto"``: where there is one, else start it.
+        fork: ``RUN`` or ``RUN:CHECKPOINT``, whose weights, optimizer state and position a new run starts from.
+        numbered: where the name is taken, take ``name-2``, ``name-3``, ...
+        callbacks: are told what happens (``Callback``), on the first rank, and may stop the run.
+        clock: that has run since the process began; None for one that begins here.
+
+    Returns:
+        Folder, what ended the run, and its last metrics. A signal or a callback that stops it is no error.
+
+    Raises:
+        LogitlessError: what is wrong with the recipe, the data, the model or the machine, or why the run cannot go on.
+    """
+    if isinstance(recipe, str | Path):
+        recipe = load_recipe(Path(recipe))
+    elif not isinstance(recipe, Recipe):
+        recipe = parse_recipe(recipe)
+    if restarted():  # torchrun has started the processes anew: the run goes on where it had begun
+        if numbered:
+            raise ConfigurationError(
+                needed="one name for a run that torchrun --max-restarts may start again",
+                given="--numbered",
+                remedy="Set the name: --set name=...",
+            )
+        resume = resume or "auto"
+    with ranks_of_environment(device_of(recipe.model).type, timeout_seconds=recipe.parallel.timeout_seconds) as ranks:
+        if not ranks.is_first:
+            logging.getLogger("logitless").setLevel(logging.WARNING)
+        return run_recipe(
+            recipe,
+            resume=resume,
+            fork=None if fork is None else str(fork),
+            numbered=numbered,
+            callbacks=callbacks,
+            ranks=ranks,
+            clock=clock,
+        )

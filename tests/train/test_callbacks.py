@@ -1,0 +1,157 @@
+"""``logitless.train`` runs what the command line runs, and its callbacks are told what happens."""
+
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+import yaml
+
+import logitless
+from logitless.distributed import Ranks
+from logitless.errors import ConfigurationError
+from logitless.train.metrics import repeatable
+from logitless.train.recipe import parse_recipe
+from logitless.train.run import run_recipe
+from tests.ranks import run_on_ranks
+from tests.train.interrupting import stop_at
+from tests.train.tiny import tiny_raw, tiny_recipe
+
+
+class Noting(logitless.Callback):
+    """Writes down what it is told, and asks for a stop where it is told to."""
+
+    def __init__(self, stop_at=None):
+        self.heard, self.stop_at = [], stop_at
+
+    def on_start(self, folder, recipe):
+        self.heard.append(("start", folder.name, recipe.train.blocks))
+
+    def on_block(self, metrics):
+        self.heard.append(("block", metrics["block"], metrics))
+        return self.stop_at == ("block", metrics["block"])
+
+    def on_evaluation(self, metrics):
+        self.heard.append(("evaluation", metrics["step"], metrics))
+        return self.stop_at == ("evaluation", metrics["step"])
+
+    def on_checkpoint(self, path):
+        assert (path / "index.json").is_file()
+        self.heard.append(("checkpoint", path.name, None))
+
+    def on_end(self, result):
+        assert result.folder.summary.is_file()
+        self.heard.append(("end", result.ended_by, result))
+
+    @property
+    def in_short(self):
+        return [(kind, what) for kind, what, _ in self.heard]
+
+
+TWO_BLOCKS = {"train__blocks": 2, "train__epochs_per_block": 1, "kl": None}
+
+
+def test_a_run_of_python_tells_its_callbacks_everything_in_order(tmp_path):
+    told = Noting()
+    result = logitless.train(tiny_recipe(tmp_path, **TWO_BLOCKS), callbacks=[told])
+    assert told.in_short == [
+        ("start", "tiny"),
+        ("evaluation", 0),
+        ("checkpoint", "block-000000-step-000000"),
+        ("block", 1),
+        ("checkpoint", "block-000001-step-000002"),
+        ("block", 2),
+        ("evaluation", 4),
+        ("checkpoint", "block-000002-step-000004"),
+        ("end", "blocks"),
+    ]
+    assert told.heard[-1][2] is result
+    assert result.complete
+    lines = result.folder.read_metrics()
+    for kind, number, metrics in told.heard:
+        if kind == "block":
+            of_block = [line for line in lines if line["block"] == number and line["step"] > 0]
+            assert len(of_block) == 2
+            wanted = {name: value for line in of_block for name, value in line.items()}
+            assert {name: metrics[name] for name in wanted if name in metrics} == pytest.approx(
+                {name: value for name, value in wanted.items() if name in metrics}, nan_ok=True
+            )
+            assert "reward/mean" in metrics
+            assert ("evaluation/accuracy" in metrics) == (number == 2)
+    assert result.metrics["evaluation/accuracy"] == lines[-1]["evaluation/accuracy"]
+
+
+def test_a_path_a_mapping_and_a_recipe_are_the_same_run(tmp_path):
+    raw = tiny_raw(tmp_path) | {"kl": None, "train": {"blocks": 1, "tokens_per_step": 40, "tokens_per_micro_batch": 32}}
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(raw | {"name": "path"}))
+    results = [
+        logitless.train(file),
+        logitless.train(raw | {"name": "mapping"}),
+        logitless.train(parse_recipe(raw | {"name": "recipe"})),
+        logitless.train(str(file), numbered=True),
+    ]
+    assert [result.folder.path.name for result in results] == ["path", "mapping", "recipe", "path-2"]
+    first, *others = [[repeatable(line) for line in result.folder.read_metrics()] for result in results]
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("moment", [("block", 1), ("evaluation", 0)])
+def test_a_callback_stops_a_run_which_goes_on_bit_for_bit(tmp_path, moment):
+    whole = logitless.train(tiny_recipe(tmp_path, **TWO_BLOCKS, name="whole"))
+    told = Noting(moment)
+    recipe = tiny_recipe(tmp_path, **TWO_BLOCKS)
+    result = logitless.train(recipe, callbacks=[logitless.Callback(), told])
+    assert (result.ended_by, result.callback, result.complete) == ("callback", "Noting", False)
+    assert result.exit_status == 0
+    assert told.in_short[-1] == ("end", "callback")
+    assert not result.folder.model.exists()
+    rest = Noting()
+    assert logitless.train(recipe, resume="auto", callbacks=[rest]).complete
+    assert ("block", 1) in told.in_short + rest.in_short
+    assert [repeatable(line) for line in result.folder.read_metrics()] == [
+        repeatable(line) for line in whole.folder.read_metrics()
+    ]
+
+
+def test_a_block_that_was_resumed_amid_its_steps_is_told_whole(tmp_path, monkeypatch):
+    recipe, whole, rest = tiny_recipe(tmp_path, **TWO_BLOCKS), Noting(), Noting()
+    logitless.train(tiny_recipe(tmp_path, **TWO_BLOCKS, name="whole"), callbacks=[whole])
+    with monkeypatch.context() as patched:
+        stop_at(1, patched)
+        logitless.train(recipe)
+    logitless.train(recipe, resume=True, callbacks=[rest])
+    [one], [other] = (
+        [repeatable(m) for kind, n, m in each.heard if (kind, n) == ("block", 1)] for each in (whole, rest)
+    )
+    assert one == other
+
+
+def test_an_error_in_a_callback_ends_the_run(tmp_path):
+    class Broken(logitless.Callback):
+        def on_block(self, metrics):
+            raise ZeroDivisionError(metrics["block"])
+
+    with pytest.raises(ZeroDivisionError):
+        logitless.train(tiny_recipe(tmp_path, **TWO_BLOCKS), callbacks=[Broken()])
+    assert not (tmp_path / "runs" / "tiny" / "lock.json").exists()
+
+
+def _on_ranks(rank, folder):
+    told = Noting(("block", 1))
+    with mock.patch("logitless.train.run.write_report"):
+        result = run_recipe(tiny_recipe(folder, **TWO_BLOCKS), callbacks=[told], ranks=Ranks(data=dist.group.WORLD))
+    return result.ended_by, result.callback, len(told.heard)
+
+
+def test_callbacks_are_called_on_the_first_rank_and_stop_all(tmp_path):
+    tiny_raw(tmp_path)
+    (first, second) = run_on_ranks(2, _on_ranks, tmp_path)
+    assert first[:2] == second[:2] == ("callback", "Noting")
+    assert first[2] > 0
+    assert second[2] == 0
+
+
+def test_a_numbered_run_that_torchrun_may_start_again_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(ConfigurationError, match="may start again"):
+        logitless.train(tiny_recipe(tmp_path), numbered=True)
