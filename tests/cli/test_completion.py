@@ -40,7 +40,7 @@ def completed(script, *words):
         (("tr",), ["train"]),
         (("",), [*COMMANDS, "--help", "--verbose"]),
         (("train", "--dr"), ["--dry-run"]),
-        (("train", "recipe.yaml", "--res"), ["--resume"]),
+        (("train", "recipe.yaml", "--res"), ["--resume", "--resume-or-start"]),
         (("recipes", "co"), ["copy"]),
         (("recipes", "show", "quick"), ["quickstart"]),
         (("train", "recip"), []),  # bash itself goes on with names of files
