@@ -155,6 +155,16 @@ def test_what_costs_more_than_a_factor_of_two_is_a_warning_with_its_remedy(
     assert remedy in warning
 
 
+def test_four_bits_are_left_out_only_where_there_is_room_for_sixteen(tmp_path, gpu, monkeypatch):
+    pytest.importorskip("triton")
+    gpu()
+    plain = tiny_recipe(tmp_path, **ON_GPU, **COVERED, **LORA)
+    model = policy_model(plain.model, tokenizer_of(plain.model), seed=0, device=torch.device("meta"))
+    four_bits = tiny_recipe(tmp_path, **ON_GPU, **COVERED, **LORA, model__quantize="nf4", model__autocast="bfloat16")
+    [warning] = costly_choices(four_bits, GPU, model)
+    assert warning.endswith("Leave model.autocast and model.quantize out where the GPU holds the base in 16 bits.")
+
+
 def test_a_cpu_has_nothing_to_be_warned_of(tmp_path):
     recipe = tiny_recipe(tmp_path)
     model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("cpu"))

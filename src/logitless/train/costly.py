@@ -65,5 +65,6 @@ def _why_own_layers(recipe: Recipe, device: torch.device, model: nn.Module) -> t
     keys += ["attention"] * (section.attention != "packed")
     keys += [held] * (lowered and getattr(section, held) == "float32" and section.autocast is None)
     if keys:
-        return cause, f"Leave {' and '.join(f'model.{key}' for key in keys)} out."
+        needs = " where the GPU holds the base in 16 bits" if section.quantize else ""
+        return cause, f"Leave {' and '.join(f'model.{key}' for key in keys)} out{needs}."
     return cause, "docs/bits.md lists what they cover; rollout.engine: vllm samples such a model faster."
