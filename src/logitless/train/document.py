@@ -95,9 +95,9 @@ def keys(kind: type) -> list[Key]:
     """The keys of a section, its ``name`` left out.
 
     Example:
-        >>> from logitless.train.config import LoraSection
-        >>> [key.name for key in keys(LoraSection)]
-        ['rank', 'alpha', 'targets']
+        >>> from logitless.train.config import ValueHeadSection
+        >>> [key.name for key in keys(ValueHeadSection)]
+        ['learning_rate_factor', 'source']
     """
     return [key for key in _all_keys(kind) if not _is_mark(key)]
 
