@@ -89,6 +89,8 @@ def test_a_run_stops_early_and_exports_the_best_weights_and_says_so(tmp_path, ev
     said = capsys.readouterr().out
     assert "early stopping: 2 evaluations without a better value than evaluation/accuracy 0.7 after block 2" in said
     assert "model/ has the weights of the best evaluation/accuracy, 0.7, after block 2 (step 4)" in said
+    assert "best evaluation/accuracy 0.3 after block 1" in said
+    assert "best evaluation/accuracy 0.7 after block 2" in said
     assert load_policy(run, "model").step == 4
     assert chosen_source(run, "best").name == BEST
     assert chosen_source(run, "latest").name == "block-000004-step-000008"

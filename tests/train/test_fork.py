@@ -1,16 +1,21 @@
 """A fork starts from another run's checkpoint: with the same keys it has the bits of that run going on."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from logitless.distributed import Ranks
 from logitless.errors import ConfigurationError
 from logitless.train import checkpoint as checkpoints
 from logitless.train.fork import parent_of
 from logitless.train.metrics import repeatable
 from logitless.train.provenance import parent_in
 from logitless.train.run import run_recipe, start
+from logitless.train.run_folder import RunFolder
+from tests.ranks import run_on_ranks
 from tests.train.interrupting import stop_at
 from tests.train.tiny import tiny_recipe
 
@@ -96,6 +101,22 @@ def test_what_a_fork_cannot_carry_is_refused_in_words_and_leaves_no_folder(tmp_p
     with pytest.raises(ConfigurationError, match=said):
         start(tiny_recipe(tmp_path, kl=None, name="fork", **changes), fork=str(parent.path))
     assert not (tmp_path / "runs" / "fork").exists()
+
+
+def _fork_on_ranks(rank, folder, parent):
+    with mock.patch("logitless.train.run.write_report"):
+        return start(tiny_recipe(folder, name="fork"), fork=parent, ranks=Ranks(data=dist.group.WORLD))[1]
+
+
+def test_ranks_fork_what_one_process_wrote(tmp_path):
+    parent, _ = start(tiny_recipe(tmp_path))
+    assert run_on_ranks(2, _fork_on_ranks, tmp_path, f"{parent.path}:1") == [True, True]
+    fork = RunFolder(tmp_path / "runs" / "fork")
+    norms = [
+        [line["optimizer/grad_norm"] for line in run.read_metrics() if line["block"] > 1 and line["step"] > 4]
+        for run in (parent, fork)
+    ]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
 def test_a_checkpoint_amid_a_block_is_passed_over_and_refused_by_name(tmp_path, monkeypatch):

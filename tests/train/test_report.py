@@ -107,6 +107,27 @@ def test_the_summary_stands_on_top(tmp_path, drawn):
         assert part in text
 
 
+def test_a_run_that_stopped_early_says_so_and_marks_the_evaluation_whose_weights_it_exported(tmp_path, drawn):
+    folder = fake_run(tmp_path)
+    summary = json.loads(folder.summary.read_text())
+    exported = {"which": "best", "block": 8, "step": 16, "metric": "evaluation/accuracy", "value": 0.6}
+    folder.write_summary(summary | {"ended_by": "early_stopping", "exported": exported})
+    text = page_of(folder).text
+    assert "finished by early stopping" in text
+    assert "model/ has the weights of the best evaluation/accuracy, 0.6, after block 8 (step 16)" in text
+    (options,) = (options for lines, options in drawn["lines"] if lines[0].label == "accuracy")
+    assert options["moment"] == ("best, exported", 16)
+    assert all(options["moment"] is None for lines, options in drawn["lines"] if lines[0].label != "accuracy")
+
+
+def test_a_run_that_a_signal_stopped_is_not_called_finished(tmp_path, drawn):
+    folder = fake_run(tmp_path)
+    folder.write_summary(json.loads(folder.summary.read_text()) | {"ended_by": "signal"})
+    text = page_of(folder).text
+    assert "stopped by a signal" in text
+    assert "finished" not in text
+
+
 def test_kl_is_drawn_with_mean_p95_and_the_target_of_the_recipe(tmp_path, drawn):
     folder = fake_run(tmp_path)
     page_of(folder)

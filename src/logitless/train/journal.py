@@ -119,6 +119,10 @@ class Journal:
             first = block.trained[0]
             self._sample = (first.prompt.text, first.completions[0].text, first.rewards[0] or 0.0)
 
+    def best(self, text: str) -> None:
+        """The best evaluation so far, for the person who watches."""
+        self._view.best(text)
+
     def message(self, text: str) -> None:
         """A line for the person who watches."""
         self._view.message(text)

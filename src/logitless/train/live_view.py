@@ -110,6 +110,7 @@ class LiveView:
         self._record: Record = {}
         self._failing: list[str] = []
         self._sample: tuple[str, str, float | int] | None = None
+        self._best: str | None = None
         self._phase = "starting"
         self._phase_start = clock()
         self._live: Live | None = None
@@ -149,6 +150,10 @@ class LiveView:
         if self._live is None and any(record.get(name) is not None for name, _ in _SHOWN):
             self._say(self._line())
 
+    def best(self, text: str) -> None:
+        """Show the best evaluation so far, where the run follows one."""
+        self._best = text
+
     def message(self, text: str) -> None:
         """Say something that stays on the screen."""
         self._say(text)
@@ -173,6 +178,8 @@ class LiveView:
             if value is not None:
                 parts.append(f"{label} {value:.4g}")
         parts += self._failing if "reward/mean" in self._record else ()
+        if self._best is not None and any(name.startswith(("evaluation/", "held_out/")) for name in self._record):
+            parts.append(f"best {self._best}")
         left = self.seconds_left()
         return "  ".join(parts if left is None else [*parts, f"{duration(left)} left"])
 
@@ -195,6 +202,8 @@ class LiveView:
                 values = self._history[name]
                 curves.add_row(Text(label), Text(f"{values[-1]:.4g}", style="bold"), Text(sparkline(values), "cyan"))
         parts: list[Table | Text] = [head, curves]
+        if self._best is not None:
+            parts.append(Text(f"best {self._best}", style="bold"))
         if self._failing:
             parts.append(Text("\n".join(self._failing), style="bold red"))
         if self._sample is not None:

@@ -203,6 +203,13 @@ class Loop:
         for each in (self.patience, self.best):
             if each is not None:
                 each.see(found, block=progress.block, step=progress.step)
+        self._show_best()
+
+    def _show_best(self) -> None:
+        """Let the live view show the best evaluation that the run follows."""
+        followed = self.best or self.patience
+        if followed is not None:
+            self.journal.best(followed.words)
 
     def _tell(self, place: Numbers, found: Numbers) -> None:
         """Let the callbacks see an evaluation, if there was one."""
@@ -322,6 +329,7 @@ class Loop:
             assert self.best is not None
             self.journal.message(f"the checkpoint of {self.best.words} is gone: the best is sought among later ones")
             self.best = Best(self.best.section)
+        self._show_best()
         if self.ranks.is_first:  # the steps of a block that has begun, for the callbacks
             block = self._done + (not self.unwritten)
             steps = [

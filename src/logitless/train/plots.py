@@ -63,6 +63,7 @@ def line_plot(
     x_label: str,
     y_label: str,
     level: tuple[str, Number] | None = None,
+    moment: tuple[str, Number] | None = None,
     log: bool = False,
     unit_interval: bool = False,
     smooth: bool = True,
@@ -73,6 +74,7 @@ def line_plot(
         lines: at least one. Long ones are drawn as means over equal stretches.
         x_label, y_label: of the axes.
         level: a label and the height of a horizontal line.
+        moment: a label and the place on the x axis of a vertical line.
         log: logarithmic y axis, where there is a positive value.
         unit_interval: y from 0 to 1.
         smooth: draw a noisy line faint, and its running mean over it; for numbers that are drawn at random.
@@ -106,6 +108,8 @@ def line_plot(
             )
         if level is not None:
             axes.axhline(level[1], color="#dc2626", linewidth=1.0, linestyle=":", label=level[0])
+        if moment is not None:
+            axes.axvline(moment[1], color="#dc2626", linewidth=1.0, linestyle="--", label=moment[0])
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
@@ -117,7 +121,7 @@ def line_plot(
             axes.yaxis.set_minor_formatter(ticker.NullFormatter())
         if unit_interval:
             axes.set_ylim(-0.02, 1.02)
-        if len(lines) > 1 or level is not None:
+        if len(lines) > 1 or level is not None or moment is not None:
             figure.legend(loc="outside upper left", ncols=3)
         return _svg(figure)
 

@@ -23,6 +23,7 @@ import yaml
 from logitless.train.live_view import duration
 from logitless.train.metrics import metric_of
 from logitless.train.plots import Line, Number, bar_plot, heat_map, line_plot
+from logitless.train.result import exported_in_words
 from logitless.train.rollout_data import turns
 from logitless.train.run_folder import RunFolder, open_run_folder, write_atomically
 
@@ -69,9 +70,9 @@ def _page(folder: RunFolder) -> str:
     for block, rows in folder.read_rollouts():
         rollouts.add(block, rows)
     sections = [
-        _head(folder, config, records, finished=bool(summary)),
+        _head(folder, config, records, summary),
         _tiles(records, summary),
-        _curves(records, _target(config)),
+        _curves(records, _target(config), summary.get("exported")),
         _over_blocks(rollouts),
         _cost(records, summary),
         _graders(records),
@@ -144,14 +145,25 @@ def _extremes(rows: Sequence[Mapping[str, Any]], num_prompts: int = 3) -> list[d
     return shown
 
 
-def _head(folder: RunFolder, config: Mapping[str, Any], records: Sequence[Mapping[str, Any]], *, finished: bool) -> str:
-    if finished:
-        state = "finished"
+_ENDS = {
+    "early_stopping": "finished by early stopping",
+    "signal": "stopped by a signal",
+    "callback": "stopped by a callback",
+}
+
+
+def _head(
+    folder: RunFolder, config: Mapping[str, Any], records: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]
+) -> str:
+    if summary:
+        state = _ENDS.get(summary.get("ended_by", ""), "finished")
     elif records:
         state = f"no summary: still going on, or stopped after step {records[-1]['step']}"
     else:
         state = "no step recorded"
     facts = [state, *(f"{key} {config[key]}" for key in ("seed",) if key in config)]
+    if exported := summary.get("exported"):
+        facts.append(exported_in_words(exported))
     return f"<header><h1>{html.escape(folder.path.name)}</h1><p>{html.escape(' · '.join(facts))}</p></header>"
 
 
@@ -279,7 +291,8 @@ _CURVES = (
 )
 
 
-def _curves(records: Sequence[Mapping[str, Any]], target: Number | None) -> str:
+def _curves(records: Sequence[Mapping[str, Any]], target: Number | None, exported: Mapping[str, Any] | None) -> str:
+    best = ("best, exported", exported["step"]) if exported is not None and exported["which"] == "best" else None
     names = dict.fromkeys(name for record in records for name in record)
     functions = [name for name in names if metric_of(name).name == "reward/{function}/mean"]
     reward = _Curves(
@@ -291,7 +304,7 @@ def _curves(records: Sequence[Mapping[str, Any]], target: Number | None) -> str:
     cards = []
     for curves in (reward, *_of_sources(names), *_of_held_out(names), *_CURVES):
         level = ("target", target) if target is not None and curves.title == "KL to the reference" else None
-        cards.append(_drawn(records, curves, level=level))
+        cards.append(_drawn(records, curves, level=level, moment=best if curves.title == "Held-out accuracy" else None))
     return grid_of("Training", cards)
 
 
@@ -493,14 +506,20 @@ def _conversation(row: Mapping[str, Any]) -> str:
     return "".join(said)
 
 
-def _drawn(records: Sequence[Mapping[str, Any]], curves: _Curves, *, level: tuple[str, Number] | None = None) -> str:
+def _drawn(
+    records: Sequence[Mapping[str, Any]],
+    curves: _Curves,
+    *,
+    level: tuple[str, Number] | None = None,
+    moment: tuple[str, Number] | None = None,
+) -> str:
     """The card of those metrics that the run has, with their values; empty without any."""
     lines = []
     for name, label in curves.labels.items():
         points = [(record["step"], record[name]) for record in records if name in record]
         if any(y is not None for _, y in points):
             lines.append(Line(label, tuple(x for x, _ in points), tuple(y for _, y in points)))
-    return card_of(curves.title, curves.caption, lines, level=level, **curves.options) if lines else ""
+    return card_of(curves.title, curves.caption, lines, level=level, moment=moment, **curves.options) if lines else ""
 
 
 def card_of(title: str, caption: str, lines: Sequence[Line], **options: Any) -> str:

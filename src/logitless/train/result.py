@@ -55,3 +55,19 @@ class RunResult:
         if self.callback is not None:
             return f"stopped by {self.callback} and saved"
         return "finished" if self.ended_by == "blocks" else "finished by early stopping"
+
+
+def exported_in_words(exported: Mapping[str, Any]) -> str:
+    """Which weights a finished run has left.
+
+    Args:
+        exported: of ``summary.json``.
+
+    Example:
+        >>> exported_in_words({"which": "last", "block": 3, "step": 12})
+        'model/ has the last weights, after block 3 (step 12)'
+    """
+    place = f"after block {exported['block']} (step {exported['step']})"
+    if exported["which"] == "last":
+        return f"model/ has the last weights, {place}"
+    return f"model/ has the weights of the best {exported['metric']}, {exported['value']:.4g}, {place}"

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -55,7 +55,7 @@ from logitless.train.provenance import digest_of_file, digest_of_log, digest_of_
 from logitless.train.provenance import environment as made_with
 from logitless.train.recipe import dump_recipe, load_recipe
 from logitless.train.report import write_report
-from logitless.train.result import RunResult
+from logitless.train.result import RunResult, exported_in_words
 from logitless.train.run_folder import (
     WARM_START,
     RunFolder,
@@ -297,7 +297,7 @@ def run_recipe(
                 state = policy.whole_state(keep=ranks.is_first)
                 if ranks.is_first:
                     _export(policy, tokenizer, folder, state)
-            view.message(_exported_in_words(exported))
+            view.message(exported_in_words(exported))
         with journal.phase("closing"):
             services.close()
         journal.write_summary(summary)
@@ -442,13 +442,6 @@ def _put_back_best(loop: Loop, ranks: Ranks) -> dict[str, Any]:
         policy.round_masters()
     place = {"which": "best", "block": best.block, "step": best.step}
     return {**place, "metric": best.section.metric, "value": best.value}
-
-
-def _exported_in_words(exported: Mapping[str, Any]) -> str:
-    place = f"after block {exported['block']} (step {exported['step']})"
-    if exported["which"] == "last":
-        return f"model/ has the last weights, {place}"
-    return f"model/ has the weights of the best {exported['metric']}, {exported['value']:.4g}, {place}"
 
 
 def _progress(saved: Checkpoint | None) -> dict[str, int]:
