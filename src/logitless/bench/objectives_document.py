@@ -375,7 +375,8 @@ Every objective is one composition, `logitless.objective.objective.Objective`, o
 
 `l_t` is the surrogate, `w_t` the weighting, `c_t` the sampler correction, `kept_t` the filters; a value loss comes with its own weights. A preset
 is a name for a ratio, a surrogate, an advantage and a weighting; filters, correction, KL and entropy bonus can be added to any.
-Its keys in a recipe are in [configuration](configuration.md).
+Its keys in a recipe are in [configuration](configuration.md). A surrogate or an advantage of your own stands in
+[a file beside the recipe](extending.md#a-surrogate-or-an-advantage-by-its-path).
 
 - `lr_t = logp_t - logp_old_t`, the trained policy against the one that drew the batch. `p = exp(logp)`.
 - `S(t)` is the sequence of token t and `|S(t)|` its trained tokens; `sg` stops the gradient.
