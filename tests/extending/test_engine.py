@@ -22,7 +22,8 @@ def lines(run, **engine):
 
 
 def but_for_rounding(records):  # a copy of the weights lies elsewhere, where a product may differ in its last digit
-    return [{k: v for k, v in record.items() if not k.startswith("sampler/logp_diff")} for record in records]
+    rounded = ("sampler/logp_diff", "parity/")
+    return [{k: v for k, v in record.items() if not k.startswith(rounded)} for record in records]
 
 
 here, at_once = lines("here", name="transformers"), lines("at_once", name="lagging", every=1)
