@@ -3,8 +3,11 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -114,6 +117,53 @@ def test_what_a_fault_ended_goes_on_from_its_last_checkpoint(num_ranks, disturbe
     else:
         assert run_on_ranks(2, _run, tmp_path, True) == [True, True]
         assert _metrics(tmp_path) == undisturbed
+
+
+WAITING = """
+import os, signal, sys
+from logitless.distributed.ranks import ranks_of_environment
+
+with ranks_of_environment("cpu") as ranks:
+    ranks.barrier()
+    with open(f"{sys.argv[1]}/{ranks.rank}", "w") as file:
+        file.write(str(os.getpid()))
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    ranks.barrier()
+"""
+
+
+def _waited_for(there):
+    until = time.monotonic() + 120
+    while not there():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def _state(place):
+    """Of a process, a letter: Z where it has ended and nobody has asked how, as where it is gone."""
+    try:
+        return place.read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def test_ranks_end_with_the_torchrun_that_started_them_also_one_that_is_stopped(tmp_path):
+    (tmp_path / "program.py").write_text(WAITING)
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *TORCHRUN, str(tmp_path / "program.py"), str(tmp_path)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as torchrun:
+        places = [tmp_path / str(rank) for rank in range(2)]
+        _waited_for(lambda: all(place.exists() and place.read_text() for place in places))
+        ranks = [Path("/proc", place.read_text(), "stat") for place in places]
+        _waited_for(lambda: _state(ranks[1]) == "T")
+        torchrun.kill()
+    try:
+        _waited_for(lambda: {_state(rank) for rank in ranks} == {"Z"})
+    finally:
+        for rank in ranks:
+            if _state(rank) != "Z":
+                os.kill(int(rank.parent.name), signal.SIGKILL)
 
 
 def _with_another(rank, folder, which):

@@ -5,8 +5,11 @@ differs from rank to rank is the tokens it computes on. The loss is the sum of t
 summed, never averaged. Objects travel between ranks as JSON, so that no rank can make another run code.
 """
 
+import ctypes
 import json
 import os
+import signal
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +34,7 @@ from logitless.distributed.tree import TreeSum
 from logitless.errors import ConfigurationError, LostRankError, UnavailableError
 
 _Item = TypeVar("_Item")
+_PR_SET_PDEATHSIG = 1
 BUCKET_BYTES = 64 * 2**20  # of gradients that are summed in one collective; bounds the copy
 ALONE_BYTES = 8 * 2**20  # a gradient from which on its sum is a collective of its own, without a copy
 NCCL_FAULTS_HERE = (
@@ -401,6 +405,8 @@ def ranks_of_environment(
     if world == 1:
         yield Ranks.alone()
         return
+    if "TORCHELASTIC_RUN_ID" in environment:
+        _end_with_parent()
     backend = "gloo"
     if device == "cuda":
         if local >= torch.cuda.device_count():
@@ -428,6 +434,15 @@ def ranks_of_environment(
             for name in ("data", "sequence", "all"):
                 object.__setattr__(each, name, None)
         dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when torchrun is gone, which alone ends ranks that are stopped or hang.
+
+    The others would else wait for them as long as a collective may take, with nobody left who ends them. Linux only.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def restarted(environment: Mapping[str, str] = os.environ) -> bool:
