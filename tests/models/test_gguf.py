@@ -26,6 +26,13 @@ def test_a_gguf_file_is_a_model_source(file):
     assert {p.device.type for p in load_model(file, device="meta").parameters()} == {"meta"}
 
 
+def test_another_file_of_the_same_name_is_read_again(file):
+    first = load_model(file, device="meta").config
+    file.unlink()
+    write_gguf(file, layers=1)
+    assert (first.num_hidden_layers, load_model(file, device="meta").config.num_hidden_layers) == (2, 1)
+
+
 def test_quantized_weights_are_trained_as_plain_ones(tmp_path):
     plain, rounded = (
         load_model(write_gguf(tmp_path / f"{quantized}.gguf", quantized=quantized)) for quantized in (False, True)

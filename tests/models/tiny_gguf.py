@@ -1,4 +1,4 @@
-"""A GGUF file of a Llama of two layers with a byte-level tokenizer, as llama.cpp's converter would write it."""
+"""A GGUF file of a small Llama with a byte-level tokenizer, as llama.cpp's converter would write it."""
 
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,13 @@ def byte_letters() -> list[str]:
     return sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
-def write_gguf(path: Path, *, quantized: bool = False, **changed: Any) -> Path:
+def write_gguf(path: Path, *, quantized: bool = False, layers: int = 2, **changed: Any) -> Path:
     """Write the file.
 
     Args:
         path: of the file.
         quantized: the layers' matrices in Q8_0.
+        layers: how many.
         changed: of the metadata, by the name behind ``tokenizer.ggml.``; None leaves a key out. ``chat_template``.
     """
     from gguf import GGMLQuantizationType, GGUFWriter, quantize
@@ -42,7 +43,7 @@ def write_gguf(path: Path, *, quantized: bool = False, **changed: Any) -> Path:
         "chat_template": CHATML,
         **changed,
     }
-    width, layers, inner = 64, 2, 96
+    width, inner = 64, 96
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(layers)
     writer.add_context_length(256)

@@ -8,7 +8,9 @@ the model's own: sentencepiece vocabularies and byte-level ones whose way of spl
 import importlib.util
 import logging
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +110,8 @@ def gguf_config(path: Path) -> Any:
     """
     _need_package()
     try:
-        config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+        file = path.stat()
+        config = deepcopy(_config(path, file.st_mtime_ns, file.st_size))
     except Exception as error:  # of a damaged file anything
         raise ConfigurationError(
             needed="a GGUF file of an architecture that transformers reads",
@@ -117,6 +120,12 @@ def gguf_config(path: Path) -> Any:
         ) from error
     config._name_or_path = str(path)  # the file's own title stands there, which nobody can load
     return config
+
+
+@lru_cache(maxsize=4)
+def _config(path: Path, *_of_file: int) -> Any:
+    """Read once: each reading goes through the whole vocabulary, seconds of Python."""
+    return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
 
 
 def gguf_model(path: Path, config: Any, options: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
