@@ -72,6 +72,19 @@ def test_a_fork_takes_other_keys_and_says_what_begins_anew(tmp_path, capsys):
     assert "begins anew: the KL coefficient (another kl); the place in the prompts (other data.train" in said
 
 
+def test_a_fork_in_another_dtype_begins_with_the_same_master_weights(tmp_path):
+    parent, _ = start(tiny_recipe(tmp_path, train__blocks=1, kl=None))
+    recipe = tiny_recipe(tmp_path, kl=None, name="fork", train__blocks=2, model__trained_dtype="bfloat16")
+    fork, complete = start(recipe, fork=str(parent.path))
+    assert complete
+    begun = checkpoints.read_checkpoint(checkpoints.checkpoints(fork.checkpoints)[0]).tensors
+    before = _last(parent).tensors
+    assert begun.keys() == before.keys()
+    for name in begun:
+        if not name.startswith("random/"):
+            assert torch.equal(begun[name], before[name]), name
+
+
 def test_a_fork_that_was_stopped_goes_on_bitwise_and_knows_its_parent(tmp_path, monkeypatch):
     parent, _ = start(tiny_recipe(tmp_path, train__blocks=1))
     whole, _ = start(tiny_recipe(tmp_path, name="whole"), fork=str(parent.path))

@@ -229,6 +229,8 @@ def test_disk_is_planned_by_what_a_checkpoint_holds(tmp_path):
         parts["checkpoints"] == (2 + 1) * 3 * 4 * NUM_WEIGHTS
     )  # weights and two moments, one more while it is written
     assert parts["model"] == 4 * NUM_WEIGHTS
+    with_best = plan_of(tiny_recipe(tmp_path, checkpoint={"keep": 2, "keep_best": {}})).disk_bytes
+    assert with_best["checkpoints"] == (2 + 1 + 1) * 3 * 4 * NUM_WEIGHTS
     lora = {"rank": 2, "targets": ["q_proj"]}
     adapted = plan_of(tiny_recipe(tmp_path, checkpoint__keep=1, model__lora=lora)).disk_bytes
     assert adapted["checkpoints"] == 2 * 3 * 4 * 2 * (16 + 16)

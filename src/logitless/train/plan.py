@@ -201,7 +201,8 @@ def sampling_bytes(recipe: Recipe, config: Any, number: int) -> int:
 def disk(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None) -> dict[str, int]:
     """Bytes of the run folder by part, of a model and its value head on any device.
 
-    A checkpoint holds what is trained and AdamW's two moments; while one is written, ``checkpoint.keep`` others stay.
+    A checkpoint holds what is trained and AdamW's two moments; while one is written, ``checkpoint.keep`` others stay,
+    and under ``checkpoint.keep_best`` the best.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if value_head is not None:
@@ -209,11 +210,16 @@ def disk(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None) 
     size = sum(master_of(p).numel() * master_of(p).element_size() for p in trained)
     rollout = recipe.rollout
     tokens = rollout.prompts_per_block * rollout.completions_per_prompt * rollout.longest_completion
-    parts = {"checkpoints": (recipe.checkpoint.keep + 1) * 3 * size, "model": size}
+    parts = {"checkpoints": _most_checkpoints(recipe) * 3 * size, "model": size}
     if recipe.warm_start is not None:
         parts["warm start"] = size
     parts["rollouts (estimate)"] = 4 * tokens * recipe.train.blocks
     return parts
+
+
+def _most_checkpoints(recipe: Recipe) -> int:
+    """That are on the disk at once."""
+    return recipe.checkpoint.keep + 1 + (recipe.checkpoint.keep_best is not None)
 
 
 def check_disk(recipe: Recipe, parts: Mapping[str, int], folder: Path) -> None:
@@ -230,7 +236,7 @@ def check_disk(recipe: Recipe, parts: Mapping[str, int], folder: Path) -> None:
     if (short := _short_of_disk(parts, folder)) is not None:
         needed, free = short
         raise UnavailableError(
-            needed=f"{size_text(needed)} at {folder} for {recipe.checkpoint.keep + 1} checkpoints and the weights",
+            needed=f"{size_text(needed)} at {folder} for {_most_checkpoints(recipe)} checkpoints and the weights",
             given=f"{size_text(free)} free",
             remedy="Free disk space, choose another `output`, or lower checkpoint.keep.",
         )
