@@ -1,5 +1,8 @@
 """What ``auto`` is as a dtype, where it is resolved, what the first lines say of it, and what a resume makes of it."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 import yaml
@@ -14,6 +17,7 @@ from logitless.train.run import start
 from logitless.train.setup import policy_model, tokenizer_of
 from tests.train.tiny import tiny_raw, tiny_recipe
 
+ROOT = Path(__file__).parents[2]
 GPU = torch.device("cuda")
 LORA = {"model__lora": {"rank": 2, "targets": ["q_proj"]}}
 ON_GPU = {"model__device": "auto"}
@@ -170,3 +174,24 @@ def test_a_cpu_has_nothing_to_be_warned_of(tmp_path):
     model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("cpu"))
     assert not hasattr(backbone(model), "row_invariant")
     assert costly_choices(recipe, torch.device("cpu"), model) == []
+
+
+def test_the_factors_of_the_warnings_and_the_page_are_those_of_the_committed_results():
+    def found(name, **wanted):
+        rows = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["rows"]
+        [row] = [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+        return row
+
+    steps = {
+        way: found("step-qwen2.5-0.5b.json", workload="long", contender=way, live=1.0)["seconds"]
+        for way in ("logitless", "logitless-autocast")
+    }
+    rates = {
+        engine: found("rollout-H200.json", model="qwen2.5-0.5b", workload="64x8-512-64:512", engine=engine)
+        for engine in ("gpu", "transformers")
+    }
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert f"| {1000 * steps['logitless']:.0f} ms | {1000 * steps['logitless-autocast']:.0f} ms |" in page
+    assert " | ".join(f"{rates[engine]['tokens_per_second']:,.0f} tokens/s" for engine in rates) in page
+    assert 3.5 < steps["logitless-autocast"] / steps["logitless"] < 4.5  # "about 4 times"
+    assert 9 < rates["gpu"]["tokens_per_second"] / rates["transformers"]["tokens_per_second"] < 11  # "about 10 times"

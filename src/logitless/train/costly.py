@@ -14,7 +14,7 @@ from logitless.train.precision import automatic_dtype
 from logitless.train.setup import own_layers_because, runs_row_invariant
 
 _PAGE = "docs/performance.md#what-the-defaults-save"
-_STEP = f"a training step takes up to 4 times and sampling about 10 times as long ({_PAGE})"
+_STEP = f"a training step takes about 4 times and sampling about 10 times as long ({_PAGE})"
 _SAMPLING = f"sampling takes about 10 times as long ({_PAGE})"
 
 
