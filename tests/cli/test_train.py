@@ -218,6 +218,21 @@ def test_a_signal_in_the_last_step_of_a_run_leaves_it_complete(tmp_path, capsys,
     capsys.readouterr()
 
 
+def test_one_command_starts_a_run_goes_on_with_it_and_forks_it(tmp_path, capsys, monkeypatch):
+    arguments = ["train", *SMALL, "--set", f"output={tmp_path}", "--set", "train.blocks=2"]
+    with monkeypatch.context() as patched:
+        stop_at(1, patched)
+        assert main([*arguments, "--resume-or-start"]) == 130
+    assert main([*arguments, "--resume-or-start"]) == 0
+    run = tmp_path / "length-toy"
+    fork = [*arguments, "--set", "name=fork", "--set", "train.blocks=3", "--set", "train.optimizer.learning_rate=0.01"]
+    assert main([*fork, "--fork", f"{run}:2", "--dry-run"]) == 0
+    assert not (tmp_path / "fork").exists()
+    assert main([*fork, "--fork", f"{run}:2"]) == 0
+    assert f"fork of {run}: begins after 2 blocks" in capsys.readouterr().out
+    assert status(capsys, *fork[1:], "--set", "model.lora={}", "--fork", str(run), "--dry-run")[0] == 2
+
+
 def test_the_help_names_the_exit_status_of_a_run_that_was_stopped(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])

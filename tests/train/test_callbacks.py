@@ -1,5 +1,7 @@
 """``logitless.train`` runs what the command line runs, and its callbacks are told what happens."""
 
+import re
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,6 +17,8 @@ from logitless.train.run import run_recipe
 from tests.ranks import run_on_ranks
 from tests.train.interrupting import stop_at
 from tests.train.tiny import tiny_raw, tiny_recipe
+
+PAGE = (Path(__file__).parents[2] / "docs" / "runs.md").read_text(encoding="utf-8")
 
 
 class Noting(logitless.Callback):
@@ -155,3 +159,21 @@ def test_a_numbered_run_that_torchrun_may_start_again_is_refused(tmp_path, monke
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with pytest.raises(ConfigurationError, match="may start again"):
         logitless.train(tiny_recipe(tmp_path), numbered=True)
+
+
+def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
+    raw = tiny_raw(tmp_path) | {"kl": None, "train": {"blocks": 1, "tokens_per_step": 40, "tokens_per_micro_batch": 32}}
+    raw["evaluation"] = {"success_at": 100.0}  # an accuracy of 0, so that the callback does not stop the run
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(raw))
+    monkeypatch.chdir(tmp_path)
+    [program] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(program, {})
+    assert re.search(r"tiny True blocks \d", capsys.readouterr().out)
+
+
+def test_the_sections_of_the_page_are_valid(tmp_path):
+    raw, [shown] = tiny_raw(tmp_path), re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    sections = yaml.safe_load(shown)
+    recipe = parse_recipe(raw | {name: sections[name] for name in ("evaluation", "checkpoint")})
+    assert recipe.evaluation.stop.patience == 4
+    assert recipe.checkpoint.keep_best.metric == recipe.evaluation.stop.metric

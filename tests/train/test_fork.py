@@ -107,6 +107,7 @@ def test_a_fork_that_was_stopped_goes_on_bitwise_and_knows_its_parent(tmp_path, 
         ({"seed": 3}, "seed"),
         ({"train__optimizer": {"moments": "8bit"}}, "train.optimizer.moments"),
         ({"algorithm": {"preset": "ppo"}}, "without a value loss"),
+        ({"train__blocks": 1}, r"train\.blocks of at least 2"),
     ],
 )
 def test_what_a_fork_cannot_carry_is_refused_in_words_and_leaves_no_folder(tmp_path, changes, said):

@@ -160,6 +160,12 @@ def test_a_longer_run_of_the_same_recipe_may_be_resumed(tmp_path):
     assert folder.read_metrics()[-1]["block"] == 2
 
 
+def test_a_shorter_run_than_was_trained_is_refused_on_resume(tmp_path):
+    start(tiny_recipe(tmp_path, train__blocks=2, kl=None))
+    with pytest.raises(ConfigurationError, match=r"train\.blocks of at least 2"):
+        start(tiny_recipe(tmp_path, train__blocks=1, kl=None), resume=True)
+
+
 def test_a_full_disk_is_an_error_and_earlier_checkpoints_stay(tmp_path, monkeypatch):
     recipe, write, calls = tiny_recipe(tmp_path), checkpoints.write_tensors, []
 

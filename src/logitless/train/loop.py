@@ -114,7 +114,7 @@ class Loop:
             stopped_by = self.ranks.of_first(self.callbacks.stopped_by)
         folder = self.journal.folder
         if self._ended:
-            return RunResult(folder, "blocks" if self._done == self.recipe.train.blocks else "early_stopping")
+            return RunResult(folder, "blocks" if self._done >= self.recipe.train.blocks else "early_stopping")
         first = next((Signals(number) for number in signals if number is not None), None)
         return (
             RunResult(folder, "callback", callback=stopped_by) if first is None else RunResult(folder, "signal", first)
@@ -139,7 +139,7 @@ class Loop:
     @property
     def _ended(self) -> bool:
         """Whether every block is done, or early stopping has waited long enough."""
-        return self._done == self.recipe.train.blocks or (self.patience is not None and self.patience.is_over)
+        return self._done >= self.recipe.train.blocks or (self.patience is not None and self.patience.is_over)
 
     @property
     def _is_best(self) -> bool:

@@ -181,6 +181,8 @@ def run_recipe(
                 saved = parent.checkpoint
             named = {"checkpoint that is forked": str(saved.folder)}
             ranks.check_same(named, remedy="Name the checkpoint: the run that is forked has written another one.")
+        done = _progress(saved)
+        _check_blocks_left(recipe, done["block"], is_fork=parent is not None)
         warm = (path if parent is None else parent.folder.path) / WARM_START
         with clock.phase("model"):
             model = _model(built, tokenizer, warm if saved is not None and warm.exists() else None, arrangement, ranks)
@@ -198,7 +200,7 @@ def run_recipe(
             if ranks.is_first:
                 stack.enter_context(locked(folder.path))
                 stack.push(folder.remove_after_failed_start)
-        done, digests = _progress(saved), _digests(recipe, data)
+        digests = _digests(recipe, data)
         if ranks.is_first:
             if saved is None or parent is not None:
                 folder.clear()
@@ -412,6 +414,17 @@ def _check_choice(numbered: bool, resume: bool | Literal["auto"], fork: str | No
 def _is_begun(folder: RunFolder, fork: str | None) -> bool:
     """Whether there is a run to continue; a fork without a checkpoint of its own is begun again."""
     return folder.config.exists() and (fork is None or bool(checkpoints(folder.checkpoints)))
+
+
+def _check_blocks_left(recipe: Recipe, done: int, *, is_fork: bool) -> None:
+    """Refuse a run that has more blocks behind it than it is to have, and a fork that would train on none."""
+    least = done + is_fork
+    if recipe.train.blocks < least:
+        raise ConfigurationError(
+            needed=f"train.blocks of at least {least}: those of a checkpoint count",
+            given=f"{recipe.train.blocks}, and the checkpoint is from after block {done}",
+            remedy="Raise train.blocks" + (", or fork an earlier checkpoint." if is_fork else "."),
+        )
 
 
 def _check_no_fork(folder: RunFolder) -> None:
