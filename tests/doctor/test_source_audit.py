@@ -129,6 +129,7 @@ def test_a_model_in_32_bits_is_left_alone(code: str, tmp_path: Path) -> None:
     [
         "scaler = torch.amp.GradScaler()\nwith torch.autocast('cuda', dtype=torch.float16):\n    pass",
         "scaler = torch.cuda.amp.GradScaler(enabled=fp16)\nwith torch.cuda.amp.autocast():\n    pass",
+        "with self.accelerator.autocast():\n    pass",
         "args = TrainingArguments('out', fp16=True)",  # transformers' trainers scale gradients then
     ],
 )

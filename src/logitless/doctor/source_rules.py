@@ -431,12 +431,15 @@ def _reentrant_finding(module: Module, call: ast.Call) -> Finding:
 def float16_alone(module: Module) -> Iterator[Finding]:
     """Autocast to float16, by its default or by name, in a file that knows no bfloat16 and no gradient scaler.
 
-    ``fp16=True`` of a trainer's arguments is left alone: transformers' trainers and accelerate scale gradients then.
+    ``fp16=True`` of a trainer's arguments and ``accelerator.autocast()`` are left alone: transformers' trainers and
+    accelerate scale gradients then.
     """
     if any("enabled=False" not in ast.unparse(call) for call in module.calls("GradScaler", "ShardedGradScaler")):
         return
     knows_bfloat16 = re.search(r"bfloat16|bf16", module.text) is not None
     for call in module.calls("autocast"):
+        if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value).endswith("accelerator"):
+            continue
         dtype = keyword(call, "dtype")
         text = ast.unparse(call)
         named = dtype is not None and ast.unparse(dtype).endswith("float16") and "bfloat16" not in ast.unparse(dtype)
@@ -581,7 +584,7 @@ def _literals(module: Module, call: ast.Call) -> dict[str, Any] | None:
         return None
     fields = {}
     for each in call.keywords:
-        if each.arg in TRL_DEFAULTS:
+        if each.arg is not None and each.arg in TRL_DEFAULTS:
             value = each.value
             if isinstance(value, ast.Name):
                 value = next(iter(module.assigned(value.id, call)), value)
