@@ -37,8 +37,8 @@ def processor() -> str:
     return names[0] if names else platform.processor()
 
 
-def record(runs: list[dict[str, Any]], out: Path) -> None:
-    """Write the summaries of runs, and the machine they were made on."""
+def record(runs: list[dict[str, Any]], out: Path, **more: Any) -> None:
+    """Write the summaries of runs, the machine they were made on, and more by name."""
     machine = {
         "processor": processor(),
         "threads": torch.get_num_threads(),
@@ -46,7 +46,7 @@ def record(runs: list[dict[str, Any]], out: Path) -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    write_result(out, {"machine": machine, "runs": runs}, indent=2)
+    write_result(out, {"machine": machine, "runs": runs, **more}, indent=2)
 
 
 def readme_lines(result: dict[str, Any]) -> str:
