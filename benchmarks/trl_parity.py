@@ -137,7 +137,7 @@ def largest(one: Iterable[float], other: Iterable[float], *, relative: bool = Fa
 def page_lines(result: dict[str, Any]) -> str:
     """What the page says of a result."""
     lines = [
-        "| Configuration | micro-batches | largest loss | largest difference of a loss | of a gradient's norm, relative |",
+        "| Configuration | micro-batches | largest loss | largest loss difference | gradient norm, relative |",
         "|---|--:|--:|--:|--:|",
     ]
     for each in result["runs"]:
