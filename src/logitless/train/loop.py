@@ -286,7 +286,8 @@ class Loop:
         with self.journal.phase("checkpoint"):
             path = self.journal.folder.checkpoints / folder_name(progress.block, progress.step)
             is_new = not path.exists()
-            save_run(self.saver, self.collector, self.learner, self.journal, remembered, best and best.name)
+            kept = None if best is None else best.name
+            save_run(self.saver, self.collector, self.learner, self.journal, remembered, kept)
             self._being_saved = path if is_new else None
 
     def _wait(self) -> None:
