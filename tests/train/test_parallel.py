@@ -183,8 +183,16 @@ def test_bfloat16_weights_with_sharded_masters_have_the_gradients_of_one_rank_to
 
 
 @pytest.mark.parametrize("arrangement", [Arrangement(1, 2, 1), Arrangement(1, 1, 2)], ids=str)
-def test_adapters_on_a_sharded_base_have_the_gradients_of_one_rank(arrangement, tmp_path):
-    lora = {"rank": 2, "targets": ["q_proj", "down_proj", "lm_head"]}
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"targets": ["q_proj", "down_proj", "lm_head"]},
+        {"targets": ["q_proj"], "modules_to_save": ["lm_head", "norm", "embed_tokens"], "use_rslora": True},
+    ],
+    ids=["factors", "modules trained whole"],
+)
+def test_adapters_on_a_sharded_base_have_the_gradients_of_one_rank(arrangement, more, tmp_path):
+    lora = {"rank": 2, **more}
     changes = {"model__source": LLAMA, "model__lora": lora, "kl": None}
     _check(tmp_path, changes, 2, arrangement, dtype=None, rtol=1e-3, atol=1e-5)
 
