@@ -139,6 +139,12 @@ def test_the_defaults_of_a_gpu_are_not_warned_of(tmp_path, gpu, monkeypatch):
     [
         ({"model__trained_dtype": "float32"}, "float32 weights", "Leave model.trained_dtype out."),
         (LORA | {"model__dtype": "float32"}, "float32 weights", "Leave model.dtype out."),
+        ({"model__lora": {"rank": 2, "dropout": 0.1}}, "dropout in an adapter", "Leave model.lora.dropout out."),
+        (
+            {"model__lora": {"rank": 2, "modules_to_save": ["norm"]}},
+            "trained whole beside adapters",
+            "Leave model.lora.modules_to_save out.",
+        ),
         ({"model__autocast": "bfloat16"}, "model.autocast: bfloat16", "Leave model.autocast out."),
         ({"model__attention": "sdpa"}, "model.attention: sdpa", "Leave model.attention out."),
         ({"model__layers": "transformers"}, "model.layers: transformers", "Leave model.layers out."),

@@ -64,6 +64,9 @@ def _why_own_layers(recipe: Recipe, device: torch.device, model: nn.Module) -> t
     keys = [key for key in ("autocast", "compile", "quantize") if getattr(section, key)]
     keys += ["attention"] * (section.attention != "packed")
     keys += [held] * (lowered and getattr(section, held) == "float32" and section.autocast is None)
+    lora = section.lora
+    keys += ["lora.dropout"] * (lora is not None and lora.dropout > 0)
+    keys += ["lora.modules_to_save"] * (lora is not None and not {*lora.modules_to_save} <= {"lm_head"})
     if keys:
         needs = " where the GPU holds the base in 16 bits" if section.quantize else ""
         return cause, f"Leave {' and '.join(f'model.{key}' for key in keys)} out{needs}."
