@@ -10,26 +10,23 @@ import pytest
 import torch
 
 from logitless.data.packing import pack
-from logitless.models.loading import load_model
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.row_invariant import install_row_invariant
 from logitless.train.compile_ahead import compile_training_kernels
 from logitless.train.policy import Policy
 from logitless.types import Completion, Prompt
 from tests.models.test_row_invariant import COVERED
+from tests.models.test_row_invariant_gpu import wide
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 ROOT = Path(__file__).parents[2]
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
-SIZES |= {"vocab_size": 500, "max_position_embeddings": 4096, "head_dim": 64}
 
 
 def policy_of(family, *, lora=False):
-    config = {**COVERED[family], **SIZES}
-    model = load_model(config, random_weights=True, dtype=torch.bfloat16, device="cuda")
+    model = wide(family)
     if lora:
         model = add_lora(model, LoraOptions(rank=8))
     install_row_invariant(model)

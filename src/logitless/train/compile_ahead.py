@@ -78,7 +78,7 @@ def _forward_and_backward(
     entropy_gradient: bool,
 ) -> None:  # fmt: skip
     decoder: Any = backbone(policy.model)
-    positions = layout.positions[None]
+    positions = layout.positions.long()[None]
     hidden = decoder(input_ids=token[None], position_ids=positions, packed_layout=layout, num_layers=num_layers)
     scores = token_scores(
         hidden.last_hidden_state[0], policy.head(), token, temperature=temperature, backend=backend,

@@ -9,6 +9,13 @@ import numpy as np
 @functools.cache
 def sum_products_in_float64() -> None:
     """From now on in this process, on top of ``complete_interpreter``."""
+    from triton.runtime import interpreter
+
+    interpreter.InterpreterBuilder.create_dot = dot_in_float64
+
+
+def dot_in_float64(self: Any, a: Any, b: Any, acc: Any, *rest: Any) -> Any:
+    """In place of the interpreter's ``create_dot``."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -17,8 +24,5 @@ def sum_products_in_float64() -> None:
             return (handle.data.astype("uint32") << 16).view("float32").astype(np.float64)
         return handle.data.astype(np.float64)
 
-    def dot(self: Any, a: Any, b: Any, acc: Any, *rest: Any) -> Any:
-        total = np.matmul(wide(a), wide(b)) + acc.data
-        return interpreter.TensorHandle(total.astype(np.float32), acc.dtype.scalar)
-
-    interpreter.InterpreterBuilder.create_dot = dot
+    total = np.matmul(wide(a), wide(b)) + acc.data
+    return interpreter.TensorHandle(total.astype(np.float32), acc.dtype.scalar)

@@ -12,7 +12,7 @@ import triton.language as tl
 from logitless.head.kernels.forward import LN2, halves, row_by_column, tanh, tile_place
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["count"])
 def move_rows(
     kept,  # in and out [N, V] of row stride ``stride``
     source,  # [N] int32
@@ -30,7 +30,7 @@ def move_rows(
                 tl.store(to + v, tl.load(of + v, mask=v < V), mask=v < V)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["count"])
 def clear_rows(
     kept,  # out [N, V] of row stride ``stride``
     count,  # [1] int32
@@ -49,7 +49,7 @@ def clear_rows(
         tl.store(kept + row.to(tl.int64) * stride + v, zero, mask=v < V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["count"])
 def gather_rows(
     x,  # [N, D]
     row_of_slot,  # [slots] int32
@@ -101,7 +101,7 @@ def add_entropy_gradient(
                 tl.store(place + v, value.to(kept.dtype.element_ty), mask=v < V)
 
 
-@triton.jit(do_not_specialize=["N", "first"])
+@triton.jit(do_not_specialize=["N", "first"], do_not_specialize_on_alignment=["count"])
 def logit_gradient_product(
     x,  # [slots, D], or its TMA descriptor
     w,  # [V, D], or its TMA descriptor
@@ -207,7 +207,7 @@ def share_parts(num_rows, num_tiles, most, room, PROGRAMS: tl.constexpr):
     return best
 
 
-@triton.jit(do_not_specialize=["most", "room"])
+@triton.jit(do_not_specialize=["most", "room"], do_not_specialize_on_alignment=["count"])
 def row_product(
     k,  # [slots, V] of row stride k_stride, or its TMA descriptor
     w,  # [V, D] of row stride w_stride, or its TMA descriptor
@@ -266,7 +266,7 @@ def row_product(
             store_rows(acc, slot, slot_ok, cols, base, place, row_of_slot, factor, D, stride)
 
 
-@triton.jit(do_not_specialize=["most", "room"])
+@triton.jit(do_not_specialize=["most", "room"], do_not_specialize_on_alignment=["count"])
 def sum_parts(
     shares,  # [room, D] float32: the parts of all rows in turn
     tiles_across,  # of ``row_product``, as are most and room
@@ -315,7 +315,7 @@ def store_columns(
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["count"])
 def column_product(
     k,  # [slots, V] of row stride k_stride, or its TMA descriptor
     h,  # [slots, D] of row stride h_stride, or its TMA descriptor; both 0 from ``count`` to the next multiple of BK

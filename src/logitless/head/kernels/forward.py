@@ -163,7 +163,7 @@ def target_logits(
     tl.store(target_logit + row, z * tl.load(multiplier + row), mask=owned)
 
 
-@triton.jit(do_not_specialize=["N", "kept_rows"])
+@triton.jit(do_not_specialize=["N", "kept_rows"], do_not_specialize_on_alignment=["count"])
 def anchored_exp_product(
     x,  # [N, D], or its TMA descriptor
     w,  # [V, D], or its TMA descriptor
@@ -237,7 +237,7 @@ def anchored_exp_product(
                     tl.store(place, e.to(kept.dtype.element_ty), mask=stored)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["count"])
 def partial_sums(
     part_s, part_t,  # [parts, N] float32
     row_list,  # [N] int32, or None for all rows in order

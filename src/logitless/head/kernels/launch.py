@@ -179,9 +179,10 @@ class TileSums(NamedTuple):
     @classmethod
     def of(cls, operands: Operands, rows: Rows) -> "TileSums":
         """Room for those of these columns."""
-        tiles = triton.cdiv(len(operands.weight), operands.variant.score.columns)
-        s = torch.empty(2, tiles, len(rows.multiplier), dtype=torch.float32, device=rows.hidden.device)
-        return cls(s[0], s[1])
+        tiles, n = triton.cdiv(len(operands.weight), operands.variant.score.columns), len(rows.multiplier)
+        # Both begin at multiples of 16 bytes: kernels are compiled for what an address is a multiple of.
+        both = torch.empty(2, -(-tiles * n // 4) * 4, dtype=torch.float32, device=rows.hidden.device)
+        return cls(*(part[: tiles * n].view(tiles, n) for part in both))
 
     def sum(
         self, s: Tensor, t: Tensor, chosen: Compaction | None, anchor: Tensor | None = None, before: Sums | None = None,

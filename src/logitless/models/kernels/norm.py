@@ -67,7 +67,7 @@ def norm_kernel(
 
 
 @quick_launch
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "rows_per_program"])
 def norm_backward_kernel(
     v,  # [T, D] what was normed
     weight,  # [D]

@@ -201,7 +201,7 @@ def turned_back(
 
 
 @quick_launch
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "rows_per_program"])
 def rotary_backward_kernel(
     query,  # [T, H * E] as the forward read it, a row ``query_stride`` after the other; only norms read it
     key,  # [T, K * E] likewise
