@@ -11,6 +11,7 @@ import yaml
 import logitless
 from logitless.distributed import Ranks
 from logitless.errors import ConfigurationError
+from logitless.train.config import Recipe
 from logitless.train.metrics import repeatable
 from logitless.train.recipe import parse_recipe
 from logitless.train.run import run_recipe
@@ -92,9 +93,11 @@ def test_a_path_a_mapping_and_a_recipe_are_the_same_run(tmp_path):
         logitless.train(file),
         logitless.train(raw | {"name": "mapping"}),
         logitless.train(parse_recipe(raw | {"name": "recipe"})),
+        logitless.train(Recipe.model_validate(raw | {"name": "unresolved"})),
         logitless.train(str(file), numbered=True),
     ]
-    assert [result.folder.path.name for result in results] == ["path", "mapping", "recipe", "path-2"]
+    names = ["path", "mapping", "recipe", "unresolved", "path-2"]
+    assert [result.folder.path.name for result in results] == names
     first, *others = [[repeatable(line) for line in result.folder.read_metrics()] for result in results]
     assert all(other == first for other in others)
 

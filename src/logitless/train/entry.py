@@ -43,8 +43,8 @@ def train(
     """
     if isinstance(recipe, str | Path):
         recipe = load_recipe(Path(recipe))
-    elif not isinstance(recipe, Recipe):
-        recipe = parse_recipe(recipe)
+    else:  # a Recipe that was made directly may still have the dtype auto
+        recipe = parse_recipe(recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else recipe)
     if restarted():  # torchrun has started the processes anew: the run goes on where it had begun
         if numbered:
             raise ConfigurationError(
