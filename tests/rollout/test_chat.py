@@ -134,7 +134,7 @@ def test_a_turn_begins_as_the_variables_of_the_chat_template_say():
     assert tokenizer.decode(quiet.between(turn, REPLIES["user"])) == f"{plain}<think>\n\n</think>\n\n"
 
 
-@pytest.mark.parametrize("given", [{"enable_thinkng": False}, {"tools": []}, {"add_generation_prompt": False}])
+@pytest.mark.parametrize("given", [{"enable_thinkng": False}, {"tools": []}, {"messages": []}])
 def test_a_variable_that_no_chat_template_reads_is_refused(given):
     tokenizer = chat_tokenizer("qwen")
     check_chat_template_kwargs(tokenizer, {"enable_thinking": False})

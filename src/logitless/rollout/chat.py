@@ -29,10 +29,10 @@ def check_chat_template_kwargs(tokenizer: PreTrainedTokenizerBase, given: Mappin
     """Variables that the tokenizer's chat template reads; Jinja ignores any other in silence.
 
     Raises:
-        ConfigurationError: there is no chat template, it does not mention a name, or the name is an argument of
-            ``apply_chat_template``.
+        ConfigurationError: there is no chat template, it does not mention a name, or the name is the conversation's or
+            an argument of ``apply_chat_template``.
     """
-    taken = inspect.signature(tokenizer.apply_chat_template).parameters
+    taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
     template = str(tokenizer.chat_template or "")
     unread = [name for name in given if name in taken or not re.search(rf"\b{re.escape(name)}\b", template)]
     if unread:
