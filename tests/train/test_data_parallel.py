@@ -125,6 +125,19 @@ def test_ranks_draw_and_train_on_what_one_rank_would(case, num_ranks, tmp_path):
     assert _files(one) == _files(several)
 
 
+def test_a_rank_without_a_micro_batch_of_the_step_in_order_knows_the_gates_numbers(tmp_path):
+    changes = {
+        **CASES["one step a block, whose own pass the gate reads"],
+        "train__tokens_per_micro_batch": 10_000,
+        "parallel__deterministic": True,
+    }
+    runs = [_on(number, tmp_path / str(number), changes)[0] for number in (1, 2)]
+    one, two = ([record for record in run.read_metrics() if "optimizer/tokens" in record] for run in runs)
+    assert {record["parallel/tokens_per_rank"][1] for record in two} == {0}
+    assert all("parity/difference_max" in record for record in two)
+    assert [r["parity/difference_max"] for r in one] == [r["parity/difference_max"] for r in two]
+
+
 def _files(run):
     """All but checkpoints and the report, which tests leave out on this process."""
     paths = [path.relative_to(run.path) for path in run.path.rglob("*")]

@@ -416,10 +416,12 @@ class Learner:
         """
         if not block.scores_itself or self.recipe.rollout.sampling.filters_distribution:
             return None
-        found = torch.cat([required(each.logp_old, "logp_old").float() for each in outputs]).cpu()
-        places = torch.cat([block.packed.tokens_of(row) for row in rows])
+        found = [required(each.logp_old, "logp_old").float().cpu() for each in outputs]
+        # A rank that sums in order may have no micro-batch at all.
+        own = torch.cat([torch.empty(0), *found])
+        places = torch.cat([torch.empty(0, dtype=torch.long), *map(block.packed.tokens_of, rows)])
         logp = block.logp_old.clone()  # zero-advantage sequences were scored before
-        logp[self.ranks.gather(places)] = self.ranks.gather(found)
+        logp[self.ranks.gather(places)] = self.ranks.gather(own)
         return parity_metrics(block.packed, logp)
 
     def _gradients(
