@@ -136,6 +136,16 @@ def test_every_held_out_set_is_evaluated_where_a_run_stops_early(tmp_path, evalu
     assert with_more == [1, 4]  # before the first block and after the last
 
 
+def test_the_best_of_a_set_that_is_evaluated_because_the_run_stops_early_is_exported(tmp_path, evaluated):
+    tiny_recipe(tmp_path)
+    (tmp_path / "more.jsonl").write_text('{"id": "m", "prompt": "db", "answer": "bd"}\n')
+    more = {"data": {"name": "file", "path": str(tmp_path / "more.jsonl")}, "every_blocks": 100}
+    watched = {**WATCHED, "checkpoint__keep_best": {"metric": "held_out/more/accuracy"}}
+    run, _ = start(tiny_recipe(tmp_path, **watched, evaluation__sets={"more": more}))
+    exported = json.loads(run.summary.read_text())["exported"]
+    assert (exported["which"], exported["block"], exported["value"]) == ("best", 4, ACCURACY[4])
+
+
 def test_a_best_checkpoint_that_is_gone_is_said_and_another_one_is_sought(tmp_path, evaluated, capsys):
     recipe = tiny_recipe(tmp_path, **{**WATCHED, "train__blocks": 4, "evaluation__stop": None})
     run, _ = start(recipe)

@@ -184,6 +184,7 @@ class Loop:
             self.journal.message(f"early stopping: {since}")
             # As after the last block, every held-out set is evaluated.
             rest = self._evaluated([each for each in self.evaluation.sets if each not in due])
+            self._watch(rest)
             seconds = [each.get("time/evaluation_seconds", 0.0) for each in (found, rest)]
             found |= {**rest, "time/evaluation_seconds": sum(seconds)}
         record, self.unwritten = self.unwritten | handed_over | found, {}
