@@ -104,9 +104,10 @@ def test_a_key_that_makes_another_run_is_refused_by_its_name(tmp_path, key, valu
 
 def test_micro_batches_that_the_loss_looks_at_may_not_change(tmp_path):
     parts = {"algorithm": {"entropy_bonus": {"coefficient": 0.1, "scope": "micro_batch"}}}
-    before, after = tiny_recipe(tmp_path, **parts), tiny_recipe(tmp_path, **parts, train__tokens_per_micro_batch=64)
-    with pytest.raises(ConfigurationError, match=r"on which algorithm\.entropy_bonus depends"):
-        check_resumed(before, after, algorithm_of(after))
+    for other in ({"train__tokens_per_micro_batch": 64}, {"train__share_prompts": False}):
+        before, after = tiny_recipe(tmp_path, **parts), tiny_recipe(tmp_path, **parts, **other)
+        with pytest.raises(ConfigurationError, match=r"on which algorithm\.entropy_bonus depends"):
+            check_resumed(before, after, algorithm_of(after))
     assert of_micro_batches(presets.grpo()) == []
 
 

@@ -100,7 +100,8 @@ def check_resumed(before: Recipe, after: Recipe, algorithm: Algorithm) -> list[C
             remedy="Repeat the --set of the first start, or start a run of another name, which begins from this run's "
             "checkpoint under --fork RUN.",
         )
-    cut = [change.key for change in found if change.is_below(("train.tokens_per_micro_batch", "train.pack_by_cost"))]
+    cuts = [f"train.{key}" for key in ("tokens_per_micro_batch", "share_prompts", "pack_by_cost")]
+    cut = [change.key for change in found if change.is_below(cuts)]
     parts = of_micro_batches(algorithm)
     if cut and parts:
         raise ConfigurationError(
