@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
 from pydantic import TypeAdapter
@@ -12,7 +13,7 @@ from logitless.errors import ConfigurationError, UnavailableError
 from logitless.train.config import TensorBoardSection, WriterSection
 from logitless.train.run import start
 from logitless.train.run_folder import RunFolder
-from logitless.train.writers import open_writers
+from logitless.train.writers import ServiceWriter, open_writers
 from tests.train.interrupting import stop_at
 from tests.train.tiny import tiny_recipe
 
@@ -159,6 +160,16 @@ def test_a_run_that_begins_anew_is_a_new_run_of_every_service(calls, tmp_path):
     folder.writers.write_text('{"wandb": "of a failed start"}')
     start(recipe)
     assert "id" not in next(call[1] for call in calls if call[0] == "init")
+
+
+def test_writers_are_closed_before_the_folder_of_a_failed_start_is_removed(calls, tmp_path, monkeypatch):
+    folder, there = tmp_path / "runs" / "tiny", []
+    monkeypatch.setattr(ServiceWriter, "close", lambda self: there.append(folder.exists()))
+    monkeypatch.setattr("logitless.train.run.Learner", mock.Mock(side_effect=RuntimeError("no learner")))
+    with pytest.raises(RuntimeError, match="no learner"):
+        start(tiny_recipe(tmp_path, writers=["wandb"]))
+    assert there == [True]
+    assert not folder.exists()
 
 
 def test_a_name_alone_is_a_writer_with_its_defaults_and_none_is_there_twice(tmp_path):

@@ -192,14 +192,16 @@ def run_recipe(
                 check_disk(recipe, disk(recipe, model, value_head_of(recipe, algorithm, model)), path)
         with clock.phase("engine"):
             engines = engines_on(ranks, open_engines(recipe, model, tokenizer))
-        services = stack.enter_context(ExitStack())
-        services.callback(engines.close)
+        opened = stack.enter_context(ExitStack())
+        opened.callback(engines.close)
         if not resume:
             folder = _new_folder(Path(recipe.output), recipe.name, numbered, ranks)
             recipe = recipe.model_copy(update={"name": folder.path.name})
             if ranks.is_first:
                 stack.enter_context(locked(folder.path))
                 stack.push(folder.remove_after_failed_start)
+        services = stack.enter_context(ExitStack())  # closed before what a failed start left is removed
+        services.enter_context(opened.pop_all())
         digests = _digests(recipe, data)
         if ranks.is_first:
             if saved is None or parent is not None:
