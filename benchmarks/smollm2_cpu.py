@@ -46,9 +46,10 @@ def with_readme_lines(text: str, result: dict[str, Any]) -> str:
     runs, machine = result["runs"], result["machine"]
     accuracies = "; ".join(f"{each['accuracy_before']:.2f} to {each['accuracy_after']:.2f}" for each in runs)
     seconds = max(each["processor_seconds"] for each in runs)
+    seeds = f"{len(runs)} seed{'s' * (len(runs) > 1)}"
     lines = (
-        f"Held-out accuracy, greedy, at {len(runs)} seed(s): {accuracies}, in {runs[0]['blocks']} blocks and "
-        f"{seconds:.0f} s of the processor\n({machine['processor']}, {machine['threads']} thread(s), torch "
+        f"Held-out accuracy, greedy, at {seeds}: {accuracies}, in {runs[0]['blocks']} blocks and "
+        f"{seconds:.0f} s of the processor\n({machine['processor']}, {machine['threads']} threads, torch "
         f"{machine['torch']}; [benchmarks/results/smollm2-cpu.json](benchmarks/results/smollm2-cpu.json), by\n"
         "`benchmarks/smollm2_cpu.py`).\n"
     )
