@@ -395,6 +395,18 @@ def test_a_harness_reads_what_the_recipes_variables_make_of_the_chat_template_in
     assert tokenizer.decode([token for token, own in given if not own]).endswith(THOUGHT)
 
 
+def test_other_variables_of_the_chat_template_are_refused_in_every_turn_of_a_session(server):
+    base = server.open_session("s")
+    status, reply = post(f"{base}/chat/completions", messages=QUESTION)
+    assert status == 200
+    answer = {"role": "assistant", "content": reply["choices"][0]["message"]["content"]}
+    longer = [*QUESTION, answer, {"role": "user", "content": "ok?"}]
+    status, reply = post(f"{base}/chat/completions", messages=longer, chat_template_kwargs=QUIET)
+    assert status == 400
+    assert "chat_template_kwargs: settled by the recipe" in reply["error"]["message"]
+    assert post(f"{base}/chat/completions", messages=longer)[0] == 200
+
+
 def test_one_call_at_most_and_none_where_the_request_says_so(server):
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     server._engine.said = lambda prompt: Completion(prompt.id, (5,), call * 2, "stop")

@@ -306,9 +306,9 @@ class EngineServer:
         messages = body.get("messages")
         if not (isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)):
             raise _RefusedError(400, "messages: a list of messages is needed")
-        plain = [_plain(message) for message in messages]
+        plain, of_template = [_plain(message) for message in messages], self._of_template(body, session)
         if session is None:
-            prompt = Prompt(self._key(body), "", self._rendered(plain, body), messages=tuple(plain))
+            prompt = Prompt(self._key(body), "", self._rendered(plain, of_template), messages=tuple(plain))
             completions = self._ask(prompt, body).result()
             return self._chat_reply(completions, prompt.token_ids, body)
         if not session.lock.acquire(blocking=False):
@@ -317,17 +317,19 @@ class EngineServer:
         try:
             if session.closed:  # since the request was read
                 raise _RefusedError(404, f"no session {session.id!r}", "not_found")
-            return self._go_on(session, plain, body)
+            return self._go_on(session, plain, body, of_template)
         finally:
             session.lock.release()
 
-    def _go_on(self, session: Session, messages: list[dict[str, Any]], body: Mapping[str, Any]) -> dict[str, Any]:
+    def _go_on(
+        self, session: Session, messages: list[dict[str, Any]], body: Mapping[str, Any], of_template: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """The next turn of a session, which stays as it was where none comes of it: the request may be repeated."""
         if body.get("n", 1) != 1:
             raise _RefusedError(400, "n: a session has one completion a turn")
         prompt, turns = session.prompt, [*session.turns]
         if prompt is None:
-            prompt = Prompt(session.id, "", self._rendered(messages, body), messages=tuple(messages))
+            prompt = Prompt(session.id, "", self._rendered(messages, of_template), messages=tuple(messages))
         else:
             before, new = messages[: len(session.messages)], messages[len(session.messages) :]
             if not new or not all(_same(a, b) for a, b in zip(before, session.messages, strict=True)):
@@ -396,20 +398,24 @@ class EngineServer:
             "weights_version": self.version,
         }
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], body: Mapping[str, Any]) -> tuple[int, ...]:
-        from jinja2 import TemplateError
-
-        if not self.tokenizer.chat_template:
-            raise _RefusedError(400, "this tokenizer has no chat template; use completions")
+    def _of_template(self, body: Mapping[str, Any], session: Session | None) -> dict[str, Any]:
+        """What the chat template is given besides the messages; the same in all turns of a session."""
         own = body.get("chat_template_kwargs") or {}
         if not isinstance(own, dict):
             raise _RefusedError(400, "chat_template_kwargs: an object is needed")
         check_chat_template_kwargs(self.tokenizer, own)
         of_template = {**self.chat_template_kwargs, **own}
-        if of_template != self.chat_template_kwargs and not self.own_settings:
+        if of_template != self.chat_template_kwargs and (session is not None or not self.own_settings):
             raise _RefusedError(400, "chat_template_kwargs: settled by the recipe; leave it out")
         if tools := body.get("tools"):
             of_template["tools"] = tools
+        return of_template
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], of_template: Mapping[str, Any]) -> tuple[int, ...]:
+        from jinja2 import TemplateError
+
+        if not self.tokenizer.chat_template:
+            raise _RefusedError(400, "this tokenizer has no chat template; use completions")
         try:
             text = self.tokenizer.apply_chat_template(
                 [*messages], tokenize=False, add_generation_prompt=True, **of_template
