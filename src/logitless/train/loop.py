@@ -102,8 +102,7 @@ class Loop:
                 self._watch(found)
                 self.journal.write({**place, **found})
                 self._tell(place, found)
-                self.save()
-                self._wait()  # from here on there is something to go on from
+                self.save()  # written while the first block is collected
             try:
                 self._blocks()
             except EngineError:
