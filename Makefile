@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-vllm lint docs mutation clean
+.PHONY: demo test test-vllm lint docs site mutation clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("logitless needs Python 3.11 or newer; set PYTHON=python3.11") if sys.version_info < (3, 11) else None'
@@ -33,7 +33,7 @@ VLLM := .venv-vllm/bin
 	$(VLLM)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt --editable '.[lora,rewards]' \
 		pytest pytest-timeout hypothesis beartype
 	$(VLLM)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/python -m logitless.bench.vllm_process
+	$(VLLM)/python benchmarks/vllm_process.py
 	touch $@
 
 test-vllm: .venv-vllm/.installed
@@ -42,7 +42,11 @@ test-vllm: .venv-vllm/.installed
 docs: .venv/.installed
 	$(BIN)/python -m logitless.train.document
 	$(BIN)/python -m logitless.rewards.instructions.document
-	$(BIN)/python -m logitless.bench.objectives_document
+	$(BIN)/python -m logitless.objective.document
+
+site: .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 mutation: .venv/.installed
 	$(BIN)/python -m tests.mutation

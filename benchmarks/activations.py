@@ -9,8 +9,6 @@ added. Bytes are those above what weights and gradients take; both estimates com
 same model (``models/activations.py``) and are made before the row is read.
 """
 
-import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,20 +17,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from logitless.bench.machine import environment, release, write_result
-from logitless.bench.step_contenders import SHAPES, Rollouts, Shape
+from logitless.bench.machine import environment, release
 from logitless.data.packing import Packing, share_prompts
-from logitless.errors import UnavailableError
 from logitless.head.fused import peak_bytes
 from logitless.models.activations import MODES, ActivationPlan, Cost, Mode, costs_per_token, set_modes
 from logitless.models.lm_head import backbone_hidden, lm_head
-from logitless.models.row_invariant import install_row_invariant
-from logitless.models.self_check import self_check
-from logitless.train.masters import lower_to
-from logitless.train.policy import Policy
+from logitless.models.row_invariant.layers import install_row_invariant
+from logitless.models.row_invariant.self_check import self_check
+from logitless.train.learn.policy import Policy
+from logitless.train.optim.master_weights import lower_to
 from logitless.types import PackedBatch
+from script import RESULTS, Rows, command_line, needs_gpu
+from shapes import SHAPES, Shape
+from step_contenders import Rollouts
 
-RESULT = Path("benchmarks/results/activations-H200.json")
+RESULT = RESULTS / "activations-H200.json"
 TOKENS = 16384
 """Most tokens of the packed row, as a recipe has it by default."""
 
@@ -136,24 +135,15 @@ def measure(shape: Shape, keep: Callable[[dict[str, Any]], None]) -> None:
 
 def main() -> None:
     """Measure every model that was asked for; rows of others stay in the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--models", default="qwen2.5-0.5b,qwen3-1.7b", help="by commas")
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise UnavailableError(needed="a CUDA device", given="none", remedy="Run it on a machine with a GPU.")
+    needs_gpu()
     here, names = environment("cuda", ("triton", "transformers")), options.models.split(",")
-    found = json.loads(options.output.read_text()) if options.output.exists() else {}
-    same = found.get("environment") == here
-    rows: list[dict[str, Any]] = [row for row in found.get("rows", []) if same and row["model"] not in names]
-
-    def keep(row: dict[str, Any]) -> None:
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-        write_result(options.output, {"environment": here, "rows": rows})
-
+    results = Rows(options.output, here, ("model", "modes", "part"))
     for name in names:
-        measure(next(shape for shape in SHAPES if shape.name == name), keep)
+        measure(next(shape for shape in SHAPES if shape.name == name), results.add)
         release("cuda")
 
 

@@ -10,7 +10,6 @@ is kept as it came, standard error included, but for the names of that folder, o
 home.
 """
 
-import argparse
 import json
 import os
 import re
@@ -26,9 +25,8 @@ from typing import Any
 import torch
 
 from logitless.bench.machine import environment, short_name, write_result
+from script import RESULTS, ROOT, command_line
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 PAGES = tuple(sorted((ROOT / "docs").glob("*.md")))
 
 STAND_INS = (
@@ -126,7 +124,7 @@ def filled(page: str) -> str:
 
 def main() -> int:
     """Run, or fill the pages."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--again", action="store_true", help="run commands that have a result, too")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these alone")
     parser.add_argument("--out", type=Path, default=RESULTS)

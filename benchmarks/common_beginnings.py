@@ -9,26 +9,23 @@ completions. Random weights, bfloat16 with float32 masters, row-invariant layers
 three are one step.
 """
 
-import argparse
-import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from logitless.bench.machine import environment, release, write_result
-from logitless.bench.step_contenders import SHAPES, Rollouts, Shape, Workload
-from logitless.bench.step_rows import Reference, Stage, Stepper
+from logitless.bench.machine import environment, release
 from logitless.data import packing
 from logitless.data.packing import pack
-from logitless.errors import UnavailableError
-from logitless.train.score import scores_of
+from logitless.train.learn.score import scores_of
 from logitless.types import Completion, Prompt
+from script import RESULTS, Rows, command_line, needs_gpu
+from shapes import SHAPES, Shape, Workload
+from step_contenders import Rollouts
+from step_rows import Reference, Stage, Stepper
 
-RESULT = Path("benchmarks/results/common-beginnings-H200.json")
+RESULT = RESULTS / "common-beginnings-H200.json"
 INSTRUCTIONS = 1024
 WORKLOAD = Workload(8, 8, 64, 256, shortest_completion=64)
 """Behind the instructions."""
@@ -67,11 +64,7 @@ def measure(shape: Shape, device: str, keep: Callable[[dict[str, Any]], None], *
         for way in WAYS:
             packing.LEAST_SHARED = common.get(way, least)
             rollouts = rollouts_of(shape, INSTRUCTIONS // by, workload)
-            stage._set("logitless")
-            recipe = stage.learner.recipe
-            train = recipe.train.model_copy(update={"share_prompts": way != "nothing"})
-            stage.learner.recipe = recipe.model_copy(update={"train": train})
-            stage.policy.shares_prompts = way != "nothing"
+            stage.use("logitless", share_prompts=way != "nothing")
             plan = rollouts.plan.micro_batches
             logp = scores_of(stage.policy, rollouts.packed, plan, temperature=1.0, backend="auto").logp
             taken = stage.timed(Stepper(stage._learn, stage._learn), rollouts, Reference(logp, {}, None, None), steps=5)
@@ -98,26 +91,18 @@ def measure(shape: Shape, device: str, keep: Callable[[dict[str, Any]], None], *
 
 def main() -> None:
     """Measure every model that was asked for and write the file after each row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--models", default="qwen2.5-0.5b,qwen3-1.7b", help="by commas")
     parser.add_argument("--output", type=Path, default=RESULT)
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the tool itself with --models tiny")
     options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UnavailableError(
-            needed="a CUDA device", given="none", remedy="Use --device cpu --models tiny to try the tool itself."
-        )
+    if options.device == "cuda":
+        needs_gpu("Use --device cpu --models tiny to try the tool itself.")
     here = environment(options.device, ("triton", "transformers"))
-    rows: list[dict[str, Any]] = []
-
-    def keep(row: dict[str, Any]) -> None:
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-        write_result(options.output, {"environment": here, "instructions": INSTRUCTIONS, "rows": rows})
-
+    results = Rows(options.output, here, ("model", "shared"), instructions=INSTRUCTIONS)
     for name in options.models.split(","):
         shape = next(shape for shape in SHAPES if shape.name == name)
-        measure(shape, options.device, keep, by=1 if options.device == "cuda" else 16)
+        measure(shape, options.device, results.add, by=1 if options.device == "cuda" else 16)
         release(options.device)
 
 

@@ -1,13 +1,12 @@
 """What the kernels of a decoding step take, part by part, and the picture of it.
 
     python benchmarks/decode_step.py                # Qwen2.5-0.5B at 64 and 512 rows, on a GPU
-    python benchmarks/decode_step.py --draw         # the picture of what the result file has; measures nothing
+    python benchmarks/decode_step.py --sample         # the picture of what the result file has; measures nothing
 
 Rows are samples of prompts of 448 tokens whose pages the eight samples of a prompt share. Kernels are launched one
 behind the other, so that none begins before its turn: the sum is a little more than a step takes.
 """
 
-import argparse
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -17,14 +16,14 @@ from typing import Any
 import torch
 
 from logitless.bench.machine import environment, write_result
-from logitless.bench.rollout_report import plot_step
 from logitless.models.lm_head import backbone
-from logitless.models.paged_attention import PAGE
-from logitless.models.row_invariant import install_row_invariant
+from logitless.models.row_invariant.layers import install_row_invariant
+from logitless.models.row_invariant.paged_attention import PAGE
+from logitless.rollout.gpu.steps import STEPS, Begin, Place, Steps, TokenSampling
 from logitless.rollout.sampling import SamplingOptions
-from logitless.rollout.steps import STEPS, Begin, Drawing, Place, Steps
+from rollout_report import plot_step
+from script import RESULTS, ROOT, command_line
 
-ROOT = Path(__file__).parents[1]
 PROMPT_PAGES = 7
 SAMPLES = 8
 NAMED = {  # by the beginning of a kernel's name
@@ -35,8 +34,8 @@ NAMED = {  # by the beginning of a kernel's name
     "merge_splits": "attention, splits merged",
     "low_rank_kernel": "LoRA",
     "gate_kernel": "gate",
-    "draw_kernel": "draw",
-    "finish_kernel": "draw",
+    "sample_kernel": "sample",
+    "finish_kernel": "sample",
     "begin_kernel": "begin, embedding, end",
     "end_kernel": "begin, embedding, end",
 }
@@ -77,7 +76,7 @@ def rows_of(model: torch.nn.Module, rows: int, position: int) -> tuple[Steps, Pl
         of_prompt = range(prompt * PROMPT_PAGES, (prompt + 1) * PROMPT_PAGES)
         held = (*of_prompt, *range(start, start + own))
         begins.append(Begin(row, 5, position, position + 9 * STEPS, row + 1, held, None, (5,)))
-    steps.begin(begins, Drawing(SamplingOptions(max_new_tokens=9 * STEPS), (2,)))
+    steps.begin(begins, TokenSampling(SamplingOptions(max_new_tokens=9 * STEPS), (2,)))
     groups = tuple((tuple(range(p, p + SAMPLES)), PROMPT_PAGES) for p in range(0, rows, SAMPLES))
     return steps, Place(tuple(range(rows)), steps.reach(position + 10 * STEPS), groups)
 
@@ -96,10 +95,10 @@ def kernels(call: Callable[[], object]) -> list[tuple[str, float]]:
 def measured(model: torch.nn.Module, rows: int, position: int) -> dict[str, float]:
     """Microseconds of each part of a step, over ``STEPS`` steps and what the head scores behind them."""
     steps, place = rows_of(model, rows, position)
-    drawing = Drawing(SamplingOptions(max_new_tokens=9 * STEPS), (2,))
+    sampling = TokenSampling(SamplingOptions(max_new_tokens=9 * STEPS), (2,))
     count = steps.place(place)
-    steps.run(place, count, drawing)()  # captures
-    step = steps._step_for(count, place, drawing)
+    steps.run(place, count, sampling)()  # captures
+    step = steps._step_for(count, place, sampling)
     sums: dict[str, float] = defaultdict(float)
     decoder: Any = backbone(model)
     num_layers = len(decoder.layers)
@@ -107,24 +106,24 @@ def measured(model: torch.nn.Module, rows: int, position: int) -> dict[str, floa
         found = kernels(step)
         for part, (_, microseconds) in zip(parts([name for name, _ in found], num_layers), found, strict=True):
             sums[part] += microseconds
-    sums[SCORES] = sum(us for name, us in kernels(lambda: steps._read(rows, drawing.options)) if "Mem" not in name)
+    sums[SCORES] = sum(us for name, us in kernels(lambda: steps._read(rows, sampling.options)) if "Mem" not in name)
     steps.close()
     return {part: round(microseconds / STEPS, 2) for part, microseconds in sums.items()}
 
 
 def main() -> None:
-    """Measures each number of rows and draws them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measures each number of rows and samples them."""
+    parser = command_line(__doc__)
     parser.add_argument("--model", default="qwen2.5-0.5b")
     parser.add_argument("--at", nargs="*", default=["64:1200", "512:700"], help="rows:position")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "decode-step.svg")
-    parser.add_argument("--draw", action="store_true")
+    parser.add_argument("--sample", action="store_true")
     options = parser.parse_args()
-    if not options.draw:
-        from logitless.bench.rollout_contenders import Subject  # needs Triton
-        from logitless.models import self_check
+    if not options.sample:
         from logitless.models.kernels import overlap
+        from logitless.models.row_invariant import self_check
+        from rollout_contenders import Subject  # needs Triton
 
         model = Subject(options.model).model
         install_row_invariant(model)
@@ -143,7 +142,7 @@ def main() -> None:
             "gate",
             GATED,
         ]
-        order += [PRODUCTS[3], "logits", "draw", SCORES]
+        order += [PRODUCTS[3], "logits", "sample", SCORES]
         rows = [
             {"num_rows": rows, "part": part, "microseconds": found[rows][part]}
             for part in order

@@ -6,25 +6,23 @@ Training is the same: row-invariant layers, the same data, steps and seeds. Only
 and judged here, as reasoning-gym makes and judges it, so that no other package is needed.
 """
 
-import argparse
 import json
 import random
 import string
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
-from curves import reward_curve
-from quickstart import ROOT
 
 from logitless.bench.machine import environment, write_result
-from logitless.train.plots import line_plot
+from logitless.train.report.plots import line_plot
+from script import RESULTS, ROOT, command_line, completed, metrics_of, reward_curve, summary_of
 
-RESULT = ROOT / "benchmarks" / "results" / "engines-curve.json"
+RESULT = RESULTS / "engines-curve.json"
 ENGINES = ("gpu", "transformers")
 SIZE = {"hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 6}
 SIZE |= {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64}
@@ -87,28 +85,21 @@ def recipe(engine: str, seed: int, blocks: int, folder: Path, device: str) -> di
     return raw
 
 
-def run(engine: str, seed: int, blocks: int, device: str) -> dict[str, Any]:
+def run(folder: Path, engine: str, seed: int, blocks: int, device: str) -> dict[str, Any]:
     """One run: its mean reward a block, held-out accuracy before and after, and seconds."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        path = folder / "recipe.yaml"
-        path.write_text(yaml.safe_dump(recipe(engine, seed, blocks, folder, device)))
-        subprocess.run(
-            [sys.executable, "-m", "logitless.cli.main", "train", str(path)], cwd=ROOT / "benchmarks", check=True
-        )
-        made = folder / f"{engine}-{seed}"
-        lines = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
-        summary = json.loads((made / "summary.json").read_text())
-    blocks_of = [line for line in lines if "reward/mean" in line]
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe(engine, seed, blocks, folder, device)))
+    command = [sys.executable, "-m", "logitless.cli.main", "train", str(path)]
+    subprocess.run(command, cwd=ROOT / "benchmarks", check=True)
+    made = folder / f"{engine}-{seed}"
+    lines, summary = metrics_of(made), summary_of(made)
+    of_blocks = [line for line in lines if "reward/mean" in line]
     return {
-        "engine": engine,
-        "seed": seed,
-        "blocks": blocks,
         **{key: summary[key] for key in ("accuracy_before", "accuracy_after")},
         "seconds": {phase: round(x, 1) for phase, x in summary["seconds"].items()},
         "mismatched_tokens": sum(line.get("sampler/mismatched_tokens", 0) for line in lines),
-        "reward": [round(line["reward/mean"], 5) for line in blocks_of],
-        "entropy": [round(line["entropy/mean"], 5) for line in blocks_of if "entropy/mean" in line],
+        "reward": [round(line["reward/mean"], 5) for line in of_blocks],
+        "entropy": [round(line["entropy/mean"], 5) for line in of_blocks if "entropy/mean" in line],
     }
 
 
@@ -120,22 +111,25 @@ def draw(runs: list[dict[str, Any]], out: Path) -> None:
 
 def main() -> None:
     """Both engines at every seed that the result file lacks, and the picture of all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--blocks", type=int, default=120)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
-    found = json.loads(options.out.read_text()) if options.out.exists() else {"runs": []}
-    runs = found["runs"]
-    for seed in options.seeds:
-        for engine in options.engines:
-            if any((r["engine"], r["seed"], r["blocks"]) == (engine, seed, options.blocks) for r in runs):
-                continue
-            runs.append(run(engine, seed, options.blocks, options.device))
-            machine = environment(options.device, ("triton", "transformers"))
-            write_result(options.out, {"environment": machine, "runs": runs})
+    wanted = [
+        {"engine": engine, "seed": seed, "blocks": options.blocks}
+        for seed in options.seeds
+        for engine in options.engines
+    ]
+    machine = environment(options.device, ("triton", "transformers"))
+    runs = completed(
+        options.out,
+        wanted,
+        partial(run, device=options.device),
+        lambda runs, out: write_result(out, {"environment": machine, "runs": runs}),
+    )
     draw(runs, options.out.with_suffix(".svg"))
     for found in runs:
         print(

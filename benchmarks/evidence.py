@@ -12,7 +12,6 @@ its row is in the file as soon as it ends. Each row names the digest of the weig
 weights are never put beside each other. ``--size tiny`` is for a CPU.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -22,10 +21,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise, takewhile
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
@@ -43,19 +42,20 @@ from logitless.rollout.engine import Engine, Weights
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.transformers import TransformersEngine
 from logitless.seeds import derived_seed
-from logitless.train import policy as policy_module
-from logitless.train.config import ModelSection, OptimizerSection, Recipe
-from logitless.train.engines import Engines, open_engines
-from logitless.train.optimizer import adamw, take_step
-from logitless.train.policy import Policy
-from logitless.train.provenance import environment as made_with
-from logitless.train.recipe import parse_recipe
+from logitless.train.assembly.engines import Engines, open_engines
+from logitless.train.assembly.model import policy_model
+from logitless.train.learn import policy as policy_module
+from logitless.train.learn.policy import Policy
+from logitless.train.optim.optimizer import adamw, take_step
+from logitless.train.recipe.config import Recipe
+from logitless.train.recipe.loading import parse_recipe
+from logitless.train.recipe.model import ModelSection
+from logitless.train.recipe.training import OptimizerSection
+from logitless.train.record.provenance import environment as made_with
 from logitless.train.run import start
-from logitless.train.setup import policy_model
 from logitless.types import Completion, LMHead, Prompt, TokenScores
+from script import RESULTS, ROOT, between, command_line
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PROMPTS_PER_BLOCK, SAMPLES, EPOCHS, LENGTH = 32, 16, 2, 24
 SIZES: dict[str, dict[str, Any]] = {
@@ -79,7 +79,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 HERE = {"rollout": {"engine": {"name": "transformers"}}}
-SAVINGS = ("share_prompts", "pack_by_cost", "leave_out_dead", "reuse_logp")
+SAVINGS = ("share_prompts", "pack_by_cost", "skip_zero_advantage", "reuse_logp")
 CORRECTION = {"level": "token", "mode": "truncate", "max": 2.0}
 ABLATIONS: dict[str, dict[str, Any]] = {
     "log-probs in bfloat16": {},
@@ -334,11 +334,35 @@ def logitless_run(size: str, folder: Path, name: str, seed: int) -> dict[str, An
     }
 
 
+def trl_arguments(output: Path, **settings: Any) -> Any:
+    """A ``GRPOConfig`` with these settings, and nothing else of TRL's defaults that would make it another algorithm."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=str(output),
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        gradient_accumulation_steps=1,
+        epsilon=0.2,
+        beta=0.0,
+        bf16=device() == "cuda",
+        use_cpu=device() == "cpu",
+        gradient_checkpointing=False,
+        shuffle_dataset=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        **settings,
+    )
+
+
 def trl_run(size: str, folder: Path, seed: int, until: float) -> dict[str, Any]:
     """TRL's trainer with the recipe's settings: its own layers, its own sampler, its own loss."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     class Clock(TrainerCallback):
         """When each optimizer step ended."""
@@ -358,15 +382,11 @@ def trl_run(size: str, folder: Path, seed: int, until: float) -> dict[str, Any]:
     def right(completions: list[str], answer: list[str], **_: Any) -> list[float]:
         return [float(text.strip() == expected) for text, expected in zip(completions, answer, strict=True)]
 
-    arguments = GRPOConfig(
-        output_dir=str(folder / "runs" / f"trl-{seed}"),
+    arguments = trl_arguments(
+        folder / "runs" / f"trl-{seed}",
         seed=seed,
         learning_rate=settings["learning_rate"],
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        max_grad_norm=1.0,
         per_device_train_batch_size=PROMPTS_PER_BLOCK * SAMPLES,
-        gradient_accumulation_steps=1,
         num_generations=SAMPLES,
         num_iterations=EPOCHS,
         max_steps=settings["blocks"] * EPOCHS,
@@ -374,16 +394,6 @@ def trl_run(size: str, folder: Path, seed: int, until: float) -> dict[str, Any]:
         temperature=1.0,
         loss_type="grpo",
         scale_rewards="group",
-        epsilon=0.2,
-        beta=0.0,
-        bf16=device() == "cuda",
-        use_cpu=device() == "cpu",
-        gradient_checkpointing=False,
-        shuffle_dataset=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
     )
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
@@ -445,11 +455,16 @@ def work(size: str, folder: Path, run: Run, *, at_once: int, until: float) -> No
     row["run_seconds"] = time.perf_counter() - began
     row["train_seconds"] = sum(row["block_seconds"])
     row["accuracy"] = accuracy(policy_from(row.pop("weights")), judged)
+    leave_row(row, folder, file_name(*run))
+    print(f"{base['accuracy']:.3f} -> {row['accuracy']:.3f}, blocks {row['train_seconds']:.0f} s", flush=True)
+
+
+def leave_row(row: dict[str, Any], folder: Path, name: str) -> None:
+    """Put a row into a folder, as a whole."""
     (folder / "rows").mkdir(exist_ok=True)
-    part = folder / "rows" / f"{file_name(*run)}.part"
+    part = folder / "rows" / f"{name}.part"
     part.write_text(json.dumps(row))
     part.rename(part.with_suffix(".json"))
-    print(f"{base['accuracy']:.3f} -> {row['accuracy']:.3f}, blocks {row['train_seconds']:.0f} s", flush=True)
 
 
 def gpus() -> list[str]:
@@ -458,47 +473,63 @@ def gpus() -> list[str]:
     return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())] or [""]
 
 
-def missing(size: str, folder: Path, results: Path, runs: Sequence[Run], *, at_once: int, until: float) -> None:
-    """Make runs, each in a process, so many side by side on each GPU; the model to begin with, where missing, first.
+def in_processes(
+    commands: Mapping[str, Sequence[str]], folder: Path, *, at_once: int, until: float, ended: Callable[[], None]
+) -> bool:
+    """Run commands, each in a process, so many side by side on each GPU; whether all of them ended well.
 
-    A run that fails leaves its log in the folder and no row; those after it are made.
+    One that fails leaves its log in the folder; those after it are run.
+
+    Args:
+        commands: by the name of their log, the first ones first.
+        folder: of the logs.
+        at_once: processes on each GPU.
+        until: time from which none is begun.
+        ended: called after each.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     places: queue.Queue[str] = queue.Queue()
-    for _ in range(at_once):
-        for gpu in gpus():
-            places.put(gpu)
+    for gpu in gpus() * at_once:
+        places.put(gpu)
 
-    def process(log: str, *arguments: str) -> None:
-        gpu, path = places.get(), folder / f"{log}.txt"
-        command = [sys.executable, __file__, *arguments, "--size", size, "--folder", str(folder)]
+    def process(name: str, command: Sequence[str]) -> bool:
+        gpu, path = places.get(), folder / f"{name}.txt"
         try:
-            if time.time() < until:
-                with path.open("w") as output:
-                    settings = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
-                    ended = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=settings).returncode
-                last = path.read_text().splitlines()[-15 if ended else -1 :]
-                print(f"{log} ends with status {ended}:", *last, sep="\n", flush=True)
+            if time.time() > until:
+                return False
+            with path.open("w") as output:
+                settings = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
+                status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=settings).returncode
+            last = path.read_text().splitlines()[-15 if status else -1 :]
+            print(f"{name} ends with status {status}:", *last, sep="\n", flush=True)
+            return status == 0
         finally:
             places.put(gpu)
 
+    with ThreadPoolExecutor(places.qsize()) as pool:
+        well = True
+        for done in as_completed([pool.submit(process, *each) for each in commands.items()]):
+            well &= done.result()
+            ended()
+    return well
+
+
+def missing(size: str, folder: Path, results: Path, runs: Sequence[Run], *, at_once: int, until: float) -> None:
+    """Make runs, and before them the model to begin with, where it is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def command(*arguments: str) -> list[str]:
+        return [sys.executable, __file__, *arguments, "--size", size, "--folder", str(folder)]
+
     if not (folder / "base.json").exists():
-        process("base", "base")
+        in_processes({"base": command("base")}, folder, at_once=1, until=until, ended=lambda: None)
     if not (folder / "base.json").exists():
         raise SystemExit("There is no model to begin with.")
-    with ThreadPoolExecutor(places.qsize()) as pool:
-        each = [
-            pool.submit(
-                process,
-                file_name(*run),
-                *("work", "--run", f"{run.name}:{run.seed}"),
-                *("--at-once", str(at_once), "--until", str(until)),
-            )
-            for run in sorted(runs, key=lambda run: run.name != "trl")  # the longest first
-        ]
-        for done in as_completed(each):
-            done.result()
-            gather(size, folder, results)
+    shared = ("--at-once", str(at_once), "--until", str(until))
+    commands = {
+        file_name(*run): command("work", "--run", f"{run.name}:{run.seed}", *shared)
+        for run in sorted(runs, key=lambda run: run.name != "trl")  # the longest first
+    }
+    in_processes(commands, folder, at_once=at_once, until=until, ended=lambda: gather(size, folder, results))
 
 
 def gather(size: str, folder: Path, results: Path) -> None:
@@ -556,7 +587,6 @@ def draw(rows: list[dict[str, Any]], path: Path, *, compared: bool, seconds: boo
         compared: whether the line is the mean over the seeds.
         seconds: whether a second panel has runs that were alone on a device, over the seconds that their blocks took.
     """
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.4 if seconds else 6.4, 3.6), layout="constrained")
@@ -578,36 +608,23 @@ def draw(rows: list[dict[str, Any]], path: Path, *, compared: bool, seconds: boo
     if seconds:
         panels[1].set(xlabel="seconds, runs alone on a device", xlim=(0, None))
     figure.legend(loc="outside upper left", ncols=2, fontsize=8)
-    with rc_context({"svg.hashsalt": path.name}):  # the same file for the same rows
+    save_plot(figure, path)
+
+
+def save_plot(figure: Any, path: Path) -> None:
+    """As SVG: the same file for the same rows."""
+    from matplotlib import rc_context
+
+    with rc_context({"svg.hashsalt": path.name}):
         figure.savefig(path, metadata={"Date": None})
 
 
-def as_far_as(row: dict[str, Any], other: dict[str, Any]) -> int:
-    """The number of first blocks in which two runs had the same mean reward.
-
-    Example:
-        >>> as_far_as({"reward": [0.1, 0.2, 0.3]}, {"reward": [0.1, 0.2, 0.4]})
-        2
-    """
-    pairs = zip(row["reward"], other["reward"], strict=False)
-    return sum(1 for _ in takewhile(lambda pair: abs(pair[0] - pair[1]) < 1e-6, pairs))
-
-
-def table(document: dict[str, Any], beside: dict[str, Any]) -> str:
-    """Each run of a file, with what it began with and reached; the comparison has the runs to stand beside."""
-    lines = [
-        "| Run | Seed | Blocks | Held out | Mean reward | Last ten | As logitless | A block | All blocks | Alone |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    same = {row["seed"]: row for row in beside["rows"] if row["run"] == "logitless"}
+def table(document: dict[str, Any]) -> str:
+    """What each run of a file reached."""
+    lines = ["| Run | Held out, at the end | Mean reward | Last ten blocks |", "|---|--:|--:|--:|"]
     for row in document["rows"]:
-        other = same.get(row["seed"])
-        lines.append(
-            f"| {row['run']} | {row['seed']} | {len(row['reward'])} | {document['base']['accuracy']:.3f} to "
-            f"{row['accuracy']:.3f} | {fmean(row['reward']):.3f} | {fmean(row['reward'][-10:]):.3f} "
-            f"| {as_far_as(row, other) if other and row is not other else ''} | {median(row['block_seconds']):.2f} s "
-            f"| {row['train_seconds']:.0f} s | {'yes' if row['at_once'] == 1 else 'no'} |"
-        )
+        reward = f"{fmean(row['reward']):.3f} | {fmean(row['reward'][-10:]):.3f}"
+        lines.append(f"| {row['run']} | {row['accuracy']:.3f} | {reward} |")
     return "\n".join(lines)
 
 
@@ -668,15 +685,13 @@ def verdict(document: dict[str, Any]) -> str:
 def with_tables(page: str, documents: dict[str, dict[str, Any]]) -> str:
     """A page with the table of each file, and what the comparison comes to, between their marks, where it has them."""
     for what, document in documents.items():
-        compared = document if "comparison" in what else documents.get(what.replace("ablations", "comparison"))
-        tables = {what: table(document, compared or {"rows": []})}
-        if compared is document:
+        tables = {what: table(document)}
+        if "comparison" in what:
             tables[what.replace("comparison", "verdict")] = verdict(document)
         for mark, text in tables.items():
             begin, end = f"<!-- {mark}: begin -->\n", f"<!-- {mark}: end -->"
             if begin in page:
-                before, _, rest = page.partition(begin)
-                page = f"{before}{begin}\n{text}\n\n{end}{rest.partition(end)[2]}"
+                page = between(page, begin, end, f"\n{text}\n\n")
     return page
 
 
@@ -701,7 +716,7 @@ def publish(results: Path, size: str, page: Path) -> None:
 
 def main() -> None:
     """See the top of the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("what", choices=["comparison", "ablations", "draw", "base", "work"], nargs="+")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2 of the comparison, 0 of ablations")
     parser.add_argument(

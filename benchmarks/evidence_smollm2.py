@@ -16,34 +16,33 @@ import argparse
 import gc
 import json
 import os
-import queue
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
 import torch
-from evidence import device, difference, digest, gpus
 
+from evidence import device, difference, digest, in_processes, leave_row, save_plot, trl_arguments
 from logitless.bench.machine import environment, short_name, write_result
 from logitless.data.prompts import PromptOrder
 from logitless.models.loading import load_model, load_tokenizer
-from logitless.rollout.environments import environment_of
+from logitless.rollout.environments.options import environment_of
 from logitless.rollout.transformers import TransformersEngine
 from logitless.seeds import derived_seed
-from logitless.train.config import Recipe
-from logitless.train.evaluate import evaluation_of
-from logitless.train.provenance import environment as made_with
-from logitless.train.recipe import load_recipe
+from logitless.train.assembly.data import Data, data_of, rewards_of
+from logitless.train.assembly.model import tokenizer_of
+from logitless.train.collect.evaluate import evaluation_of
+from logitless.train.recipe.config import Recipe
+from logitless.train.recipe.loading import load_recipe
+from logitless.train.record.provenance import environment as made_with
+from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import start
-from logitless.train.run_folder import RunFolder
-from logitless.train.setup import Data, data_of, rewards_of, tokenizer_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -149,7 +148,7 @@ def trl_run(recipe: Recipe, data: Data, folder: Path) -> dict[str, Any]:
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     blocks, rollout, every = recipe.train.blocks, recipe.rollout, recipe.evaluation.every_blocks
     rewards = rewards_of(recipe, data.judged)
@@ -186,15 +185,11 @@ def trl_run(recipe: Recipe, data: Data, folder: Path) -> dict[str, Any]:
     numbers = order.next(blocks * rollout.prompts_per_block)
     rows = [{"prompt": data.train[number].text, **data.train[number].columns} for number in numbers]
     preset, lora = recipe.algorithm.preset, recipe.model.lora
-    arguments = GRPOConfig(
-        output_dir=str(folder / "runs" / recipe.name),
+    arguments = trl_arguments(
+        folder / "runs" / recipe.name,
         seed=recipe.seed,
         learning_rate=recipe.train.optimizer.learning_rate,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        max_grad_norm=1.0,
         per_device_train_batch_size=rollout.prompts_per_block * rollout.completions_per_prompt,
-        gradient_accumulation_steps=1,
         num_generations=rollout.completions_per_prompt,
         num_iterations=1,
         max_steps=blocks,
@@ -202,16 +197,6 @@ def trl_run(recipe: Recipe, data: Data, folder: Path) -> dict[str, Any]:
         temperature=rollout.sampling.temperature,
         loss_type=preset,
         scale_rewards="none" if preset == "dr_grpo" else "group",
-        epsilon=0.2,
-        beta=0.0,
-        bf16=device() == "cuda",
-        use_cpu=device() == "cpu",
-        gradient_checkpointing=False,
-        shuffle_dataset=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
     )
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32),
@@ -273,46 +258,15 @@ def work(run: Run, folder: Path, changes: Sequence[str], *, at_once: int) -> Non
         "changes": list(changes),
         **found,
     }
-    (folder / "rows").mkdir(exist_ok=True)
-    part = folder / "rows" / f"{run.name}.part"
-    part.write_text(json.dumps(row))
-    part.rename(part.with_suffix(".json"))
+    leave_row(row, folder, run.name)
     print(f"{row['held_out_before']:.3f} -> {row['held_out_after']:.3f}, blocks {row['seconds']:.0f} s", flush=True)
 
 
 def make(runs: Sequence[Run], folder: Path, out: Path, changes: Sequence[str], *, at_once: int, until: float) -> bool:
-    """Make runs, each in a process, so many side by side on each GPU; whether all of them ended well.
-
-    A run that fails leaves its log in the folder and no row; those after it are made.
-    """
-    places: queue.Queue[str] = queue.Queue()
-    for _ in range(at_once):
-        for gpu in gpus():
-            places.put(gpu)
-
-    def process(run: Run) -> bool:
-        gpu, log = places.get(), folder / f"{run.name}.txt"
-        command = [sys.executable, __file__, "work", "--run", json.dumps(run), "--folder", str(folder)]
-        command += ["--at-once", str(at_once), *(word for change in changes for word in ("--set", change))]
-        try:
-            if time.time() > until:
-                return False
-            with log.open("w") as output:
-                settings = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
-                ended = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=settings).returncode
-            last = log.read_text().splitlines()[-15 if ended else -1 :]
-            print(f"{run.name} ends with status {ended}:", *last, sep="\n", flush=True)
-            return ended == 0
-        finally:
-            places.put(gpu)
-
-    with ThreadPoolExecutor(places.qsize()) as pool:
-        each = [pool.submit(process, run) for run in runs]
-        well = True
-        for done in as_completed(each):
-            well &= done.result()
-            gather(folder, out)
-    return well
+    """Make runs, each in a process, so many side by side on each GPU; whether all of them ended well."""
+    shared = ("--folder", str(folder), "--at-once", str(at_once), *(w for each in changes for w in ("--set", each)))
+    commands = {run.name: [sys.executable, __file__, "work", "--run", json.dumps(run), *shared] for run in runs}
+    return in_processes(commands, folder, at_once=at_once, until=until, ended=lambda: gather(folder, out))
 
 
 def gather(folder: Path, out: Path) -> None:
@@ -413,7 +367,6 @@ def ablations(rows: list[dict[str, Any]]) -> str:
 
 def draw(rows: list[dict[str, Any]], task: str, path: Path) -> None:
     """Held-out accuracy over the blocks: each trainer's mean, with the band of its seeds."""
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
@@ -428,8 +381,7 @@ def draw(rows: list[dict[str, Any]], task: str, path: Path) -> None:
         panel.fill_between(x, values.amin(0), values.amax(0), color=line.get_color(), alpha=0.2, linewidth=0)
     panel.set(xlabel="block", ylabel="held-out accuracy", ylim=(0, 1.02))
     panel.legend(fontsize=8)
-    with rc_context({"svg.hashsalt": path.name}):  # the same file for the same rows
-        figure.savefig(path, metadata={"Date": None})
+    save_plot(figure, path)
 
 
 def published(page: str, documents: dict[str, dict[str, Any]]) -> str:

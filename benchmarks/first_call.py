@@ -24,7 +24,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+from script import RESULTS, between, command_line
+
 _BEGIN = "<!-- first call: begin (made by `python benchmarks/first_call.py --document docs/rollout.md`) -->"
 _END = "<!-- first call: end -->"
 _EVERY = 0.004  # seconds between two looks at the main thread
@@ -38,11 +39,11 @@ def measured(model: str, workload: str, *, stacks: bool) -> dict[str, Any]:
     from triton.runtime import build
 
     from logitless.bench.machine import environment
-    from logitless.bench.rollout_contenders import CONTENDERS, Subject
-    from logitless.bench.rollout_workloads import Workload
-    from logitless.models import self_check
-    from logitless.rollout import gpu
-    from logitless.rollout.steps import Steps
+    from logitless.models.row_invariant import self_check
+    from logitless.rollout.gpu import engine as gpu
+    from logitless.rollout.gpu.steps import Steps
+    from rollout_contenders import CONTENDERS, Subject
+    from rollout_workloads import Workload
 
     phases, compiled, launchers = dict[str, float](), list[dict[str, Any]](), list[float]()
     begun = time.perf_counter()
@@ -189,8 +190,7 @@ def table(found: dict[str, Any]) -> str:
 
 def replaced(text: str, made: str) -> str:
     """The page with another table between its two marks."""
-    before, rest = text.split(_BEGIN)
-    return f"{before}{_BEGIN}\n\n{made}\n\n{_END}{rest.split(_END)[1]}"
+    return between(text, _BEGIN, _END, f"\n\n{made}\n\n")
 
 
 def in_a_process(caches: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def in_a_process(caches: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Measures and writes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--model", default="qwen2.5-0.5b")
     parser.add_argument("--workload", default="64x8-512-64:512")
     parser.add_argument("--runs", type=int, default=2, help="each with empty caches, then with full ones")

@@ -11,7 +11,6 @@ the time, and the medians are compared. The learning rate is next to nothing: a 
 the policy writes them now, and a policy that learns to write longer ones takes longer.
 """
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -26,13 +25,12 @@ import torch
 
 from logitless.bench.machine import environment, short_name, write_result
 from logitless.doctor.forecast import Forecast, forecast_of
-from logitless.train.memory import size_text
-from logitless.train.plan import plan_of
-from logitless.train.recipe import load_recipe
+from logitless.train.plan.run_plan import plan_of
+from logitless.train.recipe.loading import load_recipe
+from logitless.train.record.memory import size_text
 from logitless.train.run import start
+from script import RESULTS, ROOT, between, command_line
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "doctor.md"
 BEGIN, END = "<!-- forecasts: begin (made by `python benchmarks/forecast.py --page`) -->\n\n", "<!-- forecasts: end -->"
 
@@ -190,15 +188,14 @@ def table(results: Path = RESULTS) -> str:
 
 def with_table(page: str) -> str:
     """A page with the table between its marks."""
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}{table()}\n\n{END}{rest.partition(END)[2]}"
+    return between(page, BEGIN, END, f"{table()}\n\n")
 
 
 def main() -> None:
     """Measure the cases and keep a row of each."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cases = EVERYWHERE | (ON_A_GPU if device == "cuda" else ON_A_CPU)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--cases", nargs="+", choices=cases, default=list(cases), metavar="CASE")
     parser.add_argument("--again", action="store_true", help="measure cases that have a row, too")
     parser.add_argument("--keep-runs", action="store_true", help="only forecast anew, beside the runs that rows have")

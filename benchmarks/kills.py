@@ -11,7 +11,6 @@ rollouts. Every run is a fork of one process that has imported everything, which
 the report at the end is left out.
 """
 
-import argparse
 import json
 import os
 import platform
@@ -30,14 +29,14 @@ import torch
 
 from logitless.bench.machine import environment, write_result
 from logitless.train import run
-from logitless.train.checkpoint import checkpoints, read_checkpoint
-from logitless.train.config import Recipe
-from logitless.train.metrics import repeatable
-from logitless.train.recipe import load_recipe
-from logitless.train.run_folder import RunFolder
+from logitless.train.recipe.config import Recipe
+from logitless.train.recipe.loading import load_recipe
+from logitless.train.record.metrics import repeatable
+from logitless.train.record.run_folder import RunFolder
+from logitless.train.store.checkpoint import checkpoints, read_checkpoint
+from script import RESULTS, ROOT, command_line, processor
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "kills.json"
+RESULT = RESULTS / "kills.json"
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM}
 STOPPED, FAILED = 3, 1
 
@@ -194,7 +193,7 @@ def measure(kills: int, seed: int = 0, names: Sequence[str] = tuple(SIGNALS)) ->
             if name in names
         }
     return {
-        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "python": platform.python_version()}
+        "machine": {"cpu": processor(), "cores": os.cpu_count(), "python": platform.python_version()}
         | environment("cpu", ("transformers", "safetensors")),
         "recipe": "length-toy with " + ", ".join(SMALL),
         "seed": seed,
@@ -202,14 +201,9 @@ def measure(kills: int, seed: int = 0, names: Sequence[str] = tuple(SIGNALS)) ->
     }
 
 
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
 def main() -> int:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--kills", type=int, default=100, help="of each signal")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--signals", nargs="+", choices=tuple(SIGNALS), default=tuple(SIGNALS))

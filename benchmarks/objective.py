@@ -1,13 +1,12 @@
 """Times objectives, forward and backward, against one product of hidden states with a head of the same tokens.
 
-python benchmarks/objective.py && python -m logitless.bench.objectives_document
+python benchmarks/objective.py && python -m logitless.objective.document
 
 Every distinct objective of the presets, and two with every part that there is, on sequences of 1, 2, 4, ... 4096
 tokens: log-probs in, gradient in ``logp`` out, without and with the step's diagnostics. ``ms`` is the device's time
 (its queue is filled before the clock starts), ``wall_ms`` from an idle device to an idle device, launches included.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.bench.head_contenders import Problem, bare
+from head_contenders import Problem, bare
 from logitless.bench.machine import environment, release, write_result
 from logitless.objective.correction import SamplerCorrection
 from logitless.objective.diagnostics import step_diagnostics
@@ -30,8 +29,9 @@ from logitless.objective.objective import Objective
 from logitless.objective.presets import PRESETS, algorithm
 from logitless.objective.weighting import SequenceMean, Totals
 from logitless.types import TokenBatch
+from script import RESULTS, command_line, milliseconds
 
-RESULT = Path(__file__).resolve().parent / "results" / "objective.json"
+RESULT = RESULTS / "objective.json"
 ROUNDS = 5
 SLEEP = 100_000_000
 """Cycles, about 50 ms: longer than the host takes to launch a run."""
@@ -113,29 +113,21 @@ def run_of(
     return step
 
 
-def milliseconds(run: Callable[[], None], device: str) -> tuple[float, float]:
-    """Of the device, and of the wall clock."""
+def both_times(run: Callable[[], None], device: str) -> tuple[float, float]:
+    """Milliseconds of the device, and of the wall clock."""
     _wait(device)
     start = time.perf_counter()
     run()
     _wait(device)
     wall = (time.perf_counter() - start) * 1000
-    if device == "cpu":
-        return wall, wall
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(SLEEP)
-    begin.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end), wall
+    return (wall if device == "cpu" else milliseconds(run, device, pause=SLEEP)), wall
 
 
 def measured(run: Callable[[], None], device: str) -> dict[str, float]:
     """Medians over the rounds, after two runs to warm up."""
     run()
     run()
-    times = [milliseconds(run, device) for _ in range(ROUNDS)]
+    times = [both_times(run, device) for _ in range(ROUNDS)]
     return {"ms": statistics.median(t for t, _ in times), "wall_ms": statistics.median(t for _, t in times)}
 
 
@@ -177,7 +169,7 @@ def _wait(device: str) -> None:
 
 def main() -> None:
     """Measure, write the file, print it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--head", default="4096,128256", help="D,V of the product")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

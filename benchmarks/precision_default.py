@@ -66,8 +66,8 @@ def table(found: Mapping[str, Any]) -> str:
         f"**{machine['gpu']}**, driver {machine['driver']}, torch {machine['torch']}, Triton {machine['triton']}; "
         "mean ± standard deviation over seeds",
         "",
-        "| recipe | dtype | seeds | blocks | held-out before | held-out after | reward, last ten blocks | s a run |",
-        "|---|---|--:|--:|--:|--:|--:|--:|",
+        "| recipe | dtype | seeds | blocks | held-out before | held-out after | reward, last ten blocks |",
+        "|---|---|--:|--:|--:|--:|--:|",
     ]
     for recipe in dict.fromkeys(row["recipe"] for row in found["rows"]):
         for way in WAYS:
@@ -78,9 +78,7 @@ def table(found: Mapping[str, Any]) -> str:
                 columns = [[row["held_out_before"] for row in rows], [row["held_out_after"] for row in rows]]
                 columns.append([statistics.fmean(row["reward"][-10:]) for row in rows])
                 cells = [_spread(column) for column in columns]
-                seconds = statistics.fmean(row["process_seconds"] for row in rows)
-                blocks = rows[0]["blocks"]
-                lines.append(f"| {recipe} | {named} | {len(rows)} | {blocks} | {' | '.join(cells)} | {seconds:.0f} |")
+                lines.append(f"| {recipe} | {named} | {len(rows)} | {rows[0]['blocks']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -4,45 +4,53 @@ make .venv-vllm/.installed
 python benchmarks/quickstart_vllm.py --seeds 0 --out benchmarks/results/quickstart_vllm.json
 """
 
-import argparse
 import json
 import math
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from logitless.bench.machine import environment, write_result
-from logitless.bench.rollout_run import model_folder
-from logitless.bench.vllm_process import vllm_server
-from logitless.train.recipe import load_recipe
+from logitless.models.loading import load_tokenizer
+from logitless.train.recipe.config import Recipe
+from logitless.train.recipe.loading import load_recipe
+from script import RESULTS, ROOT, command_line, metrics_of, summary_of, trained
+from vllm_process import vllm_server
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "quickstart_vllm.json"
-HERE = ROOT / "benchmarks" / "results" / "quickstart.json"
+RESULT = RESULTS / "quickstart_vllm.json"
+HERE = RESULTS / "quickstart.json"
 FLAGS = ("--dtype", "float32", "--load-format", "dummy", "--max-model-len", "128", "--enforce-eager")
+
+
+def model_folder(recipe: Recipe, folder: Path) -> Path:
+    """A recipe's model as a server reads it, without weights: the first push brings them.
+
+    Args:
+        recipe: whose model is a configuration.
+        folder: made.
+    """
+    source = dict(recipe.model.source) if isinstance(recipe.model.source, dict) else {}
+    kind = transformers.AutoConfig.for_model(**source)
+    kind.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(kind)].__name__]
+    kind.save_pretrained(folder)
+    load_tokenizer(str(recipe.model.tokenizer)).save_pretrained(str(folder))
+    return folder
 
 
 def run(seed: int, url: str, output: Path, settings: list[str]) -> dict[str, Any]:
     """The summary of one run, and the largest numbers of its probes and its gate."""
     engine = json.dumps({"name": "vllm_server", "urls": [url], "model": "policy"})
-    given = [f"seed={seed}", f"name=seed-{seed}", f"output={output}", "model.device=cpu", f"rollout.engine={engine}"]
-    words = [word for each in (*given, *settings) for word in ("--set", each)]
-    subprocess.run(
-        [sys.executable, "-m", "logitless.cli.main", "train", "recipes/quickstart.yaml", *words], cwd=ROOT, check=True
-    )
-    folder = output / f"seed-{seed}"
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    folder = trained("quickstart", f"seed-{seed}", output, f"seed={seed}", f"rollout.engine={engine}", *settings)
+    lines = metrics_of(folder)
     largest = {
         name: max((line[name] for line in lines if name in line), default=None)
         for name in ("weights/probe_difference_max", "parity/difference_max", "parity/sequence_difference_max")
     }
     accuracies = [line["evaluation/accuracy"] for line in lines if "evaluation/accuracy" in line]
-    summary = json.loads((folder / "summary.json").read_text())
-    return {"seed": seed, **summary, "largest": largest, "accuracies": accuracies}
+    return {"seed": seed, **summary_of(folder), "largest": largest, "accuracies": accuracies}
 
 
 def compared(runs: list[dict[str, Any]], here: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -69,7 +77,7 @@ def compared(runs: list[dict[str, Any]], here: list[dict[str, Any]]) -> list[dic
 
 def main() -> None:
     """One run a seed on one server, and a file with all summaries."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--vllm", type=Path, default=ROOT / ".venv-vllm" / "bin" / "vllm")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")

@@ -10,7 +10,6 @@ at its worst, and nothing is learned. Fewer completions than in the recipe, and 
 make two micro-batches. The second block is trained by another process, which resumes from the first one's checkpoint.
 """
 
-import argparse
 import gc
 import json
 import tempfile
@@ -27,17 +26,17 @@ import torch
 from logitless.bench.machine import environment, write_result
 from logitless.data.prompts import load_prompts
 from logitless.data.sources import FileData
-from logitless.errors import UnavailableError
 from logitless.models import loading
-from logitless.train import setup
-from logitless.train.config import Recipe
-from logitless.train.plan import GIB, plan_of
-from logitless.train.recipe import load_recipe
+from logitless.train.assembly import model as assembly_model
+from logitless.train.assembly.model import tokenizer_of
+from logitless.train.assembly.process import set_allocator
+from logitless.train.plan.run_plan import GIB, plan_of
+from logitless.train.recipe.config import Recipe
+from logitless.train.recipe.loading import load_recipe
 from logitless.train.run import start
-from logitless.train.setup import tokenizer_of
+from script import RESULTS, ROOT, between, command_line, needs_gpu
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "recipe-memory.json"
+RESULT = RESULTS / "recipe-memory.json"
 PAGE = ROOT / "docs" / "small_cards.md"
 LIMITS = {
     "qwen2.5-0.5b-gsm8k": 24 * GIB,
@@ -86,7 +85,7 @@ def drawn_on_the_device(limit: int, *, rounded_there: bool) -> Iterator[None]:
         rounded_there: weights are rounded to four bits where they were drawn, which the limit is no part of: those that
             are read from files wait on the host for it.
     """
-    build, load = loading._built, setup.load_model
+    build, load = loading._built, assembly_model.load_model
     if not torch.cuda.is_available():
         yield
         return
@@ -107,11 +106,11 @@ def drawn_on_the_device(limit: int, *, rounded_there: bool) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(fraction)
         return model
 
-    loading._built, setup.load_model = built, loaded
+    loading._built, assembly_model.load_model = built, loaded
     try:
         yield
     finally:
-        loading._built, setup.load_model = build, load
+        loading._built, assembly_model.load_model = build, load
 
 
 def measure(recipe: Path, overrides: list[str], limit: int, folder: Path, *, blocks: int) -> dict[str, Any]:
@@ -130,7 +129,7 @@ def measure(recipe: Path, overrides: list[str], limit: int, folder: Path, *, blo
     places = [f"output={folder}", f"train.blocks={blocks}"]
     num_tokens = longest_prompts(load_recipe(recipe, [*overrides, *places]), prompts)
     checked = load_recipe(recipe, [*overrides, *places])
-    setup.set_allocator(checked.model.allocator)  # as a run sets it, and before anything here asks for the device
+    set_allocator(checked.model.allocator)  # as a run sets it, and before anything here asks for the device
     plan = plan_of(checked)
     cuda = torch.cuda.is_available()
     began = time.perf_counter()
@@ -179,8 +178,7 @@ def table(document: dict[str, Any]) -> str:
 
 def with_table(page: str, document: dict[str, Any]) -> str:
     """A page with the table between its marks."""
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}{table(document)}\n\n{END}{rest.partition(END)[2]}"
+    return between(page, BEGIN, END, f"{table(document)}\n\n")
 
 
 BEGIN, END = "<!-- recipe memory: begin -->\n\n", "<!-- recipe memory: end -->"
@@ -188,7 +186,7 @@ BEGIN, END = "<!-- recipe memory: begin -->\n\n", "<!-- recipe memory: end -->"
 
 def main() -> None:
     """Each recipe, a block and its resume in processes of their own."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--recipes", nargs="+", choices=STAND_INS, default=list(STAND_INS))
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--keep-others", action="store_true", help="keep the file's rows of other recipes")
@@ -197,10 +195,7 @@ def main() -> None:
     if options.page:
         PAGE.write_text(with_table(PAGE.read_text(), json.loads(options.out.read_text())))
         return
-    if not torch.cuda.is_available():
-        raise UnavailableError(
-            needed="a CUDA device", given="none", remedy="Use --dry-run of the recipes for the plan."
-        )
+    needs_gpu("Use --dry-run of the recipes for the plan.")
     rows = json.loads(options.out.read_text())["rows"] if options.keep_others and options.out.exists() else []
     rows = [row for row in rows if row["recipe"] not in options.recipes]
     for name in options.recipes:

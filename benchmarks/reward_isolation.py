@@ -6,22 +6,20 @@ python benchmarks/reward_isolation.py --out benchmarks/results/reward-isolation.
 Both are timed in turn, and the best of the rounds counts, for other processes only ever slow one down.
 """
 
-import argparse
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quickstart import ROOT, record
-
 from logitless.rewards.code import Code
-from logitless.rewards.pool import shared_pool
-from logitless.rewards.pooled import MEBIBYTE
-from logitless.rewards.sandbox import walls_of
 from logitless.rewards.user_function import Function
+from logitless.rewards.workers.pool import shared_pool
+from logitless.rewards.workers.pooled import MEBIBYTE
+from logitless.rewards.workers.sandbox import sandbox_of
+from script import RESULTS, command_line, record
 
-RESULT = ROOT / "benchmarks" / "results" / "reward-isolation.json"
+RESULT = RESULTS / "reward-isolation.json"
 SOLUTION = (
     "Each clip costs $\\frac{3}{4}$ of a dollar (so 48 + 24 = 72 clips cost $72 \\cdot \\frac{3}{4}$), "
     "therefore the answer is $\\boxed{%d}$."
@@ -37,8 +35,8 @@ def cases(count: int) -> dict[str, dict[str, Callable[[], Any]]]:
     def library(task: str, items: Callable[[], list[Any]], ways: Any) -> Callable[[], Any]:
         warm = "warm_math" if task == "grade_math" else "warm_reasoning_gym"
         pool = shared_pool(task)
-        pool.load(f"logitless.rewards.tasks:{warm}", call=True)
-        return lambda: pool.run(f"logitless.rewards.tasks:{task}", items(), ways=ways, **limits)
+        pool.load(f"logitless.rewards.workers.tasks:{warm}", call=True)
+        return lambda: pool.run(f"logitless.rewards.workers.tasks:{task}", items(), ways=ways, **limits)
 
     numbers = iter(range(10**9))  # no text twice: parsers remember what they have read
 
@@ -82,7 +80,7 @@ def seconds(judge: Callable[[], Any]) -> float:
 
 def main() -> None:
     """Time every case, print a table and write a file."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--count", type=int, default=400, help="completions a call; a tenth of it for programs")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULT)
@@ -101,7 +99,7 @@ def main() -> None:
         print(f"{name:28s}" + "  ".join(f"{way} {rate:9.1f}/s" for way, rate in rates.items()), flush=True)
     setting = {
         "workers": len(os.sched_getaffinity(0)),
-        "walls": str(walls_of("program")),
+        "walls": str(sandbox_of("program")),
         "load_average": round(os.getloadavg()[0], 1),
     }
     record([setting | run for run in runs], options.out)

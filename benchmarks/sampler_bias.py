@@ -7,7 +7,6 @@ the gradient under the policy's own probabilities is bias. Both are followed in 
     python benchmarks/sampler_bias.py    # benchmarks/results/sampler_bias.json and docs/objectives/sampler_bias.svg
 """
 
-import argparse
 import copy
 import itertools
 import json
@@ -23,9 +22,9 @@ from logitless.objective.correction import SamplerCorrection
 from logitless.objective.objective import Objective
 from logitless.objective.surrogate import Reinforce
 from logitless.types import TokenBatch
+from script import RESULTS, ROOT, command_line
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "sampler_bias.json"
+RESULT = RESULTS / "sampler_bias.json"
 PLOT = ROOT / "docs" / "objectives" / "sampler_bias.svg"
 VOCABULARY = 6
 CORRECTIONS: dict[str, SamplerCorrection | None] = {
@@ -165,7 +164,7 @@ def _mean(values: list[float]) -> float:
 
 def main() -> None:
     """Measure and draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--out", type=Path, default=RESULT)

@@ -23,13 +23,14 @@ from unittest import mock
 
 import torch
 
-from logitless.bench.step_contenders import SHAPES, Rollouts, Shape
-from logitless.bench.step_profile import kernel_class
-from logitless.bench.step_rows import Reference, Stage, Stepper
 from logitless.objective.objective import Objective
-from logitless.train import learner, step
-from logitless.train.policy import Policy
-from logitless.train.score import scores_of
+from logitless.train.learn import learner, step
+from logitless.train.learn.policy import Policy
+from logitless.train.learn.score import scores_of
+from shapes import SHAPES, Shape
+from step_contenders import Rollouts
+from step_profile import kernel_class
+from step_rows import Reference, Stage, Stepper
 
 
 class Parts:
@@ -60,7 +61,7 @@ class Parts:
         watched: list[tuple[Any, str, str]] = [
             (learner.Learner, "begin", "plan"),
             (learner, "step_batch", "weights and micro-batches"),
-            (learner, "dead_output", "numbers of dead sequences"),
+            (learner, "zero_advantage_output", "numbers of zero-advantage sequences"),
             (Policy, "scores", "forward"),
             (Objective, "__call__", "objective"),
             (torch.Tensor, "backward", "backward"),

@@ -3,20 +3,13 @@
 python benchmarks/trained_dtype.py --seeds 0 1 2
 """
 
-import argparse
-import json
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from curves import reward_curve
-from quickstart import ROOT, record
+from logitless.train.report.plots import line_plot
+from script import RESULTS, command_line, completed, metrics_of, reward_curve, summary_of, trained
 
-from logitless.train.plots import line_plot
-
-RESULT = ROOT / "benchmarks" / "results" / "trained-dtype.json"
+RESULT = RESULTS / "trained-dtype.json"
 WAYS = {
     "float32": [],
     "float32, bfloat16 autocast": ["model.autocast=bfloat16"],
@@ -24,18 +17,15 @@ WAYS = {
 }
 
 
-def run(way: str, seed: int, blocks: int, output: Path) -> dict[str, Any]:
+def run(output: Path, way: str, seed: int, blocks: int) -> dict[str, Any]:
     """One run: its mean reward a block, and held-out accuracy before and after."""
-    name = f"{list(WAYS).index(way)}-{seed}"
-    settings = [f"seed={seed}", f"name={name}", f"output={output}", f"train.blocks={blocks}", "model.device=cpu"]
-    settings += [f"evaluation.every_blocks={blocks}", f"checkpoint.every_blocks={blocks}", "writers=[]", *WAYS[way]]
-    command = [sys.executable, "-m", "logitless.cli.main", "train", "recipes/quickstart.yaml"]
-    subprocess.run([*command, *(word for s in settings for word in ("--set", s))], cwd=ROOT, check=True)
-    lines = [json.loads(line) for line in (output / name / "metrics.jsonl").read_text().splitlines()]
-    rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
-    summary = json.loads((output / name / "summary.json").read_text())
-    kept = {key: summary[key] for key in ("accuracy_before", "accuracy_after")}
-    return {"way": way, "seed": seed, "blocks": blocks, **kept, "reward": rewards}
+    settings = [f"seed={seed}", f"train.blocks={blocks}", f"evaluation.every_blocks={blocks}", "writers=[]", *WAYS[way]]
+    folder = trained("quickstart", "run", output, *settings, f"checkpoint.every_blocks={blocks}")
+    summary = summary_of(folder)
+    return {
+        **{key: summary[key] for key in ("accuracy_before", "accuracy_after")},
+        "reward": [line["reward/mean"] for line in metrics_of(folder) if "reward/mean" in line],
+    }
 
 
 def draw(runs: list[dict[str, Any]], out: Path) -> None:
@@ -50,19 +40,13 @@ def draw(runs: list[dict[str, Any]], out: Path) -> None:
 
 def main() -> None:
     """Every way at every seed that the result file lacks, and the picture of all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--blocks", type=int, default=100)
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
-    runs = json.loads(options.out.read_text())["runs"] if options.out.exists() else []
-    for seed in options.seeds:
-        for way in WAYS:
-            if any((found["way"], found["seed"], found["blocks"]) == (way, seed, options.blocks) for found in runs):
-                continue
-            with tempfile.TemporaryDirectory() as folder:
-                runs.append(run(way, seed, options.blocks, Path(folder)))
-            record(runs, options.out)
+    wanted = [{"way": way, "seed": seed, "blocks": options.blocks} for seed in options.seeds for way in WAYS]
+    runs = completed(options.out, wanted, run)
     draw(runs, options.out.with_suffix(".svg"))
     for found in runs:
         print(f"{found['way']}, seed {found['seed']}: {found['accuracy_before']:.3f} -> {found['accuracy_after']:.3f}")

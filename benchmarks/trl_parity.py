@@ -4,7 +4,6 @@ python benchmarks/trl_parity.py            # measures, writes benchmarks/results
 python benchmarks/trl_parity.py --page     # puts the committed result into docs/trl.md
 """
 
-import argparse
 import json
 import tempfile
 from collections.abc import Iterable
@@ -13,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quickstart import ROOT, record
 
-RESULT = ROOT / "benchmarks" / "results" / "trl-parity.json"
+from script import RESULTS, ROOT, between, command_line, record
+
+RESULT = RESULTS / "trl-parity.json"
 PAGE = ROOT / "docs" / "trl.md"
 BEGIN, END = "<!-- trl parity: begin -->\n", "<!-- trl parity: end -->"
 STEPS = 8
@@ -166,14 +166,12 @@ def page_lines(result: dict[str, Any]) -> str:
 
 def with_lines(text: str, result: dict[str, Any]) -> str:
     """The page with the lines between their marks."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{page_lines(result)}{END}{after}"
+    return between(text, BEGIN, END, page_lines(result))
 
 
 def main() -> None:
     """Measure, or write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--page", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from logitless import Completion, PackedBatch, Prompt, TokenBatch, TokenScores, presets, token_scores
@@ -63,8 +64,8 @@ def main(warm_steps: int = 265, blocks: int = 200, num_held_out: int = 200) -> l
     # ---- Warm start: imitate the given answers until a random model answers in the right form.
     def answered(prompt: Prompt) -> tuple[Prompt, Completion]:
         text = prompt.columns["answer"]
-        ids = (*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
-        return prompt, Completion(prompt.id, ids, text, "stop")
+        ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        return prompt, Completion(prompt.id, np.array(ids), text, "stop")
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
     examples = without_overlap(questions(128 * max(1, warm_steps), seed=50_000), held_out).training

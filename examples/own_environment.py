@@ -1,8 +1,8 @@
-"""An environment of one's own: a template to copy beside a recipe. docs/environments.md says what holds for it.
+r"""An environment of one's own: a template to copy beside a recipe. docs/environments.md says what holds for it.
 
 rewards: []                                   # it pays by itself
 rollout:
-  environment: {name: own, factory: ./own_environment.py:Guess, options: {tries: 3}, template: "\\n{reply}\\n"}
+  environment: {name: own, factory: ./own_environment.py:Guess, options: {tries: 3}, template: "\n{reply}\n"}
   limits: {max_turns: 3, max_tokens: 32}
 """
 

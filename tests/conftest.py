@@ -34,9 +34,10 @@ CHECKED = [
     "logitless.types",
     "logitless.objective",
     *(
-        f"logitless.{part}.{module.stem}"
+        ".".join(("logitless", *module.relative_to(PACKAGE).with_suffix("").parts))
         for part in ("models", "rollout", "train")
-        for module in (PACKAGE / part).glob("[!_]*.py")
+        for module in (PACKAGE / part).rglob("[!_]*.py")
+        if module.parent.name != "kernels"
     ),
     "logitless.head.contract",
     "logitless.head.reference",

@@ -331,8 +331,8 @@ class Runner:
 
 
 def tests_named_after(file: Path) -> list[Path]:
-    """The tests of a file, and of its folder where that is a family of its own."""
-    stems = [file.stem] if file.parent == SOURCES else [file.stem, file.parent.stem]
+    """The tests of a file, of its folder where that is a family of its own, and of every part's configuration."""
+    stems = [file.stem, *([] if file.parent == SOURCES else [file.parent.stem]), "configuration"]
     return [path for stem in stems if (path := TESTS / f"test_{stem}.py").exists()]
 
 

@@ -1,6 +1,6 @@
 """A search for races: each test once more for every line that it runs in the files named, with a pause at that line.
 
-    python -m pytest -p tests.races --races rollout/vllm_server.py,concurrent/futures tests/rollout/test_vllm_server.py
+    python -m pytest -p tests.races --races rollout/vllm/server.py,concurrent/futures tests/rollout/vllm/test_server.py
 
 A test whose outcome depends on which of two threads is first fails where one of them stops long enough. Each thread
 pauses the first two times that it comes by. What fails is reported with its line; what hangs ends with all stacks, and

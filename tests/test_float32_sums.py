@@ -8,13 +8,13 @@ from torch import nn
 
 from logitless.float32_sums import add_rows, sums_in_float32
 from logitless.head import fused
-from logitless.models.linear import Projection, lay_end_to_end, project
 from logitless.models.lora import LoraOptions, add_lora
-from logitless.models.row_invariant import install_row_invariant
-from logitless.train.masters import lower_to
+from logitless.models.row_invariant.layers import install_row_invariant
+from logitless.models.row_invariant.linear import Projection, lay_end_to_end, project
+from logitless.train.optim.master_weights import lower_to
 from logitless.types import LMHead
 from tests.head.interpreter import complete_interpreter, interpreted
-from tests.models.test_row_invariant import LENGTHS, hidden_and_gradients, relative, small
+from tests.models.row_invariant.test_layers import LENGTHS, hidden_and_gradients, relative, small
 from tests.models.tiny import packed
 
 SIZES = (6, 4, 4)

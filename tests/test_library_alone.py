@@ -63,7 +63,7 @@ def test_head_objectives_and_packing_run_with_torch_jaxtyping_and_numpy_alone(al
 
 
 def test_the_package_is_imported_where_nothing_else_is_installed():
-    done = run_with([], "import logitless, logitless.rewards.worker; print('ran')")
+    done = run_with([], "import logitless, logitless.rewards.workers.worker; print('ran')")
     assert done.stdout == "ran\n", done.stderr
 
 

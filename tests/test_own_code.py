@@ -38,7 +38,13 @@ def test_a_path_without_an_object_is_an_import_or_attribute_error(path):
 
 def test_what_goes_wrong_while_it_is_made_is_told_with_its_line(tmp_path):
     (tmp_path / "mine.py").write_text("def make(size):\n    return [1] / size\n")
-    with pytest.raises(ConfigurationError, match=r"TypeError.*mine.py, line 2.*Correct some.key or its options"):
-        made(f"{tmp_path}/mine.py:make", {"size": 1}, what="something", key="some.key")
-    with pytest.raises(ConfigurationError, match="unexpected keyword argument 'sise'"):
-        made(f"{tmp_path}/mine.py:make", {"sise": 1}, what="something", key="some.key")
+    for name, options, said in (
+        ("make", {"size": 1}, r"something from .*'size': 1.*; given TypeError.*mine.py, line 2. Correct that line"),
+        ("make", {"sise": 1}, r"unexpected keyword argument 'sise'. Correct what some.key names, or some.options"),
+        ("mkae", {}, r"an import path like .*no 'mkae' in .*mine.py, which has make\). Correct some.key"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            made(f"{tmp_path}/mine.py:{name}", options, what="something", key="some.key")
+    (tmp_path / "broken.py").write_text("NUMBER = 1 / 0\n")
+    with pytest.raises(ConfigurationError, match=r"ZeroDivisionError.*broken.py, line 1\). Correct that line"):
+        made(f"{tmp_path}/broken.py:make", {}, what="something", key="some.key")

@@ -25,5 +25,5 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 def test_importing_the_package_or_a_worker_imports_no_torch():
-    program = "import sys, logitless, logitless.rewards.worker; sys.exit('torch' in sys.modules)"
+    program = "import sys, logitless, logitless.rewards.workers.worker; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

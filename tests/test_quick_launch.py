@@ -1,5 +1,6 @@
 """Launches that remember what Triton compiled: never another kernel than Triton itself would have chosen."""
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia.driver import CudaLauncher  # noqa: E402
 from triton.compiler import CompiledKernel, make_backend  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
@@ -159,6 +161,14 @@ def test_while_somebody_watches_triton_launches_and_nothing_of_it_is_remembered(
     assert launches.of(numbers(), None, numbers(), 1.5, 5) == 2
     monkeypatch.setattr(quick_launch, "knobs", watching)
     assert launches.of(numbers(), None, numbers(), 1.5, 5) is None
+
+
+def test_the_triton_that_is_installed_is_launched_quickly():
+    """Fails when Triton moves on: compare its launcher with ``QuickKernel._launch``, then add the version."""
+    assert triton.__version__.startswith(quick_launch.KNOWN_VERSIONS)
+    taken = list(inspect.signature(CudaLauncher.__call__).parameters)
+    assert taken == ["self", "gridX", "gridY", "gridZ", "stream", "function", "args"]
+    assert type(quick_launch.quick_launch(JITFunction(add))) is QuickKernel
 
 
 def test_versions_whose_launcher_is_not_known_launch_as_ever(monkeypatch):

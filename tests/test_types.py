@@ -1,7 +1,9 @@
 """The nouns: what they refuse, and how they are cut."""
 
 import pickle
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -86,6 +88,30 @@ def test_a_verdict_has_a_score_exactly_when_it_is_graded(score, status):
 def test_per_token_fields_of_a_completion_have_its_length():
     with pytest.raises(InputError, match="turn"):
         Completion("7", token_ids=(1, 2), text="", finish_reason="stop", turn=(0,))
+
+
+def test_the_tokens_of_a_completion_are_its_own_and_cannot_be_changed():
+    given = np.array([4, 2])
+    completion = Completion("7", given, "4", "stop", logp_sampler=[-0.5, -0.25])
+    given[0] = 5
+    assert completion.token_ids.tolist() == [4, 2]
+    assert (completion.token_ids.dtype, completion.logp_sampler.dtype) == (np.int64, np.float32)
+    with pytest.raises(ValueError, match="read-only"):
+        completion.token_ids[0] = 5
+    assert replace(completion, text="four").token_ids is completion.token_ids  # and is not copied again
+
+
+@pytest.mark.parametrize("change", [{"token_ids": (4, 3)}, {"logp_sampler": None}, {"turn": (0, 0)}, {"text": "5"}])
+def test_completions_are_equal_where_every_number_is(change):
+    completion = Completion("7", (4, 2), "4", "stop", (-0.1, NAN))
+    assert completion == Completion("7", [4, 2], "4", "stop", np.array([-0.1, NAN]))
+    assert completion != replace(completion, **change)
+
+
+@pytest.mark.parametrize("ids", [("a",), (2**70,), ((1,), (2, 3)), (None,)])
+def test_tokens_that_are_no_numbers_are_refused(ids):
+    with pytest.raises(InputError, match="token_ids as numbers"):
+        Completion("7", token_ids=ids, text="", finish_reason="stop")
 
 
 def test_a_group_holds_the_completions_of_its_prompt_only():

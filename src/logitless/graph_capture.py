@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _capturing = threading.Lock()
 
@@ -46,12 +47,20 @@ def not_executed(device: torch.device) -> Iterator[None]:
     """
     stream = side_stream(device)
     with torch.cuda.device(device), torch.cuda.stream(stream):
-        one = torch.ones(1, 1, device=device)
-        one @ one  # cuBLAS keeps a workspace for every stream: it must not lie in the graph's memory
+        one = multiplied_once(device, torch.float32)
         graph = torch.cuda.CUDAGraph(keep_graph=True)  # never instantiated
         with captured(graph):
             one.add_(1)  # torch warns of a graph without a kernel
             yield
+
+
+def multiplied_once(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[1, 1], after a product on the current stream, which is about to capture.
+
+    cuBLAS keeps a workspace for every stream, from the first product on: it must not lie in a graph's memory.
+    """
+    one = torch.ones(1, 1, dtype=dtype, device=device)
+    return one @ one
 
 
 def refuse_unwritten(what: str, device: torch.device) -> None:

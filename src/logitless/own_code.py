@@ -41,7 +41,7 @@ def imported(path: str) -> Any:
     """The object that a path names, attributes of attributes (``module:Class.method``) included.
 
     Raises:
-        Exception: whatever the import raises; ImportError for a path of neither form or a file that is not there.
+        Exception: whatever the import raises; ImportError for another form, a file or a name that is not there.
 
     Example:
         >>> imported("math:sqrt")(4.0)
@@ -52,8 +52,19 @@ def imported(path: str) -> Any:
         raise ImportError(f"no name behind a colon in {path!r}")
     found: Any = _module_of_file(place) if place.endswith(".py") else importlib.import_module(place)
     for name in names.split("."):
+        if not hasattr(found, name):
+            known = [each for each in _names(found) if not each.startswith("_")]
+            raise ImportError(f"no {name!r} in {place}, which has {', '.join(known[:20]) or 'no public name'}")
         found = getattr(found, name)
     return found
+
+
+def _names(found: Any) -> list[str]:
+    """What a module defines, without what it imports, or all that an object has."""
+    if not isinstance(found, ModuleType):
+        return dir(found)
+    own = [name for name, each in vars(found).items() if getattr(each, "__module__", None) == found.__name__]
+    return own or dir(found)
 
 
 def made(factory: str, options: Mapping[str, Any], *, what: str, key: str) -> Any:
@@ -66,37 +77,51 @@ def made(factory: str, options: Mapping[str, Any], *, what: str, key: str) -> An
         key: of the recipe, that names it.
 
     Raises:
-        ConfigurationError: it cannot be imported or called.
+        ConfigurationError: it cannot be imported or called, or its code raises.
 
     Example:
         >>> made("fractions:Fraction", {"numerator": 3}, what="a number", key="number.factory")
         Fraction(3, 1)
     """
     try:
-        return imported(factory)(**options)
+        making = imported(factory)
     except Exception as error:
         raise ConfigurationError(
             needed=f"an import path like {FORMS} that makes {what}",
             given=f"{factory!r} ({described(error)})",
-            remedy=f"Correct {key} or its options.",
+            remedy="Correct that line." if _line_of(error) else f"Correct {key}.",
+        ) from error
+    try:
+        return making(**options)
+    except Exception as error:
+        section, is_its_own = key.rpartition(".")[0], _line_of(error)
+        raise ConfigurationError(
+            needed=f"{what} from {factory!r} with options {dict(options)}",
+            given=described(error),
+            remedy="Correct that line." if is_its_own else f"Correct what {key} names, or {section}.options.",
         ) from error
 
 
-def described(error: Exception) -> str:
+def described(error: BaseException) -> str:
     """An exception and, where that is code of a user, the line that it was raised in.
 
     Example:
         >>> described(ValueError("no"))
         'ValueError: no'
     """
-    last = traceback.extract_tb(error.__traceback__)[-1:]
-    ours = (__file__, importlib.__file__)
-    where = [f" in {each.filename}, line {each.lineno}" for each in last if each.filename not in ours and each.line]
-    return "".join([f"{type(error).__name__}: {error}", *where])
+    return f"{type(error).__name__}: {error}{_line_of(error)}"
+
+
+def _line_of(error: BaseException) -> str:
+    """The last line of a user's code on the way to the error, in words; empty where there is none."""
+    ours = (os.path.dirname(__file__) + os.sep, importlib.__file__)  # noqa: PTH120
+    lines = [each for each in traceback.extract_tb(error.__traceback__) if each.line]  # none in frozen modules
+    where = [f" in {each.filename}, line {each.lineno}" for each in lines if not each.filename.startswith(ours)]
+    return "".join(where[-1:])
 
 
 def _module_of_file(place: str) -> ModuleType:
-    path = os.path.abspath(os.path.expanduser(place))  # noqa: PTH100, PTH111 - nothing is asked of the disk, see walls
+    path = os.path.abspath(os.path.expanduser(place))  # noqa: PTH100, PTH111 - a sandbox may hide the disk
     folder, file = os.path.split(path)
     if folder not in sys.path:
         sys.path.append(folder)

@@ -1,35 +1,95 @@
-"""The nouns: what flows between rollout, rewards, packing, head and objective.
+"""The types that flow between rollout, rewards, packing, head and objective.
 
-Letters: N scored tokens, B sequences (completions), T tokens the backbone reads (prompts included), V vocabulary,
-D hidden size, R LoRA rank. Every tensor of length N speaks of ``target[t]``, predicted from hidden row ``source[t]``.
+Letters: N scored tokens, B sequences (completions), T tokens the backbone reads (prompts included), L tokens of one
+prompt or completion, V vocabulary, D hidden size, R LoRA rank. Index t of a tensor of length N belongs to
+``target[t]``, predicted from ``source[t]``.
+
+The tokens of prompts and completions are read-only NumPy arrays from the engine to packing, which makes tensors of
+them. Constructors take any sequence of numbers. Two prompts or completions are equal if all their numbers are, bit for
+bit; they have no hash.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Float32, Int, Int64
 from torch import Tensor
 
 from logitless.errors import InputError
 from logitless.transfer import sent
 
-VerdictStatus = Literal["graded", "spoiled", "error", "timeout", "missing"]
+Numbers: TypeAlias = np.ndarray | Sequence[Any]
+"""What makes an array of numbers."""
+
+VerdictStatus = Literal["graded", "ungradable", "error", "timeout", "missing"]
 FinishReason = Literal["stop", "length"]
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """One question put to the policy.
+def read_only(array: np.ndarray) -> np.ndarray:
+    """The same array, which nobody can write to from now on; prompts and completions take it without a copy.
+
+    Example:
+        >>> read_only(np.zeros(2)).flags.writeable
+        False
+    """
+    array.setflags(write=False)
+    return array
+
+
+class _WithArrays:
+    """Frozen dataclasses with arrays: how they are set, and equality, which the generated one cannot say of arrays."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return all(_same(value, vars(other)[name]) for name, value in vars(self).items())
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            array = value is not None and name in PER_TOKEN
+            object.__setattr__(self, name, _array(name, value, PER_TOKEN[name]) if array else value)
+
+
+def _array(name: str, given: Numbers, dtype: type[np.generic]) -> np.ndarray:
+    """A read-only, contiguous array: a copy, unless ``given`` is one already."""
+    if isinstance(given, np.ndarray) and given.dtype == dtype and _is_settled(given.flags):
+        return given
+    try:
+        return read_only(np.array(given, dtype))
+    except (OverflowError, TypeError, ValueError) as error:
+        raise InputError(
+            needed=f"{name} as numbers of type {dtype.__name__}",
+            given=f"{given!r:.100} ({error})",
+            remedy="Give one number a token.",
+        ) from error
+
+
+def _is_settled(flags: Any) -> bool:
+    return not flags.writeable and flags.c_contiguous and flags.aligned
+
+
+def _same(value: Any, other: Any) -> bool:
+    if isinstance(value, np.ndarray) and isinstance(other, np.ndarray):
+        return value.tobytes() == other.tobytes()  # of one dtype
+    return not isinstance(value, np.ndarray) and not isinstance(other, np.ndarray) and bool(value == other)
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class Prompt(_WithArrays):
+    """One prompt.
 
     Args:
         id: unique within its data set.
-        text: what the model reads, chat template already applied.
-        token_ids: ``text`` tokenized.
-        columns: the data row, handed to reward functions by name (``answer``, ``kwargs``, ...).
-        messages: the conversation before the chat template, where there was one.
-        source: name of the data that it is of, where a run has several; rewards may judge some of them alone.
+        text: what the model reads, after the chat template.
+        token_ids: [L] ``text`` tokenized.
+        columns: the data row; reward functions read it by name (``answer``, ``kwargs``, ...).
+        messages: the conversation before the chat template, if there was one.
+        source: name of its data set in a mixture.
 
     Example:
         >>> Prompt(id="7", text="2+2=", token_ids=(4, 9, 4, 11), columns={"answer": "4"}).columns["answer"]
@@ -38,35 +98,56 @@ class Prompt:
 
     id: str
     text: str
-    token_ids: tuple[int, ...]
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    messages: tuple[Mapping[str, str], ...] | None = None
-    source: str = ""
+    token_ids: Int64[np.ndarray, "L"]
+    columns: Mapping[str, Any]
+    messages: tuple[Mapping[str, str], ...] | None
+    source: str
+
+    def __init__(
+        self,
+        id: str,
+        text: str,
+        token_ids: Numbers,
+        columns: Mapping[str, Any] | None = None,
+        messages: tuple[Mapping[str, str], ...] | None = None,
+        source: str = "",
+    ) -> None:
+        columns = {} if columns is None else columns
+        self._set(id=id, text=text, token_ids=token_ids, columns=columns, messages=messages, source=source)
 
 
-@dataclass(frozen=True)
-class Completion:
-    """One sampled answer.
+PER_TOKEN: dict[str, type[np.generic]] = {
+    "token_ids": np.int64,
+    "logp_sampler": np.float32,
+    "trained": np.bool_,
+    "turn": np.int64,
+    "entropy_sampler": np.float32,
+    "token_versions": np.int64,
+    "logp_policy": np.float32,
+}
+"""Fields of a ``Completion`` with one number a token, and their types."""
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class Completion(_WithArrays):
+    """One sampled completion. Per-token fields are None where the engine gives none.
 
     Args:
         prompt_id: the ``Prompt.id`` it answers.
-        token_ids: what was sampled, the stop token included.
-        text: decoded, truncated at the stop sequence, without special tokens: the text that is graded.
-        finish_reason: ``stop`` (a stop token or stop string came) or ``length`` (cut at max_new_tokens).
-        logp_sampler: nats per token, of the distribution that was actually sampled from (temperature and filters
-            included); None where the engine gives none.
-        trained: False for tokens that a tool or environment wrote; None when all are the policy's.
-        turn: non-decreasing id of the assistant turn of each token; None for single-turn completions.
-        weights_version: of the weights that it was drawn with, as ``Engine.load`` was told; None where nobody knows.
-        entropy_sampler: nats per token, of the model's softmax at the sampling temperature, before filters and
-            penalties; None where the engine gives none.
-        token_versions: of the weights that drew each token, where they changed on the way; None where
-            ``weights_version`` says it of all. It is the oldest of them then.
-        logp_policy: nats per token, of the model's softmax at the sampling temperature, where filters or penalties made
-            it another than what was sampled from; None where it is ``logp_sampler``, or the engine gives none.
+        token_ids: [L] with the stop token.
+        text: decoded up to the stop sequence, without special tokens; this is what rewards read.
+        finish_reason: ``stop``, or ``length`` if cut at max_new_tokens.
+        logp_sampler: [L] nats, of the distribution sampled from (temperature and filters included).
+        trained: [L] False for tokens of a tool or environment; None if all are the policy's.
+        turn: [L] non-decreasing id of each token's assistant turn; None for single-turn completions.
+        weights_version: of the weights it was sampled with (the oldest of ``token_versions``); None if unknown.
+        entropy_sampler: [L] nats, of the softmax at the sampling temperature, before filters and penalties.
+        token_versions: [L] version of the weights of each token; None if ``weights_version`` holds for all.
+        logp_policy: [L] nats, of the softmax at the sampling temperature, where filters or penalties make
+            ``logp_sampler`` differ from it.
 
     Raises:
-        InputError: a per-token field has another length than ``token_ids``.
+        InputError: a per-token field is no numbers, or has another length than ``token_ids``.
 
     Example:
         >>> Completion("7", token_ids=(4, 2), text="4", finish_reason="stop", logp_sampler=(-0.1, -0.2)).length
@@ -74,19 +155,45 @@ class Completion:
     """
 
     prompt_id: str
-    token_ids: tuple[int, ...]
+    token_ids: Int64[np.ndarray, "L"]
     text: str
     finish_reason: FinishReason
-    logp_sampler: tuple[float, ...] | None = None
-    trained: tuple[bool, ...] | None = None
-    turn: tuple[int, ...] | None = None
-    weights_version: int | None = None
-    entropy_sampler: tuple[float, ...] | None = None
-    token_versions: tuple[int, ...] | None = None
-    logp_policy: tuple[float, ...] | None = None
+    logp_sampler: Float32[np.ndarray, "L"] | None
+    trained: Bool[np.ndarray, "L"] | None
+    turn: Int64[np.ndarray, "L"] | None
+    weights_version: int | None
+    entropy_sampler: Float32[np.ndarray, "L"] | None
+    token_versions: Int64[np.ndarray, "L"] | None
+    logp_policy: Float32[np.ndarray, "L"] | None
 
-    def __post_init__(self) -> None:
-        for name in ("logp_sampler", "trained", "turn", "entropy_sampler", "token_versions", "logp_policy"):
+    def __init__(
+        self,
+        prompt_id: str,
+        token_ids: Numbers,
+        text: str,
+        finish_reason: FinishReason,
+        logp_sampler: Numbers | None = None,
+        trained: Numbers | None = None,
+        turn: Numbers | None = None,
+        weights_version: int | None = None,
+        entropy_sampler: Numbers | None = None,
+        token_versions: Numbers | None = None,
+        logp_policy: Numbers | None = None,
+    ) -> None:
+        self._set(
+            prompt_id=prompt_id,
+            token_ids=token_ids,
+            text=text,
+            finish_reason=finish_reason,
+            logp_sampler=logp_sampler,
+            trained=trained,
+            turn=turn,
+            weights_version=weights_version,
+            entropy_sampler=entropy_sampler,
+            token_versions=token_versions,
+            logp_policy=logp_policy,
+        )
+        for name in PER_TOKEN:
             value = getattr(self, name)
             if value is not None and len(value) != len(self.token_ids):
                 raise InputError(
@@ -95,22 +202,31 @@ class Completion:
                     remedy="Give a value for every token id, or None.",
                 )
 
+    def as_json(self, array: Callable[[np.ndarray], Any] = np.ndarray.tolist) -> dict[str, Any]:
+        """The fields by name; ``array`` says what stands for an array, else a list."""
+        return {name: array(value) if isinstance(value, np.ndarray) else value for name, value in vars(self).items()}
+
     @property
     def length(self) -> int:
-        """Number of tokens, the stop token included."""
+        """Number of tokens, with the stop token."""
         return len(self.token_ids)
+
+    @property
+    def num_turns(self) -> int:
+        """Assistant turns."""
+        return 1 if self.turn is None else 1 + int(self.turn.max(initial=0))
 
 
 @dataclass(frozen=True)
 class Episode:
-    """What became of one prompt: all that was said, which tokens of it the policy wrote, and what was paid on the way.
+    """One finished conversation with an environment.
 
     Args:
-        completion: every token after the prompt, those of the environment included (``trained=False``); its ``text`` is
-            that of the last assistant turn.
-        messages: the conversation from the prompt to the end.
-        turn_rewards: paid by the environment, one for each assistant turn; empty where it pays nothing.
-        failure: why the environment could not go on, where that was its own failure: the episode has no reward then.
+        completion: every token after the prompt, those of the environment with ``trained=False``; ``text`` is that of
+            the last assistant turn.
+        messages: the conversation, prompt included.
+        turn_rewards: the environment's reward of each assistant turn, or empty.
+        failure: why the environment failed, if it did; the episode then has no reward.
 
     Raises:
         InputError: rewards for another number of turns than the completion has.
@@ -137,34 +253,29 @@ class Episode:
     @property
     def num_turns(self) -> int:
         """Assistant turns."""
-        return 1 if self.completion.turn is None else 1 + max(self.completion.turn, default=0)
+        return self.completion.num_turns
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What a reward function says of one completion.
 
-    A completion that makes its own grading fail has a score, that of a wrong answer: or stalling would pay better than
-    being wrong. A failure that is not the completion's has none.
-
     Args:
-        score: the reward; a finite number exactly when ``status`` is ``graded`` or ``spoiled``.
-        status: ``graded``; ``spoiled`` (the completion went over a limit of time, memory or size, or ended the process
-            that graded it); ``error`` (the grader raised or gave nonsense); ``timeout`` (the grader waited for
-            something else, or the machine did not let it run); ``missing`` (it cannot be graded here: data absent, or
-            the function returned None).
+        score: finite exactly when ``status`` is ``graded`` or ``ungradable``.
+        status: ``graded``; ``ungradable`` (the completion made its own grading fail, by time, memory, size or by ending
+            the grader; scored like a wrong answer, so that stalling does not pay); ``error`` (the grader raised or gave
+            nonsense); ``timeout`` (the grader waited, or was not scheduled); ``missing`` (cannot be scored here).
         detail: (constraint id, satisfied) in the prompt's order; ids may repeat.
         message: why it was not graded.
-        traceback: of the grader, where it raised.
+        traceback: of the grader, if it raised.
 
     Raises:
-        InputError: a score without ``graded`` or ``spoiled``, one of these without a score, or a score that is not
-            finite.
+        InputError: score and status do not fit together.
 
     Example:
         >>> Verdict.graded(0.5, detail=(("punctuation:no_comma", True), ("startend:quotation", False))).score
         0.5
-        >>> Verdict(score=0.0, status="spoiled", message="timeout: over 2 s").score
+        >>> Verdict(score=0.0, status="ungradable", message="timeout: over 2 s").score
         0.0
         >>> Verdict(score=None, status="timeout", message="over 2 s").status
         'timeout'
@@ -178,16 +289,16 @@ class Verdict:
 
     def __post_init__(self) -> None:
         finite = self.score is not None and abs(self.score) < float("inf")
-        if finite != (self.status in ("graded", "spoiled")) or (self.score is not None and not finite):
+        if finite != (self.status in ("graded", "ungradable")) or (self.score is not None and not finite):
             raise InputError(
-                needed="a finite score exactly when the status is 'graded' or 'spoiled'",
+                needed="a finite score exactly when the status is 'graded' or 'ungradable'",
                 given=f"score={self.score}, status={self.status!r}",
                 remedy="Use Verdict.graded(score), or score=None with another status.",
             )
 
     @property
     def failed(self) -> bool:
-        """Whether the grader failed, by no fault of the completion: ``error`` or ``timeout``."""
+        """Whether the grader failed without the completion causing it: ``error`` or ``timeout``."""
         return self.status in ("error", "timeout")
 
     @classmethod
@@ -198,17 +309,15 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Group:
-    """The G completions of one prompt with what the reward functions said of them.
+    """The G completions of one prompt and their rewards.
 
     Args:
-        prompt: the prompt all of them answer.
-        completions: G completions.
-        verdicts: one mapping (reward name -> Verdict) a completion.
-        rewards: the weighted sum a completion, what its turns were paid included; None where every function left it
-            unscored.
-        turn_rewards: the part of ``rewards`` that the environment paid at the turns of each completion; empty where it
-            paid nothing.
-        conversations: the messages of each completion, from the prompt to its end; empty where all are single turns.
+        prompt: the prompt.
+        completions: G completions of it.
+        verdicts: for each completion, reward name -> Verdict.
+        rewards: the weighted sum for each completion, turn rewards included; None if no function scored it.
+        turn_rewards: the environment's part of ``rewards``, by turn; empty if it pays none.
+        conversations: the messages of each completion, prompt included; empty if all are single turns.
 
     Example:
         >>> prompt = Prompt(id="7", text="2+2=", token_ids=(4,))
@@ -254,16 +363,16 @@ class Group:
 
 @dataclass(frozen=True)
 class PackedInputs:
-    """What a backbone reads for B sequences laid end to end, without padding.
+    """B sequences end to end, without padding, as the backbone reads them.
 
     Args:
         input_ids: [T] prompts and completions.
-        position_ids: [T] counting from 0 in every sequence.
+        position_ids: [T] from 0 in every sequence.
         lengths: B numbers that sum to T, on the host.
         source: [N] index into T of the hidden row that predicts each target; increasing.
-        source_counts: B numbers that sum to N: scored tokens of each sequence (0 is allowed), on the host.
-        prefixes: B times (id, tokens), the shortest first: the sequences of one id begin with the same so many tokens,
-            which a pass may read once; whoever has one has also those that it begins with. None: nobody knows.
+        source_counts: B numbers that sum to N: scored tokens of each sequence, on the host.
+        prefixes: for each sequence its shared prefixes as (id, length), shortest first; None if unknown. Sequences with
+            one id begin with the same tokens.
 
     Example:
         >>> ids = torch.tensor([5, 6, 7, 5, 8])
@@ -279,15 +388,12 @@ class PackedInputs:
     prefixes: tuple[tuple[tuple[int, int], ...], ...] | None = None
 
     def to(self, device: torch.device | str) -> "PackedInputs":
-        """The same on another device, for whatever is launched next there."""
+        """A copy on another device."""
         moved: dict[str, Any] = {name: sent(value, device) for name, value in _tensors(self).items()}
         return replace(self, **moved)
 
     def take(self, sequences: Sequence[int]) -> "PackedInputs":
-        """The inputs of these sequences, in this order.
-
-        A field that is a tuple has one entry a sequence; a tensor other than ``source`` has one row a token to read.
-        """
+        """These sequences, in this order."""
         device, chosen = self.input_ids.device, torch.tensor(sequences, dtype=torch.long)
         read = _ranges(self.lengths, sequences).to(device)
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -304,9 +410,10 @@ class PackedInputs:
 
 
 class PromptGroup(NamedTuple):
-    """Tokens of a prompt and of its completions in a packed row; no completions, or no prompt, are plain sequences.
+    """Lengths of a shared prefix and of what follows it in a packed row, as a tree.
 
-    In place of a completion there may be a group again: what several sequences go on with, and each of them then.
+    A completion is a number of tokens, or again a ``PromptGroup`` where several share a beginning. Without completions,
+    or with a prompt of 0 tokens, these are plain sequences.
 
     Example:
         >>> group = PromptGroup(3, (2, PromptGroup(4, (1, 2))))
@@ -319,37 +426,36 @@ class PromptGroup(NamedTuple):
 
     @property
     def branches(self) -> "tuple[PromptGroup, ...]":
-        """The completions, each as a group."""
+        """The completions as groups."""
         return tuple(PromptGroup(each) if isinstance(each, int) else each for each in self.completions)
 
     @property
     def size(self) -> int:
-        """Tokens, each counted once."""
+        """Number of tokens, shared ones counted once."""
         return self.prompt + sum(each.size for each in self.branches)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Length of the longest sequence."""
         return self.prompt + max((each.longest for each in self.branches), default=0)
 
     @property
     def least(self) -> int:
-        """The smallest number of tokens in it."""
+        """The smallest length in the tree."""
         return min([self.prompt, *(each.least for each in self.branches)])
 
 
 @dataclass(frozen=True)
 class SharedInputs:
-    """The same sequences with what they begin with once: a backbone reads it where all of them attend to it.
+    """Packed sequences whose shared prefixes are stored once.
 
-    A prompt lies before its completions, and their positions continue from it; likewise what several prompts begin
-    with, or several completions of one.
+    A prefix lies before all that follows it, and positions continue from it.
 
     Args:
         input_ids: [T].
-        position_ids: [T] in each token's sequence.
+        position_ids: [T] in each token's own sequence.
         groups: in the order in which they lie; on the host.
-        source: [N] index into T of the hidden row that predicts each target; targets behind one row have it in common.
+        source: [N] index into T of the hidden row that predicts each target; several targets may share one.
 
     Example:
         >>> ids = torch.tensor([5, 6, 7, 8])  # prompt 5 6, then 7, or 8
@@ -364,26 +470,25 @@ class SharedInputs:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence, its prompt included."""
+        """Length of the longest sequence, prompt included."""
         return max(group.longest for group in self.groups)
 
     def to(self, device: torch.device | str) -> "SharedInputs":
-        """The same on another device, for whatever is launched next there."""
+        """A copy on another device."""
         moved: dict[str, Any] = {name: sent(value, device) for name, value in _tensors(self).items()}
         return replace(self, **moved)
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """The sampled tokens of B sequences as packing leaves them, before anybody has scored them.
+    """The sampled tokens of B packed sequences, before scoring.
 
     Args:
         inputs: what the backbone reads.
         target: [N] vocabulary ids of the sampled tokens.
-        turn: [N] non-decreasing turn ids inside a sequence; 0 everywhere where there is one turn.
-        logp_sampler: [N] nats, float32, from the engine; NaN where it gave none.
-        lag: [N] optimizer steps that the policy has seen and the weights that drew the token had not, 0 where nobody
-            knows; or None.
+        turn: [N] turn ids, non-decreasing inside a sequence, from 0.
+        logp_sampler: [N] nats, float32; NaN where the engine gave none.
+        lag: [N] optimizer steps by which the sampling weights are behind the policy, 0 if unknown; or None.
 
     Raises:
         InputError: a vector of another length than ``inputs.source``.
@@ -422,16 +527,16 @@ class PackedBatch:
         return torch.repeat_interleave(torch.arange(self.num_sequences), counts).to(self.target.device)
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """The same on another device, for whatever is launched next there."""
+        """A copy on another device."""
         moved: dict[str, Any] = {name: sent(value, device) for name, value in _tensors(self).items()}
         return replace(self, **moved, inputs=self.inputs.to(device))
 
     def tokens_of(self, sequences: Sequence[int]) -> Int[Tensor, "K"]:
-        """Where the tokens of these sequences stand, one sequence after the other; on the CPU."""
+        """Indices of the tokens of these sequences, one sequence after the other; on the CPU."""
         return _ranges(self.inputs.source_counts, sequences)
 
     def take(self, sequences: Sequence[int]) -> "PackedBatch":
-        """The batch of these sequences, in this order, renumbered from 0."""
+        """These sequences, in this order, renumbered from 0."""
         tokens = self.tokens_of(sequences).to(self.target.device)
         taken: dict[str, Any] = {name: value[tokens] for name, value in _tensors(self).items()}
         return replace(self, **taken, inputs=self.inputs.take(sequences))
@@ -439,29 +544,27 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Scored tokens of B sequences, end to end: everything an objective needs besides ``logp`` and ``entropy``.
+    """Scored tokens of B sequences: everything an objective needs besides ``logp`` and ``entropy``.
 
-    The four policies: ``logp`` (trained; not stored here), ``logp_old`` (the trainer's weights when the batch was
-    drawn), ``logp_sampler`` (the engine that produced the tokens), ``logp_ref`` (frozen). Nats, float32 or float64.
+    Four policies: ``logp`` (being trained; not stored here), ``logp_old`` (the trainer's weights when the batch was
+    sampled), ``logp_sampler`` (the engine), ``logp_ref`` (frozen). Nats, float32 or float64.
 
     Args:
         sequence: [N] non-decreasing ids in ``range(num_sequences)``.
         num_sequences: B, sequences without a scored token included.
-        advantage: [N]; a per-sequence advantage is the same value on each of its tokens.
-        token_weight: [N] normalisation (see ``objective.weighting``); ``loss = (token_weight * token_loss).sum()``.
+        advantage: [N].
+        token_weight: [N] (see ``objective.weighting``); ``loss = (token_weight * token_loss).sum()``.
         logp_old, logp_sampler, logp_ref: [N] or None.
-        entropy_old: [N] entropy of the scoring pass, or None.
+        entropy_old: [N] of the scoring pass, or None.
         turn: [N] non-decreasing turn ids inside a sequence, or None.
-        lag: [N] optimizer steps between the weights that drew the token and those of ``logp_old``, or None.
-        value_old: [N] value predictions of the scoring pass (PPO), or None.
-        value_target: [N] return the value head is fitted to (PPO), NaN where there is none; or None.
-        entropy_weight: [N] normalisation of the entropy bonus, or None.
-        value_weight: [N] normalisation of the value loss, or None.
-        selected: [N] tokens that a covariance loss picked from the scoring pass, or None.
+        lag: [N] optimizer steps between the sampling weights and those of ``logp_old``, or None.
+        value_old: [N] values of the scoring pass (PPO), or None.
+        value_target: [N] returns for the value head (PPO), NaN where there is none; or None.
+        entropy_weight, value_weight: [N] weights of the entropy bonus and the value loss, or None.
+        selected: [N] tokens that a covariance loss selected in the scoring pass, or None.
 
     Raises:
-        InputError: a vector of another length, a decreasing sequence id, or an id outside ``range(num_sequences)``
-            (checked for CPU tensors only: on a GPU the check would cost a synchronisation).
+        InputError: a vector of another length, or sequence ids out of order or range (checked on the CPU only).
 
     Example:
         >>> batch = TokenBatch(
@@ -511,15 +614,12 @@ class TokenBatch:
         return len(self.sequence)
 
     def to(self, device: torch.device | str) -> "TokenBatch":
-        """The same on another device, for whatever is launched next there."""
+        """A copy on another device."""
         moved: dict[str, Any] = {name: sent(value, device) for name, value in _tensors(self).items()}
         return replace(self, **moved)
 
     def take(self, sequences: Sequence[int]) -> "TokenBatch":
-        """The batch of these sequences, in this order, renumbered from 0; ``token_weight`` is kept as it is.
-
-        The counts of tokens are brought to the host: on a GPU that is a synchronisation.
-        """
+        """These sequences, in this order, renumbered from 0; ``token_weight`` is kept. Synchronizes with a GPU."""
         counts = torch.bincount(self.sequence, minlength=self.num_sequences).tolist()
         device = self.sequence.device
         tokens = _ranges(counts, sequences).to(device)
@@ -531,11 +631,11 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What the head gives: log-probability of each target and entropy of each distribution, in nats.
+    """Log-probability of each target and entropy of each distribution, in nats.
 
     Args:
         logp, entropy: [N].
-        value: [N] prediction of the return from each token on, by a policy with a value head (PPO); or None.
+        value: [N] predicted returns of a value head (PPO), or None.
 
     Example:
         >>> TokenScores(logp=torch.tensor([-0.5]), entropy=torch.tensor([0.7])).logp.shape
@@ -551,11 +651,11 @@ class TokenScores:
 class LMHead:
     """The last layer of a causal language model, as data.
 
-    Equals ``logits = scale * (hidden @ weight.T + bias + lora_scale * (hidden @ lora_a.T) @ lora_b.T)``, then, with a
-    softcap c, ``logits = c * tanh(logits / c)``. Temperature is not part of it: it belongs to the call.
+    ``logits = scale * (hidden @ weight.T + bias + lora_scale * (hidden @ lora_a.T) @ lora_b.T)``, then with a softcap c
+    ``logits = c * tanh(logits / c)``. Temperature is an argument of the call.
 
     Args:
-        weight: [V, D], tied to the embedding or not, trained (``requires_grad``) or frozen.
+        weight: [V, D], trained (``requires_grad``) or frozen.
         bias: [V] or None.
         scale: multiplies the logits (Cohere's ``logit_scale``; one over Granite's ``logits_scaling``).
         softcap: Gemma's ``final_logit_softcapping``, or None.
@@ -563,7 +663,7 @@ class LMHead:
         lora_scale: LoRA's alpha / R.
 
     Raises:
-        InputError: shapes that do not fit, one LoRA factor without the other, or a softcap that is not positive.
+        InputError: shapes that do not fit, one LoRA factor alone, or a softcap that is not positive.
 
     Example:
         >>> LMHead(weight=torch.zeros(11, 4)).weight.shape

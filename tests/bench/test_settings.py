@@ -10,7 +10,7 @@ from logitless.bench import recommended, settings
 from logitless.bench.settings import Contender, Row, Scale, Step, best_lines, measured
 from logitless.cli.main import main
 from logitless.doctor.machine import left_on_the_table, takes_row_invariant_layers
-from logitless.train.plan import plan_of
+from logitless.train.plan.run_plan import plan_of
 from tests.train.tiny import tiny_raw, tiny_recipe
 
 TINY = Scale(0, 2, 5.0, 16, 1, 1, 16, 8, (8,), (8,), 16, 2, (8, 16))

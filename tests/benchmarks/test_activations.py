@@ -1,32 +1,15 @@
 """The estimate of activation memory: the benchmark's plans and row, and what was measured with it."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
-from logitless.bench.step_contenders import TINY
+import activations as benchmark
 from logitless.data.packing import share_prompts
-from logitless.models.activations import Cost
+from shapes import TINY
 
 ROOT = Path(__file__).parents[2]
-SPEC = importlib.util.spec_from_file_location("activations", ROOT / "benchmarks/activations.py")
-benchmark = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(benchmark)
-COSTS = {
-    "keep": Cost(100.0, 30.0),
-    "selective": Cost(60.0, 50.0),
-    "recompute": Cost(10.0, 60.0),
-    "host": Cost(0.0, 60.0),
-}
-
-
-def test_every_mode_and_budgets_between_are_planned_and_keep_their_budgets():
-    found = benchmark.plans(COSTS, 8, 10)
-    assert [*found][:4] == ["keep", "selective", "recompute", "host"]
-    for part in benchmark.FRACTIONS:
-        assert found[f"{100 * part:g}% of keep"].num_bytes <= part * found["keep"].num_bytes
 
 
 def test_the_row_is_packed_with_shared_prompts_and_not_longer_than_asked():

@@ -1,33 +1,22 @@
-"""What the recipe promises: from below 0.4 to above 0.8 held-out in two turns, in five minutes of the processor."""
+"""The data of the calculator's recipe, and that its two turns are what the warm start shows."""
 
 import importlib.util
 import json
 from pathlib import Path
 
 from logitless.models.loading import load_tokenizer
-from logitless.rollout.environments import environment_of
+from logitless.rollout.environments.options import environment_of
+from logitless.rollout.environments.tools import Calculator
 from logitless.rollout.tool_calls import tool_calls
-from logitless.rollout.tools import Calculator
-from logitless.train.recipe import load_recipe
+from logitless.train.recipe.loading import load_recipe
 from logitless.types import Completion
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "calculator"
-RESULT = ROOT / "benchmarks" / "results" / "calculator.json"
 
 
 def _rows(name):
     return [json.loads(line) for line in (RECIPE / f"{name}.jsonl").read_text().splitlines()]
-
-
-def test_the_committed_result_keeps_the_promise():
-    runs = json.loads(RESULT.read_text())["runs"]
-    assert len({run["seed"] for run in runs}) >= 3
-    for run in runs:
-        assert run["accuracy_before"] < 0.4, run
-        assert run["accuracy_after"] > 0.8, run
-        assert run["processor_seconds"] < 300, run
-        assert run["two_turns_first_block"] < run["two_turns_last_block"], run
 
 
 def test_the_committed_files_are_those_that_the_script_writes(tmp_path):

@@ -1,18 +1,15 @@
 """What sequences begin with alike, read once: the benchmark's three ways are one step."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
-from logitless.bench.step_contenders import TINY, Workload
+import common_beginnings as benchmark
 from logitless.data.packing import LEAST_SHARED, share_prompts
+from shapes import TINY, Workload
 
 ROOT = Path(__file__).parents[2]
-SPEC = importlib.util.spec_from_file_location("common_beginnings", ROOT / "benchmarks/common_beginnings.py")
-benchmark = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(benchmark)
 
 
 def test_every_prompt_begins_with_the_instructions_and_goes_on_as_drawn():

@@ -1,22 +1,16 @@
 """The comparison with TRL and the ablations: their data, their measure, their recipes."""
 
-import importlib.util
-import json
-import subprocess
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 
+import evidence
 from logitless.models.loading import load_model
-from logitless.train.policy import Policy
+from logitless.train.learn.policy import Policy
 from logitless.types import LMHead
 
 ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("evidence", ROOT / "benchmarks" / "evidence.py")
-evidence = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(evidence)
 
 ROWS = [{"id": "ba", "prompt": "ba=", "answer": "ab"}, {"id": "dc", "prompt": "dc=", "answer": "cd"}]
 
@@ -81,96 +75,6 @@ def row(name, seed, blocks, base="abc"):
     }
 
 
-def folder_with(path, *rows):
-    (path / "rows").mkdir(parents=True)
-    (path / "base.json").write_text(json.dumps({"digest": "abc", "accuracy": 0.3}))
-    for number, each in enumerate(rows):
-        (path / "rows" / f"{number}.json").write_text(json.dumps(each))
-    return path
-
-
-def test_rows_are_put_into_their_files_and_an_unfinished_one_gives_place_to_a_longer_one(tmp_path):
-    results, whole = tmp_path / "results", evidence.SIZES["tiny"]["blocks"]
-    wanted = [evidence.Run("trl", 0), evidence.Run("trl", 1), evidence.Run("ppo", 0)]
-    first = folder_with(tmp_path / "a", row("trl", 0, whole), row("trl", 1, 3), row("ppo", 0, whole))
-    evidence.gather("tiny", first, results)
-    assert evidence.lacking("tiny", results, wanted) == [evidence.Run("trl", 1)]
-    evidence.gather("tiny", folder_with(tmp_path / "b", row("trl", 1, whole), row("trl", 0, 2)), results)
-    assert evidence.lacking("tiny", results, wanted) == []
-    found = json.loads((results / "evidence-tiny-comparison.json").read_text())
-    assert [(each["seed"], len(each["reward"])) for each in found["rows"]] == [(0, whole), (1, whole)]
-    assert [each["run"] for each in json.loads((results / "evidence-tiny-ablations.json").read_text())["rows"]] == [
-        "ppo"
-    ]
-
-
-def test_rows_that_began_with_other_weights_are_not_put_beside_each_other(tmp_path):
-    results = tmp_path / "results"
-    evidence.gather("tiny", folder_with(tmp_path / "a", row("trl", 0, 2)), results)
-    other = folder_with(tmp_path / "b", row("trl", 1, 2))
-    (other / "base.json").write_text(json.dumps({"digest": "abd", "accuracy": 0.3}))
-    with pytest.raises(SystemExit, match="other weights"):
-        evidence.gather("tiny", other, results)
-
-
-def test_a_run_leaves_its_row_with_the_device_it_shared_and_how_long_it_took(tmp_path, monkeypatch):
-    folder = folder_with(tmp_path / "a")
-    (folder / "held_out.jsonl").write_text("".join(json.dumps(each) + "\n" for each in ROWS))
-    monkeypatch.setattr(
-        evidence, "logitless_run", lambda *_: {"reward": [0.5], "block_seconds": [2.0], "weights": "there"}
-    )
-    monkeypatch.setattr(evidence, "policy_from", lambda weights: weights)
-    monkeypatch.setattr(evidence, "accuracy", lambda policy, pairs: 0.9)
-    evidence.work("tiny", folder, evidence.Run.of("cispo:0"), at_once=2, until=float("inf"))
-    [path] = folder.glob("rows/*")
-    found = json.loads(path.read_text())
-    assert found.pop("run_seconds") >= 0
-    assert found == row("cispo", 0, 1)
-
-
-def test_runs_are_spread_over_the_gpus_and_one_that_fails_stops_no_other(tmp_path, monkeypatch, capsys):
-    folder, results, places, begun = folder_with(tmp_path / "a"), tmp_path / "results", {}, threading.Barrier(4)
-
-    def process(command, *, stdout, stderr, env):
-        run = evidence.Run.of(command[command.index("--run") + 1])
-        places[run] = env["CUDA_VISIBLE_DEVICES"]
-        begun.wait(300)  # all four are under way at once
-        if run.name == "gspo":
-            stdout.write("no such thing")
-            return subprocess.CompletedProcess(command, 1)
-        part = folder / "rows" / f"{evidence.file_name(*run)}.part"
-        part.write_text(json.dumps(row(run.name, run.seed, 1)))
-        part.rename(part.with_suffix(".json"))  # whole at once, as work() leaves it: others gather meanwhile
-        return subprocess.CompletedProcess(command, 0)
-
-    (folder / "rows").mkdir(exist_ok=True)
-    monkeypatch.setattr(evidence.subprocess, "run", process)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
-    monkeypatch.setenv("COMMIT", "abc")
-    runs = [evidence.Run.of(text) for text in ("gspo:0", "cispo:0", "trl:0", "trl:1")]
-    evidence.missing("tiny", folder, results, runs, at_once=2, until=float("inf"))
-    assert sorted(places.values()) == ["1", "1", "3", "3"]
-    assert "gspo-0 ends with status 1:\nno such thing" in capsys.readouterr().out
-    assert set(evidence.lacking("tiny", results, runs)) >= {evidence.Run("gspo", 0)}
-    documents = evidence.documents_in(results, "tiny").values()
-    assert sorted(each["run"] for document in documents for each in document["rows"]) == ["cispo", "trl", "trl"]
-    evidence.missing("tiny", folder, results, [evidence.Run("dapo", 0)], at_once=2, until=0)
-    assert evidence.Run("dapo", 0) not in places  # the time was over
-
-
-def test_each_table_stands_between_its_marks_and_says_how_long_a_run_went_as_the_plain_one():
-    document = {"base": {"accuracy": 0.3}, "rows": [row("logitless", 0, 3), row("trl", 0, 3)]}
-    document["rows"][1]["reward"] = [0.5, 0.5, 0.2]
-    name = "evidence-tiny-comparison"
-    page = f"# Page\n\n<!-- {name}: begin -->\nold\n<!-- {name}: end -->\nrest\n"
-    written = evidence.with_tables(page, {name: document, "evidence-tiny-ablations": document})
-    assert "| logitless | 0 | 3 | 0.300 to 0.900 | 0.500 | 0.500 |  | 2.00 s | 6 s | no |" in written
-    assert "| trl | 0 | 3 | 0.300 to 0.900 | 0.400 | 0.400 | 2 | 2.00 s | 6 s | no |" in written
-    assert "old" not in written
-    assert written.endswith(f"<!-- {name}: end -->\nrest\n")
-    assert evidence.with_tables(written, {name: document}) == written
-
-
 def test_the_verdict_is_the_difference_of_the_means_with_students_interval_and_the_ratio_of_runs_alone():
     rows = [row(name, seed, 2) | {"run_seconds": 7.0} for name in ("logitless", "trl") for seed in (0, 1, 2)]
     for each, accuracy in zip(rows, (0.80, 0.82, 0.84, 0.83, 0.85, 0.87), strict=True):
@@ -223,7 +127,7 @@ def test_the_page_may_say_at_which_block_a_switch_of_savings_draws_another_lette
     documents = evidence.documents_in(evidence.RESULTS, "116m")
     rewards = {(row["run"], row["seed"]): row["reward"] for document in documents.values() for row in document["rows"]}
     plain = rewards["logitless", 0]
-    for name, blocks in (("share_prompts", 1), ("leave_out_dead", 3), ("pack_by_cost", 9)):
+    for name, blocks in (("share_prompts", 1), ("skip_zero_advantage", 3), ("pack_by_cost", 9)):
         other = rewards[f"{name} off", 0]
         assert other[:blocks] == plain[:blocks]
         assert other[blocks] != plain[blocks]

@@ -1,24 +1,19 @@
 """First contacts: the benchmark's cases run at toy size here, and what it measured on a GPU went well."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
+import first_contact as benchmark
 from logitless.cli.main import main
 from logitless.models.char_tokenizer import character_tokenizer
-from logitless.rollout import steps
-from logitless.train.recipe import load_recipe
-from logitless.train.run_folder import RunFolder
+from logitless.rollout.gpu import steps
+from logitless.train.recipe.loading import load_recipe
+from logitless.train.record.run_folder import RunFolder
 from tests.head.interpreter import complete_interpreter, interpreted
 
 ROOT = Path(__file__).parents[2]
-SPEC = importlib.util.spec_from_file_location("first_contact", ROOT / "benchmarks" / "first_contact.py")
-benchmark = importlib.util.module_from_spec(SPEC)
-sys.modules[SPEC.name] = benchmark  # where its dataclasses look for their types
-SPEC.loader.exec_module(benchmark)
 
 if interpreted():
     complete_interpreter()
@@ -80,50 +75,8 @@ def test_every_case_is_a_recipe_at_real_size_too(tmp_path, name, engine):
     assert checked.model.device == "auto"
 
 
-def test_what_cannot_run_is_skipped_with_its_reason(tmp_path):
-    alone = benchmark.Runner(tmp_path, timeout=1, devices=["0"])
-    assert "needs 2 GPUs, and there is 1" in alone.row("qwen2.5-0.5b", "several_gpus", "auto", None)["error"]
-    assert "no one set of bits" in alone.skipped("four_bits", "gpu")
-    assert alone.skipped("top_p", "gpu") == ""
-    assert "needs a GPU" in benchmark.Runner(tmp_path, timeout=1, devices=[]).skipped("top_p", "gpu")
-    assert benchmark.Runner(tmp_path, timeout=1, devices=["0", "1"]).skipped("several_gpus", "auto") == ""
-
-
-def test_what_went_wrong_is_the_last_line_of_the_traceback():
-    traceback = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\ntorch.AcceleratorError: CUDA error\n'
-    assert benchmark.error_of(1, traceback + "and a warning after it\n", 9) == "torch.AcceleratorError: CUDA error"
-    torchrun = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
-    assert benchmark.error_of(1, traceback + torchrun, 9) == "torch.AcceleratorError: CUDA error"
-    assert benchmark.error_of(2, "logitless train: needed: a\n", 9) == "logitless train: needed: a"
-    assert benchmark.error_of(None, "still here\n", 9) == "no end after 9 s; last line: still here"
-    assert benchmark.error_of(-11, "", 9) == "nothing was said"
-
-
-def test_the_table_counts_what_went_well_and_names_the_rest_and_the_longest_first_call():
-    row = {"model": "m", "options": "top_p", "engine": "gpu", "ok": True, "first_call_seconds": 14.0, "error": None}
-    alone = {**row, "options": "min_p", "first_call_seconds": 16.0, "alone_seconds": 6.0}
-    failed = {**row, "options": "top_k", "ok": False, "first_call_seconds": None, "error": "E: no"}
-    skipped = {**failed, "options": "four_bits", "ok": None, "error": "skipped: no"}
-    lines = benchmark.table([row, alone, failed, skipped]).splitlines()
-    assert lines == [
-        "m gpu: 2 ok, 1 failed, 1 skipped; first call at most 14.0 s",
-        "FAILED m top_k gpu: E: no",
-        "skipped m four_bits gpu: no",
-        "The longest first call: 14.0 s (m top_p gpu).",
-    ]
-
-
-def test_results_go_on_from_a_file_of_the_same_machine_and_begin_anew_on_another(tmp_path):
-    path, row = tmp_path / "first-contact-A.json", {"model": "smollm2-135m", "options": "top_p", "engine": "gpu"}
-    row |= {"ok": True, "first_call_seconds": 4.0, "error": None}
-    benchmark.Results.of(path, {"gpu": "A"}).add(row)
-    assert list(benchmark.Results.of(path, {"gpu": "A"}).rows.values()) == [row]
-    assert benchmark.Results.of(path, {"gpu": "B"}).rows == {}
-    assert set(json.loads(path.read_text())) >= {"environment", "rows"}
-
-
 @pytest.mark.parametrize("path", sorted(benchmark.RESULTS.glob("first-contact-*.json")), ids=lambda path: path.name)
 def test_every_first_contact_that_was_measured_went_well_in_time(path):
     rows = json.loads(path.read_text())["rows"]
     assert [row for row in rows if row["ok"] is False] == []
-    assert max(map(benchmark.first_call, rows)) <= benchmark.BOUND
+    assert benchmark.beyond_bound(rows) == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from logitless.bench.objectives_document import COST, cost
+from logitless.objective.document import COST
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,31 +34,3 @@ def test_every_objective_costs_under_two_percent_of_a_head_product_and_memory_in
     for row in found["rows"]:
         assert row["ratio_to_product"] < 0.02, row
         assert row["peak_bytes_per_token"] < 1000, row
-
-
-def test_the_page_names_the_cheapest_and_the_dearest_objective_and_the_machine():
-    def row(name, ratio, diagnostics, peak):
-        times = {"ratio_to_product": ratio, "peak_bytes_per_token": peak}
-        return {"objective": name, "diagnostics": diagnostics, **times}
-
-    text = cost(
-        {
-            "environment": {"gpu": "A GPU", "driver": "1.2", "torch": "2.11"},
-            "tokens": 131072,
-            "sequences": 224,
-            "head": {"width": 4096, "vocabulary": 128256},
-            "product_ms": 188.4,
-            "rows": [
-                row("gspo", 0.0081, False, 300.0),
-                row("grpo", 0.0042, False, 200.0),
-                row("gspo", 0.0191, True, 412.4),
-                row("grpo", 0.0099, True, 400.0),
-            ],
-        }
-    )
-    assert "0.42% (`grpo`) to 0.81% (`gspo`)" in text
-    assert "0.99% (`grpo`) to 1.91% (`gspo`)" in text
-    assert "at most 412 bytes a token" in text
-    assert "131072 tokens in 224 sequences" in text.replace("\n", " ")
-    assert "(188 ms)" in text
-    assert "A GPU, driver 1.2, torch 2.11" in text

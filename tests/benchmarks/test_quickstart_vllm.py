@@ -1,17 +1,14 @@
 """The quickstart on a vLLM server learns what it learns in the trainer's process, and the committed result shows it."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
-from logitless.train.recipe import load_recipe
+import quickstart_vllm
+from logitless.train.recipe.loading import load_recipe
 
 ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("quickstart_vllm", ROOT / "benchmarks" / "quickstart_vllm.py")
-quickstart_vllm = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(quickstart_vllm)
 
 
 def test_the_committed_run_on_a_server_reaches_the_accuracy_of_the_one_without_within_noise():

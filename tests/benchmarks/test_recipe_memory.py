@@ -1,18 +1,15 @@
 """The memory of the 24 GB recipes: the benchmark runs a recipe, and what was measured fits."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
-from logitless.train.plan import GIB, plan_of
-from logitless.train.recipe import load_recipe
+import recipe_memory as benchmark
+from logitless.train.plan.run_plan import GIB, plan_of
+from logitless.train.recipe.loading import load_recipe
 
 ROOT = Path(__file__).parents[2]
-SPEC = importlib.util.spec_from_file_location("recipe_memory", ROOT / "benchmarks/recipe_memory.py")
-benchmark = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(benchmark)
 
 
 @pytest.fixture(autouse=True)

@@ -1,15 +1,13 @@
 """Rollouts in bfloat16 bias the gradient of a float32 policy, training strays, and a sampler correction cures it."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
+import sampler_bias
+
 ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("sampler_bias", ROOT / "benchmarks" / "sampler_bias.py")
-sampler_bias = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(sampler_bias)
 
 
 @pytest.mark.parametrize("seed", [0, 1])

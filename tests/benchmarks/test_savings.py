@@ -27,6 +27,6 @@ def test_both_ways_take_200_steps_and_their_curves_lie_on_top_of_each_other():
 
 def test_with_savings_a_fraction_of_the_tokens_is_read():
     for on, off in runs():
-        assert off["saving/shared_tokens"] == off["saving/dead_tokens"] == 0
-        assert on["saving/shared_tokens"] > 0 < on["saving/dead_tokens"]
+        assert off["saving/shared_tokens"] == off["saving/zero_advantage_tokens"] == 0
+        assert on["saving/shared_tokens"] > 0 < on["saving/zero_advantage_tokens"]
         assert on["optimizer/read_tokens"] < 0.7 * off["optimizer/read_tokens"]

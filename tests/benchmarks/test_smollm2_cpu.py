@@ -1,16 +1,11 @@
 """The README's lines about pretrained weights on a CPU are those of the committed result."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
+import smollm2_cpu
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-spec = importlib.util.spec_from_file_location("smollm2_cpu", ROOT / "benchmarks" / "smollm2_cpu.py")
-smollm2_cpu = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(smollm2_cpu)
-sys.path.remove(str(ROOT / "benchmarks"))
 
 RESULT = json.loads(smollm2_cpu.RESULT.read_text())
 

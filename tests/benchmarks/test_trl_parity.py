@@ -1,37 +1,24 @@
 """The page for TRL's and Liger's users shows the committed result, and the result keeps what the page says."""
 
 import doctest
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+import trl_parity as benchmark
 
 
 @pytest.fixture(scope="module")
-def benchmark():
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
-        spec = importlib.util.spec_from_file_location("trl_parity", ROOT / "benchmarks" / "trl_parity.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def result(benchmark):
+def result():
     return json.loads(benchmark.RESULT.read_text())
 
 
-def test_the_page_shows_the_committed_result(benchmark, result):
+def test_the_page_shows_the_committed_result(result):
     text = benchmark.PAGE.read_text()
     assert benchmark.with_lines(text, result) == text
 
 
-def test_losses_of_whole_runs_are_equal_to_the_seventh_decimal(benchmark, result):
+def test_losses_of_whole_runs_are_equal_to_the_seventh_decimal(result):
     assert [each["case"] for each in result["runs"]] == list(benchmark.CASES)
     for each in result["runs"]:
         theirs, ours = each["trl"], each["logitless"]
@@ -45,7 +32,7 @@ def test_no_configuration_is_beyond_its_tolerance(result):
     assert {each["against"]: each["beyond_tolerance"] for each in result["parity"]} == {"trl": 0, "liger": 0}
 
 
-def test_the_examples_of_the_page_run(benchmark):
+def test_the_examples_of_the_page_run():
     found = doctest.testfile(str(benchmark.PAGE), module_relative=False)
     assert found.attempted >= 6
     assert found.failed == 0

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from logitless.train.compare import write_comparison
-from logitless.train.report import write_report
-from logitless.train.run_folder import RunFolder
+from logitless.train.record.run_folder import RunFolder
+from logitless.train.report.compare import write_comparison
+from logitless.train.report.page import write_report
 from tests.browser.chromium import PROGRAM, Chromium, chromium
 from tests.train.fake_run import fake_run
 

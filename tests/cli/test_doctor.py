@@ -15,7 +15,7 @@ import yaml
 from logitless.cli.main import main
 from logitless.doctor.machine import OPTIONAL
 from logitless.doctor.nearest import fit_of
-from logitless.train.memory import size_text
+from logitless.train.record.memory import size_text
 from tests.train.tiny import tiny_raw
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ def test_the_machine_is_described_and_nothing_is_an_error(capsys: pytest.Capture
     assert set(found["engines"]) == {"transformers", "recorded", "gpu", "vllm", "vllm_server"}
     assert (found["engines"]["vllm"] == "runs") is (importlib.util.find_spec("vllm") is not None)
     assert found["packages"]["torch"] == torch.__version__
-    assert {"machine", "optional", "settings", "one set of bits", "walls around a model's text"} <= set(found)
+    assert {"machine", "optional", "settings", "one set of bits", "sandbox around a model's text"} <= set(found)
 
 
 def test_every_optional_package_of_an_extra_is_listed_with_its_version_or_how_to_get_it(
@@ -45,7 +45,7 @@ def test_every_optional_package_of_an_extra_is_listed_with_its_version_or_how_to
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert main(["doctor", "--json"]) == 0
     optional = json.loads(capsys.readouterr().out)["optional"]
-    assert set(OPTIONAL.values()) == set(extras) - {"dev"}
+    assert set(OPTIONAL.values()) == set(extras) - {"dev", "docs"}
     for module, extra in OPTIONAL.items():
         package = module.replace("_", "-")
         assert any(each.startswith(package) for each in extras[extra])

@@ -53,11 +53,17 @@ def test_a_command_that_there_is_not_gets_the_nearest_one(capsys):
     assert "there is no command 'trian'; did you mean 'train'?" in capsys.readouterr().err
 
 
-def test_a_recipe_that_comes_along_is_named_where_its_file_is_missing(tmp_path, capsys):
-    assert main(["train", str(tmp_path / "quickstart.yaml")]) == 2
-    said = capsys.readouterr().err
-    assert "No such file" in said
-    assert "logitless recipes copy quickstart" in said
+def test_a_recipe_that_comes_along_is_named_where_its_file_is_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for named, name in (("somewhere/quickstart.yaml", "quickstart"), ("qwen2.5-0.5b-gsm8k", "qwen2.5-0.5b-gsm8k")):
+        assert main(["train", named]) == 2
+        said = capsys.readouterr().err
+        assert "No such file" in said
+        assert f"run `logitless recipes copy {name}`, then name recipes/{name}.yaml" in said
+    assert main(["recipes", "copy", "length-toy"]) == 0
+    for named in ("length-toy", "recipes/lenght-toy.yaml"):
+        assert main(["train", named]) == 2
+        assert "recipes/length-toy.yaml" in capsys.readouterr().err.partition(" given ")[2]
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])

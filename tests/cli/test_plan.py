@@ -44,9 +44,9 @@ def test_a_file_of_the_bench_says_speeds_and_what_is_not_hidden(recipe, tmp_path
     assert "messages at 3 GB/s" in capsys.readouterr().out
     (tmp_path / "scale.json").write_text(json.dumps({"rows": [alone]}))
     assert main(["plan", str(recipe), "--gpus", "64", *measured]) == 2
-    assert "bench scale --gpus 1,2" in capsys.readouterr().err
+    assert "benchmarks/scale.py --gpus 1,2" in capsys.readouterr().err
     assert main(["plan", str(recipe), "--gpus", "64", "--measured", str(recipe)]) == 2
-    assert "needed a file that `logitless bench scale` wrote" in capsys.readouterr().err
+    assert "needed a file that `benchmarks/scale.py` wrote" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

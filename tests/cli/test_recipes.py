@@ -5,15 +5,18 @@ from pathlib import Path
 import pytest
 
 from logitless.cli.main import main
-from logitless.train.recipe import load_recipe
-from logitless.train.shipped import shipped_recipes
+from logitless.train.recipe.loading import load_recipe
+from logitless.train.recipe.shipped import shipped_recipes
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_list_has_every_recipe_of_the_repository_with_what_it_is(capsys):
     assert main(["recipes", "list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    listed = capsys.readouterr().out
+    assert main(["recipes"]) == 0
+    assert capsys.readouterr().out == listed
+    lines = listed.splitlines()
     assert [line.split()[0] for line in lines] == sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
     assert all(len(line.split()) > 5 for line in lines)
 
@@ -32,7 +35,9 @@ def test_a_copied_recipe_is_the_same_recipe_with_all_that_it_reads(name, tmp_pat
     assert str(copied.model_dump()).replace(str(tmp_path), str(ROOT)) == str(original.model_dump())
     paths = [copied.data.train, copied.data.held_out, copied.warm_start and copied.warm_start.data]
     read = [data.path for data in paths if hasattr(data, "path") and data.path.parent.name != "prepared"]
-    assert all(path.is_file() for path in read)  # what is prepared, its user writes with prepare.py
+    assert all(path.is_file() for path in read)
+    if name.startswith("smollm2-"):  # what is prepared, its user writes with a script that comes along
+        assert Path("recipes/smollm2/prepare.py").is_file()
     assert copied.model.tokenizer is None or Path(copied.model.tokenizer, "tokenizer.json").is_file()
 
 
@@ -56,6 +61,8 @@ def test_a_copy_may_be_repeated_and_never_replaces_what_was_changed(tmp_path, ca
     assert changed.read_text() == "name: mine\n"
 
 
-def test_a_misspelled_name_exits_2_with_the_nearest(capsys):
+def test_a_misspelled_name_exits_2_with_the_nearest_if_there_is_one(capsys):
     assert main(["recipes", "show", "quikstart"]) == 2
     assert "Did you mean 'quickstart'?" in capsys.readouterr().err
+    assert main(["recipes", "show", "zzzz"]) == 2
+    assert "Name one of these." in capsys.readouterr().err

@@ -18,11 +18,11 @@ from logitless.cli.main import main
 from logitless.models.loading import load_model
 from logitless.rollout.recorded import read_completions
 from logitless.train import push
-from logitless.train.checkpoint import checkpoints, read_checkpoint
 from logitless.train.export import _shown_recipe
+from logitless.train.record.run_folder import RunFolder, open_run_folder
 from logitless.train.run import start
-from logitless.train.run_folder import RunFolder, open_run_folder
 from logitless.train.saved_policy import load_policy
+from logitless.train.store.checkpoint import checkpoints, read_checkpoint
 from logitless.types import Completion, Group, Prompt, Verdict
 from tests.train.tiny import give_chat_template, tiny_recipe
 
@@ -339,8 +339,26 @@ def test_a_file_of_prompts_becomes_completions_that_an_engine_can_replay(run, tm
     sampled(capsys, run, *arguments, "--samples", "2", "--temperature", "0", "--max-new-tokens", "3")
     completions = read_completions(out)
     assert [completion.prompt_id for completion in completions] == ["x", "x", "y", "y"]
-    assert completions[0].token_ids == completions[1].token_ids
+    assert completions[0].token_ids.tolist() == completions[1].token_ids.tolist()
     assert all(completion.length <= 3 for completion in completions)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_what_was_sampled_can_be_scored(run, tmp_path, capsys, form):
+    (tmp_path / "prompts.jsonl").write_text('{"id": "x", "prompt": "ab"}\n{"id": "y", "prompt": "ba"}\n')
+    prompts, out, rows = tmp_path / "prompts.jsonl", tmp_path / f"out.{form}", tmp_path / "rows.jsonl"
+    sampled(capsys, run, "--file", str(prompts), "--samples", "2", "--out", str(out))
+    (tmp_path / "own.py").write_text(
+        "def size(completions, **columns):\n    return [len(each) for each in completions]\n"
+    )
+    files = ["--prompts", str(prompts), "--responses", str(out), "--json", str(rows)]
+    assert main(["score", "--reward", f"{tmp_path}/own.py:size", *files]) == 0
+    assert "4 scored" in capsys.readouterr().out
+    scored = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert scored == [
+        {"prompt": each.prompt_id.translate({120: "ab", 121: "ba"}), "score": float(len(each.text))}
+        for each in read_completions(out)
+    ]
 
 
 def test_prompts_are_rendered_with_the_runs_variables_of_the_chat_template(tmp_path, capsys):

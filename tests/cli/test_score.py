@@ -52,17 +52,61 @@ def test_loose_rows_on_request(files, tmp_path):
 
 def test_a_reward_of_the_library_is_scored(files, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
-    assert main(["score", "--reward", "logitless.rewards.exact:Exact", *files, "--json", str(out)]) == 0
+    assert main(["score", "--reward", "logitless.rewards.text.exact:Exact", *files, "--json", str(out)]) == 0
     assert "0.5" in capsys.readouterr().out
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert rows == [{"prompt": "Say 1.", "score": 1.0}, {"prompt": "Say 2.", "score": 0.0}]
+
+
+OWN = """
+LIMIT = 3
+class Scorer:
+    def __call__(self, completions): return [1.0]
+def brevity(completions): return 1.0
+def exact(completions, solution): return [1.0]
+def fails(completions):
+    return [1 / 0]
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "complaints"),
+    [
+        ("own.py:brvity", ["no 'brvity' in", "own.py, which has Scorer, brevity, exact, fails", "Correct the path"]),
+        ("own.py:LIMIT", ["a value of type int, which cannot be called"]),
+        ("own.py:Scorer", ["whose arguments Python can name", "TypeError: a class"]),
+        ("own.py:exact", ["a column of the data (answer,", "given solution", "Rename them"]),
+        ("broken.py:brevity", ["NameError: name 'nothing' is not defined in", "broken.py, line 2"]),
+        ("absent.py:brevity", ["there is no file"]),
+    ],
+)
+def test_what_is_wrong_with_an_own_function_is_said_with_what_would_be_right(files, tmp_path, capsys, path, complaints):
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "broken.py").write_text("\nnothing\n")
+    assert main(["score", "--reward", f"{tmp_path}/{path}", *files]) == 2
+    error = capsys.readouterr().err
+    for complaint in complaints:
+        assert complaint in error
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("brevity", "2 error: a list of 1 numbers (or None) expected, float returned"),
+        ("fails", f"line {OWN[: OWN.index('[1 / 0]')].count(chr(10)) + 1}, in fails"),
+    ],
+)
+def test_a_function_that_fails_is_shown_with_its_first_traceback(files, tmp_path, capsys, name, complaint):
+    (tmp_path / "own.py").write_text(OWN)
+    assert main(["score", "--reward", f"{tmp_path}/own.py:{name}", *files]) == 0
+    assert complaint in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["--suite", "ifbench"], "line 1, key 1"),
-        (["--reward", "logitless.rewards.exact:Exact", "--loose"], "--suite with --loose"),
+        (["--reward", "logitless.rewards.text.exact:Exact", "--loose"], "--suite with --loose"),
         (["--suite", "ifeval", "--deadline", "inf"], "--deadline"),
         (["--suite", "ifeval", "--deadline", "0"], "--deadline"),
         (["--suite", "ifeval", "--workers", "0"], "--workers"),
@@ -83,7 +127,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(files, capsys):
             content = file.read()
             file.seek(0)
             file.write(b"\xef\xbb\xbf" + content)
-    assert main(["score", "--reward", "logitless.rewards.exact:Exact", *files]) == 0
+    assert main(["score", "--reward", "logitless.rewards.text.exact:Exact", *files]) == 0
     capsys.readouterr()
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from logitless.cli.main import main
-from logitless.train.plan import GIB, plan_of
-from logitless.train.recipe import load_recipe
+from logitless.train.plan.run_plan import GIB, plan_of
+from logitless.train.recipe.loading import load_recipe
 from tests.train.interrupting import stop_at
 
 ROOT = Path(__file__).parents[2]
@@ -162,7 +162,7 @@ def test_a_malformed_row_exits_2_with_its_line(tmp_path, capsys):
 
 def test_modes_that_exclude_each_other_exit_2(capsys):
     with pytest.raises(SystemExit) as exit_status:
-        main(["train", "recipes/length-toy.yaml", "--dry-run", "--resume"])
+        main(["train", "recipes/length-toy.yaml", "--numbered", "--resume"])
     assert exit_status.value.code == 2
     capsys.readouterr()
 
@@ -204,10 +204,25 @@ def test_a_run_that_a_signal_stopped_ends_with_the_status_that_shells_expect_and
     with monkeypatch.context() as patched:
         stop_at(0, patched, number)
         assert main(arguments) == wanted
-    assert f"stopped by {signal.Signals(number).name} and saved" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert f"stopped by {signal.Signals(number).name} and saved" in output
     assert not (tmp_path / "length-toy" / "model").exists()
-    assert main([*arguments, "--resume"]) == 0
+    program, *words = shlex.split(output.strip().splitlines()[-1].removeprefix("next: "))
+    assert program == "logitless"
+    assert main(words) == 0
     assert "finished" in capsys.readouterr().out
+
+
+def test_the_gpu_engine_is_refused_on_a_cpu_in_words(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    arguments = ["train", *SMALL, "--set", f"output={tmp_path}", "--set", "rollout.engine={name: gpu}"]
+    arguments += ["--set", "model.device=cpu"]
+    for more in ([], ["--dry-run"]):
+        assert main([*arguments, *more]) == 1
+        assert "for rollout.engine gpu: a GPU and Triton" in capsys.readouterr().err
+    assert main([*arguments[:-4], "--set", "model.layers=row_invariant", "--set", "model.device=cpu", "--dry-run"]) == 1
+    assert "row-invariant layers serve; given a model on the CPU" in capsys.readouterr().err
+    assert not (tmp_path / "length-toy").exists()
 
 
 def test_a_signal_in_the_last_step_of_a_run_leaves_it_complete(tmp_path, capsys, monkeypatch):
@@ -239,6 +254,53 @@ def test_the_help_names_the_exit_status_of_a_run_that_was_stopped(capsys):
     shown = capsys.readouterr().out
     assert "128+N" in shown
     assert "143 SIGTERM" in shown
+
+
+def test_a_run_of_which_nothing_was_scored_has_failed_and_says_so_everywhere(tmp_path, capsys):
+    reward = "rewards=[{name: function, path: tests.train.faulty_rewards:raising}]"
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    held_out = f"data.held_out={{name: file, path: {tmp_path / 'held_out.jsonl'}}}"
+    assert (
+        main(["train", *SMALL, *(w for each in (f"output={tmp_path}", reward, held_out) for w in ("--set", each))]) == 1
+    )
+    *_, shown = capsys.readouterr().out.rpartition("\n\n")
+    folder = tmp_path / "length-toy"
+    lines = shown.splitlines()
+    assert lines[0] == f"failed, for no completion was scored: {folder}"
+    assert "  held-out accuracy  not scored" in lines
+    assert "  mean reward        not scored" in lines
+    assert "  failed reward      raising: 4 of 4 completions (100%), the first by RuntimeError: broken" in lines
+    command = shlex.split(lines[-1].removeprefix("next: logitless "), comments=True)
+    assert json.loads((folder / "summary.json").read_text())["ended_by"] == "unscored"
+    assert json.loads(folder.joinpath("metrics.jsonl").read_text().splitlines()[0])["evaluation/accuracy"] is None
+    report = (folder / "report.html").read_text()
+    for part in (
+        "failed, for no completion was scored",
+        "not scored</div><div>held-out accuracy",
+        "RuntimeError: broken",
+    ):
+        assert part in report
+    finding = "[failed scoring]"
+    assert main(["doctor", str(folder / "config.yaml"), "--no-measure"]) == 0
+    audit = capsys.readouterr().out
+    assert (
+        f"raising failed at 4 of 4 completions of the run length-toy, the first by RuntimeError: broken {finding}"
+        in audit
+    )
+    assert main(command) == 0
+    audit = capsys.readouterr().out
+    assert f"4 of 4 completions of the measured batch, the first by RuntimeError: broken {finding}" in audit
+
+
+def test_graded_rewards_show_the_held_out_reward_beside_the_accuracy(tmp_path, capsys):
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    held_out = f"data.held_out={{name: file, path: {tmp_path / 'held_out.jsonl'}}}"
+    assert main(["train", *SMALL, "--set", f"output={tmp_path}", "--set", held_out]) == 0
+    shown = capsys.readouterr().out
+    summary = json.loads((tmp_path / "length-toy" / "summary.json").read_text())
+    before, after = (summary[f"held_out_reward_{when}"] for when in ("before", "after"))
+    assert f"  held-out reward    {before:.3f} -> {after:.3f}\n" in shown
+    assert "hotter" in shown.splitlines()[-1]
 
 
 def test_a_run_that_cannot_go_on_exits_1(tmp_path, capsys):

@@ -183,7 +183,7 @@ def test_every_sequence_can_be_read_off_a_row_in_which_what_begins_alike_stands_
     if not isinstance(shared, SharedInputs):
         return
     found = _sequences(shared.groups, shared.input_ids.tolist(), shared.position_ids.tolist())
-    expected = [(p.token_ids + c.token_ids)[:-1] for p, c in pairs if c.token_ids]
+    expected = [(*p.token_ids, *c.token_ids)[:-1] for p, c in pairs if c.length]
     assert sorted(found) == sorted(expected)
     assert shared.longest == max(map(len, expected))
     if least == 1:  # a trie: no two branches of one begin alike
@@ -300,7 +300,7 @@ def test_long_attention_counts_in_a_rows_cost():
     assert Packing(110, hidden_size=1).cost([0, 1], shared) == pytest.approx(34 + 378 / 6)
 
 
-# --- dead sequences
+# --- zero-advantage sequences
 
 
 def test_dead_sequences_are_in_no_row_and_a_group_without_a_live_one_does_not_read_its_prompt():

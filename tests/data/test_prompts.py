@@ -50,7 +50,7 @@ def characters(text: str) -> tuple[int, ...]:
 def test_plain_text_is_tokenized_as_it_is(tmp_path):
     path = write_rows(tmp_path, {"prompt": "2+2=", "answer": "4"})
     (prompt,) = load_prompts(FileData(path=path), make_tokenizer(), max_prompt_tokens=9).prompts
-    assert (prompt.id, prompt.text, prompt.token_ids) == ("0", "2+2=", characters("2+2="))
+    assert (prompt.id, prompt.text, tuple(prompt.token_ids)) == ("0", "2+2=", characters("2+2="))
     assert (prompt.columns, prompt.messages) == ({"answer": "4"}, None)
 
 
@@ -58,7 +58,7 @@ def test_plain_text_is_tokenized_as_it_is(tmp_path):
 def test_plain_text_gets_the_start_token_that_the_tokenizer_adds_and_no_end_token(tmp_path, adds):
     path = write_rows(tmp_path, {"prompt": "ab"}, {"prompt": f"{BOS}ab"})
     prompts = load_prompts(FileData(path=path), make_tokenizer(adds=adds), max_prompt_tokens=9).prompts
-    assert [prompt.token_ids for prompt in prompts] == [(0, *characters("ab"))] * 2
+    assert [tuple(prompt.token_ids) for prompt in prompts] == [(0, *characters("ab"))] * 2
 
 
 def test_a_chat_template_writes_its_own_special_tokens_and_none_is_doubled(tmp_path):
@@ -66,7 +66,7 @@ def test_a_chat_template_writes_its_own_special_tokens_and_none_is_doubled(tmp_p
     tokenizer = make_tokenizer(chat=True, adds="bos")
     (prompt,) = load_prompts(FileData(path=path, system="Be."), tokenizer, max_prompt_tokens=20).prompts
     assert prompt.text == "<bos><system>Be.<user>hi<assistant>"
-    assert prompt.token_ids == (0, 4, *characters("Be."), 2, *characters("hi"), 3)
+    assert tuple(prompt.token_ids) == (0, 4, *characters("Be."), 2, *characters("hi"), 3)
     assert prompt.messages == ({"role": "system", "content": "Be."}, {"role": "user", "content": "hi"})
     outsider = tokenizer.apply_chat_template(list(prompt.messages), add_generation_prompt=True)["input_ids"]
     assert list(prompt.token_ids) == outsider

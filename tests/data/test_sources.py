@@ -58,25 +58,17 @@ def test_a_template_has_exactly_the_fields_it_can_fill(template, system):
         FileData(path=Path("a.jsonl"), template=template, system=system)
 
 
-def test_a_malformed_line_is_named_by_file_and_number(tmp_path):
-    path = write_lines(tmp_path, '{"prompt": "a"}', "", '{"prompt": "b"')
-    with pytest.raises(DataError, match=r"rows\.jsonl, line 3"):
-        read_rows(FileData(path=path))
-
-
 @pytest.mark.parametrize(
-    "line", ["[1]", '"text"', '{"prompt": NaN}', '{"prompt": "\\ud800"}', '{"prompt": "a", "prompt": "b"}', "\x00"]
+    "line",
+    [
+        *(b'{"prompt": "b"', b"[1]", b'"text"', b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"\x00"),
+        *(b'{"prompt": "a", "prompt": "b"}', b'{"prompt": "\xff"}'),
+    ],
 )
-def test_a_line_that_is_not_one_object_is_an_error(tmp_path, line):
-    path = write_lines(tmp_path, '{"prompt": "a"}', line)
-    with pytest.raises(DataError, match="line 2"):
-        read_rows(FileData(path=path))
-
-
-def test_bytes_that_are_not_utf8_are_named_by_line(tmp_path):
+def test_a_line_that_is_not_one_object_is_named_by_file_and_number(tmp_path, line):
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
-    with pytest.raises(DataError, match="line 2"):
+    path.write_bytes(b'{"prompt": "a"}\n\n' + line + b"\n")
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 3"):
         read_rows(FileData(path=path))
 
 
@@ -103,28 +95,23 @@ def test_a_file_without_a_value_is_an_error(tmp_path, lines):
         read_rows(FileData(path=write_lines(tmp_path, *lines)))
 
 
-def test_a_missing_column_names_the_nearest_one(tmp_path):
-    path = write_lines(tmp_path, '{"answer": "3", "qestion": "1+2"}')
-    with pytest.raises(DataError, match="did you mean 'qestion'"):
-        read_rows(FileData(path=path, columns={"prompt": "question"}))
+@pytest.mark.parametrize(
+    ("row", "columns", "message"),
+    [
+        ('{"answer": "3", "qestion": "1+2"}', {"prompt": "question"}, "did you mean 'qestion'"),
+        ('{"prompt": "1+2", "gold": "3", "answer": "x"}', {"answer": "gold"}, "'answer' twice"),
+        ('{"prompt": "1+2"}', {"prompt": "prompt", "id": "prompt"}, "once"),
+    ],
+)
+def test_a_renaming_that_finds_no_column_hides_one_or_names_one_twice_is_an_error(tmp_path, row, columns, message):
+    with pytest.raises(DataError, match=message):
+        read_rows(FileData(path=write_lines(tmp_path, row), columns=columns))
 
 
 def test_columns_are_renamed_and_the_others_kept(tmp_path):
     path = write_lines(tmp_path, '{"question": "1+2", "gold": "3", "level": 2}')
     (row,) = read_rows(FileData(path=path, columns={"prompt": "question", "answer": "gold"}))
     assert row.values == {"prompt": "1+2", "answer": "3", "level": 2}
-
-
-def test_a_renaming_that_would_hide_a_column_is_an_error(tmp_path):
-    path = write_lines(tmp_path, '{"prompt": "1+2", "gold": "3", "answer": "x"}')
-    with pytest.raises(DataError, match="'answer' twice"):
-        read_rows(FileData(path=path, columns={"answer": "gold"}))
-
-
-def test_two_names_for_one_column_are_an_error(tmp_path):
-    path = write_lines(tmp_path, '{"prompt": "1+2"}')
-    with pytest.raises(DataError, match="once"):
-        read_rows(FileData(path=path, columns={"prompt": "prompt", "id": "prompt"}))
 
 
 def test_jsonl_and_parquet_give_the_same_rows_with_null_for_what_a_row_lacks(tmp_path):

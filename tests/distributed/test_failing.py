@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from logitless.distributed import Ranks
+from logitless.distributed.exit_reasons import ExitReasons, in_one_line
 from logitless.distributed.failing import failing_together
 from logitless.distributed.ranks import _called_by_name
-from logitless.distributed.roll import Roll, in_one_line
 from logitless.errors import ConfigurationError, EngineError, LostRankError
 from tests.ranks import run_on_ranks
 
@@ -73,7 +73,7 @@ def test_what_one_rank_raises_ends_all_of_them_with_an_error_that_says_what_and_
 def _in_a_collective(rank, leaves, raised):
     """One rank fails where the other waits for its tensor; what each ends with, and after how many seconds."""
     ranks = Ranks(data=dist.group.WORLD)
-    roll = Roll(dist.PrefixStore("roll", dist.distributed_c10d._get_default_store()), rank, 2)
+    roll = ExitReasons(dist.PrefixStore("roll", dist.distributed_c10d._get_default_store()), rank, 2)
     began = time.monotonic()
     try:
         with _called_by_name(roll), failing_together(ranks, "weights") as work, work.collective():
@@ -155,7 +155,7 @@ HERE = {
 def rolls():
     """Those of two ranks, and of a third that says nothing unless a test lets it."""
     store = dist.HashStore()
-    return [Roll(store, rank, 3) for rank in range(3)]
+    return [ExitReasons(store, rank, 3) for rank in range(3)]
 
 
 def ended_with(roll, error):
@@ -167,7 +167,7 @@ def ended_with(roll, error):
 
 @pytest.mark.parametrize("kind", OF_ANOTHER)
 def test_whatever_torch_raises_where_another_rank_left_its_error_names_that_one(kind, monkeypatch):
-    monkeypatch.setattr("logitless.distributed.roll.GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("logitless.distributed.exit_reasons.GRACE_SECONDS", 0.0)
     first, second, _ = rolls()
     assert ended_with(first, MemoryError("of the host")).args == ("of the host",)
     found = ended_with(second, OF_ANOTHER[kind])
@@ -179,7 +179,7 @@ def test_whatever_torch_raises_where_another_rank_left_its_error_names_that_one(
 
 @pytest.mark.parametrize("kind", HERE)
 def test_a_rank_that_failed_itself_inside_a_collective_raises_that_and_is_named_by_the_others(kind, monkeypatch):
-    monkeypatch.setattr("logitless.distributed.roll.GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("logitless.distributed.exit_reasons.GRACE_SECONDS", 0.0)
     first, second, _ = rolls()
     assert ended_with(first, HERE[kind]) is HERE[kind]
     assert f"rank 0: {in_one_line(HERE[kind])} (" in str(ended_with(second, OF_ANOTHER["NCCL"]))
@@ -202,7 +202,7 @@ def _in_one_of_our_collectives(rank, error, calls):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(f"logitless.distributed.ranks.{calls}", fails)
         try:
-            Ranks(data=dist.group.WORLD).copy_of_first([torch.ones(2)])
+            Ranks(data=dist.group.WORLD).broadcast([torch.ones(2)])
         except RuntimeError as found:
             return type(found).__name__
     return "nothing"

@@ -1,8 +1,6 @@
 """What ranks tell each other: sums, decisions, objects and gradients, and that all of them end when one fails."""
 
 import os
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from unittest import mock
@@ -15,6 +13,7 @@ from torch import nn
 from logitless.distributed import Ranks, ranks, ranks_of_environment
 from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError, TrainingError
+from tests import warm
 from tests.ranks import DEVICES, run_on_ranks
 
 
@@ -26,10 +25,10 @@ def test_one_rank_alone_needs_no_process_group_and_changes_nothing():
     alone, tensor = Ranks.alone(), torch.tensor([1.0])
     assert not dist.is_initialized()
     assert (alone.rank, alone.world, alone.is_first) == (0, 1, True)
-    assert alone.sum(tensor) is alone.gather(tensor) is alone.sum_over_sequence(tensor) is tensor
+    assert alone.sum(tensor) is alone.gather(tensor) is tensor
     assert alone.max(2) == 2
-    assert alone.everyones({"a": (1,)}) == [{"a": (1,)}]
-    assert alone.of_first("x") == "x"
+    assert alone.all_gather_object({"a": (1,)}) == [{"a": (1,)}]
+    assert alone.broadcast_object("x") == "x"
     alone.barrier()
     weight = nn.Parameter(tensor)
     weight.grad = given = torch.tensor([3.0])
@@ -41,18 +40,18 @@ def what_a_rank_sees(rank):
     us = all_of_them()
     us.barrier()
     weight = torch.tensor([rank + 0.5])
-    us.copy_of_first([weight])
+    us.broadcast([weight])
     return {
         "who": (us.rank, us.world, us.is_first),
         "sum": us.sum(torch.tensor([float(rank), 1.0])).tolist(),
         "rows": us.gather(torch.full((rank + 1,), rank)).tolist(),
         "max": us.max(-rank),
         "any": (us.any(rank == 1), us.any(False)),
-        "objects": us.everyones({"rank": rank, "π": [None, float("nan"), 0.1]}),
-        "first": us.of_first(f"of {rank}"),
+        "objects": us.all_gather_object({"rank": rank, "π": [None, float("nan"), 0.1]}),
+        "first": us.broadcast_object(f"of {rank}"),
         "copied": weight.tolist(),
-        "bytes": us.everyones_bytes(bytes(range(2 * rank))),
-        "shared": us.everyones([f"{place} by {rank}" for place in us.shared(3)]),
+        "bytes": us.all_gather_bytes(bytes(range(2 * rank))),
+        "shared": us.all_gather_object([f"{place} by {rank}" for place in us.shared(3)]),
     }
 
 
@@ -78,7 +77,7 @@ def test_every_rank_sees_the_same_sums_rows_decisions_and_objects():
 
 def an_object_that_is_not_json(rank):
     with pytest.raises(TypeError):
-        all_of_them().everyones(object())
+        all_of_them().all_gather_object(object())
 
 
 def test_what_json_cannot_hold_is_refused_rather_than_pickled():
@@ -149,58 +148,32 @@ def test_an_environment_that_torchrun_did_not_make_is_refused(wrong):
         raise AssertionError("connected")
 
 
-TWO_RANKS = """
+FAILS = """
 import os
 import sys
 from logitless.distributed import ranks_of_environment
 from logitless.errors import TrainingError
 try:
     with ranks_of_environment("cpu", timeout_seconds=300) as ranks:
-        assert ranks.any(ranks.rank == 1)
-        if ranks.rank == 1 and sys.argv[1] == "fail":
+        if ranks.rank == 1:
             raise ValueError("rank 1 cannot go on")
         ranks.barrier()
-        os.write(1, f"rank {ranks.rank} done\\n".encode())  # in one piece
+        os.write(1, b"done")
 except TrainingError as error:
     print(error)
     sys.exit(1)
 """
 
 
-def two_processes(tmp_path, *, end):
-    script = tmp_path / "script.py"
-    script.write_text(TWO_RANKS)
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr",
-        "127.0.0.1",
-        "--nproc-per-node",
-        "2",
-    ]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    started = time.monotonic()
-    done = subprocess.run(
-        [*launcher, str(script), end], env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    return done, time.monotonic() - started
-
-
-def test_ranks_that_torchrun_started_find_each_other(tmp_path):
-    done, _ = two_processes(tmp_path, end="well")
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["rank 0 done", "rank 1 done"]
-
-
 def test_what_one_rank_raises_ends_all_of_them_with_exit_status_1(tmp_path):
-    done, seconds = two_processes(tmp_path, end="fail")
+    (tmp_path / "script.py").write_text(FAILS)
+    started = time.monotonic()
+    done = warm.run("-m", "tests.torchrun", "0", str(tmp_path / "script.py"), environment=os.environ)
     assert done.returncode == 1
-    # by its traceback, or where torchrun ended it before it had printed that, by the error of the other
+    # by its traceback, or where it was ended before it had printed that, by the error of the other
     assert "rank 1 cannot go on" in done.stderr + done.stdout
     assert "done" not in done.stdout
-    assert seconds < 250  # not the time-out of the collective
+    assert time.monotonic() - started < 250  # not the time-out of the collective
 
 
 def wait_for_a_rank_that_left(rank):

@@ -7,10 +7,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from logitless.distributed.sharding import ShardedModel
 from logitless.models.activations import set_modes
 from logitless.models.lm_head import backbone, backbone_hidden
-from logitless.models.row_invariant import install_row_invariant
+from logitless.models.row_invariant.layers import install_row_invariant
 from logitless.models.units import units_of
 from tests.head.interpreter import complete_interpreter, interpreted
-from tests.models.test_row_invariant import small
+from tests.models.row_invariant.test_layers import small
 from tests.models.tiny import packed
 from tests.ranks import run_on_ranks
 

@@ -16,7 +16,7 @@ def test_every_micro_batch_has_one_place_and_ranks_have_as_many_but_for_one(coun
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13])
-def test_sums_of_subtrees_along_the_rest_of_the_tree_have_the_bits_of_one_rank(count):
+def test_sums_of_subtrees_along_the_rest_of_the_tree_are_bitwise_those_of_one_rank(count):
     generator = torch.Generator().manual_seed(count)
     parts = [torch.randn(1000, generator=generator) * 10.0 ** (i % 5) for i in range(count)]
 

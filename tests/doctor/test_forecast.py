@@ -8,9 +8,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from logitless.doctor.forecast import batch_of, forecast_of, times_as_long
 from logitless.rollout.environment import SingleTurn
-from logitless.train.journal import Journal
-from logitless.train.learner import Learner
-from logitless.train.plan import plan_of
+from logitless.train.learn.learner import Learner
+from logitless.train.plan.run_plan import plan_of
+from logitless.train.record.journal import Journal
 from logitless.train.run import start
 from logitless.types import Group
 from tests.train.groups import group_of
@@ -79,12 +79,6 @@ def test_a_block_of_several_steps_is_foretold_from_whole_ones(tmp_path: Path) ->
     assert found.completions == found.share * 16
 
 
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path)
-    forecast_of(recipe, plan_of(recipe))
-    assert not Path(recipe.output).exists()
-
-
 def test_groups_without_a_signal_are_trained_on_in_the_measured_batch(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, rollout__zero_signal="drop", rewards=[{"name": "regex", "pattern": ".*"}])
     assert forecast_of(recipe, plan_of(recipe)).seconds["training"] > 0
@@ -98,7 +92,7 @@ def test_the_environment_of_the_recipe_is_played(tmp_path: Path, monkeypatch: py
             started.append(arguments)
             return super().start(*arguments, **options)
 
-    monkeypatch.setattr("logitless.doctor.forecast.environment_of", lambda *_: Counting())
+    monkeypatch.setattr("logitless.train.assembly.stages.environment_of", lambda *_: Counting())
     recipe = tiny_recipe(tmp_path)
     forecast_of(recipe, plan_of(recipe))
     assert started
@@ -119,7 +113,7 @@ def test_one_batch_that_was_held_up_decides_nothing(tmp_path: Path, monkeypatch:
 def test_batches_are_measured_three_to_five_times_and_less_often_where_that_takes_long(
     seconds: float, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def block(engines: object, collector: object, learner: object, journal: Journal) -> list[Group]:
+    def block(parts: object, journal: Journal) -> list[Group]:
         journal.clock.add({"rollout": seconds / 4, "training": seconds * 3 / 4})
         return [group_of("7", [0.0] * 16)]
 

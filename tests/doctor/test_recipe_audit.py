@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from logitless.doctor.recipe_audit import audit_recipe
-from logitless.train.recipe import load_recipe, parse_recipe
-from logitless.train.setup import Data, data_of, tokenizer_of
-from logitless.train.shipped import shipped_recipes
+from logitless.train.assembly.data import Data, data_of
+from logitless.train.assembly.model import tokenizer_of
+from logitless.train.recipe.loading import load_recipe, parse_recipe
+from logitless.train.recipe.shipped import shipped_recipes
 from logitless.types import Prompt
 from tests.train.tiny import tiny_raw
 
@@ -78,7 +79,12 @@ def test_recorded_completions_that_repeat_their_prompt_are_found(tmp_path: Path)
     recipe = parse_recipe(raw)
     data = data_of(recipe, tokenizer_of(recipe.model))
     rows = [
-        {"prompt_id": p.id, "token_ids": [*(p.token_ids if n == 0 else ()), 4, 2], "text": "b", "finish_reason": "stop"}
+        {
+            "prompt_id": p.id,
+            "token_ids": [*(p.token_ids.tolist() if n == 0 else ()), 4, 2],
+            "text": "b",
+            "finish_reason": "stop",
+        }
         for p in data.train
         for n in range(4)
     ]

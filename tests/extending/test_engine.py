@@ -8,7 +8,7 @@ RUNS = """
 from pathlib import Path
 import logitless
 from logitless.train.document import page
-from logitless.train.metrics import repeatable
+from logitless.train.record.metrics import repeatable
 from tests.train.tiny import start_without_report, tiny_recipe
 
 assert Path(logitless.__file__).is_relative_to(Path.cwd() / "src"), logitless.__file__

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import logitless
 from logitless.errors import DataError
-from logitless.rewards.combine import judge_batch, reward_statistics
+from logitless.rewards.combine import score_batch, reward_statistics
 from logitless.train.document import page
-from logitless.train.recipe import load_recipe
-from logitless.train.setup import rewards_of
+from logitless.train.recipe.loading import load_recipe
+from logitless.train.assembly.data import rewards_of
 from logitless.types import Prompt
 from tests.rewards.test_purity import check_one_verdict_a_text
 
@@ -21,7 +21,7 @@ recipe = load_recipe(Path({quickstart!r}), ["rewards=[{{name: choice, letters: A
 rewards = rewards_of(recipe, [Prompt("7", "?", (4,), {{"answer": "C"}})])
 with pytest.raises(DataError, match="'D' in row 0"):
     rewards_of(recipe, [Prompt("7", "?", (4,), {{"answer": "D"}})])
-verdicts = judge_batch(rewards, ["?"] * 2, ["It is (C)", "It is C"], {{"answer": ["C"] * 2}})
+verdicts = score_batch(rewards, ["?"] * 2, ["It is (C)", "It is C"], {{"answer": ["C"] * 2}})
 assert [row["choice"].score for row in verdicts] == [1, 0]
 assert reward_statistics(verdicts)["choice"]["constraints"]["choice:chosen"]["pass_rate"] == 0.5
 check_one_verdict_a_text(rewards[0].reward, ["", "(C)", "((C)", "\\ud800(A)", "(" * 10_000 + ")" * 10_000])

@@ -29,6 +29,13 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 BACKENDS = ["reference", "chunked", "fused"]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6}
+ANCHORS = {
+    "normaliser": torch.linspace(-3, 3, 21),
+    "far off": torch.where(torch.arange(21) % 2 == 0, 500.0, -500.0),
+    "not finite": torch.where(torch.arange(21) % 2 == 0, torch.inf, torch.nan),
+}
+"""Hints for 21 rows, near and nowhere near what they stand for."""
+
 TF32X3 = 1e-4
 """What float32 operands lose on a GPU, multiplied as three tf32 products."""
 

@@ -35,6 +35,7 @@ def compile_fused(capability: int, dtype: torch.dtype, everything: bool) -> list
     target = torch.zeros(rows, dtype=torch.int64)
     heads = (
         LMHead(weight),
+        LMHead(weight, lora_a=factors[0], lora_b=factors[1]),
         LMHead(weight, bias, lora_a=factors[0], lora_b=factors[1]),
         LMHead(weight, bias, softcap=30.0),
     )
@@ -44,23 +45,6 @@ def compile_fused(capability: int, dtype: torch.dtype, everything: bool) -> list
             for budget in (2**40, 0):
                 scores = fused.token_scores(hidden, head, target, memory_budget=budget)
                 (scores.logp + scores.entropy).sum().backward()
-    return found
-
-
-def compile_overlapped() -> list[Kernel]:
-    """The scoring pass on Hopper alone, plain and with LoRA, keeping exponentials or not."""
-    rows, width, vocabulary = 640, 896, 2000
-    hidden, low = (torch.zeros(rows, n, dtype=torch.bfloat16) for n in (width, 32))
-    weight, low_weight = (torch.zeros(vocabulary, n, dtype=torch.bfloat16) for n in (width, 32))
-    vector, target = torch.zeros(rows), torch.zeros(rows, dtype=torch.int64)
-    form = (torch.bfloat16, 1.0, False, variant_of(90, hidden))
-    with compiled(90, resources=True) as found:
-        for x_low, w_low in ((None, None), (low, low_weight)):
-            columns = launch.Operands(*form, weight, w_low, None, 0)
-            given = launch.Rows(hidden, x_low, vector, target)
-            for kept in (None, torch.zeros(rows, vocabulary, dtype=torch.bfloat16)):
-                sums = launch.TileSums.of(columns, given)
-                launch.exp_product(columns, given, vector, kept, rows, sums, None, maximum=False)
     return found
 
 
@@ -79,11 +63,9 @@ def compile_tiles(capability: int) -> list[Kernel]:
 
 
 def main() -> None:
-    """Prints what became of each launch: of the chunked head; of the fused one in a dtype; or of "overlapped" alone."""
+    """Prints what became of each launch: of the chunked head, or of the fused one in a dtype."""
     capability, *dtype = sys.argv[1:3]
-    if dtype == ["overlapped"]:
-        found = compile_overlapped()
-    elif dtype:
+    if dtype:
         found = compile_fused(int(capability), getattr(torch, dtype[0]), "--everything" in sys.argv)
     else:
         found = compile_tiles(int(capability))

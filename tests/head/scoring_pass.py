@@ -1,7 +1,7 @@
 """The scoring pass of the head alone: inputs at its edges, and what it is to give, in float64."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -37,11 +37,11 @@ class Shape:
 EDGES = [
     Shape(1, 64, 256, 0, 1),  # one tile, full but for its rows
     Shape(1, 8, 1, 4, 1),  # less than one of everything
-    Shape(64, 72, 257, 0, 64),  # the upper half of the rows; the last tile has one column
-    Shape(65, 72, 384, 1, 0),  # one row in the lower half; the right half of the last tile is outside
+    Shape(64, 72, 257, 0, 64),  # half of the rows; the last tile has one column
+    Shape(65, 72, 384, 1, 0),  # the right half of the last tile is outside
     Shape(128, 320, 385, 16, 127),  # a step more than there are stages; one column in that right half
-    Shape(129, 24, 128, 33, 65),  # three steps of LoRA, the last of them with zeros
-    Shape(300, 208, 700, 64, 131),  # several tiles a program; kept rows end inside the upper half
+    Shape(129, 24, 128, 33, 65),  # LoRA's columns reach into another step of depth
+    Shape(300, 208, 700, 64, 131),  # several tiles a program; kept rows end inside a tile
     Shape(257, 448, 1000, 48, 257),
 ]
 
@@ -85,13 +85,12 @@ def drawn(shape: Shape, variant: Variant, device: str = "cpu") -> Given:
     return Given(operands, rows, (20 * torch.rand(n, generator=g)).to(device))
 
 
-def scored(given: Given, num_kept: int, *, overlaps: bool) -> Found:
-    """By the kernel that this head gets, or by the plain one."""
-    variant = replace(given.operands.variant, overlaps=overlaps)
-    operands = replace(given.operands, variant=variant)
+def scored(given: Given, num_kept: int) -> Found:
+    """By the kernel."""
+    operands = given.operands
     kept, v = None, len(operands.weight)
     if num_kept:
-        kept = launch.kept_rows(num_kept, v + CHUNK, variant, given.anchor.device).fill_(UNTOUCHED)
+        kept = launch.kept_rows(num_kept, v + CHUNK, operands.variant, given.anchor.device).fill_(UNTOUCHED)
     sums = launch.TileSums.of(operands, given.rows)
     launch.exp_product(operands, given.rows, given.anchor, kept, num_kept, sums, None, maximum=False)
     if kept is not None:

@@ -178,8 +178,13 @@ def test_hints_change_nothing(device):
     without = run(inputs, memory_budget=bytes_for(12, case))
     log_normaliser = torch.randn(case.rows, device=device) * 3
     far_off = torch.where(torch.arange(case.rows, device=device) % 2 == 0, 500.0, -500.0)
-    live = torch.arange(case.rows, device=device) % 3 == 1
-    for hint in ({"anchor": log_normaliser}, {"anchor": far_off}, {"anchor": far_off * torch.nan}, {"live": live}):
+    nonzero = torch.arange(case.rows, device=device) % 3 == 1
+    for hint in (
+        {"anchor": log_normaliser},
+        {"anchor": far_off},
+        {"anchor": far_off * torch.nan},
+        {"nonzero": nonzero},
+    ):
         given = run(inputs, memory_budget=bytes_for(12, case), **hint)
         torch.testing.assert_close(given["logp"], without["logp"], atol=1e-5, rtol=1e-6)
         assert_same(given, without, 2e-5)
@@ -200,16 +205,16 @@ def test_nan_in_a_row_stays_in_that_row(device):
 @pytest.mark.parametrize("budget", [None, bytes_for(12, ODD), 0])
 def test_garbage_without_a_gradient_reaches_no_gradient(budget, device):
     inputs = problem(ODD, device)
-    dead = torch.arange(ODD.rows, device=device) % 4 == 1
+    zero = torch.arange(ODD.rows, device=device) % 4 == 1
     gradients = {
-        "grad_logp": inputs.grad_logp.masked_fill(dead, 0),
-        "grad_entropy": inputs.grad_entropy.masked_fill(dead, 0),
+        "grad_logp": inputs.grad_logp.masked_fill(zero, 0),
+        "grad_entropy": inputs.grad_entropy.masked_fill(zero, 0),
     }
     clean = run(replace(inputs, **gradients), memory_budget=budget)
-    inputs.hidden.data[dead] = torch.nan
+    inputs.hidden.data[zero] = torch.nan
     given = run(replace(inputs, **gradients), memory_budget=budget)
     assert torch.equal(given["grad_weight"], clean["grad_weight"])
-    assert torch.equal(given["grad_hidden"][dead], torch.zeros_like(given["grad_hidden"][dead]))
+    assert torch.equal(given["grad_hidden"][zero], torch.zeros_like(given["grad_hidden"][zero]))
 
 
 @pytest.mark.parametrize("budget", [None, 0])
@@ -290,12 +295,12 @@ def test_nothing_is_kept_without_a_gradient(device, monkeypatch):
         assert not fused.token_scores(inputs.hidden, inputs.head, inputs.target).logp.requires_grad
 
 
-@pytest.mark.parametrize("live", [0, 1, 9, 17, 40])
+@pytest.mark.parametrize("nonzero", [0, 1, 9, 17, 40])
 @pytest.mark.parametrize("whole", [True, False])
-def test_programs_that_share_a_tile_add_up_to_it_however_few_rows_are_live(live, whole, device):
+def test_programs_that_share_a_tile_add_up_to_it_however_few_rows_are_live(nonzero, whole, device):
     from logitless.head.kernels import launch, variants
 
-    g = torch.Generator().manual_seed(live)
+    g = torch.Generator().manual_seed(nonzero)
     k, w = (torch.randn(n, m, generator=g).bfloat16().to(device) for n, m in ((40, 520), (520, 24)))
     used = variants.variant(w)
     tile = replace(used.hidden, rows=16, columns=16, depth=16)
@@ -305,24 +310,26 @@ def test_programs_that_share_a_tile_add_up_to_it_however_few_rows_are_live(live,
     base, factor = (torch.randn(40, n, generator=g).to(device) for n in (24, 1))
     slots = torch.randperm(40, generator=g).to(device)
     out = torch.full((40, 24), 7.0, device=device)
-    count = torch.tensor([live], dtype=torch.int32, device=device)
+    count = torch.tensor([nonzero], dtype=torch.int32, device=device)
     launch.row_product(k, w, out, count, few, row_of_slot=slots, factor=factor[:, 0], base=base, whole=whole)
     expected = torch.full((40, 24), 7.0, device=device).double()
-    expected[slots[:live]] = factor[:live].double() * (base[:live].double() + k[:live].double() @ w.double())
+    expected[slots[:nonzero]] = factor[:nonzero].double() * (
+        base[:nonzero].double() + k[:nonzero].double() @ w.double()
+    )
     torch.testing.assert_close(out.double(), expected, atol=1e-3, rtol=1e-5)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=40))
-def test_compaction_puts_every_live_row_in_one_slot_and_moves_none_twice(live):
+def test_compaction_puts_every_live_row_in_one_slot_and_moves_none_twice(nonzero):
     from logitless.head.kernels.launch import compaction
 
-    chosen = compaction(torch.tensor(live))
+    chosen = compaction(torch.tensor(nonzero))
     taken = int(chosen.taken)
     source = chosen.source[:taken].tolist()
-    assert sorted(source) == [row for row, alive in enumerate(live) if alive]
+    assert sorted(source) == [row for row, alive in enumerate(nonzero) if alive]
     moved = [(slot, row) for slot, row in enumerate(source) if slot != row]
-    assert all(row >= taken and not live[slot] for slot, row in moved)
+    assert all(row >= taken and not nonzero[slot] for slot, row in moved)
 
 
 @settings(max_examples=50, deadline=None)

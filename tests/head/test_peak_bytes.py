@@ -1,7 +1,6 @@
 """``fused.peak_bytes`` against every allocation of a step, on tensors without data and without running a kernel."""
 
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("triton")
 
 from logitless.head import fused, passes
-from logitless.head.kernels import backward, forward, overlapped, variants
+from logitless.head.kernels import backward, forward, variants
 from logitless.types import LMHead
 
 SMALLEST = 512
@@ -50,11 +49,11 @@ class NotRun:
 @pytest.fixture
 def on_hopper(monkeypatch):
     """Every launch does nothing, and the plan is that of an H100."""
-    for module in (forward, backward, overlapped):
+    for module in (forward, backward):
         for name, value in list(vars(module).items()):
             if hasattr(value, "fn") and hasattr(value, "__getitem__"):
                 monkeypatch.setattr(module, name, NotRun())
-    monkeypatch.setattr(passes, "variant", lambda hidden: replace(variants.hopper(hidden.shape[1], 132), overlaps=True))
+    monkeypatch.setattr(passes, "variant", lambda hidden: variants.hopper(hidden.shape[1], 132))
 
 
 def peak(rows, width, vocabulary, budget, dtype=torch.bfloat16):

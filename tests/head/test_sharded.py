@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from logitless.errors import InputError, UnavailableError
 from logitless.head import sharded
-from tests.head.cases import Case, Problem, assert_same, problem, run, token_scores, tolerance, truth, widest
+from tests.head.cases import ANCHORS, Case, Problem, assert_same, problem, run, token_scores, tolerance, truth, widest
 from tests.head.test_chunked import Allocations
 from tests.ranks import DEVICES, run_on_ranks
 from tests.rounding import of_sum
@@ -91,14 +91,9 @@ def test_fused_ranks_agree_under_every_budget(case, budget, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("hint", ["normaliser", "far off", "not finite"])
+@pytest.mark.parametrize("hint", ANCHORS)
 def test_hints_change_nothing_where_shards_come_by(hint, device):
-    anchor = {
-        "normaliser": torch.linspace(-3, 3, 21),
-        "far off": torch.where(torch.arange(21) % 2 == 0, 500.0, -500.0),
-        "not finite": torch.where(torch.arange(21) % 2 == 0, torch.inf, torch.nan),
-    }[hint]
-    options = {"memory_budget": 4 * 48 * 4, "anchor": anchor, "live": torch.arange(21) % 3 == 1}
+    options = {"memory_budget": 4 * 48 * 4, "anchor": ANCHORS[hint], "nonzero": torch.arange(21) % 3 == 1}
     _check(problem(SMALL), device, (12, 9), "fused", options, 2e-5)
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from logitless.errors import InputError
-from tests.head.cases import Case, Problem, assert_same, problem, run, token_scores, tolerance, truth, widest
+from tests.head.cases import ANCHORS, Case, Problem, assert_same, problem, run, token_scores, tolerance, truth, widest
 from tests.ranks import DEVICES, run_on_ranks
 
 SHARED = ["chunked", "fused"]
@@ -63,16 +63,10 @@ def test_fused_ranks_agree_under_every_budget(case, budget, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("hint", ["normaliser", "far off", "not finite"])
+@pytest.mark.parametrize("hint", ANCHORS)
 def test_hints_change_nothing_when_ranks_keep_different_rows(hint, device):
     # 24 columns are kept of 19 and 16 of 11: the same budget keeps 12 rows on one rank and all 21 on the other.
-    anchor = {
-        "normaliser": torch.linspace(-3, 3, 21),
-        "far off": torch.where(torch.arange(21) % 2 == 0, 500.0, -500.0),
-        "not finite": torch.where(torch.arange(21) % 2 == 0, torch.inf, torch.nan),
-    }[hint]
-    live = torch.arange(21) % 3 == 1
-    options = {"memory_budget": 4 * 16 * 21, "anchor": anchor, "live": live}
+    options = {"memory_budget": 4 * 16 * 21, "anchor": ANCHORS[hint], "nonzero": torch.arange(21) % 3 == 1}
     _check(replace(SMALL, vocabulary=30), device, (19, 11), "fused", options, 2e-5)
 
 

@@ -23,11 +23,6 @@ LONG = {
     "serve-engine": "serves until it is stopped; tests/cli/test_serve_engine.py",
     "train recipes/smollm2-cpu.yaml": "needs weights out of another package; tests/models/test_gguf.py",
     "train recipes/smollm2-addition.yaml": "needs weights out of another package; tests/models/test_gguf.py",
-    "bench head": "minutes on a GPU; tests/bench/test_head.py",
-    "bench step": "minutes on a GPU; tests/bench/test_step.py",
-    "bench scale": "needs GPUs; tests/bench/test_scale.py",
-    "bench bits": "minutes on a GPU; tests/bench/test_bits.py",
-    "bench rollout": "minutes on a GPU; tests/bench/test_rollout.py",
 }
 """Commands that begin so are not run here, and where else they are."""
 

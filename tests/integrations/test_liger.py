@@ -29,6 +29,12 @@ def plain(**options):
     return LigerFusedLinearGRPOLoss(**{"beta": 0.0, "use_ref_model": False, **options})
 
 
+def of_liger(call, **options):
+    chunked_loss = pytest.importorskip("liger_kernel.chunked_loss")
+    options = {"beta": 0.0, "use_ref_model": False, **options}
+    return chunked_loss.LigerFusedLinearGRPOLoss(compiled=False, **options)(**call)
+
+
 def test_every_option_agrees_with_liger():
     pytest.importorskip("liger_kernel")
     rows = list(against_liger(LigerFusedLinearGRPOLoss))
@@ -48,13 +54,11 @@ def test_every_option_agrees_with_liger():
     ],
 )
 def test_the_metrics_are_ligers(call, options):
-    chunked_loss = pytest.importorskip("liger_kernel.chunked_loss")
     generator = torch.Generator().manual_seed(4)
     old = -2.5 + torch.randn(B, T, generator=generator)
     given = {**call, "old_per_token_logps": old, "ref_per_token_logps": old if "beta" in options else None}
-    options = {"beta": 0.0, "use_ref_model": False, **options}
-    _, theirs = chunked_loss.LigerFusedLinearGRPOLoss(compiled=False, **options)(**given)
-    _, ours = LigerFusedLinearGRPOLoss(**options)(**given)
+    _, theirs = of_liger(given, **options)
+    _, ours = plain(**options)(**given)
     assert [each.item() for each in ours] == pytest.approx([each.item() for each in theirs], rel=1e-5)
     assert theirs[-1] > 0
 
@@ -94,9 +98,8 @@ def test_a_masked_sampler_ratio_drops_its_tokens(call):
 
 
 def test_items_of_the_whole_step_divide_the_token_mean(call):
-    assert plain()(**call, num_items_in_batch=70)[0].item() == pytest.approx(
-        -0.5 / 70, abs=of_sum(torch.float32, 7, 8.5 / 70)
-    )  # of 4 + 4 + 0.5 in size
+    rounding = of_sum(torch.float32, 7, 8.5 / 70)  # of 4 + 4 + 0.5 in size
+    assert plain()(**call, num_items_in_batch=70)[0].item() == pytest.approx(-0.5 / 70, abs=rounding)
 
 
 def test_the_named_backend_is_used(call):
@@ -134,12 +137,10 @@ def test_vespo_takes_no_ratio_of_whole_sequences(call):
 
 @pytest.mark.parametrize("num_sequences", [T, B])
 def test_a_sampler_ratio_of_one_number_a_sequence_is_ligers(call, num_sequences):
-    chunked_loss = pytest.importorskip("liger_kernel.chunked_loss")
     square = {name: torch.cat([each, each])[:num_sequences] for name, each in call.items() if name != "lin_weight"}
     given = {**square, "lin_weight": call["lin_weight"], "vllm_is_ratio": torch.tensor([0.5, 2.0, 0.1, 3.0])}
     given["vllm_is_ratio"] = given["vllm_is_ratio"][:num_sequences]
-    theirs = chunked_loss.LigerFusedLinearGRPOLoss(compiled=False, beta=0.0, use_ref_model=False)(**given)[0]
-    assert plain()(**given)[0].item() == pytest.approx(theirs.item(), rel=1e-5)
+    assert plain()(**given)[0].item() == pytest.approx(of_liger(given)[0].item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(T,), (B, T + 1), (1, T), (B, T, 1), ()])
@@ -150,7 +151,5 @@ def test_a_sampler_ratio_of_another_shape_is_an_error(call, shape):
 
 @pytest.mark.parametrize("num_items", [13.5, 2.25, torch.tensor(13.5), torch.tensor(7), 0.5, 0])
 def test_items_that_are_no_whole_number_or_fewer_than_the_calls_divide_as_in_liger(call, num_items):
-    chunked_loss = pytest.importorskip("liger_kernel.chunked_loss")
     given = {**call, "num_items_in_batch": num_items}
-    theirs = chunked_loss.LigerFusedLinearGRPOLoss(compiled=False, beta=0.0, use_ref_model=False)(**given)[0]
-    assert plain()(**given)[0].item() == pytest.approx(theirs.item(), rel=1e-5)
+    assert plain()(**given)[0].item() == pytest.approx(of_liger(given)[0].item(), rel=1e-5)

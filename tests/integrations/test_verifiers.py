@@ -11,12 +11,12 @@ import pytest
 from logitless.errors import ConfigurationError, InputError, UnavailableError
 from logitless.integrations.verifiers import play_task, task_function, task_reward, task_rows
 from logitless.models.char_tokenizer import character_tokenizer
-from logitless.rewards.exact import Exact
-from logitless.rewards.instruction_reward import InstructionReward
+from logitless.rewards.instructions.instruction_reward import InstructionReward
+from logitless.rewards.text.exact import Exact
 from logitless.rewards.user_function import TrustedFunction
 from logitless.rollout.environment import Limits
-from logitless.rollout.environments import environment_of
-from logitless.rollout.harness import Harness
+from logitless.rollout.environments.harness import Harness
+from logitless.rollout.environments.options import environment_of
 from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
 
@@ -205,6 +205,6 @@ def test_verifiers_plays_a_task_and_the_trainer_sees_the_tokens_and_the_tasks_re
     assert [[sum(e.turn_rewards) for e in group] for group in groups] == [[0.0] * 2, [1.0] * 2, [0.0] * 2]
     for episode in (e for group in groups for e in group):
         assert episode.failure == ""
-        assert episode.completion.logp_sampler == (-0.5, -0.25)
+        assert episode.completion.logp_sampler.tolist() == [-0.5, -0.25]
         assert episode.completion.weights_version == 3
         assert [m["role"] for m in episode.messages] == ["user", "assistant"]

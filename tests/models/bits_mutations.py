@@ -7,8 +7,8 @@ from unittest import mock
 
 import torch
 
-from logitless.models import decoding, linear, paged_attention, row_invariant
 from logitless.models.kernels import attention_launch
+from logitless.models.row_invariant import decoding, functions, linear, paged_attention
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def _while_decoding(owner: object, name: str, mutant: object) -> Iterator[None]:
         with mock.patch.object(owner, name, mutant):
             return step(*arguments)
 
-    with mock.patch("logitless.bench.bits_laws.decode_step", mutated):
+    with mock.patch("bits_laws.decode_step", mutated):
         yield
 
 
@@ -52,7 +52,7 @@ def torch_norm() -> Iterator[None]:
         unit = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return total, unit.to(x.dtype) * weight
 
-    with _while_decoding(row_invariant, "norm", norm):
+    with _while_decoding(functions, "norm", norm):
         yield
 
 

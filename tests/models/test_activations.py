@@ -17,21 +17,12 @@ from logitless.models.activations import (
 )
 from logitless.models.lm_head import backbone_hidden
 from logitless.models.loading import load_model
-from logitless.models.row_invariant import install_row_invariant
+from logitless.models.row_invariant.layers import install_row_invariant
 from tests.head.interpreter import interpreted
-from tests.models.test_row_invariant import COVERED, LENGTHS, ONE_LAYER, hidden_and_gradients, small
+from tests.models.row_invariant.test_layers import COVERED, LENGTHS, ONE_LAYER, hidden_and_gradients
 from tests.models.tiny import packed
 
 COSTS = {"keep": Cost(100.0), "selective": Cost(60.0), "recompute": Cost(10.0), "host": Cost(0.0)}
-
-
-def a_model(*, fused: bool):
-    model = small("qwen3").train()
-    if fused:
-        if not interpreted():
-            pytest.skip("needs Triton's interpreter")
-        install_row_invariant(model)
-    return model
 
 
 def several_layers(count, *, fused):
@@ -69,7 +60,7 @@ def test_every_mode_gives_the_same_bits(fused):
 @pytest.mark.usefixtures("kernels_that_do_nothing")
 @pytest.mark.parametrize("fused", [False, True], ids=["transformers", "row-invariant"])
 def test_less_is_kept_from_mode_to_mode(fused):
-    found = {mode: cost.kept for mode, cost in costs_per_token(a_model(fused=fused)).items()}
+    found = {mode: cost.kept for mode, cost in costs_per_token(several_layers(1, fused=fused)).items()}
     assert sorted(found.values(), reverse=True) == list(found.values())
     assert len(found) == len(set(found.values())) == (4 if fused else 3)
     assert found["host"] == 0
@@ -83,7 +74,7 @@ def test_a_layer_that_is_recomputed_keeps_the_sum_of_its_two_inputs():
 
 
 def test_measuring_leaves_the_model_as_it_was():
-    model = a_model(fused=False)
+    model = several_layers(1, fused=False)
     set_modes(model, ["recompute"])
     (layer,) = model.model.layers
     before = layer.gradient_checkpointing, layer._gradient_checkpointing_func
@@ -143,11 +134,11 @@ def test_a_budget_below_everything_is_refused():
 
 def test_layers_of_transformers_have_no_selective_mode():
     with pytest.raises(UnavailableError, match="row-invariant layers for the mode selective"):
-        set_modes(a_model(fused=False), ["selective"])
+        set_modes(several_layers(1, fused=False), ["selective"])
 
 
 def test_a_model_whose_layers_cannot_run_again_is_refused():
-    model = copy.deepcopy(a_model(fused=False))
+    model = copy.deepcopy(several_layers(1, fused=False))
     del model.model.layers
     with pytest.raises(UnavailableError, match="run a second time"):
         set_modes(model, ["keep"])

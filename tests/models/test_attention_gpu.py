@@ -6,11 +6,12 @@ import pytest
 import torch
 import triton
 
-from logitless.models import attention, paged_attention
+from logitless.models import attention
 from logitless.models.attention import AttentionLayout, prefix_attention
 from logitless.models.kernels import attention_launch, attention_tiles
 from logitless.models.kernels.attention_tiles import QueryTile, hopper_tiles, plain_tiles
-from logitless.models.paged_attention import (
+from logitless.models.row_invariant import paged_attention
+from logitless.models.row_invariant.paged_attention import (
     Chunk,
     DecodeLayout,
     PrefillLayout,

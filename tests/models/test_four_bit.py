@@ -11,7 +11,7 @@ from logitless.errors import UnavailableError
 from logitless.models.four_bit import BITS_A_WEIGHT, base_linears, quantize
 from logitless.models.loading import load_model
 from logitless.models.lora import LoraOptions, add_lora
-from logitless.train.policy import Policy
+from logitless.train.learn.policy import Policy
 from logitless.types import Completion, Prompt
 
 CONFIG = {

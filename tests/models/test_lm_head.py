@@ -119,15 +119,6 @@ def test_a_peft_model_has_the_logits_of_its_head_with_adapters_on_and_off(option
     torch.testing.assert_close(off, tiny("llama")(input_ids=inputs.input_ids[None]).logits[0])
 
 
-def test_lora_on_the_head_is_its_factors_and_scale():
-    head = lm_head(adapted(target_modules=["lm_head"]))
-    assert head.lora_a is not None
-    assert (head.lora_a.shape, head.lora_b.shape) == ((3, 32), (61, 3))
-    assert head.lora_scale == pytest.approx(5 / 3)
-    assert head.lora_a.requires_grad
-    assert not head.weight.requires_grad
-
-
 def test_dora_on_the_head_is_refused():
     with pytest.raises(UnavailableError, match="DoRA"):
         lm_head(adapted(target_modules=["lm_head"], use_dora=True))

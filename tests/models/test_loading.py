@@ -1,4 +1,5 @@
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from logitless.errors import ConfigurationError, UnavailableError
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.lm_head import backbone, backbone_hidden
 from logitless.models.loading import check_vocabulary, compile_layers, disable_dropout, load_model, load_tokenizer
+from logitless.models.modes import uncompiled
 from tests.models.tiny import CONFIGS, LLAMA, packed, tiny
 
 
@@ -156,6 +158,32 @@ def test_compiled_layers_give_the_same_hidden_states_and_compile_once_for_any_le
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[0] > 0
     assert graphs[1] == graphs[2] == graphs[3]
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_layers_that_another_thread_runs_uncompiled_are_compiled_here():
+    torch._dynamo.reset()
+    model, inputs = tiny("llama").eval(), packed([5, 9])
+    compile_layers(model, backend="eager")
+    inside, go_on = threading.Event(), threading.Event()
+
+    def sample():
+        with uncompiled():
+            backbone_hidden(model, inputs)
+            inside.set()
+            go_on.wait()
+
+    torch._dynamo.utils.counters.clear()
+    other = threading.Thread(target=sample)
+    other.start()
+    inside.wait()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
+    with uncompiled():
+        go_on.set()
+        other.join()
+    backbone_hidden(model, inputs)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     torch._dynamo.reset()
 
 

@@ -7,12 +7,12 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from logitless.errors import UnavailableError
-from logitless.models import row_invariant
 from logitless.models.lora import LoraOptions, add_lora
-from logitless.models.one_node import apply, made_again, one_node
-from logitless.models.row_invariant import install_row_invariant
+from logitless.models.one_node import apply, one_node, recomputed
+from logitless.models.row_invariant import layers
+from logitless.models.row_invariant.layers import install_row_invariant
 from tests.head.interpreter import interpreted
-from tests.models.test_row_invariant import LENGTHS, hidden_and_gradients, small
+from tests.models.row_invariant.test_layers import LENGTHS, hidden_and_gradients, small
 from tests.models.tiny import packed
 
 
@@ -136,12 +136,12 @@ def test_hooks_see_what_is_saved():
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1, 2)])
 def test_a_node_whose_functions_run_again_keeps_what_it_was_given_and_has_the_same_gradients(used):
     found, seen = [], []
-    for context in (made_again, nullcontext):
+    for context in (recomputed, nullcontext):
         x, weight = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(3.0, requires_grad=True)
         with context(), saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
             outs = one_node(lambda x, w=weight: scaled_twice(x, w), [x], [weight])
             sum((i + 2) * outs[i].sum() for i in used).backward()
-        if context is made_again:
+        if context is recomputed:
             assert [each.tolist() for each in seen if each.ndim] == [[1.0, 2.0]]
         found.append((x.grad, weight.grad))
     (x, weight), (same_x, same_weight) = found
@@ -170,7 +170,7 @@ def test_a_layer_as_one_node_has_the_bits_of_its_functions_as_nodes(name, lora, 
     install_row_invariant(model)
     grad = torch.randn(sum(LENGTHS), 16, dtype=torch.float64)
     hidden, gradients = hidden_and_gradients(model, inputs, grad)
-    monkeypatch.setattr(row_invariant, "one_node", lambda run, given, _: run(*given))
+    monkeypatch.setattr(layers, "one_node", lambda run, given, _: run(*given))
     same_hidden, same = hidden_and_gradients(model, inputs, grad)
     assert torch.equal(hidden, same_hidden)
     assert gradients.keys() == same.keys()

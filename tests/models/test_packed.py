@@ -22,8 +22,9 @@ def one_at_a_time(model: nn.Module, inputs: PackedInputs) -> Tensor:
 def causal_by_hand(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None, scale: float) -> Tensor:
     """Softmax over the allowed pairs of the whole row, [T, H, F]."""
     total = sum(lengths)
-    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    distance = torch.arange(total)[:, None] - torch.arange(total)
+    sequence = torch.repeat_interleave(torch.tensor(lengths)).to(q.device)
+    position = torch.arange(total, device=q.device)
+    distance = position[:, None] - position
     allowed = (sequence[:, None] == sequence) & (distance >= 0) & (distance < (window or total))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     weights = (scale * q @ k.transpose(2, 3)).masked_fill(~allowed, float("-inf")).softmax(-1)

@@ -24,13 +24,7 @@ def value_and_gradients(inputs: list[Tensor], upstream: Tensor, window: int | No
 
 def truth(inputs: list[Tensor], upstream: Tensor, window: int | None) -> list[Tensor]:
     leaves = [x.detach().double().requires_grad_() for x in inputs]
-    sequence = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).cuda()
-    distance = torch.arange(sum(LENGTHS)).cuda()[:, None] - torch.arange(sum(LENGTHS)).cuda()
-    allowed = (sequence[:, None] == sequence) & (distance >= 0) & (distance < (window or 10**6))
-    q, k, v = leaves
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    weights = (0.2 * q @ k.transpose(2, 3)).masked_fill(~allowed, float("-inf")).softmax(-1)
-    out = (weights @ v)[0].transpose(0, 1)
+    out = causal_by_hand(*leaves, list(LENGTHS), window, 0.2)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream.double())]
 
 

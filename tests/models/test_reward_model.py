@@ -7,8 +7,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from logitless.errors import ConfigurationError, UnavailableError
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.reward_model import RewardModel
-from logitless.train.config import Recipe
-from logitless.train.recipe import parse_recipe
+from logitless.train.recipe.config import Recipe
+from logitless.train.recipe.loading import parse_recipe
 from tests.train.tiny import tiny_raw
 
 CHAT = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}<eos>{% endfor %}"
@@ -83,11 +83,11 @@ def test_messages_and_a_template_are_what_it_reads(tmp_path):
         assert score == pytest.approx(float(model(ids).logits[0, 0].detach()), abs=1e-5)
 
 
-def test_what_does_not_fit_is_spoiled_and_what_is_not_finite_an_error(tmp_path, monkeypatch):
+def test_what_does_not_fit_is_ungradable_and_what_is_not_finite_an_error(tmp_path, monkeypatch):
     classifier(tmp_path)
-    reward = RewardModel(source=str(tmp_path), device="cpu", spoiled_score=-9.0)
+    reward = RewardModel(source=str(tmp_path), device="cpu", ungradable_score=-9.0)
     long, fitting = reward.verdicts(["a", "a"], ["ab" * 20, "b"], {})
-    assert (long.score, long.status) == (-9.0, "spoiled")
+    assert (long.score, long.status) == (-9.0, "ungradable")
     assert fitting.status == "graded"
     monkeypatch.setattr(RewardModel, "_scores", lambda self, loaded, rows: [float("nan")] * len(rows))
     [broken] = reward.verdicts(["a"], ["b"], {})

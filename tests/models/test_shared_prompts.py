@@ -7,7 +7,7 @@ from logitless.data.packing import pack, share_prompts
 from logitless.models.lm_head import backbone_hidden, why_unshared
 from logitless.models.loading import disable_dropout, load_model
 from logitless.models.lora import LoraOptions, add_lora
-from logitless.train.policy import AdaptersOff, Policy
+from logitless.train.learn.policy import AdaptersOff, Policy
 from logitless.types import Completion, Prompt, SharedInputs
 from tests.models.tiny import CONFIGS, tiny
 

@@ -12,9 +12,9 @@ from logitless.models import packed
 from logitless.models.attention import AttentionLayout
 from logitless.models.lm_head import backbone_hidden, why_unshared
 from logitless.models.loading import load_model
-from logitless.models.row_invariant import install_row_invariant
-from logitless.train.masters import lower_to
-from logitless.train.policy import Policy
+from logitless.models.row_invariant.layers import install_row_invariant
+from logitless.train.learn.policy import Policy
+from logitless.train.optim.master_weights import lower_to
 from logitless.types import Completion, Prompt, PromptGroup
 from tests.head.interpreter import interpreted
 from tests.models.tiny import LLAMA

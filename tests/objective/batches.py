@@ -1,9 +1,32 @@
-"""Random packed batches for the objective's tests."""
+"""Packed batches for the objective's tests: of given numbers, and random ones."""
 
 import torch
 from torch import Tensor
 
+from logitless.objective.ranges import Ranges
 from logitless.types import TokenBatch
+
+
+def double(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def one_sequence(num_tokens: int) -> Ranges:
+    return Ranges(torch.zeros(num_tokens, dtype=torch.long), 1, torch.ones(num_tokens, dtype=torch.bool))
+
+
+def batch_of(sequence: int | list[int], **vectors) -> TokenBatch:
+    """A batch of lists, in float64: the sequence of each token, or how many tokens the only sequence has.
+
+    Advantages and weights are 1 and ``logp_old`` is -1 unless given.
+    """
+    ids = torch.tensor([0] * sequence if isinstance(sequence, int) else sequence, dtype=torch.long)
+    ones = torch.ones(len(ids), dtype=torch.float64)
+    given = {"advantage": ones, "token_weight": ones, "logp_old": -ones} | vectors
+    for name, value in given.items():
+        if isinstance(value, list):
+            given[name] = torch.tensor(value) if name in ("turn", "lag", "selected") else double(*value)
+    return TokenBatch(ids, int(ids.max()) + 1 if len(ids) else 1, **given)
 
 
 def random_batch(

@@ -1,29 +1,18 @@
 """Objectives drawn from the whole family, for laws that hold for every one of them."""
 
+from typing import get_args
+
 from hypothesis import reject
 from hypothesis import strategies as st
 
 from logitless.errors import ConfigurationError
+from logitless.objective import surrogate as sur
 from logitless.objective.correction import SamplerCorrection
 from logitless.objective.divergence import KLPenalty
 from logitless.objective.entropy import AdaptiveEntropy, EntropyBonus
 from logitless.objective.filters import OffPolicy, SamplerRejection, SecondMoment, Stale, TopEntropy
 from logitless.objective.objective import Objective
 from logitless.objective.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio, TurnRatio
-from logitless.objective.surrogate import (
-    Cispo,
-    Clip,
-    ClipCov,
-    Dppo,
-    Dro,
-    Gmpo,
-    Importance,
-    KlCov,
-    Nll,
-    Reinforce,
-    Sapo,
-    Vespo,
-)
 
 RATIOS = [
     TokenRatio(),
@@ -34,22 +23,23 @@ RATIOS = [
     TurnRatio(max_turns=512),
 ]
 SURROGATES = [
-    Clip(),
-    Clip(0.8, 1.28, ratio_cap=3.0),
-    Clip(0.8, 1.2, dual=3.0),
-    Cispo(2.0, ratio_min=0.5),
-    Sapo(),
-    Vespo(),
-    Gmpo(),
-    Dppo(),
-    Dppo("kl"),
-    ClipCov(),
-    KlCov(),
-    Dro(0.1),
-    Reinforce(),
-    Importance(),
-    Nll(),
+    sur.Clip(),
+    sur.Clip(0.8, 1.28, ratio_cap=3.0),
+    sur.Clip(0.8, 1.2, dual=3.0),
+    sur.Cispo(2.0, ratio_min=0.5),
+    sur.Sapo(),
+    sur.Vespo(),
+    sur.Gmpo(),
+    sur.Dppo(),
+    sur.Dppo("kl"),
+    sur.ClipCov(),
+    sur.KlCov(),
+    sur.Dro(0.1),
+    sur.Reinforce(),
+    sur.Importance(),
+    sur.Nll(),
 ]
+SURROGATES += [kind() for kind in get_args(sur.Surrogate) if kind not in map(type, SURROGATES)]  # those to come
 FILTERS = [
     (),
     (OffPolicy(0.1),),

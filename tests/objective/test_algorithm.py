@@ -74,9 +74,9 @@ def test_a_ratio_that_only_the_kl_reads_shares_no_advantage():
 
 
 def test_token_returns_differ_inside_a_sequence_once_they_are_discounted_or_pay_a_kl():
-    assert adv.ReinforcePP().grain(kl_in_reward=False) == "sequence"
-    assert adv.ReinforcePP().grain(kl_in_reward=True) == "token"
-    assert adv.ReinforcePP(gamma=0.9).grain(kl_in_reward=False) == "token"
+    assert adv.ReinforcePP().level(kl_in_reward=False) == "sequence"
+    assert adv.ReinforcePP().level(kl_in_reward=True) == "token"
+    assert adv.ReinforcePP(gamma=0.9).level(kl_in_reward=False) == "token"
     assert algorithm(adv.ReinforcePP(), SequenceRatio()).advantage == adv.ReinforcePP()
     with pytest.raises(ConfigurationError, match="reinforce_pp, an advantage a token"):
         algorithm(adv.ReinforcePP(), SequenceRatio(), kl_in_reward=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from logitless.objective.covariance import largest, num_chosen, random_in_band, token_covariance
 from logitless.objective.surrogate import KlCov
-from logitless.objective.surrogate.contract import SelectionInputs
+from logitless.objective.surrogate.policy_loss import SelectionInputs
 
 TRUE = torch.tensor([True] * 4)
 

@@ -20,13 +20,7 @@ from logitless.objective.filters import TopEntropy
 from logitless.objective.objective import Objective
 from logitless.objective.over_ranks import one_rank
 from logitless.objective.surrogate import ClipCov, KlCov
-from logitless.objective.weighting import (
-    ConstantLength,
-    SequenceMean,
-    SequenceSum,
-    TokenMean,
-    Totals,
-)
+from logitless.objective.weighting import ConstantLength, SequenceMean, SequenceSum, TokenMean, Totals
 from tests.objective.batches import random_batch
 from tests.objective.compositions import composed, options_of, parts
 from tests.ranks import run_on_ranks
@@ -36,6 +30,7 @@ ESTIMATORS = [
     adv.Robust(),
     adv.BatchStandardized(),
     adv.ReinforcePPBaseline(),
+    adv.ReinforcePPBaseline(whiten_over="completions"),
     adv.Gdpo(),
     adv.ReinforcePP(gamma=0.9),
     adv.Gae(gamma=0.9),
@@ -134,8 +129,8 @@ def choosing_all(objective):
 @given(data=st.data(), chosen=parts(), weighting=st.sampled_from(WEIGHTINGS), seed=st.integers(0, 2**16))
 def test_no_placement_of_groups_on_ranks_changes_loss_gradients_or_diagnostics(data, chosen, weighting, seed):
     objective = choosing_all(composed(chosen))
-    constant = objective.ratio.grain != "token" or objective.surrogate.grain != "token"
-    estimators = [e for e in ESTIMATORS if not constant or e.grain(kl_in_reward=False) == "sequence"]
+    constant = objective.ratio.level != "token" or objective.surrogate.level != "token"
+    estimators = [e for e in ESTIMATORS if not constant or e.level(kl_in_reward=False) == "sequence"]
     group_size, num_groups = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
     num_sequences = group_size * num_groups
     lengths = tuple(data.draw(st.lists(st.integers(0, 5), min_size=num_sequences, max_size=num_sequences)))
@@ -155,18 +150,13 @@ def test_no_placement_of_groups_on_ranks_changes_loss_gradients_or_diagnostics(d
 
 # Three groups of two: a rank with two of them, one, none.
 @pytest.mark.parametrize("shares", [((0, 1, 4, 5), (2, 3)), ((2, 3), (), (0, 1, 4, 5), ())], ids=["2 ranks", "4 ranks"])
-def test_statistics_of_current_values_are_over_the_ranks_of_a_micro_batch(shares):
-    common = {
-        "estimator": adv.BatchStandardized(),
-        "weighting": TokenMean(),
-        "lengths": (5, 0, 1, 9, 2, 7),
-        "group_size": 2,
-        "seed": 3,
-        "rows": 1,
-    }
+def test_statistics_of_advantages_and_of_current_values_are_over_all_ranks(shares):
+    common = {"weighting": TokenMean(), "lengths": (5, 0, 1, 9, 2, 7), "group_size": 2, "seed": 3, "rows": 1}
     objectives = [
         Objective(filters=(TopEntropy(0.4, scope="micro_batch"),), entropy_bonus=EntropyBonus(0.1)),
         Objective(surrogate=KlCov(fraction=0.3, scope="micro_batch")),
         Objective(surrogate=ClipCov(fraction=1.0, low=0.1, scope="micro_batch")),
     ]
-    assert_ranks_make_no_difference(shares, *({"objective": each, **common} for each in objectives))
+    cases = [{"objective": each, "estimator": adv.BatchStandardized()} for each in objectives]
+    cases += [{"objective": Objective(), "estimator": each} for each in ESTIMATORS]
+    assert_ranks_make_no_difference(shares, *(case | common for case in cases))

@@ -14,25 +14,18 @@ from logitless.objective.filters import OffPolicy, TopEntropy
 from logitless.objective.objective import Objective
 from logitless.objective.ratio import SequenceRatio
 from logitless.objective.surrogate import Clip, Nll, Reinforce
-from logitless.types import TokenBatch
-from tests.objective.batches import random_batch
-
-
-def double(*values):
-    return torch.tensor(values, dtype=torch.float64)
+from tests.objective.batches import batch_of, double, random_batch
 
 
 def by_hand():
     """Four trained tokens of two sequences (A = 1 and -1) and one of weight 0."""
-    batch = TokenBatch(
-        sequence=torch.tensor([0, 0, 0, 1, 1]),
-        num_sequences=2,
-        advantage=double(1, 1, 1, -1, -1),
-        token_weight=double(0.25, 0.25, 0, 0.25, 0.25),
-        logp_old=double(-1, -1, -1, -1, -1),
-        logp_sampler=double(-0.75, -2, -1, math.nan, -1.5),
-        logp_ref=double(-1, -1, -1, -1, -26),
-        entropy_weight=double(0.25, 0.25, 0, 0.25, 0.25),
+    batch = batch_of(
+        [0, 0, 0, 1, 1],
+        advantage=[1, 1, 1, -1, -1],
+        token_weight=[0.25, 0.25, 0, 0.25, 0.25],
+        logp_sampler=[-0.75, -2, -1, math.nan, -1.5],
+        logp_ref=[-1, -1, -1, -1, -26],
+        entropy_weight=[0.25, 0.25, 0, 0.25, 0.25],
     )
     # ratios 1, 2 (cut above), -, 1/2 (cut below), 3
     log_ratio = double(0, math.log(2), 9, -math.log(2), math.log(3))
@@ -55,24 +48,18 @@ def test_clip_fractions_by_side_and_by_sign():
     assert numbers["clip/high_fraction"] == 0.25
     assert numbers["clip/positive_fraction"] == 0.5  # 1 of the 2 tokens with A > 0
     assert numbers["clip/negative_fraction"] == 0.5
-    assert numbers["head/live_fraction"] == 0.5
+    assert numbers["head/nonzero_gradient_fraction"] == 0.5
 
 
 def test_clip_fractions_by_sign_are_of_the_tokens_of_that_sign():
     # A = 1: cut above. A = -1: one of three cut, below. A = 0 is on neither side, and has no gradient either.
-    batch = TokenBatch(
-        sequence=torch.tensor([0, 0, 1, 1, 1, 2]),
-        num_sequences=3,
-        advantage=double(1, 1, -1, -1, -1, 0),
-        token_weight=double(1, 0, 1, 1, 1, 1),
-        logp_old=-torch.ones(6, dtype=torch.float64),
-    )
+    batch = batch_of([0, 0, 1, 1, 1, 2], advantage=[1, 1, -1, -1, -1, 0], token_weight=[1, 0, 1, 1, 1, 1])
     log_ratio = double(math.log(2), 0, -math.log(2), 0, 0, 0)
     numbers = diagnostics(Objective(), (batch.logp_old + log_ratio).requires_grad_(), None, batch)
     assert numbers["clip/positive_fraction"] == 1
     assert numbers["clip/negative_fraction"] == pytest.approx(1 / 3)
     assert numbers["clip/low_fraction"] == numbers["clip/high_fraction"] == pytest.approx(1 / 5)
-    assert numbers["head/live_fraction"] == pytest.approx(2 / 5)
+    assert numbers["head/nonzero_gradient_fraction"] == pytest.approx(2 / 5)
 
 
 def test_ratio_moments_leave_hidden_rows_out():
@@ -109,9 +96,8 @@ def test_divergence_from_the_reference_is_unclamped_and_the_penalty_is_what_the_
     d = [0, math.log(2), -math.log(2), math.log(3) + 25]
     assert numbers["kl_ref/k1_mean"] == pytest.approx(sum(d) / 4)
     assert numbers["kl_ref/k2_mean"] == pytest.approx(sum(x * x / 2 for x in d) / 4)
-    assert numbers["kl_ref/penalty_mean"] == pytest.approx(
-        (d[1] ** 2 / 2 + d[2] ** 2 / 2 + 200) / 4
-    )  # the last is clamped to 20
+    penalty = (d[1] ** 2 / 2 + d[2] ** 2 / 2 + 200) / 4  # the last is clamped to 20
+    assert numbers["kl_ref/penalty_mean"] == pytest.approx(penalty)
     assert numbers["kl_ref/clamped"] == 1
     low = d[1] ** 2 / 2
     assert numbers["kl_ref/penalty_p95"] == pytest.approx(low + 0.85 * (200 - low))
@@ -125,7 +111,7 @@ def test_entropy_and_its_bonus():
     assert numbers["entropy/mean"] == 2.5
     assert numbers["entropy/bonus_mean"] == (3 + 4) / 4  # kept: entropies of at least the median, 2.5
     assert numbers["filter/top_entropy/dropped_fraction"] == 0.5
-    assert numbers["head/live_fraction"] == 0.5
+    assert numbers["head/nonzero_gradient_fraction"] == 0.5
 
 
 def test_each_filter_counts_what_it_drops():
@@ -164,7 +150,8 @@ def test_numbers_that_an_objective_does_not_have_are_left_out():
     logp, _, batch = by_hand()
     batch = replace(batch, logp_old=None, logp_sampler=None, logp_ref=None)
     always = {"loss/total", "optimizer/tokens"}
-    assert set(diagnostics(Objective(surrogate=Nll()), logp, None, batch)) == {*always, "head/live_fraction"}
+    found = diagnostics(Objective(surrogate=Nll()), logp, None, batch)
+    assert set(found) == {*always, "head/nonzero_gradient_fraction"}
     with torch.no_grad():
         numbers = diagnostics(Objective(surrogate=Nll()), logp, None, batch)
     assert set(numbers) == always

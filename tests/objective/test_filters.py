@@ -24,7 +24,7 @@ from logitless.objective.filters import (
 from logitless.objective.objective import Objective
 from logitless.objective.over_ranks import one_rank
 from logitless.objective.ranges import Ranges
-from logitless.types import TokenBatch
+from tests.objective.batches import batch_of, double
 
 
 def test_off_policy_drops_negative_sequences_that_drifted():
@@ -72,9 +72,6 @@ def test_top_entropy_keeps_a_fraction_from_the_top():
     assert TopEntropy(0.4).threshold(entropy, counted).item() == pytest.approx(0.34)
     assert TopEntropy(1.0).threshold(entropy, counted).item() == pytest.approx(0.1)
     assert TopEntropy(0.0).threshold(entropy, counted).item() == pytest.approx(0.5)
-    for wrong in (-0.1, 1.1):
-        with pytest.raises(ConfigurationError, match="from 0 to 1"):
-            TopEntropy(wrong)
 
 
 def test_a_filter_that_settles_nothing_once_a_block_has_no_threshold_to_give():
@@ -127,12 +124,7 @@ def test_a_token_goes_by_itself_or_by_its_sequence(over, expected):
 def test_k1_has_two_bounds_and_its_sum_lets_differences_cancel():
     inputs = _inputs([1.0, -1.0, 0.4, 0.0], [0, 0, 1, 1])
     assert SamplerRejection(0.5, min=-0.3).kept(inputs).tolist() == [False, False, False, True]
-    assert SamplerRejection(0.5).kept(inputs).tolist() == [
-        True,
-        False,
-        True,
-        True,
-    ]  # k1 = -D: too likely for the sampler
+    assert SamplerRejection(0.5).kept(inputs).tolist() == [True, False, True, True]  # k1 = -D: too likely for it
     assert SamplerRejection(0.5, "k1", "sequence_sum", min=-0.3).kept(inputs).tolist() == [True, True, False, False]
 
 
@@ -146,35 +138,12 @@ def test_tokens_that_do_not_count_do_not_reject_their_sequence():
         assert SamplerRejection(0.3, "k2", over).kept(inputs)[1]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max": -1.0, "measure": "k2"},
-        {"max": 1.0, "measure": "tv", "min": 0.1},
-        {"max": 1.0, "min": 2.0},
-        {"max": 1.0, "min": 0.5},
-        {"max": -0.5, "min": -1.0},
-        {"max": 1.0, "over": "sequence_max"},
-    ],
-)
-def test_bounds_and_measures_that_do_not_go_together_are_refused(options):
-    with pytest.raises(ConfigurationError):
-        SamplerRejection(**options)
-
-
 def test_two_rejections_keep_what_both_keep_and_each_goes_by_all_tokens():
     # Of tokens k1 = -D in [-0.5, 0.5]: all but the first. Of sequences the largest k2 at most 0.3: 0.5 and 0.405, 0.02.
-    batch = TokenBatch(
-        sequence=torch.tensor([0, 0, 1, 1, 2]),
-        num_sequences=3,
-        advantage=torch.ones(5),
-        token_weight=torch.ones(5),
-        logp_old=torch.zeros(5) - 2.0,
-        logp_sampler=torch.tensor([-3.0, -2.0, -2.2, -2.2, -1.1]),
-    )
+    batch = batch_of([0, 0, 1, 1, 2], logp_old=[-2] * 5, logp_sampler=[-3, -2, -2.2, -2.2, -1.1])
     token, whole = SamplerRejection(0.5, min=-0.5), SamplerRejection(0.3, "k2", "sequence_max")
     for filters in ((token, whole), (whole, token)):
-        output = Objective(filters=filters)(torch.full((5,), -2.0, requires_grad=True), None, batch)
+        output = Objective(filters=filters)(double(*[-2] * 5).requires_grad_(), None, batch)
         assert output.grad_logp.tolist() == [0.0, 0.0, -1.0, -1.0, 0.0]
         assert {name: dropped.tolist() for name, dropped in output.dropped.items()} == {
             "sampler_rejection_token_k1": [True, False, False, False, True],
@@ -191,34 +160,15 @@ def test_two_rejections_are_the_product_of_the_padded_masks_that_verl_takes(seed
     of_tokens = (-difference >= -low) & (-difference <= low)
     of_sequences = (difference.square() / 2).masked_fill(~mask, 0.0).amax(1, keepdim=True) <= high
     wanted = (of_tokens & of_sequences)[mask]
-    where = mask.nonzero()[:, 0]
-    batch = TokenBatch(
-        sequence=where,
-        num_sequences=4,
-        advantage=torch.ones(len(where), dtype=torch.float64),
-        token_weight=torch.ones(len(where), dtype=torch.float64),
-        logp_old=torch.zeros(len(where), dtype=torch.float64),
-        logp_sampler=-difference[mask],
-    )
+    batch = batch_of(mask.nonzero()[:, 0].tolist(), logp_sampler=-1 - difference[mask])
     filters = (SamplerRejection(low, min=-low), SamplerRejection(high, "k2", "sequence_max"))
-    logp = torch.zeros(len(where), dtype=torch.float64, requires_grad=True)
-    output = Objective(filters=filters)(logp, None, batch)
+    output = Objective(filters=filters)(batch.logp_old.clone().requires_grad_(), None, batch)
     assert (output.grad_logp != 0).tolist() == wanted.tolist()
 
 
 def test_one_rejection_keeps_its_name_and_two_of_one_kind_are_refused():
-    inputs = _inputs([1.0], [0])
-    batch = TokenBatch(
-        sequence=torch.tensor([0]),
-        num_sequences=1,
-        advantage=torch.ones(1),
-        token_weight=torch.ones(1),
-        logp_old=inputs.logp_old,
-        logp_sampler=inputs.logp_old - 1.0,
-    )
-    assert list(Objective(filters=(SamplerRejection(0.5),))(torch.zeros(1), None, batch).dropped) == [
-        "sampler_rejection"
-    ]
+    output = Objective(filters=(SamplerRejection(0.5),))(double(0), None, batch_of(1, logp_sampler=[-2]))
+    assert list(output.dropped) == ["sampler_rejection"]
     with pytest.raises(ConfigurationError, match=r"at most once; given sampler_rejection_token_k1, sampler_reject"):
         Objective(filters=(SamplerRejection(0.5), SamplerRejection(0.7)))
 
@@ -263,8 +213,6 @@ def test_the_second_moment_is_settled_for_the_block_or_refused():
     assert SecondMoment().settles_once_a_block
     with pytest.raises(InputError, match="block_statistics"):
         SecondMoment().kept(_inputs([0.1], [0]))
-    with pytest.raises(ConfigurationError, match=r"0\.04"):
-        SecondMoment(0.0)
 
 
 @pytest.mark.parametrize(
@@ -285,5 +233,3 @@ def test_a_filter_by_age_needs_ages():
     assert Stale(1).needs == {"lag"}
     with pytest.raises(InputError, match=r"TokenBatch\.lag"):
         Stale(1).kept(_inputs([0.0], [0]))
-    with pytest.raises(ConfigurationError, match="at least 0"):
-        Stale(-1)

@@ -105,21 +105,13 @@ def test_the_ratio_is_exactly_one_and_nothing_is_clipped_on_the_first_step(chose
 
 @LAW
 @given(chosen=parts(), lengths=LENGTHS, seed=SEEDS)
-def test_the_reported_gradient_is_the_one_that_backward_gives(chosen, lengths, seed):
+def test_the_loss_is_the_weighted_sum_less_the_bonus_and_its_gradient_is_the_reported_one(chosen, lengths, seed):
     objective = composed(chosen)
     logp, entropy, batch, statistics = case(objective, lengths, seed)
     output = objective(logp, entropy, batch, block=statistics, **options_of(objective))
     output.loss.backward()
     assert torch.equal(output.grad_logp, logp.grad)
     assert not output.token_loss.requires_grad
-
-
-@LAW
-@given(chosen=parts(), lengths=LENGTHS, seed=SEEDS)
-def test_the_loss_is_the_weighted_sum_of_token_losses_less_the_bonus(chosen, lengths, seed):
-    objective = composed(chosen)
-    logp, entropy, batch, statistics = case(objective, lengths, seed)
-    output = objective(logp, entropy, batch, block=statistics, **options_of(objective))
     expected = (batch.token_weight * output.token_loss).sum()
     if objective.entropy_bonus is not None:
         coefficient = options_of(objective).get("entropy_coefficient", objective.entropy_bonus.coefficient)

@@ -8,7 +8,7 @@ from logitless.objective.advantage import AdvantageInputs
 from logitless.objective.objective import Objective
 from logitless.objective.own import OwnAdvantage, OwnSurrogate, check_estimator, check_surrogate
 from logitless.objective.presets import PRESETS, algorithm
-from logitless.types import TokenBatch
+from tests.objective.batches import batch_of, double
 
 HEAD = """\
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ class Mine(PolicyLoss):
 ADVANTAGE = """
 @dataclass(frozen=True, kw_only=True)
 class Mine(Estimator):
-    def grain(self, *, kl_in_reward):
-        return "{grain}"
+    def level(self, *, kl_in_reward):
+        return "{level}"
 
     def __call__(self, inputs, sum_over_ranks=None):
         of_token = inputs.completion_rewards().nan_to_num()[inputs.sequence]
@@ -48,20 +48,14 @@ def surrogate(folder, result="SurrogateTerms(loss)", **options):
     return OwnSurrogate(factory=path, options=options).made()
 
 
-def advantage(folder, result="AdvantageOutput(of_token)", grain="sequence"):
-    path = path_of(folder, ADVANTAGE.replace("{result}", result).replace("{grain}", grain))
+def advantage(folder, result="AdvantageOutput(of_token)", level="sequence"):
+    path = path_of(folder, ADVANTAGE.replace("{result}", result).replace("{level}", level))
     return OwnAdvantage(factory=path).made()
 
 
 def test_a_surrogate_by_its_path_has_the_loss_and_the_gradient_that_it_says(tmp_path):
-    logp = torch.tensor([-1.0, -2.0], requires_grad=True)
-    batch = TokenBatch(
-        sequence=torch.tensor([0, 1]),
-        num_sequences=2,
-        advantage=torch.tensor([1.0, -3.0]),
-        token_weight=torch.tensor([0.5, 0.25]),
-        logp_old=torch.tensor([-1.0, -2.0]),
-    )
+    logp = double(-1, -2).requires_grad_()
+    batch = batch_of([0, 1], advantage=[1, -3], token_weight=[0.5, 0.25], logp_old=[-1, -2])
     output = Objective(surrogate=surrogate(tmp_path, scale=2.0))(logp, None, batch)
     output.loss.backward()
     # -2 A r = -2 and 6 at r = 1, weighed by 0.5 and 0.25; the gradient of r is r
@@ -89,15 +83,8 @@ def test_a_surrogate_that_does_not_give_a_loss_a_token_is_refused_by_its_path(tm
 
 def test_another_shape_is_refused_at_every_call(tmp_path):
     made = surrogate(tmp_path, "SurrogateTerms(loss if len(loss) == 10 else loss[:1])")
-    batch = TokenBatch(
-        sequence=torch.tensor([0, 0]),
-        num_sequences=1,
-        advantage=torch.ones(2),
-        token_weight=torch.ones(2),
-        logp_old=torch.zeros(2),
-    )
     with pytest.raises(InputError, match=r"given a tensor \[1\]"):
-        Objective(surrogate=made)(torch.zeros(2, requires_grad=True), None, batch)
+        Objective(surrogate=made)(double(0, 0).requires_grad_(), None, batch_of(2))
 
 
 def test_an_advantage_by_its_path_is_what_it_says(tmp_path):
@@ -112,7 +99,7 @@ def test_an_advantage_by_its_path_is_what_it_says(tmp_path):
         ("AdvantageOutput(inputs.rewards.nan_to_num())", r"each of 10 tokens from 'own'.*given a tensor \[4\]"),
         ("AdvantageOutput(inputs.rewards[inputs.sequence])", "given 2 of 10 that are not finite"),
         ("AdvantageOutput(of_token + 1)", "advantage 0 for a completion without a reward"),
-        ("AdvantageOutput(of_token * torch.arange(10))", "one advantage a completion, as its grain"),
+        ("AdvantageOutput(of_token * torch.arange(10))", "one advantage a completion, as its level"),
         ("AdvantageOutput(of_token + inputs.nothing)", "AttributeError.*mine.py, line 14"),
     ],
 )
@@ -123,7 +110,7 @@ def test_an_advantage_that_is_not_one_finite_number_a_token_is_refused_by_its_pa
 
 
 def test_an_advantage_a_token_says_so(tmp_path):
-    assert advantage(tmp_path, "AdvantageOutput(of_token * torch.arange(10))", grain="token").name == "own"
+    assert advantage(tmp_path, "AdvantageOutput(of_token * torch.arange(10))", level="token").name == "own"
 
 
 def test_an_advantage_a_completion_is_one_number_for_each(tmp_path):

@@ -3,25 +3,12 @@
 import pytest
 
 from logitless.errors import ConfigurationError
-from logitless.objective.advantage import (
-    Gae,
-    GroupCentered,
-    GroupStandardized,
-    LeaveOneOut,
-    Raw,
-    ReinforcePP,
-)
+from logitless.objective.advantage import Gae, GroupCentered, GroupStandardized, LeaveOneOut, Raw, ReinforcePP
 from logitless.objective.presets import PRESETS, algorithm
 from logitless.objective.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio
 from logitless.objective.surrogate import Cispo, Clip, ClipCov, Dppo, Dro, Gmpo, KlCov, Nll, Reinforce, Sapo, Vespo
 from logitless.objective.value import ValueLoss
-from logitless.objective.weighting import (
-    ConstantLength,
-    MicroBatchTokenMean,
-    SequenceMean,
-    SequenceSum,
-    TokenMean,
-)
+from logitless.objective.weighting import ConstantLength, MicroBatchTokenMean, SequenceMean, SequenceSum, TokenMean
 
 STANDARDIZED = GroupStandardized()
 TABLE = {

@@ -2,17 +2,10 @@
 
 import math
 
-import pytest
 import torch
 
-from logitless.errors import ConfigurationError
 from logitless.objective.ranges import Ranges
-from logitless.objective.ratio import (
-    TurnRatio,
-    sequence_log_ratio,
-    sequence_token_log_ratio,
-    token_log_ratio,
-)
+from logitless.objective.ratio import sequence_log_ratio, sequence_token_log_ratio, token_log_ratio
 
 # Two sequences: A of tokens 0, 1, 2 (the last untrained), B of token 3.
 LOGP = [-1.0, -2.0, -9.0, -0.5]
@@ -67,9 +60,3 @@ def test_a_sequence_ratio_is_the_geometric_mean_of_token_ratios():
     log_ratio = torch.tensor([math.log(2.0), math.log(8.0)], dtype=torch.float64)
     pair = Ranges(torch.tensor([0, 0]), 1, torch.tensor([True, True]))
     torch.testing.assert_close(sequence_log_ratio(log_ratio, pair).exp(), torch.full((2,), 4.0, dtype=torch.float64))
-
-
-def test_a_turn_bound_below_one_is_refused():
-    with pytest.raises(ConfigurationError, match="max_turns"):
-        TurnRatio(max_turns=0)
-    assert TurnRatio(max_turns=1).max_turns == 1

@@ -10,12 +10,9 @@ from hypothesis import strategies as st
 from logitless.errors import ConfigurationError, InputError
 from logitless.objective import advantage as adv
 from logitless.objective.weighting import SequenceMean, Totals, TurnMean
+from tests.objective.batches import double as f64
 
 NAN = float("nan")
-
-
-def f64(*values):
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def inputs(turns, *, rewards, paid=None, group=None):
@@ -84,7 +81,7 @@ def test_it_needs_turns_a_discount_that_is_one_and_others_to_compare_with():
     with pytest.raises(ConfigurationError, match="gamma from 0 to 1"):
         adv.GroupTurns(gamma=1.5)
     assert adv.GroupTurns().compares_group
-    assert adv.GroupTurns().grain(kl_in_reward=True) == "turn"
+    assert adv.GroupTurns().level(kl_in_reward=True) == "turn"
     assert adv.GroupTurns(clip=0.5)(inputs([(1,), (1,)], rewards=(0.0, 9.0))).advantage.abs().max() == 0.5
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from logitless.errors import ConfigurationError, InputError
+from logitless.errors import InputError
 from logitless.objective.value import (
     ValueLoss,
     clipped_value_loss,
@@ -17,31 +17,27 @@ from logitless.objective.value import (
     value_weight,
 )
 from logitless.types import TokenBatch
+from tests.objective.batches import batch_of, double
 
 # V_old 0, clip 0.5, R 2:   V = 1 (past the clip, nearing R), 0.25 (inside), -1 (past it, going away), 5 (over R)
-VALUE = [1.0, 0.25, -1.0, 5.0]
-OLD = torch.zeros(4, dtype=torch.float64)
-TARGET = torch.full((4,), 2.0, dtype=torch.float64)
+VALUE = double(1, 0.25, -1, 5)
+OLD, TARGET = double(0, 0, 0, 0), double(2, 2, 2, 2)
 
 
 def test_clipped_value_loss_by_hand():
     # max of (V - 2)^2 and (clip(V) - 2)^2, halved: 1, 2.25 | both 3.0625 | 9, 6.25 | 9, 2.25
-    loss = clipped_value_loss(torch.tensor(VALUE, dtype=torch.float64), OLD, TARGET, clip=0.5)
+    value = VALUE.clone().requires_grad_()
+    loss = clipped_value_loss(value, OLD, TARGET, clip=0.5)
     assert loss.tolist() == [1.125, 1.53125, 4.5, 4.5]
-
-
-def test_a_prediction_that_moved_far_enough_towards_its_target_has_no_gradient():
-    value = torch.tensor(VALUE, dtype=torch.float64, requires_grad=True)
-    clipped_value_loss(value, OLD, TARGET, clip=0.5).sum().backward()
+    loss.sum().backward()
+    # a prediction that moved far enough towards its target has no gradient
     assert value.grad.tolist() == [0, -1.75, -3, 3]
     assert value_is_clipped(value, OLD, TARGET, clip=0.5).tolist() == [True, False, False, False]
 
 
 def test_the_clip_is_around_the_old_prediction_on_both_sides():
-    value = torch.tensor([3.0, 5.0, 3.9], dtype=torch.float64)
-    old = torch.full((3,), 4.0, dtype=torch.float64)
     # clip 0.25 -> held 3.75, 4.25, 3.9; R = 0, 9, 4
-    loss = clipped_value_loss(value, old, torch.tensor([0.0, 9.0, 4.0], dtype=torch.float64), clip=0.25)
+    loss = clipped_value_loss(double(3, 5, 3.9), double(4, 4, 4), double(0, 9, 4), clip=0.25)
     assert loss.tolist() == pytest.approx([3.75**2 / 2, 4.75**2 / 2, 0.005])
 
 
@@ -61,34 +57,16 @@ def test_neither_targets_nor_old_predictions_are_trained():
     assert target.grad is None
 
 
-@pytest.mark.parametrize("wrong", [{"coefficient": -0.1}, {"clip": 0.0}, {"clip": -1.0}])
-def test_a_wrong_configuration_is_refused(wrong):
-    with pytest.raises(ConfigurationError, match="value coefficient"):
-        ValueLoss(**wrong)
-
-
-def test_defaults():
-    assert ValueLoss() == ValueLoss(coefficient=0.5, clip=0.2)
-    assert ValueLoss(coefficient=0.0, clip=None).clip is None
-
-
 # --- the term of a loss ---------------------------------------------------------------------------------------------
 
 
 def _batch(weights, **tensors) -> TokenBatch:
     """The four tokens of above, one a sequence."""
-    given = {"value_old": OLD, "value_target": TARGET, "value_weight": torch.tensor(weights, dtype=torch.float64)}
-    return TokenBatch(
-        sequence=torch.arange(4),
-        num_sequences=4,
-        advantage=torch.zeros(4),
-        token_weight=torch.ones(4),
-        **given | tensors,
-    )
+    return batch_of([0, 1, 2, 3], **{"value_old": OLD, "value_target": TARGET, "value_weight": weights} | tensors)
 
 
 def test_the_term_is_the_coefficient_times_the_weighted_sum():
-    value = torch.tensor(VALUE, dtype=torch.float64, requires_grad=True)
+    value = VALUE.clone().requires_grad_()
     # losses 1.125, 1.53125, 4.5, 4.5 and gradients 0, -1.75, -3, 3 at clip 0.5
     output = ValueLoss(coefficient=2.0, clip=0.5)(value, _batch([0.5, 0.25, 0.125, 0.0]))
     assert output.mean.item() == 0.5625 + 0.3828125 + 0.5625
@@ -101,7 +79,7 @@ def test_the_term_is_the_coefficient_times_the_weighted_sum():
 
 
 def test_without_a_clip_the_term_is_the_squared_error_and_reads_no_old_value():
-    value = torch.tensor(VALUE, dtype=torch.float64, requires_grad=True)
+    value = VALUE.clone().requires_grad_()
     output = ValueLoss(coefficient=1.0, clip=None)(value, _batch([0.25] * 4, value_old=None))
     assert output.loss.item() == (1 + 1.75**2 + 9 + 9) / 8
     output.loss.backward()
@@ -112,14 +90,10 @@ def test_without_a_clip_the_term_is_the_squared_error_and_reads_no_old_value():
 @pytest.mark.parametrize("clip", [0.5, None])
 def test_rows_of_weight_0_may_hold_anything_and_get_no_gradient(clip):
     spoilt = [math.nan, math.inf]
-    value = torch.tensor([*VALUE[:2], *spoilt], dtype=torch.float64, requires_grad=True)
-    plain = torch.tensor(VALUE, dtype=torch.float64)
-    garbage = {
-        "value_old": torch.tensor([0.0, 0.0, *spoilt], dtype=torch.float64),
-        "value_target": torch.tensor([2.0, 2.0, *spoilt], dtype=torch.float64),
-    }
+    value = double(1, 0.25, *spoilt).requires_grad_()
+    garbage = {"value_old": [0, 0, *spoilt], "value_target": [2, 2, *spoilt]}
     output = ValueLoss(clip=clip)(value, _batch([0.5, 0.5, 0.0, 0.0], **garbage))
-    assert output.loss.item() == ValueLoss(clip=clip)(plain, _batch([0.5, 0.5, 0.0, 0.0])).loss.item() > 0
+    assert output.loss.item() == ValueLoss(clip=clip)(VALUE, _batch([0.5, 0.5, 0.0, 0.0])).loss.item() > 0
     output.loss.backward()
     assert value.grad.tolist()[1:] == [-0.4375, 0.0, 0.0]
     assert output.clipped.tolist() == [clip is not None, False, False, False]
@@ -127,7 +101,7 @@ def test_rows_of_weight_0_may_hold_anything_and_get_no_gradient(clip):
 
 def test_the_term_is_float32_for_values_of_a_half_precision():
     batch = _batch([0.25] * 4)
-    output = ValueLoss(clip=None)(torch.tensor(VALUE, dtype=torch.bfloat16), batch)
+    output = ValueLoss(clip=None)(VALUE.bfloat16(), batch)
     assert output.loss.dtype == torch.float32
 
 
@@ -165,7 +139,7 @@ def test_explained_variance_by_hand():
 
 def test_diagnostics_are_of_the_whole_step_and_of_every_rank():
     parts = [
-        ValueLoss(coefficient=3.0, clip=0.5)(torch.tensor(VALUE, dtype=torch.float64), _batch(weights))
+        ValueLoss(coefficient=3.0, clip=0.5)(VALUE, _batch(weights))
         for weights in ([0.5, 0.25, 0.0, 0.0], [0.25, 0.0, 0.0, 0.0])
     ]
     numbers = value_diagnostics(parts)
@@ -174,7 +148,7 @@ def test_diagnostics_are_of_the_whole_step_and_of_every_rank():
     twice = value_diagnostics(parts, gather=lambda own: torch.cat([own, own]))
     assert twice["loss/value"].item() == 2 * numbers["loss/value"].item()
     assert twice["value/clipped_fraction"].item() == pytest.approx(2 / 3)
-    one = value_diagnostics([ValueLoss(clip=0.5)(torch.tensor(VALUE), _batch([0.5, 0.0, 0.0, 0.0]))])
+    one = value_diagnostics([ValueLoss(clip=0.5)(VALUE, _batch([0.5, 0.0, 0.0, 0.0]))])
     assert one["value/clipped_fraction"].item() == 1
     none = value_diagnostics([ValueLoss()(OLD, _batch([0.0] * 4))])
     assert (none["loss/value"].item(), none["value/clipped_fraction"].item()) == (0, 0)

@@ -1,13 +1,11 @@
 """Token weights: hand-worked numbers, sums to 1 where they should, and no dependence on the split of a step."""
 
 import math
-from typing import Annotated, get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import Field, TypeAdapter, ValidationError
 
 from logitless.errors import InputError
 from logitless.objective.weighting import (
@@ -17,7 +15,6 @@ from logitless.objective.weighting import (
     SequenceSum,
     TokenMean,
     Totals,
-    Weighting,
 )
 
 COUNTS = (3, 0, 1)
@@ -146,33 +143,6 @@ def test_flags_of_other_sequences_are_refused():
 def test_a_constant_length_that_nobody_filled_in_is_refused():
     with pytest.raises(InputError, match="max_new_tokens=None"):
         ConstantLength()(COUNTS, STEP)
-
-
-adapter = TypeAdapter(Annotated[Weighting, Field(discriminator="name")])
-
-
-def test_every_weighting_is_chosen_by_name():
-    for kind in get_args(Weighting):
-        assert adapter.validate_python({"name": kind.name}) == kind()
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"name": "micro_batch_token_mean", "scope": "block"}, "Unexpected keyword argument"),
-        ({"name": "token_mean", "max_new_tokens": 3}, "Unexpected keyword argument"),
-        ({"name": "token_mean", "scope": "epoch"}, "'step' or 'block'"),
-        ({"name": "constant_length", "max_new_tokens": 0}, "at least 1"),
-        ({"name": "sum"}, "expected tags"),
-    ],
-)
-def test_a_wrong_configuration_says_what_is_wrong(config, message):
-    with pytest.raises(ValidationError, match=message):
-        adapter.validate_python(config)
-
-
-def test_the_shortest_constant_length_is_one():
-    assert weights(ConstantLength(1)) == pytest.approx([1 / 5] * 4)
 
 
 def test_the_mean_of_micro_batches_is_a_steps_own_under_totals_of_a_block():

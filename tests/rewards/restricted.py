@@ -1,4 +1,4 @@
-"""Runs a command without some of the kernel's walls, as a container's profile or an older kernel would.
+"""Runs a command without some of what a sandbox is made of, as a container's profile or an older kernel would.
 
 python -m tests.rewards.restricted landlock,namespaces command ...
 """

@@ -39,6 +39,7 @@ def judging(answer):
                 if status in (301, 302, 307):
                     self.send_header("Location", content.decode())
                     content = b""
+                self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(content) + (99 if content.endswith(b"CUT") else 0)))
                 self.end_headers()
                 self.wfile.write(content)

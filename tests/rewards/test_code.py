@@ -9,8 +9,8 @@ import pytest
 from logitless.errors import DataError
 from logitless.rewards import code
 from logitless.rewards.code import Code
-from logitless.rewards.pool import Outcome, program_pool
-from logitless.rewards.tasks import unfenced
+from logitless.rewards.workers.pool import Outcome, program_pool
+from logitless.rewards.workers.tasks import unfenced
 
 ADD = [{"input": "1 2\n", "output": "3"}, {"input": "5 5\n", "output": "10\n"}]
 ADDER = "a, b = map(int, input().split())\nprint(a + b)"
@@ -88,7 +88,7 @@ def _content(place):
 NESTED = "import os\nfor _ in range(%d):\n    os.mkdir('%s'); os.chdir('%s'); open('f', 'w').close()\n"
 LEFT_BEHIND = {
     "a few folders": NESTED % (3, "d", "d"),
-    "deeper than the stack": NESTED % (1500, "d", "d"),
+    "deeper than the stack": NESTED % (1100, "d", "d"),
     "longer than a path": NESTED % (40, "d" * 200, "d" * 200),
     "folders that nobody writes to": "import os\nos.mkdir('a'); os.mkdir('a/b', 0o500); os.mkdir('a/c', 0)\n",
     "links": "import os\nos.mkdir('a'); os.symlink('/', 'a/root'); os.symlink('a', 'b'); os.symlink('gone', 'c')\n",
@@ -101,7 +101,7 @@ def test_whatever_a_program_leaves_in_its_folder_it_is_graded_and_its_folder_rem
     rest = {"tests": [[{"output": "3"}]] * 2}
     verdicts = Code().verdicts(["p"] * 2, [f"{program}print(3)", f"{program}print(4)"], rest)
     assert [(verdict.status, verdict.score) for verdict in verdicts] == [("graded", 1.0), ("graded", 0.0)]
-    task = "logitless.rewards.programs:output_of"
+    task = "logitless.rewards.workers.programs:output_of"
     [outcome] = program_pool().run(task, [(f"{program}print(here)", "", 10.0, 1 << 30, True)])
     assert Path(outcome.value.strip()).name.startswith("tmp")
     assert not Path(outcome.value.strip()).exists()
@@ -141,8 +141,10 @@ def test_tests_may_be_json_text_and_null_fields_are_absent():
 
 def test_the_same_program_scores_the_same_every_time():
     chance = "print(sorted({'a', 'b', 'c', 'd', 'e'}, key=hash), hash('a'))"
-    items = [(chance, "", 10.0, 1 << 29, walled) for walled in (True, True, True, False)]
-    outputs = [outcome.value for outcome in code.program_pool().run("logitless.rewards.programs:output_of", items)]
+    items = [(chance, "", 10.0, 1 << 29, sandboxed) for sandboxed in (True, True, True, False)]
+    outputs = [
+        outcome.value for outcome in code.program_pool().run("logitless.rewards.workers.programs:output_of", items)
+    ]
     first = outputs[0]
     assert first
     assert set(outputs) == {first}
@@ -171,7 +173,7 @@ ESCAPES = {
 
 
 @pytest.mark.parametrize("escape", ESCAPES.values(), ids=ESCAPES)
-def test_a_program_cannot_leave_its_walls(escape, tmp_path):
+def test_a_program_cannot_leave_its_sandbox(escape, tmp_path):
     ours = tmp_path / "answers.json"
     ours.write_text("3")
     escape = escape.replace("TRAINER", str(os.getpid())).replace("FILE", str(ours))
@@ -190,10 +192,10 @@ def test_a_program_that_kills_itself_or_its_parent_is_wrong(whom, sandbox):
         ["p"] * 3, texts, {"tests": [[{"output": "3"}]] * 3}
     )
     assert [verdict.score for verdict in verdicts] == [1.0, 0.0, 1.0]
-    assert verdicts[1].status in ("graded", "spoiled")
+    assert verdicts[1].status in ("graded", "ungradable")
 
 
-def test_threads_temporary_files_and_event_loops_work_inside_the_walls():
+def test_threads_temporary_files_and_event_loops_work_in_the_sandbox():
     program = (
         "import asyncio, tempfile, threading\n"
         "with tempfile.TemporaryFile() as file: file.write(b'x')\n"

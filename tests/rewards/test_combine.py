@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 from logitless.errors import ConfigurationError, InputError
 from logitless.rewards.combine import (
     check_names,
-    judge_batch,
     reward_statistics,
+    score_batch,
     total_reward,
     weighted,
     weighted_sum,
 )
-from logitless.rewards.contract import WeightedReward
-from logitless.rewards.exact import Exact
-from logitless.rewards.gate import MinimumLength
-from logitless.rewards.length import Length
+from logitless.rewards.reward import WeightedReward
+from logitless.rewards.text.exact import Exact
+from logitless.rewards.text.gate import MinimumLength
+from logitless.rewards.text.length import Length
 from logitless.types import Verdict
 
 TIMEOUT = Verdict(score=None, status="timeout", message="over 2 s")
@@ -63,7 +63,7 @@ def test_a_weight_or_gate_without_a_verdict_is_refused():
 def test_several_rewards_and_a_gate_from_entries_of_a_recipe():
     rewards = weighted([Exact(weight=2.0), Length(unit="words", cap=9, weight=0.1), MinimumLength(minimum=2)])
     completions = ["Paris", "in Paris", "Paris it is"]
-    verdicts = judge_batch(rewards, ["Capital?"] * 3, completions, {"answer": ["Paris", "in Paris", "Rome"]})
+    verdicts = score_batch(rewards, ["Capital?"] * 3, completions, {"answer": ["Paris", "in Paris", "Rome"]})
     assert [list(row) for row in verdicts] == [["exact", "length", "minimum_length"]] * 3
     assert [row["exact"].score for row in verdicts] == [1.0, 1.0, 0.0]
     assert [total_reward(row, rewards) for row in verdicts] == [0.0, 2.0 + 0.2, pytest.approx(0.3)]
@@ -94,7 +94,7 @@ def test_a_reward_that_gives_another_number_of_verdicts_is_refused():
             return [MISSING]
 
     with pytest.raises(InputError, match="1 from reward 'short'"):
-        judge_batch([WeightedReward(Short())], ["p"] * 2, ["a", "b"], {})
+        score_batch([WeightedReward(Short())], ["p"] * 2, ["a", "b"], {})
 
 
 def test_statistics_count_statuses_scores_and_constraints():
@@ -106,10 +106,10 @@ def test_statistics_count_statuses_scores_and_constraints():
         {"suite": ERROR},
     ]
     found = reward_statistics(rows)["suite"]
-    assert {key: found[key] for key in ("count", "graded", "spoiled", "error", "timeout", "missing")} == {
+    assert {key: found[key] for key in ("count", "graded", "ungradable", "error", "timeout", "missing")} == {
         "count": 5,
         "graded": 2,
-        "spoiled": 0,
+        "ungradable": 0,
         "error": 1,
         "timeout": 1,
         "missing": 1,

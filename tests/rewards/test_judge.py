@@ -5,7 +5,7 @@ import time
 import pytest
 
 from logitless.errors import ConfigurationError
-from logitless.rewards.judge import Judge
+from logitless.rewards.judge import MAX_REPLY_BYTES, Judge
 from tests.rewards.servers import judging, said
 
 
@@ -63,7 +63,10 @@ def test_replies_are_kept_in_a_file_for_the_next_process(tmp_path):
         judge(url, cache=str(file), label="broken").check({})
 
 
-@pytest.mark.parametrize("failure", [(500, b"oops"), (429, b"slow down"), (200, b"{"), (200, b"CUT"), (200, b"{}")])
+@pytest.mark.parametrize(
+    "failure",
+    [(500, b"oops"), (505, b"no"), (409, b"busy"), (429, b"slow down"), (200, b"{"), (200, b"CUT"), (200, b"{}")],
+)
 def test_what_may_pass_is_tried_again(failure):
     with judging(lambda n, body: failure if n < 2 else said("Score: 10")) as (url, requests):
         [verdict] = verdicts(judge(url, retries=2), "4")
@@ -84,6 +87,8 @@ def test_what_may_pass_is_tried_again(failure):
         ((500, b"oops CUT"), "error", 3),
         ((401, b"no key" + bytes(1 << 20)), "error", 1),
         ((None, b"HTP/1.0 what?\r\n\r\n"), "error", 3),
+        (said("Score: 1" + "0" * MAX_REPLY_BYTES), "error", 1),
+        (said("Score:" + " " * (MAX_REPLY_BYTES - 999)), "error", 1),
     ],
     ids=lambda given: str(given)[:30],
 )
@@ -109,7 +114,7 @@ def test_no_retry_begins_after_the_deadline():
         [verdict] = verdicts(judge(url, retries=9, backoff_seconds=1000.0, deadline_seconds=500.0), "4")
     assert verdict.status == "error"
     assert len(requests) == 1
-    assert verdict.message.startswith("the judge failed once, last: status 500")
+    assert verdict.message.startswith("the judge failed once, last: HTTP 500")
 
 
 def test_beyond_the_budget_nothing_is_asked_and_what_is_known_is_free():

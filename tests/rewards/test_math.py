@@ -1,4 +1,3 @@
-import threading
 import time
 
 import pytest
@@ -45,7 +44,7 @@ def test_a_text_that_would_stall_by_its_size_is_wrong_at_once(text):
     reward.verdicts(["p"], ["3"], {"answer": ["3"]})
     start = time.monotonic()
     [verdict] = reward.verdicts(["p"], [text], {"answer": ["3"]})
-    assert (verdict.status, verdict.score) == ("spoiled", 0.0)
+    assert (verdict.status, verdict.score) == ("ungradable", 0.0)
     assert time.monotonic() - start < 30
 
 
@@ -59,7 +58,7 @@ STALLS_THE_PARSER = "$" + "+".join(f"(x+{number})^{{300}}" for number in range(6
 def test_stalling_is_worth_what_a_wrong_answer_is():
     texts = ["3", "4", "5", STALLS_THE_PARSER]
     verdicts = Math(deadline_seconds=1.0).verdicts(["p"] * 4, texts, {"answer": ["3", "3", "3", "$(x+1)^{9000}$"]})
-    assert [verdict.status for verdict in verdicts] == ["graded", "graded", "graded", "spoiled"]
+    assert [verdict.status for verdict in verdicts] == ["graded", "graded", "graded", "ungradable"]
     rewards = torch.tensor([float(verdict.score) for verdict in verdicts])
     asked = AdvantageInputs(rewards=rewards, group=torch.zeros(4, dtype=torch.long), sequence=torch.arange(4))
     right, wrong, again, stalled = presets.grpo().advantage(asked).advantage.tolist()
@@ -67,7 +66,7 @@ def test_stalling_is_worth_what_a_wrong_answer_is():
 
 
 def test_a_recipe_can_leave_stalled_completions_unscored():
-    [verdict] = Math(spoiled_score=None).verdicts(["p"], ["9^{9^{9^9}}"], {"answer": ["3"]})
+    [verdict] = Math(ungradable_score=None).verdicts(["p"], ["9^{9^{9^9}}"], {"answer": ["3"]})
     assert (verdict.status, verdict.score) == ("timeout", None)
 
 
@@ -83,11 +82,3 @@ def test_a_gold_answer_without_mathematics_is_named_at_load_and_missing_afterwar
     assert reward.verdicts(["p"], ["3"], {"answer": ["The city of Paris."]})[0].status == "missing"
     with pytest.raises(ConfigurationError, match="'answer'"):
         reward.check({"gold": ["3"]})
-
-
-def test_it_grades_off_the_main_thread():
-    found = []
-    thread = threading.Thread(target=lambda: found.extend(Math()(["p"], ["$\\frac{2}{4}$"], answer=["0.5"])))
-    thread.start()
-    thread.join()
-    assert found == [1.0]

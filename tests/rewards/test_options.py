@@ -5,8 +5,8 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from logitless.rewards.combine import weighted
-from logitless.rewards.contract import Reward
 from logitless.rewards.options import RewardOptions
+from logitless.rewards.reward import Reward
 
 ENTRIES = TypeAdapter(tuple[RewardOptions, ...])
 KINDS = get_args(get_args(RewardOptions)[0])
@@ -37,8 +37,14 @@ def test_entries_of_a_recipe_become_rewards():
         ({"name": "exat"}, "exat"),
         ({"column": "a"}, "name"),
         ({"name": "length", "cap": 0}, "cap of at least 1"),
-        ({"name": "regex"}, "either `pattern` or `column`"),
+        ({"name": "minimum_length", "minimum": 0}, "minimum of at least 1"),
+        ({"name": "repetition", "ngram": 0}, "ngram of at least 1"),
+        *(({"name": "relevance", "share": share}, "share above 0") for share in (0.0, 1.1, float("nan"))),
+        *(({"name": "format", **tags}, "two different tags") for tags in ({"think_tag": ""}, {"think_tag": "answer"})),
+        *(({"name": "regex", **of}, "either `pattern` or `column`") for of in ({}, {"pattern": "a", "column": "b"})),
+        *(({"name": "json_schema", **of}, "either `schema` or `column`") for of in ({}, {"schema": {}, "column": "b"})),
         ({"name": "overlong", "max_length": 5}, "buffer"),
+        *(({"name": "overlong", "max_length": 10, "buffer": n}, "0 < buffer <= max_length") for n in (0, 11, -1)),
         ({"name": "reasoning_gym", "task": "game_of_life_halting"}, "any text"),
     ],
 )

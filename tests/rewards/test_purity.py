@@ -8,16 +8,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from logitless.rewards.code import Code
-from logitless.rewards.exact import Exact
-from logitless.rewards.format import Format
-from logitless.rewards.gate import MinimumLength, Relevance
-from logitless.rewards.json_schema import JsonSchema
-from logitless.rewards.length import Length
 from logitless.rewards.math import Math
-from logitless.rewards.overlong import Overlong
 from logitless.rewards.reasoning_gym import ReasoningGym
-from logitless.rewards.regex import Regex
-from logitless.rewards.repetition import Repetition
+from logitless.rewards.text.exact import Exact
+from logitless.rewards.text.format import Format
+from logitless.rewards.text.gate import MinimumLength, Relevance
+from logitless.rewards.text.json_schema import JsonSchema
+from logitless.rewards.text.length import Length
+from logitless.rewards.text.overlong import Overlong
+from logitless.rewards.text.regex import Regex
+from logitless.rewards.text.repetition import Repetition
 from logitless.rewards.user_function import Function
 
 ENTRY = {"question": "?", "answer": "abba", "metadata": {"letters": ["a", "b", "b", "a"]}}
@@ -56,7 +56,7 @@ def verdicts(reward, texts):
 
 def check_one_verdict_a_text(reward, texts):
     found = verdicts(reward, texts)
-    assert {verdict.status for verdict in found} <= {"graded", "spoiled", "timeout"}
+    assert {verdict.status for verdict in found} <= {"graded", "ungradable", "timeout"}
     order = random.Random(0).sample(range(len(texts)), len(texts))
     again = verdicts(reward, [texts[index] for index in order])
     for index, verdict in zip(order, again, strict=True):
@@ -88,7 +88,7 @@ def test_any_program_or_formula_has_one_verdict(reward, texts):
 
 @pytest.mark.parametrize("reward", IN_PROCESS + IN_WORKERS, ids=lambda reward: reward.name)
 def test_eight_threads_get_the_verdicts_of_one(reward):
-    texts = ["", "4", "abba", "<answer>4</answer>", "so so", "{}", "a b a b"] * 5
+    texts = ["", "4", "abba", "<answer>4</answer>", "so so", "{}", "a b a b"] * 3
     expected = verdicts(reward, texts)
     with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(lambda _: verdicts(reward, texts), range(16))) == [expected] * 16
+        assert list(threads.map(lambda _: verdicts(reward, texts), range(8))) == [expected] * 8

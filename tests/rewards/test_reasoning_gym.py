@@ -1,10 +1,10 @@
 import json
-import time
 
 import pytest
 
 from logitless.errors import ConfigurationError, DataError
 from logitless.rewards.reasoning_gym import ReasoningGym
+from logitless.rewards.workers.pool import Outcome
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
 
@@ -88,17 +88,14 @@ def test_tags_can_hold_the_answer():
     assert ReasoningGym(task="chain_sum", answer_tag="answer")(["p"] * 2, texts, entry=rows) == [1.0, 0.0]
 
 
-def test_two_thousand_palindromes_take_less_than_as_many_calls():
+def test_words_and_numbers_share_a_process_and_every_other_text_has_one_of_its_own(monkeypatch):
+    ways_of_texts = []
+
+    def run(self, task, items, ways):
+        ways_of_texts.extend(ways)
+        return [Outcome("done", {"score": 0.0})] * len(items)
+
+    monkeypatch.setattr(ReasoningGym, "run", run)
     _, rows = entries("palindrome_generation", size=1)
-    reward = ReasoningGym(task="palindrome_generation")
-    reward(["p"], ["abba"], entry=rows)
-
-    def is_quicker():
-        start = time.monotonic()
-        one = [reward(["p"], ["abba"], entry=rows)[0] for _ in range(50)]
-        of_a_call = (time.monotonic() - start) / 50
-        start = time.monotonic()
-        assert reward(["p"] * 2000, ["abba"] * 2000, entry=rows * 2000) == one * 40
-        return time.monotonic() - start < 2000 * of_a_call
-
-    assert any(is_quicker() for _ in range(5))  # a machine may stand still in one of them
+    ReasoningGym(task="palindrome_generation")(["p"] * 2, ["abba", "f()"], entry=rows * 2)
+    assert ways_of_texts == ["kept", "confined"]

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from logitless.rewards.exact import Exact
-from logitless.rewards.length import Length
-from logitless.rewards.regex import Regex
+from logitless.rewards.text.exact import Exact
+from logitless.rewards.text.length import Length
+from logitless.rewards.text.regex import Regex
 from logitless.rewards.user_function import Function, TrustedFunction
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer")

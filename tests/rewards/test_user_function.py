@@ -1,10 +1,9 @@
 import asyncio
-import threading
 
 import pytest
 
 from logitless.errors import ConfigurationError
-from logitless.rewards.combine import judge_batch, weighted
+from logitless.rewards.combine import score_batch, weighted
 from logitless.rewards.user_function import Function, TrustedFunction
 from tests.rewards import functions
 
@@ -34,7 +33,7 @@ def test_every_misbehaviour_is_a_status_of_its_own_completion():
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("too_many", "2 returned"), ("none_at_all", "0 returned"), ("not_a_list", "TypeError")],
+    [("too_many", "2 returned"), ("none_at_all", "0 returned"), ("not_a_list", "float returned")],
 )
 def test_another_number_of_values_than_one_a_completion_is_an_error(name, reason):
     worker = Function(path=f"{HERE}:{name}").verdicts(["p"] * 2, ["a", "b"], {})
@@ -82,7 +81,7 @@ def test_token_ids_and_messages_arrive():
 
 def test_two_functions_of_a_recipe_are_summed_under_their_own_names():
     rewards = weighted([Function(path=f"{HERE}:length", weight=0.5), Function(path=f"{HERE}:matches", weight=2.0)])
-    rows = judge_batch(rewards, ["p"], ["four"], {"answer": ["four"]})
+    rows = score_batch(rewards, ["p"], ["four"], {"answer": ["four"]})
     assert {name: verdict.score for name, verdict in rows[0].items()} == {"length": 4.0, "matches": 1.0}
 
 
@@ -104,12 +103,15 @@ def test_a_function_that_is_not_there_is_refused_before_the_first_rollout():
 def test_an_argument_without_a_default_must_be_a_column(of):
     reward = Function(path=f"{HERE}:matches") if of == "workers" else TrustedFunction(function=functions.matches)
     reward.check({"answer": ["4"], "other": [1]})
-    with pytest.raises(ConfigurationError, match="none for answer; there are completion_ids, completions, gold, prom"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"completion_ids, completions, prompts or a column of the data \(gold\); given answer",
+    ):
         reward.check({"gold": ["4"]})
 
 
 def test_a_function_that_takes_no_names_is_refused_before_the_first_rollout():
-    with pytest.raises(ConfigurationError, match=r"none for seq \(by position\)"):
+    with pytest.raises(ConfigurationError, match=r"given seq \(by position\)"):
         Function(path="math:fsum").check({"seq": [[1.0]]})
 
 
@@ -122,37 +124,3 @@ def test_a_function_of_a_file_is_called_and_finds_what_stands_beside_the_file(tm
     reward.check({})
     assert reward.metric_name == "tripled"
     assert reward(["p"] * 2, ["a", "four"]) == [3.0, 12.0]
-
-
-def test_a_file_or_a_function_of_it_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ConfigurationError, match=f"there is no file {tmp_path}/absent.py"):
-        Function(path=f"{tmp_path}/absent.py:reward").check({})
-    (tmp_path / "empty.py").write_text("")
-    with pytest.raises(ConfigurationError, match="'reward'"):
-        Function(path=f"{tmp_path}/empty.py:reward").check({})
-
-
-def test_limits_must_be_positive():
-    for limits in ({"deadline_seconds": 0.0}, {"memory_mib": 0}):
-        with pytest.raises(ConfigurationError, match="positive limits"):
-            Function(path="math:fsum", **limits)
-
-
-def test_the_same_completion_has_the_same_verdict_in_any_order_and_from_many_threads():
-    completions = [f"text {number % 7}" for number in range(60)]
-    columns = {"answer": [f"text {number % 5}" for number in range(60)]}
-    reward = Function(path=f"{HERE}:matches")
-    expected = reward.verdicts(["p"] * 60, completions, columns)
-    backwards = reward.verdicts(["p"] * 60, completions[::-1], {"answer": columns["answer"][::-1]})
-    assert backwards[::-1] == expected
-    found = []
-
-    def work():
-        found.append(reward.verdicts(["p"] * 60, completions, columns))
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [expected] * 4

@@ -17,7 +17,7 @@ from logitless.models.lora import load_adapters
 from logitless.rollout.engine import Weights
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.transformers import TransformersEngine
-from logitless.rollout.weight_folder import read_weights
+from logitless.rollout.vllm.weight_folder import read_weights
 from logitless.types import Prompt
 
 Answer = tuple[int, bytes] | None
@@ -116,7 +116,8 @@ class Served:
             name = self.name
         return {
             "choices": [
-                choice(i, c.token_ids, c.logp_sampler, c.finish_reason, [name] * c.length) for i, c in enumerate(group)
+                choice(i, c.token_ids.tolist(), c.logp_sampler.tolist(), c.finish_reason, [name] * c.length)
+                for i, c in enumerate(group)
             ]
         }
 

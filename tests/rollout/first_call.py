@@ -13,9 +13,9 @@ import torch
 from logitless.data.packing import pack
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import load_model
-from logitless.rollout.gpu import GpuEngine
+from logitless.rollout.gpu.engine import GpuEngine
 from logitless.rollout.sampling import SamplingOptions
-from logitless.train.policy import Policy
+from logitless.train.learn.policy import Policy
 from logitless.types import Prompt
 from tests.models.tiny import CONFIGS
 
@@ -41,7 +41,9 @@ def main() -> None:
         if options.temperature > 0:
             with torch.no_grad():
                 scores = policy.scores(pack(pairs), temperature=options.temperature, backend="fused")
-            assert scores.logp.tolist() == [x for _, c in pairs for x in c.logp_policy or c.logp_sampler], text
+            assert scores.logp.tolist() == [
+                x for _, c in pairs for x in (c.logp_sampler if c.logp_policy is None else c.logp_policy)
+            ], text
         else:
             assert all(x == 0 for _, c in pairs for x in c.logp_sampler), text
 

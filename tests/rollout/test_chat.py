@@ -31,7 +31,7 @@ class Speaking:
 
     def sample(self, prompts, num_samples, options, *, seed):
         turn = self.turns[min(len(self.read), len(self.turns) - 1)]
-        self.read.append(prompts[0].token_ids)
+        self.read.append(tuple(prompts[0].token_ids.tolist()))
         return [[Completion(p.id, turn, "said", "stop", (-1.0,) * len(turn))] * num_samples for p in prompts]
 
     def load(self, weights, version):
@@ -95,10 +95,10 @@ def test_sampled_tokens_stay_as_they_were_drawn_where_their_text_would_be_other_
     drawn = (*letters, tokenizer.convert_tokens_to_ids(end))
     assert len(ids(tokenizer, SAID + end)) < len(drawn)
     engine, episode = played(tokenizer, REPLIES[kind], drawn)
-    prompt = prompt_of(tokenizer).token_ids
+    prompt = tuple(prompt_of(tokenizer).token_ids)
     assert engine.read[1][: len(prompt) + len(drawn)] == prompt + drawn
     completion = episode.completion
-    assert prompt + completion.token_ids[: -len(drawn)] == engine.read[1]
+    assert (*prompt, *completion.token_ids[: -len(drawn)]) == engine.read[1]
     written = [token for token, own in zip(completion.token_ids, completion.trained, strict=True) if own]
     assert tuple(written) == drawn + drawn
     between = [token for token, own in zip(completion.token_ids, completion.trained, strict=True) if not own]

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from logitless.errors import ConfigurationError
-from logitless.rollout.sampling import History, SamplingOptions, draw, penalized, sampling_logp
+from logitless.rollout.sampling import History, SamplingOptions, penalized, sample, sampling_logp
 
 
 @settings(max_examples=50, deadline=None)
@@ -77,8 +77,8 @@ def test_a_token_is_drawn_as_often_as_it_is_likely():
     """Evenly spaced uniforms hit each token exactly its share of times."""
     p = torch.tensor([0.125, 0.0, 0.5, 0.25, 0.125])
     uniform = (torch.arange(64, dtype=torch.float64) + 0.5) / 64
-    drawn = draw(p.log().expand(64, 5), uniform)
-    assert torch.bincount(drawn, minlength=5).tolist() == [8, 0, 32, 16, 8]
+    sampled = sample(p.log().expand(64, 5), uniform)
+    assert torch.bincount(sampled, minlength=5).tolist() == [8, 0, 32, 16, 8]
 
 
 @settings(max_examples=50, deadline=None)
@@ -86,7 +86,7 @@ def test_a_token_is_drawn_as_often_as_it_is_likely():
 def test_a_filtered_token_is_never_drawn(seed, u):
     logits = torch.randn(20, 50, generator=torch.Generator().manual_seed(seed)) * 5
     logp = sampling_logp(logits, SamplingOptions(max_new_tokens=1, top_k=3))
-    token = draw(logp, torch.full((20,), u, dtype=torch.float64))
+    token = sample(logp, torch.full((20,), u, dtype=torch.float64))
     assert logp.gather(1, token[:, None]).isfinite().all()
 
 

@@ -17,8 +17,8 @@ from logitless.errors import ConfigurationError, EngineError, InputError
 from logitless.rollout.completions import check_prompts
 from logitless.rollout.engine import Weights
 from logitless.rollout.environment import Driver, Limits
-from logitless.rollout.environments import environment_of
-from logitless.rollout.harness import Harness, HarnessEpisodes
+from logitless.rollout.environments.harness import Harness, HarnessEpisodes
+from logitless.rollout.environments.options import environment_of
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.serving import EngineServer
 from logitless.types import Completion, Prompt
@@ -36,7 +36,7 @@ class Letters:
         self.tokenizer, self.calls, self.version = tokenizer, [], 0
 
     def sample(self, prompts, num_samples, options, *, seed):
-        self.calls.append([(p.id, p.token_ids) for p in prompts])
+        self.calls.append([(p.id, tuple(p.token_ids.tolist())) for p in prompts])
         return [[self.said(p) for _ in range(num_samples)] for p in prompts]
 
     def said(self, prompt):
@@ -535,7 +535,7 @@ def test_a_harness_drives_and_the_trainer_sees_prompt_and_tokens_as_they_were(to
         for episode in group:
             assert episode.num_turns == 2
             assert episode.completion.prompt_id == prompt.id
-            assert episode.completion.logp_sampler[:2] == (-0.5, -1.5)
+            assert episode.completion.logp_sampler[:2].tolist() == [-0.5, -1.5]
     assert [[sum(e.turn_rewards) for e in group] for group in groups] == [[1.0, 1.0], [0.0, 0.0]]
 
 
@@ -663,7 +663,7 @@ def test_a_round_that_is_given_up_begins_no_episode_and_refuses_those_under_way(
         assert over.wait(300)
         statuses.append(post(f"{base_url}/chat/completions", messages=QUESTION)[0])
 
-    monkeypatch.setattr("logitless.rollout.harness.ThreadPoolExecutor", Threads)
+    monkeypatch.setattr("logitless.rollout.environments.harness.ThreadPoolExecutor", Threads)
     prompts = [Prompt(str(i), "ok?", (5, 6)) for i in range(9)]
     with pytest.raises(KeyboardInterrupt):
         HarnessEpisodes(drive, tokenizer, concurrency=2).episodes(

@@ -8,7 +8,7 @@ import torch
 
 from logitless.rollout.engine import Weights
 from logitless.rollout.transformers import TransformersEngine
-from logitless.train.engines import Engines, open_engines
+from logitless.train.assembly.engines import Engines, open_engines
 from logitless.types import Completion
 from tests.train.tiny import ALPHABET
 

@@ -4,7 +4,7 @@ import mmap
 
 import torch
 
-from logitless.train import locked_memory
+from logitless.train.optim import locked_memory
 
 
 class FakeDriver:

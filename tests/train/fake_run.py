@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 from statistics import fmean, stdev
 
-from logitless.train.run_folder import RunFolder, create_run_folder
+from logitless.train.record.run_folder import RunFolder, create_run_folder
 from logitless.types import Completion, Group, Prompt, Verdict
 
 CONFIG = """\
@@ -106,10 +106,6 @@ def fake_run(root: Path, *, num_blocks: int = 12, steps_per_block: int = 2, seed
             folder.append_metrics(record)
     folder.write_summary(
         {
-            "accuracy_before": 0.31,
-            "accuracy_after": 0.9,
-            "reward_first_block": 0.2,
-            "reward_last_block": 1.3,
             "seconds": {"rollout": 61.0, "training": 30.5, "evaluation": 4.25},
             "peak_memory_bytes": 4 * 10**8,
         }

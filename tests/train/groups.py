@@ -2,8 +2,8 @@
 
 import torch
 
-from logitless.train.advantages import with_advantages
 from logitless.train.block import AdvantagedBlock, JudgedBlock, PackedBlock, ScoredBlock, pack_groups
+from logitless.train.learn.advantages import with_advantages
 from logitless.types import Completion, Group, Prompt
 
 

@@ -5,19 +5,20 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 import yaml
 
 import logitless
 from logitless.distributed import Ranks
 from logitless.errors import ConfigurationError
-from logitless.train.config import Recipe
-from logitless.train.metrics import repeatable
-from logitless.train.recipe import parse_recipe
+from logitless.train.recipe.config import Recipe
+from logitless.train.recipe.loading import parse_recipe
+from logitless.train.record.metrics import repeatable
 from logitless.train.run import run_recipe
 from tests.ranks import run_on_ranks
 from tests.train.interrupting import stop_at
-from tests.train.tiny import tiny_raw, tiny_recipe
+from tests.train.tiny import repeated, tiny_raw, tiny_recipe
 
 PAGE = (Path(__file__).parents[2] / "docs" / "runs.md").read_text(encoding="utf-8")
 
@@ -55,36 +56,6 @@ class Noting(logitless.Callback):
 TWO_BLOCKS = {"train__blocks": 2, "train__epochs_per_block": 1, "kl": None}
 
 
-def test_a_run_of_python_tells_its_callbacks_everything_in_order(tmp_path):
-    told = Noting()
-    result = logitless.train(tiny_recipe(tmp_path, **TWO_BLOCKS), callbacks=[told])
-    assert told.in_short == [
-        ("start", "tiny"),
-        ("evaluation", 0),
-        ("checkpoint", "block-000000-step-000000"),
-        ("block", 1),
-        ("checkpoint", "block-000001-step-000002"),
-        ("block", 2),
-        ("evaluation", 4),
-        ("checkpoint", "block-000002-step-000004"),
-        ("end", "blocks"),
-    ]
-    assert told.heard[-1][2] is result
-    assert result.complete
-    lines = result.folder.read_metrics()
-    for kind, number, metrics in told.heard:
-        if kind == "block":
-            of_block = [line for line in lines if line["block"] == number and line["step"] > 0]
-            assert len(of_block) == 2
-            wanted = {name: value for line in of_block for name, value in line.items()}
-            assert {name: metrics[name] for name in wanted if name in metrics} == pytest.approx(
-                {name: value for name, value in wanted.items() if name in metrics}, nan_ok=True
-            )
-            assert "reward/mean" in metrics
-            assert ("evaluation/accuracy" in metrics) == (number == 2)
-    assert result.metrics["evaluation/accuracy"] == lines[-1]["evaluation/accuracy"]
-
-
 def test_a_path_a_mapping_and_a_recipe_are_the_same_run(tmp_path):
     raw = tiny_raw(tmp_path) | {"kl": None, "train": {"blocks": 1, "tokens_per_step": 40, "tokens_per_micro_batch": 32}}
     file = tmp_path / "recipe.yaml"
@@ -98,38 +69,65 @@ def test_a_path_a_mapping_and_a_recipe_are_the_same_run(tmp_path):
     ]
     names = ["path", "mapping", "recipe", "unresolved", "path-2"]
     assert [result.folder.path.name for result in results] == names
-    first, *others = [[repeatable(line) for line in result.folder.read_metrics()] for result in results]
+    first, *others = [repeated(result.folder) for result in results]
     assert all(other == first for other in others)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What the callbacks of a run of two blocks were told."""
+    torch.use_deterministic_algorithms(True)  # as every test has it
+    told = Noting()
+    logitless.train(tiny_recipe(tmp_path_factory.mktemp("whole"), **TWO_BLOCKS), callbacks=[told])
+    return told
+
+
+def test_a_run_of_python_tells_its_callbacks_everything_in_order(whole):
+    assert whole.in_short == [
+        ("start", "tiny"),
+        ("evaluation", 0),
+        ("checkpoint", "block-000000-step-000000"),
+        ("block", 1),
+        ("checkpoint", "block-000001-step-000002"),
+        ("block", 2),
+        ("evaluation", 4),
+        ("checkpoint", "block-000002-step-000004"),
+        ("end", "blocks"),
+    ]
+    result = whole.heard[-1][2]
+    assert result.complete
+    lines = result.folder.read_metrics()
+    for kind, number, metrics in whole.heard:
+        if kind == "block":
+            of_block = [line for line in lines if line["block"] == number and line["step"] > 0]
+            assert len(of_block) == 2
+            told = {name: value for line in of_block for name, value in line.items() if name in metrics}
+            assert {name: metrics[name] for name in told} == pytest.approx(told, nan_ok=True)
+            assert "reward/mean" in metrics
+            assert ("evaluation/accuracy" in metrics) == (number == 2)
+    assert result.metrics["evaluation/accuracy"] == lines[-1]["evaluation/accuracy"]
+
+
 @pytest.mark.parametrize("moment", [("block", 1), ("evaluation", 0)])
-def test_a_callback_stops_a_run_which_goes_on_bit_for_bit(tmp_path, moment):
-    whole = logitless.train(tiny_recipe(tmp_path, **TWO_BLOCKS, name="whole"))
-    told = Noting(moment)
-    recipe = tiny_recipe(tmp_path, **TWO_BLOCKS)
+def test_a_callback_stops_a_run_which_goes_on_bit_for_bit(whole, tmp_path, moment):
+    told, rest, recipe = Noting(moment), Noting(), tiny_recipe(tmp_path, **TWO_BLOCKS)
     result = logitless.train(recipe, callbacks=[logitless.Callback(), told])
     assert (result.ended_by, result.callback, result.complete) == ("callback", "Noting", False)
     assert result.exit_status == 0
     assert told.in_short[-1] == ("end", "callback")
     assert not result.folder.model.exists()
-    rest = Noting()
     assert logitless.train(recipe, resume="auto", callbacks=[rest]).complete
     assert ("block", 1) in told.in_short + rest.in_short
-    assert [repeatable(line) for line in result.folder.read_metrics()] == [
-        repeatable(line) for line in whole.folder.read_metrics()
-    ]
+    assert repeated(result.folder) == repeated(whole.heard[-1][2].folder)
 
 
-def test_a_block_that_was_resumed_amid_its_steps_is_told_whole(tmp_path, monkeypatch):
-    recipe, whole, rest = tiny_recipe(tmp_path, **TWO_BLOCKS), Noting(), Noting()
-    logitless.train(tiny_recipe(tmp_path, **TWO_BLOCKS, name="whole"), callbacks=[whole])
+def test_a_block_that_was_resumed_amid_its_steps_is_told_whole(whole, tmp_path, monkeypatch):
+    recipe, rest = tiny_recipe(tmp_path, **TWO_BLOCKS), Noting()
     with monkeypatch.context() as patched:
         stop_at(1, patched)
         logitless.train(recipe)
     logitless.train(recipe, resume=True, callbacks=[rest])
-    [one], [other] = (
-        [repeatable(m) for kind, n, m in each.heard if (kind, n) == ("block", 1)] for each in (whole, rest)
-    )
+    [one], [other] = ([repeatable(m) for kind, n, m in e.heard if (kind, n) == ("block", 1)] for e in (whole, rest))
     assert one == other
 
 

@@ -3,14 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from logitless.errors import EngineError, LostRankError
-from logitless.train.checkpoint import BackgroundSaver, checkpoints, no_room
-from logitless.train.engines import Engines, open_engines
-from logitless.train.journal import Journal
-from logitless.train.metrics import repeatable
+from logitless.train.assembly.engines import Engines, open_engines
+from logitless.train.record.journal import Journal
+from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import start
-from tests.train.tiny import tiny_recipe
+from logitless.train.store.checkpoint import BackgroundSaver, checkpoints, no_room
+from tests.train.tiny import assert_same_run, tiny_recipe
 
 OFTEN = {"evaluation__every_blocks": 1, "checkpoint__every_blocks": 100}
 
@@ -51,19 +52,21 @@ def _unreliable(calls):
     return opening
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> RunFolder:
+    torch.use_deterministic_algorithms(True)  # as every test has it
+    return start(tiny_recipe(tmp_path_factory.mktemp("whole"), **OFTEN))[0]
+
+
 # The calls of a run: load, evaluate; then for each block sample, load, evaluate.
-@pytest.mark.parametrize(
-    ("calls", "where"), [(5, "sampling block 2"), (6, "pushing after block 2"), (7, "evaluating after block 2")]
-)
-def test_a_run_whose_engine_is_gone_goes_on_bitwise_from_where_it_was(tmp_path, calls, where):
-    whole, _ = start(tiny_recipe(tmp_path, name="whole", **OFTEN))
-    stopped = tiny_recipe(tmp_path, name="stopped", **OFTEN)
+@pytest.mark.parametrize("calls", [5, 6, 7], ids=["sampling block 2", "loading after it", "evaluating after it"])
+def test_a_run_whose_engine_is_gone_goes_on_bitwise_from_where_it_was(whole, tmp_path, calls):
+    recipe = tiny_recipe(tmp_path, **OFTEN)
     with pytest.raises(EngineError, match="a server"):
-        start(stopped, open_engines=_unreliable(calls))
-    folder, complete = start(stopped, resume=True)
+        start(recipe, open_engines=_unreliable(calls))
+    folder, complete = start(recipe, resume=True)
     assert complete
-    assert [repeatable(r) for r in whole.read_metrics()] == [repeatable(r) for r in folder.read_metrics()]
-    assert list(whole.read_rollouts()) == list(folder.read_rollouts())
+    assert_same_run(whole, folder)
 
 
 def test_an_engine_that_was_never_there_leaves_no_checkpoint(tmp_path):
@@ -84,7 +87,7 @@ def test_where_no_checkpoint_can_be_saved_either_the_engine_is_still_what_the_ru
     failed, tmp_path, monkeypatch
 ):
     recipe, said = tiny_recipe(tmp_path, **OFTEN), []
-    monkeypatch.setattr(Journal, "message", lambda self, text: said.append(text))
+    monkeypatch.setattr(Journal, "message", lambda self, *lines: said.extend(lines))
     plain = BackgroundSaver.save
 
     def save(saver, *, block, **options):

@@ -1,7 +1,7 @@
-"""A fork starts from another run's checkpoint: with the same keys it has the bits of that run going on."""
+"""A fork starts from another run's checkpoint: with the same keys it is bitwise that run going on."""
 
 import json
-from unittest import mock
+import shutil
 
 import pytest
 import torch
@@ -9,94 +9,96 @@ import torch.distributed as dist
 
 from logitless.distributed import Ranks
 from logitless.errors import ConfigurationError
-from logitless.train import checkpoint as checkpoints
 from logitless.train.fork import parent_of
-from logitless.train.metrics import repeatable
-from logitless.train.provenance import parent_in
+from logitless.train.record.provenance import parent_in
+from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import run_recipe, start
-from logitless.train.run_folder import RunFolder
+from logitless.train.store.checkpoint import checkpoints, load_checkpoint, read_checkpoint
 from tests.ranks import run_on_ranks
 from tests.train.interrupting import stop_at
-from tests.train.tiny import tiny_recipe
+from tests.train.tiny import assert_same_end, repeated, start_without_report, tiny_recipe
 
 LORA = {"model__lora": {"rank": 2, "targets": ["q_proj", "v_proj", "down_proj"]}}
 
 
-def _last(folder):
-    return checkpoints.load_checkpoint(folder.checkpoints)
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("parent")
 
 
-def _assert_same_end(one, other):
-    ends = _last(one), _last(other)
-    assert ends[0].folder.name == ends[1].folder.name
-    assert ends[0].tensors.keys() == ends[1].tensors.keys()
-    for name, tensor in ends[0].tensors.items():
-        assert torch.equal(tensor, ends[1].tensors[name]), name
+@pytest.fixture(scope="module")
+def parent(home) -> RunFolder:
+    torch.use_deterministic_algorithms(True)  # as every test has it
+    return start(tiny_recipe(home))[0]
 
 
-@pytest.mark.parametrize("kind", ["every weight", "lora after a warm start"])
-def test_a_fork_with_the_same_keys_has_the_bits_of_the_run_going_on(tmp_path, kind):
-    changes = {}
-    if kind != "every weight":
-        tiny_recipe(tmp_path)
-        warm = {"data": {"name": "file", "path": str(tmp_path / "train.jsonl")}, "steps": 3}
-        changes = {**LORA, "warm_start": warm}
-    whole, _ = start(tiny_recipe(tmp_path, **changes))
-    fork, complete = start(tiny_recipe(tmp_path, **changes, name="fork"), fork=f"{whole.path}:1")
-    assert complete
-    _assert_same_end(whole, fork)
-    lines = [repeatable(line) for line in whole.read_metrics() if line["block"] > 1]
-    assert [repeatable(line) for line in fork.read_metrics()[1:]] == lines
+@pytest.fixture
+def fork_recipe(home, tmp_path):
+    """The parent's recipe with changes, for a fork in a folder of this test."""
+    return lambda **changes: tiny_recipe(home, output=str(tmp_path), **{"name": "fork", **changes})
+
+
+def _assert_goes_on(parent, fork):
+    """From the end of the first block on, the fork is its parent."""
+    assert_same_end(parent, fork)
+    assert repeated(fork)[1:] == [line for line in repeated(parent) if line["block"] > 1]
     assert [number for number, _ in fork.read_rollouts()] == [2, 3]
-    parent = parent_in(fork)
-    assert parent["run"] == str(whole.path)
-    assert (parent["block"], parent["checkpoint"]) == (1, "block-000001-step-000004")
-    assert parent["changed"] == {}
+    said = parent_in(fork)
+    assert (said["run"], said["block"], said["checkpoint"]) == (str(parent.path), 1, "block-000001-step-000004")
+    assert said["changed"] == {}
 
 
-def test_a_fork_takes_other_keys_and_says_what_begins_anew(tmp_path, capsys):
-    whole, _ = start(tiny_recipe(tmp_path, train__blocks=2))
+def test_a_fork_with_the_same_keys_is_bitwise_the_run_going_on_also_where_it_was_stopped(
+    parent, fork_recipe, monkeypatch
+):
+    with monkeypatch.context() as patched:
+        stop_at(6, patched)
+        fork, complete = start(fork_recipe(), fork=f"{parent.path}:1")
+    assert not complete
+    assert start(fork_recipe(), resume="auto", fork=f"{parent.path}:1")[1]
+    _assert_goes_on(parent, fork)
+    assert len(json.loads(fork.provenance.read_text())["starts"]) == 2
+
+
+def test_a_fork_of_lora_after_a_warm_start_is_bitwise_the_run_going_on(tmp_path):
+    tiny_recipe(tmp_path)
+    warm = {"data": {"name": "file", "path": str(tmp_path / "train.jsonl")}, "steps": 3}
+    whole, _ = start(tiny_recipe(tmp_path, **LORA, warm_start=warm))
+    fork, complete = start(tiny_recipe(tmp_path, **LORA, warm_start=warm, name="fork"), fork=f"{whole.path}:1")
+    assert complete
+    _assert_goes_on(whole, fork)
+
+
+def test_a_fork_takes_other_keys_and_says_what_begins_anew(parent, fork_recipe, tmp_path, capsys):
+    (tmp_path / "other.jsonl").write_text('{"prompt": "ae", "answer": "ea"}\n' * 8)
     changes = {"train__optimizer": {"learning_rate": 3e-3}, "rewards": [{"name": "length", "cap": 4}]}
-    other = tiny_recipe(tmp_path, **changes, name="fork", kl=None, seed=0, train__tokens_per_step=80)
-    (tmp_path / "train.jsonl").write_text((tmp_path / "train.jsonl").read_text().replace('"ah"', '"ae"'))
-    fork, complete = start(other, fork=str(whole.path))
+    changes |= {"kl": None, "seed": 0, "train__tokens_per_step": 80, "train__blocks": 4}
+    fork, complete = start(
+        fork_recipe(**changes, data__train__path=str(tmp_path / "other.jsonl")), fork=str(parent.path)
+    )
     assert complete
     first, *lines = fork.read_metrics()
-    assert (first["step"], first["block"]) == (_last(whole).state["progress"]["step"], 3)
+    assert (first["step"], first["block"]) == (load_checkpoint(parent.checkpoints).state["progress"]["step"], 4)
     assert "evaluation/accuracy" in first
     assert {line["optimizer/learning_rate"] for line in lines} == {3e-3}
-    assert [line["block"] for line in lines][-1] == 3
+    assert [line["block"] for line in lines][-1] == 4
     assert parent_in(fork)["changed"]["train.optimizer.learning_rate"] == {"from": 0.01, "to": 0.003, "rounding": False}
     said = capsys.readouterr().out
-    assert f"fork of {whole.path}: begins after 2 blocks" in said
+    assert f"fork of {parent.path}: begins after 3 blocks" in said
     assert "begins anew: the KL coefficient (another kl); the place in the prompts (other data.train" in said
 
 
-def test_a_fork_in_another_dtype_begins_with_the_same_master_weights(tmp_path):
-    parent, _ = start(tiny_recipe(tmp_path, train__blocks=1, kl=None))
-    recipe = tiny_recipe(tmp_path, kl=None, name="fork", train__blocks=2, model__trained_dtype="bfloat16")
-    fork, complete = start(recipe, fork=str(parent.path))
+def test_a_fork_in_another_dtype_begins_with_the_same_master_weights(parent, fork_recipe):
+    fork, complete = start(fork_recipe(model__trained_dtype="bfloat16", train__blocks=2), fork=f"{parent.path}:1")
     assert complete
-    begun = checkpoints.read_checkpoint(checkpoints.checkpoints(fork.checkpoints)[0]).tensors
-    before = _last(parent).tensors
+    begun, before = (
+        read_checkpoint(checkpoints(fork.checkpoints)[0]).tensors,
+        read_checkpoint(parent.checkpoints / "block-000001-step-000004").tensors,
+    )
     assert begun.keys() == before.keys()
     for name in begun:
         if not name.startswith("random/"):
             assert torch.equal(begun[name], before[name]), name
-
-
-def test_a_fork_that_was_stopped_goes_on_bitwise_and_knows_its_parent(tmp_path, monkeypatch):
-    parent, _ = start(tiny_recipe(tmp_path, train__blocks=1))
-    whole, _ = start(tiny_recipe(tmp_path, name="whole"), fork=str(parent.path))
-    with monkeypatch.context() as patched:
-        stop_at(6, patched)
-        stopped, complete = start(tiny_recipe(tmp_path, name="stopped"), fork=str(parent.path))
-    assert not complete
-    assert start(tiny_recipe(tmp_path, name="stopped"), resume="auto", fork=str(parent.path))[1]
-    _assert_same_end(whole, stopped)
-    assert [repeatable(line) for line in whole.read_metrics()] == [repeatable(line) for line in stopped.read_metrics()]
-    assert parent_in(stopped)["run"] == str(parent.path)
-    assert len(json.loads(stopped.provenance.read_text())["starts"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -106,60 +108,55 @@ def test_a_fork_that_was_stopped_goes_on_bitwise_and_knows_its_parent(tmp_path, 
         ({"model__source__hidden_size": 32}, "model.source"),
         ({"seed": 3}, "seed"),
         ({"train__optimizer": {"moments": "8bit"}}, "train.optimizer.moments"),
-        ({"algorithm": {"preset": "ppo"}}, "without a value loss"),
+        ({"algorithm": {"preset": "ppo"}, "kl": None}, "without a value loss"),
         ({"train__blocks": 1}, r"train\.blocks of at least 2"),
     ],
 )
-def test_what_a_fork_cannot_carry_is_refused_in_words_and_leaves_no_folder(tmp_path, changes, said):
-    parent, _ = start(tiny_recipe(tmp_path, train__blocks=1, kl=None))
+def test_what_a_fork_cannot_carry_is_refused_in_words_and_leaves_no_folder(
+    parent, fork_recipe, tmp_path, changes, said
+):
     with pytest.raises(ConfigurationError, match=said):
-        start(tiny_recipe(tmp_path, kl=None, name="fork", **changes), fork=str(parent.path))
-    assert not (tmp_path / "runs" / "fork").exists()
+        start(fork_recipe(**changes), fork=f"{parent.path}:1")
+    assert not (tmp_path / "fork").exists()
 
 
-def _fork_on_ranks(rank, folder, parent):
-    with mock.patch("logitless.train.run.write_report"):
-        return start(tiny_recipe(folder, name="fork"), fork=parent, ranks=Ranks(data=dist.group.WORLD))[1]
+def _fork_on_ranks(rank, home, output, parent):
+    recipe = tiny_recipe(home, output=output, name="fork")
+    return start_without_report(recipe, fork=parent, ranks=Ranks(data=dist.group.WORLD))[1]
 
 
-def test_ranks_fork_what_one_process_wrote(tmp_path):
-    parent, _ = start(tiny_recipe(tmp_path))
-    assert run_on_ranks(2, _fork_on_ranks, tmp_path, f"{parent.path}:1") == [True, True]
-    fork = RunFolder(tmp_path / "runs" / "fork")
+def test_ranks_fork_what_one_process_wrote(parent, home, tmp_path):
+    assert run_on_ranks(2, _fork_on_ranks, home, str(tmp_path), f"{parent.path}:1") == [True, True]
     norms = [
         [line["optimizer/grad_norm"] for line in run.read_metrics() if line["block"] > 1 and line["step"] > 4]
-        for run in (parent, fork)
+        for run in (parent, RunFolder(tmp_path / "fork"))
     ]
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
 def test_a_checkpoint_amid_a_block_is_passed_over_and_refused_by_name(tmp_path, monkeypatch):
-    with monkeypatch.context() as patched:
-        stop_at(5, patched)
-        stopped, _ = start(tiny_recipe(tmp_path))
+    stop_at(5, monkeypatch)
+    stopped, _ = start(tiny_recipe(tmp_path))
     assert parent_of(str(stopped.path)).progress["block"] == 1
-    assert _last(stopped).folder.name == "block-000001-step-000005"
-    with pytest.raises(ConfigurationError, match="at the end of a block"):
-        parent_of(f"{stopped.path}:block-000001-step-000005")
-    with pytest.raises(ConfigurationError, match="there are block-000000-step-000000"):
-        parent_of(f"{stopped.path}:9")
-    with pytest.raises(ConfigurationError, match=r"config\.yaml"):
-        parent_of(str(tmp_path / "none"))
+    assert load_checkpoint(stopped.checkpoints).folder.name == "block-000001-step-000005"
+    for place, said in (
+        (f"{stopped.path}:block-000001-step-000005", "at the end of a block"),
+        (f"{stopped.path}:9", "there are block-000000-step-000000"),
+        (str(tmp_path / "none"), r"the folder of a run at .*none; given nothing"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            parent_of(place)
 
 
-def test_a_fork_that_was_killed_before_its_first_checkpoint_is_not_begun_without_its_parent(tmp_path):
-    parent, _ = start(tiny_recipe(tmp_path, train__blocks=1))
-    fork, _ = start(tiny_recipe(tmp_path, name="fork"), fork=str(parent.path))
-    for path in checkpoints.checkpoints(fork.checkpoints):
-        for file in path.iterdir():
-            file.unlink()
-        path.rmdir()
-    for path in (*fork.rollouts.iterdir(), fork.summary, *fork.model.iterdir()):
-        path.unlink()
-    fork.model.rmdir()
-    with pytest.raises(ConfigurationError, match=rf"--fork {parent.path}:block-000001"):
-        start(tiny_recipe(tmp_path, name="fork"), resume=True)
-    assert start(tiny_recipe(tmp_path, name="fork"), resume="auto", fork=str(parent.path))[1]
+def test_a_fork_that_was_killed_before_its_first_checkpoint_is_not_begun_without_its_parent(parent, fork_recipe):
+    place, recipe = f"{parent.path}:2", fork_recipe()
+    fork, _ = start(recipe, fork=place)
+    for left in (fork.checkpoints, fork.rollouts, fork.model):
+        shutil.rmtree(left)
+    fork.summary.unlink()
+    with pytest.raises(ConfigurationError, match=rf"--fork {parent.path}:block-000002"):
+        start(recipe, resume=True)
+    assert start(recipe, resume="auto", fork=place)[1]
 
 
 @pytest.mark.parametrize("options", [{"numbered": True, "resume": True}, {"fork": "runs/x", "resume": True}])

@@ -7,7 +7,7 @@ import torch
 
 from logitless.train.block import pack_groups
 from tests.train.groups import group_of
-from tests.train.test_learner import learner, weights
+from tests.train.learn.test_learner import learner, weights
 
 pytestmark = pytest.mark.gpu
 LENGTHS = [500, 700, 900, 1000]

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from logitless.doctor.forecast import forecast_of
-from logitless.train.learner import Learner
+from logitless.train.learn.learner import Learner
 from logitless.train.long_lived import left_alone
-from logitless.train.plan import plan_of
+from logitless.train.plan.run_plan import plan_of
 from logitless.train.run import start
 from tests.train.tiny import tiny_recipe
 

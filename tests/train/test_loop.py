@@ -10,24 +10,26 @@ import torch
 from logitless.objective.presets import PRESETS
 from logitless.rollout.recorded import write_completions
 from logitless.rollout.transformers import TransformersEngine
-from logitless.train.engines import open_engines
-from logitless.train.learner import Learner
-from logitless.train.policy import AdaptersOff, Policy
-from logitless.train.report import write_report
+from logitless.train.assembly.engines import open_engines
+from logitless.train.learn.learner import Learner
+from logitless.train.learn.policy import AdaptersOff, Policy
+from logitless.train.record.run_folder import RunFolder
+from logitless.train.report.page import write_report
 from logitless.train.run import start
-from logitless.train.run_folder import RunFolder
 from logitless.types import Completion
 from tests.train.engines import Scripted, trained_with
-from tests.train.tiny import stored, tiny_recipe
+from tests.train.tiny import blocks_of, steps_of, stored, tiny_recipe
 
 SHORT = {"train__blocks": 1, "train__epochs_per_block": 1, "kl": None, "data__held_out": None}
+ONE_STEP = {"train__tokens_per_step": 1000, "train__tokens_per_micro_batch": 1000}
 FIXED = {"name": "fixed", "beta": 0.1}
+BLOCK = {"data__held_out": None, "train__blocks": 1}
+TWO_BLOCKS = {"data__held_out": None, "train__blocks": 2}
 
 
 def _run(folder, engine=None, **changes) -> RunFolder:
-    run, complete = start(
-        tiny_recipe(folder, **changes), open_engines=open_engines if engine is None else trained_with(engine)
-    )
+    opening = open_engines if engine is None else trained_with(engine)
+    run, complete = start(tiny_recipe(folder, **changes), open_engines=opening)
     assert complete
     return run
 
@@ -36,32 +38,28 @@ def _scripted(folder, answers, **changes) -> RunFolder:
     return _run(folder, Scripted(answers), **changes)
 
 
-def _steps(run: RunFolder) -> list[dict]:
-    return [record for record in run.read_metrics() if "loss/total" in record]
-
-
-def _blocks(run: RunFolder) -> list[dict]:
-    return [record for record in run.read_metrics() if "reward/mean" in record]
-
-
 def _rows(run: RunFolder) -> list[dict]:
     return [row for _, rows in run.read_rollouts() for row in rows]
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the policy's engine was asked for: prompts, samples of each, temperature, most tokens."""
+    plain, asked = TransformersEngine.sample, []
+
+    def sample(self, prompts, num_samples, options, *, seed):
+        asked.append((len(prompts), num_samples, options.temperature, options.max_new_tokens))
+        return plain(self, prompts, num_samples, options, seed=seed)
+
+    monkeypatch.setattr(TransformersEngine, "sample", sample)
+    return asked
 
 
 # --- ratio and scoring ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_first_step_of_every_block_has_ratio_exactly_1_over_several_micro_batches(tmp_path, checkpointing):
-    run = _run(
-        tmp_path,
-        data__held_out=None,
-        train__blocks=2,
-        train__tokens_per_step=1000,
-        train__tokens_per_micro_batch=16,
-        model__gradient_checkpointing=checkpointing,
-    )
-    steps = _steps(run)
+def test_the_first_step_of_every_block_has_ratio_exactly_1_over_several_micro_batches(tmp_path):
+    steps = steps_of(_run(tmp_path, **TWO_BLOCKS, train__tokens_per_step=1000, train__tokens_per_micro_batch=16))
     assert len(steps) == 4
     for first in steps[0::2]:
         assert first["optimizer/micro_batches"] > 2
@@ -79,8 +77,7 @@ def test_the_policy_is_scored_once_a_block_whatever_the_number_of_epochs(tmp_pat
         return plain(self, batch, **options)
 
     monkeypatch.setattr(Policy, "scores", scores)
-    changes = {**SHORT, "kl": {"placement": "loss", "control": FIXED}, "train__epochs_per_block": 3}
-    _run(tmp_path, **changes, train__tokens_per_step=1000, train__tokens_per_micro_batch=1000)
+    _run(tmp_path, **BLOCK, **ONE_STEP, train__epochs_per_block=3, kl={"placement": "loss", "control": FIXED})
     policy, reference, training = (False, True), (False, False), (True, True)
     assert calls == [policy, reference, training, training, training]
 
@@ -97,41 +94,24 @@ def _half_without_signal(text: str, i: int) -> str:
 def test_groups_without_a_signal_are_counted_and_kept_or_left_out(tmp_path, zero_signal):
     answers = _half_without_signal
     run = _scripted(tmp_path, answers, **SHORT, rollout__zero_signal=zero_signal, rollout__prompts_per_block=8)
-    (block,) = _blocks(run)
+    (block,) = blocks_of(run)
     assert block["group/zero_signal_fraction"] == 0.5
     trained = 8 if zero_signal == "keep" else 4
     assert (block["group/trained"], block["group/dropped"], block["group/refill_rounds"]) == (trained, 8 - trained, 0)
-    assert sum(record["optimizer/sequences"] for record in _steps(run)) == 4 * trained
+    assert sum(record["optimizer/sequences"] for record in steps_of(run)) == 4 * trained
     without = [row["advantage"] for row in _rows(run) if row["prompt"][0] in "abcd"]
     assert without == [0.0 if zero_signal == "keep" else None] * 16
 
 
 def test_refills_draw_other_prompts_until_the_block_is_full(tmp_path):
     engine = Scripted(_half_without_signal)
-    run = _run(
-        tmp_path, engine, **SHORT, rollout__zero_signal="refill", rollout__prompts_per_block=4, rollout__max_refills=9
-    )
-    (block,) = _blocks(run)
+    run = _run(tmp_path, engine, **SHORT, rollout__zero_signal="refill", rollout__max_refills=9)
+    (block,) = blocks_of(run)
     assert block["group/trained"] == 4
     drawn = [text for texts, *_ in engine.asked for text in texts]
     assert block["group/dropped"] == len(drawn) - 4 == sum(t[0] in "abcd" for t in drawn)
     assert block["group/refill_rounds"] == len(engine.asked) - 1 > 0
-    wanted = 4
-    for texts, *_ in engine.asked:
-        assert len(texts) == wanted
-        wanted -= sum(t[0] not in "abcd" for t in texts)
-    assert len({seed for *_, seed in engine.asked}) == len(engine.asked)
     assert len(_rows(run)) == 4 * len(drawn)
-
-
-def test_refills_end_at_their_limit_and_train_on_what_there_is(tmp_path):
-    engine = Scripted(lambda text, i: "a" * (1 + i) if text[0] == "a" else "aa")
-    run = _run(
-        tmp_path, engine, **SHORT, rollout__zero_signal="refill", rollout__prompts_per_block=4, rollout__max_refills=1
-    )
-    (block,) = _blocks(run)
-    assert len(engine.asked) == 2
-    assert (block["group/trained"], block["group/refill_rounds"]) == (1, 1)
 
 
 def test_truncated_completions_can_be_dropped_from_the_loss(tmp_path):
@@ -139,49 +119,58 @@ def test_truncated_completions_can_be_dropped_from_the_loss(tmp_path):
         return "a" * (1 + i % 2) if i else "h" * 6  # the first of each group is cut
 
     options = {**SHORT, "algorithm": {"preset": "dapo"}, "train__tokens_per_step": 1000}
-    kept = _scripted(tmp_path / "kept", answers, **options)
-    dropped = _scripted(tmp_path / "dropped", answers, **options, train__drop_truncated=True)
-    assert _steps(kept)[0]["optimizer/tokens"] == 4 * (6 + 2 + 1 + 2)
-    assert _steps(dropped)[0]["optimizer/tokens"] == 4 * (2 + 1 + 2)
-    assert _blocks(dropped)[0]["length/truncated_fraction"] == 0.25
-    assert _rows(dropped)[0]["advantage"] == _rows(kept)[0]["advantage"] > 0  # it still counts in its group
+    run = _scripted(tmp_path, answers, **options, train__drop_truncated=True)
+    assert steps_of(run)[0]["optimizer/tokens"] == 4 * (2 + 1 + 2)
+    assert blocks_of(run)[0]["length/truncated_fraction"] == 0.25
+    assert _rows(run)[0]["advantage"] > 0  # it still counts in its group
 
 
-def test_a_completion_that_is_empty_is_counted_and_harmless(tmp_path):
+def test_a_step_whose_completions_are_all_dropped_has_no_gradient_and_no_token(tmp_path):
     def answers(text, i):
-        return "a" * i
+        return "ab"[i % 2] * 6  # every completion is cut
 
-    run = _scripted(tmp_path, answers, **SHORT)
-    (block,) = _blocks(run)
+    run = _scripted(tmp_path, answers, **SHORT, train__drop_truncated=True)
+    for record in steps_of(run):
+        assert (record["optimizer/tokens"], record["optimizer/grad_norm"], record["loss/total"]) == (0, 0, 0)
+    first, last = _trained(run)
+    assert all(torch.equal(first[name], last[name]) for name in first)
+
+
+# --- rewards and advantages by hand ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def by_hand(tmp_path_factory) -> RunFolder:
+    """Of each group: nothing, the right answer, three and four letters."""
+    return _scripted(
+        tmp_path_factory.mktemp("by_hand"),
+        lambda text, i: ["", text[::-1], "aaa", "aaaa"][i],
+        **SHORT,
+        rewards=[{"name": "exact", "weight": 2.0}, {"name": "length", "cap": 6, "weight": -0.5}],
+        algorithm={"preset": "grpo", "advantage": {"name": "group_centered", "clip": 1.0}},
+    )
+
+
+def test_several_rewards_are_summed_with_their_weights(by_hand):
+    (block,) = blocks_of(by_hand)
+    assert (block["reward/exact/mean"], block["reward/length/mean"]) == (0.25, (2 + 3 + 4) / 4)
+    assert block["reward/mean"] == 2.0 * 0.25 - 0.5 * 2.25
+    assert [row["reward"] for row in _rows(by_hand)[:4]] == [0.0, 1.0, -1.5, -2.0]
+
+
+def test_a_completion_that_is_empty_is_counted_and_harmless_and_clipped_advantages_are_counted(by_hand):
+    (block,) = blocks_of(by_hand)
     assert (block["length/empty"], block["length/min"]) == (4, 0)
-    assert [row["advantage"] is None for row in _rows(run)] == [True, False, False, False] * 4
-    assert sum(record["optimizer/tokens"] for record in _steps(run)) == 4 * 6
+    assert [row["advantage"] for row in _rows(by_hand)] == [None, 1.0, -0.875, -1.0] * 4  # of 0.625, 1.625, ..., -1.375
+    assert block["advantage/clipped"] == 4 * 2
+    assert sum(record["optimizer/tokens"] for record in steps_of(by_hand)) == 4 * (2 + 3 + 4)
 
 
-# --- rewards --------------------------------------------------------------------------------------------------------
-
-
-def test_several_rewards_are_summed_with_their_weights(tmp_path):
-    def answers(text, i):
-        return text[::-1] if i == 0 else "aaa"
-
-    rewards = [{"name": "exact", "weight": 2.0}, {"name": "length", "cap": 6, "weight": -0.5}]
-    run = _scripted(tmp_path, answers, **SHORT, rewards=rewards)
-    (block,) = _blocks(run)
-    assert block["reward/exact/mean"] == 0.25
-    assert block["reward/length/mean"] == (2 + 3 * 3) / 4
-    assert block["reward/mean"] == 2.0 * 0.25 - 0.5 * 2.75
-    assert [row["reward"] for row in _rows(run)[:4]] == [1.0, -1.5, -1.5, -1.5]
-
-
-def test_clipped_advantages_are_counted(tmp_path):
-    def answers(text, i):
-        return "a" * (1 + i)
-
-    advantage = {"name": "group_centered", "clip": 1.0}
-    run = _scripted(tmp_path, answers, **SHORT, algorithm={"preset": "grpo", "advantage": advantage})
-    assert _blocks(run)[0]["advantage/clipped"] == 4 * 2  # -1.5 and 1.5 of -1.5, -0.5, 0.5, 1.5
-    assert {row["advantage"] for row in _rows(run)} == {-1.0, -0.5, 0.5, 1.0}
+def test_several_functions_can_be_compared_one_by_one(tmp_path):
+    algorithm = {"preset": "grpo", "advantage": {"name": "gdpo"}}
+    rewards = [{"name": "length", "cap": 6}, {"name": "exact", "weight": 2.0}]
+    (block,) = blocks_of(_run(tmp_path, **SHORT, algorithm=algorithm, rewards=rewards))
+    assert block["advantage/std"] > 0.5
 
 
 # --- KL and entropy -------------------------------------------------------------------------------------------------
@@ -192,105 +181,79 @@ def test_kl_in_the_reward_changes_advantages_and_no_loss_term(tmp_path):
         return "ab"[i % 2] * (1 + i)
 
     kl = {"placement": "reward", "control": {"name": "fixed", "beta": 5.0}}
-    run = _scripted(tmp_path, answers, data__held_out=None, kl=kl, train__blocks=2, train__epochs_per_block=1)
-    plain = _scripted(
-        tmp_path / "plain", answers, data__held_out=None, kl=None, train__blocks=2, train__epochs_per_block=1
+    run, plain = (
+        _scripted(tmp_path / str(i), answers, **TWO_BLOCKS, kl=each, train__epochs_per_block=1)
+        for i, each in enumerate((kl, None))
     )
-    first, second = ([row["advantage"] for _, rows in r.read_rollouts() for row in rows] for r in (run, plain))
+    first, second = ([row["advantage"] for row in _rows(each)] for each in (run, plain))
     assert first[:16] == second[:16]  # the policy is still its reference
     assert first[16:] != second[16:]
-    assert all("kl_ref/penalty_mean" not in record for record in _steps(run))
-    assert _steps(run)[0]["kl_ref/controlled"] == 0
-    assert all(record["kl_ref/beta"] == 5.0 for record in _steps(run))
+    steps = steps_of(run)
+    assert all("kl_ref/penalty_mean" not in record for record in steps)
+    assert steps[0]["kl_ref/controlled"] == 0
+    assert all(record["kl_ref/beta"] == 5.0 for record in steps)
 
 
 def test_without_a_kl_there_is_no_reference(tmp_path, monkeypatch):
     def forbidden(*arguments, **options):
         raise AssertionError("a reference was made")
 
-    monkeypatch.setattr("logitless.train.policies.frozen_copy", forbidden)
-    assert not any(name.startswith("kl_ref") for record in _steps(_run(tmp_path, **SHORT)) for name in record)
+    monkeypatch.setattr("logitless.train.assembly.policies.frozen_copy", forbidden)
+    assert not any(name.startswith("kl_ref") for record in steps_of(_run(tmp_path, **SHORT)) for name in record)
 
 
-@pytest.mark.parametrize("update", ["step", "epoch"])
-def test_the_coefficient_moves_once_a_step_or_once_an_epoch(tmp_path, update):
+def test_the_coefficient_of_a_kl_that_is_updated_once_an_epoch_moves_by_the_mean_of_its_steps(tmp_path):
     control = {"name": "linear", "beta": 1.0, "gain": 2.0, "target": 0.01, "guardrail": None}
-    run = _run(
-        tmp_path,
-        data__held_out=None,
-        train__blocks=2,
-        kl={"placement": "loss", "control": control, "update": update},
-    )
+    steps = steps_of(_run(tmp_path, **TWO_BLOCKS, kl={"placement": "loss", "control": control, "update": "epoch"}))
     beta, waiting = 1.0, []
-    steps = _steps(run)
-    for now, following in zip(steps, [*steps[1:], None], strict=True):
+    for now, following in zip(steps, [*steps[1:], {"epoch": 0}], strict=True):
         assert now["kl_ref/beta"] == pytest.approx(beta)
         waiting.append(now["kl_ref/controlled"])
-        epoch_ends = following is None or following["epoch"] != now["epoch"]
-        if update == "step" or epoch_ends:
+        if following["epoch"] != now["epoch"]:
             beta, waiting = beta + 2.0 * (fmean(waiting) - 0.01), []
-    assert len({record["kl_ref/beta"] for record in steps}) == (len(steps) if update == "step" else 4)
+    assert len({record["kl_ref/beta"] for record in steps}) == 4
 
 
-def test_the_controlled_kl_is_that_of_the_chosen_estimator(tmp_path):
-    kl = {"placement": "loss", "control": FIXED, "penalty": {"estimator": "k2"}}
-    for record in _steps(_run(tmp_path, data__held_out=None, train__blocks=1, kl=kl)):
-        assert record["kl_ref/controlled"] == record["kl_ref/k2_mean"] == record["kl_ref/penalty_mean"]
-
-
-def test_the_guardrail_shortens_the_next_rollout_and_is_counted(tmp_path, monkeypatch):
-    plain, asked = TransformersEngine.sample, []
-
-    def sample(self, prompts, num_samples, options, *, seed):
-        asked.append(options.max_new_tokens)
-        return plain(self, prompts, num_samples, options, seed=seed)
-
-    monkeypatch.setattr(TransformersEngine, "sample", sample)
-    control = {"name": "proportional", "beta": 0.1, "target": 1e-6, "guardrail": "shorten_rollout"}
-    run = _run(
-        tmp_path,
-        data__held_out=None,
-        train__blocks=3,
-        kl={"placement": "loss", "control": control, "update": "epoch"},
-    )
-    assert asked == [6, 3, 3]
-    assert [record["length/max"] for record in _blocks(run)][1:] == [3, 3]
-    assert _steps(run)[-1]["kl_ref/guarded"] == 5  # the last epoch's update comes after its last step
-
-
-def test_a_coefficient_at_its_bounds_is_counted(tmp_path):
+def test_the_controlled_kl_is_that_of_the_chosen_estimator_and_a_coefficient_at_its_bounds_is_counted(tmp_path):
     control = {"name": "linear", "beta": 1.0, "gain": 100.0, "target": 0.5, "beta_min": 0.9, "guardrail": None}
-    steps = _steps(_run(tmp_path, data__held_out=None, train__blocks=1, kl={"placement": "loss", "control": control}))
+    kl = {"placement": "loss", "control": control, "penalty": {"estimator": "k2"}}
+    steps = steps_of(_run(tmp_path, **BLOCK, kl=kl))
+    for record in steps:
+        assert record["kl_ref/controlled"] == record["kl_ref/k2_mean"] == record["kl_ref/penalty_mean"]
     assert [record["kl_ref/beta"] for record in steps] == [1.0] + [0.9] * (len(steps) - 1)
     assert [record["kl_ref/bounded"] for record in steps] == list(range(1, len(steps) + 1))
 
 
-def test_the_coefficient_of_the_entropy_bonus_is_written_and_adapts(tmp_path):
-    fixed = _run(tmp_path / "fixed", **SHORT, algorithm={"preset": "grpo", "entropy_bonus": {"coefficient": 0.01}})
-    assert {record["entropy/bonus_coefficient"] for record in _steps(fixed)} == {0.01}
+def test_the_guardrail_shortens_the_next_rollout_and_is_counted(tmp_path, asked):
+    control = {"name": "proportional", "beta": 0.1, "target": 1e-6, "guardrail": "shorten_rollout"}
+    kl = {"placement": "loss", "control": control, "update": "epoch"}
+    run = _run(tmp_path, data__held_out=None, train__blocks=3, kl=kl)
+    assert [most for *_, most in asked] == [6, 3, 3]
+    assert [record["length/max"] for record in blocks_of(run)][1:] == [3, 3]
+    assert steps_of(run)[-1]["kl_ref/guarded"] == 5  # the last epoch's update comes after its last step
+
+
+def test_filters_corrections_and_choices_of_a_block_run_together_and_an_entropy_bonus_adapts(tmp_path):
     adaptive = {"target": 100.0, "delta": 0.25}  # entropy is always below: more and more of it is paid for
-    bonus = {"coefficient": 0.0, "adaptive": adaptive}
-    run = _run(tmp_path / "adaptive", **SHORT, algorithm={"preset": "grpo", "entropy_bonus": bonus})
-    assert [record["entropy/bonus_coefficient"] for record in _steps(run)] == [0.0, 0.25]
+    algorithm = {
+        "preset": "dapo",
+        "filters": [{"name": "top_entropy", "quantile": 0.5}, {"name": "off_policy", "threshold": 0.5}],
+        "correction": {"level": "token", "max": 2.0},
+        "entropy_bonus": {"coefficient": 0.0, "scope": "micro_batch", "adaptive": adaptive},
+        "weighting": {"name": "token_mean", "scope": "block"},
+    }
+    steps = steps_of(_run(tmp_path, **BLOCK, algorithm=algorithm))
+    assert 0.2 < fmean(record["filter/top_entropy/dropped_fraction"] for record in steps) < 0.8
+    assert all(record["sampler/correction_mean"] == pytest.approx(1, abs=0.05) for record in steps)
+    assert [record["entropy/bonus_coefficient"] for record in steps] == [0.0, 0.25, 0.5, 0.75]
 
 
 # --- engines, evaluation, LoRA --------------------------------------------------------------------------------------
 
 
-def test_held_out_prompts_are_sampled_with_settings_of_their_own(tmp_path, monkeypatch):
-    plain, asked = TransformersEngine.sample, []
-
-    def sample(self, prompts, num_samples, options, *, seed):
-        asked.append((len(prompts), num_samples, options.temperature, options.max_new_tokens))
-        return plain(self, prompts, num_samples, options, seed=seed)
-
-    monkeypatch.setattr(TransformersEngine, "sample", sample)
-    evaluation = {
-        "every_blocks": 2,
-        "samples_per_prompt": 3,
-        "sampling": {"max_new_tokens": 2, "temperature": 0.5},
-        "success_at": 2.0,
-    }
+def test_held_out_prompts_are_sampled_with_settings_of_their_own(tmp_path, asked):
+    sampling = {"max_new_tokens": 2, "temperature": 0.5}
+    evaluation = {"every_blocks": 2, "samples_per_prompt": 3, "sampling": sampling, "success_at": 2.0}
     run = _run(tmp_path, kl=None, train__blocks=3, train__epochs_per_block=1, evaluation=evaluation)
     training, held_out = (4, 4, 1.0, 6), (1, 3, 0.5, 2)
     assert asked == [held_out, training, training, held_out, training, held_out]
@@ -300,30 +263,18 @@ def test_held_out_prompts_are_sampled_with_settings_of_their_own(tmp_path, monke
     assert all(record["evaluation/length_mean"] <= 2 for record in evaluated)
 
 
-def test_evaluation_is_greedy_by_default(tmp_path, monkeypatch):
-    plain, asked = TransformersEngine.sample, []
-
-    def sample(self, prompts, num_samples, options, *, seed):
-        asked.append(options.temperature)
-        return plain(self, prompts, num_samples, options, seed=seed)
-
-    monkeypatch.setattr(TransformersEngine, "sample", sample)
-    _run(tmp_path, kl=None, train__blocks=1, train__epochs_per_block=1)
-    assert asked == [0.0, 1.0, 0.0]
-
-
-def test_recorded_completions_are_trained_on_while_the_policy_is_evaluated(tmp_path, monkeypatch):
+def test_recorded_completions_are_trained_on_while_the_policy_is_evaluated_greedily(tmp_path, asked):
     tiny_recipe(tmp_path)
-    completions = [
-        Completion(str(prompt), (3,) * length, "a" * length, "stop") for prompt in range(8) for length in (1, 2, 3, 4)
-    ]
+    completions = [Completion(str(prompt), (3,) * n, "a" * n, "stop") for prompt in range(8) for n in (1, 2, 3, 4)]
     write_completions(tmp_path / "recorded.jsonl", completions)
     engine = {"name": "recorded", "path": str(tmp_path / "recorded.jsonl")}
     run = _run(tmp_path, kl=None, train__blocks=2, train__epochs_per_block=1, rollout__engine=engine)
-    assert [record["reward/mean"] for record in _blocks(run)] == [2.5, 2.5]
-    assert _steps(run)[0]["ratio/max"] == 1
-    assert _steps(run)[0]["sampler/missing"] == _steps(run)[0]["optimizer/tokens"]
+    assert [record["reward/mean"] for record in blocks_of(run)] == [2.5, 2.5]
+    first = steps_of(run)[0]
+    assert first["ratio/max"] == 1
+    assert first["sampler/missing"] == first["optimizer/tokens"]
     assert "evaluation/accuracy" in run.read_metrics()[-1]
+    assert [temperature for _, _, temperature, _ in asked] == [0.0, 0.0]
 
 
 def test_lora_trains_the_adapter_against_its_own_base_model(tmp_path, monkeypatch):
@@ -334,15 +285,10 @@ def test_lora_trains_the_adapter_against_its_own_base_model(tmp_path, monkeypatc
         references.append(reference)
 
     monkeypatch.setattr(Learner, "__init__", init)
-    run = _run(
-        tmp_path,
-        data__held_out=None,
-        train__blocks=2,
-        model__lora={"rank": 2, "targets": ["q_proj", "down_proj"]},
-    )
+    run = _run(tmp_path, **TWO_BLOCKS, model__lora={"rank": 2, "targets": ["q_proj", "down_proj"]})
     (reference,) = references
     assert isinstance(reference, AdaptersOff)
-    steps = _steps(run)
+    steps = steps_of(run)
     assert steps[0]["kl_ref/k3_mean"] == 0 < steps[-1]["kl_ref/k3_mean"]
     before, after = _trained(run)
     assert all("lora_" in name for name in before)
@@ -351,27 +297,23 @@ def test_lora_trains_the_adapter_against_its_own_base_model(tmp_path, monkeypatc
 
 def test_under_dropout_the_block_is_scored_without_it_and_numbers_are_the_seeds(tmp_path):
     lora = {"rank": 2, "targets": ["q_proj", "down_proj"], "dropout": 0.5}
-    once = {"data__held_out": None, "kl": None, "train__blocks": 2, "train__epochs_per_block": 1}
-    once["train__tokens_per_step"] = 10**6
-    runs = [_run(tmp_path / str(i), **once, model__lora=lora) for i in range(2)]
-    steps, again = (_steps(run) for run in runs)
+    once = {**TWO_BLOCKS, "kl": None, "train__epochs_per_block": 1, "train__tokens_per_step": 10**6}
+    steps, again = (steps_of(_run(tmp_path / str(i), **once, model__lora=lora)) for i in range(2))
     assert steps[0]["ratio/max"] == 1  # B is 0 at first, whatever its inputs
     assert steps[1]["ratio/max"] > 1 > steps[1]["ratio/min"]
     names = ("loss/total", "ratio/max", "optimizer/grad_norm")
     assert [[step[name] for name in names] for step in again] == [[step[name] for name in names] for step in steps]
-    whole = _run(tmp_path / "whole", **once, model__lora={**lora, "dropout": 0.0})
-    assert [step["ratio/max"] for step in _steps(whole)] == [1.0, 1.0]
 
 
-def test_modules_to_save_are_trained_beside_the_factors_with_masters(tmp_path):
+def test_modules_to_save_are_trained_beside_the_factors_with_master_weights(tmp_path):
     lora = {"rank": 2, "targets": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}
     dtypes = {"model__dtype": "bfloat16", "model__trained_dtype": "bfloat16"}
-    run = _run(tmp_path, data__held_out=None, train__blocks=2, model__lora=lora, **dtypes)
+    run = _run(tmp_path, **TWO_BLOCKS, model__lora=lora, **dtypes)
     before, after = _trained(run)
     whole = [name for name in before if "modules_to_save" in name]
     assert len(whole) == 4  # the names of two more norms end in this one
     assert all(before[name].dtype == torch.float32 and not torch.equal(before[name], after[name]) for name in whole)
-    assert _steps(run)[0]["kl_ref/k3_mean"] == 0 < _steps(run)[-1]["kl_ref/k3_mean"]
+    assert steps_of(run)[0]["kl_ref/k3_mean"] == 0 < steps_of(run)[-1]["kl_ref/k3_mean"]
 
 
 def _trained(run: RunFolder):
@@ -383,12 +325,12 @@ def test_every_metric_of_a_run_is_finite_and_a_report_and_a_summary_are_left(tmp
     monkeypatch.setattr("logitless.train.run.write_report", write_report)
     run = _run(tmp_path, train__blocks=2)
     assert "<html" in run.report.read_text()
-    summary = json.loads(run.summary.read_text())
-    assert (summary["blocks"], summary["steps"], summary["skipped_steps"]) == (2, len(_steps(run)), 0)
+    summary, records = json.loads(run.summary.read_text()), run.read_metrics()
+    assert (summary["blocks"], summary["steps"], summary["skipped_steps"]) == (2, len(steps_of(run)), 0)
     assert {"accuracy_before", "accuracy_after", "reward_first_block", "reward_last_block"} < set(summary)
-    for record in run.read_metrics():
+    for record in records:
         assert all(value is not None and math.isfinite(value) for value in record.values()), record
-    assert [record["step"] for record in run.read_metrics()] == list(range(len(_steps(run)) + 1))
+    assert [record["step"] for record in records] == list(range(len(steps_of(run)) + 1))
 
 
 # --- every preset ---------------------------------------------------------------------------------------------------
@@ -396,40 +338,9 @@ def test_every_metric_of_a_run_is_finite_and_a_report_and_a_summary_are_left(tmp
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_every_preset_trains_and_moves_the_weights(tmp_path, preset):
-    run = _run(tmp_path, data__held_out=None, train__blocks=1, algorithm={"preset": preset})
-    steps = _steps(run)
+    run = _run(tmp_path, **BLOCK, algorithm={"preset": preset})
+    steps = steps_of(run)
     assert len(steps) == 4
     assert all(math.isfinite(record["loss/total"]) for record in steps)
     first, last = _trained(run)
     assert any(not torch.equal(first[name], last[name]) for name in first)
-
-
-def test_several_functions_can_be_compared_one_by_one(tmp_path):
-    algorithm = {"preset": "grpo", "advantage": {"name": "gdpo"}}
-    rewards = [{"name": "length", "cap": 6}, {"name": "exact", "weight": 2.0}]
-    (block,) = _blocks(_run(tmp_path, **SHORT, algorithm=algorithm, rewards=rewards))
-    assert block["advantage/std"] > 0.5
-
-
-def test_a_step_whose_completions_are_all_dropped_has_no_gradient_and_no_token(tmp_path):
-    def answers(text, i):
-        return "ab"[i % 2] * 6  # every completion is cut
-
-    run = _scripted(tmp_path, answers, **SHORT, train__drop_truncated=True)
-    for record in _steps(run):
-        assert (record["optimizer/tokens"], record["optimizer/grad_norm"], record["loss/total"]) == (0, 0, 0)
-    first, last = _trained(run)
-    assert all(torch.equal(first[name], last[name]) for name in first)
-
-
-def test_filters_corrections_and_choices_of_a_block_run_together(tmp_path):
-    algorithm = {
-        "preset": "dapo",
-        "filters": [{"name": "top_entropy", "quantile": 0.5}, {"name": "off_policy", "threshold": 0.5}],
-        "correction": {"level": "token", "max": 2.0},
-        "entropy_bonus": {"coefficient": 0.01, "scope": "micro_batch"},
-        "weighting": {"name": "token_mean", "scope": "block"},
-    }
-    steps = _steps(_run(tmp_path, data__held_out=None, train__blocks=1, algorithm=algorithm))
-    assert 0.2 < fmean(record["filter/top_entropy/dropped_fraction"] for record in steps) < 0.8
-    assert all(record["sampler/correction_mean"] == pytest.approx(1, abs=0.05) for record in steps)

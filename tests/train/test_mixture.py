@@ -5,17 +5,16 @@ import json
 import pytest
 
 from logitless.cli.main import main
-from logitless.errors import CheckpointError, ConfigurationError, DataError
+from logitless.errors import ConfigurationError, DataError
 from logitless.rewards.combine import weighted
-from logitless.rewards.exact import Exact
-from logitless.rewards.length import Length
-from logitless.train.judge import judge
-from logitless.train.metrics import repeatable
+from logitless.rewards.text.exact import Exact
+from logitless.rewards.text.length import Length
+from logitless.train.assembly.data import data_of, order_of, rewards_of
+from logitless.train.assembly.model import tokenizer_of
+from logitless.train.collect.episode_rewards import judge
 from logitless.train.run import start
-from logitless.train.run_folder import RunFolder
-from logitless.train.setup import data_of, order_of, rewards_of, tokenizer_of
 from logitless.types import Completion, Episode, Prompt
-from tests.train.tiny import tiny_recipe
+from tests.train.tiny import repeated, tiny_recipe
 
 
 def mixture(folder, **changes):
@@ -47,10 +46,6 @@ def mixture(folder, **changes):
         "train__epochs_per_block": 1,
     }
     return tiny_recipe(folder, **{**raw, **changes})
-
-
-def lines(run: RunFolder):
-    return [repeatable(record) for record in run.read_metrics()]
 
 
 @pytest.fixture(scope="module")
@@ -144,17 +139,9 @@ def test_a_run_that_was_stopped_goes_on_as_the_whole_one(tmp_path, finished):
     assert complete
 
     def numbers(run):  # a run of one block is judged at its end; one of three is not, there
-        return [{n: v for n, v in r.items() if not n.startswith("evaluation/")} for r in lines(run)]
+        return [{n: v for n, v in r.items() if not n.startswith("evaluation/")} for r in repeated(run)]
 
     assert numbers(resumed) == numbers(finished)
-
-
-def test_other_weights_are_another_run(tmp_path):
-    start(mixture(tmp_path, train__blocks=1))
-    recipe = mixture(tmp_path)
-    recipe.data.train.sources["pairs"].__dict__["weight"] = 1.0
-    with pytest.raises((ConfigurationError, CheckpointError), match=r"data\.train"):
-        start(recipe, resume=True)
 
 
 def test_shares_hold_over_a_run_and_each_rank_draws_the_same(tmp_path):
@@ -166,11 +153,9 @@ def test_shares_hold_over_a_run_and_each_rank_draws_the_same(tmp_path):
     assert sum(data.train[index].source == "pairs" for block in drawn for index in block) == 30
 
 
-def test_sampling_from_a_mixture_takes_the_template_of_a_source(tmp_path, capsys):
-    recipe = mixture(tmp_path, train__blocks=1)
-    run, _ = start(recipe)
-    assert main(["sample", str(run.path), "--prompt", "ab"]) == 0  # all sources render alike
-    assert main(["sample", str(run.path), "--prompt", "ab", "--source", "digits"]) == 2
+def test_sampling_from_a_mixture_takes_the_template_of_a_source(finished, capsys):
+    assert main(["sample", str(finished.path), "--prompt", "ab"]) == 0  # all sources render alike
+    assert main(["sample", str(finished.path), "--prompt", "ab", "--source", "digits"]) == 2
     assert "--source" in capsys.readouterr().err
 
 

@@ -13,26 +13,21 @@ from logitless.models.lm_head import causal_lm
 from logitless.models.lora import frozen_copy
 from logitless.rollout.environment import SingleTurn
 from logitless.rollout.play import play
-from logitless.rollout.probe import scored_tokens
 from logitless.rollout.transformers import TransformersEngine
-from logitless.train import learner as learner_module
-from logitless.train import policy as policy_module
-from logitless.train import run as run_module
+from logitless.rollout.vllm.probe import scored_tokens
+from logitless.train.assembly import stages
+from logitless.train.assembly.algorithm import algorithm_of, value_head_of
+from logitless.train.assembly.data import data_of, rewards_of
+from logitless.train.assembly.model import is_cut_from_host, policy_model, tokenizer_of
 from logitless.train.block import pack_groups
-from logitless.train.judge import judge
-from logitless.train.learner import Learner
-from logitless.train.policy import Policy
-from logitless.train.setup import (
-    algorithm_of,
-    data_of,
-    is_cut_from_host,
-    policy_model,
-    rewards_of,
-    tokenizer_of,
-    value_head_of,
-)
+from logitless.train.collect.episode_rewards import judge
+from logitless.train.learn import learner as learner_module
+from logitless.train.learn import policy as policy_module
+from logitless.train.learn.learner import Learner
+from logitless.train.learn.policy import Policy
+from logitless.train.run import start
 from tests.ranks import run_on_ranks
-from tests.train.tiny import tiny_raw, tiny_recipe
+from tests.train.tiny import TINY_LLAMA, tiny_raw, tiny_recipe
 
 # LayerNorm and learned positions: unlike RMSNorm and rotary embeddings they stay in float64 when the weights are.
 GPT2 = {
@@ -47,20 +42,8 @@ GPT2 = {
     "pad_token_id": 0,
     "initializer_range": 0.3,
 }
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 11,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "initializer_range": 0.3,
-}
+HEADS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+LLAMA = TINY_LLAMA | HEADS
 
 
 def _learner(folder, changes, dtype, arrangement=None, device="cpu"):
@@ -82,8 +65,8 @@ def _learner(folder, changes, dtype, arrangement=None, device="cpu"):
         mesh = arrangement.mesh(device) if arrangement.is_sharded else None
         for scorer in (policy, reference):
             if scorer is not None and mesh is not None:
-                scorer.shard(mesh, on_host=scorer is reference and recipe.parallel.reference == "host")
-                scorer.all_rows = recipe.parallel.vocabulary == "all_rows"
+                on_host = scorer is reference and recipe.parallel.reference == "host"
+                scorer.shard(mesh, on_host=on_host, all_rows=recipe.parallel.vocabulary == "all_rows")
             if scorer is not None and ranks.sequence is not None:
                 scorer.share_sequences(ranks.sequence)
     return Learner(recipe, algorithm, policy, reference, reward_weights={"length": 1.0}, ranks=ranks), tokenizer
@@ -147,37 +130,37 @@ def _check(
 
 
 FLOAT64 = {
-    "shards": ({}, Arrangement(1, 2, 1)),
-    "four shards of an untied head": ({"model__source": LLAMA | {"model_type": "llama"}}, Arrangement(1, 4, 1)),
+    "four shards of an untied head": ({"model__source": LLAMA}, Arrangement(1, 4, 1)),
     "shards, a value head": ({"algorithm": {"preset": "ppo"}}, Arrangement(1, 2, 1)),
-    "shards, many rows": ({"train__tokens_per_micro_batch": 13}, Arrangement(1, 4, 1)),
-    "copies": ({}, Arrangement(2, 1, 1)),
+    "three copies, many rows": ({"train__tokens_per_micro_batch": 13}, Arrangement(3, 1, 1)),
     "copies of shards": ({}, Arrangement(2, 2, 1)),
-    "shared sequences": ({}, Arrangement(1, 1, 2)),
     "sequences over four, more than key heads": ({"model__source": LLAMA}, Arrangement(1, 1, 4)),
     "shared sequences, GSPO": ({"algorithm": {"preset": "gspo"}}, Arrangement(1, 1, 2)),
-    "shared sequences, a value head": ({"algorithm": {"preset": "ppo"}}, Arrangement(1, 1, 2)),
     "shards and shared sequences": ({"train__tokens_per_micro_batch": 17}, Arrangement(1, 2, 2)),
-    "copies and shared sequences": ({}, Arrangement(2, 1, 2)),
-    "a shared vocabulary": ({"parallel__vocabulary": "all_rows"}, Arrangement(1, 2, 1)),
     "a shared vocabulary, sequences and shards": ({"parallel__vocabulary": "all_rows"}, Arrangement(1, 2, 2)),
     "a reference on the host": ({"parallel__reference": "host"}, Arrangement(1, 2, 1)),
 }
+SLOW = {
+    "shards, many rows": ({"train__tokens_per_micro_batch": 13}, Arrangement(1, 4, 1)),
+    "copies, a value head": ({"algorithm": {"preset": "ppo"}}, Arrangement(2, 1, 1)),
+    "shared sequences, a value head": ({"algorithm": {"preset": "ppo"}}, Arrangement(1, 1, 2)),
+    "copies and shared sequences": ({}, Arrangement(2, 1, 2)),
+    "a shared vocabulary": ({"parallel__vocabulary": "all_rows"}, Arrangement(1, 2, 1)),
+}
 
 
-@pytest.mark.parametrize("case", FLOAT64)
+@pytest.mark.parametrize("case", [*FLOAT64, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
 def test_in_float64_any_arrangement_has_the_scores_loss_and_gradients_of_one_rank(case, tmp_path):
-    changes, arrangement = FLOAT64[case]
-    if changes.get("model__source") is LLAMA or "untied" in case:
+    changes, arrangement = {**FLOAT64, **SLOW}[case]
+    if "model__source" in changes:
         rtol = atol = 1e-6  # its norms and angles are float32 whatever the weights are
     else:
         changes = {"model__source": GPT2, **changes}
         rtol = atol = 1e-12
-    num_ranks = arrangement.replicate * arrangement.weights
-    _check(tmp_path, changes, num_ranks, arrangement, rtol=rtol, atol=atol)
+    _check(tmp_path, changes, arrangement.replicate * arrangement.weights, arrangement, rtol=rtol, atol=atol)
 
 
-def test_bfloat16_weights_with_sharded_masters_have_the_gradients_of_one_rank_to_rounding(tmp_path):
+def test_bfloat16_weights_with_sharded_master_weights_have_the_gradients_of_one_rank_to_rounding(tmp_path):
     changes = {"model__source": LLAMA, "model__trained_dtype": "bfloat16"}
     _check(tmp_path, changes, 2, Arrangement(1, 2, 1), dtype=None, rtol=0.05, atol=0.01)
 
@@ -209,7 +192,7 @@ IN_ORDER = {
 
 
 @pytest.mark.parametrize("case", IN_ORDER)
-def test_summed_in_order_gradients_and_losses_have_the_same_bits_on_one_two_and_four_ranks(case, tmp_path):
+def test_summed_in_order_gradients_and_losses_are_bitwise_identical_on_one_two_and_four_ranks(case, tmp_path):
     changes = {"parallel__deterministic": True, **IN_ORDER[case]}
     tiny_raw(tmp_path)
     groups = _groups(tmp_path, changes, None)
@@ -225,7 +208,7 @@ def test_summed_in_order_gradients_and_losses_have_the_same_bits_on_one_two_and_
                 assert all(torch.equal(step[name], gradient) for name, gradient in of_one.items())
 
 
-def test_without_the_order_other_numbers_of_ranks_have_other_bits(tmp_path):
+def test_without_the_order_other_numbers_of_ranks_differ_in_bits(tmp_path):
     changes = {"train__tokens_per_micro_batch": 17, "model__source": LLAMA}
     tiny_raw(tmp_path)
     groups = _groups(tmp_path, changes, None)
@@ -275,15 +258,15 @@ def _references(rank, folder, parallel):
         seen.update({name: whole(p.detach()) for name, p in reference.held().items()})
         raise _Seen
 
-    made, plain = run_module.policy_model, run_module.Learner
-    run_module.policy_model = lambda *args, seed, **options: made(*args, seed=rank, **options)
-    run_module.Learner = learner
+    made, plain = stages.policy_model, stages.Learner
+    stages.policy_model = lambda *args, seed, **options: made(*args, seed=rank, **options)
+    stages.Learner = learner
     try:
-        run_module.start(tiny_recipe(folder, parallel=parallel), ranks=Ranks(data=dist.group.WORLD))
+        start(tiny_recipe(folder, parallel=parallel), ranks=Ranks(data=dist.group.WORLD))
     except _Seen:
         return seen
     finally:
-        run_module.policy_model, run_module.Learner = made, plain
+        stages.policy_model, stages.Learner = made, plain
 
 
 @pytest.mark.parametrize("parallel", [{"replicate": 2}, {}], ids=["copies", "shards"])
@@ -314,14 +297,14 @@ def _after_sharding(rank, folder, changes, empty):
     reference = Policy(frozen_copy(model, dtype=torch.bfloat16))
     policy = Policy(model, value_head=value_head_of(recipe, algorithm_of(recipe), model))
     for each in (policy, reference):
-        each.shard(Arrangement(1, 2, 1).mesh("cpu"), made_same=ranks.copy_of_first)
+        each.shard(Arrangement(1, 2, 1).mesh("cpu"), made_same=ranks.broadcast)
     assert policy.device.type == reference.device.type == "cpu"
     settings = causal_lm(model).generation_config.eos_token_id
     return _tensors(policy), _tensors(reference), settings
 
 
 def _tensors(policy):
-    """Weights, masters in place of lowered ones, and buffers."""
+    """Weights, master weights in place of lowered ones, and buffers."""
     held = {name: whole(p.detach()) for name, p in policy.held().items()}
     return held | dict(policy.model.named_buffers())
 
@@ -339,9 +322,9 @@ LORA = {"model__lora": {"rank": 2, "alpha": 4.0, "targets": ["q_proj", "lm_head"
         {"model__source": LLAMA, **LORA, "kl": None},
         {"model__source": GPT2},
     ],
-    ids=["masters", "untied, value head", "tied", "adapter", "tied, learned positions"],
+    ids=["master weights", "untied, value head", "tied", "adapter", "tied, learned positions"],
 )
-def test_all_ranks_get_the_first_ones_bits_unit_by_unit_as_they_are_cut(changes, empty, tmp_path):
+def test_all_ranks_get_the_weights_of_the_first_bit_for_bit_unit_by_unit_as_they_are_cut(changes, empty, tmp_path):
     tiny_raw(tmp_path)
     recipe = tiny_recipe(tmp_path, **changes)
     first = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("cpu"))
@@ -357,7 +340,7 @@ def test_all_ranks_get_the_first_ones_bits_unit_by_unit_as_they_are_cut(changes,
 
 def _started(rank, folder, changes, odd):
     """Whether this rank read weights for a run, and what its learner would begin with."""
-    seen, shape, read = {}, run_module._shape, loading._read_weights
+    seen, shape, read = {}, stages._shape, loading._read_weights
 
     def reading(*arguments):
         seen["reads"] = True
@@ -368,17 +351,17 @@ def _started(rank, folder, changes, odd):
         seen["unshared"] = policy.unshared_because, policy.shares_prompts
         raise _Seen
 
-    plain, why = run_module.Learner, policy_module.why_unshared
-    run_module.Learner, loading._read_weights = learner, reading
+    plain, why = stages.Learner, policy_module.why_unshared
+    stages.Learner, loading._read_weights = learner, reading
     policy_module.why_unshared = lambda model: None if next(model.parameters()).is_meta else "its layers are odd"
     if odd:
-        run_module._shape = lambda model: [*shape(model), [rank]]
+        stages._shape = lambda model: [*shape(model), [rank]]
     try:
-        run_module.start(tiny_recipe(folder, **changes), ranks=Ranks(data=dist.group.WORLD))
+        start(tiny_recipe(folder, **changes), ranks=Ranks(data=dist.group.WORLD))
     except _Seen:
         return seen
     finally:
-        run_module.Learner, run_module._shape, loading._read_weights = plain, shape, read
+        stages.Learner, stages._shape, loading._read_weights = plain, shape, read
         policy_module.why_unshared = why
 
 
@@ -420,7 +403,7 @@ def test_a_buffer_that_is_read_in_another_dtype_than_it_is_made_in_counts_as_mad
     """Routers of DeepSeek-V3 have one, which the first rank would send as more bytes than the others have room for."""
     loading.load_model(DEEPSEEK, random_weights=True).save_pretrained(tmp_path)
     read, made = (loading.load_model(tmp_path, dtype=torch.bfloat16, empty=empty) for empty in (False, True))
-    of_read, of_made = (run_module._shape(model) for model in (read, made))
+    of_read, of_made = (stages._shape(model) for model in (read, made))
     assert [each for each in of_read if each not in of_made] == [
         ["model.layers.1.mlp.gate.e_score_correction_bias", [4], "torch.float32", False]
     ]

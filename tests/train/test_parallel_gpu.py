@@ -7,9 +7,9 @@ import torch.distributed as dist
 from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.sharding import whole
 from logitless.errors import UnavailableError
+from logitless.train.assembly.model import policy_model, tokenizer_of
 from logitless.train.block import pack_groups
-from logitless.train.policy import Policy
-from logitless.train.setup import policy_model, tokenizer_of
+from logitless.train.learn.policy import Policy
 from tests.ranks import run_on_ranks
 from tests.train.groups import group_of
 from tests.train.test_parallel import LLAMA, _check, _gradients, _groups
@@ -38,7 +38,7 @@ def test_two_gpus_have_the_gradients_of_one_to_rounding(case, tmp_path):
     _check(tmp_path, changes, 2, arrangement, dtype=torch.float32, rtol=2e-3, atol=2e-4, device="cuda")
 
 
-def test_bfloat16_weights_with_sharded_masters_have_the_gradients_of_one_gpu_to_rounding(tmp_path):
+def test_bfloat16_weights_with_sharded_master_weights_have_the_gradients_of_one_gpu_to_rounding(tmp_path):
     changes = {"model__source": LLAMA, "model__trained_dtype": "bfloat16", "model__layers": "transformers", **CHUNKED}
     # products of other numbers of rows are rounded otherwise: by 2**-8 of hidden states, in a few places
     roundings = {"rtol": 0.1, "atol": 0.02, "scores": 0.05}
@@ -55,7 +55,7 @@ def test_four_gpus_have_the_gradients_of_one_to_rounding(arrangement, tmp_path):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_summed_in_order_several_gpus_have_the_bits_of_one(num_ranks, tmp_path):
+def test_summed_in_order_several_gpus_are_bitwise_those_of_one(num_ranks, tmp_path):
     changes = {
         "model__source": LLAMA,
         "parallel__deterministic": True,

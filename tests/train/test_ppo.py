@@ -1,7 +1,6 @@
 """Whole small runs with a value head, and of the other estimators of returns: what they save, resume and learn."""
 
 import math
-import signal
 from statistics import fmean
 
 import pytest
@@ -10,17 +9,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from logitless.rollout.recorded import write_completions
-from logitless.train import checkpoint as checkpoints
-from logitless.train.live_view import LiveView
-from logitless.train.metrics import repeatable
-from logitless.train.policy import Policy
+from logitless.train.learn.policy import Policy
+from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import start
-from logitless.train.run_folder import RunFolder
 from logitless.types import Completion
-from tests.train.tiny import stored, tiny_recipe
+from tests.train.interrupting import stop_at
+from tests.train.tiny import assert_same_run, blocks_of, steps_of, stored, tiny_recipe
 
 PPO = {"algorithm": {"preset": "ppo"}, "kl": None, "data__held_out": None}
 IN_REWARD = {"placement": "reward", "control": {"name": "fixed", "beta": 0.05}}
+ONE_ROW = {"train__tokens_per_step": 1000, "train__tokens_per_micro_batch": 1000}
 
 
 def _run(folder, **changes) -> RunFolder:
@@ -29,12 +27,10 @@ def _run(folder, **changes) -> RunFolder:
     return run
 
 
-def _steps(run: RunFolder) -> list[dict]:
-    return [record for record in run.read_metrics() if "loss/total" in record]
-
-
-def _blocks(run: RunFolder) -> list[dict]:
-    return [record for record in run.read_metrics() if "reward/mean" in record]
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> RunFolder:
+    torch.use_deterministic_algorithms(True)  # as every test has it
+    return _run(tmp_path_factory.mktemp("finished"), kl=IN_REWARD)
 
 
 def _value_heads(run: RunFolder) -> list[dict[str, torch.Tensor]]:
@@ -57,7 +53,7 @@ def _recorded(folder, completions) -> dict:
 
 
 def test_the_values_of_a_block_are_those_its_first_step_starts_from(tmp_path):
-    steps = _steps(_run(tmp_path, train__tokens_per_step=1000))
+    steps = steps_of(_run(tmp_path, train__tokens_per_step=1000))
     assert [record["value/clipped_fraction"] for record in steps[0::2]] == [0, 0, 0]  # V is V_old
     assert steps[0]["value/mean"] == steps[0]["value/explained_variance"] == 0
     assert 0 != steps[2]["value/mean"] != steps[4]["value/mean"]
@@ -76,68 +72,35 @@ def test_the_scoring_pass_gives_the_values_and_the_reference_gives_none(tmp_path
         return found
 
     monkeypatch.setattr(Policy, "scores", scores)
-    one_row = {"train__tokens_per_step": 1000, "train__tokens_per_micro_batch": 1000}
-    _run(tmp_path, **one_row, train__blocks=1, kl=IN_REWARD)
+    _run(tmp_path, **ONE_ROW, train__blocks=1, kl=IN_REWARD)
     assert calls == [(False, True), (False, False), (True, True), (True, True)]
 
 
-def test_a_finished_run_leaves_a_plain_language_model_and_the_value_head_beside_it(tmp_path):
-    run, plain = _run(tmp_path), _run(tmp_path / "plain", algorithm={"preset": "grpo"}, train__blocks=1)
-    names = [{path.relative_to(r.path).as_posix() for path in r.path.iterdir()} for r in (run, plain)]
-    assert names[0] - names[1] == {"value_head.safetensors"}
-    assert not names[1] - names[0]
-    AutoModelForCausalLM.from_pretrained(run.model)
-    exported = load_file(run.model / "model.safetensors")
-    assert exported.keys() == load_file(plain.model / "model.safetensors").keys()
-    first, last = _value_heads(run)
+def test_a_finished_run_leaves_a_plain_language_model_and_the_value_head_beside_it(finished):
+    AutoModelForCausalLM.from_pretrained(finished.model)
+    assert not any("value" in name for name in load_file(finished.model / "model.safetensors"))
+    first, last = _value_heads(finished)
     assert {name: tuple(t.shape) for name, t in last.items()} == {"weight": (1, 16), "bias": (1,)}
     assert all((t == 0).all() for t in first.values())
     assert all((t != 0).any() for t in last.values())
 
 
-def test_a_run_starts_from_the_value_head_of_another(tmp_path):
-    first = _run(tmp_path)
-    second = _run(tmp_path, name="second", value_head={"source": str(first.value_head)})
-    for name, tensor in _value_heads(first)[-1].items():
+def test_a_run_starts_from_the_value_head_of_another(finished, tmp_path):
+    second = _run(tmp_path, value_head={"source": str(finished.value_head)}, train__blocks=1)
+    for name, tensor in _value_heads(finished)[-1].items():
         assert torch.equal(tensor, _value_heads(second)[0][name])
-    assert _blocks(second)[0]["value/mean"] != 0
+    assert blocks_of(second)[0]["value/mean"] != 0
 
 
-# --- resume ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"kl": IN_REWARD},
-        {
-            "model__lora": {"rank": 2, "targets": ["q_proj", "down_proj"]},
-            "algorithm": {"preset": "ppo", "advantage": {"name": "gae", "action": "turn"}},
-        },
-    ],
-)
-def test_a_run_that_was_stopped_ends_bitwise_as_one_that_was_not(tmp_path, monkeypatch, changes):
-    whole = _run(tmp_path, name="whole", **changes)
-    recipe = tiny_recipe(tmp_path, **{**PPO, **changes}, name="stopped")
-    plain = LiveView.update
-
-    def update(self, record, sample):
-        plain(self, record, sample)
-        if record["step"] == 3:
-            signal.raise_signal(signal.SIGINT)
-
+def test_a_run_that_was_stopped_ends_bitwise_as_one_that_was_not(finished, tmp_path, monkeypatch):
+    recipe = tiny_recipe(tmp_path, **{**PPO, "kl": IN_REWARD})
     with monkeypatch.context() as patched:
-        patched.setattr(LiveView, "update", update)
+        stop_at(3, patched)
         stopped, complete = start(recipe)
     assert not complete
     assert start(recipe, resume=True)[1]
-    ends = [checkpoints.load_checkpoint(run.checkpoints) for run in (whole, stopped)]
-    assert ends[0].tensors.keys() == ends[1].tensors.keys() > {"optimizer/value_head.weight/exp_avg_sq"}
-    for name, tensor in ends[0].tensors.items():
-        assert torch.equal(tensor, ends[1].tensors[name]), name
-    for name, tensor in _value_heads(whole)[-1].items():
-        assert torch.equal(tensor, _value_heads(stopped)[-1][name]), name
-    assert [repeatable(r) for r in whole.read_metrics()] == [repeatable(r) for r in stopped.read_metrics()]
+    assert_same_run(finished, stopped)
+    assert stored(stopped)[-1].keys() > {"optimizer/value_head.weight/exp_avg_sq"}
 
 
 # --- learning -------------------------------------------------------------------------------------------------------
@@ -155,11 +118,10 @@ def test_the_value_head_learns_which_prompts_are_worth_more(tmp_path):
         rollout__prompts_per_block=8,
         train__blocks=25,
         train__epochs_per_block=4,
-        train__tokens_per_step=1000,
-        train__tokens_per_micro_batch=1000,
+        **ONE_ROW,
         checkpoint__every_blocks=25,
     )
-    first, last = _blocks(run)[0], _blocks(run)[-1]
+    first, last = blocks_of(run)[0], blocks_of(run)[-1]
     assert first["value/explained_variance"] == 0
     # each token's return is its completion's length: (4 * 2 * 2 + 4 * 5 * 5) / (4 * 2 + 4 * 5) in the mean
     assert first["value/return_mean"] == last["value/return_mean"] == pytest.approx(116 / 28)
@@ -172,19 +134,29 @@ def test_the_value_head_learns_which_prompts_are_worth_more(tmp_path):
     "changes",
     [
         {},
-        {"kl": IN_REWARD},
-        {"rollout__completions_per_prompt": 1, "rollout__prompts_per_block": 8},
         {"algorithm": {"preset": "reinforce_pp"}},
-        {"algorithm": {"preset": "reinforce_pp"}, "kl": IN_REWARD},
-        {"algorithm": {"preset": "reinforce", "advantage": {"name": "reinforce_pp_baseline"}}, "kl": IN_REWARD},
-        {"algorithm": {"preset": "reinforce"}, "kl": IN_REWARD, "train__epochs_per_block": 1, "train__blocks": 20},
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in (
+                {"kl": IN_REWARD},
+                {"rollout__completions_per_prompt": 1, "rollout__prompts_per_block": 8},
+                {"algorithm": {"preset": "reinforce_pp"}, "kl": IN_REWARD},
+                {"algorithm": {"preset": "reinforce", "advantage": {"name": "reinforce_pp_baseline"}}, "kl": IN_REWARD},
+                {
+                    "algorithm": {"preset": "reinforce"},
+                    "kl": IN_REWARD,
+                    "train__epochs_per_block": 1,
+                    "train__blocks": 20,
+                },
+            )
+        ),
     ],
-    ids=["ppo", "ppo+kl", "ppo, one completion", "reinforce++", "reinforce+++kl", "baseline+kl", "reinforce+kl"],
+    ids=str,
 )
 def test_completions_get_shorter_where_each_token_costs_1(tmp_path, changes):
     options = {"train__blocks": 12, "checkpoint__every_blocks": 99, "train__tokens_per_micro_batch": 1000, **changes}
     rewards = [{"name": "length", "cap": 6, "unit": "tokens", "weight": -1.0}]
-    means = [record["reward/mean"] for record in _blocks(_run(tmp_path, **options, rewards=rewards))]
+    means = [record["reward/mean"] for record in blocks_of(_run(tmp_path, **options, rewards=rewards))]
     assert means[0] < -4 < -2 < fmean(means[-3:])
 
 
@@ -193,9 +165,9 @@ def test_completions_get_shorter_where_each_token_costs_1(tmp_path, changes):
 
 def test_values_are_not_fitted_where_nothing_could_be_scored(tmp_path):
     faulty = {"name": "function", "path": "tests.train.faulty_rewards:nothing"}
-    run = _run(tmp_path, rewards=[faulty], train__blocks=1)
-    assert [record["loss/value"] for record in _steps(run)] == [0] * len(_steps(run))
-    assert _blocks(run)[0]["value/return_mean"] is None
+    run, _ = start(tiny_recipe(tmp_path, **PPO, rewards=[faulty], train__blocks=1))
+    assert [record["loss/value"] for record in steps_of(run)] == [0] * len(steps_of(run))
+    assert blocks_of(run)[0]["value/return_mean"] is None
     assert all((tensor == 0).all() for tensor in _value_heads(run)[-1].values())
 
 
@@ -210,6 +182,6 @@ def test_completions_of_several_turns_are_trained_on(tmp_path, action):
     ]  # fmt: skip
     advantage = {"name": "gae", "lambda_": 1.0, "action": action}
     run = _run(tmp_path, **_recorded(tmp_path, completions), algorithm={"preset": "ppo", "advantage": advantage})
-    assert _blocks(run)[0]["value/return_mean"] == _blocks(run)[0]["reward/mean"]  # paid once, undiscounted
-    assert all(math.isfinite(record["loss/value"]) for record in _steps(run))
+    assert blocks_of(run)[0]["value/return_mean"] == blocks_of(run)[0]["reward/mean"]  # paid once, undiscounted
+    assert all(math.isfinite(record["loss/value"]) for record in steps_of(run))
     assert any((tensor != 0).any() for tensor in _value_heads(run)[-1].values())

@@ -8,21 +8,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 import yaml
 
 from logitless.distributed import Ranks
 from logitless.errors import CheckpointError, ConfigurationError
-from logitless.train import checkpoint as checkpoints
-from logitless.train import shared_checkpoint
-from logitless.train.metrics import repeatable
+from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import start
-from logitless.train.run_folder import RunFolder
-from logitless.train.shared_checkpoint import SharedSaver
+from logitless.train.store import checkpoint as checkpoints
+from logitless.train.store import shared_checkpoint
+from logitless.train.store.shared_checkpoint import SharedSaver
+from tests import warm
 from tests.ranks import run_on_ranks
-from tests.train.tiny import start_without_report, tiny_raw, tiny_recipe
+from tests.train.tiny import repeated, start_without_report, tiny_raw, tiny_recipe
 
 # What rank 1 does wrong in the middle of a run: it is killed the first time that it is started, and hangs the second.
 # Up to there a rank waits for the other as long as the recipe says, for a start may take long; then not for long.
@@ -32,10 +34,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from logitless.cli.main import main
-from logitless.distributed import roll
-from logitless.train.learner import Learner
+from logitless.distributed import exit_reasons
+from logitless.train.learn.learner import Learner
 
-roll.GRACE_SECONDS = 1.0
+exit_reasons.GRACE_SECONDS = 1.0
 plain, start = Learner.step, int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 def faulty(self):
@@ -54,15 +56,19 @@ Learner.step = faulty
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
 """
+ENVIRONMENT = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
 
 
+COPIES = {"parallel": {"replicate": 2}}  # processes that hold shards import FSDP2, which takes seconds
+
+
 def _run(rank, folder, resume):
-    return start_without_report(tiny_recipe(folder), ranks=Ranks(data=dist.group.WORLD), resume=resume)[1]
+    return start_without_report(tiny_recipe(folder, **COPIES), ranks=Ranks(data=dist.group.WORLD), resume=resume)[1]
 
 
 def _metrics(folder):
-    return [repeatable(record) for record in RunFolder(folder / "runs" / "tiny").read_metrics()]
+    return repeated(RunFolder(folder / "runs" / "tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -74,21 +80,19 @@ def undisturbed(tmp_path_factory):
     return _metrics(folder)
 
 
-@pytest.fixture(scope="module")
-def disturbed(tmp_path_factory):
-    """The folder of a run that torchrun starts twice, and what became of it."""
+@pytest.fixture(scope="module", params=["forks", pytest.param("torchrun", marks=pytest.mark.slow)])
+def disturbed(request, tmp_path_factory):
+    """The folder of a run that is started twice, and what became of it."""
     folder = tmp_path_factory.mktemp("disturbed")
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(tiny_raw(folder)))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(tiny_raw(folder) | COPIES))
     (folder / "program.py").write_text(PROGRAM)
-    launcher = [sys.executable, *TORCHRUN, "--max-restarts", "1", "--shutdown-timeout", "2", str(folder / "program.py")]
-    done = subprocess.run(
-        [*launcher, "train", str(folder / "recipe.yaml"), "--set", "parallel.timeout_seconds=660"],
-        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return folder, done
+    program = [str(folder / "program.py"), "train", str(folder / "recipe.yaml")]
+    program += ["--set", "parallel.timeout_seconds=660"]
+    if request.param == "forks":
+        return folder, warm.run("-m", "tests.torchrun", "1", *program, environment=os.environ)
+    options = ("--max-restarts", "1", "--shutdown-timeout", "2")
+    launcher = [sys.executable, *TORCHRUN, *options, *program]
+    return folder, subprocess.run(launcher, env=ENVIRONMENT, capture_output=True, text=True, check=False)
 
 
 def test_torchrun_starts_a_run_again_whose_rank_was_killed_and_it_goes_on_bit_for_bit(disturbed, undisturbed):
@@ -106,29 +110,28 @@ def test_a_rank_that_hangs_is_named_past_the_deadline_and_ends_all(disturbed):
     assert "rank 1, which says nothing: killed, or hung" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_what_a_fault_ended_goes_on_from_its_last_checkpoint(num_ranks, disturbed, undisturbed, tmp_path):
+def test_what_a_fault_ended_goes_on_from_its_last_checkpoint(disturbed, undisturbed, tmp_path):
     shutil.copytree(disturbed[0], tmp_path, dirs_exist_ok=True)
     run = RunFolder(tmp_path / "runs" / "tiny")
     assert checkpoints.load_checkpoint(run.checkpoints).state["progress"]["block"] >= 1
-    if num_ranks == 1:
-        assert start(tiny_recipe(tmp_path), resume=True)[1]
-        assert len(_metrics(tmp_path)) == len(undisturbed)
-    else:
-        assert run_on_ranks(2, _run, tmp_path, True) == [True, True]
-        assert _metrics(tmp_path) == undisturbed
+    assert run_on_ranks(2, _run, tmp_path, True) == [True, True]
+    assert _metrics(tmp_path) == undisturbed
 
 
 WAITING = """
-import os, signal, sys
+import os, pathlib, signal, sys, time
 from logitless.distributed.ranks import ranks_of_environment
 
+folder = pathlib.Path(sys.argv[1])
 with ranks_of_environment("cpu") as ranks:
     ranks.barrier()
-    with open(f"{sys.argv[1]}/{ranks.rank}", "w") as file:
-        file.write(str(os.getpid()))
+    (folder / str(ranks.rank)).write_text(str(os.getpid()))
+    ranks.barrier()
     if ranks.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
+    while ") T " not in pathlib.Path("/proc", (folder / "1").read_text(), "stat").read_text():
+        time.sleep(0.05)
+    os.kill(os.getppid(), signal.SIGKILL)
     ranks.barrier()
 """
 
@@ -148,16 +151,11 @@ def _state(place):
         return "Z"
 
 
-def test_ranks_end_with_the_torchrun_that_started_them_also_one_that_is_stopped(tmp_path):
+def test_ranks_end_with_what_started_them_also_one_that_is_stopped(tmp_path):
     (tmp_path / "program.py").write_text(WAITING)
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *TORCHRUN, str(tmp_path / "program.py"), str(tmp_path)]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as torchrun:
-        places = [tmp_path / str(rank) for rank in range(2)]
-        _waited_for(lambda: all(place.exists() and place.read_text() for place in places))
-        ranks = [Path("/proc", place.read_text(), "stat") for place in places]
-        _waited_for(lambda: _state(ranks[1]) == "T")
-        torchrun.kill()
+    done = warm.run("-m", "tests.torchrun", "0", str(tmp_path / "program.py"), str(tmp_path), environment=os.environ)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    ranks = [Path("/proc", (tmp_path / str(rank)).read_text(), "stat") for rank in range(2)]
     try:
         _waited_for(lambda: {_state(rank) for rank in ranks} == {"Z"})
     finally:
@@ -171,10 +169,9 @@ def _with_another(rank, folder, which):
     if which == "data (train)" and rank == 1:
         (folder / "other.jsonl").write_text((folder / "train.jsonl").read_text().replace("bg", "bh"))
         recipe = tiny_recipe(folder, data__train={"name": "file", "path": str(folder / "other.jsonl")})
-    try:
+    with pytest.raises(ConfigurationError) as error:
         start(recipe, ranks=Ranks(data=dist.group.WORLD))
-    except ConfigurationError as error:
-        return str(error)
+    return str(error.value)
 
 
 @pytest.mark.parametrize("which", ["recipe", "data (train)"])
@@ -186,23 +183,10 @@ def test_a_rank_with_another_recipe_or_other_data_is_refused_at_the_start(which,
     assert not (tmp_path / "runs").exists()
 
 
-def _versions(rank):
-    try:
-        Ranks(data=dist.group.WORLD).check_same({"version of torch": f"2.{rank}", "x": "y"}, "Install the same.")
-    except ConfigurationError as error:
-        return str(error)
-
-
-def test_a_rank_with_another_version_is_refused():
-    for message in run_on_ranks(2, _versions):
-        assert message.startswith("needed the same version of torch on all 2 ranks")
-
-
 def _starts(rank, folder, resume, changes):
-    try:
-        start(tiny_recipe(folder, **changes), ranks=Ranks(data=dist.group.WORLD), resume=resume)
-    except Exception as error:
-        return type(error).__name__, str(error)
+    with pytest.raises(ConfigurationError) as error:
+        start(tiny_recipe(folder, **COPIES, **changes), ranks=Ranks(data=dist.group.WORLD), resume=resume)
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -210,15 +194,12 @@ def _starts(rank, folder, resume, changes):
 )
 def test_what_the_first_rank_alone_finds_in_the_folder_all_of_them_refuse(resume, changes, words, disturbed, tmp_path):
     shutil.copytree(disturbed[0], tmp_path, dirs_exist_ok=True)
-    (kind, first), (other_kind, other) = run_on_ranks(2, _starts, tmp_path, resume, changes)
-    assert kind == other_kind == "ConfigurationError"
+    first, other = run_on_ranks(2, _starts, tmp_path, resume, changes)
     assert words in first
     assert other == first.replace(". ", " (on rank 0). ", 1)
 
 
 def _full_disk(rank, root, full_on):
-    import torch
-
     ranks = Ranks(data=dist.group.WORLD)
     saver = SharedSaver(root, keep=5, ranks=ranks)
     saver.save(block=1, step=1, tensors={"x": torch.ones(2)}, state={"ok": 1})
@@ -230,14 +211,11 @@ def _full_disk(rank, root, full_on):
             raise OSError(28, "No space left on device")
         return plain(folder, tensors, **options)
 
-    shared_checkpoint.write_pieces = write_pieces
-    try:
+    with mock.patch.object(shared_checkpoint, "write_pieces", write_pieces):
         saver.save(block=2, step=2, tensors={"x": torch.ones(2)}, state={"ok": 2})
-        saver.wait()
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        shared_checkpoint.write_pieces = plain
+        with pytest.raises(CheckpointError) as error:
+            saver.wait()
+    return str(error.value)
 
 
 @pytest.mark.parametrize("full_on", [0, 1])

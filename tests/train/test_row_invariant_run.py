@@ -4,16 +4,19 @@ import pytest
 import torch
 
 from logitless.distributed.arrangement import Arrangement
-from logitless.errors import ConfigurationError, UnavailableError
+from logitless.errors import UnavailableError
 from logitless.models.lm_head import backbone
-from logitless.models.row_invariant import RowInvariantLayer
-from logitless.train import setup
-from logitless.train.checkpoint import load_checkpoint
-from logitless.train.checks import arrangement_of
-from logitless.train.config import Recipe
-from logitless.train.plan import plan_of
+from logitless.models.row_invariant.layers import RowInvariantLayer
+from logitless.train.assembly import layers
+from logitless.train.assembly import model as assembly_model
+from logitless.train.assembly.checks import arrangement_of
+from logitless.train.assembly.layers import against_row_invariant, in_words
+from logitless.train.assembly.model import policy_model, tokenizer_of
+from logitless.train.assembly.resolve import before_loading, resolved
+from logitless.train.plan.run_plan import plan_of
+from logitless.train.recipe.config import Recipe
 from logitless.train.run import start
-from logitless.train.setup import effects, own_layers_because, policy_model, section_for, tokenizer_of
+from logitless.train.store.checkpoint import load_checkpoint
 from tests.head.interpreter import complete_interpreter, interpreted
 from tests.train.tiny import tiny_recipe
 
@@ -30,7 +33,7 @@ def recipe(folder, layers, **changes) -> Recipe:
     return tiny_recipe(folder, model__layers=layers, **changes)
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [None, pytest.param({"rank": 2, "alpha": 4.0}, marks=pytest.mark.slow)])
 def test_a_run_trains_through_row_invariant_layers_what_it_trains_through_transformers(tmp_path, monkeypatch, lora):
     calls, plain_forward = [], RowInvariantLayer.forward
 
@@ -74,7 +77,7 @@ def reason(tmp_path, device="meta", layers="auto", **changes):
     section = recipe(tmp_path, layers, **changes).model
     plain = section.model_copy(update={"compile": False})  # what compiles is not asked here
     model = policy_model(plain, tokenizer_of(section), seed=0, device=torch.device(device))
-    return own_layers_because(section, model)
+    return in_words(against_row_invariant(section, model))
 
 
 def test_auto_takes_row_invariant_layers_for_a_covered_model_in_16_bits(tmp_path):
@@ -98,11 +101,18 @@ def test_auto_says_what_keeps_the_model_at_its_own_layers(tmp_path, changes, wor
     assert words in reason(tmp_path, **changes)
 
 
+def test_a_machine_without_triton_has_transformers_own_layers(tmp_path, monkeypatch):
+    monkeypatch.setattr(layers, "is_installed", lambda package: package != "triton")
+    assert reason(tmp_path, **BFLOAT16) == "Triton is absent (pip install 'logitless[triton]')"
+
+
 def test_a_run_with_layers_auto_goes_on_with_its_own_where_others_cannot_serve_and_says_so(tmp_path):
-    section = recipe(tmp_path, "auto").model
-    model = policy_model(section, tokenizer_of(section), seed=0, device=torch.device("cpu"))
+    automatic = recipe(tmp_path, "auto")
+    model = policy_model(automatic.model, tokenizer_of(automatic.model), seed=0, device=torch.device("cpu"))
     assert not hasattr(backbone(model), "row_invariant")
-    assert "layers transformers' own, for a model on the CPU" in effects(section, torch.device("cpu"), model)
+    chosen = resolved(automatic, model, Arrangement())
+    assert chosen.recipe.model.layers == "transformers"
+    assert chosen.layers_line == "transformers' own, for a model on the CPU"
 
 
 @pytest.mark.parametrize("parallel", [{"shard": 2}, {"sequence": 2}], ids=str)
@@ -110,24 +120,17 @@ def test_auto_keeps_its_own_layers_where_weights_or_sequences_are_split_over_pro
     automatic = recipe(tmp_path, "auto", parallel=parallel)
     split = arrangement_of(automatic, 2)
     assert split != Arrangement(replicate=2)
-    assert section_for(automatic.model, split).layers == "transformers"
-    assert section_for(automatic.model, Arrangement(replicate=2)).layers == "auto"
-    assert section_for(recipe(tmp_path, "row_invariant").model, split).layers == "row_invariant"
+    assert before_loading(automatic, split).model.layers == "transformers"
+    assert before_loading(automatic, Arrangement(replicate=2)) is automatic
+    named = recipe(tmp_path, "row_invariant")
+    assert before_loading(named, split) is named
 
 
 def test_layers_that_do_not_keep_their_bits_here_are_taken_back_under_auto_and_refused_by_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(setup, "own_layers_because", lambda *_: "")
-    monkeypatch.setattr(setup, "_keeps_bits", lambda _: False)
+    monkeypatch.setattr(assembly_model, "against_row_invariant", lambda *_: [])
+    monkeypatch.setattr(assembly_model, "_keeps_bits", lambda _: False)
     section = recipe(tmp_path, "auto").model
     model = policy_model(section, tokenizer_of(section), seed=0, device=torch.device("cpu"))
     assert not hasattr(backbone(model), "row_invariant")
     with pytest.raises(UnavailableError, match="attention does not keep its bits"):
         reason(tmp_path, "cpu", "row_invariant")
-
-
-@pytest.mark.parametrize(
-    "beside", [{"model__compile": True}, {"model__autocast": "bfloat16"}, {"model__attention": "sdpa"}], ids=str
-)
-def test_what_would_break_the_bits_is_refused_beside_them(tmp_path, beside):
-    with pytest.raises(ConfigurationError, match=r"beside model\.layers: row_invariant"):
-        recipe(tmp_path, "row_invariant", **beside)

@@ -12,24 +12,23 @@ from safetensors import SafetensorError
 from logitless.distributed import Ranks
 from logitless.distributed.failing import SharedWork
 from logitless.distributed.sharding import ShardedModel
-from logitless.errors import ConfigurationError, EngineError, UnavailableError
-from logitless.rollout import weight_folder
+from logitless.errors import EngineError, UnavailableError
+from logitless.http_client import HttpClient, Patience
 from logitless.rollout.engine import Weights
-from logitless.rollout.http_client import HttpClient, Patience
-from logitless.rollout.nccl_transfer import NcclSync
-from logitless.rollout.vllm_api import VllmServer
-from logitless.train.ahead import LOG
-from logitless.train.checkpoint import checkpoints, read_checkpoint
-from logitless.train.engines import open_engines
-from logitless.train.learner import Learner
-from logitless.train.metrics import repeatable
-from logitless.train.one_client import ReadTogether
+from logitless.rollout.vllm import weight_folder
+from logitless.rollout.vllm.api import VllmServer
+from logitless.rollout.vllm.nccl_transfer import NcclSync
+from logitless.train.assembly.engines import open_engines
+from logitless.train.assembly.model import policy_model, tokenizer_of
+from logitless.train.collect.ahead import LOG
+from logitless.train.collect.one_client import ReadTogether
+from logitless.train.learn.learner import Learner
+from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import start
-from logitless.train.run_folder import RunFolder
-from logitless.train.setup import policy_model, tokenizer_of
+from logitless.train.store.checkpoint import checkpoints
 from tests.ranks import run_on_ranks
 from tests.rollout.fake_vllm import Served, failing, serving
-from tests.train.tiny import start_without_report, tiny_recipe
+from tests.train.tiny import assert_same_end, repeated, start_without_report, tiny_recipe
 
 URL = "http://127.0.0.1:1"
 LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj"]}
@@ -47,11 +46,6 @@ def _served(folder):
     return Served(
         lambda: policy_model(recipe.model, tokenizer, seed=9, device=torch.device("cpu")), tokenizer, context=64
     )
-
-
-def _of_run(run):
-    """What a run on a server repeats: all but times and sizes, and the probe, whose seed is the weights' version."""
-    return [repeatable(record) for record in run.read_metrics()], list(run.read_rollouts())
 
 
 def test_a_run_on_a_server_says_what_pushes_took_and_how_far_the_two_are_apart(tmp_path):
@@ -83,6 +77,7 @@ def _die_from_the_second_block(served):
     return answer
 
 
+@pytest.mark.slow
 def test_a_run_whose_server_is_gone_stops_with_a_checkpoint_and_goes_on_bitwise_on_another_one(tmp_path):
     with serving(_served(tmp_path)) as url:
         whole, _ = start(_recipe(tmp_path, url, name="whole"))
@@ -93,7 +88,8 @@ def test_a_run_whose_server_is_gone_stops_with_a_checkpoint_and_goes_on_bitwise_
     with serving(_served(tmp_path)) as url:
         resumed, complete = start(_recipe(tmp_path, url, name="stopped"), resume=True)
     assert complete
-    assert _of_run(whole) == _of_run(resumed)
+    assert repeated(whole) == repeated(resumed)  # all but times and sizes, and the probe's seed
+    assert list(whole.read_rollouts()) == list(resumed.read_rollouts())
 
 
 def test_an_adapter_alone_trains_on_a_server_that_holds_the_base_model(tmp_path):
@@ -110,35 +106,10 @@ def test_an_adapter_alone_trains_on_a_server_that_holds_the_base_model(tmp_path)
     assert max(line.get("parity/difference_max", 0.0) for line in run.read_metrics()) < 1e-4
 
 
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"engine": {"api_key_file": "a", "api_key_variable": "B"}}, "one place of the API key"),
-        ({"engine": {"model": None}}, "rollout.engine.model beside a model that is a config"),
-        ({"engine": {"weights": {"name": "adapter"}}}, "no model.lora"),
-        ({"engine": {"api_key": "secret"}}, "unknown key 'rollout.engine.api_key'"),
-        ({"engine": {"urls": []}}, "rollout.engine.urls"),
-        ({"rollout__sampling": {"max_new_tokens": 6, "min_p": 0.1, "top_k": 3}}, "min_p alone under vLLM"),
-    ],
-)
-def test_what_a_recipe_cannot_ask_for_is_refused_by_name(tmp_path, changes, match):
-    with pytest.raises(ConfigurationError, match=match):
-        _recipe(tmp_path, **changes)
-
-
-def test_min_p_beside_top_k_is_refused_for_evaluation_too(tmp_path):
-    with pytest.raises(ConfigurationError, match="min_p alone"):
-        _recipe(tmp_path, evaluation={"sampling": {"max_new_tokens": 6, "min_p": 0.1, "top_p": 0.5}})
-
-
 def _opened(recipe):
     tokenizer = tokenizer_of(recipe.model)
     model = policy_model(recipe.model, tokenizer, seed=0, device=torch.device("cpu"))
     return open_engines(recipe, model, tokenizer)
-
-
-def test_opening_asks_no_server_anything(tmp_path):
-    _opened(_recipe(tmp_path)).close()
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -151,16 +122,10 @@ def test_over_nccl_a_restarted_server_gets_the_weights_again_only_where_nothing_
             super().__init__(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("logitless.train.engines.NcclSync", Noting)
+        patch.setattr("logitless.train.assembly.engines.NcclSync", Noting)
         weights = {"name": "nccl", "address": "127.0.0.1"}
         _opened(_recipe(tmp_path, engine={"weights": weights}, rollout__staleness=staleness)).close()
     assert made["trains_meanwhile"] == (staleness > 0)
-
-
-def test_several_trainer_processes_with_an_engine_each_on_their_gpus_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
-    with pytest.raises(UnavailableError, match="engine vllm, for each would push the weights; given 2 ranks"):
-        _opened(tiny_recipe(tmp_path, rollout__engine={"name": "vllm"}))
 
 
 def _on_servers(rank, folder, urls, node, changes, device="cpu"):
@@ -239,6 +204,7 @@ def test_a_reading_of_sharded_weights_may_be_given_up_for_another():
     assert run_on_ranks(2, _half_read, {"a": 1, "b": 2}) == [None, ("a", ["a", "b"], [2, 6])]
 
 
+@pytest.mark.slow
 def test_a_node_without_a_server_has_no_client(tmp_path):
     served = _served(tmp_path)
     with serving(served) as url:
@@ -272,6 +238,7 @@ def _on_servers_with_a_full_disk(rank, *arguments):
         weight_folder.save_file = plain
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_the_weights_of_a_client_ends_all_ranks_with_a_checkpoint(tmp_path):
     way = {"name": "folder", "path": str(tmp_path / "weights")}
     with serving(_served(tmp_path)) as url:
@@ -283,7 +250,7 @@ def test_a_full_disk_under_the_weights_of_a_client_ends_all_ranks_with_a_checkpo
 
 
 def test_without_vllm_the_engine_in_this_process_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("logitless.train.engines.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("logitless.train.assembly.engines.importlib.util.find_spec", lambda name: None)
     with pytest.raises(UnavailableError, match=r"logitless\[vllm\]"):
         _opened(tiny_recipe(tmp_path, rollout__engine={"name": "vllm"}))
 
@@ -304,13 +271,6 @@ def test_paths_of_a_server_start_at_the_recipes_folder(tmp_path):
 
 
 # --- weights that change while completions are under way
-
-
-def test_pushing_in_flight_needs_blocks_ahead_and_weights_of_one_name(tmp_path):
-    for changes in ({}, {"rollout__staleness": 1, "engine": {"weights": {"name": "adapter"}}, "model__lora": LORA}):
-        engine = changes.pop("engine", {}) | {"in_flight": True}
-        with pytest.raises(ConfigurationError, match=r"for rollout\.engine\.in_flight"):
-            _recipe(tmp_path, engine=engine, **changes)
 
 
 def test_a_run_whose_weights_change_inside_completions_is_trained_by_their_versions_and_replays_bitwise(
@@ -360,11 +320,4 @@ def test_a_run_whose_weights_change_inside_completions_is_trained_by_their_versi
         assert len(completion["token_versions"]) == len(completion["token_ids"])
     engine = {"name": "recorded", "path": str(run.path)}
     again, _ = start(tiny_recipe(tmp_path, name="again", rollout__engine=engine, **changes | {"rollout__staleness": 0}))
-    assert_same_weights(run, again)
-
-
-def assert_same_weights(run, again):
-    one, other = (dict(read_checkpoint(checkpoints(each.checkpoints)[-1]).tensors) for each in (run, again))
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
+    assert_same_end(run, again)

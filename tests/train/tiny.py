@@ -5,15 +5,30 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from logitless.models.char_tokenizer import character_tokenizer
-from logitless.train.checkpoint import checkpoints, read_checkpoint
-from logitless.train.config import Recipe
-from logitless.train.recipe import parse_recipe
-from logitless.train.run_folder import RunFolder
+from logitless.train.recipe.config import Recipe
+from logitless.train.recipe.loading import parse_recipe
+from logitless.train.record.metrics import repeatable
+from logitless.train.record.run_folder import RunFolder
+from logitless.train.store.checkpoint import Checkpoint, checkpoints, load_checkpoint, read_checkpoint
 
 ALPHABET = "abcdefgh"
+TINY_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 11,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 
 
 def start_without_report(recipe: Recipe, **options: Any) -> tuple[RunFolder, bool]:
@@ -39,19 +54,7 @@ def tiny_raw(folder: Path) -> dict[str, Any]:
         "name": "tiny",
         "output": str(folder / "runs"),
         "model": {
-            "source": {
-                "model_type": "llama",
-                "vocab_size": 11,
-                "hidden_size": 16,
-                "intermediate_size": 32,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 1,
-                "num_key_value_heads": 1,
-                "max_position_embeddings": 64,
-                "bos_token_id": 1,
-                "eos_token_id": 2,
-                "pad_token_id": 0,
-            },
+            "source": dict(TINY_LLAMA),
             "random_weights": True,
             "tokenizer": str(tokenizer),
             "device": "cpu",
@@ -109,3 +112,41 @@ def stored(run: RunFolder) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     found = checkpoints(run.checkpoints)
     first, last = (dict(read_checkpoint(folder).tensors) for folder in (found[0], found[-1]))
     return first, last
+
+
+def blocks_of(run: RunFolder) -> list[dict[str, Any]]:
+    """The lines of metrics that begin a block."""
+    return [record for record in run.read_metrics() if "reward/mean" in record]
+
+
+def steps_of(run: RunFolder) -> list[dict[str, Any]]:
+    """The lines of metrics that have an optimizer step."""
+    return [record for record in run.read_metrics() if "loss/total" in record]
+
+
+def repeated(run: RunFolder) -> list[dict[str, Any]]:
+    """All metrics that the same run has again: without times, speeds and memory."""
+    return [repeatable(record) for record in run.read_metrics()]
+
+
+def assert_same_tensors(one: Checkpoint, other: Checkpoint) -> None:
+    """Weights, optimizer and random state, bit for bit."""
+    assert one.folder.name == other.folder.name
+    assert one.tensors.keys() == other.tensors.keys()
+    for name, tensor in one.tensors.items():
+        assert torch.equal(tensor, other.tensors[name]), name
+
+
+def assert_same_end(one: RunFolder, other: RunFolder) -> None:
+    """The last checkpoints are the same bit for bit."""
+    assert_same_tensors(load_checkpoint(one.checkpoints), load_checkpoint(other.checkpoints))
+
+
+def assert_same_run(one: RunFolder, other: RunFolder) -> None:
+    """The same end, and so all checkpoints that both have; metrics and rollouts number for number."""
+    assert_same_end(one, other)
+    for folder in checkpoints(one.checkpoints):
+        if (again := other.checkpoints / folder.name).is_dir():
+            assert_same_tensors(read_checkpoint(folder), read_checkpoint(again))
+    assert repeated(one) == repeated(other)
+    assert list(one.read_rollouts()) == list(other.read_rollouts())

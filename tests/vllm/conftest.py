@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from logitless.bench.vllm_process import VllmProcess, vllm_server
+from logitless.http_client import HttpClient, Patience
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import load_model
-from logitless.rollout.http_client import HttpClient, Patience
-from logitless.rollout.probe import Probe, probe_prompt
-from logitless.rollout.vllm_api import VllmServer
-from logitless.rollout.vllm_server import VllmServerEngine
-from logitless.rollout.weight_sync import FolderSync
+from logitless.rollout.vllm.api import VllmServer
+from logitless.rollout.vllm.probe import Probe, probe_prompt
+from logitless.rollout.vllm.server import VllmServerEngine
+from logitless.rollout.vllm.weight_sync import FolderSync
+from vllm_process import VllmProcess, vllm_server
 
 VLLM = Path(sys.executable).parent / "vllm"
 TOKENIZER = character_tokenizer("abcdefghijklmnopqrstuvwxyz .,?")

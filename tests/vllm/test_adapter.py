@@ -6,9 +6,9 @@ import torch
 from logitless.errors import EngineError
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.rollout.engine import Weights
-from logitless.rollout.probe import scored_tokens
 from logitless.rollout.sampling import SamplingOptions
-from logitless.rollout.weight_sync import AdapterSync
+from logitless.rollout.vllm.probe import scored_tokens
+from logitless.rollout.vllm.weight_sync import AdapterSync
 from logitless.types import Prompt
 from tests.vllm.conftest import PATIENCE, PROMPT, engine_at, server_at, tiny_model, tiny_server
 
@@ -48,7 +48,7 @@ def test_versions_follow_each_other_and_log_probs_are_the_policys(process):
             expected = scored_tokens(policy, PROMPTS[0].token_ids, completion.token_ids, 1.0)
             assert completion.logp_sampler == pytest.approx(expected, abs=1e-4)
             assert completion.weights_version == version
-        assert engine.hand_over["weights/pushed_bytes"] < 100_000
+        assert engine.transfer_numbers["weights/pushed_bytes"] < 100_000
         _move(policy)
     served = server_at(process.url).models()
     assert [name in served for name in names] == [False, False, True]
@@ -60,9 +60,8 @@ def test_an_adapter_that_the_server_lost_is_pushed_again(process):
     engine.load(Weights.of(policy), 0)
     expected = engine.sample(PROMPTS, 2, OPTIONS, seed=1)
     server_at(process.url).unload_adapter(engine._sync.model())
-    assert [[c.token_ids for c in g] for g in engine.sample(PROMPTS, 2, OPTIONS, seed=1)] == [
-        [c.token_ids for c in g] for g in expected
-    ]
+    found = engine.sample(PROMPTS, 2, OPTIONS, seed=1)
+    assert [[c.token_ids.tolist() for c in g] for g in found] == [[c.token_ids.tolist() for c in g] for g in expected]
     assert engine._watched[0].restarts == 1
     engine.close()
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from logitless.rollout.engine import Weights
-from logitless.rollout.probe import scored_tokens
 from logitless.rollout.sampling import SamplingOptions
+from logitless.rollout.vllm.probe import scored_tokens
 from logitless.types import Prompt
 from tests.vllm.conftest import PROMPT, engine_at, tiny_model, tiny_server
 
@@ -55,19 +55,19 @@ def test_a_small_step_changes_few_weights_and_only_they_are_sent(process):
     masters = tiny_model(2, tied=False)
     engine = engine_at(process.url, max_difference=0.3, dtype=torch.bfloat16, differences_in_a_row=4)
     engine.load(Weights.of(masters), 0)
-    whole = engine.hand_over["weights/pushed_bytes"]
+    whole = engine.transfer_numbers["weights/pushed_bytes"]
     with torch.no_grad():
         for parameter in masters.parameters():
             parameter += 1e-6 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
     engine.load(Weights.of(masters), 1)
     # Weights of size 0.1 have neighbours 2^-12 to 2^-11 apart: a step of 1e-6 moves about one in 300.
-    assert 0 < engine.hand_over["weights/changed_fraction"] < 0.05
-    assert engine.hand_over["weights/pushed_bytes"] < whole / 5
+    assert 0 < engine.transfer_numbers["weights/changed_fraction"] < 0.05
+    assert engine.transfer_numbers["weights/pushed_bytes"] < whole / 5
     engine.close()
 
 
 def test_vllms_own_reload_serves_a_model_whose_lm_head_is_not_tied(process):
     engine = engine_at(process.url, max_difference=0.3, dtype=torch.bfloat16, loader="reload")
     engine.load(Weights.of(tiny_model(3, tied=False)), 0)
-    assert engine.hand_over["weights/probe_difference_max"] < 0.3
+    assert engine.transfer_numbers["weights/probe_difference_max"] < 0.3
     engine.close()

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from logitless.rollout.engine import Weights
-from logitless.rollout.nccl_transfer import NcclSync
-from logitless.rollout.probe import Probe
 from logitless.rollout.sampling import SamplingOptions
-from logitless.rollout.vllm import VllmEngine
+from logitless.rollout.vllm.in_process import VllmEngine
+from logitless.rollout.vllm.nccl_transfer import NcclSync
+from logitless.rollout.vllm.probe import Probe
 from logitless.types import Prompt
 from tests.vllm.conftest import PATIENCE, PROMPT, TOKENIZER, engine_at, tiny_model, tiny_server
 
@@ -49,5 +49,6 @@ def test_memory_is_given_away_between_rounds_and_weights_survive(tmp_path):
     first = engine.sample(PROMPTS, 2, OPTIONS, seed=0)
     assert torch.cuda.mem_get_info()[0] > 0.7 * torch.cuda.mem_get_info()[1]
     engine.load(Weights.of(model), 1)
-    assert [c.token_ids for c in engine.sample(PROMPTS, 2, OPTIONS, seed=0)[0]] == [c.token_ids for c in first[0]]
+    again = engine.sample(PROMPTS, 2, OPTIONS, seed=0)
+    assert [c.token_ids.tolist() for c in again[0]] == [c.token_ids.tolist() for c in first[0]]
     engine.close()

@@ -9,14 +9,14 @@ import pytest
 import torch
 import yaml
 
-from logitless.bench.vllm_process import vllm_server
 from logitless.errors import EngineError
-from logitless.rollout.vllm_server import VllmServerEngine
-from logitless.train.checkpoint import checkpoints
+from logitless.rollout.vllm.server import VllmServerEngine
+from logitless.train.assembly.model import policy_model, tokenizer_of
 from logitless.train.run import start
-from logitless.train.setup import policy_model, tokenizer_of
+from logitless.train.store.checkpoint import checkpoints
 from tests.train.tiny import stored, tiny_raw, tiny_recipe
 from tests.vllm.conftest import VLLM
+from vllm_process import vllm_server
 
 SHAPE = {"hidden_size": 32, "head_dim": 32}
 FLAGS = ("--dtype", "float32", "--max-model-len", "64", "--enforce-eager", "--load-format", "dummy")

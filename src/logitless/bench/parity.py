@@ -63,17 +63,11 @@ class Row:
 
     def as_json(self) -> dict[str, str | float | bool | None]:
         """The row as JSON has it: a difference that is not a number is null."""
-        rel = {
-            name: value if math.isfinite(value) else None
-            for name, value in (("loss_rel", self.loss_rel), ("grad_rel", self.grad_rel))
-        }
+        names = ("name", "against", "loss_rel", "grad_rel", "tolerance", "ok", "note")
+        values = {name: getattr(self, name) for name in names}
         return {
-            "name": self.name,
-            "against": self.against,
-            **rel,
-            "tolerance": self.tolerance,
-            "ok": self.ok,
-            "note": self.note,
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()
         }
 
 

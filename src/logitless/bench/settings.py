@@ -14,9 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -27,9 +29,9 @@ from logitless.errors import LogitlessError
 from logitless.models.lm_head import backbone
 from logitless.models.loading import compile_layers, load_model
 from logitless.rollout.engine import Engine
-from logitless.train.config import OptimizerSection
-from logitless.train.optimizer import adamw
-from logitless.train.plots import bar_plot
+from logitless.train.optim.optimizer import adamw
+from logitless.train.recipe.training import OptimizerSection
+from logitless.train.report.plots import bar_plot
 
 PACKAGES = ("triton", "transformers", "liger-kernel", "torchao")
 
@@ -42,11 +44,11 @@ class Scale:
         warmup, steps: of each contender.
         seconds: after which a contender's steps end.
         width, layers, heads: of the model.
-        tokens: of a step, in sequences of
-        length: tokens.
+        tokens: of a step.
+        length: tokens of a sequence.
         lengths, head_dims: of attention.
-        completions, new_tokens: that are sampled, and how many of them are decoded at once, each of
-        rows.
+        completions, new_tokens: that are sampled.
+        rows: completions decoded at once.
     """
 
     warmup: int
@@ -222,18 +224,16 @@ def _stepping(optimizer: torch.optim.Optimizer) -> Step:
 
 def compiled(scale: Scale, device: str) -> Iterator[Contender]:
     """Layers as they are, and compiled."""
-    dtype = _products(device)
+    yield Contender("plain", partial(_changed, scale, device), ("model.compile: false",))
+    yield Contender("compiled", partial(_changed, scale, device, compile_layers), ("model.compile: true",))
 
-    def plain() -> Step:
-        return _training(_model(scale, device), scale, device, autocast=dtype)
 
-    def with_compile() -> Step:
-        model = _model(scale, device)
-        compile_layers(model)
-        return _training(model, scale, device, autocast=dtype)
-
-    yield Contender("plain", plain, ("model.compile: false",))
-    yield Contender("compiled", with_compile, ("model.compile: true",))
+def _changed(scale: Scale, device: str, change: Callable[[nn.Module], object] | None = None) -> Step:
+    """A training step of a model, changed where something is given that does."""
+    model = _model(scale, device)
+    if change is not None:
+        change(model)
+    return _training(model, scale, device, autocast=_products(device))
 
 
 def _products(device: str) -> torch.dtype | None:
@@ -245,20 +245,11 @@ def layers(scale: Scale, device: str) -> Iterator[Contender]:
     """Who computes norm, rotary embedding and gate."""
     from logitless.models.liger_layers import install_liger_layers
 
-    dtype = _products(device)
-
-    def plain() -> Step:
-        return _training(_model(scale, device), scale, device, autocast=dtype)
-
-    def liger() -> Step:
-        model = _model(scale, device)
-        install_liger_layers(model)
-        return _training(model, scale, device, autocast=dtype)
-
-    yield Contender("transformers", plain, ("model.layers: transformers",))
+    yield Contender("transformers", partial(_changed, scale, device), ("model.layers: transformers",))
     if device == "cuda":
-        yield Contender("Liger", liger, ("model.layers: liger",))
-        yield Contender("row-invariant", lambda: _row_invariant(scale, device), ("model.layers: row_invariant",))
+        yield Contender("Liger", partial(_changed, scale, device, install_liger_layers), ("model.layers: liger",))
+        row_invariant = partial(_row_invariant, scale, device)
+        yield Contender("row-invariant", row_invariant, ("model.layers: row_invariant",))
     else:
         for name in ("Liger", "row-invariant"):
             yield Contender(name, _needs_a_gpu)
@@ -272,13 +263,13 @@ def _row_invariant(scale: Scale, device: str) -> Step:
     """The row-invariant layers, in bfloat16 as they run, over the same tokens packed."""
     from logitless.data.packing import pack
     from logitless.models.lm_head import backbone_hidden
-    from logitless.models.row_invariant import install_row_invariant
+    from logitless.models.row_invariant.layers import install_row_invariant
     from logitless.types import Completion, Prompt
 
     model = _model(scale, device, "packed").to(torch.bfloat16)
     install_row_invariant(model)
-    tokens = tuple(torch.randint(4096, (scale.length - 1,), generator=torch.Generator().manual_seed(0)).tolist())
-    pair = (Prompt("0", "", (1,)), Completion("0", tokens, "", "stop"))
+    tokens = torch.randint(4096, (scale.length - 1,), generator=torch.Generator().manual_seed(0)).numpy()
+    pair = (Prompt("0", "", np.ones(1, np.int64)), Completion("0", tokens, "", "stop"))
     inputs = pack([pair] * (scale.tokens // scale.length)).to(torch.device(device)).inputs
     optimizer = adamw(model.parameters(), OptimizerSection(), torch.device(device))
 
@@ -304,11 +295,11 @@ def attention(scale: Scale, device: str) -> Iterator[Contender]:
     for width in scale.head_dims:
         for length in scale.lengths:
             case = f"{length} tokens, width {width}"
-            yield Contender("logitless", _ours(length, width, device), ("model.attention: packed",), case)
+            yield Contender("logitless", partial(_ours, length, width, device), ("model.attention: packed",), case)
             for name, (backend, word) in kernels.items():
                 lines = ("model.attention: sdpa", f"model.sdpa_backends: [{word}]") if device == "cuda" else ()
-                yield Contender(name, _sdpa(backend, length, width, device), lines, case)
-            yield Contender("flex", _flex(length, width, device), ("model.attention: flex_attention",), case)
+                yield Contender(name, partial(_sdpa, backend, length, width, device), lines, case)
+            yield Contender("flex", partial(_flex, length, width, device), ("model.attention: flex_attention",), case)
 
 
 _HEADS = 8
@@ -321,63 +312,54 @@ def _operands(length: int, width: int, device: str, *, packed: bool) -> list[Ten
     return [torch.randn(shape, device=device, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
 
 
-def _sdpa(backend: SDPBackend, length: int, width: int, device: str) -> Callable[[], Step]:
-    def make() -> Step:
-        if backend in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION) and device != "cuda":
-            _needs_a_gpu()
-        leaves = _operands(length, width, device, packed=False)
-        query, key, value = leaves
+def _sdpa(backend: SDPBackend, length: int, width: int, device: str) -> Step:
+    if backend in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION) and device != "cuda":
+        _needs_a_gpu()
+    leaves = _operands(length, width, device, packed=False)
+    query, key, value = leaves
 
-        def step() -> None:
-            with sdpa_kernel(backend):
-                out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-            torch.autograd.grad(out.sum(), leaves)
+    def step() -> None:
+        with sdpa_kernel(backend):
+            out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.autograd.grad(out.sum(), leaves)
 
-        return step
-
-    return make
+    return step
 
 
-def _flex(length: int, width: int, device: str) -> Callable[[], Step]:
-    def make() -> Step:
-        if device != "cuda":
-            _needs_a_gpu()
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def _flex(length: int, width: int, device: str) -> Step:
+    if device != "cuda":
+        _needs_a_gpu()
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        leaves = _operands(length, width, device, packed=False)
+    leaves = _operands(length, width, device, packed=False)
 
-        def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return query >= key
+    def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
 
-        mask = create_block_mask(seen, None, None, length, length, device=device)
-        attend: Any = torch.compile(flex_attention, dynamic=False)
-        query, key, value = leaves
+    mask = create_block_mask(seen, None, None, length, length, device=device)
+    attend: Any = torch.compile(flex_attention, dynamic=False)
+    query, key, value = leaves
 
-        def step() -> None:
-            torch.autograd.grad(attend(query, key, value, block_mask=mask).sum(), leaves)
+    def step() -> None:
+        torch.autograd.grad(attend(query, key, value, block_mask=mask).sum(), leaves)
 
-        return step
-
-    return make
+    return step
 
 
-def _ours(length: int, width: int, device: str) -> Callable[[], Step]:
-    def make() -> Step:
-        if importlib.util.find_spec("triton") is None or device != "cuda":
-            _needs_a_gpu()
-        from logitless.models.attention import AttentionLayout, prefix_attention
-        from logitless.types import PromptGroup
+def _ours(length: int, width: int, device: str) -> Step:
+    if importlib.util.find_spec("triton") is None or device != "cuda":
+        _needs_a_gpu()
+    from logitless.models.attention import AttentionLayout, prefix_attention
+    from logitless.types import PromptGroup
 
-        leaves = _operands(length, width, device, packed=True)
-        layout, _ = AttentionLayout([PromptGroup(0, (length,))], device).unshared()
+    leaves = _operands(length, width, device, packed=True)
+    layout, _ = AttentionLayout([PromptGroup(0, (length,))], device).unshared()
 
-        def step() -> None:
-            out = prefix_attention(leaves[0], leaves[1], leaves[2], layout)[0]
-            torch.autograd.grad(out.float().sum(), leaves)
+    def step() -> None:
+        out = prefix_attention(leaves[0], leaves[1], leaves[2], layout)[0]
+        torch.autograd.grad(out.float().sum(), leaves)
 
-        return step
-
-    return make
+    return step
 
 
 def sampling(scale: Scale, device: str) -> Iterator[Contender]:
@@ -385,30 +367,26 @@ def sampling(scale: Scale, device: str) -> Iterator[Contender]:
 
     The engine of ``auto`` is the fastest that a model and a recipe allow, so that a recipe is told its rows alone.
     """
-    from logitless.rollout.transformers import TransformersEngine
-
-    def gpu(rows: int) -> Callable[[], Step]:
-        def make() -> Step:
-            if device != "cuda":
-                _needs_a_gpu()
-            from logitless.rollout.gpu import GpuEngine
-
-            model = _model(scale, device, "packed").to(torch.bfloat16)
-            return _drawing(GpuEngine(model, _tokenizer(), max_rows=rows), scale)
-
-        return make
-
-    def transformers(rows: int) -> Callable[[], Step]:
-        def make() -> Step:
-            model = _model(scale, device).to(_products(device) or torch.float32)
-            return _drawing(TransformersEngine(model, _tokenizer(), max_rows=rows), scale)
-
-        return make
-
-    for name, make, chosen in (("transformers", transformers, device != "cuda"), ("gpu", gpu, device == "cuda")):
+    for name, make, chosen in (("transformers", _transformers, device != "cuda"), ("gpu", _gpu, device == "cuda")):
         for rows in scale.rows:
             lines = (f"rollout.max_rows: {rows}",) if chosen else ()
-            yield Contender(f"{name}, {rows} rows", make(rows), lines)
+            yield Contender(f"{name}, {rows} rows", partial(make, rows, scale, device), lines)
+
+
+def _gpu(rows: int, scale: Scale, device: str) -> Step:
+    if device != "cuda":
+        _needs_a_gpu()
+    from logitless.rollout.gpu.engine import GpuEngine
+
+    model = _model(scale, device, "packed").to(torch.bfloat16)
+    return _drawing(GpuEngine(model, _tokenizer(), max_rows=rows), scale)
+
+
+def _transformers(rows: int, scale: Scale, device: str) -> Step:
+    from logitless.rollout.transformers import TransformersEngine
+
+    model = _model(scale, device).to(_products(device) or torch.float32)
+    return _drawing(TransformersEngine(model, _tokenizer(), max_rows=rows), scale)
 
 
 def _tokenizer() -> Any:
@@ -423,7 +401,7 @@ def _drawing(engine: Engine, scale: Scale) -> Step:
     from logitless.types import Prompt
 
     options = SamplingOptions(max_new_tokens=scale.new_tokens, min_new_tokens=scale.new_tokens)
-    prompts = [Prompt(str(number), "", (3,) * 64) for number in range(scale.completions // 8)]
+    prompts = [Prompt(str(number), "", np.full(64, 3)) for number in range(scale.completions // 8)]
 
     def step() -> None:
         engine.sample(prompts, 8, options, seed=0)

@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Iterator
 
 from logitless.cli.main import COMMANDS, module_of
-from logitless.train.shipped import shipped_recipes
+from logitless.train.recipe.shipped import shipped_recipes
 
 _SCRIPT = """\
 _logitless() {{
@@ -62,9 +62,10 @@ def _words(parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[str]]]:
     for action in parser._actions:
         own += action.option_strings
         if isinstance(action, argparse._SubParsersAction):
-            for name, inner in action.choices.items():
-                own.append(name)
-                yield name, [word for each in inner._actions for word in each.option_strings]
+            for listed in action._choices_actions:  # those with a help; others only say what to run instead
+                own.append(listed.dest)
+                inner = action.choices[listed.dest]
+                yield listed.dest, [word for each in inner._actions for word in each.option_strings]
         elif not action.option_strings and action.choices:
             own += action.choices
     yield "", own

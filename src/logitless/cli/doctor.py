@@ -1,9 +1,10 @@
 """``logitless doctor [RECIPE]``: what this machine can run, what a recipe would take on it, and known mistakes.
 
-Without a recipe: versions, devices, backends, engines, attention, walls. With one: whether it runs here, settings that
+Without a recipe: versions, devices, backends, engines, attention, sandbox. With: whether it runs here, settings that
 are often a mistake, what is left on the table, and a forecast of time and memory from one measured batch; exit status 1
-where it cannot run, with the nearest settings that would. ``--source FOLDER`` reads someone's training code, runs none
-of it, and lists places worth a look; exit status 0 with or without findings.
+where it cannot run, with the nearest settings that would. Of a run's ``config.yaml`` also which rewards failed in it.
+``--source FOLDER`` reads someone's training code, runs none of it, and lists places worth a look; exit status 0 with or
+without findings.
 """
 
 import argparse
@@ -76,12 +77,13 @@ def _source(folder: Path) -> dict[str, Any]:
 def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dict[str, Any], int]:
     import torch
 
-    from logitless.doctor.forecast import forecast_of, prompts_of
+    from logitless.doctor.forecast import forecast_of
     from logitless.doctor.machine import left_on_the_table
     from logitless.doctor.nearest import fit_of
-    from logitless.doctor.recipe_audit import audit_recipe
-    from logitless.train.failures import counts_in_words
-    from logitless.train.memory import size_text
+    from logitless.doctor.recipe_audit import Scored, audit_recipe, audit_scoring
+    from logitless.train.assembly.stages import read
+    from logitless.train.collect.failures import counts_in_words
+    from logitless.train.record.memory import size_text
 
     fit = fit_of(path, overrides)
     found: dict[str, Any] = {}
@@ -90,10 +92,10 @@ def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dic
         if fit.changes:
             found["would run with"] = [f"--set '{change}'" for change in fit.changes]
     try:
-        data = prompts_of(fit.recipe)
+        data = read(fit.recipe).data
     except LogitlessError:
         data = None  # said above, among the problems
-    audited = audit_recipe(fit.recipe, data)
+    audited = [*audit_recipe(fit.recipe, data), *_of_run(path)]
     found["audit"] = [dataclasses.asdict(each) for each in audited] or ["nothing found"]
     if fit.plan is None:
         return found, 1
@@ -112,4 +114,21 @@ def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dic
         found["verdicts"] = {name: counts_in_words(counts) for name, counts in forecast.verdicts.items()}
         if forecast.failures:
             found["rewards that failed"] = list(forecast.failures)
+        audited += audit_scoring(Scored("the measured batch", forecast.verdicts, forecast.first_failures))
+        found["audit"] = [dataclasses.asdict(each) for each in audited] or ["nothing found"]
     return found, int(bool(fit.problems))
+
+
+def _of_run(recipe: Path) -> Sequence[Any]:
+    """What there is to say of the run whose ``config.yaml`` the recipe is."""
+    from logitless.doctor.recipe_audit import Scored, audit_scoring
+    from logitless.train.record.run_folder import RunFolder
+    from logitless.train.report.page import Recorded
+
+    folder = RunFolder(recipe.parent)
+    if recipe.name != folder.config.name or not folder.metrics.exists():
+        return ()
+    run = Recorded.of(folder)
+    named = (name.partition("first_failure/") for name in run.summary)
+    first = {name: run.summary[f"first_failure/{name}"] for _, found, name in named if found}
+    return audit_scoring(Scored(f"the run {run.name}", run.verdicts, first))

@@ -8,8 +8,8 @@ import torch
 from logitless.errors import ConfigurationError
 from logitless.train.export import check_form, check_target, export_policy
 from logitless.train.push import check_push, push_folder
-from logitless.train.recipe import load_recipe
-from logitless.train.run_folder import open_run_folder
+from logitless.train.recipe.loading import load_recipe
+from logitless.train.record.run_folder import open_run_folder
 from logitless.train.saved_policy import load_policy
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from logitless.errors import ConfigurationError, DataError
-from logitless.train.checks import arrangement_of
-from logitless.train.forecast import Speeds, forecast, forecast_text
-from logitless.train.recipe import load_recipe
-from logitless.train.setup import algorithm_of, policy_model, tokenizer_of, value_head_of
+from logitless.train.assembly.algorithm import algorithm_of, value_head_of
+from logitless.train.assembly.checks import arrangement_of
+from logitless.train.assembly.model import policy_model, tokenizer_of
+from logitless.train.plan.scaling import Speeds, forecast, forecast_text
+from logitless.train.recipe.loading import load_recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="replace a value (repeatable)"
     )
-    parser.add_argument("--measured", type=Path, metavar="FILE", help="what `logitless bench scale` wrote of the model")
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="what `benchmarks/scale.py` wrote of the model")
     parser.add_argument("--tokens-per-second", type=float, help="of one GPU alone in training steps, measured")
     parser.add_argument("--gigabytes-per-second", type=float, help="that a GPU sends in large collectives, measured")
 
@@ -50,14 +51,14 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     """What was measured.
 
     Raises:
-        DataError: no file of ``logitless bench scale``.
+        DataError: no file of ``benchmarks/scale.py``.
     """
     try:
         rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
         return [row for row in rows if "tokens_per_second" in row]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            needed="a file that `logitless bench scale` wrote",
+            needed="a file that `benchmarks/scale.py` wrote",
             given=f"{path}: {error}",
             remedy="Name benchmarks/results/scale-MODEL.json.",
         ) from error
@@ -77,7 +78,7 @@ def _speeds(options: argparse.Namespace) -> Speeds | None:
         raise ConfigurationError(
             needed="both speeds, positive, or none of them",
             given=f"--tokens-per-second {tokens}, --gigabytes-per-second {gigabytes}",
-            remedy="`logitless bench scale` measures them.",
+            remedy="`python benchmarks/scale.py` of the repository measures them.",
         )
     if measured is None:
         return None if tokens is None else Speeds(tokens, gigabytes * 1e9)

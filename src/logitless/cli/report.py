@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
-from logitless.train.compare import write_comparison
-from logitless.train.report import write_report
-from logitless.train.run_folder import open_run_folder
+from logitless.train.record.run_folder import open_run_folder
+from logitless.train.report.compare import write_comparison
+from logitless.train.report.page import write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

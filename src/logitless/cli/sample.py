@@ -11,7 +11,7 @@ from logitless.data.sources import FileData, MixedData, Rendered, Row, TrainingD
 from logitless.errors import ConfigurationError
 from logitless.rollout.recorded import write_completions
 from logitless.rollout.sampling import SamplingOptions
-from logitless.train.run_folder import open_run_folder
+from logitless.train.record.run_folder import open_run_folder
 from logitless.train.saved_policy import load_policy
 
 
@@ -34,7 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="default: the recipe's")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same completions (default 0)")
     parser.add_argument("--device", help="default: the recipe's")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write .jsonl or .parquet that an engine can replay")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write .jsonl or .parquet that an engine can replay and `logitless score` reads",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -43,8 +48,9 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     given = None if options.file is None else read_rows(FileData(path=options.file, columns={"prompt": options.column}))
     saved = load_policy(folder, options.checkpoint, device=options.device)
+    rows = given or [Row("the command line", {"prompt": options.prompt})]
     prompts = prompts_of_rows(
-        given or [Row("the command line", {"prompt": options.prompt})],
+        rows,
         _rendered(saved.recipe.data.train, options.source),
         saved.tokenizer,
         max_prompt_tokens=saved.recipe.data.max_prompt_tokens,
@@ -55,7 +61,9 @@ def run(options: argparse.Namespace) -> int:
     groups = saved.engine().sample(prompts, options.samples, sampling, seed=options.seed)
     print(f"from {saved.source}, after {saved.block} blocks and {saved.step} steps", file=sys.stderr, flush=True)
     if options.out is not None:
-        write_completions(options.out, [completion for group in groups for completion in group])
+        asked = {str(row.values.get("id", number)): row.values["prompt"] for number, row in enumerate(rows)}
+        texts = {each.id: raw if isinstance(raw := asked[each.id], str) else each.text for each in prompts}
+        write_completions(options.out, [completion for group in groups for completion in group], texts)
         print(options.out)
         return 0
     for prompt, group in zip(prompts, groups, strict=True):

@@ -1,4 +1,4 @@
-"""``logitless score``: judge a file of responses with a suite of instructions or a reward."""
+"""``logitless score``: score a file of responses with a suite of instructions or a reward."""
 
 import argparse
 import math
@@ -17,27 +17,32 @@ from logitless.rewards.evaluation import (
     Pairing,
     Rate,
     SuiteReport,
-    judge_reward,
-    judge_suite,
     official_rows,
     read_pairing,
     reward_at,
     save_bar_chart,
+    score_reward,
+    score_suite,
     suite_report,
     write_rows,
 )
-from logitless.rewards.suites import SuiteName
+from logitless.rewards.instructions.suites import SuiteName
 from logitless.rewards.wilson import Z_95
 from logitless.types import VerdictStatus
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The judge, the two files, and what to write."""
-    judge = parser.add_mutually_exclusive_group(required=True)
-    judge.add_argument("--suite", choices=get_args(SuiteName), help="suite that the prompts' instruction ids are from")
-    judge.add_argument("--reward", metavar="MODULE:NAME", help="a reward function, or a reward of the library")
+    """What scores, the two files, and what to write."""
+    scorer = parser.add_mutually_exclusive_group(required=True)
+    scorer.add_argument("--suite", choices=get_args(SuiteName), help="suite that the prompts' instruction ids are from")
+    scorer.add_argument("--reward", metavar="MODULE:NAME", help="a reward function, or a reward of the library")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON Lines: prompt, instruction_id_list, kwargs")
-    parser.add_argument("--responses", type=Path, required=True, help="JSON Lines: prompt (or key) and response")
+    parser.add_argument(
+        "--responses",
+        type=Path,
+        required=True,
+        help="JSON Lines: prompt (or key) and response; or what `logitless sample --out` wrote",
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the official row of every scored prompt")
     parser.add_argument("--loose", action="store_true", help="loose verdicts in table, chart and rows")
     parser.add_argument("--plot", type=Path, metavar="IMAGE", help="write a bar chart of the families")
@@ -91,19 +96,19 @@ def _check(args: argparse.Namespace) -> None:
 def _score_suite(args: argparse.Namespace, pairing: Pairing, console: Console) -> None:
     with _progress(pairing) as progress:
         task = progress.add_task("scoring", total=_num_answered(pairing))
-        judgements = judge_suite(
+        verdicts = score_suite(
             pairing,
             args.suite,
             workers=args.workers,
             deadline_seconds=args.deadline,
             progress=lambda count: progress.advance(task, count),
         )
-    report = suite_report(pairing, judgements)
+    report = suite_report(pairing, verdicts)
     console.print(_families_table(report, "loose" if args.loose else "strict", args.suite))
     console.print(_official_table(report))
-    _print_counts(console, pairing, [(judged.status, judged.message) for judged in judgements])
+    _print_counts(console, pairing, [(verdict.status, verdict.message) for verdict in verdicts])
     if args.json:
-        write_rows(args.json, official_rows(pairing, judgements, loose=args.loose))
+        write_rows(args.json, official_rows(pairing, verdicts, loose=args.loose))
     if args.plot:
         kind = "loose" if args.loose else "strict"
         save_bar_chart(args.plot, _family_rates(report, kind), f"{args.suite}, {kind}")
@@ -113,7 +118,7 @@ def _score_reward(args: argparse.Namespace, pairing: Pairing, console: Console) 
     reward = reward_at(args.reward)
     with _progress(pairing) as progress:
         task = progress.add_task("scoring", total=_num_answered(pairing))
-        verdicts = judge_reward(pairing, reward, progress=lambda count: progress.advance(task, count))
+        verdicts = score_reward(pairing, reward, progress=lambda count: progress.advance(task, count))
     scores = [verdict.score for verdict in verdicts if verdict.score is not None]
     table = Table("reward", "scored", "mean", "95 % interval", "std", "min", "max", title=args.reward)
     if scores:
@@ -125,9 +130,11 @@ def _score_reward(args: argparse.Namespace, pairing: Pairing, console: Console) 
         table.add_row(reward.metric_name, str(len(scores)), shown[0], interval, *shown[1:])
     console.print(table)
     _print_counts(console, pairing, [(verdict.status, verdict.message) for verdict in verdicts])
+    for trace in [verdict.traceback for verdict in verdicts if verdict.traceback][:1]:
+        console.print(f"The first of them:\n{trace.rstrip()}", markup=False, highlight=False, soft_wrap=True)
     if args.json:
-        judged = zip(pairing.rows, verdicts, strict=True)
-        rows = ({"prompt": row.prompt, "score": verdict.score} for row, verdict in judged if verdict.score is not None)
+        scored = zip(pairing.rows, verdicts, strict=True)
+        rows = ({"prompt": row.prompt, "score": verdict.score} for row, verdict in scored if verdict.score is not None)
         write_rows(args.json, rows)
 
 
@@ -165,9 +172,9 @@ def _shown(rate: Rate) -> tuple[str, str]:
     return ("-", "-") if not rate.count else (f"{rate.value:.1%}", f"{low:.1%} to {high:.1%}")
 
 
-def _print_counts(console: Console, pairing: Pairing, judged: Sequence[tuple[VerdictStatus, str]]) -> None:
+def _print_counts(console: Console, pairing: Pairing, verdicts: Sequence[tuple[VerdictStatus, str]]) -> None:
     """How many prompts have which status and why, and how many responses were skipped."""
-    for (status, message), count in Counter(judged).items():
+    for (status, message), count in Counter(verdicts).items():
         if status == "graded":
             console.print(f"{count} scored")
         else:

@@ -7,15 +7,18 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError
 from logitless.rollout.engine import Engine
 from logitless.rollout.serving import EngineServer
-from logitless.train.config import Recipe
-from logitless.train.engines import open_engines
-from logitless.train.recipe import load_recipe
-from logitless.train.run_folder import open_run_folder
+from logitless.train.assembly.engines import open_engines
+from logitless.train.assembly.model import policy_model, tokenizer_of
+from logitless.train.assembly.process import device_of, set_process
+from logitless.train.assembly.resolve import resolved
+from logitless.train.recipe.config import Recipe
+from logitless.train.recipe.loading import load_recipe
+from logitless.train.record.run_folder import open_run_folder
 from logitless.train.saved_policy import load_policy
-from logitless.train.setup import device_of, policy_model, set_process, tokenizer_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,4 +66,5 @@ def _opened(options: argparse.Namespace) -> tuple[Recipe, Engine, PreTrainedToke
     set_process(recipe.model, seed=recipe.seed)
     tokenizer = tokenizer_of(recipe.model)
     model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=device_of(recipe.model))
+    recipe = resolved(recipe, model, Arrangement()).recipe
     return recipe, open_engines(recipe, model, tokenizer).training, tokenizer, 0

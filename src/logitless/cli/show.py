@@ -14,8 +14,8 @@ from rich.text import Text
 
 from logitless.cli.output import visible
 from logitless.errors import ConfigurationError
-from logitless.train.rollout_data import turns
-from logitless.train.run_folder import open_run_folder
+from logitless.train.record.rollout_data import turns
+from logitless.train.record.run_folder import open_run_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

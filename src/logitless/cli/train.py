@@ -2,21 +2,28 @@
 
 import argparse
 import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from logitless.distributed.ranks import Ranks
+from logitless.errors import ConfigurationError
+from logitless.train.assembly.algorithm import algorithm_of
+from logitless.train.beginning import Resume, check_beginning, is_taken
 from logitless.train.callbacks import Callback
 from logitless.train.entry import train
-from logitless.train.explain import explain
-from logitless.train.fork import check_fork, parent_of
-from logitless.train.plan import dry_run
-from logitless.train.recipe import load_recipe
-from logitless.train.result import RunResult
-from logitless.train.setup import algorithm_of
-from logitless.train.wall_clock import WallClock
+from logitless.train.plan.explain import explain
+from logitless.train.plan.run_plan import dry_run
+from logitless.train.recipe.config import Recipe
+from logitless.train.recipe.loading import load_recipe
+from logitless.train.record.result import RunResult
+from logitless.train.record.run_folder import RunFolder, taken
+from logitless.train.record.wall_clock import WallClock
 
 STATUS = """exit status:
   0    the run is complete, and model/ is written
-  1    the run failed
+  1    the run failed; so has one of which no completion was scored
   2    bad input: arguments, recipe or data
   128+N  signal N stopped the run: 130 Ctrl-C (SIGINT), 143 SIGTERM, 129 SIGHUP. Where it had begun to train, a
        checkpoint was saved, and --resume goes on from it. Under torchrun each process ends with this status."""
@@ -29,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="replace a value (repeatable)"
     )
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--dry-run", action="store_true", help="check everything, print the plan, train nothing")
-    mode.add_argument(
+    instead, mode = parser.add_mutually_exclusive_group(), parser.add_mutually_exclusive_group()
+    instead.add_argument("--dry-run", action="store_true", help="check everything, print the plan, train nothing")
+    instead.add_argument(
         "--explain", action="store_true", help="print what a batch costs and what each saving takes off; train nothing"
     )
     mode.add_argument("--resume", action="store_true", help="continue the run of this name from its last checkpoint")
@@ -51,23 +58,34 @@ def run(options: argparse.Namespace) -> int:
     """Train, and end with what came of it."""
     clock = WallClock.of_process()
     recipe = load_recipe(options.recipe, options.overrides)
-    if options.fork is not None and (options.dry_run or options.explain):
-        check_fork(parent_of(options.fork), recipe, algorithm_of(recipe))
-    if options.dry_run:
-        print(dry_run(recipe))
-        return 0
-    if options.explain:
-        print(explain(recipe))
+    resume: Resume = "auto" if options.resume_or_start else options.resume
+    if options.dry_run or options.explain:
+        refused = _refused(recipe, resume=resume, fork=options.fork, numbered=options.numbered)
+        print(dry_run(recipe) if options.dry_run else explain(recipe))
+        if refused is not None:
+            print(f"  a start here is refused: {refused}")
         return 0
     result = train(
         recipe,
-        resume="auto" if options.resume_or_start else options.resume,
+        resume=resume,
         fork=options.fork,
         numbered=options.numbered,
-        callbacks=[_Ending(options.recipe)],
+        callbacks=[_Ending(options.recipe, options.overrides)],
         clock=clock,
     )
     return result.exit_status
+
+
+def _refused(recipe: Recipe, *, resume: Resume, fork: str | None, numbered: bool) -> ConfigurationError | None:
+    """Why a start of a recipe that can be planned would be refused: its name is taken.
+
+    Raises:
+        LogitlessError: what was asked for beside the plan, ``--resume`` or ``--fork``, would be refused.
+    """
+    needs_name = resume is False and not numbered
+    algorithm, folder = algorithm_of(recipe), RunFolder(Path(recipe.output) / recipe.name)
+    check_beginning(recipe, algorithm, Ranks.alone(), resume=resume, fork=fork, numbered=numbered or needs_name)
+    return taken(folder) if needs_name and is_taken(folder) else None
 
 
 class _Ending(Callback):
@@ -75,45 +93,93 @@ class _Ending(Callback):
 
     Args:
         recipe: path of its file.
+        settings: that replaced keys of it.
     """
 
-    def __init__(self, recipe: Path) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Path, settings: Sequence[str]) -> None:
+        self.recipe, self.settings = recipe, settings
 
     def on_end(self, result: RunResult) -> None:
         """Print it."""
-        print(_ending(result, self.recipe))
+        print(_ending(result, self.recipe, self.settings))
 
 
-def _ending(result: RunResult, recipe: Path) -> str:
-    folder, complete = result.folder, result.complete
+OFTEN = 0.1
+"""Share of a reward's verdicts that failed from which on it is to be repaired before anything is run again."""
+
+
+def _ending(result: RunResult, recipe: Path, settings: Sequence[str]) -> str:
+    folder = result.folder
     summary = json.loads(folder.summary.read_text())
-    lines = ["", f"{result.words}: {folder.path}"]
-    for label, before, after in (
-        ("held-out accuracy", "accuracy_before", "accuracy_after"),
-        ("mean reward", "reward_first_block", "reward_last_block"),
-    ):
-        if summary.get(before) is not None and summary.get(after) is not None:
-            lines.append(f"  {label:18s} {summary[before]:.3f} -> {summary[after]:.3f}")
-    for name in summary:
-        _, of_set, held_out = name.partition("accuracy_before/")
-        if of_set and summary.get(f"accuracy_after/{held_out}") is not None:
-            change = f"{summary[name]:.3f} -> {summary[f'accuracy_after/{held_out}']:.3f}"
-            lines.append(f"  {f'{held_out} accuracy':18s} {change}")
-    for name, failed in summary.items():
-        _, is_failed, function = name.partition("failed_verdicts/")
-        if is_failed and failed:
-            total = summary[f"verdicts/{function}"]
-            lines.append(
-                f"  {'failed reward':18s} {function}: {failed:,} of {total:,} completions ({failed / total:.0%})"
-            )
     seconds = summary["seconds"]
     phases = ", ".join(f"{phase} {value:.1f}" for phase, value in seconds.items() if value >= 0.05)
-    lines.append(f"  {'time':18s} {sum(seconds.values()):.1f} s: {phases}")
-    lines.append(f"  {'report':18s} {folder.report}")
-    name = folder.path.name
-    if complete:
-        lines.append(f"next: logitless train {recipe} --set name={name}-hotter --set rollout.sampling.temperature=1.2")
-    else:
-        lines.append(f"next: logitless train {recipe} --set name={name} --resume")
-    return "\n".join(lines)
+    failed = {name: count for name, count in _of("failed_verdicts", summary) if count}
+    rows = [*_scores(summary), *(("failed reward", _failed(name, summary)) for name in failed)]
+    if result.ended_by == "unscored" and not failed:
+        rows.append(("not scored", "no reward failed: every verdict is missing"))
+    rows += [("time", f"{sum(seconds.values()):.1f} s: {phases}"), ("report", str(folder.report))]
+    often = any(count > OFTEN * summary[f"verdicts/{name}"] for name, count in failed.items())
+    unrepaired = result.ended_by == "unscored" or (result.complete and often)
+    lines = ["", f"{result.words}: {folder.path}", *(f"  {label:18s} {said}" for label, said in rows)]
+    return "\n".join([*lines, f"next: {_next(result, recipe, settings, unrepaired=unrepaired)}"])
+
+
+def _scores(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(label, first and last value) of what is held out, and of the training reward.
+
+    A held-out reward that equals the accuracy says nothing new.
+    """
+
+    def change(before: str, after: str) -> str | None:
+        if before not in summary or after not in summary:
+            return None
+        first, last = ("not scored" if (v := summary[name]) is None else f"{v:.3f}" for name in (before, after))
+        return first if first == last == "not scored" else f"{first} -> {last}"
+
+    held_out = [f"/{name}" if name else "" for name, _ in _of("accuracy_before", summary)]
+    for each in held_out:
+        name = each.removeprefix("/") or "held-out"
+        accuracy = change(f"accuracy_before{each}", f"accuracy_after{each}")
+        reward = change(f"held_out_reward_before{each}", f"held_out_reward_after{each}")
+        if accuracy is not None:
+            yield f"{name} accuracy", accuracy
+        if reward is not None and reward != accuracy:
+            yield f"{name} reward", reward
+    if (reward := change("reward_first_block", "reward_last_block")) is not None:
+        yield "mean reward", reward
+
+
+def _of(name: str, summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(what it is of, value) of the entries ``name`` and ``name/...``."""
+    for key, value in summary.items():
+        start, _, of = key.partition("/")
+        if start == name:
+            yield of, value
+
+
+def _failed(reward: str, summary: Mapping[str, Any]) -> str:
+    failed, total = summary[f"failed_verdicts/{reward}"], summary[f"verdicts/{reward}"]
+    first = summary.get(f"first_failure/{reward}")
+    said = f"{reward}: {failed:,} of {total:,} completions ({failed / total:.0%})"
+    return said if first is None else f"{said}, the first by {first}"
+
+
+def _next(result: RunResult, recipe: Path, settings: Sequence[str], *, unrepaired: bool) -> str:
+    """The command that may come next.
+
+    Args:
+        result, recipe, settings: of the run.
+        unrepaired: whether its rewards are to be repaired before anything else.
+    """
+    name = result.folder.path.name
+    others = [each for each in settings if not each.startswith("name=")]
+    if unrepaired:
+        return f"logitless doctor {recipe}{_set(settings)}  # once the reward is repaired: scores one batch with it"
+    if not result.complete:
+        return f"logitless train {recipe}{_set([f'name={name}', *others])} --resume"
+    others = [each for each in others if not each.startswith("rollout.sampling.temperature=")]
+    return f"logitless train {recipe}{_set([f'name={name}-hotter', *others, 'rollout.sampling.temperature=1.2'])}"
+
+
+def _set(settings: Sequence[str]) -> str:
+    return "".join(f" --set {shlex.quote(each)}" for each in settings)

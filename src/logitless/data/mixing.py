@@ -1,8 +1,7 @@
-"""Several sources of prompts at once: each gives its share of every draw, in an order that a checkpoint can hold.
+"""Several sources of prompts, each with its share of every block, in an order that a checkpoint can hold.
 
-Nothing is drawn at random here but the order inside a source. Which source comes next follows from the shares alone:
-the one that is furthest behind what it should have given by then. So every block has each source's share, to a prompt
-or two, and a source of share 0.01 comes every hundredth prompt instead of sometimes.
+Only the order inside a source is random. The next source is the one furthest behind its share, so that every block has
+each source's share, to a prompt or two.
 """
 
 import math
@@ -15,18 +14,18 @@ from logitless.seeds import derived_seed
 
 
 class MixedOrder:
-    """An endless order over the prompts of several sources: an epoch of each is a permutation of its own.
+    """An endless order over the prompts of several sources; each epoch of a source is a permutation.
 
-    ``next source = argmax_s (share[s] * (drawn + 1) - drawn[s])``, the first one listed where two are equal
+    ``next source = argmax_s (share[s] * (drawn + 1) - drawn[s])``, the first listed where two are equal
 
     Args:
-        members: of each source by name, the indices of its prompts.
+        members: indices of the prompts of each source, by name.
         weights: of each source, above 0; its share is its weight over their sum.
         seed: at least 0.
-        most: prompts asked for at once.
+        most: the largest number of prompts asked for at once.
 
     Raises:
-        DataError: a source has fewer prompts than a draw may take of it, and would be named twice in one.
+        DataError: a source has fewer prompts than one request may take of it.
 
     Example:
         >>> order = MixedOrder({"sums": range(6), "words": range(6, 10)}, {"sums": 3.0, "words": 1.0}, seed=0, most=4)
@@ -71,7 +70,7 @@ class MixedOrder:
         return {"shares": self.shares, "drawn": dict(self._drawn), "orders": orders}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken.
+        """Restore ``state``.
 
         Raises:
             CheckpointError: the state belongs to other sources, weights, numbers of prompts or another seed.
@@ -88,11 +87,7 @@ class MixedOrder:
 
 
 def most_of(share: float, count: int, num_sources: int) -> int:
-    """The most prompts that one draw takes of a source.
-
-    A source is never a whole prompt ahead of its share, since it is chosen only where it is at least
-    ``1 / num_sources`` behind. What they are ahead and behind sums to 0, so that none is more than ``num_sources - 1``
-    behind, and in ``count`` draws it gets less than ``share * count + num_sources``.
+    """The largest number of prompts that one request takes of a source: below ``share * count + num_sources``.
 
     Example:
         >>> most_of(0.75, 4, 2), most_of(0.75, 100, 2)

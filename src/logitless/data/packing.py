@@ -1,13 +1,11 @@
 """Groups to packed tokens, and packed tokens to optimizer steps: the only place where the shift happens.
 
-A sequence is ``prompt + completion``; the hidden state at position i predicts token i + 1, so the backbone reads
-everything but the last token, and the target at completion index j has its hidden row at ``len(prompt) - 1 + j``.
-There is no padding anywhere: sequences lie end to end, and a sequence without a scored token is not read at all.
+The hidden state at position i predicts token i + 1: the target at completion index j has its hidden row at
+``len(prompt) - 1 + j``, and the last token is not read. Sequences lie end to end without padding; those without a
+scored token are left out.
 
-Three savings are decided here, none of which changes a loss. What sequences begin with alike a pass reads once
-(``share_prompts``): a group its prompt, prompts their common instructions, completions what they begin with. Rows are
-filled by cost, so that there are few and none is slow. Sequences that can change no gradient (``StepPlan.dead``) are in
-no row.
+Three savings are decided here, none of which changes a loss: shared prefixes are read once (``share_prompts``), rows
+are filled by cost, and sequences that can change no gradient (``StepPlan.dead``) are in no row.
 """
 
 from collections import Counter
@@ -32,15 +30,14 @@ def pack(pairs: Sequence[tuple[Prompt, Completion]], *, version: int | None = No
     """Lay prompt-completion pairs end to end, one sequence each, in the order given.
 
     Args:
-        pairs: B prompts with a completion each; tokens with ``trained=False`` are read but get no row.
-        version: of the policy that they are packed for, against which the age of each token is counted; None: without
-            ages.
+        pairs: B prompts with a completion each; tokens with ``trained=False`` are read, not scored.
+        version: of the policy's weights, for the age of each token; None: without ages.
 
     Returns:
         The batch, on the CPU.
 
     Raises:
-        InputError: a prompt without tokens (nothing would predict the first token).
+        InputError: a prompt without tokens.
 
     Example:
         >>> prompt = Prompt(id="a", text="ab", token_ids=(1, 2))
@@ -55,24 +52,19 @@ def pack(pairs: Sequence[tuple[Prompt, Completion]], *, version: int | None = No
     logp_sampler: list[np.ndarray] = []
     lag: list[np.ndarray] = []
     lengths: list[int] = []
-    of_prompts: dict[tuple[int, ...], np.ndarray] = {}
     for prompt, completion in pairs:
-        if not prompt.token_ids:
+        before, ids = len(prompt.token_ids), completion.token_ids
+        if not before:
             raise InputError(
                 needed="prompts of at least one token",
                 given=f"prompt {prompt.id!r} without tokens",
                 remedy="Drop empty prompts, or start them with the BOS token.",
             )
-        if prompt.token_ids not in of_prompts:
-            of_prompts[prompt.token_ids] = np.array(prompt.token_ids, np.int64)
-        ids, num_tokens = np.array(completion.token_ids, np.int64), completion.length
-        trained = np.arange(num_tokens)
-        if completion.trained is not None:
-            trained = trained[np.array(completion.trained, np.bool_)]
+        trained = np.arange(len(ids)) if completion.trained is None else np.flatnonzero(completion.trained)
         if len(trained):
-            read += of_prompts[prompt.token_ids], ids[:-1]
-        lengths.append(len(prompt.token_ids) + num_tokens - 1 if len(trained) else 0)
-        scored.append(trained + (len(prompt.token_ids) - 1))
+            read += prompt.token_ids, ids[:-1]
+        lengths.append(before + len(ids) - 1 if len(trained) else 0)
+        scored.append(trained + (before - 1))
         target.append(ids[trained])
         turn.append(_at(completion.turn, trained, 0, np.int64))
         logp_sampler.append(_at(completion.logp_sampler, trained, float("nan"), np.float32))
@@ -100,9 +92,9 @@ def _end_to_end(parts: Sequence[np.ndarray], dtype: Any) -> Tensor:
     return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *parts]))
 
 
-def _at(values: Sequence[float] | None, places: np.ndarray, missing: float, dtype: Any) -> np.ndarray:
+def _at(values: np.ndarray | None, places: np.ndarray, missing: float, dtype: Any) -> np.ndarray:
     """Those of these places."""
-    return np.full(len(places), missing, dtype) if values is None else np.array(values, dtype)[places]
+    return np.full(len(places), missing, dtype) if values is None else values[places]
 
 
 def _lags(completion: Completion, tokens: np.ndarray, version: int) -> np.ndarray:
@@ -112,14 +104,7 @@ def _lags(completion: Completion, tokens: np.ndarray, version: int) -> np.ndarra
 
 
 def nothing_to_score() -> PackedBatch:
-    """A row of one token and no target: what a rank reads when only others have sequences left, and its shards of the
-    weights are needed.
-
-    Example:
-        >>> batch = nothing_to_score()
-        >>> batch.inputs.lengths, batch.num_tokens
-        ((1,), 0)
-    """
+    """A row of one token and no target, for a rank without sequences that must take part in collectives."""
     one, none = torch.zeros(1, dtype=torch.long), torch.zeros(0, dtype=torch.long)
     return PackedBatch(
         inputs=PackedInputs(input_ids=one, position_ids=one, lengths=(1,), source=none, source_counts=(0,)),
@@ -132,9 +117,7 @@ def nothing_to_score() -> PackedBatch:
 def _prefixes(
     pairs: Sequence[tuple[Prompt, Completion]], lengths: Sequence[int]
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """What each sequence begins with as others do: what several prompts begin with, its prompt, and what several
-    completions of that begin with, as (id, tokens).
-    """
+    """The shared prefixes of each sequence as (id, tokens): of several prompts, its prompt, of several completions."""
     found: list[list[tuple[int, int]]] = [[] for _ in pairs]
     num_named = 0
 
@@ -144,26 +127,36 @@ def _prefixes(
             found[s].append((num_named, tokens))
         num_named += 1
 
-    of_prompt: dict[tuple[int, ...], list[int]] = {}
+    of_prompt: dict[bytes, list[int]] = {}
     for s, (prompt, _) in enumerate(pairs):
         if lengths[s]:
-            of_prompt.setdefault(prompt.token_ids, []).append(s)
+            of_prompt.setdefault(_sortable(prompt.token_ids), []).append(s)
     prompts = sorted(of_prompt)
     for first, last, tokens in _alike(prompts):
         begin((s for prompt in prompts[first:last] for s in of_prompt[prompt]), tokens)
-    for ids, sequences in of_prompt.items():
-        begin(sequences, len(ids))
-        read = {s: pairs[s][1].token_ids[: lengths[s] - len(ids)] for s in sequences}
+    for sequences in of_prompt.values():
+        prompt, _ = pairs[sequences[0]]
+        before = len(prompt.token_ids)
+        begin(sequences, before)
+        read = {s: _sortable(pairs[s][1].token_ids[: lengths[s] - before]) for s in sequences}
         order = sorted(sequences, key=read.__getitem__)
         for first, last, tokens in _alike([read[s] for s in order]):
-            begin(order[first:last], len(ids) + tokens)
+            begin(order[first:last], before + tokens)
     return tuple(map(tuple, found))
 
 
-def _alike(texts: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, int, int]]:
-    """Runs of sorted texts that begin alike, as (first, last, tokens); a run comes before those inside of it.
+_WIDTH = 8
 
-    Each begins with at least ``LEAST_SHARED`` more tokens alike than the one that it is inside of.
+
+def _sortable(ids: np.ndarray) -> bytes:
+    """Tokens as bytes in the order of their numbers: highest byte first, ``_WIDTH`` a token."""
+    return ids.astype(">i8").tobytes()
+
+
+def _alike(texts: Sequence[bytes]) -> Iterator[tuple[int, int, int]]:
+    """Runs of sorted texts with a shared prefix as (first, last, tokens), outer runs first.
+
+    Each shares at least ``LEAST_SHARED`` tokens more than the run around it.
     """
     common = [_num_common(a, b) for a, b in pairwise(texts)]
     todo = [(0, len(texts), 0)]
@@ -177,20 +170,21 @@ def _alike(texts: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, int, int]]:
             todo += [(a, b, tokens) for a, b in pairwise([first, *ends, last])]
 
 
-def _num_common(text: tuple[int, ...], other: tuple[int, ...]) -> int:
+def _num_common(text: bytes, other: bytes) -> int:
     """Tokens that both begin with."""
-    differing = (i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b)
-    return next(differing, min(len(text), len(other)))
+    shorter = min(len(text), len(other))
+    differ = np.frombuffer(text, ">i8", shorter // _WIDTH) != np.frombuffer(other, ">i8", shorter // _WIDTH)
+    return int(differ.argmax()) if differ.any() else shorter // _WIDTH
 
 
 def share_prompts(inputs: PackedInputs) -> SharedInputs | PackedInputs:
-    """The same sequences, with what several of them begin with once.
+    """The same sequences with shared prefixes stored once.
 
     Args:
         inputs: on the CPU.
 
     Returns:
-        What a pass reads; ``inputs`` themselves where no two sequences are known to begin alike.
+        ``inputs`` themselves where nothing is shared.
 
     Example:
         >>> prompt = Prompt(id="a", text="ab", token_ids=(1, 2))
@@ -245,12 +239,12 @@ def share_prompts(inputs: PackedInputs) -> SharedInputs | PackedInputs:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Which sequences of a block one optimizer step trains on, and how they are cut for memory.
+    """The sequences of one optimizer step, and how they are cut for memory.
 
     Args:
         sequences: every sequence of the step's groups, those without a scored token included (they count in B).
         micro_batches: the sequences with scored tokens, in packed rows.
-        dead: those with scored tokens that are in no row, for they can change no gradient; they count in every weight.
+        dead: sequences in no row, because they can change no gradient; they count in every weight.
 
     Example:
         >>> StepPlan(sequences=(0, 1, 2), micro_batches=((0, 2),)).micro_batches
@@ -267,11 +261,10 @@ class Packing:
     """How sequences become packed rows.
 
     Args:
-        tokens_per_row: the most tokens that the backbone reads at once, prompts included, and the most that are scored
-            at once: where completions begin alike, those may be more.
-        share_prompts: whether a pass reads a prompt once for its sequences in a row.
-        hidden_size: D, by which attention is weighed against products (``attention_cost``); None fills rows in the
-            order that is given, each up to the limit, whatever they cost.
+        tokens_per_row: the most tokens to read at once, prompts included, and to score at once.
+        share_prompts: whether shared prefixes are read once a row.
+        hidden_size: D, for the cost of attention (``attention_cost``); None fills rows in the given order, by length
+            alone.
 
     Example:
         >>> ids = torch.zeros(14, dtype=torch.long)
@@ -287,7 +280,7 @@ class Packing:
     hidden_size: int | None = None
 
     def rows(self, sequences: Sequence[int], inputs: PackedInputs) -> tuple[tuple[int, ...], ...]:
-        """The sequences with scored tokens in packed rows; the same for the same arguments.
+        """The sequences with scored tokens in packed rows; deterministic.
 
         Raises:
             InputError: one sequence alone is longer than a row.
@@ -390,9 +383,9 @@ def _in_fewest(sizes: Sequence[int], costs: Sequence[float], room: int) -> list[
 
 
 def _placed(sizes: Sequence[int], costs: Sequence[float], count: int, room: int) -> list[list[int]] | None:
-    """The pieces in ``count`` rows of about equal cost, each within ``room``; None where this finds no way.
+    """The pieces in ``count`` rows of similar cost, each within ``room``; None if they do not fit.
 
-    The costliest first, each into the cheapest row that has room for it (Graham 1969).
+    The costliest first, each into the cheapest row with room (Graham 1969).
     """
     rows: list[list[int]] = [[] for _ in range(count)]
     used, load = [0] * count, [0.0] * count
@@ -417,21 +410,20 @@ def plan_epoch(
     packing: Packing | None = None,
     live: Sequence[bool] | None = None,
 ) -> list[StepPlan]:
-    """One pass over a block: whole groups in a seeded order, cut into steps, each cut into micro-batches.
+    """One pass over a block: whole groups in a seeded order, cut into steps and micro-batches.
 
     Args:
         groups: the sequence indices of each group.
         inputs: the block's packed inputs, for its lengths.
-        tokens_per_step: scored tokens a step should have, dead ones included; a group goes to the step its middle token
-            falls in.
+        tokens_per_step: scored tokens a step should have; a group goes to the step its middle token falls in.
         seed: of the order of the groups.
-        tokens_per_micro_batch: for rows in the order of the sequences, each prompt as often as it is there.
+        tokens_per_micro_batch: for rows in the order of the sequences, without sharing.
         packing: of rows, instead.
-        live: one flag a sequence of the block: those that can change a gradient; None: all. A step keeps its cheapest
-            sequence if none is live, so that there is a gradient, of zeros.
+        live: one flag a sequence: whether it can change a gradient; None: all. A step without any keeps its cheapest
+            sequence, for a gradient of zeros.
 
     Returns:
-        At least one step; every sequence is in exactly one, and every step has a scored token if the block has any.
+        At least one step; every sequence is in exactly one.
 
     Raises:
         InputError: one sequence alone is longer than a row.

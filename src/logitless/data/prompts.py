@@ -1,4 +1,4 @@
-"""Rows to prompts: chat template, token ids as an engine will read them, counted drops, splits and a resumable order.
+"""Rows to prompts: chat template, tokens, counted drops, splits and a resumable order.
 
 Nothing is truncated: a prompt that is too long is dropped and counted, or an error.
 """
@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy
+from jaxtyping import Int64
 from transformers import PreTrainedTokenizerBase
 
 from logitless.data.sources import DataOptions as DataOptions
@@ -19,7 +20,7 @@ from logitless.types import Prompt
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts with the account of what was read and what was dropped.
+    """Prompts, and counts of what was read and dropped.
 
     Args:
         prompts: in the order of the rows.
@@ -39,9 +40,9 @@ class Split:
     """Two disjoint sets of prompts.
 
     Args:
-        training: no text of it is in ``held_out``.
+        training: without any text of ``held_out``.
         held_out: prompts for evaluation.
-        num_removed: training prompts that were left out because their text is held out.
+        num_removed: training prompts removed because their text is held out.
 
     Example:
         >>> Split(training=(), held_out=(), num_removed=0).num_removed
@@ -64,24 +65,24 @@ def load_prompts(
 ) -> PromptSet:
     """The prompts of a data set, tokenized exactly as an engine reads them.
 
-    With a chat template the text holds its own special tokens and none are added; plain text gets the tokenizer's
-    start token, if it adds one, and never an end token.
+    A chat template brings its own special tokens; plain text gets the tokenizer's start token, if it adds one, and
+    never an end token.
 
     Args:
         options: which data, see ``sources``.
         tokenizer: the policy's.
         max_prompt_tokens: longer prompts are dropped and counted, or an error.
         too_long: which of the two.
-        tools: that the chat template is to tell the policy of, as OpenAI's API takes them.
+        tools: for the chat template, in OpenAI's form.
         chat_template_kwargs: further variables of the chat template.
 
     Returns:
         The prompts and the counts of what was read, kept and dropped.
 
     Raises:
-        DataError: a row that is malformed, lacks its prompt's column, repeats an id or (by ``too_long``) is too long;
-            no prompt left.
-        ConfigurationError: a system prompt or a conversation where there is no chat template to put it in.
+        DataError: a row that is malformed, lacks its prompt, repeats an id or (by ``too_long``) is too long; no prompt
+            left.
+        ConfigurationError: a system prompt or a conversation without a chat template.
         UnavailableError: a library or the network is absent.
 
     Example:
@@ -96,8 +97,8 @@ def load_prompts(
         >>> _ = path.write_text('{"prompt": "1 + 2", "answer": "3"}\\n{"prompt": " "}\\n')
         >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
         >>> loaded = load_prompts(FileData(path=path), tokenizer, max_prompt_tokens=8)
-        >>> loaded.prompts[0].token_ids, loaded.counts["empty"]
-        ((0, 1, 2), 1)
+        >>> loaded.prompts[0].token_ids.tolist(), loaded.counts["empty"]
+        ([0, 1, 2], 1)
     """
     return prompts_of_rows(
         read_rows(options),
@@ -120,11 +121,11 @@ def prompts_of_rows(
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> PromptSet:
-    """``load_prompts`` of rows that are there already, under our column names.
+    """``load_prompts`` of rows that are already in memory, under our column names.
 
     Args:
         rows: with a column ``prompt``.
-        options: how a row becomes text: ``system`` and ``template``.
+        options: ``system`` and ``template``.
         tokenizer, max_prompt_tokens, too_long, tools, chat_template_kwargs: as there.
 
     Example:
@@ -134,8 +135,8 @@ def prompts_of_rows(
         >>> words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
         >>> rows = [Row("here", {"prompt": "1 + 2"})]
-        >>> prompts_of_rows(rows, Rendered(), tokenizer, max_prompt_tokens=8).prompts[0].token_ids
-        (0, 1, 2)
+        >>> prompts_of_rows(rows, Rendered(), tokenizer, max_prompt_tokens=8).prompts[0].token_ids.tolist()
+        [0, 1, 2]
     """
     if options.template is None and options.system is not None and not tokenizer.chat_template:
         raise ConfigurationError(
@@ -190,7 +191,7 @@ def split(prompts: Sequence[Prompt], num_held_out: int, seed: int) -> Split:
         seed: decides which.
 
     Raises:
-        DataError: nothing would be left to train on, or there are not enough different texts.
+        DataError: nothing is left to train on, or there are not enough different texts.
 
     Example:
         >>> prompts = [Prompt(id=str(n), text=f"{n % 4}?", token_ids=(n,)) for n in range(8)]
@@ -215,7 +216,7 @@ def split(prompts: Sequence[Prompt], num_held_out: int, seed: int) -> Split:
 
 
 def without_overlap(training: Sequence[Prompt], held_out: Sequence[Prompt]) -> Split:
-    """Remove from training every prompt whose text is held out; what is held out stays whole.
+    """Remove from training every prompt whose text is held out.
 
     Args:
         training: for example a reasoning-gym task under one seed.
@@ -241,10 +242,10 @@ def without_overlap(training: Sequence[Prompt], held_out: Sequence[Prompt]) -> S
 
 
 class PromptOrder:
-    """An endless order over prompts: each epoch is a permutation of its own, drawn from (seed, epoch) alone.
+    """An endless order over prompts: each epoch is a permutation made from (seed, epoch).
 
-    A draw that runs over the end of an epoch puts the prompts that it already holds at the end of the next one, so
-    that one draw names a prompt twice only if it asks for more than there are.
+    A request that runs over the end of an epoch moves its prompts to the end of the next one, so that it names none
+    twice.
 
     Args:
         num_prompts: at least 1.
@@ -295,7 +296,7 @@ class PromptOrder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken.
+        """Restore ``state``.
 
         Raises:
             CheckpointError: the state belongs to another number of prompts or another seed.
@@ -416,7 +417,7 @@ def _chat_text(
 
 def _token_ids(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, chat: Sequence[bool], places: Sequence[str]
-) -> list[tuple[int, ...]]:
+) -> list[Int64[numpy.ndarray, "L"]]:
     """Tokens of each text; plain text starts with the tokenizer's start token if the tokenizer adds one."""
     if not texts:
         return []
@@ -427,7 +428,7 @@ def _token_ids(
     start = tokenizer.bos_token_id
     adds_start = start is not None and tokenizer("")["input_ids"][:1] == [start]
     return [
-        tuple(tokens) if is_chat or not adds_start or tokens[:1] == [start] else (start, *tokens)
+        numpy.array(tokens if is_chat or not adds_start or tokens[:1] == [start] else [start, *tokens], numpy.int64)
         for tokens, is_chat in zip(bare, chat, strict=True)
     ]
 

@@ -15,10 +15,9 @@ def rows_by_rank(
     num_ranks: int,
     packing: Packing,
 ) -> list[tuple[tuple[int, ...], ...]]:
-    """Which sequences of a step each rank trains on, cut into packed rows; rows beyond a rank's own are empty.
+    """The sequences of a step for each rank, in packed rows; every rank has equally many rows, some of them empty.
 
-    Equally many rows on every rank keep the collectives of a sharded model in step. An empty row adds nothing to the
-    loss, whose weights belong to the whole step. One rank has the step's own micro-batches.
+    Equal numbers keep the collectives of a sharded model in step. An empty row adds nothing to the loss.
 
     Args:
         step: of ``plan_epoch``.
@@ -28,7 +27,7 @@ def rows_by_rank(
         packing: of the step's own micro-batches.
 
     Returns:
-        ``[R][K]`` rows of sequence indices; every live sequence with a scored token is in exactly one.
+        ``[R][K]`` rows of sequence indices.
 
     Example:
         >>> import torch

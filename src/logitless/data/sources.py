@@ -1,6 +1,6 @@
-"""Where rows come from: a file, the hub, or a procedural generator; every row keeps the place it was read from.
+"""Sources of rows: a file, the hub, or a generator. Every row knows where it was read.
 
-Gives up streaming: a data set of prompts is held in memory, so that ids can be checked and orders drawn over all of it.
+A data set of prompts is held in memory, so that ids can be checked; there is no streaming.
 """
 
 import difflib
@@ -22,7 +22,7 @@ from logitless.hub import use_cache_if_unreachable
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """How a row becomes the text that the model reads: what every source has in common.
+    """How a row becomes text, common to all sources.
 
     Args:
         system: the conversation's first message, or the template's ``{system}``.
@@ -64,12 +64,11 @@ class FileData(Rendered):
 
     Args:
         path: ``*.jsonl`` (one object a line, blank lines ignored) or ``*.parquet``.
-        columns: our name -> the file's name. ``prompt`` (text, or a list of messages) and ``id`` (default: the row's
-            number from 0, where the file has no column ``id``) make the prompt; any other entry renames a column for
-            the reward functions. Every other column keeps its name.
+        columns: our name -> the file's name, for ``prompt`` (text, or a list of messages), ``id`` (default: the row's
+            number) and columns that rewards read.
         system: the conversation's first message, or the template's ``{system}``.
-        template: plain text with ``{prompt}`` and, if ``system`` is set, ``{system}``, used instead of the tokenizer's
-            chat template. None: the chat template where there is one, else the prompt as it is.
+        template: plain text with ``{prompt}``, and ``{system}`` if that is set, used instead of the chat template.
+            None: the chat template, or the prompt as it is.
 
     Example:
         >>> FileData(path=Path("train.jsonl"), columns={"prompt": "question", "answer": "gold"}).name
@@ -88,7 +87,7 @@ class HubData(Rendered):
     Args:
         dataset: for example ``openai/gsm8k``.
         split: for example ``train``, or ``train[:1000]``.
-        config: the data set's configuration (``main`` for GSM8K), where it has several.
+        config: the data set's configuration (``main`` for GSM8K), if it has several.
         columns, system, template: as for ``FileData``.
 
     Example:
@@ -132,7 +131,7 @@ class ReasoningGymData(Rendered):
 class GuessingData(Rendered):
     """Prompts of the guessing game, `rollout.environment: {name: guessing}`: a range each, and a number in it.
 
-    Each row has the column ``secret``. Two rows may name one range; their numbers are drawn apart.
+    Each row has the column ``secret``.
 
     Args:
         size: number of rows.
@@ -190,14 +189,13 @@ class WeightedData:
 
 @dataclass(frozen=True, kw_only=True)
 class MixedData:
-    """Prompts of several sources; each gives its share of every block, to a prompt or two.
+    """Prompts of several sources; each has its share of every block, to a prompt or two.
 
     Args:
-        sources: by a name of your own; its metrics are ``source/<name>/...``, ids become ``<name>/<id>``, and a reward
-            may name it in ``sources``.
+        sources: by a name of your own, which metrics (``source/<name>/...``), ids and a reward's ``sources`` use.
 
     Raises:
-        ConfigurationError: fewer than two sources, or a name that stands for something else.
+        ConfigurationError: fewer than two sources, or a reserved name.
 
     Example:
         >>> sums = ReasoningGymData(task="chain_sum", size=100, seed=1)
@@ -231,12 +229,7 @@ TrainingData: TypeAlias = Annotated[
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a data set and where it stands, for error messages.
-
-    Example:
-        >>> Row(place="train.jsonl, line 3", values={"prompt": "2+2="}).place
-        'train.jsonl, line 3'
-    """
+    """One row of a data set and its place, for error messages."""
 
     place: str
     values: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Collectives: the ranks of a run, sums over ranks and the rows of all ranks."""
+"""Collectives of a run."""
 
 from logitless.distributed.gather import gather_over_group
 from logitless.distributed.ranks import Ranks, ranks_of_environment

@@ -1,4 +1,4 @@
-"""How the ranks of a run are laid out: which hold the same weights, which a shard of them, which parts of one sequence.
+"""How the ranks of a run are arranged: copies of the weights, shards of a copy, parts of one sequence.
 
     rank = (replica * shard + place) * sequence + part
 
@@ -6,7 +6,7 @@
                                         data      [0 2 4 6] [1 3 5 7]        different sequences
                                         sequence  [0 1] [2 3] [4 5] [6 7]    parts of the same sequences
 
-Ranks that share a sequence have different tokens of it, so that weights are sharded over them as well.
+Weights are sharded over ranks that share a sequence as well.
 """
 
 from dataclasses import dataclass
@@ -46,15 +46,15 @@ class Arrangement:
     def of(
         cls, world: int, *, replicate: int = 1, shard: int | Auto = "auto", sequence: int = 1, whole: bool = False
     ) -> "Arrangement":
-        """The arrangement of so many ranks.
+        """The arrangement of ``world`` ranks.
 
         Args:
-            world: ranks that there are.
+            world: number of ranks.
             replicate, shard, sequence: wanted; ``shard="auto"`` is what the others leave.
-            whole: every rank is to hold all weights: what ``auto`` leaves is then replicated, not sharded.
+            whole: every rank holds all weights: what ``auto`` leaves is replicated, not sharded.
 
         Raises:
-            ConfigurationError: their product is another number.
+            ConfigurationError: their product is not ``world``.
         """
         if shard == "auto":
             left, rest = divmod(world, replicate * sequence)
@@ -80,28 +80,21 @@ class Arrangement:
 
     @property
     def words(self) -> str:
-        """For a person.
-
-        Example:
-            >>> Arrangement(2, 4, 1).words
-            '2 copies of the weights, each sharded over 4'
-        """
+        """For a log."""
         copies = "1 copy" if self.replicate == 1 else f"{self.replicate} copies"
         cut = f", {'each ' if self.replicate > 1 else ''}sharded over {self.weights}" if self.is_sharded else ""
         split = f"; every sequence split over {self.sequence}" if self.sequence > 1 else ""
         return f"{copies} of the weights{cut}{split}"
 
     def mesh(self, device: str, timeout: timedelta | None = None) -> "DeviceMesh":
-        """For FSDP2: (replicate, weights), or weights alone where there is one copy. A collective.
+        """The mesh for FSDP2: (replicate, weights), or weights alone with one copy. A collective.
 
-        Groups of copies and of shards are made one by one. ``init_device_mesh`` would split them off the group of all
-        ranks where that is bound to a device, which ends the process by SIGSEGV unless that group is the first that the
-        process had (torch 2.11 and 2.13: ``groupRanks`` of the group split from is then empty); nor does it take a
-        timeout.
+        Groups are made one by one. ``init_device_mesh`` would split them off the group of all ranks, which crashes
+        (SIGSEGV) unless that is the first group of the process (torch 2.11 and 2.13), and it takes no timeout.
 
         Args:
             device: ``"cpu"`` or ``"cuda"``.
-            timeout: how long a rank waits for the others in one collective; None for torch's own.
+            timeout: of one collective; None for torch's own.
         """
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -112,7 +105,7 @@ class Arrangement:
         return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=("replicate", "weights"))
 
     def groups(self, timeout: timedelta | None = None) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-        """This rank's groups of ranks with other sequences, and with parts of the same ones. A collective.
+        """This rank's group with other sequences, and its group with parts of the same ones. A collective.
 
         Args:
             timeout: as of ``mesh``.
@@ -127,7 +120,7 @@ class Arrangement:
 
 
 def _own_group(ranks: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
-    """Of these groups the one that this rank is in. A collective of all ranks."""
+    """The one of these groups that this rank is in. A collective of all ranks."""
     group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)  # type: ignore[no-untyped-call]
     assert group is not None
     return group

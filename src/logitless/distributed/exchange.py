@@ -1,7 +1,7 @@
-"""What ranks that share a sequence hand each other: rows for heads around the attention, and the scores of their rows.
+"""Collectives of ranks that share a sequence.
 
 Ulysses (Jacobs et al. 2023, arXiv:2309.14509): each rank has some of a row's tokens and all heads, but in the attention
-all tokens and some of the heads. One all-to-all changes from the one to the other, another back.
+all tokens and some heads. One all-to-all changes between the two, another back.
 """
 
 from typing import Any
@@ -15,11 +15,9 @@ from torch.distributed import ProcessGroup
 
 
 def exchanged(x: Shaped[Tensor, "..."], group: ProcessGroup, *, split: int, join: int) -> Shaped[Tensor, "..."]:
-    """Cut a tensor along one dimension, give each rank a piece, and lay what comes end to end along another.
+    """All-to-all: cut a tensor along one dimension, and join the pieces of all ranks along another.
 
-    ``y_r = cat_s(x_s.chunk(S, split)[r], join)``
-
-    Gradient: the same the other way round.
+    ``y_r = cat_s(x_s.chunk(S, split)[r], join)``. Gradient: the reverse exchange.
 
     Args:
         x: of the same shape on every rank; S divides ``split``.
@@ -33,14 +31,13 @@ def exchanged(x: Shaped[Tensor, "..."], group: ProcessGroup, *, split: int, join
 def pieced_together(
     rows: Float[Tensor, "k C"], places: Int[Tensor, "k"], total: int, group: ProcessGroup
 ) -> Float[Tensor, "N C"]:
-    """The rows of all ranks on every rank, where each is computed by one of them.
+    """All N rows on every rank, each computed by one of them.
 
-    Gradient: of this rank's rows. Every rank goes on with all rows and computes the same loss from them, once; what
-    that loss asks of another rank's rows, the other rank knows too.
+    Gradient: of this rank's rows. All ranks compute the same loss from all rows, so no exchange is needed.
 
     Args:
         rows: of this rank.
-        places: of them among the N.
+        places: their indices among the N.
         total: N.
         group: that shares the rows.
     """

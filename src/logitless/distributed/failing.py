@@ -1,16 +1,15 @@
-"""What ends a piece of work on one rank ends it on all of them, with one error that says what failed where.
+"""A failure on one rank ends the work on all of them, with one error that says what failed where.
 
-A rank that fails while the others wait for its word tells them why, and all of them raise. One that fails inside a
-collective, where the others wait for its tensor, has nobody to tell: it leaves, which ends its connections, and
-``ranks_of_environment`` says to the others which rank left and why.
+A rank that fails outside a collective tells the others. One that fails inside leaves, which breaks its connections;
+``ranks_of_environment`` then tells the others which rank left and why.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from logitless import errors
+from logitless.distributed.exit_reasons import in_one_line
 from logitless.distributed.ranks import Ranks
-from logitless.distributed.roll import in_one_line
 from logitless.errors import EngineError, LogitlessError, LostRankError, TrainingError
 
 
@@ -26,7 +25,7 @@ class SharedWork:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Inside, the ranks send each other something: one that fails here has nobody who would listen."""
+        """Inside, ranks exchange data: one that fails here cannot tell the others."""
         self.is_heard = False
         yield
         self.is_heard = True  # not where it failed
@@ -34,19 +33,17 @@ class SharedWork:
 
 @contextmanager
 def failing_together(ranks: Ranks, work: str) -> Iterator[SharedWork]:
-    """Whatever is raised inside on one rank, Ctrl-C included, ends the block on every rank; a collective at its end.
+    """An exception on one rank, Ctrl-C included, ends the block on every rank; a collective at its end.
 
-    The first rank that failed raises what it met. All others raise a ``LogitlessError`` of the same class, so that all
-    of them handle it alike, or a ``TrainingError`` where it was none; a rank that was itself told to end (Ctrl-C, an
-    exit) does so.
+    The first rank that failed raises its own error. The others raise a ``LogitlessError`` of the same class, or a
+    ``TrainingError``.
 
     Args:
-        ranks: all of them enter the block, and none of them waits for another inside, except in
-            ``SharedWork.collective``.
+        ranks: all of them enter the block; inside, none waits for another except in ``SharedWork.collective``.
         work: what must succeed, as a noun phrase; ``needed`` of the others' error.
 
     Raises:
-        LogitlessError: another rank failed; ``given`` says which one, and what it met.
+        LogitlessError: another rank failed; ``given`` says which, and why.
 
     Example:
         >>> with failing_together(Ranks.alone(), "completions"):
@@ -66,7 +63,7 @@ def failing_together(ranks: Ranks, work: str) -> Iterator[SharedWork]:
             raise
         failure = error
     try:
-        said = ranks.everyones(None if failure is None else _words_of(failure))
+        said = ranks.all_gather_object(None if failure is None else _words_of(failure))
     except LostRankError:
         if failure is not None:
             raise failure from None
@@ -80,7 +77,7 @@ def failing_together(ranks: Ranks, work: str) -> Iterator[SharedWork]:
 
 
 def _words_of(error: BaseException) -> list[str]:
-    """[class, needed, given, remedy] of one of our errors; [what it says] of any other."""
+    """[class, needed, given, remedy] of one of our errors; [text] of any other."""
     if isinstance(error, LogitlessError):
         kind = next(each for each in type(error).__mro__ if each.__module__ == errors.__name__)
         return [kind.__name__, error.needed, error.given, error.remedy]

@@ -1,4 +1,4 @@
-"""Everyone's rows on every rank, in rank order, where each rank has as many as it has."""
+"""The rows of all ranks on every rank, in rank order."""
 
 from collections.abc import Callable
 
@@ -9,20 +9,17 @@ from torch import Tensor
 
 
 def gather_over_group(group: dist.ProcessGroup | None) -> Callable[[Tensor], Tensor]:
-    """The rows of all ranks of a process group, end to end, as a function of this rank's rows.
+    """All-gather of rows for statistics, without gradient.
 
     ``y = cat(x_0, x_1, ...)`` on every rank; lengths may differ, 0 included
 
-    Gradient: none; it is for statistics, which are constants of a loss.
-
     Args:
-        group: the ranks that share the data (``torch.distributed.group.WORLD`` for all of them); None for one rank
-            alone, where the rows are returned as they are and no process group need exist.
+        group: the ranks that share the data; None for one rank alone, without a process group.
 
     Returns:
-        A collective: every rank of the group calls it equally often, in the same order, with tensors of the same dtype
-        that differ in their first dimension at most. It waits for the lengths on the host, which on a GPU is a
-        synchronisation: gather columns together rather than one by one.
+        A collective: every rank calls it equally often, in the same order, with tensors of one dtype that differ in
+            their
+        first dimension at most. It synchronizes with a GPU: gather columns together.
 
     Example:
         >>> gather_over_group(None)(torch.tensor([1.0, 2.0]))

@@ -1,8 +1,8 @@
-"""The processes that train one policy together, as one object: who they are, and everything they tell each other.
+"""The processes that train one policy together, and their collectives.
 
-Every rank runs the same code in the same order; a rank alone runs it too, and then each method is the identity. What
-differs from rank to rank is the tokens it computes on. The loss is the sum of the ranks' parts, and gradients are
-summed, never averaged. Objects travel between ranks as JSON, so that no rank can make another run code.
+Every rank runs the same code in the same order, also a rank alone, where each method is the identity. The loss is the
+sum of the ranks' parts, and gradients are summed, never averaged. Objects travel as JSON, so that no rank can make
+another run code.
 """
 
 import ctypes
@@ -25,8 +25,8 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from logitless.distributed.arrangement import Arrangement
+from logitless.distributed.exit_reasons import ExitReasons, in_one_line
 from logitless.distributed.gather import gather_over_group
-from logitless.distributed.roll import Roll, in_one_line
 from logitless.distributed.sharding import is_sharded
 from logitless.distributed.shares import every_nth
 from logitless.distributed.sums import sum_over_group
@@ -44,22 +44,22 @@ NCCL_FAULTS_HERE = (
     "invalid argument",
     "invalid usage",
 )
-"""NCCL's results (``ncclGetErrorString``) that say of a rank that it failed itself, and not that another is gone."""
+"""NCCL results (``ncclGetErrorString``) that mean a failure of this rank, not of another."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a run. Every method that sends something is a collective: all ranks call it, in the same order.
+    """The ranks of a run. Methods are collectives unless they say otherwise: all ranks call them, in the same order.
 
     Args:
-        data: ranks that hold different sequences; None for one rank alone.
-        sequence: ranks that hold parts of the same sequences; None where every sequence lies on one rank.
-        all: every rank of the run; None where ``data`` has them all.
-        timeout: how long one waits for the others in a collective; None for torch's own.
+        data: ranks with different sequences; None for one rank alone.
+        sequence: ranks with parts of the same sequences; None if every sequence lies on one rank.
+        all: every rank of the run; None if ``data`` has them all.
+        timeout: of one collective; None for torch's own.
 
     Example:
         >>> ranks = Ranks.alone()
-        >>> ranks.rank, ranks.world, ranks.is_first, ranks.any(True), ranks.everyones("a")
+        >>> ranks.rank, ranks.world, ranks.is_first, ranks.any(True), ranks.all_gather_object("a")
         (0, 1, True, True, ['a'])
     """
 
@@ -71,11 +71,11 @@ class Ranks:
 
     @classmethod
     def alone(cls) -> "Ranks":
-        """One process; no process group need exist."""
+        """One process, without a process group."""
         return cls()
 
     def arranged(self, arrangement: Arrangement) -> "Ranks":
-        """The same ranks with groups for each dimension; a collective where there is more than one."""
+        """The same ranks with groups for each dimension."""
         if self.world == 1:
             return self
         data, sequence = arrangement.groups(self.timeout)
@@ -84,27 +84,27 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """Of this process among all, from 0."""
+        """This process among all, from 0."""
         return 0 if self._everyone is None else dist.get_rank(self._everyone)
 
     @property
     def world(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
         return 1 if self._everyone is None else dist.get_world_size(self._everyone)
 
     @property
     def data_rank(self) -> int:
-        """Of this process among those that hold different sequences, from 0."""
+        """This process among those with different sequences, from 0."""
         return 0 if self.data is None else dist.get_rank(self.data)
 
     @property
     def data_world(self) -> int:
-        """How many ranks hold different sequences."""
+        """Number of ranks with different sequences."""
         return 1 if self.data is None else dist.get_world_size(self.data)
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one process that writes files, metrics and the live view."""
+        """Whether this process writes files, metrics and the live view."""
         return self.rank == 0
 
     @property
@@ -112,52 +112,35 @@ class Ranks:
         return self.data if self.all is None else self.all
 
     def sum(self, part: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
-        """``sum_r part_r`` over ranks with different sequences, differentiable; see ``sum_over_group``."""
+        """Differentiable sum over ranks with different sequences; see ``sum_over_group``."""
         with _all_present():
             return sum_over_group(self.data)(part)
 
-    def sum_over_sequence(self, part: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
-        """The same over the ranks that share a sequence."""
-        with _all_present():
-            return sum_over_group(self.sequence)(part)
-
     def gather(self, rows: Shaped[Tensor, "n *rest"]) -> Shaped[Tensor, "m *rest"]:
-        """The rows of all ranks with different sequences, end to end in their order; see ``gather_over_group``."""
+        """The rows of all ranks with different sequences; see ``gather_over_group``."""
         with _all_present():
             return gather_over_group(self.data)(rows)
 
     def max(self, number: float | int) -> float | int:
-        """The largest of everyone's numbers."""
-        return max(self.everyones(number))
+        """The maximum over ranks."""
+        return max(self.all_gather_object(number))
 
     def any(self, condition: bool) -> bool:
-        """Whether it holds on any rank; for decisions that all ranks must take alike.
+        """Whether it holds on any rank; for decisions that all ranks must take alike."""
+        return any(self.all_gather_object(bool(condition)))
 
-        Example:
-            >>> Ranks.alone().any(False)
-            False
-        """
-        return any(self.everyones(bool(condition)))
-
-    def everyones(self, value: Any) -> list[Any]:
-        """What each rank gave, by rank; values are what JSON can hold, so tuples come back as lists.
-
-        Every rank's own value makes the trip as well, so that all of them go on with the same object.
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """The value of each rank, by rank, as JSON: tuples come back as lists.
 
         Raises:
             TypeError: a value that is not JSON.
         """
         if self._everyone is None:
             return [value]
-        return [json.loads(said) for said in self.everyones_bytes(json.dumps(value).encode())]
+        return [json.loads(said) for said in self.all_gather_bytes(json.dumps(value).encode())]
 
-    def everyones_bytes(self, mine: bytes) -> list[bytes]:
-        """What each rank gave, by rank; for many numbers, which as JSON would take seconds.
-
-        Example:
-            >>> Ranks.alone().everyones_bytes(b"ab")
-            [b'ab']
-        """
+    def all_gather_bytes(self, mine: bytes) -> list[bytes]:
+        """The bytes of each rank, by rank; for many numbers."""
         if self._everyone is None:
             return [mine]
         gather = gather_over_group(self._everyone)
@@ -166,28 +149,26 @@ class Ranks:
             whole = gather(torch.from_numpy(np.frombuffer(bytearray(mine), np.uint8)))
             return [part.numpy().tobytes() for part in torch.split(whole, lengths)]
 
-    def of_first(self, value: Any) -> Any:
-        """The value that rank 0 gave, on every rank; the others' is not read and may be None."""
-        return self.everyones(value if self.rank == 0 else None)[0]
+    def broadcast_object(self, value: Any) -> Any:
+        """The value of rank 0 on every rank; the others' is ignored."""
+        return self.all_gather_object(value if self.rank == 0 else None)[0]
 
     def first_on_nodes(self, environment: Mapping[str, str] = os.environ) -> tuple[int, ...]:
-        """The first rank of each machine, by the LOCAL_RANK that torchrun gave; without it, all are on one.
+        """The first rank of each machine, by torchrun's LOCAL_RANK; without it, all are on one.
 
         Example:
             >>> Ranks.alone().first_on_nodes({})
             (0,)
         """
         local = environment.get("LOCAL_RANK", "")
-        said = self.everyones(int(local) if local.isdecimal() else self.rank)
+        said = self.all_gather_object(int(local) if local.isdecimal() else self.rank)
         return tuple(rank for rank, place in enumerate(said) if place == 0)
 
     def shared(self, count: int, among: Sequence[int] | None = None) -> range:
-        """The places of this rank's share of things whose cost is not known yet, such as prompts to sample for.
-
-        Not a collective.
+        """Indices of this rank's share of things of unknown cost, such as prompts to sample for. Not a collective.
 
         Args:
-            count: of the things.
+            count: number of things.
             among: the ranks that take a share; None: all.
 
         Example:
@@ -198,11 +179,7 @@ class Ranks:
         return every_nth(count, taking.index(self.rank), len(taking)) if self.rank in taking else range(0)
 
     def rows_of(self, rows: Sequence[_Item]) -> Sequence[_Item]:
-        """This rank's of the rows of all ranks, which come in turn: the first of every rank, then the second.
-
-        Ranks that share a sequence have the same rows.
-
-        Not a collective.
+        """This rank's rows of a list that interleaves the rows of all ranks. Not a collective.
 
         Example:
             >>> Ranks.alone().rows_of((7, 8))
@@ -210,8 +187,8 @@ class Ranks:
         """
         return rows[self.data_rank :: self.data_world]
 
-    def copy_of_first(self, tensors: Iterable[Tensor]) -> None:
-        """Give every rank the bits of the first, in place.
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Broadcast the tensors of rank 0, in place.
 
         Args:
             tensors: of the same shapes on every rank, in the same order.
@@ -223,19 +200,19 @@ class Ranks:
                     dist.broadcast(sent, group=self._everyone, group_src=0)
 
     def check_same(self, what: Mapping[str, str], remedy: str) -> None:
-        """Refuse to go on where something is not the same on every rank.
+        """Raise where a value differs between ranks.
 
         Args:
             what: digests or versions by name.
             remedy: for the error.
 
         Raises:
-            ConfigurationError: on every rank, with the names that differ and the ranks that are alone with theirs.
+            ConfigurationError: on every rank, with the names that differ and the ranks that stand alone.
 
         Example:
             >>> Ranks.alone().check_same({"recipe": "a1"}, "Start all with the same.")
         """
-        said = self.everyones(dict(what))
+        said = self.all_gather_object(dict(what))
         differ = [name for name in what if any(each.get(name) != said[0].get(name) for each in said)]
         if differ:
             others = [rank for rank, each in enumerate(said) if each != said[0]]
@@ -247,20 +224,16 @@ class Ranks:
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        self.everyones(None)
+        self.all_gather_object(None)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replace every ``.grad`` by its sum over ranks: ``grad = sum_r grad_r``, in place, the only such place.
+        """All-reduce (sum) of every ``.grad``, in place.
 
-        A parameter without a gradient here counts as 0; one without a gradient on any rank keeps None, so the
-        optimizer passes it over as it would on one rank.
-
-        Accumulation: float32, float64 for float64 parameters.
-        Determinism: buckets are filled in the order of the parameters, so the same ranks add in the same order.
+        A missing gradient counts as 0; one that is missing on every rank stays None. Accumulates in float32, or float64
+        for float64 parameters, in a fixed order.
 
         Args:
-            parameters: the same on every rank, in the same order; frozen ones are left out, and sharded ones, whose
-                gradients FSDP2 has summed.
+            parameters: the same on every rank, in the same order; frozen and sharded ones are left out.
         """
         if self._everyone is None:
             return
@@ -270,19 +243,13 @@ class Ranks:
         with _all_present():
             has = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8, device=trained[0].device)
             dist.all_reduce(has, op=dist.ReduceOp.MAX, group=self._everyone)
-            under_way: _Sum | None = None
-            for bucket in _buckets([p for p, there in zip(trained, has.tolist(), strict=True) if there]):
-                begun = _Sum(bucket, self._everyone)
-                if under_way is not None:
-                    under_way.finish()
-                under_way = begun
-            if under_way is not None:
-                under_way.finish()
+            with_gradient = [p for p, there in zip(trained, has.tolist(), strict=True) if there]
+            _finish(_Sum(bucket, self._everyone) for bucket in _buckets(with_gradient))
 
     def sum_gradients_in_order(self, parameters: Iterable[nn.Parameter]) -> None:
-        """``sum_gradients`` along the tree of ``tree.py``: the bits do not depend on the number of ranks.
+        """``sum_gradients`` along the tree of ``tree.py``: bitwise identical for any number of ranks.
 
-        What it costs: every rank gets every other's gradients, where a sum needs two of them in all.
+        Every rank receives the gradients of all the others.
 
         Args:
             parameters: whole on every rank, with the sums of this rank's subtree.
@@ -294,26 +261,34 @@ class Ranks:
             return
         with _all_present():
             mine = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8, device=trained[0].device)
-            everyones = mine.new_empty(self.world * len(mine))
-            dist.all_gather_into_tensor(everyones, mine, group=self._everyone)
-            having = everyones.view(self.world, -1).bool().T.tolist()  # of each parameter, the ranks
+            of_all = mine.new_empty(self.world * len(mine))
+            dist.all_gather_into_tensor(of_all, mine, group=self._everyone)
+            having = of_all.view(self.world, -1).bool().T.tolist()  # of each parameter, the ranks
             ranks_of = {id(p): has for p, has in zip(trained, having, strict=True)}
-            under_way: _SumInOrder | None = None
-            for bucket in _buckets([p for p in trained if any(ranks_of[id(p)])], BUCKET_BYTES // self.world):
-                begun = _SumInOrder(bucket, [ranks_of[id(p)] for p in bucket], self._everyone)
-                if under_way is not None:
-                    under_way.finish()
-                under_way = begun
-            if under_way is not None:
-                under_way.finish()
+            with_gradient = [p for p in trained if any(ranks_of[id(p)])]
+            _finish(
+                _SumInOrder(bucket, [ranks_of[id(p)] for p in bucket], self._everyone)
+                for bucket in _buckets(with_gradient, BUCKET_BYTES // self.world)
+            )
+
+
+def _finish(sums: "Iterable[_Sum | _SumInOrder]") -> None:
+    """Finish each sum once the next has begun."""
+    under_way: _Sum | _SumInOrder | None = None
+    for begun in sums:
+        if under_way is not None:
+            under_way.finish()
+        under_way = begun
+    if under_way is not None:
+        under_way.finish()
 
 
 class _SumInOrder:
-    """The same of gradients that every rank gets of all, to add them along the tree while the next ones travel.
+    """One bucket of ``sum_gradients_in_order``, added along the tree while the next bucket travels.
 
     Args:
-        bucket: with a gradient on some rank.
-        having: of each parameter, which ranks have a gradient.
+        bucket: parameters with a gradient on some rank.
+        having: for each parameter, which ranks have a gradient.
         group: of the ranks.
     """
 
@@ -350,9 +325,8 @@ def _along_tree(of_ranks: list[list[Tensor | None]]) -> list[Tensor | None]:
 
 
 class _Sum:
-    """The sum of a bucket's gradients, which is under way while the next bucket is laid end to end.
-
-    A gradient alone in its bucket is summed where it lies.
+    """One bucket of ``sum_gradients``, reduced while the next is flattened. A gradient alone in its bucket is not
+    copied.
     """
 
     def __init__(self, bucket: list[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -377,20 +351,19 @@ class _Sum:
 def ranks_of_environment(
     device: str, environment: Mapping[str, str] = os.environ, *, timeout_seconds: int = 1800
 ) -> Iterator[Ranks]:
-    """The ranks that ``torchrun`` started, connected until the end of the block; one alone where it started none.
+    """The ranks that ``torchrun`` started, connected until the end of the block; one alone without torchrun.
 
-    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Tensors on the CPU travel by gloo, those on CUDA by
-    NCCL. A rank that fails leaves the block, which ends its connections: the others' next collective raises, and so all
-    of them end.
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. CPU tensors travel by gloo, CUDA tensors by NCCL. A
+    rank that fails leaves the block, so that the others' next collective raises.
 
     Args:
-        device: ``"cuda"`` or ``"cpu"``. On CUDA the GPU of this rank's number on its machine becomes the current one.
+        device: ``"cuda"`` or ``"cpu"``. On CUDA the GPU numbered LOCAL_RANK becomes the current one.
         environment: variables.
-        timeout_seconds: how long a rank waits for the others in one collective; longer than the longest rollout or
-            checkpoint of one rank. Past it, whoever waits ends with an error that names the ranks that are missing.
+        timeout_seconds: of one collective; longer than the longest rollout or checkpoint of one rank. Past it, waiting
+            ranks end with an error that names the missing ones.
 
     Raises:
-        ConfigurationError: some of the variables are missing or are not numbers that fit together.
+        ConfigurationError: variables are missing or do not fit together.
         UnavailableError: fewer GPUs than ranks on this machine.
 
     Example:
@@ -426,7 +399,7 @@ def ranks_of_environment(
     )
     ranks = Ranks(data=dist.group.WORLD, timeout=timeout)
     try:
-        with _called_by_name(Roll(PrefixStore(f"roll-{life}", store), rank, world)):
+        with _called_by_name(ExitReasons(PrefixStore(f"roll-{life}", store), rank, world)):
             yield ranks
     finally:
         # A group that is still referred to would end its threads with the interpreter, which can abort the process.
@@ -437,16 +410,13 @@ def ranks_of_environment(
 
 
 def _end_with_parent() -> None:
-    """Have the kernel kill this process when torchrun is gone, which alone ends ranks that are stopped or hang.
-
-    The others would else wait for them as long as a collective may take, with nobody left who ends them. Linux only.
-    """
+    """Have the kernel kill this process when torchrun is gone, also if it is stopped or hangs. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def restarted(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether ``torchrun --max-restarts`` has started these processes anew after one of them failed.
+    """Whether ``torchrun --max-restarts`` has restarted these processes.
 
     Example:
         >>> restarted({}), restarted({"TORCHELASTIC_RESTART_COUNT": "1"})
@@ -456,8 +426,8 @@ def restarted(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 @contextmanager
-def _called_by_name(roll: Roll) -> Iterator[None]:
-    """What ends this rank is written down; if it is that another is gone, the error says which."""
+def _called_by_name(roll: ExitReasons) -> Iterator[None]:
+    """Record why this rank ends; if another is gone, raise an error that says which."""
     try:
         yield
     except BaseException as error:
@@ -478,23 +448,23 @@ def _called_by_name(roll: Roll) -> Iterator[None]:
 
 
 def _in_short(error: BaseException) -> str:
-    """The first line of torch's word for it."""
+    """The first line of torch's message."""
     cause = error.__cause__ if isinstance(error.__cause__, RuntimeError) else error
     return str(cause).strip().split("\n")[0][:200]
 
 
 def _is_of_connection(error: BaseException) -> bool:
-    """Whether torch says that another process is gone: in a collective of FSDP2, which is not called here."""
+    """Whether torch reports a lost process, in a collective of FSDP2."""
     text = str(error).lower()
     words = ("gloo", "nccl", "connection closed", "connection reset", "timed out")
     return _is_of_collectives(error) and (isinstance(error, dist.DistError) or any(word in text for word in words))
 
 
 def _is_of_collectives(error: BaseException) -> bool:
-    """Whether a collective raises this where another process is gone, and not for a fault of this one.
+    """Whether a collective raised because another process is gone.
 
-    gloo raises a ``RuntimeError`` of no class of its own; NCCL, and the store that ranks meet in, a ``DistError``. NCCL
-    has one class for everything, so it is asked for its result: a call of CUDA that failed is this rank's own fault.
+    gloo raises a plain ``RuntimeError``; NCCL and the store a ``DistError``. NCCL's result then tells a failed CUDA
+    call of this rank from a lost peer.
     """
     text = str(error)
     here = "NCCL" in text and any(result in text for result in NCCL_FAULTS_HERE)
@@ -521,7 +491,7 @@ def _sum_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def _flat(bucket: list[nn.Parameter]) -> Tensor:
-    """The gradients end to end, in the dtype of their sum; 0 where there is none."""
+    """The gradients flattened, in the dtype of their sum; 0 where there is none."""
     dtype = _sum_dtype(bucket[0])
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).to(dtype) for p in bucket])
 
@@ -533,8 +503,7 @@ def _set_gradient(parameter: nn.Parameter, total: Tensor) -> None:
 
 
 def _buckets(parameters: list[nn.Parameter], most_bytes: int | None = None) -> Iterator[list[nn.Parameter]]:
-    """The parameters in order, cut where a bucket is full, around a large one, and where the dtype or device of the
-    sum changes."""
+    """The parameters in order, in buckets of one dtype and device; a large parameter has its own."""
     most_bytes = BUCKET_BYTES if most_bytes is None else most_bytes
     bucket: list[nn.Parameter] = []
     size = 0
@@ -553,7 +522,7 @@ def _buckets(parameters: list[nn.Parameter], most_bytes: int | None = None) -> I
 
 @contextmanager
 def _all_present() -> Iterator[None]:
-    """A collective that fails says that a rank is gone; which one, its own message says."""
+    """A failing collective says that a rank is gone, and which."""
     try:
         yield
     except RuntimeError as error:

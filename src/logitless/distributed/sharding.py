@@ -1,11 +1,9 @@
-"""A model whose weights are sharded over ranks by FSDP2, and whole for as long as it samples.
+"""A model whose weights are sharded over ranks by FSDP2, and whole while it samples.
 
-``fully_shard`` cuts every parameter by rows. A unit (a decoder layer, say) is gathered before its forward and before
-its backward, and let go after each; gradients are summed over ranks as they come, never averaged, and stay with the
-rank that owns the rows. ``gather`` makes all weights whole until ``release``: what decodes token by token cannot wait
-for other ranks at each token, and ranks with other prompts take another number of steps.
-
-torch's FSDP2 and DTensor take seconds to import, so only a run with shards does.
+``fully_shard`` cuts every parameter by rows. A unit (a decoder layer, say) is gathered before its forward and backward
+and released after each; gradients are summed over ranks, never averaged. ``gather`` makes all weights whole until
+``release``, because decoding cannot wait for other ranks at every token. FSDP2 is imported only by runs with shards,
+since that takes seconds.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,17 +18,12 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this is a DTensor.
-
-    Example:
-        >>> is_sharded(torch.zeros(2, 2))
-        False
-    """
+    """Whether this is a DTensor."""
     return hasattr(tensor, "placements")
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's rows of a sharded tensor, sharing its memory; any other as it is.
+    """This rank's rows of a sharded tensor, sharing its memory; any other tensor as it is.
 
     Example:
         >>> x = torch.zeros(2)
@@ -41,28 +34,17 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a sharded tensor on every rank, a collective; any other as it is.
-
-    Example:
-        >>> x = torch.zeros(2)
-        >>> whole(x) is x
-        True
-    """
+    """A sharded tensor gathered on every rank (a collective); any other as it is."""
     return tensor.full_tensor().detach() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def is_spare_copy(tensor: Tensor) -> bool:
-    """Whether another copy of a sharded tensor, of lower number, has this rank's rows too.
-
-    Example:
-        >>> is_spare_copy(torch.zeros(2))
-        False
-    """
+    """Whether a copy of lower number has this rank's rows too."""
     return is_sharded(tensor) and tensor.device_mesh.ndim > 1 and tensor.device_mesh.get_coordinate()[0] > 0  # type: ignore[attr-defined]
 
 
 def start_and_shape(tensor: Tensor) -> tuple[list[int], list[int]]:
-    """Where this rank's part begins in each dimension of the whole, and its shape.
+    """Offset of this rank's part in each dimension of the whole, and its shape.
 
     Example:
         >>> start_and_shape(torch.zeros(2, 3))
@@ -78,7 +60,7 @@ def start_and_shape(tensor: Tensor) -> tuple[list[int], list[int]]:
 
 
 def part_of(value: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, by the sharding of another of its shape.
+    """This rank's part of a whole tensor, sharded like another of its shape.
 
     Example:
         >>> part_of(torch.ones(2), torch.zeros(2))
@@ -89,7 +71,7 @@ def part_of(value: Tensor, like: Tensor) -> Tensor:
 
 
 def sharded_like(value: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor cut as another of its shape is; on the device of that one."""
+    """A whole tensor sharded like another of its shape, on that one's device."""
     part = part_of(value, like).to(like.device)
     if not is_sharded(like):
         return part
@@ -102,13 +84,7 @@ def sharded_like(value: Tensor, like: Tensor) -> Tensor:
 
 
 def shards_on(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor, or a sharded one whose shards wait on the host, on the device that it is used on.
-
-    Example:
-        >>> x = torch.zeros(2)
-        >>> shards_on(x, torch.device("cpu")) is x
-        True
-    """
+    """A tensor, or one whose shards wait on the host, on the device that uses it."""
     if not is_sharded(tensor) or tensor.device == device:
         return tensor
     from torch.distributed.tensor import DTensor
@@ -121,7 +97,7 @@ def shards_on(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def sum_over_shards(part: Tensor, like: Tensor) -> Tensor:
-    """The sum over the ranks that have a sharded tensor together, in place.
+    """All-reduce (sum) over the ranks of a sharded tensor, in place.
 
     Args:
         part: of this rank, such as the squares of its rows.
@@ -138,17 +114,15 @@ class ShardedModel:
     Args:
         model: that the units are of.
         units: modules that are gathered as one, in the order of the forward; a module that holds other units comes
-            after them, and has what they leave.
+            after them and takes what they leave.
         mesh: of one dimension, or two: copies and shards.
-        dtype: that weights are gathered in, and products made in; None for their own. Shards keep theirs, gradients are
-            summed in it.
+        dtype: of gathered weights and products; None for their own. Shards and gradients keep the shards' dtype.
         on_host: shards wait in the host's memory; for what is not trained.
-        made_same: called with the weights of a unit, on the mesh's device and still whole, before they are cut, and
-            with all buffers: some architectures round those that no checkpoint holds in another way when they are read
-            than when they are made. It fills weights that were on ``meta``: the unit alone has room then.
+        made_same: called with the weights of a unit, still whole, and with all buffers, before they are cut; fills
+            weights on ``meta`` and aligns buffers that are made otherwise than they are read.
 
     Attributes:
-        parameters: the shards by name; the same objects while weights are whole, so that an optimizer can hold them.
+        parameters: the shards by name; the same objects while weights are whole.
         is_whole: whether all weights are here.
     """
 
@@ -192,11 +166,11 @@ class ShardedModel:
 
     @property
     def whole_bytes(self) -> int:
-        """Of all weights while they are gathered."""
+        """Bytes of all weights while gathered."""
         return sum(p.numel() * (self.dtype or p.dtype).itemsize for p in dict.fromkeys(self.parameters.values()))
 
     def gather(self) -> None:
-        """Make every weight whole until ``release``; a collective."""
+        """Gather every weight until ``release``; a collective."""
         if self.is_whole:
             return
         for unit in self.units:
@@ -207,7 +181,7 @@ class ShardedModel:
         self.is_whole = True
 
     def release(self) -> None:
-        """Let go of what other ranks own."""
+        """Free what other ranks own."""
         if not self.is_whole:
             return
         for unit in self.units:
@@ -217,7 +191,7 @@ class ShardedModel:
         self.is_whole = False
 
     def _tie(self) -> None:
-        """Weights that a module outside of the units shares are what they are inside, shards or whole."""
+        """Tie weights that a module outside of the units shares with one inside, shards or whole."""
         for module, name, owner, name_there in self._tied:
             setattr(module, name, getattr(owner, name_there))
 
@@ -235,7 +209,7 @@ def unsharded_names(model: nn.Module, units: Iterable[nn.Module]) -> list[str]:
 
 
 def _make_room(unit: nn.Module, device: str) -> None:
-    """Weights of a unit that are on ``meta`` get room on a device; tied ones stay one."""
+    """Allocate the weights of a unit that are on ``meta``; tied ones stay one."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in unit.modules():
         for name, weight in module._parameters.items():
@@ -246,7 +220,7 @@ def _make_room(unit: nn.Module, device: str) -> None:
 
 
 def _tied_from_outside(model: nn.Module, units: Sequence[nn.Module]) -> list[tuple[nn.Module, str, nn.Module, str]]:
-    """(module, name, owner, name there) of parameters that a module outside of all units shares with one inside."""
+    """(module, name, owner, owner's name) of parameters that a module outside of all units shares with one inside."""
     inside = {id(module): module for unit in units for module in unit.modules()}
     owners = {id(p): (module, name) for module in inside.values() for name, p in module._parameters.items()}
     return [
@@ -259,7 +233,7 @@ def _tied_from_outside(model: nn.Module, units: Sequence[nn.Module]) -> list[tup
 
 
 def _take_wide_gradients(module: nn.Module, _: Any) -> None:
-    """Gradients of rounded weights arrive in float32, as they do where one rank has the weights."""
+    """Take float32 gradients of rounded weights."""
     for parameter in module.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.grad_dtype = torch.float32

@@ -1,4 +1,4 @@
-"""Which rank does what, as pure functions: every rank works them out for itself and gets the same answer."""
+"""Which rank does what, as pure functions with the same answer on every rank."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -7,7 +7,7 @@ _Made = TypeVar("_Made")
 
 
 def shares_by_cost(costs: Sequence[float], num_ranks: int) -> list[tuple[int, ...]]:
-    """Give each piece to a rank so that their loads are close: the costliest first, each to the least loaded rank.
+    """Assign pieces to ranks with similar loads: the costliest first, each to the least loaded rank.
 
     The largest load is at most 4/3 of the smallest possible one.
 
@@ -16,8 +16,7 @@ def shares_by_cost(costs: Sequence[float], num_ranks: int) -> list[tuple[int, ..
         num_ranks: R.
 
     Returns:
-        The indices of each rank's pieces, in their order; every piece is in exactly one share. Ties go to the lower
-        index and the lower rank.
+        The indices of each rank's pieces, ascending. Ties go to the lower index and the lower rank.
 
     Source: Graham 1969, longest processing time first.
 
@@ -35,7 +34,7 @@ def shares_by_cost(costs: Sequence[float], num_ranks: int) -> list[tuple[int, ..
 
 
 def attention_cost(pairs: float, hidden_size: int) -> float:
-    """Work of attention over so many pairs of tokens, in tokens of a short sequence: ``pairs / (6 D)``.
+    """Cost of attention in tokens of a short sequence: ``pairs / (6 D)``.
 
     A layer's products take about ``24 D^2`` operations a token, attention ``4 D`` a pair.
 
@@ -51,7 +50,7 @@ def attention_cost(pairs: float, hidden_size: int) -> float:
 
 
 def every_nth(count: int, rank: int, num_ranks: int) -> range:
-    """The indices that a rank takes of things whose cost is not known yet (prompts to sample for).
+    """Indices of a rank's share of things of unknown cost.
 
     Example:
         >>> [list(every_nth(5, rank, 2)) for rank in range(2)]
@@ -61,7 +60,7 @@ def every_nth(count: int, rank: int, num_ranks: int) -> range:
 
 
 def in_order(shares: Sequence[Sequence[_Made]]) -> list[_Made]:
-    """What ranks made of ``every_nth``, in the order of the whole.
+    """The ranks' results of ``every_nth``, in the original order.
 
     Example:
         >>> in_order([["a", "c", "e"], ["b", "d"]])

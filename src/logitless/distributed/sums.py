@@ -1,7 +1,6 @@
-"""Sums over ranks that gradients pass through.
+"""Differentiable sums over ranks.
 
-Convention: every rank holds a part of the loss, the loss is the sum of the parts, and gradients are summed over ranks.
-A sum over ranks that enters every rank's part then hands back the sum over ranks of what each part asks of it.
+The loss is the sum of the ranks' parts, and gradients are summed over ranks.
 """
 
 from collections.abc import Callable
@@ -15,19 +14,18 @@ from torch.autograd import Function
 
 
 def sum_over_group(group: dist.ProcessGroup | None) -> Callable[[Tensor], Tensor]:
-    """The element-wise sum over the ranks of a process group, as a function of a tensor.
+    """Differentiable all-reduce (sum) over the ranks of a process group.
 
     ``y = sum_r x_r`` on every rank
 
     Gradient: ``dL/dx_r = sum_s dL_s/dy`` with ``L = sum_s L_s``, L_s being the part that rank s computes.
 
     Args:
-        group: the ranks that share the data (``torch.distributed.group.WORLD`` for all of them); None for one rank
-            alone, where the sum is the tensor itself and no process group need exist.
+        group: the ranks that share the data; None for one rank alone, without a process group.
 
     Returns:
-        A collective: every rank of the group calls it equally often, in the same order, with the same shape, and either
-        all or none of them with a tensor that needs a gradient; all of them then run backward through it.
+        A collective: every rank calls it equally often, in the same order, with the same shape, and all or none with a
+        tensor that needs a gradient; all of them then run backward through it.
 
     Example:
         >>> sum_over_group(None)(torch.tensor([1.0, 2.0]))

@@ -1,13 +1,12 @@
-"""Sums in one order whatever the number of ranks: along a binary tree whose leaves are micro-batches.
+"""Sums along a binary tree of micro-batches: one order whatever the number of ranks.
 
     positions of 5 micro-batches in a tree of 8:     0 4 2 . 1 . 3 .
     one rank                                        (0 4 2 . 1 . 3 .)
     two ranks                                       (0 4 2 .)(1 . 3 .)
     four ranks                                      (0 4)(2 .)(1 .)(3 .)
 
-Micro-batch i has the position that i's bits read backwards give, so that ranks have equally many of them, but for one.
-A rank sums the subtree of its positions, and the ranks' sums are added along the rest of the tree. A missing leaf adds
-nothing. Numbers are added in pairs, left to right, so that the bits are those of one rank.
+Micro-batch i stands at the bit-reversed i, so that ranks have about equally many. A rank sums its subtree; the ranks'
+sums are added along the rest of the tree, in pairs, left to right. A missing leaf adds nothing.
 """
 
 from typing import TypeAlias
@@ -18,7 +17,7 @@ Sums: TypeAlias = list[Tensor | None]
 
 
 def places_in_tree(count: int, rank: int, num_ranks: int) -> list[int | None]:
-    """The micro-batches at a rank's positions of the tree, in their order; None where there is none.
+    """The micro-batches at a rank's positions of the tree; None where there is none.
 
     Args:
         count: micro-batches of all ranks.
@@ -37,7 +36,7 @@ def places_in_tree(count: int, rank: int, num_ranks: int) -> list[int | None]:
 
 
 class TreeSum:
-    """The sum of lists of tensors along a tree, holding one list a level at most.
+    """The sum of lists of tensors along a tree; keeps at most one list a level.
 
     Example:
         >>> import torch
@@ -52,7 +51,7 @@ class TreeSum:
         self._nodes: list[tuple[int, Sums]] = []
 
     def add(self, leaf: Sums) -> None:
-        """The next leaf, whose tensors are the sum's from here on; None adds nothing."""
+        """Add the next leaf, which takes over its tensors; None adds nothing."""
         level, node = 0, leaf
         while self._nodes and self._nodes[-1][0] == level:
             node = [_pair(left, right) for left, right in zip(self._nodes.pop()[1], node, strict=True)]
@@ -60,7 +59,7 @@ class TreeSum:
         self._nodes.append((level, node))
 
     def whole(self) -> Sums:
-        """The sum of all leaves, of which there are 1, 2, 4, ..."""
+        """The sum of all leaves, whose number is a power of two."""
         ((_, node),) = self._nodes
         return node
 

@@ -1,7 +1,16 @@
-"""What an audit says of one place."""
+"""What an audit says of one place, and the rules that say it."""
 
-from collections.abc import Sequence
+import inspect
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import wraps
+from typing import TypeAlias, TypeVar
+
+Places: TypeAlias = Iterator[tuple[str, str]]
+"""Recipe keys, or files with their lines; and what stands there."""
+
+Subject = TypeVar("Subject")
 
 
 @dataclass(frozen=True)
@@ -33,16 +42,32 @@ class Finding:
         return f"{self.place}: {self.said} [{self.rule}]\n    {self.reason} {self.remedy} ({self.source})"
 
 
-def in_words(findings: Sequence[Finding], looked_for: int) -> str:
-    """All findings below each other, and a last line with their number.
-
-    Args:
-        findings: in the order in which they are shown.
-        looked_for: number of rules.
+def rule(name: str) -> Callable[[Callable[[Subject], Places]], Callable[[Subject], list[Finding]]]:
+    """Make a rule of a function that yields places; its docstring says Reason, Remedy and Source.
 
     Example:
-        >>> in_words([], 12)
-        'nothing found; 12 rules'
+        >>> @rule("epochs")
+        ... def many(epochs):
+        ...     '''More than four.
+        ...
+        ...     Reason: It drifts.
+        ...     Remedy: Lower it.
+        ...     Source: a paper
+        ...     '''
+        ...     if epochs > 4:
+        ...         yield "train.epochs_per_block", str(epochs)
+        >>> many(8) == [Finding("epochs", "train.epochs_per_block", "8", "It drifts.", "Lower it.", "a paper")]
+        True
     """
-    number = "nothing found" if not findings else f"{len(findings)} found"
-    return "\n".join([*map(str, findings), f"{number}; {looked_for} rules"])
+
+    def of(find: Callable[[Subject], Places]) -> Callable[[Subject], list[Finding]]:
+        parts = re.split(r"^(Reason|Remedy|Source): ", inspect.getdoc(find) or "", flags=re.MULTILINE)
+        said = {name.lower(): " ".join(text.split()) for name, text in zip(parts[1::2], parts[2::2], strict=True)}
+
+        @wraps(find)
+        def found(subject: Subject) -> list[Finding]:
+            return [Finding(name, place, what, **said) for place, what in find(subject)]
+
+        return found
+
+    return of

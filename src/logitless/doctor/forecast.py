@@ -27,36 +27,21 @@ import torch
 
 from logitless.errors import UnavailableError
 from logitless.rewards.combine import reward_statistics
-from logitless.rollout.environments import environment_of
 from logitless.rollout.own_copy import OwnCopy
-from logitless.rollout.tool_environment import tools_of
 from logitless.rollout.transformers import TransformersEngine
 from logitless.seeds import derived_seed
-from logitless.train.collector import Collector
-from logitless.train.config import Recipe
-from logitless.train.engines import Engines, open_engines
-from logitless.train.failures import Failures
-from logitless.train.journal import Journal
-from logitless.train.learner import Learner
-from logitless.train.live_view import LiveView, duration
+from logitless.train.assembly.engines import open_engines
+from logitless.train.assembly.process import device_of, set_process
+from logitless.train.assembly.stages import Parts, assemble, load, read
+from logitless.train.collect.failures import Failures, first_failures
 from logitless.train.long_lived import left_alone
-from logitless.train.memory import peak_memory, size_text
-from logitless.train.plan import Plan
-from logitless.train.policies import policies_of
+from logitless.train.plan.run_plan import Plan
 from logitless.train.prepare import prepare
-from logitless.train.run_folder import create_run_folder
-from logitless.train.setup import (
-    Data,
-    algorithm_of,
-    data_of,
-    device_of,
-    order_of,
-    policy_model,
-    rewards_of,
-    set_process,
-    tokenizer_of,
-)
-from logitless.train.wall_clock import WallClock
+from logitless.train.recipe.config import Recipe
+from logitless.train.record.journal import Journal
+from logitless.train.record.live_view import LiveView, duration
+from logitless.train.record.memory import peak_memory, size_text
+from logitless.train.record.run_folder import create_run_folder
 from logitless.types import Group, VerdictStatus
 
 ENOUGH = ((3, 30.0), (5, 5.0))
@@ -82,6 +67,7 @@ class Forecast:
         batches: seconds of each measured batch, by phase; ``seconds`` are their medians, of a whole block.
         verdicts: of the last measured batch, how many have which status, by reward.
         failures: what there is to say of rewards that failed in the measured batches, with their first tracebacks.
+        first_failures: of the last measured batch, by reward, in a line.
 
     Example:
         >>> forecast = Forecast(10, 9, {"rollout": 2.0, "training": 1.0}, 100, 32, 320, 1.0)
@@ -100,6 +86,7 @@ class Forecast:
     batches: Sequence[Mapping[str, float]] = ()
     verdicts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     failures: Sequence[str] = ()
+    first_failures: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def block_seconds(self) -> float:
@@ -124,20 +111,6 @@ class Forecast:
                 f"{size_text(self.planned_bytes)} at the greatest lengths",
             ]
         )
-
-
-def prompts_of(recipe: Recipe) -> Data:
-    """The prompts of a recipe as a start loads them.
-
-    Raises:
-        LogitlessError: what a start would raise.
-    """
-    tokenizer = tokenizer_of(recipe.model)
-    return data_of(
-        recipe,
-        tokenizer,
-        tools_of(environment_of(recipe.rollout.environment, tokenizer, recipe.model.chat_template_kwargs)),
-    )
 
 
 def forecast_of(recipe: Recipe, plan: Plan) -> Forecast:
@@ -182,6 +155,7 @@ def forecast_of(recipe: Recipe, plan: Plan) -> Forecast:
         batches=batches,
         verdicts={name: {status: found[status] for status in statuses} for name, found in statistics_of.items()},
         failures=failures,
+        first_failures=first_failures(groups),
     )
 
 
@@ -242,44 +216,33 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], Seq
     """Seconds by phase of each batch after those to warm up; the judged groups of the last; what there is to say of
     rewards that failed; and how many times as long as for that batch the engine decodes for a block."""
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
-    tokenizer = tokenizer_of(recipe.model)
-    environment = environment_of(recipe.rollout.environment, tokenizer, recipe.model.chat_template_kwargs)
-    data = data_of(recipe, tokenizer, tools_of(environment))
-    rewards = rewards_of(recipe, data.judged)
-    algorithm = algorithm_of(recipe)
-    model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=device_of(recipe.model))
-    engines = open_engines(recipe, model, tokenizer)
+    inputs = read(recipe)
+    loaded = load(inputs)
+    recipe = loaded.recipe
+    batch = batch_of(recipe)
+    engines = open_engines(loaded.recipe, loaded.model, inputs.tokenizer)
     with ExitStack() as stack:
         stack.callback(engines.close)
-        policy, reference, _ = policies_of(recipe, algorithm, model)
-        view = LiveView(2, title="forecast", silent=True)
-        journal = Journal(create_run_folder(folder, "forecast"), view, (), policy.device)
-        learner = Learner(recipe, algorithm, policy, reference, reward_weights={r.name: r.weight for r in rewards})
-        batch = batch_of(recipe)
-        collector = Collector(
-            data.train,
-            engines.training,
-            environment,
-            rewards,
-            batch.rollout,
-            seed=recipe.seed,
-            order=order_of(recipe, data.train),
-        )
+        parts = assemble(inputs, loaded, engines).under(batch)
         stack.enter_context(left_alone())
-        failures = Failures(rewards)
-        groups = _block(engines, collector, learner, journal)
+        run_folder, failures = create_run_folder(folder, "forecast"), Failures(inputs.rewards)
+        view = LiveView(2, title="forecast", silent=True)
+
+        def block(parts: Parts) -> tuple[Sequence[Group], dict[str, float]]:
+            journal = Journal(run_folder, view, (), parts.learner.policy.device)
+            return _block(parts, journal), journal.clock.seconds()
+
+        groups, _ = block(parts)
         said = failures.new(groups)
         larger = batch_of(recipe, batch.rollout.prompts_per_block, sum(lengths_of(groups)))
-        collector.options, learner.recipe = larger.rollout, larger
         if larger != batch:  # kernels and buffers of its size, too, are made before it is measured
-            _block(engines, collector, learner, journal)
+            parts = parts.under(larger)
+            block(parts)
         batches = list[dict[str, float]]()
         spent = 0.0
         while not batches or any(len(batches) < most and spent < limit for most, limit in ENOUGH):
-            journal.clock = WallClock()
-            groups = _block(engines, collector, learner, journal)
+            groups, seconds = block(parts)
             said += failures.new(groups)
-            seconds = journal.clock.seconds()
             batches.append({phase: value for phase, value in seconds.items() if phase in PHASES})
             spent += math.fsum(seconds.values())
         whole = recipe.rollout.prompts_per_block * recipe.rollout.completions_per_prompt
@@ -288,11 +251,12 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], Seq
         return batches, groups, said, rounds
 
 
-def _block(engines: Engines, collector: Collector, learner: Learner, journal: Journal) -> Sequence[Group]:
+def _block(parts: Parts, journal: Journal) -> Sequence[Group]:
     """Draw a block and train on it; its judged groups."""
+    learner = parts.learner
     with journal.phase("weights"):
-        engines.load_all(learner.weights(), learner.version)
-    prepared = prepare(collector, learner, journal)
+        parts.engines.load_all(learner.weights(), learner.version)
+    prepared = prepare(parts.collector, learner, journal)
     if prepared.block is None:
         raise UnavailableError(
             needed="a sampled token to measure with",

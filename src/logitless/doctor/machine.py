@@ -15,18 +15,13 @@ from logitless.bench.machine import environment
 from logitless.bench.recommended import recommended_here
 from logitless.doctor.nearest import free_memory
 from logitless.head.api import why_not
-from logitless.rewards.sandbox import walls_of
-from logitless.train.config import Recipe
-from logitless.train.optimizer import automatic_implementation
-from logitless.train.plan import Plan
-from logitless.train.setup import (
-    allocator_of_environment,
-    device_of,
-    own_layers_because,
-    policy_model,
-    sdpa_allowed,
-    tokenizer_of,
-)
+from logitless.rewards.workers.sandbox import sandbox_of
+from logitless.train.assembly.layers import against_row_invariant
+from logitless.train.assembly.model import policy_model, tokenizer_of
+from logitless.train.assembly.process import allocator_of_environment, device_of, sdpa_allowed
+from logitless.train.optim.optimizer import automatic_implementation
+from logitless.train.plan.run_plan import Plan
+from logitless.train.recipe.config import Recipe
 from logitless.types import LMHead
 
 OPTIONAL = {
@@ -72,9 +67,9 @@ def findings() -> Sections:
         "machine": _hardware(device),
         "packages": {name: _version(name) for name in ("logitless", "torch", "transformers")},
         "optional": optional | others,
-        "walls around a model's text": {
-            "programs (code)": str(walls_of("program")),
-            "graders (math, reasoning_gym)": str(walls_of("grader")),
+        "sandbox around a model's text": {
+            "programs (code)": str(sandbox_of("program")),
+            "graders (math, reasoning_gym)": str(sandbox_of("grader")),
         },
         "one set of bits": bits(),
         "head backends": {name: why_not(name, hidden, head) or "runs" for name in ("reference", "chunked", "fused")},
@@ -125,7 +120,7 @@ def bits() -> dict[str, str]:
         return {"row-invariant layers": "no: they need a CUDA device"}
     if importlib.util.find_spec("triton") is None:
         return {"row-invariant layers": "no: pip install 'logitless[triton]'"}
-    from logitless.models.self_check import check_layer, rows_in_words
+    from logitless.models.row_invariant.self_check import check_layer, rows_in_words
 
     report = check_layer(torch.device("cuda", torch.cuda.current_device()))
     same = "the bits of the packed row" if report.exact else f"OTHER BITS than the packed row: {report.attention}"
@@ -225,7 +220,7 @@ def takes_row_invariant_layers(recipe: Recipe, device: torch.device) -> bool:
         return False
     tokenizer = tokenizer_of(recipe.model)
     model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=torch.device("meta"))
-    return not own_layers_because(recipe.model, model)
+    return not against_row_invariant(recipe.model, model)
 
 
 def _would_take_row_invariant_layers(recipe: Recipe, device: torch.device) -> bool:

@@ -1,23 +1,19 @@
 """Why a recipe cannot run on this machine, and the nearest settings with which it can."""
 
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import yaml
 
 from logitless.errors import LogitlessError
-from logitless.head.api import why_not
-from logitless.train.config import GpuEngineSection, Recipe
-from logitless.train.memory import free_host_memory, size_text
-from logitless.train.plan import Plan, plan_of
-from logitless.train.recipe import load_recipe
-from logitless.train.setup import device_of
-from logitless.train.writers import check_writers
-from logitless.types import LMHead
+from logitless.train.assembly.process import device_of
+from logitless.train.plan.run_plan import Plan, plan_of
+from logitless.train.recipe.config import MACHINE_RULES, Recipe
+from logitless.train.recipe.loading import load_recipe
+from logitless.train.recipe.rule import Machine, is_installed
+from logitless.train.record.memory import free_host_memory, size_text
 
 
 @dataclass(frozen=True)
@@ -99,60 +95,15 @@ def free_memory(device: torch.device) -> int:
 
 def _lacking(recipe: Recipe) -> Iterator[tuple[str, tuple[str, ...]]]:
     """(what is not here, the settings that do without it)."""
-    model, train = recipe.model, recipe.train
     try:
-        device = device_of(model)
+        device = device_of(recipe.model)
     except LogitlessError as error:
         yield str(error), ("model.device=auto",)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpu = device.type == "cuda"
-    lacks = "a GPU" if not on_gpu else "Triton" if _absent("triton") else ""
-    engine = isinstance(recipe.rollout.engine, GpuEngineSection)
-    if model.layers == "row_invariant" and lacks:
-        also = ("rollout.engine={name: transformers}",) if engine else ()
-        yield f"model.layers: row_invariant needs {lacks}", ("model.layers=transformers", *also)
-    elif engine and lacks:
-        yield f"rollout.engine: gpu needs {lacks}", ("rollout.engine={name: transformers}",)
-    if model.layers == "liger" and (not on_gpu or _absent("liger_kernel")):
-        liger = "Liger: pip install 'logitless[liger]'" if on_gpu else "a GPU"
-        yield f"model.layers: liger needs {liger}", ("model.layers=auto",)
-    if model.attention == "flex_attention" and not on_gpu:
-        yield "model.attention: flex_attention needs a GPU for its backward", ("model.attention=packed",)
-    if model.quantize is not None and _absent("bitsandbytes"):
-        yield (
-            f"model.quantize: {model.quantize} needs bitsandbytes: pip install 'logitless[four-bit]'",
-            ("model.quantize=null",),
-        )
-    if train.optimizer.moments == "8bit" and _absent("torchao"):
-        yield (
-            "train.optimizer.moments: 8bit needs torchao: pip install 'logitless[torchao]'",
-            ("train.optimizer.moments=float32",),
-        )
-    if train.optimizer.moments == "host" and not on_gpu:
-        yield "train.optimizer.moments: host needs a GPU", ("train.optimizer.moments=float32",)
-    for key, backend in (("training_backend", train.training_backend), ("scoring_backend", train.scoring_backend)):
-        if backend != "auto":
-            head = LMHead(torch.zeros(8, 16, device=device))
-            reason = why_not(backend, torch.zeros(1, 16, device=device), head)
-            if reason is not None:
-                yield f"train.{key}: {backend} cannot run here: {reason}", (f"train.{key}=auto",)
-    try:
-        check_writers(recipe.writers)
-    except LogitlessError as error:
-        left = [
-            each.name
-            if each == type(each)()
-            else {"name": each.name, **each.model_dump(mode="json", exclude_defaults=True)}
-            for each in recipe.writers
-            if each.name == "tensorboard" or not _absent(each.name)
-        ]
-        yield str(error), (f"writers={yaml.safe_dump(left, default_flow_style=True, width=10_000).strip()}",)
-    if model.lora is not None and _absent("peft"):
-        yield "model.lora needs peft: pip install 'logitless[lora]'", ()
-
-
-def _absent(package: str) -> bool:
-    return importlib.util.find_spec(package) is None
+    machine = Machine(recipe, device.type)
+    for rule in MACHINE_RULES:
+        if rule.is_broken(machine):
+            yield str(rule.error(machine)), rule.instead(machine)
 
 
 Change = Callable[[Recipe], Sequence[str]]
@@ -181,7 +132,7 @@ def _head(recipe: Recipe) -> Sequence[str]:
 
 
 def _lora(recipe: Recipe) -> Sequence[str]:
-    if recipe.model.lora is not None or _absent("peft"):
+    if recipe.model.lora is not None or not is_installed("peft"):
         return []
     low = [] if recipe.model.trained_dtype == "bfloat16" else ["model.autocast=bfloat16"]
     return ["model.lora={rank: 16, alpha: 32}", "model.dtype=bfloat16", *low, "train.optimizer.learning_rate=1e-5"]

@@ -1,37 +1,25 @@
 """Settings of a recipe that are valid and often a mistake, each with its reason and a source.
 
-A recipe that is invalid never gets here: ``load_recipe`` refuses it. What a recipe cannot get wrong, because there is
-no such setting, is in ``IMPOSSIBLE``. Whoever knows better keeps the setting: an audit refuses nothing.
+A recipe that is invalid never gets here: ``load_recipe`` refuses it. An audit refuses nothing: a setting that is
+meant can stay.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from logitless.doctor.finding import Finding
+from logitless.doctor.finding import Finding, Places, rule
 from logitless.objective.advantage import BatchStandardized, Gdpo
 from logitless.objective.algorithm import Algorithm
 from logitless.objective.kl_control import FixedKL, LinearKL, ProportionalKL, ZieglerKL
 from logitless.objective.weighting import MicroBatchTokenMean
-from logitless.rewards.instruction_reward import InstructionReward
+from logitless.rewards.instructions.instruction_reward import InstructionReward
 from logitless.rollout.recorded import read_completions
-from logitless.train.config import Recipe, RecordedEngineSection
-from logitless.train.setup import Data, algorithm_of
-
-IMPOSSIBLE = {
-    "prompt tokens in the loss": "only sampled tokens have a row (docs/dataflow.md, packing); a recorded completion "
-    "that repeats its prompt is found below",
-    "bfloat16 master weights": "trained weights are float32, or bfloat16 with float32 masters that the optimizer steps",
-    "a KL target without control": "`target` is a key of adaptive controllers alone; one that cannot move is found "
-    "below",
-    "a mean inside the loss": "normalisation is a weight a token, made once a step",
-    "top-p under a sampler correction": "refused when the recipe is read",
-    "held-out texts in training": "prompts whose text is held out are left out of training and counted; texts that "
-    "differ in spelling alone are found below",
-}
-"""Known mistakes that a recipe cannot make, and why not."""
+from logitless.train.assembly.algorithm import algorithm_of
+from logitless.train.assembly.data import Data
+from logitless.train.recipe.config import Recipe
+from logitless.types import VerdictStatus
 
 FULL_RATE, LORA_RATE = (1e-7, 1e-5), (5e-6, 5e-4)
 """Learning rates in use for RL of pretrained weights, lowest and highest."""
@@ -40,6 +28,8 @@ BLOCK_TOKENS = (50_000, 200_000)
 """Sampled tokens a block that published runs have; twice as far away is called far."""
 
 MAX_EPOCHS, MIN_GROUP = 4, 4
+
+FAILED = ("error", "timeout")
 
 
 @dataclass(frozen=True)
@@ -70,7 +60,7 @@ def audit_recipe(recipe: Recipe, data: Data | None = None) -> list[Finding]:
         data: as ``data_of`` loads it; without it prompts are not looked at.
 
     Example:
-        >>> from logitless.train.recipe import parse_recipe
+        >>> from logitless.train.recipe.loading import parse_recipe
         >>> recipe = parse_recipe({
         ...     "name": "toy", "model": {"source": "some/model"},
         ...     "data": {"train": {"name": "file", "path": "a.jsonl"}},
@@ -80,52 +70,99 @@ def audit_recipe(recipe: Recipe, data: Data | None = None) -> list[Finding]:
         ['epochs', 'group size', 'nothing held out']
     """
     audited = Audited(recipe, algorithm_of(recipe), data)
-    return [finding for rule in RULES for finding in rule(audited)]
+    return [finding for look in RULES for finding in look(audited)]
 
 
-def _across_groups(audited: Audited) -> Iterator[Finding]:
+@dataclass(frozen=True)
+class Scored:
+    """What became of the completions of a run, or of a measured batch.
+
+    Args:
+        where: they were scored.
+        verdicts: by reward, how many have which status.
+        first_failures: by reward, its first error or time-out, in a line.
+    """
+
+    where: str
+    verdicts: Mapping[str, Mapping[str, int]]
+    first_failures: Mapping[str, str]
+
+
+@rule("failed scoring")
+def audit_scoring(scored: Scored) -> Places:
+    """Rewards that failed, or gave no score at all.
+
+    Reason: A completion without a score is not trained on, and does not count as correct where it is held out.
+    Remedy: Repair the reward before the run.
+    Source: docs/own_reward.md
+    """
+    for name, counts in scored.verdicts.items():
+        total, failed = (sum(counts.get(each, 0) for each in of) for of in (get_args(VerdictStatus), FAILED))
+        first = f", the first by {scored.first_failures[name]}" if name in scored.first_failures else ""
+        if failed:
+            yield "rewards", f"{name} failed at {failed:,} of {total:,} completions of {scored.where}{first}"
+        elif total and counts.get("missing", 0) == total:
+            yield "rewards", f"{name} scored none of {total:,} completions of {scored.where}: all missing"
+
+
+@rule("normalisation across groups")
+def _across_groups(audited: Audited) -> Places:
+    """An advantage over all groups of a block.
+
+    Reason: The gradient of one prompt then depends on which other prompts were drawn with it, and easy and hard
+        prompts are scaled alike.
+    Remedy: Use group_standardized or group_centered, unless the paper that you follow does this on purpose.
+    Source: GRPO normalises in the group: arXiv:2402.03300, sec. 4.1; over the batch on purpose: arXiv:2508.08221
+    """
     advantage = audited.algorithm.advantage
     if isinstance(advantage, BatchStandardized | Gdpo):
-        yield Finding(
-            "normalisation across groups",
-            "algorithm.advantage",
-            f"{advantage.name} divides by a standard deviation over all groups of a block",
-            "The gradient of one prompt then depends on which other prompts were drawn with it, and easy and hard "
-            "prompts are scaled alike.",
-            "Use group_standardized or group_centered, unless the paper that you follow does this on purpose.",
-            "GRPO normalises in the group: arXiv:2402.03300, sec. 4.1; over the batch on purpose: arXiv:2508.08221",
-        )
+        yield "algorithm.advantage", f"{advantage.name} divides by a standard deviation over all groups of a block"
+
+
+@rule("normalisation by micro-batch")
+def _across_micro_batches(audited: Audited) -> Places:
+    """A weighting over each micro-batch.
+
+    Reason: A token's weight depends on the micro-batch that it lies in, so that train.tokens_per_micro_batch, which
+        should change memory alone, changes the loss.
+    Remedy: Use token_mean.
+    Source: docs/objectives.md; TRL's loss_type bnpo
+    """
     if isinstance(audited.algorithm.weighting, MicroBatchTokenMean):
-        yield Finding(
-            "normalisation by micro-batch",
-            "algorithm.weighting",
-            "micro_batch_token_mean",
-            "A token's weight depends on the micro-batch that it lies in, so that train.tokens_per_micro_batch, which "
-            "should change memory alone, changes the loss.",
-            "Use token_mean.",
-            "docs/objectives.md; TRL's loss_type bnpo",
-        )
+        yield "algorithm.weighting", "micro_batch_token_mean"
 
 
-def _repeated_prompts(audited: Audited) -> Iterator[Finding]:
+@rule("prompt tokens in the loss")
+def _repeated_prompts(audited: Audited) -> Places:
+    """Prompt tokens in the loss.
+
+    Reason: They were not sampled, and training on them raises the probability of the question.
+    Remedy: Record the completions' own tokens.
+    Source: Williams 1992 (REINFORCE): the gradient is of what the policy drew
+    """
     engine, data = audited.recipe.rollout.engine, audited.data
-    if not isinstance(engine, RecordedEngineSection) or data is None or Path(engine.path).is_dir():
+    if engine.recorded_file is None or data is None:
         return
-    prompts = {prompt.id: tuple(prompt.token_ids) for prompt in data.train}
-    completions = [c for c in read_completions(engine.path) if prompts.get(c.prompt_id)]
-    repeated = [c for c in completions if tuple(c.token_ids[: len(prompts[c.prompt_id])]) == prompts[c.prompt_id]]
+    prompts = {prompt.id: prompt.token_ids.tobytes() for prompt in data.train if len(prompt.token_ids)}
+    completions = [c for c in read_completions(engine.recorded_file) if c.prompt_id in prompts]
+    repeated = [c for c in completions if c.token_ids.tobytes().startswith(prompts[c.prompt_id])]
     if repeated:
-        yield Finding(
-            "prompt tokens in the loss",
+        yield (
             "rollout.engine.path",
             f"{len(repeated)} of {len(completions)} recorded completions begin with the tokens of their prompt",
-            "They were not sampled, and training on them raises the probability of the question.",
-            "Record the completions' own tokens.",
-            "Williams 1992 (REINFORCE): the gradient is of what the policy drew",
         )
 
 
-def _filtered_sampling(audited: Audited) -> Iterator[Finding]:
+@rule("filtered sampling")
+def _filtered_sampling(audited: Audited) -> Places:
+    """Filtered sampling.
+
+    Reason: Tokens are drawn from a narrower distribution than the one that the loss is of: the policy is trained on
+        samples of another one, its entropy falls faster, and a sampler correction cannot repair it, since what was
+        cut has no samples.
+    Remedy: Train on temperature alone, and filter in evaluation.
+    Source: arXiv:2512.02556, sec. 3.1, where the sampler's mask is kept for the loss; docs/objectives.md
+    """
     sampling = audited.recipe.rollout.sampling
     filters = {
         "top_p": sampling.top_p < 1,
@@ -135,45 +172,42 @@ def _filtered_sampling(audited: Audited) -> Iterator[Finding]:
     if not any(filters.values()):
         return
     said = ", ".join(f"{name}={getattr(sampling, name)}" for name, on in filters.items() if on)
-    yield Finding(
-        "filtered sampling",
-        "rollout.sampling",
-        said,
-        "Tokens are drawn from a narrower distribution than the one that the loss is of: the policy is trained on "
-        "samples of another one, its entropy falls faster, and a sampler correction cannot repair it, since what was "
-        "cut has no samples.",
-        "Train on temperature alone, and filter in evaluation.",
-        "arXiv:2512.02556, sec. 3.1, where the sampler's mask is kept for the loss; docs/objectives.md",
-    )
+    yield "rollout.sampling", said
 
 
-def _overlap(audited: Audited) -> Iterator[Finding]:
+@rule("evaluation on training prompts")
+def _same_prompts(audited: Audited) -> Places:
+    """Held-out prompts that differ from training's in spelling alone.
+
+    Reason: Their accuracy says what was memorised.
+    Remedy: Leave them out of one of the two.
+    Source: arXiv:2405.00332 (GSM1k): accuracy on seen problems overstates
+    """
     data = audited.data
     if data is None or not data.all_held_out:
         return
     spelt = {_plain(prompt.text) for prompt in data.train}
     again = [prompt for prompt in data.all_held_out if _plain(prompt.text) in spelt]
     if again:
-        yield Finding(
-            "evaluation on training prompts",
-            "data.held_out",
-            f"{len(again)} of {len(data.all_held_out)} held-out prompts differ from one that is trained on in case, "
-            "blanks or punctuation alone",
-            "Their accuracy says what was memorised.",
-            "Leave them out of one of the two.",
-            "arXiv:2405.00332 (GSM1k): accuracy on seen problems overstates",
-        )
+        said = f"{len(again)} of {len(data.all_held_out)} held-out prompts differ from one that is trained on in case, "
+        yield "data.held_out", f"{said}blanks or punctuation alone"
+
+
+@rule("reward and evaluation overlap")
+def _same_instructions(audited: Audited) -> Places:
+    """Instruction ids that are both rewarded and held out.
+
+    Reason: Accuracy then says how well these checks are met, and nothing of instructions that were not trained.
+    Remedy: Hold whole ids out, or train on IFTrain's ids and evaluate on IFBench's.
+    Source: arXiv:2507.02833 (IFBench): models overfit to the checks that they are trained on
+    """
+    data = audited.data
+    if data is None or not data.all_held_out:
+        return
     columns = [reward.ids_column for reward in audited.recipe.rewards if isinstance(reward, InstructionReward)]
     trained, held = (_ids(prompts, columns) for prompts in (data.train, data.all_held_out))
-    if trained & held:
-        yield Finding(
-            "reward and evaluation overlap",
-            "rewards",
-            f"{len(trained & held)} of {len(held)} instruction ids of the held-out prompts are rewarded in training",
-            "Accuracy then says how well these checks are met, and nothing of instructions that were not trained.",
-            "Hold whole ids out, or train on IFTrain's ids and evaluate on IFBench's.",
-            "arXiv:2507.02833 (IFBench): models overfit to the checks that they are trained on",
-        )
+    if both := trained & held:
+        yield "rewards", f"{len(both)} of {len(held)} instruction ids of the held-out prompts are rewarded in training"
 
 
 def _ids(prompts: Sequence[Any], columns: Sequence[str]) -> set[str]:
@@ -184,123 +218,117 @@ def _plain(text: str) -> str:
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 
-def _idle_reference(audited: Audited) -> Iterator[Finding]:
+@rule("reference without effect")
+def _idle_reference(audited: Audited) -> Places:
+    """Reference without effect.
+
+    Reason: The reference is loaded and every block is scored a second time, for a term of 0.
+    Remedy: Remove the section kl; the metrics of drift from the old policy stay.
+    Source: docs/dataflow.md, scoring
+    """
     kl = audited.recipe.kl
     if kl is not None and isinstance(kl.control, FixedKL) and kl.control.beta == 0:
-        yield Finding(
-            "reference without effect",
-            "kl.control.beta",
-            "0",
-            "The reference is loaded and every block is scored a second time, for a term of 0.",
-            "Remove the section kl; the metrics of drift from the old policy stay.",
-            "docs/dataflow.md, scoring",
-        )
+        yield "kl.control.beta", "0"
 
 
-def _stuck_target(audited: Audited) -> Iterator[Finding]:
+@rule("KL target without control")
+def _stuck_target(audited: Audited) -> Places:
+    """KL target without control.
+
+    Reason: The target is written down and never sought.
+    Remedy: Set beta_min below beta_max, or use control: {name: fixed}.
+    Source: arXiv:1909.08593, sec. 2.2: the coefficient moves until the KL meets the target
+    """
     control = audited.algorithm.kl_control
     if not isinstance(control, ProportionalKL | LinearKL | ZieglerKL):
         return
     if control.beta_min == control.beta_max:
-        yield Finding(
-            "KL target without control",
-            "kl.control",
-            f"{control.name} with target {control.target:g}, and a coefficient that cannot move",
-            "The target is written down and never sought.",
-            "Set beta_min below beta_max, or use control: {name: fixed}.",
-            "arXiv:1909.08593, sec. 2.2: the coefficient moves until the KL meets the target",
-        )
+        yield "kl.control", f"{control.name} with target {control.target:g}, and a coefficient that cannot move"
 
 
-def _learning_rate(audited: Audited) -> Iterator[Finding]:
-    if not audited.pretrained:
-        return
+@rule("learning rate")
+def _learning_rate(audited: Audited) -> Places:
+    """One far from practice with pretrained models.
+
+    Reason: Too low a rate learns nothing in the budget; too high a one breaks the policy within a few steps, which clip
+        fractions and KL show first.
+    Remedy: Begin with 1e-6, with LoRA with 1e-5 to 1e-4.
+    Source: 1e-6 for full: arXiv:2402.03300, arXiv:2503.14476; ten times as much for LoRA: Schulman et al. 2025, LoRA
+        Without Regret
+    """
     recipe = audited.recipe
     rate, lora = recipe.train.optimizer.learning_rate, recipe.model.lora is not None
     low, high = LORA_RATE if lora else FULL_RATE
-    if not low <= rate <= high:
+    if audited.pretrained and not low <= rate <= high:
         kind = "LoRA" if lora else "full fine-tuning"
-        yield Finding(
-            "learning rate",
-            "train.optimizer.learning_rate",
-            f"{rate:g}, far {'below' if rate < low else 'above'} practice for {kind}, {low:g} to {high:g}",
-            "Too low a rate learns nothing in the budget; too high a one breaks the policy within a few steps, "
-            "which clip fractions and KL show first.",
-            f"Begin with {'1e-5 to 1e-4' if lora else '1e-6'}.",
-            "1e-6 for full: arXiv:2402.03300, arXiv:2503.14476; ten times as much for LoRA: Schulman et al. 2025, "
-            "LoRA Without Regret",
-        )
+        far = f"{rate:g}, far {'below' if rate < low else 'above'} practice for {kind}, {low:g} to {high:g}"
+        yield "train.optimizer.learning_rate", far
 
 
-def _epochs(audited: Audited) -> Iterator[Finding]:
+@rule("epochs")
+def _epochs(audited: Audited) -> Places:
+    """Epochs.
+
+    Reason: After a few passes the policy is far from the one that sampled, most ratios are clipped, and what is
+        left of the gradient is that of the outliers.
+    Remedy: Use 1 to 4, and more prompts a block instead.
+    Source: 1 in arXiv:2402.03300, at most 4 in arXiv:2403.17031
+    """
     epochs = audited.recipe.train.epochs_per_block
     if epochs > MAX_EPOCHS:
-        yield Finding(
-            "epochs",
-            "train.epochs_per_block",
-            str(epochs),
-            "After a few passes the policy is far from the one that sampled, most ratios are clipped, and what is left "
-            "of the gradient is that of the outliers.",
-            "Use 1 to 4, and more prompts a block instead.",
-            "1 in arXiv:2402.03300, at most 4 in arXiv:2403.17031",
-        )
+        yield "train.epochs_per_block", str(epochs)
 
 
-def _block_tokens(audited: Audited) -> Iterator[Finding]:
-    if not audited.pretrained:
-        return
+@rule("block size")
+def _block_tokens(audited: Audited) -> Places:
+    """Far fewer or more sampled tokens a block than published runs have.
+
+    Reason: Too few give a gradient that is mostly noise, and more time in starting rounds than in them; too many are
+        drawn from a policy that is stale by the last step on them, and one round takes long.
+    Remedy: Aim at 50,000 to 200,000 sampled tokens: change prompts_per_block, completions_per_prompt or max_new_tokens.
+    Source: 1,024 completions of at most 1,024 tokens in arXiv:2402.03300, sec. 4.2
+    """
     rollout = audited.recipe.rollout
     tokens = rollout.prompts_per_block * rollout.completions_per_prompt * rollout.longest_completion
     low, high = BLOCK_TOKENS
-    if tokens < low / 2 or tokens > 8 * high:  # completions rarely reach their limit
-        few = tokens < low / 2
-        yield Finding(
-            "block size",
-            "rollout",
-            f"at most {tokens:,} sampled tokens a block",
-            "So few give a gradient that is mostly noise, and more time in starting rounds than in them."
-            if few
-            else "So many are drawn from a policy that is stale by the last step on them, and one round takes long.",
-            f"Aim at {low:,} to {high:,} sampled tokens: change prompts_per_block, completions_per_prompt or "
-            "max_new_tokens.",
-            "1,024 completions of at most 1,024 tokens in arXiv:2402.03300, sec. 4.2",
-        )
+    if audited.pretrained and (tokens < low / 2 or tokens > 8 * high):  # completions rarely reach their limit
+        yield "rollout", f"at most {tokens:,} sampled tokens a block"
 
 
-def _group_size(audited: Audited) -> Iterator[Finding]:
+@rule("group size")
+def _group_size(audited: Audited) -> Places:
+    """Group size.
+
+    Reason: The mean of so few rewards is a noisy baseline, and most groups have equal rewards and no signal.
+    Remedy: Use 8 to 16, with fewer prompts a block if time is short.
+    Source: 64 in arXiv:2402.03300, 16 in arXiv:2503.14476
+    """
     size = audited.recipe.rollout.completions_per_prompt
     advantage = audited.algorithm.advantage
     if advantage is not None and advantage.compares_group and size < MIN_GROUP:
-        yield Finding(
-            "group size",
-            "rollout.completions_per_prompt",
-            str(size),
-            "The mean of so few rewards is a noisy baseline, and most groups have equal rewards and no signal.",
-            "Use 8 to 16, with fewer prompts a block if time is short.",
-            "64 in arXiv:2402.03300, 16 in arXiv:2503.14476",
-        )
+        yield "rollout.completions_per_prompt", str(size)
 
 
-def _nothing_held_out(audited: Audited) -> Iterator[Finding]:
+@rule("nothing held out")
+def _nothing_held_out(audited: Audited) -> Places:
+    """Nothing held out.
+
+    Reason: The only measure of the run is its reward on the prompts that it trains on.
+    Remedy: Hold out a few hundred prompts.
+    Source: arXiv:2405.00332 (GSM1k)
+    """
     recipe = audited.recipe
     if recipe.data.held_out is None and not recipe.evaluation.sets and audited.pretrained:
-        yield Finding(
-            "nothing held out",
-            "data.held_out",
-            "none",
-            "The only measure of the run is its reward on the prompts that it trains on.",
-            "Hold out a few hundred prompts.",
-            "arXiv:2405.00332 (GSM1k)",
-        )
+        yield "data.held_out", "none"
 
 
-Rule = Callable[[Audited], Iterator[Finding]]
-
-RULES: tuple[Rule, ...] = (
+RULES: tuple[Callable[[Audited], list[Finding]], ...] = (
     _across_groups,
+    _across_micro_batches,
     _repeated_prompts,
     _filtered_sampling,
-    _overlap,
+    _same_prompts,
+    _same_instructions,
     _idle_reference,
     _stuck_target,
     _learning_rate,

@@ -56,7 +56,7 @@ def audit_source(folder: Path) -> tuple[list[Finding], list[str]]:
             given="; ".join(unread) or "none",
             remedy="Name the folder of the training code.",
         )
-    found = [finding for module in modules for rule in RULES for finding in rule(module)]
+    found = [finding for module in modules for look in RULES for finding in look(module)]
     found.sort(key=lambda finding: (finding.place.rpartition(":")[0], int(finding.place.rpartition(":")[2])))
     return [*found, *(finding for rule in TREE_RULES for finding in rule(modules))], unread
 

@@ -83,6 +83,10 @@ class Module:
         """File and line."""
         return f"{self.name}:{getattr(node, 'lineno', 1)}"
 
+    def at(self, node: ast.AST) -> tuple[str, str]:
+        """Its place and its line."""
+        return self.place(node), self.line(node)
+
     def line(self, node: ast.AST) -> str:
         """The source of a node on one line, shortened."""
         text = " ".join(ast.unparse(node).split())

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from logitless.doctor.finding import Finding
+from logitless.doctor.finding import Finding, Places, rule
 from logitless.doctor.source_code import (
     Function,
     Module,
@@ -23,12 +23,18 @@ from logitless.errors import ConfigurationError
 from logitless.objective.presets import trl
 from logitless.objective.trl_configuration import DEFAULTS as TRL_DEFAULTS
 
-_SCHULMAN = "Schulman 2020, Approximating KL Divergence"
 _REWARD_WORDS = {"reward", "rewards", "return", "returns", "advantage", "advantages", "score", "scores", "adv"}
 
 
-def centred_over_batch(module: Module) -> Iterator[Finding]:
-    """``rewards - rewards.mean()`` over all dimensions, where nothing says that it is one group."""
+@rule("centred over the batch")
+def centred_over_batch(module: Module) -> Places:
+    """``rewards - rewards.mean()`` over all dimensions, where nothing says that it is one group.
+
+    Reason: A mean over everything compares completions of different prompts: a completion of an
+        easy prompt is praised. GRPO's baseline is the mean of one prompt's completions.
+    Remedy: Give the mean the group's dimension, or say in a name that this is one group.
+    Source: arXiv:2402.03300, sec. 4.1; over the batch on purpose: REINFORCE++, arXiv:2501.03262
+    """
     if "mean" not in module.text:
         return
     for node in module.nodes:
@@ -45,15 +51,7 @@ def centred_over_batch(module: Module) -> Iterator[Finding]:
             isinstance(around, ast.BinOp) and isinstance(around.op, ast.Mult) and "mean" in words_of(around.right)
         )
         if not covariance and not _one_group(module, node, averaged):
-            yield Finding(
-                "centred over the batch",
-                module.place(node),
-                module.line(node),
-                "A mean over everything compares completions of different prompts: whoever drew an easy prompt is "
-                "praised. GRPO's baseline is the mean of one prompt's completions.",
-                "Give the mean the group's dimension, or say in a name that this is one group.",
-                "arXiv:2402.03300, sec. 4.1; over the batch on purpose: REINFORCE++, arXiv:2501.03262",
-            )
+            yield module.at(node)
 
 
 def _one_group(module: Module, node: ast.AST, averaged: ast.expr) -> bool:
@@ -81,8 +79,15 @@ _GROUP_COUNTS = re.compile(
 )
 
 
-def groups_shuffled(module: Module) -> Iterator[Finding]:
-    """A shuffle in a function that later reads rows as (groups, completions)."""
+@rule("groups shuffled")
+def groups_shuffled(module: Module) -> Places:
+    """A shuffle in a function that later reads rows as (groups, completions).
+
+    Reason: Rows are read as groups by their position after an order has been drawn: if it is the rows' own,
+        completions of different prompts are compared.
+    Remedy: Shuffle whole groups, or after advantages are known.
+    Source: arXiv:2402.03300, sec. 4.1
+    """
     for call in module.calls("shuffle", "randperm", "permutation"):
         scope = module.scope_of(call)
         if scope is module.tree:
@@ -95,20 +100,18 @@ def groups_shuffled(module: Module) -> Iterator[Finding]:
                 and _GROUP_COUNTS.search(ast.unparse(later))
                 and words_of(later) & _REWARD_WORDS
             ):
-                yield Finding(
-                    "groups shuffled",
-                    module.place(call),
-                    f"{module.line(call)}, and below {module.line(later)}",
-                    "Rows are read as groups by their position after an order has been drawn: if it is the rows' own, "
-                    "completions of different prompts are compared.",
-                    "Shuffle whole groups, or after advantages are known.",
-                    "arXiv:2402.03300, sec. 4.1",
-                )
+                yield module.place(call), f"{module.line(call)}, and below {module.line(later)}"
                 break
 
 
-def estimator_named(module: Module) -> Iterator[Finding]:
-    """Code of k1, k2 or k3 in a branch, a function or a variable with the name of another one."""
+@rule("KL estimator under another name")
+def estimator_named(module: Module) -> Places:
+    """Code of k1, k2 or k3 in a branch, a function or a variable with the name of another one.
+
+    Reason: k1, k2 and k3 differ in bias, sign and, in a loss, in the gradient that they give.
+    Remedy: Rename it, or write the other formula.
+    Source: Schulman 2020, Approximating KL Divergence; gradients: arXiv:2506.09477
+    """
     for where, claimed, expressions in _claims(module):
         found = {kind: each for each in expressions if (kind := _estimator(module, each)) is not None}
         if len(found) > 1:
@@ -116,14 +119,8 @@ def estimator_named(module: Module) -> Iterator[Finding]:
         for kind, expression in found.items():
             if kind not in claimed:
                 wanted = " or ".join(sorted(claimed))
-                yield Finding(
-                    "KL estimator under another name",
-                    module.place(expression),
-                    f"{module.line(expression)} is {_SAID[kind]}, and {where} says {wanted}",
-                    "k1, k2 and k3 differ in bias, sign and, in a loss, in the gradient that they give.",
-                    "Rename it, or write the other formula.",
-                    f"{_SCHULMAN}; gradients: arXiv:2506.09477",
-                )
+                said = f"{module.line(expression)} is {_SAID[kind]}, and {where} says {wanted}"
+                yield module.place(expression), said
 
 
 _SAID = {"k1": "k1", "k2": "k2", "k3": "k3", "2 k2": "a square without its half, twice k2"}
@@ -230,8 +227,15 @@ def _is_log_ratio(module: Module, expression: ast.expr) -> bool:
     return bool(words & {"log", "logp", "logps", "logprob", "logprobs", "logr", "ratio", "kl", "logpi"})
 
 
-def k3_reversed(module: Module) -> Iterator[Finding]:
-    """``exp(d) - d - 1`` with ``d = logp - logp_ref``; for samples of the policy it is ``logp_ref - logp``."""
+@rule("k3 the wrong way round")
+def k3_reversed(module: Module) -> Places:
+    """``exp(d) - d - 1`` with ``d = logp - logp_ref``; for samples of the policy it is ``logp_ref - logp``.
+
+    Reason: With tokens drawn from the policy, exp(d) - d - 1 estimates KL(policy || reference) for d = logp_ref - logp;
+        with the sign turned it estimates nothing of the kind, and explodes where the policy moved.
+    Remedy: Turn the difference round.
+    Source: Schulman 2020, Approximating KL Divergence
+    """
     if "exp" not in module.text:
         return
     for node in module.nodes:
@@ -246,23 +250,21 @@ def k3_reversed(module: Module) -> Iterator[Finding]:
             d = Counter({term: sign * n for term, n in made[0].items()}) if made else Counter()
         reference = [n for term, n in d.items() if words_of(ast.parse(term)) & {"ref", "reference", "base"}]
         if len(d) == 2 and len(reference) == 1 and reference[0] < 0:
-            yield Finding(
-                "k3 the wrong way round",
-                module.place(node),
-                module.line(node),
-                "With tokens drawn from the policy, exp(d) - d - 1 estimates KL(policy || reference) for "
-                "d = logp_ref - logp; with the sign turned it estimates nothing of the kind, and explodes where the "
-                "policy moved.",
-                "Turn the difference round.",
-                _SCHULMAN,
-            )
+            yield module.at(node)
 
 
 _REFERENCE = re.compile(r"(^|_)(ref|reference)(_|$)|^(ref|reference)_?(model|policy)|(model|policy)_?ref$")
 
 
-def reference_left_trainable(module: Module) -> Iterator[Finding]:
-    """A reference model that is made here, and neither frozen nor put into evaluation mode in this file."""
+@rule("reference left trainable")
+def reference_left_trainable(module: Module) -> Places:
+    """A reference model that is made here, and neither frozen nor put into evaluation mode in this file.
+
+    Reason: A reference with gradients costs their memory, and an optimizer may step it; with dropout on, its
+        log-probs are of another function each time.
+    Remedy: Freeze it and call eval() where it is made.
+    Source: torch documentation, Module.requires_grad_ and Module.eval
+    """
     for node in module.nodes:
         if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)):
             continue
@@ -280,15 +282,7 @@ def reference_left_trainable(module: Module) -> Iterator[Finding]:
         lacks = [] if frozen else [f"{name}.requires_grad_(False)"]
         lacks += [] if evaluates else [f"{name}.eval()"]
         if lacks:
-            yield Finding(
-                "reference left trainable",
-                module.place(node),
-                f"{module.line(node)}, without {' and '.join(lacks)}",
-                "A reference with gradients costs their memory, and an optimizer may step it; with dropout on, its "
-                "log-probs are of another function each time.",
-                "Freeze it and call eval() where it is made.",
-                "torch documentation, Module.requires_grad_ and Module.eval",
-            )
+            yield module.place(node), f"{module.line(node)}, without {' and '.join(lacks)}"
 
 
 def _made_by(call: ast.Call) -> ast.Call:
@@ -345,8 +339,14 @@ def _without_gradient(module: Module, node: ast.AST) -> bool:
     return False
 
 
-def prompt_in_loss(module: Module) -> Iterator[Finding]:
-    """Labels that are the whole input, or a loss that is masked by the attention mask alone."""
+@rule("prompt tokens in the loss")
+def prompt_in_loss(module: Module) -> Places:
+    """Labels that are the whole input, or a loss that is masked by the attention mask alone.
+
+    Reason: Every token of the input is trained on, the prompt among them, which the policy did not write.
+    Remedy: Give prompt and padding the label -100, or multiply by a mask of the completion.
+    Source: arXiv:2203.02155, sec. 3.5: the loss is of the policy's own tokens; transformers, ignore_index
+    """
     if "labels" not in module.text and "attention_mask" not in module.text:
         return
     for node in module.nodes:
@@ -354,15 +354,15 @@ def prompt_in_loss(module: Module) -> Iterator[Finding]:
             name = ast.unparse(node.targets[0])
             whole = isinstance(node.targets[0], ast.Name | ast.Attribute | ast.Subscript)
             if whole and re.search(r"\blabels\b", name) and not _masked_later(module, node, name):
-                yield _prompt_finding(module, node)
+                yield module.at(node)
         elif isinstance(node, ast.Call) and (labels := keyword(node, "labels")) is not None:
             masked = any("completion_mask" in (each.arg or "") for each in node.keywords)
             if _is_whole_input(labels) and not masked:
-                yield _prompt_finding(module, node)
+                yield module.at(node)
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             one, other = words_of(node.left), words_of(node.right)
             if "loss" in one | other and {"attention", "mask"} <= (other if "loss" in one else one):
-                yield _prompt_finding(module, node)
+                yield module.at(node)
 
 
 def _is_whole_input(value: ast.expr) -> bool:
@@ -385,19 +385,15 @@ def _masked_later(module: Module, node: ast.Assign, name: str) -> bool:
     return False
 
 
-def _prompt_finding(module: Module, node: ast.AST) -> Finding:
-    return Finding(
-        "prompt tokens in the loss",
-        module.place(node),
-        module.line(node),
-        "Every token of the input is trained on, the prompt among them, which the policy did not write.",
-        "Give prompt and padding the label -100, or multiply by a mask of the completion.",
-        "arXiv:2203.02155, sec. 3.5: the loss is of the policy's own tokens; transformers, ignore_index",
-    )
+@rule("use_reentrant unset")
+def reentrant_unset(module: Module) -> Places:
+    """Gradient checkpointing without ``use_reentrant``.
 
-
-def reentrant_unset(module: Module) -> Iterator[Finding]:
-    """Gradient checkpointing without ``use_reentrant``."""
+    Reason: torch then takes the reentrant form (transformers before 5 did, too), which needs an input that requires a
+        gradient: under LoRA, whose embedding is frozen, gradients are silently missing.
+    Remedy: Set use_reentrant=False.
+    Source: torch documentation, torch.utils.checkpoint
+    """
     for call in module.calls("gradient_checkpointing_enable", "checkpoint"):
         is_torch = called(call) == "checkpoint" and re.search(
             r"checkpoint\.checkpoint$|^checkpoint$", ast.unparse(call.func)
@@ -408,31 +404,26 @@ def reentrant_unset(module: Module) -> Iterator[Finding]:
         elif call.args or isinstance(keyword(call, "gradient_checkpointing_kwargs"), ast.Name | ast.Attribute):
             continue  # settings come from elsewhere
         if "use_reentrant" not in ast.unparse(call) and all(each.arg is not None for each in call.keywords):
-            yield _reentrant_finding(module, call)
+            yield module.at(call)
     for call in (node for node in module.nodes if isinstance(node, ast.Call)):
         on = keyword(call, "gradient_checkpointing")
         is_config = called(call).endswith(("Config", "Arguments"))
         if is_config and isinstance(on, ast.Constant) and on.value is True and "use_reentrant" not in module.text:
-            yield _reentrant_finding(module, call)
+            yield module.at(call)
 
 
-def _reentrant_finding(module: Module, call: ast.Call) -> Finding:
-    return Finding(
-        "use_reentrant unset",
-        module.place(call),
-        module.line(call),
-        "torch then takes the reentrant form (transformers before 5 did, too), which needs an input that requires a "
-        "gradient: under LoRA, whose embedding is frozen, gradients are silently missing.",
-        "Set use_reentrant=False.",
-        "torch documentation, torch.utils.checkpoint",
-    )
-
-
-def float16_alone(module: Module) -> Iterator[Finding]:
+@rule("float16 alone")
+def float16_alone(module: Module) -> Places:
     """Autocast to float16, by its default or by name, in a file that knows no bfloat16 and no gradient scaler.
 
     ``fp16=True`` of a trainer's arguments and ``accelerator.autocast()`` are left alone: transformers' trainers and
     accelerate scale gradients then.
+
+    Reason: Small gradients of log-probs become 0 below 6e-8 and large ones infinite above 65,504, unless a scaler
+        holds them between.
+    Remedy: Use bfloat16 where the card has it, or a GradScaler and a look at skipped steps; float16 has more
+        digits, and for agreement with the sampler some prefer it.
+    Source: torch documentation, automatic mixed precision; for float16: arXiv:2510.26788
     """
     if any("enabled=False" not in ast.unparse(call) for call in module.calls("GradScaler", "ShardedGradScaler")):
         return
@@ -446,20 +437,18 @@ def float16_alone(module: Module) -> Iterator[Finding]:
         by_default = dtype is None and "enabled=False" not in text and "cpu" not in text and "bfloat16" not in text
         if (named or by_default) and not (knows_bfloat16 and not by_default):
             how = "float16 by name" if named else "float16, autocast's default on CUDA"
-            yield Finding(
-                "float16 alone",
-                module.place(call),
-                f"{module.line(call)}: {how}, and no GradScaler in this file",
-                "Small gradients of log-probs become 0 below 6e-8 and large ones infinite above 65,504, unless a "
-                "scaler holds them between.",
-                "Use bfloat16 where the card has it, or a GradScaler and a look at skipped steps; float16 has more "
-                "digits, and for agreement with the sampler some prefer it.",
-                "torch documentation, automatic mixed precision; for float16: arXiv:2510.26788",
-            )
+            yield module.place(call), f"{module.line(call)}: {how}, and no GradScaler in this file"
 
 
-def xformers_required(module: Module) -> Iterator[Finding]:
-    """xFormers imported without a way around it, or asked for by name."""
+@rule("xFormers required")
+def xformers_required(module: Module) -> Places:
+    """xFormers imported without a way around it, or asked for by name.
+
+    Reason: Its wheels are built for one version of torch each; on another one the whole program does not start, and
+        torch has had the same kernels since 2.0.
+    Remedy: Use scaled_dot_product_attention (attn_implementation='sdpa'), or import it in a try.
+    Source: torch documentation, scaled_dot_product_attention
+    """
     for node in module.nodes:
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -470,19 +459,18 @@ def xformers_required(module: Module) -> Iterator[Finding]:
         guarded = any(isinstance(above, ast.Try | ast.If | Function) for above in module.above(node))
         asked = isinstance(node, ast.Call) and called(node) == "enable_xformers_memory_efficient_attention"
         if (imported and not guarded) or asked:
-            yield Finding(
-                "xFormers required",
-                module.place(node),
-                module.line(node),
-                "Its wheels are built for one version of torch each; on another one the whole program does not start, "
-                "and torch has had the same kernels since 2.0.",
-                "Use scaled_dot_product_attention (attn_implementation='sdpa'), or import it in a try.",
-                "torch documentation, scaled_dot_product_attention",
-            )
+            yield module.at(node)
 
 
-def low_precision_masters(module: Module) -> Iterator[Finding]:
-    """torch's optimizer over a model that this file loads in bfloat16 or float16, or converts to it."""
+@rule("low-precision master weights")
+def low_precision_masters(module: Module) -> Places:
+    """torch's optimizer over a model that this file loads in bfloat16 or float16, or converts to it.
+
+    Reason: bfloat16 has 8 bits: at a learning rate of 1e-6 almost every step is smaller than half a unit in the
+        last place of its weight, and is lost.
+    Remedy: Keep float32 weights and autocast, or an optimizer with float32 masters or stochastic rounding.
+    Source: arXiv:1710.03740, sec. 3.1; docs/numerics.md
+    """
     if re.search(r"deepspeed|FSDP|fully_shard|get_peft_model|LoraConfig", module.text):
         return
     lowered: dict[str, ast.stmt] = {}
@@ -491,15 +479,7 @@ def low_precision_masters(module: Module) -> Iterator[Finding]:
         for call in (each for each in ast.walk(node) if isinstance(each, ast.Call)):
             owner = _parameters_of(call) if called(call) in ("Adam", "AdamW", "SGD") else None
             if owner in lowered:
-                yield Finding(
-                    "low-precision master weights",
-                    module.place(call),
-                    f"{module.line(call)}, of {module.line(lowered[owner])}",
-                    "bfloat16 has 8 bits: at a learning rate of 1e-6 almost every step is smaller than half a unit in "
-                    "the last place of its weight, and is lost.",
-                    "Keep float32 weights and autocast, or an optimizer with float32 masters or stochastic rounding.",
-                    "arXiv:1710.03740, sec. 3.1; docs/numerics.md",
-                )
+                yield module.place(call), f"{module.line(call)}, of {module.line(lowered[owner])}"
         model, calls = _chain(node.value)
         half = _loaded_in_16_bits(model) or ast.unparse(model) in lowered
         for call in calls:
@@ -548,8 +528,15 @@ def _converted(call: ast.Call, half: bool) -> bool:
     return half and re.search(r"\b(float|float32|float64|double)\b", given) is None
 
 
-def trl_configuration(module: Module) -> Iterator[Finding]:
-    """A ``GRPOConfig(...)`` of literal values, read as the algorithm that TRL makes of it."""
+@rule("what a GRPOConfig trains")
+def trl_configuration(module: Module) -> Places:
+    """A ``GRPOConfig(...)`` of literal values, read as the algorithm that TRL makes of it.
+
+    Reason: TRL takes settings that its loss does not read, or that do something else under another loss_type,
+        without a word.
+    Remedy: Leave out what has no effect, and write down what is meant.
+    Source: TRL's GRPOTrainer._compute_loss, as presets.trl reads it
+    """
     if "trl" not in module.text:
         return
     for call in module.calls("GRPOConfig"):
@@ -567,15 +554,7 @@ def trl_configuration(module: Module) -> Iterator[Finding]:
                 said.append(str(error))
         said += [str(each.message) for each in caught]
         for each in said:
-            yield Finding(
-                "what a GRPOConfig trains",
-                module.place(call),
-                f"{module.line(call)}: {each}",
-                "TRL takes settings that its loss does not read, or that do something else under another loss_type, "
-                "without a word.",
-                "Leave out what has no effect, and write down what is meant.",
-                "TRL's GRPOTrainer._compute_loss, as presets.trl reads it",
-            )
+            yield module.place(call), f"{module.line(call)}: {each}"
 
 
 def _literals(module: Module, call: ast.Call) -> dict[str, Any] | None:
@@ -595,8 +574,15 @@ def _literals(module: Module, call: ast.Call) -> dict[str, Any] | None:
     return fields
 
 
-def temperature_forgotten(modules: Sequence[Module]) -> Iterator[Finding]:
-    """Sampling at a temperature that no log-prob of the whole tree is divided by."""
+@rule("temperature forgotten in the loss")
+def temperature_forgotten(modules: Sequence[Module]) -> Places:
+    """Sampling at a temperature that no log-prob of the whole tree is divided by.
+
+    Reason: Tokens come from softmax(logits / temperature), and no logits of this tree are divided by it: the
+        log-probs that are trained belong to another policy than the one that sampled.
+    Remedy: Divide the logits by the same temperature, or sample at 1.
+    Source: TRL's and verl's trainers divide; docs/head.md, temperature
+    """
     divided = re.compile(
         r"logits[\w\[\]:, .()-]*\s*/\s*[\w.]*temp|\.div_?\([\w.]*temp|/=\s*[\w.]*temp|temperature=[\w.]*temperature"
     )
@@ -608,75 +594,76 @@ def temperature_forgotten(modules: Sequence[Module]) -> Iterator[Finding]:
         for call in module.calls("SamplingParams", "GenerationConfig", "generate"):
             value = keyword(call, "temperature")
             if isinstance(value, ast.Constant) and isinstance(value.value, int | float) and value.value not in (0, 1):
-                yield Finding(
-                    "temperature forgotten in the loss",
-                    module.place(call),
-                    module.line(call),
-                    "Tokens come from softmax(logits / temperature), and no logits of this tree are divided by it: the "
-                    "log-probs that are trained belong to another policy than the one that sampled.",
-                    "Divide the logits by the same temperature, or sample at 1.",
-                    "TRL's and verl's trainers divide; docs/head.md, temperature",
-                )
+                yield module.at(call)
 
 
-def settings_at_default(modules: Sequence[Module]) -> Iterator[Finding]:
-    """Settings of the process that a tree which trains never makes; one finding each."""
-    training = next((module for module in modules if any(True for _ in module.calls("backward"))), None)
-    if training is None:
-        return
-    first = next(training.calls("backward"))
-    text = "\n".join(module.text for module in modules)
-    if not re.search(r"allow_tf32|set_float32_matmul_precision|fp32_precision|\btf32\b", text):
-        yield Finding(
-            "TF32 at its default",
-            training.place(first),
-            "this tree trains and never sets the precision of float32 products",
-            "torch's default is full float32: on an Ampere card or later, float32 products run several times slower "
-            "than under TF32, with 10 bits instead of 23.",
-            "Decide: torch.set_float32_matmul_precision('high'), or 'highest' written down.",
-            "torch documentation, CUDA semantics, TF32",
-        )
-    if not re.search(r"PYTORCH_(CUDA_)?ALLOC_CONF", text):
-        yield Finding(
-            "allocator at its default",
-            training.place(first),
-            "this tree trains and never mentions PYTORCH_CUDA_ALLOC_CONF",
-            "Lengths differ from batch to batch, and on a small card the allocator's cache falls to pieces long before "
-            "memory is really full.",
-            "Set expandable_segments:True before the first CUDA call, or say in the README who does.",
-            "torch documentation, CUDA memory management",
-        )
-    if re.search(r"""init_process_group\(.{0,40}nccl|backend=["']nccl|deepspeed\.init_distributed""", text) and (
-        "NCCL_P2P_DISABLE" not in text
-    ):
-        yield Finding(
-            "NCCL on consumer cards",
-            training.place(first),
-            "this tree trains over NCCL and never mentions NCCL_P2P_DISABLE",
-            "GeForce cards of the 4000 series have no peer-to-peer transfers: with some drivers the first collective "
-            "hangs instead of falling back.",
-            "Say so in the README, or set NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 on such cards, and nowhere else.",
-            "NCCL documentation, NCCL_P2P_DISABLE; accelerate sets both on these cards",
-        )
+@rule("TF32 at its default")
+def tf32_at_default(modules: Sequence[Module]) -> Places:
+    """A tree that trains and never sets the precision of float32 products.
+
+    Reason: torch's default is full float32: on an Ampere card or later, float32 products run several times slower than
+        under TF32, with 10 bits instead of 23.
+    Remedy: Decide: torch.set_float32_matmul_precision('high'), or 'highest' written down.
+    Source: torch documentation, CUDA semantics, TF32
+    """
+    for place, text in _training(modules):
+        if not re.search(r"allow_tf32|set_float32_matmul_precision|fp32_precision|\btf32\b", text):
+            yield place, "this tree trains and never sets the precision of float32 products"
 
 
-def peer_to_peer_off(module: Module) -> Iterator[Finding]:
-    """Peer-to-peer transfers switched off for every card."""
+@rule("allocator at its default")
+def allocator_at_default(modules: Sequence[Module]) -> Places:
+    """A tree that trains and never mentions the allocator's settings.
+
+    Reason: Lengths differ from batch to batch, and on a small card the allocator's cache falls to pieces long before
+        memory is really full.
+    Remedy: Set expandable_segments:True before the first CUDA call, or say in the README who does.
+    Source: torch documentation, CUDA memory management
+    """
+    for place, text in _training(modules):
+        if not re.search(r"PYTORCH_(CUDA_)?ALLOC_CONF", text):
+            yield place, "this tree trains and never mentions PYTORCH_CUDA_ALLOC_CONF"
+
+
+@rule("NCCL on consumer cards")
+def nccl_at_default(modules: Sequence[Module]) -> Places:
+    """A tree that trains over NCCL and never mentions peer-to-peer transfers.
+
+    Reason: GeForce cards of the 4000 series have no peer-to-peer transfers: with some drivers the first collective
+        hangs instead of falling back.
+    Remedy: Say so in the README, or set NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 on such cards, and nowhere else.
+    Source: NCCL documentation, NCCL_P2P_DISABLE; accelerate sets both on these cards
+    """
+    for place, text in _training(modules):
+        over_nccl = re.search(r"""init_process_group\(.{0,40}nccl|backend=["']nccl|deepspeed\.init_distributed""", text)
+        if over_nccl and "NCCL_P2P_DISABLE" not in text:
+            yield place, "this tree trains over NCCL and never mentions NCCL_P2P_DISABLE"
+
+
+def _training(modules: Sequence[Module]) -> Iterator[tuple[str, str]]:
+    """Where a tree calls ``backward`` first, and its whole text; nothing where it does not."""
+    for module in modules:
+        for call in module.calls("backward"):
+            yield module.place(call), "\n".join(each.text for each in modules)
+            return
+
+
+@rule("peer-to-peer switched off everywhere")
+def peer_to_peer_off(module: Module) -> Places:
+    """Peer-to-peer transfers switched off for every card.
+
+    Reason: Right on cards without peer-to-peer; on cards with NVLink it sends every gradient through the host.
+    Remedy: Set it only where the card has none, or from outside.
+    Source: NCCL documentation, NCCL_P2P_DISABLE
+    """
     for node in module.nodes:
         if isinstance(node, ast.Assign) and any("NCCL_P2P_DISABLE" in ast.unparse(target) for target in node.targets):
             if any(isinstance(above, ast.If) for above in module.above(node)):
                 continue
-            yield Finding(
-                "peer-to-peer switched off everywhere",
-                module.place(node),
-                module.line(node),
-                "Right on cards without peer-to-peer; on cards with NVLink it sends every gradient through the host.",
-                "Set it only where the card has none, or from outside.",
-                "NCCL documentation, NCCL_P2P_DISABLE",
-            )
+            yield module.at(node)
 
 
-RULES: tuple[Callable[[Module], Iterator[Finding]], ...] = (
+RULES: tuple[Callable[[Module], list[Finding]], ...] = (
     centred_over_batch,
     groups_shuffled,
     estimator_named,
@@ -690,4 +677,9 @@ RULES: tuple[Callable[[Module], Iterator[Finding]], ...] = (
     trl_configuration,
     peer_to_peer_off,
 )
-TREE_RULES: tuple[Callable[[Sequence[Module]], Iterator[Finding]], ...] = (temperature_forgotten, settings_at_default)
+TREE_RULES: tuple[Callable[[Sequence[Module]], list[Finding]], ...] = (
+    temperature_forgotten,
+    tf32_at_default,
+    allocator_at_default,
+    nccl_at_default,
+)

@@ -1,12 +1,8 @@
-"""The rows of all ranks scored together, each rank against its shard of the vocabulary: the weight stays where it is.
+"""The rows of all ranks scored together, each rank against its shard of the vocabulary.
 
-The other way to score where the weight is sharded by rows (``sharded``: the shards come by, every rank scores its own
-rows). Here hidden states travel instead: ``N D`` numbers where the other way ``V D`` do, so that few tokens are better
-off here and many there. The work is the same.
-
-Equal to scoring each rank's rows alone with the whole weight. The collectives of a backward have one order, for each
-depends on the one before it: the upstream gradients are gathered, the head sums the gradient of the hidden states, and
-every rank keeps its rows of it.
+The alternative to ``sharded``, where shards travel: here hidden states do, ``N D`` numbers instead of ``V D``. The work
+and the result are the same. The collectives of a backward have one order: the upstream gradients are gathered, the head
+sums the gradient of the hidden states, and every rank keeps its rows.
 """
 
 from dataclasses import replace
@@ -41,7 +37,7 @@ def token_scores_of_all(
     Args:
         hidden: of this rank.
         head: its weight is a DTensor sharded by rows over a mesh of one dimension; bias and LoRA factors are sharded
-            alike, or whole and the same on every rank.
+            alike, or replicated.
         target: of this rank.
         temperature, backend, memory_budget: as for ``token_scores``.
 
@@ -84,7 +80,7 @@ def _rows(tensor: Any) -> Tensor:
 
 
 def _whole(tensor: Any) -> Tensor:
-    """Made whole; its gradient, which the head sums, is the same on every rank."""
+    """Gathered; its gradient, which the head sums, is the same on every rank."""
     if not is_sharded(tensor):
         return tensor
     from torch.distributed.tensor import Replicate
@@ -93,7 +89,7 @@ def _whole(tensor: Any) -> Tensor:
 
 
 class _OfAll(Function):
-    """Everyone's rows; back comes the gradient of this rank's, which the head has summed."""
+    """All-gather of rows; backward keeps this rank's rows of the summed gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, own: slice, group: ProcessGroup) -> Tensor:
@@ -106,7 +102,7 @@ class _OfAll(Function):
 
 
 class _Own(Function):
-    """This rank's rows; the gradient of everyone's goes back."""
+    """This rank's rows; backward gathers the gradients of all."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, own: slice, group: ProcessGroup) -> Tensor:

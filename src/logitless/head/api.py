@@ -1,8 +1,8 @@
-"""The head's one public function: which backend runs, why another cannot, and that it gets checked arguments."""
+"""The head's public function: it checks arguments and chooses a backend."""
 
 import functools
 import logging
-from typing import Literal
+from typing import Any, Literal
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -26,7 +26,7 @@ def token_scores(
     backend: Literal["auto", "reference", "chunked", "fused"] = "auto",
     memory_budget: int | None = None,
     anchor: Float[Tensor, "N"] | None = None,
-    live: Bool[Tensor, "N"] | None = None,
+    nonzero: Bool[Tensor, "N"] | None = None,
     group: ProcessGroup | None = None,
 ) -> TokenScores:
     """Log-probability of each target and entropy of each next-token distribution, without holding the logits.
@@ -34,23 +34,23 @@ def token_scores(
         z = softcap * tanh(scale * (hidden @ weight.T + bias + LoRA) / softcap) / temperature
         logp = log softmax(z)[target];   entropy = -sum_v softmax(z)_v log softmax(z)_v
 
-    Gradient: of both results, to hidden, weight, bias and LoRA factors, as far as they require grad; exactly 0 from
-    rows whose incoming gradient is 0. Nothing flows to the temperature.
+    Gradient: of both results, to hidden, weight, bias and LoRA factors that require grad; exactly 0 from rows whose
+    incoming gradient is 0. None to the temperature.
 
     Args:
-        hidden: [N, D], the hidden state that predicts each target; its dtype is the dtype of the matrix products,
-            inside autocast too.
-        head: the LM head, or its weight [V, D]. The weight may be an FSDP2 shard (a DTensor sharded by rows), in which
-            case all ranks must call together, each with its own tokens.
+        hidden: [N, D], the hidden state that predicts each target; its dtype is that of the products, inside autocast
+            too.
+        head: the LM head, or its weight [V, D]. The weight may be an FSDP2 shard (a DTensor sharded by rows); all ranks
+            then call together, each with its own tokens.
         target: [N] integers in range(V).
         temperature: divides the logits; a positive number, or one per row.
-        backend: ``auto`` takes the fused kernels where they can run, else ``chunked``, and logs once which and why; a
-            name runs or raises.
-        memory_budget: bytes that may hold values of size rows x V; None takes the backend's default.
+        backend: ``auto`` takes the fused kernels where they can run, else ``chunked``, and logs which and why; a name
+            runs or raises.
+        memory_budget: bytes for values of size rows x V; None takes the backend's default.
         anchor: [N] a hint for speed, near each row's log-sum-exp, such as z_y - logp_old; never changes a result.
-        live: [N] a hint for speed: False where the gradient is known to be zero; never changes a result.
-        group: the process group over which ``head.weight`` is sharded by vocabulary, every rank holding contiguous
-            rows in rank order; hidden and target are the same on all ranks.
+        nonzero: [N] a hint for speed: False where the gradient is known to be zero; never changes a result.
+        group: the process group over which ``head.weight`` is sharded by vocabulary, every rank holding contiguous rows
+            in rank order; hidden and target are the same on all ranks.
 
     Returns:
         float32 vectors of length N (float64 for float64 hidden states).
@@ -71,16 +71,8 @@ def token_scores(
             given=repr(backend),
             remedy="Use 'auto' unless you compare backends.",
         )
-    lm_head, target, temperature = checked(
-        hidden,
-        head,
-        target,
-        temperature=temperature,
-        memory_budget=memory_budget,
-        anchor=anchor,
-        live=live,
-        group=group,
-    )
+    options: dict[str, Any] = {"memory_budget": memory_budget, "anchor": anchor, "nonzero": nonzero, "group": group}
+    lm_head, target, temperature = checked(hidden, head, target, temperature=temperature, **options)
     name = _chosen(hidden, lm_head, group) if backend == "auto" else _named(backend, hidden, lm_head, group)
     if name == "fused":
         from logitless.head import fused
@@ -89,16 +81,7 @@ def token_scores(
     else:
         scores = reference.token_scores if name == "reference" else chunked.token_scores
     with without_autocast(hidden.device):
-        return scores(
-            hidden,
-            lm_head,
-            target,
-            temperature=temperature,
-            memory_budget=memory_budget,
-            anchor=anchor,
-            live=live,
-            group=group,
-        )
+        return scores(hidden, lm_head, target, temperature=temperature, **options)
 
 
 def why_not(backend: Backend, hidden: Tensor, head: LMHead | Tensor, group: ProcessGroup | None = None) -> str | None:

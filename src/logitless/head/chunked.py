@@ -1,12 +1,9 @@
-"""Scores by blocks of the vocabulary, on any device: nothing of size N x V exists beyond a budget.
+"""Scores by blocks of the vocabulary, on any device, within a memory budget.
 
-Equal to ``reference`` to rounding. Forward and backward each form the logits once (four matrix products where the
-bare minimum is three); what this gives up is the speed of the fused kernels, which keep the exponentials. What is done
-with a tile of logits is pure torch, as the products are, or on a GPU with Triton one pass of a kernel
-(``kernels/tiles.py``).
-
-The vocabulary is outermost: a block of columns meets all rows, so that the weight's gradient of a block is one product,
-rounded once, and needs no [V, D] buffer in float32. Only where the rows alone exceed the budget are they cut too.
+Equal to ``reference`` to rounding, slower than the fused kernels: forward and backward each form the logits once (four
+matrix products). Tiles of logits are processed in pure torch, or on a GPU with Triton in one pass of a kernel
+(``kernels/tiles.py``). A block of columns meets all rows, so that the weight's gradient of a block is one product,
+rounded once. Rows are cut only where they alone exceed the budget.
 """
 
 import functools
@@ -52,7 +49,7 @@ def token_scores(
     temperature: float | Float[Tensor, "N"] = 1.0,
     memory_budget: int | None = None,
     anchor: Float[Tensor, "N"] | None = None,  # noqa: ARG001 - hints change nothing: rows are anchored at their maximum,
-    live: Bool[Tensor, "N"] | None = None,  # noqa: ARG001 - and rows without gradient are seen when it arrives
+    nonzero: Bool[Tensor, "N"] | None = None,  # noqa: ARG001 - and rows without gradient are seen when it arrives
     group: ProcessGroup | None = None,
 ) -> TokenScores:
     """Log-probability of each target and entropy of each distribution, a block of the vocabulary at a time.
@@ -60,34 +57,30 @@ def token_scores(
         S = sum_{v != y} exp(z_v - max z);   d = z_y - max z
         logp = d - log(S + e^d), written d - log1p(S + expm1(d)) so that it is exact when p_y is nearly 1
 
-    Gradient: through both results to hidden, weight, bias and LoRA factors; formed only for inputs that require
-    grad and only for rows whose incoming gradient is not zero (finding them waits for the device once). It cannot be
-    differentiated again.
+    Gradient: to hidden, weight, bias and LoRA factors that require grad, for rows whose incoming gradient is not zero
+    (finding them synchronizes once). It cannot be differentiated again.
 
     Args:
         hidden: [N, D].
         head: the weights; shapes as checked by ``contract.checked``.
         target: [N] int64.
         temperature: divides the logits; a number or [N].
-        memory_budget: bytes for temporaries of size rows x columns; the default is 256 MiB off CUDA and a 32nd of the
-            device's memory on CUDA (of all of it, not of what is free: tile sizes, and with them last bits, then
-            depend on nothing that changes during a run).
-        anchor, live: hints for other backends.
+        memory_budget: bytes for temporaries of size rows x columns; by default 256 MiB off CUDA and a 32nd of the
+            device's memory on CUDA, so that tile sizes, and last bits, depend on nothing that changes during a run.
+        anchor, nonzero: hints for other backends.
         group: the process group over which the vocabulary is sharded (see ``vocab_parallel``).
 
     Returns:
-        float32 (float64 for float64). Row by row they do not depend on whether grad is enabled.
+        float32 (float64 for float64), the same with and without grad.
 
     Raises:
         UnavailableError: the backward runs under ``create_graph=True``.
 
     Equals: ``reference.token_scores``.
-    Memory: ``memory_budget``, but no less than three tiles of 16 x 512; in the backward ``4 N D`` bytes to sum hidden's
-        gradient and a scaled copy of hidden if the weight is trained; copies of a block of the weight where its dtype
-        is not the product's.
-    Accumulation: float32 or wider, everywhere. Off CUDA, float16 and bfloat16 operands are multiplied in float32.
-    Determinism: bitwise repeatable. A NaN stays in its row of scores and hidden gradient; the weight's gradient sums
-        over rows and is NaN if a row with a gradient is.
+    Memory: ``memory_budget``, but no less than three tiles of 16 x 512; in the backward ``4 N D`` bytes for hidden's
+        gradient, and a scaled copy of hidden if the weight is trained.
+    Accumulation: float32 or wider. Off CUDA, float16 and bfloat16 operands are multiplied in float32.
+    Determinism: bitwise repeatable. A NaN stays in its row, except in the weight's gradient.
 
     Example:
         >>> scores = token_scores(torch.zeros(1, 3), LMHead(weight=torch.zeros(4, 3)), torch.tensor([2]))
@@ -144,12 +137,7 @@ def tile(num_rows: int, vocabulary: int, dtype: torch.dtype, memory_budget: int)
 
 
 def default_budget(device: torch.device) -> int:
-    """Bytes for temporaries when the caller names none.
-
-    Example:
-        >>> default_budget(torch.device("cpu")) // 2**20
-        256
-    """
+    """Bytes for temporaries by default."""
     if device.type != "cuda":
         return CPU_BUDGET
     return torch.cuda.get_device_properties(device).total_memory // CUDA_SHARE
@@ -208,7 +196,7 @@ class _Rows(NamedTuple):
 
 
 class _Slopes(NamedTuple):
-    """What the backward knows of each live row.
+    """What the backward knows of each row with a gradient.
 
     The gradient of the products' output is ``factor * u``, with u of the order of a probability:
 
@@ -290,17 +278,17 @@ class _TokenScores(torch.autograd.Function):
                 return (None,) * 8
             grad_logp = torch.zeros_like(scored[-2])  # the other ranks wait for this one's collectives
         arriving = [gradient for gradient in (grad_logp, grad_entropy) if gradient is not None]
-        live = torch.stack([gradient != 0 for gradient in arriving]).any(0).nonzero().squeeze(1)
+        nonzero = torch.stack([gradient != 0 for gradient in arriving]).any(0).nonzero().squeeze(1)
         with without_autocast(hidden.device):
-            all_live = len(live) == len(hidden)
-            target, outside = _at(live, target, outside)
-            rows = _rows(hidden if all_live else hidden[live], head, target, outside, ctx.call)
-            grad_logp, grad_entropy = _at(live, grad_logp, grad_entropy)
-            slopes = _slopes(_Scored(*_at(live, *scored)), outside, grad_logp, grad_entropy, ctx.call)
+            all_live = len(nonzero) == len(hidden)
+            target, outside = _at(nonzero, target, outside)
+            rows = _rows(hidden if all_live else hidden[nonzero], head, target, outside, ctx.call)
+            grad_logp, grad_entropy = _at(nonzero, grad_logp, grad_entropy)
+            slopes = _slopes(_Scored(*_at(nonzero, *scored)), outside, grad_logp, grad_entropy, ctx.call)
             of_live, *of_head = _gradients(head, rows, slopes, ctx.needs_input_grad[:5], ctx.call)
             of_hidden = None if of_live is None else of_live.to(hidden.dtype)
             if of_hidden is not None and not all_live:
-                of_hidden = torch.zeros_like(hidden).index_copy_(0, live, of_hidden)
+                of_hidden = torch.zeros_like(hidden).index_copy_(0, nonzero, of_hidden)
         of_weight, *small = of_head
         summed = [sharded.summed_like(g, x) for g, x in zip(small, (bias, lora_a, lora_b), strict=True)]
         return (of_hidden, None if of_weight is None else of_weight.to(weight.dtype), *summed, None, None, None)

@@ -1,12 +1,8 @@
-"""Who holds the columns of the logits: all that the fused head knows of other ranks.
+"""Which rank holds which columns of the logits.
 
-There are three cases. This rank has the whole weight. Or a process group shares the vocabulary (``group``): every rank
-multiplies the same rows with its own columns, and what is summed over columns is summed over ranks too. Or the weight
-is sharded over ranks that have rows of their own (a DTensor): each shard is broadcast in turn, so that every rank
-multiplies its rows with all columns.
-
-No number that a collective depends on comes from a device: all ranks issue the same ones in the same order, and none
-waits for its device.
+Three cases: this rank has the whole weight; a process group shares the vocabulary (``group``), every rank multiplies
+the same rows with its own columns, and sums over columns are all-reduced; or the weight is a DTensor sharded over ranks
+with rows of their own, and each shard is broadcast in turn. Collectives depend on no number from a device.
 """
 
 from collections.abc import Iterator
@@ -22,7 +18,7 @@ from logitless.head import sharded, vocab_parallel
 from logitless.head.sharded import GradientOfShards, Shard
 
 UNSEEN = -3e38
-"""Stands for the logit of a target whose shard has not arrived yet: its exponential is 0 under every anchor."""
+"""The logit of a target whose shard has not arrived yet: its exponential is 0 under every anchor."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,7 @@ class Columns:
 
     @property
     def adds(self) -> bool:
-        """Whether there is a gradient already that products are to add to."""
+        """Whether products add to an existing gradient."""
         return self.summed_into is not None and self.summed_into.grad is not None
 
     @property
@@ -63,7 +59,7 @@ class Columns:
 
     @property
     def num_shards(self) -> int:
-        """How many shards there are to multiply with, one after the other."""
+        """Number of shards to multiply with."""
         return -(-len(self.weight) // self.most)
 
     @property
@@ -93,7 +89,7 @@ class Columns:
         return target if self.group is None else vocab_parallel.within_shard(target, len(self.weight), self.group)
 
     def target_logits(self, like: Tensor) -> Tensor:
-        """What stands for the logits of targets before their owner fills them in."""
+        """Placeholders for the logits of targets, until their owner fills them in."""
         return torch.full_like(like, UNSEEN if self.num_shards > 1 else 0.0)
 
     def summed(self, partial: Tensor) -> Tensor:
@@ -115,7 +111,7 @@ class Columns:
         return torch.stack(parts, dim=1)
 
     def room_for_gradient(self, shard: Shard) -> Tensor:
-        """Where the gradient of a shard goes: float32 where it is to be summed, over ranks or with what is there."""
+        """Buffer for the gradient of a shard: float32 where it is summed, over ranks or with an existing gradient."""
         if self.summed_into is not None:
             if self.summed_into.grad is None:
                 return torch.empty_like(self.weight, dtype=torch.float32)
@@ -125,18 +121,20 @@ class Columns:
         return torch.empty_like(self.weight)
 
     def gradient_of_shards(self) -> GradientOfShards | None:
-        """What sums the gradients of shards over ranks; None where the weight is no shard of another rank's."""
+        """Sums the gradients of shards over ranks; None for an unsharded weight."""
         return GradientOfShards(self.weight) if is_sharded(self.weight) else None
 
     def as_weight(self, gradient: Tensor | None) -> Tensor | None:
-        """The gradient of this rank's rows, sharded as the weight is; None where it lies in the parameter's already."""
+        """The gradient of this rank's rows, sharded as the weight is; None if it is in the parameter's gradient
+        already.
+        """
         if self.summed_into is not None:
             self.summed_into.grad = gradient
             return None
         return sharded.like(self.weight, gradient) if is_sharded(self.weight) else gradient
 
     def without_rows(self, dtype: torch.dtype, *, trained: bool) -> Tensor | None:
-        """A rank without rows takes part in every broadcast and adds nothing to the weight's gradient."""
+        """A rank without rows takes part in every broadcast and adds nothing."""
         if self.summed_into is not None:
             return None
         if trained and not is_sharded(self.weight):

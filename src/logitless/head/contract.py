@@ -1,8 +1,8 @@
-"""What every backend of the head relies on: checked arguments and one rule for dtypes.
+"""Checked arguments and the dtype rule of every backend of the head.
 
-The dtype rule: matrix products are between operands rounded to ``hidden.dtype``; logits, and everything made of them,
-are float32 (float64 for float64). A float32 master weight under bfloat16 hidden states is thus rounded to bfloat16
-for the product, while its gradient stays float32. Autocast changes nothing: ``hidden.dtype`` decides.
+Products are between operands rounded to ``hidden.dtype``; logits, and everything made of them, are float32 (float64 for
+float64). A float32 weight under bfloat16 hidden states is rounded to bfloat16 for the product, while its gradient stays
+float32. Autocast changes nothing.
 """
 
 import math
@@ -29,17 +29,16 @@ def checked(
     temperature: float | Tensor = 1.0,
     memory_budget: int | None = None,
     anchor: Tensor | None = None,
-    live: Tensor | None = None,
+    nonzero: Tensor | None = None,
     group: ProcessGroup | None = None,
 ) -> tuple[LMHead, Tensor, float | Tensor]:
     """The head as an ``LMHead``, the targets as int64 and the temperature in the logits' dtype, or an error.
 
-    Values that live on an accelerator are checked there, without a synchronisation: a target out of range then ends
-    the run with torch's device-side assertion instead of an ``InputError``.
+    On an accelerator values are checked without a synchronization: a target out of range is a device-side assertion.
 
     Raises:
-        InputError: shapes, dtypes or devices that do not fit; a target out of range; a temperature that is not
-            positive or that requires grad; a negative memory budget.
+        InputError: shapes, dtypes or devices that do not fit; a target out of range; a temperature that is not positive
+            or that requires grad; a negative memory budget.
 
     Example:
         >>> head, target, temperature = checked(torch.zeros(2, 4), torch.zeros(11, 4), torch.tensor([3, 10]))
@@ -54,38 +53,18 @@ def checked(
             given=_described(hidden),
             remedy="Select the scored rows first: hidden.flatten(0, 1)[source].",
         )
-    num_rows, width = hidden.shape
-    vocabulary = head.weight.shape[0] if head.weight.dim() == 2 else 0
-    rank = head.lora_a.shape[0] if head.lora_a is not None else 0
-    _check("weight", head.weight, (vocabulary, width), hidden)
-    _check("bias", head.bias, (vocabulary,), hidden)
-    _check("lora_a", head.lora_a, (rank, width), hidden)
-    _check("lora_b", head.lora_b, (vocabulary, rank), hidden)
-    if not vocabulary:
-        raise InputError(
-            needed="a head over at least one token", given=_described(head.weight), remedy="Give a weight [V, D]."
-        )
+    num_rows = len(hidden)
+    vocabulary = _check_head(head, hidden)
     if target.shape != (num_rows,) or target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise InputError(
             needed=f"one integer target per row ({num_rows})",
             given=_described(target),
             remedy="Give target[t], the token predicted from hidden[t].",
         )
-    for name, hint in (("anchor", anchor), ("live", live)):
-        fits = hint is None or (hint.is_floating_point() if name == "anchor" else hint.dtype == torch.bool)
-        if hint is not None and (hint.shape != (num_rows,) or not fits):
-            raise InputError(
-                needed=f"{name} [{num_rows}] of {'floats' if name == 'anchor' else 'booleans'}",
-                given=_described(hint),
-                remedy="Leave the hint out: it never changes a result.",
-            )
-    for name, value in (("target", target), ("anchor", anchor), ("live", live), ("temperature", temperature)):
-        if isinstance(value, Tensor) and value.device != hidden.device:
-            raise InputError(
-                needed=f"{name} on {hidden.device}, like hidden",
-                given=str(value.device),
-                remedy=f"Move it: {name}.to(hidden.device).",
-            )
+    _check_hints(num_rows, anchor, nonzero)
+    for name, value in (("target", target), ("anchor", anchor), ("nonzero", nonzero), ("temperature", temperature)):
+        if isinstance(value, Tensor):
+            _check_device(name, value, hidden, f"Move it: {name}.to(hidden.device).")
     if memory_budget is not None and memory_budget < 0:
         raise InputError(
             needed="a memory budget of 0 bytes or more", given=str(memory_budget), remedy="Leave it at None to default."
@@ -105,6 +84,33 @@ def checked(
             remedy="Give rows of scored tokens only (no padding, no ignore index), ids of this head's vocabulary.",
         )
     return head, target, _checked_temperature(temperature, num_rows, logits_dtype(hidden.dtype))
+
+
+def _check_head(head: LMHead, hidden: Tensor) -> int:
+    """Refuse a head that does not fit the hidden states; its vocabulary."""
+    width = hidden.shape[1]
+    vocabulary = head.weight.shape[0] if head.weight.dim() == 2 else 0
+    rank = head.lora_a.shape[0] if head.lora_a is not None else 0
+    _check("weight", head.weight, (vocabulary, width), hidden)
+    _check("bias", head.bias, (vocabulary,), hidden)
+    _check("lora_a", head.lora_a, (rank, width), hidden)
+    _check("lora_b", head.lora_b, (vocabulary, rank), hidden)
+    if not vocabulary:
+        raise InputError(
+            needed="a head over at least one token", given=_described(head.weight), remedy="Give a weight [V, D]."
+        )
+    return vocabulary
+
+
+def _check_hints(num_rows: int, anchor: Tensor | None, nonzero: Tensor | None) -> None:
+    for name, hint in (("anchor", anchor), ("nonzero", nonzero)):
+        fits = hint is None or (hint.is_floating_point() if name == "anchor" else hint.dtype == torch.bool)
+        if hint is not None and (hint.shape != (num_rows,) or not fits):
+            raise InputError(
+                needed=f"{name} [{num_rows}] of {'floats' if name == 'anchor' else 'booleans'}",
+                given=_described(hint),
+                remedy="Leave the hint out: it never changes a result.",
+            )
 
 
 def _checked_temperature(temperature: float | Tensor, num_rows: int, dtype: torch.dtype) -> float | Tensor:
@@ -138,7 +144,7 @@ def _checked_temperature(temperature: float | Tensor, num_rows: int, dtype: torc
 
 
 def require(condition: Tensor, *, needed: str, given: str, remedy: str) -> None:
-    """Raise unless all elements hold: at once on the CPU, on the device without synchronisation elsewhere."""
+    """Raise unless all elements hold: at once on the CPU, asynchronously on a device."""
     if condition.device.type == "meta":
         return
     if condition.device.type == "cpu":
@@ -185,12 +191,12 @@ def _check(name: str, value: Tensor | None, shape: tuple[int, ...], hidden: Tens
             given=_described(value),
             remedy="Dequantise the head, or load the model without quantising it.",
         )
+    _check_device(name, value, hidden, "Keep head and hidden states on one device.")
+
+
+def _check_device(name: str, value: Tensor, hidden: Tensor, remedy: str) -> None:
     if value.device != hidden.device:
-        raise InputError(
-            needed=f"{name} on {hidden.device}, like hidden",
-            given=str(value.device),
-            remedy="Keep head and hidden states on one device.",
-        )
+        raise InputError(needed=f"{name} on {hidden.device}, like hidden", given=str(value.device), remedy=remedy)
 
 
 def _described(value: Tensor) -> str:

@@ -1,10 +1,9 @@
-"""Scores by Triton kernels: exponentials kept from the one product of the forward, so three products are all there is.
+"""Scores by Triton kernels: exponentials are kept from the forward's product, so that a step needs three products.
 
-Equal to ``reference`` to rounding. Of every row the exponentials E_v = exp(z_v - anchor) are kept in the operands'
-width (bfloat16 has the exponents of float32, so the relative error is at most 2^-8 at any size), and with
+Equal to ``reference`` to rounding. The exponentials E_v = exp(z_v - anchor) are kept in the operands' dtype, and with
 ``c_n = -dloss/dlogp_n / Z_n`` the gradients are two products, ``c * (E W)`` and ``E^T (c * hidden)``, E_y being -S.
-What it gives up: memory for E, bounded by ``memory_budget``; rows beyond it are made anew in the backward, one
-product more for them, vocabulary blocks outermost. docs/head.md has the construction, the memory and the times.
+Rows beyond ``memory_budget`` are recomputed in the backward, with one more product. docs/head.md has construction,
+memory and times.
 """
 
 from collections.abc import Sequence
@@ -26,13 +25,13 @@ from logitless.second_derivative import refuse_second_derivative
 from logitless.types import LMHead, TokenScores
 
 SHARE = 2
-"""Without a budget, kept exponentials take at most one part in SHARE of the memory torch has not given out."""
+"""By default kept exponentials take at most one part in SHARE of the memory that torch has not allocated."""
 
 VECTORS = 320
-"""Bytes a row of all that is a vector of length N."""
+"""Bytes a row of all vectors of length N."""
 
 OLDEST = (8, 0)
-"""Compute capability from which bfloat16 and tf32 products exist."""
+"""Lowest compute capability with bfloat16 and tf32 products."""
 
 
 def why_not(hidden: Tensor) -> str | None:
@@ -53,7 +52,7 @@ def why_not(hidden: Tensor) -> str | None:
 
 
 def _unsupported(hidden: Tensor) -> str | None:
-    """What holds on any device, the interpreter's included."""
+    """What holds on any device, the interpreter included."""
     if hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"hidden states are {str(hidden.dtype).removeprefix('torch.')}, the kernels take 16 and 32 bit floats"
     try:
@@ -77,7 +76,7 @@ class MemoryPlan:
 
     @classmethod
     def of(cls, num_rows: int, vocabulary: int, kept: torch.dtype, *, memory_budget: int) -> "MemoryPlan":
-        """As many rows as the budget holds; a multiple of 4 where not all fit, so that the rest starts aligned."""
+        """As many rows as the budget holds; a multiple of 4 if not all fit, for alignment."""
         row = -(-vocabulary // 8) * 8 * kept.itemsize
         rows = min(num_rows, memory_budget // row)
         if rows < num_rows:
@@ -86,10 +85,9 @@ class MemoryPlan:
 
 
 def default_budget(device: torch.device) -> int:
-    """Bytes for kept exponentials when the caller names none: half of the memory torch has not given out.
+    """Bytes for kept exponentials by default: half of the memory that torch has not allocated.
 
-    What other libraries or processes hold is not seen. It depends on what this process has allocated and on nothing
-    else, so that the same program keeps the same rows in every run.
+    It depends on this process's allocations only, so that the same program keeps the same rows in every run.
 
     Example:
         >>> default_budget(torch.device("cpu")) // 2**20
@@ -104,16 +102,16 @@ def default_budget(device: torch.device) -> int:
 def peak_bytes(
     num_rows: int, width: int, vocabulary: int, *, memory_budget: int, shared: bool = False, shards: int = 1
 ) -> int:
-    """Bytes a training step takes at its peak on a rank, beyond inputs and returned gradients; bfloat16, no LoRA.
+    """Peak bytes of a training step on a rank, beyond inputs and returned gradients; bfloat16, no LoRA.
 
-    A weight that is frozen, or whose gradient is added to one that is there, lends no room to logit gradients: a block
-    of them more (``docs/head.md``).
+    A weight that is frozen, or whose gradient is added to an existing one, offers no scratch for logit gradients, which
+    costs a block of them more (``docs/head.md``).
 
     Args:
         num_rows, width, vocabulary: N, D and V; V is the rank's own part where the vocabulary is ``shared``.
         memory_budget: bytes for kept exponentials.
         shared: whether a process group shares the vocabulary.
-        shards: how many shards the weight is broadcast in (FSDP2); 1 for a weight that this rank has whole.
+        shards: how many shards the weight is broadcast in (FSDP2); 1 for a whole weight.
 
     Example:
         >>> peak_bytes(16384, 4096, 128256, memory_budget=2**40) // 2**20
@@ -160,18 +158,17 @@ def token_scores(
     temperature: float | Float[Tensor, "N"] = 1.0,
     memory_budget: int | None = None,
     anchor: Float[Tensor, "N"] | None = None,
-    live: Bool[Tensor, "N"] | None = None,
+    nonzero: Bool[Tensor, "N"] | None = None,
     group: ProcessGroup | None = None,
 ) -> TokenScores:
     """Log-probability of each target and entropy of each distribution, at three matrix products with gradients.
 
         E_v = exp(z_v - a);   S = sum_{v != y} E_v;   logp = -log1p(S exp(a - z_y));   a = z_y, or the given anchor
 
-    Gradient: through both results to hidden, weight, bias and LoRA factors (that of a bfloat16 parameter with a float32
-        gradient is added to ``weight.grad`` by the product itself); formed only for inputs that require grad
-    and only for rows whose incoming gradient is not zero, without waiting for the device. An entropy gradient costs
-    one pass over the kept exponentials (with a softcap: the rows are made anew). It cannot be differentiated again.
-    Kept exponentials serve one backward; a second one through the same graph makes them anew.
+    Gradient: to hidden, weight, bias and LoRA factors that require grad, for rows whose incoming gradient is not zero,
+    without synchronization; that of a bfloat16 parameter with a float32 gradient is added to ``weight.grad`` by the
+    product. An entropy gradient costs one pass over the kept exponentials (with a softcap the rows are recomputed). It
+    cannot be differentiated again; a second backward through the same graph recomputes the exponentials.
 
     Args:
         hidden: [N, D] bfloat16, float16 or float32.
@@ -181,30 +178,28 @@ def token_scores(
         memory_budget: bytes for kept exponentials, 2 V a row (4 V for float16 and float32); None takes
             ``default_budget``. 0 keeps nothing.
         anchor: [N] near each row's log-sum-exp; None anchors at the target's logit. A bad anchor costs time only.
-        live: [N] False where the gradient is known to be zero: such rows keep exponentials last.
+        nonzero: [N] False where the gradient is known to be zero: such rows keep exponentials last.
         group: the process group over which the vocabulary is sharded (see ``vocab_parallel``).
 
     Returns:
-        float32. A row's bits depend neither on the other rows nor on whether grad is enabled.
+        float32. A row is bitwise identical whatever the other rows are, with and without grad.
 
     Raises:
         UnavailableError: the kernels cannot take these tensors; triton is missing; the backward runs under
             ``create_graph=True``.
 
     Equals: ``reference.token_scores``.
-    Ranks: with ``group`` a step sends six numbers a row in five small collectives: the target logits; S and T; and, for
-        rows whose anchor did not fit, the maxima and S and T once more. The gradients of hidden and lora_a are summed
-        over the ranks in float32. The shards of an FSDP2 weight are broadcast one after the other, once in the forward
-        and once in the backward. A row is then anchored at its largest logit in the first tile of the first shard, and
-        anchored again when a later shard has a logit far above that. Beside its products run the broadcast of the
-        next shard and the sum of the last one's gradient.
+    Ranks: with ``group`` a step sends six numbers a row in five small collectives, and the gradients of hidden and
+    lora_a
+        are summed over the ranks in float32. The shards of an FSDP2 weight are broadcast one after the other, once in
+        the forward and once in the backward, beside the products; rows are then anchored at their largest logit in the
+        first tile of the first shard, and again when a later shard has a logit far above that.
     Memory: docs/head.md, "Memory"; beyond kept exponentials, about ``8 N V / 256`` bytes of partial sums in the forward
-        and ``2 N D`` in the backward (``6 N D`` and a block of logit gradients when rows are made anew).
+        and ``2 N D`` in the backward (``6 N D`` and a block of logit gradients when rows are recomputed).
     Accumulation: float32; every gradient is rounded once.
     Determinism: bitwise repeatable.
-    Supports: CUDA devices from compute capability 8.0, the current one or another; measured on Hopper. bias, scale,
-        softcap, LoRA, float32 master weights (rounded to hidden's dtype for the products), a vocabulary that a process
-        group shares, FSDP2 shards.
+    Supports: CUDA devices from compute capability 8.0; measured on Hopper. bias, scale, softcap, LoRA, float32 master
+        weights, a vocabulary that a process group shares, FSDP2 shards.
     """
     reason = _unsupported(hidden)
     if reason is not None:
@@ -223,7 +218,7 @@ def token_scores(
     )
     per_row = temperature if isinstance(temperature, Tensor) else None
     logp, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, head.bias, head.lora_a, head.lora_b, target, per_row, anchor, live, call
+        hidden, head.weight, head.bias, head.lora_a, head.lora_b, target, per_row, anchor, nonzero, call
     )
     return TokenScores(logp=logp, entropy=entropy)
 
@@ -241,18 +236,18 @@ class _Call:
     trained: bool
 
     def columns(self, weight: Tensor) -> Columns:
-        """Which columns the rows meet, and who holds them."""
+        """Which columns the rows meet, and which ranks hold them."""
         return Columns(weight.detach(), self.group, summed_into=weight if sums_in_float32(weight) else None)
 
     def head(self, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None) -> LMHead:
-        """The head of these tensors, cut off from autograd."""
+        """The head of these tensors, detached."""
         tensors = [None if x is None else x.detach() for x in (weight, bias, lora_a, lora_b)]
         assert tensors[0] is not None
         return LMHead(tensors[0], tensors[1], self.scale, self.softcap, tensors[2], tensors[3], self.lora_scale)
 
 
 class _TokenScores(torch.autograd.Function):
-    """(logp [N], entropy [N]) of the head's tensors, target, temperature [N], anchor, live and the call."""
+    """(logp [N], entropy [N]) of the head's tensors, target, temperature [N], anchor, nonzero and the call."""
 
     @staticmethod
     def forward(
@@ -265,7 +260,7 @@ class _TokenScores(torch.autograd.Function):
         target: Tensor,
         temperature: Tensor | None,
         anchor: Tensor | None,
-        live: Tensor | None,
+        nonzero: Tensor | None,
         call: _Call,
     ) -> tuple[Tensor, Tensor]:
         from logitless.head import passes
@@ -291,8 +286,8 @@ class _TokenScores(torch.autograd.Function):
             kept_dtype = variants.kept_dtype(hidden.dtype)
             plan = MemoryPlan.of(len(hidden), columns.kept_width, kept_dtype, memory_budget=budget)
             # Ranks that share the vocabulary may keep different numbers of rows; their order must be the same.
-            if live is not None and (columns.shared or 0 < plan.kept_rows < len(hidden)):
-                order = torch.sort(live, descending=True, stable=True).indices
+            if nonzero is not None and (columns.shared or 0 < plan.kept_rows < len(hidden)):
+                order = torch.sort(nonzero, descending=True, stable=True).indices
                 rows = rows[order]
                 target = target[order]
                 temperature, anchor = (None if x is None else x[order] for x in (temperature, anchor))

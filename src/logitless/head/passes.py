@@ -1,6 +1,6 @@
-"""The forward and the backward of the fused head, put together from kernels and small torch operations on [N].
+"""Forward and backward of the fused head, from kernels and small torch operations on [N].
 
-Nothing here waits for the device, and every shape is known before the first kernel runs: row skipping happens on the
+Nothing synchronizes with the device, and every shape is known before the first kernel runs: rows are skipped on the
 device, through ``launch.Compaction``.
 """
 
@@ -22,17 +22,17 @@ from logitless.types import LMHead
 LOG2E = 1 / math.log(2)
 
 BLOCK_BYTES = 192 * 2**20
-"""Logit gradients that are made anew are held for a block of columns of about this size."""
+"""Approximate size of a block of recomputed logit gradients."""
 
 
 LENT = 8
-"""A weight's gradient that is so many times as large lends room to a block of logit gradients.
+"""A weight gradient so many times as large serves as scratch for a block of logit gradients.
 
 The last columns cost more time: at 4 times, a hidden size of 4096, a step took 4% longer, at 10 times 1%.
 """
 
 FULL = 0.9
-"""A block of columns whose weight gradient fills less of its rounds of the grid than this is made narrower."""
+"""A block of columns whose weight gradient fills less of its rounds of the grid is made narrower."""
 
 
 class State(NamedTuple):
@@ -122,9 +122,8 @@ def scored(
 ) -> tuple[State, Tensor | None]:
     """The scores of every row, and the exponentials of the first ``kept_rows`` rows.
 
-    A row without a given anchor is anchored at its target's logit where this rank has the whole weight. Where the
-    weight arrives shard by shard (FSDP2), the target's shard may arrive last, so the row is anchored at its largest
-    logit among the first tile of columns of the first shard.
+    Without a given anchor a row is anchored at its target's logit, or where the weight arrives shard by shard (FSDP2)
+    at its largest logit among the first tile of columns, because the target's shard may arrive last.
     """
     how = form(hidden, head)
     multiplier = _by_row((head.scale if head.softcap is None else head.softcap) * LOG2E, temperature, hidden)
@@ -162,8 +161,7 @@ def _anchored_sums(
 ) -> Sums:  # fmt: skip
     """S and T of every row, those of ``before`` included; E of these columns into ``num_kept`` rows of ``kept``.
 
-    Rows whose sums leave the range are anchored at their maximum and made again. They are found from the sums of all
-    ranks that share the vocabulary, which have the same bits everywhere.
+    Rows whose sums leave the range are recomputed with their maximum as the anchor.
     """
     parts = TileSums.of(multiplied, rows)
     anchor = anchor.clone()
@@ -206,11 +204,11 @@ def gradients(
     *,
     needed: Needed,
 ) -> Gradients:
-    """Gradients of the head's inputs: from kept exponentials for the first rows, by making logits anew for the rest.
+    """Gradients of the head's inputs: from kept exponentials for the first rows, with recomputed logits for the rest.
 
     Args:
         state, hidden, grad_logp, grad_entropy: by row of the forward.
-        kept: E of the first rows; it is used up.
+        kept: E of the first rows; it is overwritten.
         order: [N] the row of the result that each of these rows belongs to; None where they are in its order.
     """
     how = form(hidden, head)
@@ -227,7 +225,7 @@ def gradients(
         )
     if num_kept < len(hidden):
         rows = slice(num_kept, None)
-        lent = sink.lend_hidden() if kept is None else None
+        lent = sink.hidden_as_scratch() if kept is None else None
         anew = _anew(state.part(rows), logit.part(rows), hidden[rows], place[rows], how, head, needed, lent)
         width = block_width(len(anew.part.hidden), hidden.shape[1], columns.most, variant=how.variant)
     for shard in columns.shards_in_turn(hidden.dtype):
@@ -250,12 +248,12 @@ def gradients(
 
 
 class _LogitGradient(NamedTuple):
-    """What comes in by row, and the gradient in the target's logit; nats."""
+    """Incoming gradients by row, and the gradient in the target's logit; nats."""
 
     logp: Tensor
     entropy: Tensor | None
     target: Tensor
-    live: Tensor
+    nonzero: Tensor
 
     @classmethod
     def of(cls, state: State, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> "_LogitGradient":
@@ -263,27 +261,27 @@ class _LogitGradient(NamedTuple):
         g = torch.zeros_like(state.logp) if grad_logp is None else grad_logp.float().contiguous()
         h = None if grad_entropy is None else grad_entropy.float().contiguous()
         at_target = g * (state.others / state.normaliser)
-        live = g != 0
+        nonzero = g != 0
         if h is not None:
             p = torch.exp2(state.target_logit - state.anchor) / state.normaliser
             at_target = at_target - h * torch.where(p == 0, 0.0, p * (state.logp + state.entropy))
-            live = live | (h != 0)
-        return cls(g, h, at_target, live)
+            nonzero = nonzero | (h != 0)
+        return cls(g, h, at_target, nonzero)
 
     def part(self, index: slice | Tensor) -> "_LogitGradient":
         return _LogitGradient(*(None if x is None else x[index] for x in self))  # type: ignore[arg-type]
 
 
 class _Part(NamedTuple):
-    """Rows that enter the products, live ones first.
+    """Rows that enter the products, those with a gradient first.
 
     Args:
-        hidden: [slots, D], times ``factor`` where there is one; 0 in slots that are not taken.
+        hidden: [slots, D], times ``factor`` where there is one; 0 in free slots.
         chosen: which rows these are among the part's.
         row_of_slot: which rows these are in the result.
         factor: [slots] what turns products with E into gradients, or None.
-        low: [slots, padded] beside each other what lora_b and the bias are multiplied with, like ``hidden``; or None.
-        sums: what the columns seen so far add up to.
+        low: [slots, padded] what lora_b and the bias are multiplied with, side by side; or None.
+        sums: sums over the columns so far.
     """
 
     hidden: Tensor
@@ -303,7 +301,7 @@ class _RowSums:
 
 
 class _Anew(NamedTuple):
-    """A part whose logit gradients are made a block of columns at a time."""
+    """A part whose logit gradients are recomputed a block of columns at a time."""
 
     part: _Part
     wide: Tensor
@@ -333,7 +331,9 @@ def _from_kept(
     state: State, logit: _LogitGradient, hidden: Tensor, kept: Tensor, place: Tensor, how: Form, columns: Columns,
     head: LMHead, needed: Needed,
 ) -> _Part:  # fmt: skip
-    """Moves live rows of ``kept`` to the front; with an entropy gradient, makes it the gradient of both first."""
+    """Moves rows of ``kept`` with a gradient to the front; with an entropy gradient, turns it into the gradient of both
+    first.
+    """
     factor = -state.multiplier * how.slope / state.normaliser
     if logit.entropy is None:
         factor = factor * logit.logp * state.rounding
@@ -342,10 +342,10 @@ def _from_kept(
         stored = exact.to(kept.dtype).float()
         factor = factor * torch.where(stored == 0, 1.0, exact / stored)
         launch.add_entropy_gradient(
-            kept, logit.live, columns.kept_place(state.target), exact, -torch.log2(state.normaliser), logit.logp,
+            kept, logit.nonzero, columns.kept_place(state.target), exact, -torch.log2(state.normaliser), logit.logp,
             logit.entropy, state.entropy, how.variant,
         )  # fmt: skip
-    chosen = launch.compaction(logit.live)
+    chosen = launch.compaction(logit.nonzero)
     launch.move_rows(kept, chosen, how.variant)
     factor = factor[chosen.source]
     scaled = launch.gather_rows(hidden, chosen.source, factor, chosen.taken, how.variant.kept)
@@ -359,8 +359,10 @@ def _anew(
     state: State, logit: _LogitGradient, hidden: Tensor, place: Tensor, how: Form, head: LMHead, needed: Needed,
     lent: Tensor | None,
 ) -> _Anew:  # fmt: skip
-    """Live rows first, with all that their logit gradients are made of; ``lent`` is room for their hidden states."""
-    chosen = launch.compaction(logit.live)
+    """Rows with a gradient first, with the inputs of their logit gradients; ``lent`` is scratch for their hidden
+    states.
+    """
+    chosen = launch.compaction(logit.nonzero)
     rows = launch.gather_rows(hidden, chosen.source, None, chosen.taken, hidden.dtype, lent)
     low = _low_columns(rows, None, chosen, head, how) if needed.bias or needed.lora_b else None
     moved = state.part(chosen.source)
@@ -389,21 +391,22 @@ class _Sink:
         self._columns: Tensor | None = None
         self._lora_a: Tensor | None = None
 
-    def lend_hidden(self) -> Tensor | None:
-        """The gradient of the hidden states, for another use until the last ``add_rows``; None where it is in use."""
+    def hidden_as_scratch(self) -> Tensor | None:
+        """The hidden gradient as scratch until the last ``add_rows``; None where it is in use."""
         self._lent = self._hidden is not None and self._hidden.dtype == self._dtype
         return self._hidden if self._lent else None
 
     def open(self, shard: Shard) -> None:
-        """Blocks of this shard come next."""
+        """Begin a shard."""
         self.multiplied = operands(self._form, self._head, shard)
         self._weight = self._of_ranks.room_for_gradient(shard) if self._needed.weight else None
 
     def rooms(self, rows: int, width: int) -> Iterator[tuple[int, Tensor]]:
-        """Blocks of the shard's columns in order: the first column of each, and room for so many rows' logit gradients.
+        """Blocks of the shard's columns in order: the first column of each, and scratch for so many rows' logit
+        gradients.
 
-        Where the weight's gradient is large, its rows that are written last are that room. Only for the columns of
-        these rows memory is taken, for narrower blocks.
+        Where the weight's gradient is large, its rows that are written last are the scratch; memory is allocated only
+        for the columns of these rows, in narrower blocks.
         """
         columns, weight, variant = len(self.multiplied.weight), self._weight, self._form.variant
         free = 0
@@ -418,7 +421,7 @@ class _Sink:
         yield from ((first, room) for first in range(free, columns, width))
 
     def close(self, shard: Shard) -> None:
-        """All blocks of this shard came."""
+        """End a shard."""
         if self._weight is not None:
             if self._shards is None:
                 self._mine = self._weight
@@ -456,7 +459,7 @@ class _Sink:
         weight = multiplied.weight[block]
         if last:
             if self._lent:
-                self._hidden.zero_()  # rows that are not live keep this
+                self._hidden.zero_()  # rows that are not nonzero keep this
             launch.row_product(
                 k, weight, self._hidden, count, variant, row_of_slot=part.row_of_slot, factor=part.factor, base=before,
                 whole=whole,
@@ -484,7 +487,7 @@ class _Sink:
             self._chain(low, self._columns[among_all])
 
     def gradients(self) -> Gradients:
-        """Every gradient, complete: what is replicated over ranks that share the vocabulary is summed over them."""
+        """Every gradient, complete: those of replicated inputs are summed over ranks that share the vocabulary."""
         head, columns = self._head, self._columns
         rank = 0 if head.lora_b is None else head.lora_b.shape[1]
         mine = self._mine if self._shards is None else self._shards.mine()
@@ -603,5 +606,5 @@ def lent_columns(size: int, width: int, columns: int, gradient: int) -> int:
 
 
 def lent_width(width: int, variant: Variant) -> int:
-    """Columns of the last blocks, whose logit gradients have no place in the weight's gradient any more."""
+    """Columns of the last blocks, whose logit gradients find no scratch in the weight's gradient."""
     return max(variant.score.columns, width // 4 // variant.score.columns * variant.score.columns)

@@ -1,7 +1,4 @@
-"""The oracle: full logits and plain autograd.
-
-It gives up memory (several [N, V] tensors) and speed, and takes no shortcut that would need an argument.
-"""
+"""The reference: full logits and plain autograd, at the price of several [N, V] tensors."""
 
 from typing import Any
 
@@ -49,7 +46,7 @@ def token_scores(
     temperature: float | Float[Tensor, "N"] = 1.0,
     memory_budget: int | None = None,
     anchor: Float[Tensor, "N"] | None = None,  # noqa: ARG001 - hints change nothing
-    live: Bool[Tensor, "N"] | None = None,  # noqa: ARG001
+    nonzero: Bool[Tensor, "N"] | None = None,  # noqa: ARG001
     group: ProcessGroup | None = None,  # noqa: ARG001 - refused by ``api.why_not``
 ) -> TokenScores:
     """Log-probability of each target and entropy of each distribution, from full logits.
@@ -57,9 +54,8 @@ def token_scores(
         delta_v = z_v - z_y;   Z = 1 + sum_{v != y} exp(delta_v)
         logp = -log Z;   entropy = log Z - sum_v exp(delta_v) delta_v / Z
 
-    Everything is made of differences to the target's logit, so that neither ``logp`` nor its gradient is lost when
-    the target's probability is nearly 1. A row whose hidden state is NaN turns the weight's gradient into NaN, even
-    when the row's own gradient is zero; and the backward, being autograd's own, belongs outside of autocast.
+    Differences to the target's logit keep ``logp`` and its gradient exact when p_y is nearly 1. A NaN in a hidden state
+    reaches the weight's gradient, and the backward belongs outside of autocast.
 
     Raises:
         UnavailableError: a memory budget is given.

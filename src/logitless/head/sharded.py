@@ -1,13 +1,10 @@
-"""A weight sharded by rows over ranks that hold different tokens (FSDP2): its shards are broadcast in turn.
+"""A weight sharded by rows over ranks with different tokens (FSDP2): its shards are broadcast in turn.
 
-Each rank scores its own tokens against one shard after the other, so no rank ever holds the whole weight: two shards at
-most, for the next one travels while this one is multiplied. The gradient of a shard is summed over the ranks, while the
-next shard is multiplied, and stays with the rank that owns it. All ranks must call the head together, also those
-without tokens, and run backward together. Every collective of a backward belongs to one autograd function, which starts
-them in this order on every rank: the first shard; then, shard by shard, the one after it and the sum of its gradient;
-then the sums of bias, lora_a and lora_b.
-
-torch's DTensor takes seconds to import, so only what meets one does.
+Each rank scores its own tokens against one shard while the next one travels. The gradient of a shard is summed over the
+ranks, while the next shard is multiplied, and stays with its owner. All ranks call the head and run backward together,
+also those without tokens. The collectives of a backward have one order: the first shard; then, shard by shard, the next
+one and the sum of its gradient; then the sums of bias, lora_a and lora_b. DTensor is imported only where one is met,
+because that takes seconds.
 """
 
 from collections import deque
@@ -23,11 +20,11 @@ from logitless.distributed.sharding import is_sharded
 from logitless.errors import InputError
 
 AHEAD = 1
-"""Shards that travel while another is multiplied with, and sums of gradients; 0 waits for each, to measure against."""
+"""Shards, and sums of gradients, in flight while another is multiplied; 0 waits for each."""
 
 
 class Shard(NamedTuple):
-    """Some rows of a weight: the first one's place in the whole, the rows, and the rank that owns them."""
+    """Some rows of a weight: the offset in the whole, the rows, and their owner."""
 
     first: int
     weight: Tensor
@@ -81,8 +78,7 @@ def most_rows(weight: Tensor) -> int:
 
 
 class GradientOfShards:
-    """The gradient of a sharded weight, shard by shard: the sum over ranks of each is under way while the next one is
-    made.
+    """The gradient of a sharded weight, shard by shard; each is reduced while the next one is made.
 
     Args:
         weight: the DTensor.
@@ -94,7 +90,7 @@ class GradientOfShards:
         self._mine: Tensor | None = None
 
     def add(self, gradient: Tensor, shard: Shard) -> None:
-        """Begin to sum all ranks' gradients of a shard; the tensor is given away."""
+        """Begin to reduce all ranks' gradients of a shard; takes over the tensor."""
         work = dist.reduce(gradient, group=self._group, group_dst=shard.owner, async_op=True)
         assert work is not None
         before, self._under_way = self._under_way, (gradient, shard.owner, work)
@@ -104,7 +100,7 @@ class GradientOfShards:
             self.mine()
 
     def mine(self) -> Tensor | None:
-        """The sum of the rows that this rank owns, complete; None where it owns none. To be called after the last."""
+        """The sum of the rows that this rank owns, or None; to be called after the last ``add``."""
         if self._under_way is not None:
             self._keep(*self._under_way)
             self._under_way = None
@@ -130,10 +126,10 @@ def like(weight: Tensor, local: Tensor | None) -> Tensor:
 
 
 def whole(tensor: Tensor | None) -> Tensor | None:
-    """A small tensor (bias, LoRA factor) made whole where it is sharded, in float32 or wider; any other as it is.
+    """A small tensor (bias, LoRA factor), gathered if sharded, in float32 or wider.
 
-    For use inside an autograd function, which sums its gradient by ``summed_like``: were these collectives nodes of
-    the graph, autograd would choose their order, and it may choose another on another rank.
+    For use inside an autograd function, which sums its gradient by ``summed_like``: as nodes of the graph these
+    collectives could run in another order on another rank.
 
     Example:
         >>> whole(torch.ones(2, dtype=torch.bfloat16)).dtype
@@ -191,5 +187,5 @@ def _group(weight: Any) -> ProcessGroup:
 
 
 def _copies(weight: Any) -> ProcessGroup | None:
-    """The ranks that have this rank's rows; None where it alone has them."""
+    """The ranks that have this rank's rows; None if it alone has them."""
     return None if weight.device_mesh.ndim == 1 else weight.device_mesh.get_group(0)

@@ -1,9 +1,9 @@
-"""A vocabulary sharded over a process group: what the ranks tell each other.
+"""A vocabulary sharded over a process group.
 
 Rank r holds the contiguous rows ``weight[offset_r : offset_r + V_r]`` of the head (and of ``bias`` and ``lora_b``);
-hidden states, targets and ``lora_a`` are the same on every rank. Each rank reduces its own columns to four numbers a
-row, one gather of [4, N] makes them whole, and one sum makes the gradient of what is replicated. Since partial sums
-travel with the maximum they are relative to, no log-prob is too small for them.
+hidden states, targets and ``lora_a`` are replicated. Each rank reduces its columns to four numbers a row, one gather of
+[4, N] completes them, and one sum makes the gradient of what is replicated. Partial sums travel with their maximum, so
+that no log-prob is too small for them.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ def merged(parts: Sequence[Partial]) -> Partial:
 
 
 def gathered(partial: Partial, group: ProcessGroup) -> Partial:
-    """The sums over the whole vocabulary, merged in rank order, so that every rank has the same bits."""
+    """The sums over the whole vocabulary, merged in rank order: bitwise identical on every rank."""
     mine = torch.stack(partial)
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, mine, group=group)
@@ -64,9 +64,7 @@ def gathered(partial: Partial, group: ProcessGroup) -> Partial:
 
 
 def within_shard(target: Int[Tensor, "N"], num_rows: int, group: ProcessGroup) -> Int[Tensor, "N"]:
-    """Targets counted from this rank's first row, given how many rows it holds.
-
-    The sizes of the other shards are known on the device only, so nothing waits for them.
+    """Targets counted from this rank's first row; does not synchronize.
 
     Raises:
         InputError: a target beyond the whole vocabulary (on CUDA: a device-side assertion).

@@ -11,7 +11,7 @@ under ``luspo`` at the token level Liger averages over padded columns, here a se
 
 from dataclasses import replace
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -120,7 +120,15 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             vespo_lambda_neg=vespo_lambda_neg,
         )
 
-    def forward(
+    def forward(self, *call: Any, **options: Any) -> tuple[Float[Tensor, ""], tuple[Float[Tensor, ""], ...]]:
+        """The loss of a padded batch and its metrics: the mean KL (with beta only) and the clipped fraction.
+
+        Takes the arguments of ``evaluate``, which are those of Liger's ``forward``.
+        """
+        _, output = self.evaluate(*call, **options)
+        return output.loss, self._metrics(output)
+
+    def evaluate(
         self,
         _input: Float[Tensor, "B T D"],
         lin_weight: Float[Tensor, "V D"],
@@ -135,8 +143,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         ref_bias: Float[Tensor, "V"] | None = None,
         vllm_is_ratio: Float[Tensor, "B T"] | Float[Tensor, "B 1"] | Float[Tensor, "B"] | None = None,
         num_items_in_batch: float | Float[Tensor, ""] | Int[Tensor, ""] | None = None,
-    ) -> tuple[Float[Tensor, ""], tuple[Float[Tensor, ""], ...]]:
-        """The loss of a padded batch and its metrics: the mean KL (with beta only) and the clipped fraction.
+    ) -> tuple[TokenBatch, ObjectiveOutput]:
+        """The packed batch with its weights, and every token's part in the loss.
 
         Gradient: to ``_input``, ``lin_weight`` and ``bias``.
 
@@ -157,40 +165,6 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         Raises:
             InputError: no reference for the KL; a ratio of another shape, or of whole sequences under ``vespo``.
         """
-        _, output = self.evaluate(
-            _input,
-            lin_weight,
-            selected_token_ids,
-            attention_mask,
-            advantages,
-            bias,
-            ref_per_token_logps,
-            old_per_token_logps,
-            ref_input,
-            ref_weight,
-            ref_bias,
-            vllm_is_ratio,
-            num_items_in_batch,
-        )
-        return output.loss, self._metrics(output)
-
-    def evaluate(
-        self,
-        _input: Float[Tensor, "B T D"],
-        lin_weight: Float[Tensor, "V D"],
-        selected_token_ids: Int[Tensor, "B T"],
-        attention_mask: Bool[Tensor, "B T"] | Int[Tensor, "B T"] | Float[Tensor, "B T"],
-        advantages: Float[Tensor, "B"],
-        bias: Float[Tensor, "V"] | None = None,
-        ref_per_token_logps: Float[Tensor, "B T"] | None = None,
-        old_per_token_logps: Float[Tensor, "B T"] | None = None,
-        ref_input: Float[Tensor, "B T D"] | None = None,
-        ref_weight: Float[Tensor, "V D"] | None = None,
-        ref_bias: Float[Tensor, "V"] | None = None,
-        vllm_is_ratio: Float[Tensor, "B T"] | Float[Tensor, "B 1"] | Float[Tensor, "B"] | None = None,
-        num_items_in_batch: float | Float[Tensor, ""] | Int[Tensor, ""] | None = None,
-    ) -> tuple[TokenBatch, ObjectiveOutput]:
-        """What ``forward`` sums up: the packed batch with its weights, and every token's part in the loss."""
         mask = attention_mask.bool()
         batch, places = from_padded(
             mask,

@@ -67,14 +67,7 @@ def from_padded(
     token_weight: Float[Tensor, "B T"] | Callable[[tuple[int, ...]], Float[Tensor, "N"]],
     *,
     tool_mask: Bool[Tensor, "B T"] | Int[Tensor, "B T"] | None = None,
-    logp_old: Float[Tensor, "B T"] | None = None,
-    logp_sampler: Float[Tensor, "B T"] | None = None,
-    logp_ref: Float[Tensor, "B T"] | None = None,
-    entropy_old: Float[Tensor, "B T"] | None = None,
-    turn: Int[Tensor, "B T"] | None = None,
-    lag: Int[Tensor, "B T"] | None = None,
-    value_old: Float[Tensor, "B T"] | None = None,
-    value_target: Float[Tensor, "B T"] | None = None,
+    **vectors: Float[Tensor, "B T"] | Int[Tensor, "B T"] | None,
 ) -> tuple[TokenBatch, Places]:
     """The packed batch of padded tensors, and the way back.
 
@@ -87,7 +80,7 @@ def from_padded(
         token_weight: [B, T], or what makes the weights [N] from the B numbers of trained tokens, such as
             ``lambda counts: SequenceMean()(counts, Totals.of(counts))``.
         tool_mask: [B, T] 1 on the policy's own tokens, 0 on what a tool or environment wrote.
-        logp_old, logp_sampler, logp_ref, entropy_old, turn, lag, value_old, value_target: [B, T].
+        vectors: [B, T] further fields of ``TokenBatch`` by name, such as ``logp_old``; None leaves one out.
 
     Raises:
         InputError: a tensor of another shape than the mask's.
@@ -100,18 +93,7 @@ def from_padded(
         >>> batch.sequence, batch.advantage, batch.logp_old
         (tensor([0, 0, 1]), tensor([ 1.,  1., -1.]), tensor([-0.1000, -0.2000, -0.3000]))
     """
-    optional = {
-        "tool_mask": tool_mask,
-        "logp_old": logp_old,
-        "logp_sampler": logp_sampler,
-        "logp_ref": logp_ref,
-        "entropy_old": entropy_old,
-        "turn": turn,
-        "lag": lag,
-        "value_old": value_old,
-        "value_target": value_target,
-    }
-    given = {name: value for name, value in optional.items() if value is not None}
+    given = {name: value for name, value in (vectors | {"tool_mask": tool_mask}).items() if value is not None}
     shape = tuple(completion_mask.shape)
     shapes = {name: tuple(value.shape) for name, value in given.items()}
     shapes["advantages"] = tuple(advantages.shape) + shape[advantages.ndim :]

@@ -367,8 +367,9 @@ class _Head:
             rows = rows.float()
         elif torch.is_autocast_enabled(device):
             rows = rows.to(torch.get_autocast_dtype(device))
-        live = None if self.live is None else self.live[:, None].expand_as(scored)[scored]
-        scores = token_scores(rows, lm, labels[scored], temperature=self.temperature, backend=self.backend, live=live)
+        nonzero = None if self.live is None else self.live[:, None].expand_as(scored)[scored]
+        target = labels[scored]
+        scores = token_scores(rows, lm, target, temperature=self.temperature, backend=self.backend, nonzero=nonzero)
         padded = [each.new_zeros(scored.shape).masked_scatter(scored, each) for each in (scores.logp, scores.entropy)]
         router_loss = None
         if kwargs.get("output_router_logits"):

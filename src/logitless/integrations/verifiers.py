@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from logitless.errors import ConfigurationError, InputError, UnavailableError
-from logitless.rewards.contract import RESERVED_ARGUMENTS, Text, TextReward, TrlFunction, completion_text
+from logitless.rewards.reward import RESERVED_ARGUMENTS, Text, TextReward, TrlFunction, completion_text
 
 
 def play_task(
@@ -159,7 +159,7 @@ def task_reward(reward: TextReward, *, weight: float = 1.0) -> Callable[..., Any
 
     Example:
         >>> import importlib.util
-        >>> from logitless.rewards.exact import Exact
+        >>> from logitless.rewards.text.exact import Exact
         >>> not importlib.util.find_spec("verifiers") or task_reward(Exact()).reward
         True
     """

@@ -1,9 +1,9 @@
 """What each decoder layer keeps of a forward pass for its backward, chosen so that a number of bytes is enough.
 
     keep         everything
-    selective    products and attention; what elementwise kernels and norms made of them is made again (row-invariant
+    selective    products and attention; what elementwise kernels and norms made of them is recomputed (row-invariant
                  layers)
-    recompute    the layer's input; everything else is made again
+    recompute    the layer's input; everything else is recomputed
     host         the same, with the input in the host's memory
 
 Nothing else changes: a layer's gradients have the same bits in every mode, where its kernels are deterministic.
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from logitless.errors import ConfigurationError, UnavailableError
 from logitless.float32_sums import gradient_dtype
 from logitless.models.lm_head import backbone, backbone_hidden
-from logitless.models.one_node import made_again
+from logitless.models.one_node import recomputed
 from logitless.types import PackedInputs
 
 Mode = Literal["keep", "selective", "recompute", "host"]
@@ -71,7 +71,6 @@ def _set(model: nn.Module, modes: Sequence[Mode], tally: "_Tally | None") -> Non
 
 
 def _modes_of(layers: Sequence[Any]) -> tuple[Mode, ...]:
-    """What layers can do."""
     return MODES if hasattr(layers[0], "row_invariant_form") else tuple(mode for mode in MODES if mode != "selective")
 
 
@@ -95,7 +94,7 @@ def _run(mode: Mode, tally: "_Tally | None", layer: Callable[..., Any], *args: A
     of_rows = "rows" in getattr(layer, "keywords", {})
     if of_rows and mode in ("recompute", "host") and args[1] is not None:
         args = (args[0] + args[1], None)
-    kept: Any = _MadeAgain(tally) if mode == "selective" else _Kept(tally)
+    kept: Any = _Recomputed(tally) if mode == "selective" else _Kept(tally)
     if mode == "host":
         kept = _OnHost()
     with kept:
@@ -103,7 +102,7 @@ def _run(mode: Mode, tally: "_Tally | None", layer: Callable[..., Any], *args: A
             return layer(*args)
         if not of_rows:
             return checkpoint(layer, *args, use_reentrant=False)
-        with made_again():
+        with recomputed():
             return layer(*args)
 
 
@@ -155,23 +154,23 @@ class _OnHost(saved_tensors_hooks):
         super().__init__(pack, lambda kept: kept[1].to(kept[0], non_blocking=True))
 
 
-# --- what kernels of ours made, made again
+# --- what kernels of ours made, recomputed
 
-_current: "_MadeAgain | None" = None
+_current: "_Recomputed | None" = None
 
 
 def recipes_are_kept() -> bool:
-    """Whether somebody would keep what ``can_be_made_again`` says."""
+    """Whether somebody would keep what ``can_be_recomputed`` says."""
     return _current is not None
 
 
-def can_be_made_again(out: Tensor, again: Callable[[], Tensor]) -> None:
+def can_be_recomputed(out: Tensor, again: Callable[[], Tensor]) -> None:
     """Said of a kernel's result: what wants to keep it may keep ``again`` instead, which must not refer to ``out``."""
     if _current is not None:
         _current.offers[_place(out)] = (out, again)
 
 
-class _MadeAgain(saved_tensors_hooks):
+class _Recomputed(saved_tensors_hooks):
     """Keeps a recipe for each tensor that has one.
 
     What was offered lives until the layer is done, so that its place in memory is not that of something else.
@@ -340,7 +339,7 @@ class ActivationPlan:
     def of(cls, costs: Mapping[Mode, Cost], *, num_layers: int, num_tokens: int, budget: int) -> "ActivationPlan":
         """The modes that fit into ``budget`` and make the least anew.
 
-        A layer that is made again from its input costs a third of its products more, one made again elementwise a few
+        A layer that is recomputed from its input costs a third of its products more, one recomputed elementwise a few
         per cent: first as few as possible of the former, then of the latter.
 
         Args:
@@ -374,7 +373,6 @@ class ActivationPlan:
 
     @property
     def counts(self) -> dict[Mode, int]:
-        """How many layers are in each mode."""
         return {mode: self.modes.count(mode) for mode in MODES}
 
     def __str__(self) -> str:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from logitless.errors import InputError, UnavailableError
 from logitless.models.kernels.attention_tiles import PROCESSORS, AttentionTiles, attention_tiles
+from logitless.models.kernels.rows import divided_up
 from logitless.models.one_node import apply, refuse_twice
 from logitless.transfer import sent
 from logitless.types import PromptGroup
@@ -95,7 +96,7 @@ class AttentionLayout:
     groups: Sequence[PromptGroup]
     device: torch.device | str = "cpu"
     num_tokens: int = -1
-    _tables: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    tables: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         groups = self.groups
@@ -249,9 +250,9 @@ class AttentionLayout:
             if window is not None:
                 end = torch.where(is_prompt[segment], end, torch.minimum(end, last + window - 1))
             work = end - first
-            share = max(512, _divided_up(int(work.sum()) * num_key_heads, 4 * PROCESSORS))
-            size = _divided_up(_divided_up(work, _divided_up(work, share)), 16) * 16  # rows of queries a part
-            parts = _divided_up(work, size)
+            share = max(512, divided_up(int(work.sum()) * num_key_heads, 4 * PROCESSORS))
+            size = divided_up(divided_up(work, divided_up(work, share)), 16) * 16  # rows of queries a part
+            parts = divided_up(work, size)
             tile, part = cut(work, size)
             begin = first[tile] + part
             stop = torch.minimum(begin + size[tile], end[tile])
@@ -267,14 +268,14 @@ class AttentionLayout:
 
     def kept(self, name: Any, make: Callable[[], Any]) -> Any:
         """What ``make`` gave when ``name`` was first asked for."""
-        if name not in self._tables:
-            self._tables[name] = make()
-        return self._tables[name]
+        if name not in self.tables:
+            self.tables[name] = make()
+        return self.tables[name]
 
 
 def cut(lengths: Tensor, size: "int | Tensor") -> tuple[Tensor, Tensor]:
     """Pieces of at most ``size`` of each length: whose they are, and where they start in it."""
-    counts = _divided_up(lengths, size)
+    counts = divided_up(lengths, size)
     owner = torch.repeat_interleave(torch.arange(len(lengths)), counts)
     number = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
     return owner, number * (size[owner] if isinstance(size, Tensor) else size)
@@ -289,11 +290,6 @@ def in_order(rank: Tensor, work: Tensor, num_key_heads: int) -> Tensor:
     together = (programs.cumsum(0) - programs) // (4 * PROCESSORS)
     by_work = torch.argsort(-work, stable=True)
     return by_work[torch.argsort(together[rank[by_work]], stable=True)]
-
-
-def _divided_up(number: Any, by: Any) -> Any:
-    """The quotient rounded up, of numbers or tensors."""
-    return (number + by - 1) // by
 
 
 def table(columns: tuple[Tensor, ...], order: Tensor, device: torch.device | str) -> Tensor:
@@ -415,7 +411,7 @@ def forward_tiles(
 
 def prepare_tables(
     layout: Any, *, num_heads: int, num_key_heads: int, width: int, dtype: torch.dtype, window: int | None,
-    gradients: bool = False,
+    gradients: bool = False, device: torch.device | None = None,
 ) -> None:  # fmt: skip
     """Copies what attention reads of a layout to the device.
 
@@ -425,8 +421,9 @@ def prepare_tables(
         layout: an ``AttentionLayout`` or a ``PrefillLayout``, which keeps its tables.
         num_heads, num_key_heads, width, dtype, window: of a layer.
         gradients: what the backward pass reads too; of an ``AttentionLayout``.
+        device: of the model, where the layout is on the CPU; None: the layout's.
     """
-    device = layout.positions.device
+    device = layout.positions.device if device is None else device
     heads = launches().Heads.of_counts(num_heads, num_key_heads, width)
     choice, _ = forward_tiles(layout, heads, dtype, device, window)
     _ = layout.slots if hasattr(layout, "slots") else layout.branch_rows

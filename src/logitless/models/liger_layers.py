@@ -98,7 +98,6 @@ def _exchange(model: nn.Module) -> None:
 
 
 def _exchange_of(model_type: str) -> Any:
-    """Liger's function for a family."""
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError as error:

@@ -5,8 +5,9 @@ file, or are drawn at random from a config under a seed. On the meta device noth
 run.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ from logitless.models.end_of_turn import mend_end_token
 from logitless.models.four_bit import FourBit, quantize
 from logitless.models.gguf import gguf_config, gguf_file, gguf_model, gguf_tokenizer
 from logitless.models.lm_head import backbone, causal_lm, verify_lm_head, verify_packing
+from logitless.models.modes import runs_compiled
 from logitless.models.packed import PACKED
 from logitless.models.rotary import separate_long_sequences
 from logitless.models.seeded import seeded
@@ -256,7 +258,12 @@ def compile_layers(model: nn.Module, *, backend: str = "inductor") -> int:
         )
     for layer in layers:
         layer.compile(backend=backend)
+        layer._compiled_call_impl = partial(_call, layer._call_impl, layer._compiled_call_impl)
     return len(layers)
+
+
+def _call(plain: Callable[..., Any], compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return (compiled if runs_compiled() else plain)(*args, **kwargs)
 
 
 def _load_config(source: ModelSource, trust_remote_code: bool) -> Any:

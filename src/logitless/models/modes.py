@@ -1,5 +1,6 @@
-"""Modes that a model or the process is in for a while, and back again."""
+"""Modes that a model, a thread or the process is in for a while, and back again."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,6 +26,39 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(training)
+
+
+class _Compiled(threading.local):
+    off: bool = False
+
+
+_compiled = _Compiled()
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """In this thread, layers of ``compile_layers`` run as they are: where rows and lengths change with every call.
+
+    ``torch.compiler.set_stance`` holds for all threads, and two that use it side by side may leave it set for ever.
+    """
+    before, _compiled.off = _compiled.off, True
+    try:
+        yield
+    finally:
+        _compiled.off = before
+
+
+def runs_compiled() -> bool:
+    """Whether compiled layers run compiled in this thread.
+
+    Example:
+        >>> with uncompiled():
+        ...     runs_compiled()
+        False
+        >>> runs_compiled()
+        True
+    """
+    return not _compiled.off
 
 
 @contextmanager

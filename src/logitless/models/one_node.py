@@ -6,7 +6,7 @@ of their results went into which, hands autograd a single node for all of it, an
 when gradients come. Kernels, their order and every bit are the same.
 
 What the functions save is saved by that node, so that hooks on saved tensors (``activations``) see it; or the node
-keeps what it was given and runs them again (``made_again``).
+keeps what it was given and runs them again (``recomputed``).
 Inside, tensors must go from function to function unchanged: what plain torch makes of them has no gradient. Gradients
 have none themselves: a backward that is to be differentiated is refused, where autograd would leave out what is inside.
 """
@@ -80,7 +80,7 @@ def one_node(
 
 
 @contextmanager
-def made_again() -> Iterator[None]:
+def recomputed() -> Iterator[None]:
     """Inside, a node keeps what it was given alone, and runs its functions again when gradients come.
 
     As ``torch.utils.checkpoint`` does it, without what that takes on the host for any code at all: a millisecond a
@@ -122,7 +122,6 @@ class Context:
     needs_input_grad: tuple[bool, ...] = ()
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Keeps them for the backward."""
         self.saved_tensors = tensors
 
     def set_materialize_grads(self, value: bool) -> None:

@@ -16,8 +16,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from logitless.errors import ConfigurationError, UnavailableError
 from logitless.hub import use_cache_if_unreachable
-from logitless.rewards.contract import Batch, Columns, Text, TextReward
-from logitless.rewards.pooled import spoiled
+from logitless.rewards.reward import Batch, Columns, Text, TextReward
+from logitless.rewards.workers.pooled import ungradable
 from logitless.types import Verdict
 
 
@@ -25,7 +25,7 @@ from logitless.types import Verdict
 class RewardModel(TextReward):
     """What a classifier says of prompt and completion: its logit, or the probability of a class.
 
-    A completion that does not fit into the model with its prompt is `spoiled`. A number that is not finite is an
+    A completion that does not fit into the model with its prompt is `ungradable`. A number that is not finite is an
     `error`.
 
     Args:
@@ -37,7 +37,7 @@ class RewardModel(TextReward):
         template: plain text with `{prompt}` and `{completion}`, used instead of the tokenizer's chat template.
         max_tokens: that it reads; null: the model's positions.
         tokens_per_batch: that it reads at once, padding included; memory and speed only.
-        spoiled_score: the score of a completion that is too long: choose one that no wrong answer falls below.
+        ungradable_score: of a completion that is too long: a score that no wrong answer falls below.
 
     Raises:
         ConfigurationError: a template without its fields, or a limit that is not positive.
@@ -56,7 +56,7 @@ class RewardModel(TextReward):
     template: str | None = None
     max_tokens: int | None = None
     tokens_per_batch: int = 16384
-    spoiled_score: float | None = 0.0
+    ungradable_score: float | None = 0.0
 
     def __post_init__(self) -> None:
         if self.template is not None and not all(f in self.template for f in ("{prompt}", "{completion}")):
@@ -105,7 +105,7 @@ class RewardModel(TextReward):
             rows = [fitting[k] for k in part]
             scores |= dict(zip(rows, self._scores(loaded, [ids[i] for i in rows]), strict=True))
         return [
-            _graded(scores[i]) if i in scores else spoiled(f"{len(row)} tokens, over {limit}", self.spoiled_score)
+            _graded(scores[i]) if i in scores else ungradable(f"{len(row)} tokens, over {limit}", self.ungradable_score)
             for i, row in enumerate(ids)
         ]
 

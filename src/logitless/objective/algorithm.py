@@ -1,4 +1,4 @@
-"""An algorithm as data: the loss and what goes with it."""
+"""An algorithm as data: the loss, its advantage and its weighting."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,31 +8,31 @@ from logitless.objective.advantage import Estimator
 from logitless.objective.dead import silent_without_advantage
 from logitless.objective.kl_control import KLControl
 from logitless.objective.objective import Objective
-from logitless.objective.ranges import Grain
+from logitless.objective.ranges import Level
 from logitless.objective.value import ValueLoss
 from logitless.objective.weighting import MicroBatchTokenMean, Weighting
 
-_FINENESS: tuple[Grain, ...] = ("token", "turn", "sequence")
+_FINENESS: tuple[Level, ...] = ("token", "turn", "sequence")
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What a trainer needs to know of a paper; its parts are asked whether they go together.
+    """The composition that a paper stands for. Parts that do not go together are refused.
 
     Args:
         objective: the loss.
-        advantage: how rewards become advantages; None where the loss reads none.
+        advantage: how rewards become advantages; None if the loss reads none.
         weighting: how token losses are averaged.
         value_loss: of the value head, or None.
-        kl_control: the coefficient of the KL, or None where that is the caller's to choose.
-        kl_in_reward: whether a KL is taken off the rewards, instead of being a term of the loss.
+        kl_control: the coefficient of the KL; None if the caller chooses it.
+        kl_in_reward: whether a KL is subtracted from the rewards instead of being a term of the loss.
         drop_truncated: whether completions cut at their limit are left out of the loss.
-        notes: what the reader of a translated configuration should know; whoever trains logs them.
+        notes: remarks on a translated configuration, for the log.
 
     Raises:
-        ConfigurationError: a loss without the advantage that it reads; values without a loss to learn them by, or the
-            reverse; advantages that differ between tokens which share a ratio; a KL in two places, or in rewards that
-            the advantage does not read.
+        ConfigurationError: a loss without the advantage that it reads; values without a value loss, or the reverse;
+            advantages that differ between tokens that share a ratio; a KL in two places, or in rewards that the
+            advantage does not read.
 
     Example:
         >>> from logitless.objective.presets import ppo
@@ -62,18 +62,12 @@ class Algorithm:
 
     @property
     def kl_in_loss(self) -> bool:
-        """Whether the KL is a term of the loss.
-
-        Example:
-            >>> from logitless.objective.presets import grpo
-            >>> grpo().kl_in_loss
-            False
-        """
+        """Whether the KL is a term of the loss."""
         return self.objective.kl is not None
 
     @cached_property
     def silent_without_advantage(self) -> bool:
-        """Whether a sequence of advantage 0 (or weight 0) can be left out of a step that still counts it.
+        """Whether a zero-advantage (or zero-weight) sequence can be skipped by a step that still counts it.
 
         Example:
             >>> from logitless.objective.presets import algorithm
@@ -88,11 +82,7 @@ class Algorithm:
         """Refuse a single completion a prompt where the advantage compares completions.
 
         Raises:
-            ConfigurationError: there is nothing to compare with, so that every advantage would be 0.
-
-        Example:
-            >>> from logitless.objective.presets import grpo
-            >>> grpo().check_completions(2)
+            ConfigurationError: every advantage would be 0.
         """
         if self.advantage is not None and self.advantage.compares_group and completions_per_prompt < 2:
             raise ConfigurationError(
@@ -135,15 +125,15 @@ class Algorithm:
             )
 
     def _check_shared(self) -> None:
-        """Refuse advantages that differ between tokens to which the loss gives one ratio or one share."""
+        """Refuse advantages that differ between tokens that share a ratio or a loss."""
         if self.advantage is None:
             return
         ratio, surrogate = self.objective.ratio, self.objective.surrogate
-        shared = [surrogate.grain]
+        shared = [surrogate.level]
         if surrogate.reads == "any" and ratio.advantages is None:
-            shared.append(ratio.grain)
-        fine = _FINENESS.index(self.advantage.grain(kl_in_reward=self.kl_in_reward))
-        if fine < max(_FINENESS.index(grain) for grain in shared):
+            shared.append(ratio.level)
+        fine = _FINENESS.index(self.advantage.level(kl_in_reward=self.kl_in_reward))
+        if fine < max(_FINENESS.index(level) for level in shared):
             raise ConfigurationError(
                 needed=f"tokens that share an advantage under {surrogate.name!r} with ratio {ratio.name!r}",
                 given=f"{self.advantage.name}, an advantage a {_FINENESS[fine]}",

@@ -1,7 +1,7 @@
-"""Correction for tokens that another engine sampled: the importance weight of the trainer's old policy to the sampler.
+"""Sampler correction: the importance weight of the trainer's old policy to the engine that sampled.
 
-``c = exp(D)``, D from ``logp_old - logp_sampler``: the same weights in two implementations (kernels, precision, delay).
-It multiplies the surrogate's loss, not the KL term, and carries no gradient.
+``c = exp(D)`` with D from ``logp_old - logp_sampler``. It multiplies the surrogate's loss, not the KL, without
+gradient.
 """
 
 import math
@@ -24,7 +24,7 @@ Mode = Literal["truncate", "mask"]
 
 @shaped
 def sampler_log_ratio(logp_old: Float[Tensor, "N"], logp_sampler: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """``D_t = logp_old_t - logp_sampler_t``; 0 where ``logp_sampler`` is NaN, the mark of an engine that gave no value.
+    """``D_t = logp_old_t - logp_sampler_t``; 0 where ``logp_sampler`` is NaN (the engine gave no value).
 
     Example:
         >>> sampler_log_ratio(torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, float("nan")]))
@@ -79,12 +79,11 @@ class SamplerCorrection:
 
     Args:
         level: ``token``; ``sequence``, the whole sequence's weight; ``geometric``, its geometric mean.
-        mode: ``truncate`` clips c to [min, max]; ``mask`` drops what lies outside, and without bounds keeps c as it is.
+        mode: ``truncate`` clips c to [min, max]; ``mask`` drops what is outside.
         min, max: bounds of c.
-        normalized: divide c, bounded, by its mean over the block's tokens (its completions, above the token level), so
-            that a correction does not change the size of the loss; the block's weights have mean 1.
-        filtered_sampling: what to do where sampling used top-p, top-k, min-p or a penalty, so that ``logp_sampler`` is
-            of another distribution than ``logp_old``: ``refuse`` or ``accept``; ``check_sampling`` asks.
+        normalized: divide the bounded c by its mean over the block's tokens (above the token level: its completions).
+        filtered_sampling: ``refuse`` or ``accept`` sampling with top-p, top-k, min-p or a penalty, under which
+            ``logp_sampler`` and ``logp_old`` are of different distributions.
 
     Raises:
         ConfigurationError: ``truncate`` without a bound, or bounds out of order.
@@ -121,12 +120,12 @@ class SamplerCorrection:
     def __call__(
         self, log_ratio: Float[Tensor, "N"], sequences: Ranges, mean: Float[Tensor, ""] | None = None
     ) -> Float[Tensor, "N"]:
-        """The bounded c of each token from its ``sampler_log_ratio``.
+        """The bounded c of each token.
 
         Args:
-            log_ratio: [N].
+            log_ratio: [N] ``sampler_log_ratio``.
             sequences: the sequences as ranges.
-            mean: of ``block_mean``, where c is normalized.
+            mean: ``block_mean``, if normalized.
 
         Raises:
             InputError: the mean is missing.
@@ -146,9 +145,8 @@ class SamplerCorrection:
     def block_mean(
         self, log_ratio: Float[Tensor, "N"], sequences: Ranges, gather: GatherOverRanks = one_rank
     ) -> Float[Tensor, ""]:
-        """The mean of the bounded c: over the counted tokens, or above the token level over the sequences with any.
-
-        1 where nothing is counted, or every c is 0.
+        """The mean of the bounded c over the counted tokens, or above the token level over the sequences with any; 1 if
+        it is 0.
 
         Source: verl's ``rollout_is_batch_normalize``.
 
@@ -181,8 +179,8 @@ class SamplerCorrection:
         """Refuse a correction between two different distributions, unless ``filtered_sampling="accept"``.
 
         Args:
-            top_p, top_k, min_p, repetition_penalty: the sampler's settings; the defaults switch each of them off.
-            others: names of further settings in use that change the distribution.
+            top_p, top_k, min_p, repetition_penalty: the sampler's settings; the defaults are off.
+            others: names of further settings that change the distribution.
 
         Raises:
             ConfigurationError: one of them is on.

@@ -1,7 +1,6 @@
-"""The choice of tokens by the covariance of advantage and log-probability (Clip-Cov, KL-Cov).
+"""Selection of tokens by the covariance of advantage and log-probability (Clip-Cov, KL-Cov).
 
-``cov_t = (A_t - mean A)(logp_t - mean logp)`` over the trained tokens of a scope. A few tokens carry most of it, and
-with it most of the fall of entropy.
+``cov_t = (A_t - mean A)(logp_t - mean logp)`` over the trained tokens of a scope. A few tokens carry most of it.
 """
 
 import math
@@ -23,7 +22,7 @@ def token_covariance(
     counted: Bool[Tensor, "N"],
     gather: GatherOverRanks = one_rank,
 ) -> Float[Tensor, "N"]:
-    """``(A - mean A)(logp - mean logp)``, means over the counted tokens of all ranks; without gradient.
+    """``(A - mean A)(logp - mean logp)``, means over the counted tokens of all ranks; no gradient.
 
     Source: arXiv:2505.22617 (Clip-Cov and KL-Cov).
 
@@ -40,14 +39,7 @@ def token_covariance(
 
 @shaped
 def num_chosen(fraction: float, num_tokens: Int[Tensor, ""]) -> Int[Tensor, ""]:
-    """``max(1, floor(fraction N))``.
-
-    Source: as ``token_covariance``.
-
-    Example:
-        >>> num_chosen(2e-4, torch.tensor(12345))
-        tensor(2)
-    """
+    """``max(1, floor(fraction N))``."""
     # In whole numbers: 0.29 * 100 is a little below 29 in floating point.
     exact = Fraction(str(fraction)).limit_denominator(10**9)
     return (num_tokens * exact.numerator // exact.denominator).clamp(min=1)
@@ -57,9 +49,8 @@ def num_chosen(fraction: float, num_tokens: Int[Tensor, ""]) -> Int[Tensor, ""]:
 def largest(
     key: Float[Tensor, "N"], eligible: Bool[Tensor, "N"], number: Int[Tensor, ""], gather: GatherOverRanks = one_rank
 ) -> Bool[Tensor, "N"]:
-    """The ``number`` eligible tokens with the largest key over all ranks; all, if fewer. Of equal keys, the first.
-
-    The first is the one with the lowest index, on the first rank that has one.
+    """The ``number`` eligible tokens with the largest key over all ranks. Ties go to the lowest index on the lowest
+    rank.
 
     Source: KL-Cov, arXiv:2505.22617.
 
@@ -74,7 +65,7 @@ def largest(
 
 
 def _own_rows(gathered: Tensor, number: int, gather: GatherOverRanks) -> Tensor:
-    """This rank's rows of what ``gather`` put together."""
+    """This rank's rows of a gathered tensor."""
     if gather is one_rank:
         return gathered
     # A callable tells no rank its place. A mark that no other rank has does; nothing but the place depends on it.
@@ -93,15 +84,15 @@ def random_in_band(
     generator: torch.Generator,
     gather: GatherOverRanks = one_rank,
 ) -> Bool[Tensor, "N"]:
-    """``number`` tokens drawn evenly from the eligible ones with ``low < covariance < high``; all of them, if fewer.
+    """``number`` tokens sampled uniformly from the eligible ones with ``low < covariance < high``; all of them, if
+    fewer.
 
     Args:
         covariance: [N].
         eligible: [N].
-        number: how many, over all ranks.
+        number: over all ranks.
         low, high: the band.
-        generator: of random numbers; seeded differently on every rank, so that the draw, not its distribution,
-            depends on which rank holds which tokens.
+        generator: seeded differently on every rank.
         gather: see ``GatherOverRanks``.
 
     Source: Clip-Cov, arXiv:2505.22617.

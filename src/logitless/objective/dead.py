@@ -1,7 +1,4 @@
-"""Sequences that can change no gradient: a trainer may leave them out of its passes.
-
-The weights of the others belong to the whole step and know nothing of it: what is left out still counts in them.
-"""
+"""Sequences without a gradient, which a trainer may skip. They still count in the weights of the others."""
 
 import torch
 from torch import Tensor
@@ -14,10 +11,10 @@ _FARTHEST = 3.0  # nats that the probe's policies are apart
 
 
 def silent_without_advantage(objective: Objective) -> bool:
-    """Whether a sequence of advantage 0 adds nothing to the gradient, and its presence changes nothing for others.
+    """Whether a zero-advantage sequence adds nothing to the gradient, and changes nothing for the others.
 
-    A KL or an entropy bonus speaks of every token. Whether the policy loss does is not taken from its name: it is asked
-    for the gradient of tokens with advantage 0, and whether it looks at other sequences on the way.
+    The loss is called to find out: its gradient at advantage 0, and whether it gathers other sequences. A KL or an
+    entropy bonus always has a gradient.
 
     Example:
         >>> from logitless.objective.surrogate import Nll

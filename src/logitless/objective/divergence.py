@@ -1,13 +1,13 @@
-"""KL to the reference: the three estimators from one sampled token, in the loss or in the reward.
+"""KL to the reference: three estimators from one sampled token, in the loss or in the reward.
 
-Everywhere ``d = logp - logp_ref`` with tokens drawn from the policy, so that k1 and k3 have mean KL(pi || ref). Names
-k1, k2, k3 are Schulman's. What counts in a loss is the expected **gradient**, another matter than the value:
+``d = logp - logp_ref`` of tokens sampled from the policy. Names k1, k2, k3 are Schulman's. In a loss the expected
+**gradient** counts:
 
     in the loss                     expected gradient
     k1, k2, k3 ratio-corrected      KL(pi || ref)
     k2 uncorrected                  KL(pi || ref), on-policy only
-    k3 uncorrected                  KL(ref || pi) on-policy; what most libraries train
-    k1 uncorrected                  0 on-policy, so that it is an error here
+    k3 uncorrected                  KL(ref || pi), on-policy; what most libraries train
+    k1 uncorrected                  0, on-policy: an error here
 """
 
 from dataclasses import dataclass, field
@@ -70,10 +70,10 @@ def k3(log_ratio_ref: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
 
 @shaped
 def kl_in_reward(logp_old: Float[Tensor, "N"], logp_ref: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """``sg(logp_old - logp_ref)``, the KL of each token that a reward pays for (k1, the only one unbiased there).
+    """``sg(logp_old - logp_ref)``: the KL of each token to subtract from rewards (k1, the only unbiased one there).
 
-    Gradient: none. For token returns, subtract ``beta`` times it from each token's reward; for group-relative
-    advantages subtract ``beta`` times its sum over the sequence (``Ranges.sum``) before group statistics.
+    For token returns subtract ``beta`` times it from each token's reward; for group-relative advantages subtract
+    ``beta`` times its sum over the sequence (``Ranges.sum``) before group statistics.
 
     Source: PPO-RLHF, arXiv:2203.02155, eq. 2.
 
@@ -90,8 +90,8 @@ class KLTerms:
 
     Args:
         kl: [N], differentiable.
-        log_ratio_ref: [N] detached d before the clamp.
-        clamped: [N] tokens whose d was clamped: their penalty has no gradient.
+        log_ratio_ref: [N] d before the clamp, detached.
+        clamped: [N] tokens whose d was clamped; they have no gradient.
     """
 
     kl: Float[Tensor, "N"]
@@ -101,18 +101,18 @@ class KLTerms:
 
 @dataclass(frozen=True)
 class KLPenalty:
-    """A KL term in the loss, ``beta * kl_t`` beside the surrogate.
+    """A KL term in the loss, ``beta * kl_t``.
 
     Args:
         estimator: ``k1``, ``k2`` (also called ``mse``) or ``k3`` (also called ``low_var_kl``).
-        ratio_corrected: ``token``: k1 and k3 times ``exp(lr)``, differentiable, k2 times ``sg(exp(lr))``;
-            ``surrogate``: the same with the surrogate's ratio (TRL under a sequence ratio); None: as they are.
-        clamp: bound on ``|d|`` in nats, before the estimator; clamped tokens are counted. None: no bound (TRL).
+        ratio_corrected: ``token``: times the token's ratio (k1 and k3 differentiable, k2 detached); ``surrogate``:
+            times the surrogate's ratio (TRL under a sequence ratio); None: uncorrected.
+        clamp: bound on ``|d|`` in nats; clamped tokens are counted. None: no bound (TRL).
 
     Raises:
         ConfigurationError: ``k1`` without correction (its expected gradient is 0), or a clamp that is not positive.
 
-    Source: in the loss, GRPO, arXiv:2402.03300, eq. 4 (k3); ratio-corrected, DeepSeek-V3.2, arXiv:2512.02556.
+    Source: GRPO, arXiv:2402.03300, eq. 4 (k3); ratio-corrected, DeepSeek-V3.2, arXiv:2512.02556.
 
     Example:
         >>> KLPenalty("low_var_kl").estimator
@@ -150,8 +150,7 @@ class KLPenalty:
 
         Args:
             logp, logp_ref: [N] nats.
-            token_log_ratio, surrogate_log_ratio: [N] ``lr`` per token and at the surrogate's level; read only by the
-                correction of that name.
+            token_log_ratio, surrogate_log_ratio: [N], read by the correction of that name.
         """
         difference = logp - logp_ref.detach()
         bounded = difference if self.clamp is None else difference.clamp(-self.clamp, self.clamp)

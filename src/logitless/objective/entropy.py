@@ -1,7 +1,7 @@
-"""The entropy bonus: a term of the loss with its own weights, and the rule that adapts its coefficient.
+"""The entropy bonus: a term of the loss with its own weights, and an adaptive coefficient.
 
-``loss += -coefficient * sum_t v_t kept_t H_t``: a mean of entropies whose denominator has nothing to do with the one of
-the policy loss, so that a coefficient means the same for every objective.
+``loss += -coefficient * sum_t v_t kept_t H_t``. Its denominator is independent of the policy loss's, so that a
+coefficient means the same for every objective.
 """
 
 import math
@@ -30,7 +30,7 @@ def entropy_mean(
         entropy: [N] nats, differentiable.
         weight: [N] v, which sums to 1 over a step.
         kept: [N] tokens that take part.
-        renormalized: see above; 0 where nothing is kept.
+        renormalized: see above; 0 if nothing is kept.
 
     Source: Williams and Peng 1991; A3C, arXiv:1602.01783; kept tokens only, as TRL's ``entropy_coef``.
 
@@ -51,9 +51,9 @@ def entropy_mean(
 
 @dataclass(frozen=True)
 class AdaptiveEntropy:
-    """``coefficient + delta`` where the last step's entropy is at most the target, else ``- delta``, within bounds.
+    """``coefficient + delta`` if the last step's entropy was at most the target, else ``- delta``, within bounds.
 
-    The bonus is applied only while the last step's entropy is at most the target; before the first step it is not.
+    The bonus is applied only while the last step's entropy is at most the target.
 
     Args:
         target: nats a token; near the entropy seen early in training.
@@ -86,14 +86,10 @@ class AdaptiveEntropy:
 class EntropyBonus:
     """Subtract ``coefficient`` times the mean entropy of the tokens that the ``top_entropy`` filter keeps.
 
-    ``TokenBatch.entropy_weight`` holds v. ``step``: ``Objective.entropy_weight`` makes it, 1 over the step's kept
-    tokens. ``micro_batch``: the mean over the tokens kept in each micro-batch (TRL), v being the weights of
-    ``MicroBatchTokenMean``.
-
     Args:
         coefficient: per nat; with ``adaptive``, where it starts.
-        adaptive: the rule that moves it (``EntropyController``), or None.
-        scope: see above.
+        adaptive: the rule that changes it (``EntropyController``), or None.
+        scope: ``step``: the mean over the step's kept tokens; ``micro_batch``: over those of each micro-batch (TRL).
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -108,7 +104,7 @@ class EntropyBonus:
 
 @dataclass
 class EntropyController:
-    """The coefficient of the entropy bonus over a run; ``applied`` is what ``Objective`` takes.
+    """The coefficient of the entropy bonus over a run.
 
     Args:
         bonus: the configuration.
@@ -143,7 +139,7 @@ class EntropyController:
         return self.coefficient if adaptive is None or self.last_entropy <= adaptive.target else 0.0
 
     def update(self, entropy: float) -> None:
-        """Take a step's mean entropy (of the kept tokens, over all ranks) into account; nothing moves without a rule.
+        """Update with a step's mean entropy (of the kept tokens, over all ranks).
 
         Raises:
             InputError: an entropy that is not finite.
@@ -160,11 +156,11 @@ class EntropyController:
         self.last_entropy = entropy
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """For a checkpoint."""
         return {"coefficient": self.coefficient, "last_entropy": self.last_entropy}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on where ``state_dict`` was taken."""
+        """Restore ``state_dict``."""
         if set(state) != {"coefficient", "last_entropy"}:
             raise CheckpointError(
                 needed="an entropy controller's state (coefficient, last_entropy)",

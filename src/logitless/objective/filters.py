@@ -1,4 +1,4 @@
-"""Filters: tokens whose policy loss is dropped, without gradient, and whose weight stays in every denominator."""
+"""Filters: tokens whose policy loss is dropped, without gradient; their weight stays in every denominator."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -18,16 +18,16 @@ from logitless.objective.ranges import Ranges
 @shaped
 def off_policy_keep(
     logp: Float[Tensor, "N"],
-    logp_drawn: Float[Tensor, "N"],
+    logp_sampled: Float[Tensor, "N"],
     advantage: Float[Tensor, "N"],
     ranges: Ranges,
     threshold: float,
 ) -> Bool[Tensor, "N"]:
-    """True where ``A >= 0`` or ``mean_S (logp_drawn - logp) <= threshold``; a NaN in ``logp_drawn`` counts as 0.
+    """True where ``A >= 0`` or ``mean_S (logp_sampled - logp) <= threshold``; a NaN in ``logp_sampled`` counts as 0.
 
     Args:
         logp: [N] the trained policy.
-        logp_drawn: [N] the policy that drew the tokens: the sampler's where known, else the old one's.
+        logp_sampled: [N] the policy that sampled: the sampler's where known, else the old one's.
         advantage: [N].
         ranges: the sequences.
         threshold: nats a token, 0.5.
@@ -39,16 +39,15 @@ def off_policy_keep(
         >>> off_policy_keep(torch.tensor([-2.0, -2.0]), torch.tensor([-1.0, -1.0]), torch.tensor([1.0, -1.0]), two, 0.5)
         tensor([ True, False])
     """
-    drift = ranges.mean(torch.where(logp_drawn.isnan(), 0.0, logp_drawn - logp))
+    drift = ranges.mean(torch.where(logp_sampled.isnan(), 0.0, logp_sampled - logp))
     return (advantage >= 0) | (ranges.spread(drift) <= threshold)
 
 
 @shaped
 def quantile(values: Float[Tensor, "n"], q: float, counted: Bool[Tensor, "n"] | None = None) -> Float[Tensor, ""]:
-    """The q-th quantile with linear interpolation, of any number of values.
+    """The q-th quantile of the counted values, linearly interpolated; NaN if nothing is counted.
 
-    Equals ``torch.quantile(values[counted], q)``, which refuses more than 2^24 elements and needs a synchronisation to
-    pick the counted ones. NaN where nothing is counted.
+    Equals ``torch.quantile(values[counted], q)``, without its limit of 2^24 elements and without a synchronization.
 
     Example:
         >>> quantile(torch.tensor([3.0, 1.0, 2.0]), 0.25)
@@ -66,19 +65,19 @@ def quantile(values: Float[Tensor, "n"], q: float, counted: Bool[Tensor, "n"] | 
 
 @dataclass(frozen=True)
 class FilterInputs:
-    """What a filter may read; vectors but ``logp_sampler`` and ``entropy_old`` hold 0 in rows of weight 0.
+    """What a filter may read; vectors except ``logp_sampler`` and ``entropy_old`` hold 0 in tokens of weight 0.
 
     Args:
         logp, advantage: [N].
         trained: [N] tokens with a weight.
         sequences: the sequences as ranges.
         gather: over all ranks.
-        logp_old, logp_sampler: [N], None where the batch has none; NaN in the latter where the engine gave no value.
+        logp_old, logp_sampler: [N] or None; NaN in the latter where the engine gave no value.
         entropy: [N] of current values, or None.
         entropy_old: [N] of the scoring pass, or None.
-        sampler_log_ratio: [N] ``logp_old - logp_sampler``, 0 where the engine gave no value; None without either.
-        lag: [N] optimizer steps between the weights that drew the token and those of ``logp_old``, or None.
-        thresholds: of ``block_threshold`` by name, for filters that are settled once a block.
+        sampler_log_ratio: [N] ``logp_old - logp_sampler``, 0 where the engine gave no value; or None.
+        lag: [N] optimizer steps between the sampling weights and those of ``logp_old``, or None.
+        thresholds: results of ``block_threshold`` by name.
     """
 
     logp: Float[Tensor, "N"]
@@ -97,7 +96,7 @@ class FilterInputs:
 
 @dataclass(frozen=True)
 class WholeBlock:
-    """What a threshold of the block is made of: the block's tokens over all ranks, before its first step.
+    """The block's tokens over all ranks, before its first step.
 
     Args:
         trained: [n] tokens with a weight.
@@ -111,11 +110,11 @@ class WholeBlock:
 
 
 class TokenFilter(ABC):
-    """A frozen dataclass of knobs that says of each token whether it is kept.
+    """Base class of the filters: a frozen dataclass.
 
     Attributes:
-        name: how recipes and metrics call it.
-        narrows_entropy_bonus: whether the tokens that it drops are left out of the entropy bonus, too.
+        name: what recipes and metrics call it.
+        narrows_entropy_bonus: whether the tokens that it drops leave the entropy bonus, too.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -124,17 +123,17 @@ class TokenFilter(ABC):
 
     @property
     def label(self) -> str:
-        """What tells it from every other filter of an objective."""
+        """Unique among the filters of an objective."""
         return self.name
 
     @property
     def settles_once_a_block(self) -> bool:
-        """Whether it keeps tokens by a threshold of the whole block's scoring pass."""
+        """Whether it uses a threshold from the whole block's scoring pass."""
         return False
 
     @property
     def needs(self) -> frozenset[str]:
-        """Fields of ``TokenBatch`` that it cannot do without."""
+        """Fields of ``TokenBatch`` that it needs."""
         return frozenset()
 
     def block_threshold(self, block: WholeBlock) -> Float[Tensor, ""]:
@@ -149,7 +148,7 @@ class TokenFilter(ABC):
 
 @dataclass(frozen=True)
 class OffPolicy(TokenFilter):
-    """Drop sequences with a negative advantage that the policy has moved away from: ``off_policy_keep``.
+    """Drop negative-advantage sequences that the policy has moved away from: ``off_policy_keep``.
 
     Args:
         threshold: nats a token.
@@ -162,7 +161,7 @@ class OffPolicy(TokenFilter):
         check_knobs(self)
 
     def kept(self, inputs: FilterInputs) -> Bool[Tensor, "N"]:
-        """``off_policy_keep`` against the sampler, or where it gave nothing, the old policy.
+        """``off_policy_keep`` against the sampler, or the old policy without one.
 
         Raises:
             InputError: the batch has neither.
@@ -177,8 +176,7 @@ class TopEntropy(TokenFilter):
 
     Args:
         quantile: fraction kept, 0.2; 0 keeps only the largest.
-        scope: ``block``: entropy and threshold of the scoring pass, once a block; ``micro_batch``: of current values,
-            so that the result depends on how the step is cut (TRL).
+        scope: ``block``: threshold from the scoring pass; ``micro_batch``: from current values (TRL).
 
     Raises:
         ConfigurationError: a fraction outside [0, 1].
@@ -223,7 +221,7 @@ class TopEntropy(TokenFilter):
         return entropy >= self.threshold(inputs.gather(entropy), inputs.gather(inputs.trained))
 
     def threshold(self, entropy: Float[Tensor, "n"], counted: Bool[Tensor, "n"]) -> Float[Tensor, ""]:
-        """The entropy from which tokens are kept: the ``1 - quantile`` quantile of the counted tokens."""
+        """The ``1 - quantile`` quantile of the counted tokens."""
         return quantile(entropy, 1 - self.quantile, counted)
 
 
@@ -233,10 +231,6 @@ def above_threshold(entropy_old: Float[Tensor, "N"] | None, threshold: Float[Ten
 
     Raises:
         InputError: one of them is missing.
-
-    Example:
-        >>> above_threshold(torch.tensor([0.1, 0.5]), torch.tensor(0.5))
-        tensor([False,  True])
     """
     entropy_old = required(entropy_old, "entropy_old")
     if threshold is None:
@@ -260,8 +254,7 @@ def sampler_divergence(
 
         k1 = -D      k2 = D^2 / 2      k3 = exp(D) - 1 - D      tv = |exp(logp_old) - exp(logp_sampler)|
 
-    k1 to k3 are estimators of KL(sampler || old), for tokens are drawn from the sampler; tv is the total variation of
-    the token against all others.
+    k1 to k3 estimate KL(sampler || old).
 
     Source: http://joschu.net/blog/kl-approx.html; tv, DPPO, arXiv:2602.04879 (binary TV).
 
@@ -281,22 +274,21 @@ def sampler_divergence(
 
 @dataclass(frozen=True)
 class SamplerRejection(TokenFilter):
-    """Drop tokens, or whole sequences, at which the old policy is too far from the sampler; the others keep weight 1.
+    """Drop tokens, or whole sequences, where the old policy is too far from the sampler.
 
-    It stands alone, beside others of another measure or level, and beside a ``SamplerCorrection``, which weighs what is
-    kept. Each of several goes by all tokens, also those that another one drops, so that their order does not matter.
+    Several may be combined, also with a ``SamplerCorrection``; each looks at all tokens, so their order does not
+    matter.
 
     Args:
         measure: see ``sampler_divergence``.
-        over: ``token``; else the sequence goes by the sum, the mean or the largest of its tokens.
-        max: largest that is kept; nats, or a probability for tv.
-        min: smallest that is kept, of k1 alone, which has a sign: tokens that the old policy likes far better.
+        over: ``token``; else the sum, the mean or the maximum over the sequence.
+        max: largest value kept; nats, or a probability for tv.
+        min: smallest value kept, for k1 only, which has a sign.
 
     Raises:
-        ConfigurationError: bounds out of order, a ``min`` for a measure that has none, or the largest k1 of a sequence.
+        ConfigurationError: bounds out of order, a ``min`` for another measure, or ``sequence_max`` of k1.
 
-    Source: verl's rollout correction, in which rejected tokens leave the denominator, too; here a filter leaves weights
-        as they are.
+    Source: verl's rollout correction, where rejected tokens leave the denominator, too.
 
     Example:
         >>> SamplerRejection(measure="k2", over="sequence_max", max=0.02).name
@@ -340,7 +332,7 @@ class SamplerRejection(TokenFilter):
         return frozenset({"logp_old", "logp_sampler"})
 
     def kept(self, inputs: FilterInputs) -> Bool[Tensor, "N"]:
-        """True within the bounds. A token whose ``logp_sampler`` is unknown counts as one where both agree.
+        """True within the bounds; a token without ``logp_sampler`` counts as D = 0.
 
         Raises:
             InputError: the batch has no ``logp_old`` or no ``logp_sampler``.
@@ -364,10 +356,8 @@ class SamplerRejection(TokenFilter):
 def second_moment_bound(
     log_ratio: Float[Tensor, "n"], counted: Bool[Tensor, "n"], max_mean: float
 ) -> Float[Tensor, ""]:
-    """The largest ``D^2`` that may stay so that the mean of D^2 over all that stay is at most ``max_mean``; -1 if none.
-
-    Equals: sort D^2; the longest prefix whose mean is at most ``max_mean``, and that cuts no tie, stays. Means of a
-    sorted prefix never fall.
+    """The largest ``D^2`` to keep so that the mean of D^2 over the kept is at most ``max_mean``; -1 if none. Ties stay
+    together.
 
     Example:
         >>> second_moment_bound(torch.tensor([0.1, -0.2, 3.0]), torch.tensor([True, True, True]), 0.04)
@@ -382,7 +372,7 @@ def second_moment_bound(
 
 @dataclass(frozen=True)
 class SecondMoment(TokenFilter):
-    """Drop the tokens of a stale block whose log-ratio is most extreme, until its second moment is small.
+    """Drop the tokens of a stale block with the largest ``D^2`` until its mean is small.
 
     Args:
         max_mean: of ``(logp_old - logp_sampler)^2`` over the kept tokens of the block, nats^2; 0.04.
@@ -390,8 +380,7 @@ class SecondMoment(TokenFilter):
     Raises:
         ConfigurationError: a bound that is not positive.
 
-    Source: M2PO (Zheng et al. 2025), with the mask over the block, and once: between the policy that scored it and the
-        one that drew it. Later steps on the block are bounded by the surrogate.
+    Source: M2PO (Zheng et al. 2025), with the mask made once a block, from the scoring pass.
     """
 
     max_mean: float = 0.04
@@ -418,7 +407,7 @@ class SecondMoment(TokenFilter):
         """True up to the block's bound.
 
         Raises:
-            InputError: the batch has no ``logp_sampler``, or nobody settled the block.
+            InputError: ``logp_sampler`` or the block's bound is missing.
         """
         log_ratio = required(inputs.sampler_log_ratio, "logp_sampler")
         bound = inputs.thresholds.get(self.name)
@@ -433,18 +422,16 @@ class SecondMoment(TokenFilter):
 
 @dataclass(frozen=True)
 class Stale(TokenFilter):
-    """Drop tokens that were drawn by weights too many optimizer steps ago, by the version of each token.
+    """Drop tokens sampled by weights that are too old.
 
     Args:
-        max_lag: optimizer steps between the weights that drew a token and those that the block was scored with; 0 keeps
-            what the policy itself drew.
-        over: ``token``; or ``sequence``, which drops a completion with such a token as a whole.
+        max_lag: optimizer steps between the sampling weights and those that scored the block; 0 keeps on-policy tokens.
+        over: ``token``; or ``sequence``, which drops the whole completion.
 
     Raises:
         ConfigurationError: a negative ``max_lag``.
 
-    Source: tokens of one completion with ages of their own, PipelineRL, arXiv:2509.19128; a bound on age, AReaL,
-        arXiv:2505.24298, which applies it to whole completions while they are collected.
+    Source: PipelineRL, arXiv:2509.19128; AReaL, arXiv:2505.24298, which bounds the age of whole completions.
 
     Example:
         >>> from logitless.objective.over_ranks import one_rank
@@ -473,7 +460,7 @@ class Stale(TokenFilter):
         return frozenset({"lag"})
 
     def kept(self, inputs: FilterInputs) -> Bool[Tensor, "N"]:
-        """True up to the bound. A token of unknown age counts as one of the policy's own.
+        """True up to the bound; a token of unknown age counts as on-policy.
 
         Raises:
             InputError: the batch has no ``lag``.

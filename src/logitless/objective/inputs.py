@@ -1,9 +1,10 @@
-"""Checks of what an objective is given: known choices, fitting ranks, and tensors that turn out to be obligatory."""
+"""Checks of an objective's inputs: known choices, shapes, and required tensors."""
 
+import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 from torch import Tensor
@@ -53,11 +54,11 @@ def required(value: Tensor | None, name: str) -> Tensor:
 
 
 def check_knobs(part: Any, *finite: str) -> None:
-    """Refuse values that no knob can have, for parts that are not read from a validated file.
+    """Refuse impossible values of a dataclass that was not read from a validated file.
 
     Args:
         part: a dataclass.
-        finite: names of the numbers that are multiplied with something; any other number may be an infinite bound.
+        finite: names of the numbers that must not be infinite.
 
     Raises:
         ConfigurationError: a value that its field's ``Literal`` does not list, NaN, or an infinite one of ``finite``.
@@ -82,11 +83,32 @@ def check_knobs(part: Any, *finite: str) -> None:
             )
 
 
-def shaped(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which then refuses a tensor of another rank than its annotation has, or of another length.
+def known(value: Any, choices: Collection[Any], what: str) -> Any:
+    """The value, if it is one of the choices.
 
-    A letter stands for one length in all arguments. Without this a column [N, 1] beside a vector [N] would broadcast to
-    [N, N], and its sum would be a wrong loss without any error.
+    Raises:
+        ConfigurationError: it is none of them; the message names the nearest.
+
+    Example:
+        >>> known("grpoo", ["grpo", "dapo"], "preset")
+        Traceback (most recent call last):
+        logitless.errors.ConfigurationError: needed a preset; given 'grpoo'. Did you mean 'grpo'?
+    """
+    if value not in choices:
+        names = [str(choice) for choice in choices]
+        near = difflib.get_close_matches(str(value), names)
+        raise ConfigurationError(
+            needed=f"a {what}",
+            given=repr(value),
+            remedy=f"Did you mean {near[0]!r}?" if near else f"Choose from {', '.join(names) or 'none'}.",
+        )
+    return value
+
+
+def shaped(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: refuse tensors whose rank or length does not fit the annotations; a letter is one length.
+
+    Without it a column [N, 1] beside a vector [N] would broadcast to [N, N], and its sum would be a wrong loss.
 
     Example:
         >>> import torch
@@ -112,7 +134,7 @@ def shaped(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def shapes_of(hints: Mapping[str, Any]) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """The letters of each annotated tensor, one tuple for each shape that it may have; open shapes are left out.
+    """The shapes of each annotated tensor as tuples of letters; open shapes are left out.
 
     Example:
         >>> from jaxtyping import Float
@@ -128,7 +150,7 @@ def shapes_of(hints: Mapping[str, Any]) -> dict[str, tuple[tuple[str, ...], ...]
 
 
 def check_shapes(values: Mapping[str, Any], shapes: Mapping[str, tuple[tuple[str, ...], ...]]) -> None:
-    """Refuse tensors that do not have their shape; what is no tensor is not looked at.
+    """Refuse tensors that do not have their shape.
 
     Raises:
         InputError: the first tensor of another rank, or of another length than a tensor before it.

@@ -1,7 +1,7 @@
-"""The KL coefficient beta: fixed, or steered so that the KL to the reference stays near a target.
+"""The KL coefficient beta: fixed, or adapted to keep the KL to the reference near a target.
 
-A configuration (``KLControl``) says the rule; ``KLController`` holds the state of a run. Whether it is updated once a
-step or once an epoch is the caller's choice, by how often it calls ``update``; the gains are meant for that interval.
+``KLControl`` is the rule, ``KLController`` the state of a run. The caller chooses how often to call ``update``; gains
+are meant for that interval.
 """
 
 import math
@@ -21,14 +21,10 @@ _LARGEST_RELATIVE_ERROR = 0.2
 
 @dataclass(frozen=True)
 class FixedKL:
-    """``beta`` stays what it is.
+    """A constant ``beta``.
 
     Args:
         beta: coefficient, at least 0.
-
-    Example:
-        >>> FixedKL(0.04).next_beta(0.04, kl_mean=3.0, num_completions=64)
-        0.04
     """
 
     beta: float
@@ -50,11 +46,11 @@ class _Adaptive:
     """What the adaptive rules share.
 
     Args:
-        beta: at the start; must not be 0 for a rule that multiplies it.
+        beta: at the start; not 0 for a rule that multiplies it.
         target: wanted KL, nats a token, mean over tokens; 0.03 to 0.10.
-        beta_min, beta_max: bounds that hold after every update.
-        guardrail: what happens where the KL exceeds twice the target: ``raise_beta`` sets ``1.5 * beta`` in place of
-            the rule; ``shorten_rollout`` halves the next rollout's length and lets the rule go on; None does nothing.
+        beta_min, beta_max: bounds after every update.
+        guardrail: where the KL exceeds twice the target: ``raise_beta`` sets ``1.5 * beta`` instead of the rule;
+            ``shorten_rollout`` halves the next rollout's length besides the rule; None does nothing.
 
     Raises:
         ConfigurationError: a target or gain that is not positive, or a beta outside its bounds.
@@ -84,7 +80,7 @@ class ProportionalKL(_Adaptive):
     ``beta <- beta * exp(gain * clip((kl - target) / target, -0.2, 0.2))``
 
     Args:
-        gain: k; with the default 0.1 an update changes beta by 2% at most.
+        gain: with the default 0.1 an update changes beta by 2% at most.
 
     Source: ``ZieglerKL`` in the logarithm of beta.
 
@@ -114,7 +110,7 @@ class LinearKL(_Adaptive):
     ``beta <- max(0, beta + gain * (kl - target))``
 
     Args:
-        gain: k, in beta a nat.
+        gain: in beta a nat.
 
     Source: gradient ascent on the multiplier of the constraint ``kl <= target``.
 
@@ -131,7 +127,7 @@ class LinearKL(_Adaptive):
         _require(self.gain > 0, "a positive gain", f"gain={self.gain}")
 
     def next_beta(self, beta: float, kl_mean: float, num_completions: int) -> float:
-        """Before bounds and guardrail; the bound ``beta_min >= 0`` is the ``max(0, ...)``."""
+        """Before bounds and guardrail."""
         del num_completions
         return beta + self.gain * (kl_mean - self.target)
 
@@ -145,7 +141,7 @@ class ZieglerKL(_Adaptive):
     Args:
         horizon: completions over which beta changes by up to a fifth.
 
-    Equals: verl's ``AdaptiveKLController`` with ``guardrail=None``, which it does not have.
+    Equals: verl's ``AdaptiveKLController``, with ``guardrail=None``.
 
     Source: arXiv:1909.08593 sec. 2.2.
 
@@ -178,8 +174,8 @@ class KLController:
         control: the rule.
 
     Attributes:
-        beta: the coefficient to use now.
-        rollout_factor: what the next rollout's length is to be multiplied by: 1, or 0.5 after ``shorten_rollout``.
+        beta: the current coefficient.
+        rollout_factor: for the next rollout's length: 1, or 0.5 after ``shorten_rollout``.
         num_guarded: updates in which the guardrail acted.
         num_bounded: updates in which a bound held beta.
 
@@ -203,14 +199,11 @@ class KLController:
         self.beta = self.control.beta
 
     def update(self, kl_mean: float, num_completions: int) -> float:
-        """Take a step's (or epoch's) KL into account.
+        """Update with a step's (or epoch's) KL; returns the new ``beta``.
 
         Args:
-            kl_mean: nats, mean over the trained tokens of every rank, of the chosen estimator.
-            num_completions: completions in it, on every rank.
-
-        Returns:
-            The new ``beta``.
+            kl_mean: nats, mean over the trained tokens of all ranks, of the chosen estimator.
+            num_completions: completions in it, on all ranks.
 
         Raises:
             InputError: a KL that is not finite.
@@ -235,11 +228,11 @@ class KLController:
         return beta
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps; the rule comes from the configuration."""
+        """For a checkpoint, without the rule."""
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on where ``state_dict`` was taken."""
+        """Restore ``state_dict``."""
         if set(state) != set(_STATE):
             raise CheckpointError(
                 needed=f"a KL controller's state ({', '.join(_STATE)})",

@@ -1,11 +1,9 @@
-"""The composition: ratio, surrogate, filters, sampler correction, KL and entropy bonus make one loss of vectors [N].
+"""The composition of ratio, surrogate, filters, sampler correction, KL and entropy bonus into one loss of vectors [N].
 
     loss = sum_t w_t (c_t kept_t l_t + beta kl_t)  -  coefficient * sum_t v_t kept_t H_t
 
-There is no second copy of any of it: every head, packing and trainer calls this. It sees no logits, no padding, no
-number of micro-batches and no world size; normalisation is in the weights, so that sums over any partition of a step
-agree.
-Gives up: second derivatives (the gradient is taken here, once, and handed on).
+It knows no logits, padding, micro-batches or world size: normalization is in the weights, so that sums over any
+partition of a step agree. Second derivatives are not supported.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,8 +21,8 @@ from logitless.objective.divergence import KLPenalty
 from logitless.objective.entropy import EntropyBonus, entropy_mean
 from logitless.objective.filters import Filter, FilterInputs, WholeBlock, above_threshold
 from logitless.objective.inputs import required
-from logitless.objective.over_ranks import GatherOverRanks, one_rank
-from logitless.objective.ranges import Grain, Ranges, SumOverRanks
+from logitless.objective.over_ranks import GatherOverRanks, SumOverRanks, one_rank
+from logitless.objective.ranges import Level, Ranges
 from logitless.objective.ratio import Ratio, TokenRatio, TurnRatio, token_log_ratio
 from logitless.objective.surrogate import (
     Clip,
@@ -51,12 +49,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BlockStatistics:
-    """What is settled once a block, from the scoring pass, so that no optimizer step depends on how it is cut.
+    """What the scoring pass settles once a block, so that steps do not depend on how they are cut.
 
     Args:
-        thresholds: by which filters keep tokens, by their names.
-        selected: [N] tokens of the block that a covariance loss picked, or None.
-        correction_mean: of the sampler correction, which is divided by it; None where it is not.
+        thresholds: of filters, by name.
+        selected: [N] tokens that a covariance loss selected, or None.
+        correction_mean: of the sampler correction, if it is normalized.
     """
 
     thresholds: Mapping[str, Float[Tensor, ""]] = field(default_factory=dict)
@@ -64,30 +62,30 @@ class BlockStatistics:
     correction_mean: Float[Tensor, ""] | None = None
 
     def attach(self, block: TokenBatch) -> TokenBatch:
-        """The block with ``selected``, which ``TokenBatch.take`` carries into every micro-batch."""
+        """The block with ``selected``, which ``TokenBatch.take`` carries into micro-batches."""
         return block if self.selected is None else replace(block, selected=self.selected)
 
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
-    """A loss and what diagnostics read; everything but ``loss`` is detached. Rows of weight 0 hold 0 or False.
+    """A loss and what diagnostics read; everything but ``loss`` is detached. Tokens of weight 0 hold 0 or False.
 
     Args:
-        loss: this micro-batch's part of the step's loss, to be summed over micro-batches and ranks, never averaged.
-        token_loss: [N] ``c_t kept_t l_t + beta kl_t`` before the weight.
-        grad_logp: [N] ``d loss / d logp``, weights included; None where no gradient was asked for.
-        trained: [N] rows with a weight.
+        loss: this micro-batch's part, to be summed over micro-batches and ranks, never averaged.
+        token_loss: [N] ``c_t kept_t l_t + beta kl_t``, without the weight.
+        grad_logp: [N] ``d loss / d logp`` with weights; None if no gradient was asked for.
+        trained: [N] tokens with a weight.
         advantage: [N].
-        entropy: [N], None where none was given.
-        entropy_bonus: the mean entropy that the bonus pays for, this micro-batch's part of it; None without a bonus.
+        entropy: [N] or None.
+        entropy_bonus: this micro-batch's part of the bonus's mean entropy; None without a bonus.
         token_log_ratio, log_ratio: [N] per token and at the configured level; None without ``logp_old``.
         clipped_low, clipped_high: [N] see ``SurrogateTerms``; None for a surrogate without bounds.
-        dropped: filter name -> [N] tokens that it dropped; its label where several have one name.
-        correction: [N] sampler correction; None without one.
+        dropped: filter label -> [N] tokens that it dropped.
+        correction: [N] sampler correction, or None.
         sampler_log_ratio, missing_sampler: [N] ``logp_old - logp_sampler`` (0 where the sampler gave none), and those
-            tokens; None where the batch lacks either vector.
-        kl, log_ratio_ref, kl_clamped: [N] the KL term before beta, ``logp - logp_ref``, and tokens where that was
-            clamped; None without a KL.
+            tokens; or None.
+        kl, log_ratio_ref, kl_clamped: [N] the KL term before beta, ``logp - logp_ref``, and clamped tokens; None
+            without a KL.
     """
 
     loss: Float[Tensor, ""]
@@ -112,20 +110,19 @@ class ObjectiveOutput:
 
 @dataclass(frozen=True)
 class Objective:
-    """A policy loss, put together from parts.
+    """A policy loss, composed of parts.
 
     Args:
         ratio: level of the importance ratio.
         surrogate: the policy loss.
-        filters: a token must pass all of them; each at most once, rejections once a measure and level.
+        filters: a token must pass all; each at most once, rejections once a measure and level.
         correction: of the sampler's distribution, or None.
         kl: KL to the reference in the loss, or None.
         entropy_bonus: or None.
 
     Raises:
-        ConfigurationError: parts that exclude each other: a ratio level (or its rule for advantages) that nothing
-            reads, a correction that is not per token
-            under a surrogate that takes it into a weight of its own (VESPO), a filter given twice.
+        ConfigurationError: parts that exclude each other: a ratio level that nothing reads, a correction that is not
+            per token under VESPO, a filter given twice.
 
     Example:
         >>> batch = TokenBatch(
@@ -174,7 +171,7 @@ class Objective:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Fields of ``TokenBatch`` that must not be None, besides the obligatory ones.
+        """Optional fields of ``TokenBatch`` that it needs.
 
         Example:
             >>> sorted(Objective(kl=KLPenalty("k3")).needs)
@@ -197,7 +194,7 @@ class Objective:
 
     @property
     def reads_scoring_pass(self) -> bool:
-        """Whether a part settles something for the whole block, from ``logp_old`` or ``entropy_old``, before any step.
+        """Whether a part settles something for the whole block before any step.
 
         Example:
             >>> Objective().reads_scoring_pass
@@ -220,25 +217,23 @@ class Objective:
     ) -> ObjectiveOutput:
         """The loss of a micro-batch.
 
-        Gradient: through ``logp`` and, with an entropy bonus, ``entropy``; exactly 0 in rows of weight 0, whatever they
-            hold. It is worked out during this call (``grad_logp``), so that ``loss.backward()`` only hands it on and
-            every collective of ``sum_over_ranks`` has run when the call returns.
+        Gradient: through ``logp`` and, with an entropy bonus, ``entropy``; exactly 0 in tokens of weight 0. It is
+            computed during this call (``grad_logp``), collectives included; ``loss.backward()`` only passes it on.
 
         Args:
             logp: [N] nats of the policy being trained.
-            entropy: [N] nats, or None where nothing reads it.
+            entropy: [N] nats, or None if nothing reads it.
             batch: everything else, on the same device.
             beta: coefficient of the KL term.
-            entropy_coefficient: ``EntropyController.applied``; obligatory with an adaptive bonus, None otherwise.
+            entropy_coefficient: ``EntropyController.applied``, with an adaptive bonus only.
             sum_over_ranks: where sequences are split over ranks, the differentiable sum over those ranks.
-            block: of ``block_statistics``, where a part has ``scope="block"``.
+            block: of ``block_statistics``, for parts with ``scope="block"``.
             gather: over all ranks, for parts with ``scope="micro_batch"``.
             generator: for ``clip_cov`` with ``scope="micro_batch"``, seeded differently on every rank.
 
         Raises:
-            InputError: a vector of another length; a tensor that a part needs and the batch lacks; a coefficient
-                without the part that it multiplies; advantages that differ inside a sequence (or turn) that shares one
-                ratio (checked on CPU only: on a GPU it would cost a synchronisation).
+            InputError: a vector of another length; a missing tensor; a coefficient without its part; advantages that
+                differ inside a shared ratio (checked on the CPU only).
         """
         self._check_call(logp, entropy, batch, beta, entropy_coefficient)
 
@@ -263,10 +258,10 @@ class Objective:
         sum_over_ranks: Callable[[Tensor], Tensor] = one_rank,
         generator: torch.Generator | None = None,
     ) -> BlockStatistics | None:
-        """What parts with ``scope="block"`` take from the scoring pass; None where no part does.
+        """What parts with ``scope="block"`` take from the scoring pass; None if no part does.
 
         Args:
-            block: all sequences of the block on this rank, with weights (those of weight 0 are left out).
+            block: all sequences of the block on this rank, with weights.
             gather: over all ranks.
             sum_over_ranks: where sequences are split over ranks, sums over those that share one.
             generator: for ``clip_cov``, seeded differently on every rank.
@@ -321,8 +316,6 @@ class Objective:
     ) -> Float[Tensor, "N"]:
         """Weights of the entropy bonus for an optimizer step: ``kept_t`` over the number of kept tokens of all ranks.
 
-        Kept means trained and, with ``TopEntropy(scope="block")``, at or above the block's threshold.
-
         Args:
             step: every sequence of the step on this rank, with weights.
             block: as in ``__call__``.
@@ -372,7 +365,7 @@ class Objective:
 
 
 class _Step:
-    """One evaluation of an objective: its vectors in the working dtype, 0 in rows of weight 0."""
+    """One evaluation of an objective: its vectors in the working dtype, 0 in tokens of weight 0."""
 
     def __init__(
         self,
@@ -410,24 +403,24 @@ class _Step:
                 self.missing_sampler = self.logp_sampler.isnan()
 
     def read(self, value: Tensor | None, name: str) -> Tensor:
-        """The values of trained rows, 0 elsewhere."""
+        """Values of trained tokens, 0 elsewhere."""
         return torch.where(self.trained, required(value, name).to(self.dtype), 0.0)
 
     def shared_advantage(self, advantage: Tensor) -> Tensor:
-        """Advantages that fit what the surrogate shares between tokens: a ratio, or GMPO's geometric mean."""
+        """The advantages, checked or combined where tokens share a ratio or a loss."""
         ratio, surrogate = self.objective.ratio, self.objective.surrogate
-        if surrogate.grain != "token":
-            _check_constant(advantage, self.ranges(surrogate.grain), surrogate.grain)
-        if surrogate.reads == "any" and ratio.grain != "token":
+        if surrogate.level != "token":
+            _check_constant(advantage, self.ranges(surrogate.level), surrogate.level)
+        if surrogate.reads == "any" and ratio.level != "token":
             if ratio.advantages is None:
-                _check_constant(advantage, self.ratio_ranges, ratio.grain)
+                _check_constant(advantage, self.ratio_ranges, ratio.level)
             elif ratio.advantages == "mean":
                 return self.ratio_ranges.spread(self.ratio_ranges.mean(advantage))
         return advantage
 
-    def ranges(self, grain: Grain) -> Ranges:
+    def ranges(self, level: Level) -> Ranges:
         """The sequences or turns of the batch."""
-        return self.sequences if grain == "sequence" else TurnRatio().ranges(self.sequences, self.batch.turn)
+        return self.sequences if level == "sequence" else TurnRatio().ranges(self.sequences, self.batch.turn)
 
     @cached_property
     def ratio_ranges(self) -> Ranges:
@@ -529,13 +522,13 @@ class _Step:
         )
 
     def in_bonus(self, dropped: Mapping[str, Tensor]) -> Tensor:
-        """The tokens whose entropy the bonus pays for."""
+        """Tokens of the entropy bonus."""
         left_out = [dropped[each.name] for each in self.objective.filters if each.narrows_entropy_bonus]
         return self.trained & ~torch.stack(left_out).any(0) if left_out else self.trained
 
 
 class _KnownGradient(torch.autograd.Function):
-    """A loss whose gradients are known already; backward multiplies and hands them on."""
+    """A loss whose gradients are known; backward multiplies and passes them on."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: tuple[Tensor, ...], *sources: Tensor) -> Tensor:
@@ -558,7 +551,7 @@ def _detached(value: Tensor | None) -> Tensor | None:
 
 
 def _check_terms(terms: SurrogateTerms, name: str, logp: Tensor) -> None:
-    """A loss of another shape would be broadcast to a wrong one without an error."""
+    """Refuse a loss of another shape, which would broadcast silently."""
     if not isinstance(terms, SurrogateTerms):
         raise InputError(
             needed=f"SurrogateTerms from the surrogate {name!r}",
@@ -580,7 +573,7 @@ def _check_terms(terms: SurrogateTerms, name: str, logp: Tensor) -> None:
             )
 
 
-def _check_constant(advantage: Tensor, ranges: Ranges, what: Grain) -> None:
+def _check_constant(advantage: Tensor, ranges: Ranges, what: Level) -> None:
     if advantage.device.type != "cpu":
         return
     values, index = advantage[ranges.counted], ranges.index[ranges.counted]

@@ -1,7 +1,7 @@
-"""A surrogate and an advantage of one's own, by their import paths, tried on a few numbers before anything is trained.
+"""A surrogate and an advantage by their import paths, tried on a few numbers before training.
 
-The code runs in the trainer's process. What it gives is checked for its shape at every call, and here for what a shape
-does not show: finite numbers, a gradient, advantages that are as much alike as the class says.
+The code runs in the trainer's process. Shapes are checked at every call; here finite numbers, a gradient, and the
+stated level of the advantages.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,34 +19,37 @@ from logitless.own_code import described, made
 from logitless.types import TokenBatch
 
 _LENGTHS = (1, 3, 4, 2)
-"""Tokens of each sequence that a part is tried on; two sequences a prompt."""
+"""Tokens of each trial sequence; two sequences a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnSurrogate:
-    """A surrogate of yours, by the import path of what makes it; it runs in the trainer's process, with your rights.
+class _Own:
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+    name: Literal["own"] = "own"
+    factory: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnSurrogate(_Own):
+    """A surrogate of yours, by its import path; it runs in the trainer's process, with your rights.
 
     Args:
-        factory: `package.module:name`, or `./file.py:name` with the file's place from the recipe's folder; what it
-            returns is a `PolicyLoss` ([a template](extending.md#a-surrogate-or-an-advantage-by-its-path)).
-        options: what it is called with.
+        factory: `package.module:name`, or `./file.py:name` beside the recipe; returns a `PolicyLoss`
+            (docs/extending.md).
+        options: keyword arguments of the factory.
 
     Example:
         >>> OwnSurrogate(factory="logitless.objective.surrogate:Clip", options={"ratio_max": 1.5}).made().ratio_max
         1.5
     """
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
-    name: Literal["own"] = "own"
-    factory: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
     def made(self) -> PolicyLoss:
         """The surrogate.
 
         Raises:
-            ConfigurationError: it cannot be imported or made, is no surrogate, raises, or gives a loss of another
-                shape, that is not finite, or that has no gradient through ``logp``.
+            ConfigurationError: it cannot be imported or made, raises, or gives a loss of another shape, that is not
+                finite or has no gradient through ``logp``.
         """
         key = "algorithm.surrogate.factory"
         surrogate = made(self.factory, self.options, what="a surrogate", key=key)
@@ -57,30 +60,25 @@ class OwnSurrogate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnAdvantage:
-    """An advantage of yours, by the import path of what makes it; it runs in the trainer's process, with your rights.
+class OwnAdvantage(_Own):
+    """An advantage of yours, by its import path; it runs in the trainer's process, with your rights.
 
     Args:
-        factory: `package.module:name`, or `./file.py:name` with the file's place from the recipe's folder; what it
-            returns is an `Estimator` ([a template](extending.md#a-surrogate-or-an-advantage-by-its-path)).
-        options: what it is called with.
+        factory: `package.module:name`, or `./file.py:name` beside the recipe; returns an `Estimator`
+            (docs/extending.md).
+        options: keyword arguments of the factory.
 
     Example:
         >>> OwnAdvantage(factory="logitless.objective.advantage:GroupCentered", options={"clip": 2.0}).made().clip
         2.0
     """
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
-    name: Literal["own"] = "own"
-    factory: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
     def made(self) -> Estimator:
         """The estimator.
 
         Raises:
-            ConfigurationError: it cannot be imported or made, is no estimator, raises, or gives advantages of another
-                shape, that are not finite, not 0 where a completion has no reward, or less alike than its ``grain``.
+            ConfigurationError: it cannot be imported or made, raises, or gives advantages of another shape, that are
+                not finite, not 0 for an unscored completion, or that vary below its ``level``.
         """
         estimator = made(self.factory, self.options, what="an advantage", key="algorithm.advantage.factory")
         _require(isinstance(estimator, Estimator), "an Estimator", type(estimator).__name__, self.factory)
@@ -90,11 +88,11 @@ class OwnAdvantage:
 
 
 def check_surrogate(surrogate: PolicyLoss, factory: str) -> None:
-    """Try a surrogate where every ratio is 1 and where ratios lie around it.
+    """Try a surrogate at ratios of 1 and around 1.
 
     Args:
         surrogate: to be tried.
-        factory: what it is called in errors.
+        factory: its name in errors.
 
     Raises:
         ConfigurationError: a loss or a gradient that is not finite, or no gradient at all.
@@ -126,15 +124,15 @@ def check_surrogate(surrogate: PolicyLoss, factory: str) -> None:
 
 
 def check_estimator(estimator: Estimator, factory: str) -> None:
-    """Try an estimator on two prompts with two completions each, one of which has no reward.
+    """Try an estimator on two prompts with two completions each, one of them unscored.
 
     Args:
         estimator: to be tried.
-        factory: what it is called in errors.
+        factory: its name in errors.
 
     Raises:
-        ConfigurationError: advantages that are not finite, not 0 for the completion without a reward, or that differ
-            inside a completion although ``grain`` says otherwise.
+        ConfigurationError: advantages that are not finite, not 0 for the unscored completion, or that vary below
+            ``level``.
         InputError: advantages of another shape.
     """
     sequence = torch.arange(len(_LENGTHS)).repeat_interleave(torch.tensor(_LENGTHS))
@@ -151,11 +149,11 @@ def check_estimator(estimator: Estimator, factory: str) -> None:
     advantage = estimator.checked(inputs).advantage
     unscored = advantage[sequence == 3]
     _require(bool((unscored == 0).all()), "advantage 0 for a completion without a reward", str(unscored), factory)
-    if estimator.grain(kl_in_reward=False) == "sequence":
+    if estimator.level(kl_in_reward=False) == "sequence":
         first = torch.tensor([advantage[sequence == each][0] for each in range(len(_LENGTHS))])
         _require(
             bool((advantage == first[sequence]).all()),
-            "one advantage a completion, as its grain 'sequence' says",
+            "one advantage a completion, as its level 'sequence' says",
             str(advantage),
             factory,
         )
@@ -172,7 +170,7 @@ def _require(condition: bool, needed: str, given: str, factory: str) -> None:
 
 @contextmanager
 def _told_as_own(factory: str) -> Iterator[None]:
-    """Whatever goes wrong inside is an error that names the factory."""
+    """Turn any error inside into one that names the factory."""
     try:
         yield
     except ConfigurationError:

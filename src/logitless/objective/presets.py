@@ -2,16 +2,18 @@
 
 A preset is a plain function that returns an ``Algorithm``; ``PRESETS`` lists them. A paper's epsilon is a distance from
 1 and becomes an absolute bound here. A preset can be taken apart and changed with ``dataclasses.replace``.
+
+``docs/objectives.md`` shows their docstrings: what other libraries call them (one that is not listed does not have it,
+or is not known to), and how those and the paper differ.
 """
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from logitless.errors import ConfigurationError
 from logitless.objective.advantage import Gae, GroupCentered, GroupStandardized, LeaveOneOut, Raw, ReinforcePP
 from logitless.objective.algorithm import Algorithm
+from logitless.objective.inputs import known
 from logitless.objective.objective import Objective
 from logitless.objective.ratio import SequenceRatio, SequenceTokenRatio
 from logitless.objective.surrogate import (
@@ -45,6 +47,17 @@ def grpo(epsilon: float = 0.2) -> Algorithm:
 
     Source: DeepSeekMath, arXiv:2402.03300.
 
+    Elsewhere:
+        TRL: ``loss_type="grpo"``
+        verl: ``adv_estimator: grpo``, ``loss_mode: vanilla``, ``loss_agg_mode: seq-mean-token-mean``
+        Fast-LLM: ``policy_loss: grpo``
+        Liger: ``LigerFusedLinearGRPOLoss(loss_type="grpo")``
+
+    Notes:
+        - TRL averages over micro-batches, which is the same while they hold as many sequences.
+        - verl's default aggregation is ``token-mean``: DAPO's loss.
+        - Fast-LLM divides by tokens, or by documents with ``normalize_by_documents``.
+
     Example:
         >>> grpo().objective.surrogate.ratio_max
         1.2
@@ -56,6 +69,15 @@ def dr_grpo(epsilon: float = 0.2, max_new_tokens: int | None = None) -> Algorith
     """Dr. GRPO: rewards only centred, every sequence divided by the same length.
 
     Source: arXiv:2503.20783.
+
+    Elsewhere:
+        TRL: ``loss_type="dr_grpo"``, ``scale_rewards="none"``
+        verl: ``norm_adv_by_std_in_grpo: false``, ``loss_agg_mode: seq-mean-token-sum-norm``
+        Liger: ``LigerFusedLinearGRPOLoss(loss_type="dr_grpo")``
+
+    Notes:
+        - Without ``scale_rewards="none"`` TRL divides rewards by their standard deviation.
+        - verl divides by ``loss_scale_factor``, or by the padded width of the micro-batch.
 
     Example:
         >>> dr_grpo(max_new_tokens=512).weighting.max_new_tokens
@@ -69,6 +91,16 @@ def dapo(epsilon_low: float = 0.2, epsilon_high: float = 0.28) -> Algorithm:
 
     Source: arXiv:2503.14476.
 
+    Elsewhere:
+        TRL: ``loss_type="dapo"`` (its default), ``epsilon_high=0.28``
+        verl: ``loss_mode: vanilla``, ``clip_ratio_high: 0.28``, ``loss_agg_mode: token-mean``
+        Liger: ``LigerFusedLinearGRPOLoss(loss_type="dapo")``
+
+    Notes:
+        - TRL's default for ``epsilon_high`` is ``epsilon``, 0.2.
+        - TRL divides by the tokens of the generation batch: ``token_mean(scope=block)``.
+        - DAPO's dynamic sampling and overlong penalty belong to data and rewards.
+
     Example:
         >>> dapo().objective.surrogate.ratio_max
         1.28
@@ -79,7 +111,14 @@ def dapo(epsilon_low: float = 0.2, epsilon_high: float = 0.28) -> Algorithm:
 def bnpo(epsilon: float = 0.2) -> Algorithm:
     """What TRL calls ``bnpo``: GRPO with the token mean of each micro-batch (the paper's BNPO normalises rewards).
 
-    Source: TRL's ``loss_type="bnpo"``; the name is that of arXiv:2506.02864.
+    Source: TRL; arXiv:2506.02864 uses the name for a Beta normalisation of rewards.
+
+    Elsewhere:
+        TRL: ``loss_type="bnpo"``
+        Liger: ``LigerFusedLinearGRPOLoss(loss_type="bnpo")``
+
+    Notes:
+        - The only preset that depends on the micro-batch.
 
     Example:
         >>> bnpo().weighting
@@ -91,11 +130,18 @@ def bnpo(epsilon: float = 0.2) -> Algorithm:
 def gspo(epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Algorithm:
     """GSPO: one ratio a sequence.
 
-    Source: arXiv:2507.18071.
+    Source: arXiv:2507.18071, eq. 7.
 
-    Example:
-        >>> gspo().objective.ratio.name
-        'sequence'
+    Elsewhere:
+        TRL: ``loss_type="grpo"``, ``importance_sampling_level="sequence"``, ``epsilon=3e-4``, ``epsilon_high=4e-4``
+        verl: ``loss_mode: gspo`` (the gradient of ``gspo_token``)
+        Fast-LLM: ``policy_loss: gspo``
+        Liger: ``LigerFusedLinearGRPOLoss(loss_type="grpo", importance_sampling_level="sequence")``
+
+    Notes:
+        - TRL's default ``dapo`` at the sequence level, and Fast-LLM's GSPO, count a sequence by its length.
+        - Advantages that differ inside a sequence are an error here; TRL multiplies (``advantage_within_sequence:
+          multiply``), Fast-LLM averages (``mean``).
     """
     objective = Objective(SequenceRatio(), _clip(epsilon_low, epsilon_high))
     return Algorithm(objective, GroupStandardized(), SequenceMean())
@@ -106,9 +152,12 @@ def gspo_token(epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Algorit
 
     Source: arXiv:2507.18071, section 4.3.
 
-    Example:
-        >>> gspo_token().objective.ratio.name
-        'sequence_token'
+    Elsewhere:
+        verl: ``loss_mode: gspo``
+
+    Notes:
+        - Equal to ``gspo`` where weight, advantage, filter and correction are constant in a sequence.
+        - verl bounds the log ratio by 10 from above.
     """
     objective = Objective(SequenceTokenRatio(), _clip(epsilon_low, epsilon_high))
     return Algorithm(objective, GroupStandardized(), SequenceMean())
@@ -119,9 +168,14 @@ def luspo(epsilon_low: float = 2e-3, epsilon_high: float = 2.5e-3) -> Algorithm:
 
     Source: arXiv:2602.05261.
 
-    Example:
-        >>> luspo().weighting
-        SequenceSum(scope='step', name='sequence_sum')
+    Elsewhere:
+        TRL: ``loss_type="luspo"``, ``importance_sampling_level="sequence"``
+        Liger: ``LigerFusedLinearGRPOLoss(loss_type="luspo", importance_sampling_level="sequence")``
+
+    Notes:
+        - TRL 1.16 sums the trained tokens, as here. Earlier releases, and Liger, multiply by the length and average
+          over padded columns; they agree at the sequence level without a KL or a correction per token.
+        - TRL's default level is ``token``, which is not LUSPO.
     """
     objective = Objective(SequenceRatio(), _clip(epsilon_low, epsilon_high))
     return Algorithm(objective, GroupStandardized(), SequenceSum())
@@ -130,7 +184,17 @@ def luspo(epsilon_low: float = 2e-3, epsilon_high: float = 2.5e-3) -> Algorithm:
 def cispo(epsilon_max: float = 5.0) -> Algorithm:
     """CISPO: a detached, truncated weight on the log-likelihood; epsilon_max is a ceiling, not a distance from 1.
 
-    Source: MiniMax-M1, arXiv:2506.13585; ScaleRL, arXiv:2510.13786.
+    Source: MiniMax-M1, arXiv:2506.13585; ceiling from ScaleRL, arXiv:2510.13786.
+
+    Elsewhere:
+        TRL: ``loss_type="cispo"``, ``epsilon_high=5.0``
+        verl: ``loss_mode: cispo``
+        Liger: ``LigerFusedLinearGRPOLoss(loss_type="cispo", epsilon_high=5.0)``
+
+    Notes:
+        - TRL's and Liger's ``epsilon_high`` is the ceiling itself, verl's ``clip_ratio_high`` a distance from 1. TRL's
+          default of 0.2 as a ceiling scales every gradient by at most 0.2.
+        - verl also bounds the weight from below, by ``1 - clip_ratio_low``: here ``ratio_min``.
 
     Example:
         >>> cispo().objective.surrogate.ratio_max
@@ -144,9 +208,14 @@ def sapo(tau_positive: float = 1.0, tau_negative: float = 1.05) -> Algorithm:
 
     Source: arXiv:2511.20347.
 
-    Example:
-        >>> sapo().objective.surrogate.temperature_negative
-        1.05
+    Elsewhere:
+        TRL: ``loss_type="sapo"``
+        verl: ``loss_mode: sapo``, ``tau_pos``, ``tau_neg``
+        Liger: ``LigerFusedLinearGRPOLoss(loss_type="sapo")``
+
+    Notes:
+        - There is no clip, so TRL's ``epsilon`` and ``delta`` have no effect.
+        - Liger has it for ratios of tokens only.
     """
     return Algorithm(Objective(surrogate=Sapo(tau_positive, tau_negative)), GroupStandardized(), SequenceMean())
 
@@ -156,11 +225,16 @@ def vespo(
 ) -> Algorithm:
     """VESPO: a soft weight of the whole sequence's ratio.
 
-    Source: arXiv:2602.10693.
+    Source: arXiv:2602.10693, in TRL's form.
 
-    Example:
-        >>> vespo().objective.surrogate.k_negative
-        3.0
+    Elsewhere:
+        TRL: ``loss_type="vespo"``
+        Liger: ``LigerFusedLinearGRPOLoss(loss_type="vespo")``
+
+    Notes:
+        - The sampler correction, bounded and per token, is part of w and not multiplied in again.
+        - Liger multiplies in the correction of padded positions too: it must be 1 there.
+        - w is a product over the sequence: in a long one phi is soon near 0.
     """
     surrogate = Vespo(k_positive, lambda_positive, k_negative, lambda_negative)
     return Algorithm(Objective(surrogate=surrogate), GroupStandardized(), TokenMean())
@@ -170,6 +244,17 @@ def gmpo(epsilon: float = 0.4) -> Algorithm:
     """GMPO: the geometric mean of clipped token ratios; epsilon bounds the log ratio.
 
     Source: arXiv:2507.20673.
+
+    Elsewhere:
+        TRL: ``experimental.gmpo.GMPOTrainer``
+        verl: ``loss_mode: geo_mean``
+
+    Notes:
+        - Bounds are of the log ratio, as TRL's ``epsilon`` and verl's ``clip_ratio`` are here: 0.67 to 1.49. verl's
+          default of 0.2 is not the paper's.
+        - verl averages over the sequences of a micro-batch, whatever ``loss_agg_mode`` says.
+        - A token-level sampler correction weighs a sequence by the arithmetic mean of its tokens' weights, in verl by
+          the geometric mean.
 
     Example:
         >>> gmpo().objective.surrogate.log_ratio_min
@@ -183,6 +268,14 @@ def dppo(divergence: Literal["tv", "kl"] = "tv", delta: float | None = None) -> 
 
     Source: arXiv:2602.04879.
 
+    Elsewhere:
+        verl: ``loss_mode: dppo_tv`` or ``dppo_kl``
+
+    Notes:
+        - verl's ``clip_ratio`` is the threshold of the divergence, ``clip_ratio_c`` the cap of the ratio (its actor
+          sets it to 3).
+        - Rare tokens may move by a large ratio, likely ones by a small one.
+
     Example:
         >>> dppo("kl").objective.surrogate.max_high
         0.05
@@ -195,9 +288,11 @@ def clip_cov(r: float = 2e-4, omega_low: float = 1.0, omega_high: float = 5.0) -
 
     Source: arXiv:2505.22617.
 
-    Example:
-        >>> clip_cov().objective.surrogate.fraction
-        0.0002
+    Elsewhere:
+        verl: ``loss_mode: clip_cov``
+
+    Notes:
+        - verl takes means and choice from each micro-batch (``scope: micro_batch``), by default here once a block.
     """
     return Algorithm(Objective(surrogate=ClipCov(r, omega_low, omega_high)), GroupStandardized(), TokenMean())
 
@@ -207,9 +302,12 @@ def kl_cov(k: float = 2e-4, beta: float = 1.0) -> Algorithm:
 
     Source: arXiv:2505.22617.
 
-    Example:
-        >>> kl_cov().objective.surrogate.coefficient
-        1.0
+    Elsewhere:
+        verl: ``loss_mode: kl_cov``
+
+    Notes:
+        - Means and choice as in ``clip_cov``.
+        - The penalty has no gradient on the first step after scoring.
     """
     return Algorithm(Objective(surrogate=KlCov(k, beta)), GroupStandardized(), TokenMean())
 
@@ -217,11 +315,13 @@ def kl_cov(k: float = 2e-4, beta: float = 1.0) -> Algorithm:
 def dro(beta: float = 0.1) -> Algorithm:
     """DRO: a squared log ratio in place of the clip.
 
-    Source: arXiv:2405.19107, as verl's ``dro``.
+    Source: arXiv:2405.19107, in verl's form.
 
-    Example:
-        >>> dro().objective.surrogate.beta
-        0.1
+    Elsewhere:
+        verl: ``loss_mode: dro``
+
+    Notes:
+        - The paper fits a value function; this form takes any advantage.
     """
     return Algorithm(Objective(surrogate=Dro(beta)), GroupStandardized(), TokenMean())
 
@@ -229,11 +329,13 @@ def dro(beta: float = 0.1) -> Algorithm:
 def ppo(epsilon: float = 0.2, gamma: float = 1.0, lambda_: float = 0.95, value_coefficient: float = 0.5) -> Algorithm:
     """PPO: generalised advantages from a value head that is trained beside the policy.
 
-    Source: arXiv:1707.06347.
+    Source: arXiv:1707.06347, eq. 7; GAE arXiv:1506.02438.
 
-    Example:
-        >>> ppo().value_loss.coefficient
-        0.5
+    Elsewhere:
+        verl: ``adv_estimator: gae``, ``loss_mode: vanilla``
+
+    Notes:
+        - V is one linear layer, from 0, on the policy's last hidden states. verl trains a second model as the critic.
     """
     return Algorithm(
         Objective(surrogate=_clip(epsilon, epsilon)),
@@ -248,9 +350,11 @@ def reinforce() -> Algorithm:
 
     Source: Williams 1992.
 
-    Example:
-        >>> sorted(reinforce().objective.needs)
-        []
+    Elsewhere:
+        verl: ``loss_mode: gpg`` has this loss, with its own advantages
+
+    Notes:
+        - No ratio: meant for one optimizer step on each block.
     """
     return Algorithm(Objective(surrogate=Reinforce()), Raw(), TokenMean())
 
@@ -260,9 +364,13 @@ def rloo() -> Algorithm:
 
     Source: arXiv:2402.14740.
 
-    Example:
-        >>> rloo().advantage.name
-        'leave_one_out'
+    Elsewhere:
+        TRL: ``RLOOTrainer`` (another loss)
+        verl: ``adv_estimator: rloo`` (the advantage only)
+
+    Notes:
+        - TRL's trainer clips one ratio a sequence, the product over its tokens (no mean); here there is no ratio.
+        - verl keeps the policy loss it is configured with, by default PPO's.
     """
     return Algorithm(Objective(surrogate=Reinforce()), LeaveOneOut(), SequenceSum())
 
@@ -272,9 +380,13 @@ def reinforce_pp(epsilon: float = 0.2, gamma: float = 1.0) -> Algorithm:
 
     Source: arXiv:2501.03262.
 
-    Example:
-        >>> reinforce_pp().advantage.name
-        'reinforce_pp'
+    Elsewhere:
+        verl: ``adv_estimator: reinforce_plus_plus``
+
+    Notes:
+        - With several completions a prompt use the advantage ``reinforce_pp_baseline`` (verl:
+          ``reinforce_plus_plus_baseline``; OpenRLHF: ``reinforce_baseline``). It is whitened over tokens, as theirs
+          and the paper's; ``whiten_over: completions`` counts each completion once.
     """
     return Algorithm(Objective(surrogate=_clip(epsilon, epsilon)), ReinforcePP(gamma), TokenMean())
 
@@ -282,9 +394,14 @@ def reinforce_pp(epsilon: float = 0.2, gamma: float = 1.0) -> Algorithm:
 def nll() -> Algorithm:
     """Supervised: the negative log-likelihood, token mean.
 
-    Example:
-        >>> nll().advantage is None
-        True
+    Source: supervised warm start, and VAPO's term for right answers (arXiv:2504.05118).
+
+    Elsewhere:
+        TRL: ``SFTTrainer``, ``loss_type="nll"``
+        Fast-LLM: the loss ``label``
+
+    Notes:
+        - The advantage plays no part.
     """
     return Algorithm(Objective(surrogate=Nll()), None, TokenMean())
 
@@ -324,22 +441,11 @@ def algorithm(name: str, parameters: Mapping[str, Any] | None = None) -> Algorit
         >>> algorithm("dapo", {"epsilon_high": 0.3}).objective.surrogate.ratio_max
         1.3
     """
-    preset = PRESETS[_known(name, PRESETS, "preset")]
+    preset = PRESETS[known(name, PRESETS, "preset")]
     chosen = dict(parameters or {})
     for parameter in chosen:
-        _known(parameter, inspect.signature(preset).parameters, f"parameter of {name!r}")
+        known(parameter, inspect.signature(preset).parameters, f"parameter of {name!r}")
     return preset(**chosen)
-
-
-def _known(name: str, names: Mapping[str, Any], what: str) -> str:
-    if name not in names:
-        near = difflib.get_close_matches(name, names)
-        raise ConfigurationError(
-            needed=f"a {what}",
-            given=repr(name),
-            remedy=f"Did you mean {near[0]!r}?" if near else f"Choose from {', '.join(names) or 'none'}.",
-        )
-    return name
 
 
 def _clip(epsilon_low: float, epsilon_high: float) -> Clip:

@@ -1,12 +1,10 @@
 """Sums and means over the contiguous token ranges of a packed batch: its sequences, or their turns.
 
-Equal to ``zeros(B).index_add(0, index, values)``, but every range is added up by itself, in float64 and in a fixed
-order: no float atomics (bitwise repeatable on CPU and CUDA), no long cumulative sum to difference (a NaN or a large
-value stays in its own sequence), no Python loop and no synchronisation (borders come from a binary search).
-Gives up: ids must not decrease, and MPS, which has no float64.
+Equals ``zeros(B).index_add(0, index, values)``, but bitwise repeatable: each range is summed by itself, in float64 and
+in a fixed order, without atomics, Python loops or synchronization. Ids must not decrease. MPS has no float64 and is not
+supported.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -17,12 +15,10 @@ from torch import Tensor
 
 from logitless.errors import InputError
 from logitless.objective.inputs import shaped
+from logitless.objective.over_ranks import SumOverRanks
 
-Grain = Literal["token", "turn", "sequence"]
+Level = Literal["token", "turn", "sequence"]
 """How far one number reaches: a single token, an assistant turn, or a whole sequence."""
-
-SumOverRanks = Callable[[Tensor], Tensor]
-"""A differentiable all-reduce (sum) over the ranks that hold parts of the same sequences."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +97,12 @@ def turn_ranges(
         num_sequences: B.
         turn: [N] turn ids, non-decreasing inside a sequence.
         counted: [N] trained tokens.
-        max_turns: every turn id is below it. Without it turns are numbered by where the id changes, which a rank that
-            holds only a part of a sequence cannot do.
+        max_turns: above every turn id; required where sequences are split over ranks.
         sum_over_ranks: see ``Ranges``.
 
     Raises:
         InputError: ``max_turns`` missing with ``sum_over_ranks``; a turn id that decreases inside its sequence or is
-            not below ``max_turns`` (checked on CPU).
+            not below ``max_turns`` (checked on the CPU).
 
     Example:
         >>> counted = torch.ones(4, dtype=torch.bool)

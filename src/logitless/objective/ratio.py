@@ -1,7 +1,7 @@
-"""The log ratio of the trained policy to the policy that the batch was drawn from, at the level a surrogate uses it.
+"""The log ratio of the trained policy to the old one, at the level a surrogate uses it.
 
-``lr_t = logp - logp_old``; the ratio is its exponential and never against the reference or the sampler (those are
-``divergence`` and ``correction``). At the first step after scoring it is exactly 0, at every level.
+``lr_t = logp - logp_old``, exactly 0 at the first step after scoring. The ratios to the reference and to the sampler
+are in ``divergence`` and ``correction``.
 """
 
 from abc import ABC, abstractmethod
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from logitless.errors import ConfigurationError
 from logitless.objective.inputs import check_knobs, required, shaped
-from logitless.objective.ranges import Grain, Ranges, turn_ranges
+from logitless.objective.ranges import Level, Ranges, turn_ranges
 
 
 @shaped
@@ -53,8 +53,6 @@ def sequence_log_ratio(log_ratio: Float[Tensor, "N"], ranges: Ranges) -> Float[T
 def sequence_token_log_ratio(log_ratio: Float[Tensor, "N"], ranges: Ranges) -> Float[Tensor, "N"]:
     """``sg(s_t) + lr_t - sg(lr_t)``: the value of the sequence, the gradient of the token.
 
-    Gradient: 1 to the token itself, 0 to the rest of its sequence.
-
     Source: GSPO-token, arXiv:2507.18071, section 4.3.
 
     Example:
@@ -70,40 +68,43 @@ class RatioRule(ABC):
     """Which log ratios are averaged, and which tokens share the result; a frozen dataclass.
 
     Attributes:
-        name: how recipes call it.
-        averages: over which tokens log ratios are averaged.
-        grain: which tokens share one ratio, gradient included; their advantages must be equal unless ``advantages``
-            says otherwise.
+        name: what recipes call it.
+        averages: the level over which log ratios are averaged.
+        level: the level at which tokens share a ratio and its gradient; their advantages must be equal unless
+            ``advantages`` says otherwise.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
     name: str
-    averages: ClassVar[Grain] = "token"
-    grain: ClassVar[Grain] = "token"
+    averages: ClassVar[Level] = "token"
+    level: ClassVar[Level] = "token"
 
     @property
     def advantages(self) -> Literal["mean", "multiply"] | None:
-        """What becomes of advantages that differ where a ratio is shared; None: they are an error."""
+        """What happens to advantages that differ inside a shared ratio; None: they are an error."""
         return None
 
     def ranges(self, sequences: Ranges, turn: Int[Tensor, "N"] | None) -> Ranges:
-        """The ranges of tokens that are averaged over.
+        """The ranges of tokens to average over.
 
         Args:
             sequences: of the batch.
-            turn: [N] turn ids, or None where the batch has none.
+            turn: [N] turn ids, or None.
         """
         del turn
         return sequences
 
     @abstractmethod
     def __call__(self, log_ratio: Float[Tensor, "N"], ranges: Ranges) -> Float[Tensor, "N"]:
-        """The log ratio that a surrogate reads, from that of each token and ``ranges``."""
+        """The log ratio that a surrogate reads."""
 
 
 @dataclass(frozen=True)
 class TokenRatio(RatioRule):
-    """``lr_t``, one ratio a token (PPO, GRPO)."""
+    """One ratio a token (PPO, GRPO).
+
+    ``log r = lr``
+    """
 
     name: Literal["token"] = field(default="token", kw_only=True)
 
@@ -114,15 +115,17 @@ class TokenRatio(RatioRule):
 
 @dataclass(frozen=True)
 class SequenceRatio(RatioRule):
-    """``mean_S lr``, one ratio a sequence (GSPO); its gradient reaches every token of the sequence.
+    """One ratio a sequence (GSPO); its gradient reaches every token of the sequence.
+
+    ``log r = mean_S lr``
 
     Args:
-        advantage_within_sequence: what to do with advantages that differ inside a sequence: None, an error; ``mean``,
-            their mean over the sequence (Fast-LLM); ``multiply``, each token's own times the shared ratio (TRL).
+        advantage_within_sequence: for advantages that differ inside a sequence: None, an error; ``mean`` over the
+            sequence (Fast-LLM); ``multiply``, each token's own times the shared ratio (TRL).
     """
 
-    averages: ClassVar[Grain] = "sequence"
-    grain: ClassVar[Grain] = "sequence"
+    averages: ClassVar[Level] = "sequence"
+    level: ClassVar[Level] = "sequence"
     advantage_within_sequence: Literal["mean", "multiply"] | None = None
     name: Literal["sequence"] = field(default="sequence", kw_only=True)
 
@@ -139,9 +142,12 @@ class SequenceRatio(RatioRule):
 
 @dataclass(frozen=True)
 class SequenceTokenRatio(RatioRule):
-    """The sequence's value with the token's gradient (GSPO-token); takes advantages per token."""
+    """The sequence's value with the token's gradient (GSPO-token); takes advantages per token.
 
-    averages: ClassVar[Grain] = "sequence"
+    ``log r = sg(mean_S lr) + lr - sg(lr)``
+    """
+
+    averages: ClassVar[Level] = "sequence"
     name: Literal["sequence_token"] = field(default="sequence_token", kw_only=True)
 
     def __call__(self, log_ratio: Float[Tensor, "N"], ranges: Ranges) -> Float[Tensor, "N"]:
@@ -150,17 +156,17 @@ class SequenceTokenRatio(RatioRule):
 
 @dataclass(frozen=True)
 class TurnRatio(RatioRule):
-    """As ``SequenceRatio`` over each assistant turn; ``TokenBatch.turn`` holds the ids.
+    """``SequenceRatio`` over each assistant turn.
 
     Args:
-        max_turns: more than the largest turn id; required only where sequences are split over ranks.
+        max_turns: above the largest turn id; required only where sequences are split over ranks.
 
     Raises:
         ConfigurationError: a bound below 1.
     """
 
-    averages: ClassVar[Grain] = "turn"
-    grain: ClassVar[Grain] = "turn"
+    averages: ClassVar[Level] = "turn"
+    level: ClassVar[Level] = "turn"
     max_turns: int | None = None
     name: Literal["turn"] = field(default="turn", kw_only=True)
 

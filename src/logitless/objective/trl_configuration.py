@@ -1,12 +1,10 @@
-"""What a TRL ``GRPOConfig`` means, as an ``Algorithm``: so that a user can move over and check that nothing changed.
+"""A TRL ``GRPOConfig`` as an ``Algorithm`` with the same loss.
 
-Read by name only; TRL is not imported. Defaults and meaning are those of TRL 1.16. What TRL trains is expressed: what
-it ignores in silence, or makes depend on the micro-batch, becomes a note, and what is almost surely a mistake a
-warning. What no loss of log-probabilities can say is an error: a router loss, which ``logitless.integrations.trl``
-adds beside it, and a moving reference.
+TRL is not imported; defaults and meaning are those of TRL 1.16. Settings that TRL ignores, or that depend on the
+micro-batch, become notes; likely mistakes become warnings. A router loss and a moving reference are errors here
+(``logitless.integrations.trl`` handles both).
 """
 
-import difflib
 import struct
 import warnings
 from collections.abc import Mapping
@@ -19,6 +17,7 @@ from logitless.objective.correction import Level, Mode, SamplerCorrection
 from logitless.objective.divergence import KLPenalty
 from logitless.objective.entropy import AdaptiveEntropy, EntropyBonus
 from logitless.objective.filters import Filter, OffPolicy, TopEntropy
+from logitless.objective.inputs import known
 from logitless.objective.kl_control import FixedKL
 from logitless.objective.objective import Objective
 from logitless.objective.ratio import Ratio, SequenceRatio, TokenRatio
@@ -98,21 +97,19 @@ def trl(config: object | None = None, **fields: Any) -> Algorithm:
     """The algorithm that a TRL configuration describes.
 
     Args:
-        config: a ``GRPOConfig``, or anything with its attributes; fields it lacks have TRL's defaults.
-        fields: the same by name, over those of ``config``.
+        config: a ``GRPOConfig``, or anything with its attributes; missing fields have TRL's defaults.
+        fields: the same by name; they take precedence.
 
     Returns:
-        An algorithm whose loss and gradient are TRL's: unclamped KL difference, KL corrected by the surrogate's ratio,
-        its scopes. A weighting with ``scope="block"`` takes ``Totals`` of the generation batch with
-        ``num_steps=steps_per_generation / gradient_accumulation_steps``.
+        An algorithm with TRL's loss and gradient. A weighting with ``scope="block"`` takes ``Totals`` of the generation
+        batch with ``num_steps=steps_per_generation / gradient_accumulation_steps``.
 
     Raises:
         ConfigurationError: an unknown field or value; a router loss; a moving reference; VESPO with a correction that
-            is not per token, as in TRL; a delta below ``1 - epsilon``.
+            is not per token; a delta of at most ``1 - epsilon``.
 
     Warns:
-        UserWarning: ``cispo`` with an ``epsilon_high`` below 1 (TRL's default is 0.2), which in TRL is the ceiling
-            itself and scales every gradient.
+        UserWarning: ``cispo`` with an ``epsilon_high`` below 1 (TRL's default is 0.2), which in TRL is the ceiling.
 
     Example:
         >>> algorithm = trl(loss_type="dapo", epsilon_high=0.28, beta=0.04)
@@ -148,14 +145,7 @@ def trl(config: object | None = None, **fields: Any) -> Algorithm:
 
 
 def _choice(what: str, value: Any, choices: Any) -> Any:
-    if value not in choices:
-        near = difflib.get_close_matches(str(value), [str(choice) for choice in choices])
-        raise ConfigurationError(
-            needed=f"a {what} that an objective of TRL's knows",
-            given=repr(value),
-            remedy=f"Did you mean {near[0]!r}?" if near else f"Choose from {', '.join(map(str, choices))}.",
-        )
-    return value
+    return known(value, choices, f"{what} that an objective of TRL's knows")
 
 
 def _refuse_what_cannot_be_expressed(values: Mapping[str, Any]) -> None:

@@ -1,9 +1,8 @@
-"""The value loss of PPO: fits predictions V to returns R, moving them a bounded way from where they were.
+"""The value loss of PPO: fits predictions V to returns R, with a bound on each move.
 
     loss = policy loss  +  coefficient * sum_t v_t * clipped_value_loss_t
 
-The weights v are its own (``value_weight``): every token of the optimizer step that is trained and has a return counts
-the same, whatever the weighting of the policy's loss, for each is one point of a regression.
+The weights v (``value_weight``) are its own: every trained token of the step with a return counts the same.
 """
 
 from collections.abc import Sequence
@@ -22,13 +21,13 @@ from logitless.types import TokenBatch
 
 @dataclass(frozen=True)
 class ValueOutput:
-    """The value term of a micro-batch, and what its diagnostics are made of.
+    """The value term of a micro-batch, and its diagnostics.
 
     Args:
         loss: to be added to the policy's; differentiable.
         mean: ``sum_t v_t * clipped_value_loss_t``, before the coefficient, detached.
-        fitted: [N] tokens of weight other than 0.
-        clipped: [N] those of them whose gradient the clip removes.
+        fitted: [N] tokens of nonzero weight.
+        clipped: [N] those whose gradient the clip removes.
     """
 
     loss: Float[Tensor, ""]
@@ -39,13 +38,14 @@ class ValueOutput:
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """The value term of a loss: the error of the value head, the mean over the step's trained tokens with a return.
+    """The value term of a loss, the mean over the step's trained tokens with a return.
 
-    ``coefficient * sum_t v_t * 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)``
+    ``coefficient * sum_t v_t * 1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)``, v_t being 1 over the
+    step's trained tokens with a return
 
     Args:
-        coefficient: of this term beside the policy's loss; 0.5 is usual.
-        clip: how far a prediction may move from ``value_old`` before it earns nothing more; None for no limit.
+        coefficient: 0.5 is usual.
+        clip: bound on the useful change from ``value_old``; None for no bound.
 
     Raises:
         ConfigurationError: a negative coefficient or a clip that is not positive.
@@ -74,7 +74,7 @@ class ValueLoss:
     def __call__(self, value: Float[Tensor, "N"], batch: TokenBatch) -> ValueOutput:
         """The value term of a micro-batch.
 
-        Gradient: through ``value``; exactly 0 in rows of weight 0, whatever they hold.
+        Gradient: through ``value``; exactly 0 in tokens of weight 0.
 
         Args:
             value: [N] current predictions.
@@ -103,18 +103,11 @@ class ValueLoss:
 
 @shaped
 def value_loss(value: Float[Tensor, "N"], value_target: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """Half the squared error.
-
-    ``1/2 (V - R)^2``
-
-    Gradient: ``V - R`` through ``value`` only.
+    """``1/2 (V - R)^2``, [N], to be weighted and summed by the caller.
 
     Args:
         value: [N] current predictions.
         value_target: [N] returns (``advantage.gae``).
-
-    Returns:
-        [N], to be weighted and summed by the caller.
 
     Example:
         >>> value_loss(torch.tensor([3.0]), torch.tensor([1.0]))
@@ -127,20 +120,17 @@ def value_loss(value: Float[Tensor, "N"], value_target: Float[Tensor, "N"]) -> F
 def clipped_value_loss(
     value: Float[Tensor, "N"], value_old: Float[Tensor, "N"], value_target: Float[Tensor, "N"], clip: float
 ) -> Float[Tensor, "N"]:
-    """The larger of the squared errors of the prediction and of the prediction held near the old one.
+    """The larger of the squared errors of the prediction and of the prediction clipped around the old one.
 
-    ``1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)``
+    ``1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)``, [N], to be weighted and summed by the caller
 
     Gradient: ``V - R`` through ``value`` where the first is the larger, exactly 0 where the second is.
 
     Args:
         value: [N] current predictions.
-        value_old: [N] predictions of the scoring pass.
+        value_old: [N] of the scoring pass.
         value_target: [N] returns from unwhitened advantages (``advantage.gae``).
         clip: largest useful change; 0.2.
-
-    Returns:
-        [N], to be weighted and summed by the caller.
 
     Source: PPO's reference implementation; arXiv:2005.12729 sec. 3.
 
@@ -157,7 +147,7 @@ def clipped_value_loss(
 def value_is_clipped(
     value: Float[Tensor, "N"], value_old: Float[Tensor, "N"], value_target: Float[Tensor, "N"], clip: float
 ) -> Bool[Tensor, "N"]:
-    """Where ``clipped_value_loss`` has no gradient because the prediction has moved far enough towards its target.
+    """Where ``clipped_value_loss`` has no gradient.
 
     Example:
         >>> zero = torch.zeros(2)
@@ -170,7 +160,7 @@ def value_is_clipped(
 def value_weight(step: TokenBatch, sum_over_ranks: SumOverRanks = one_rank) -> Float[Tensor, "N"]:
     """Weights of the value loss for an optimizer step: 1 over its fitted tokens on all ranks, 0 on the others.
 
-    ``v_t = fitted_t / sum_u fitted_u``, fitted being trained (``token_weight`` other than 0) and with a return
+    ``v_t = fitted_t / sum_u fitted_u``; fitted are the trained tokens with a return
 
     Args:
         step: every sequence of the step on this rank, with weights and ``value_target``.
@@ -189,12 +179,10 @@ def value_weight(step: TokenBatch, sum_over_ranks: SumOverRanks = one_rank) -> F
 
 @shaped
 def explained_variance(value: Float[Tensor, "N"], value_target: Float[Tensor, "N"]) -> Float[Tensor, ""]:
-    """How much of the returns' spread the predictions account for: 1 is all of it, 0 no more than a constant does.
-
-    ``1 - Var(R - V) / Var(R)``, over the tokens with a return
+    """``1 - Var(R - V) / Var(R)`` over the tokens with a return: 1 is perfect, 0 no better than a constant.
 
     Returns:
-        float64; not finite where the returns do not differ.
+        float64; not finite if the returns do not differ.
 
     Example:
         >>> explained_variance(torch.tensor([0.0, 1.0, 5.0]), torch.tensor([0.0, 2.0, torch.nan]))  # 1 - 0.25 / 1
@@ -208,11 +196,11 @@ def explained_variance(value: Float[Tensor, "N"], value_target: Float[Tensor, "N
 def value_diagnostics(
     outputs: Sequence[ValueOutput], *, gather: GatherOverRanks = one_rank
 ) -> dict[str, Float[Tensor, ""]]:
-    """The numbers of an optimizer step's value loss, on the device.
+    """Metrics of an optimizer step's value loss, on the device.
 
     Args:
         outputs: of every micro-batch of the step on this rank.
-        gather: over all ranks; every rank then gets the numbers of the whole step.
+        gather: over all ranks.
 
     Returns:
         ``loss/value``, the mean over the fitted tokens before the coefficient; ``value/clipped_fraction`` of them.

@@ -1,20 +1,16 @@
 """Weights that turn token losses into a loss: ``loss = (token_weight * token_loss).sum()``.
 
-They are made before an optimizer step's first forward pass, from counts alone, so that every split of the step into
-micro-batches and ranks gives the same loss and gradient. Gradients are summed over both, never averaged.
-
-Every weighting is called the same way:
+They are made from counts before an optimizer step's first forward pass, so that every split into micro-batches and
+ranks gives the same loss and gradient. Gradients are summed over both, never averaged.
 
     weighting(token_counts, totals, truncated=None, dtype=torch.float32) -> token_weight [N]
 
-- ``token_counts``: tokens with a row of each sequence to be weighed (a micro-batch, or the whole step); 0 is allowed.
-  A tuple on the host is best: a tensor on a GPU costs a synchronisation. Tool-written tokens have no row, so no count.
-- ``totals``: of everything that is normalised over, on every rank (``Totals``).
-- ``truncated``: one flag a sequence, to drop truncated completions: their tokens weigh 0 and are left out of N_all; the
-  completions stay in B_all. None drops none.
-- ``dtype``: of the weights; float64 for a float64 loss.
+- ``token_counts``: scored tokens of each sequence, 0 allowed. Give a tuple: a GPU tensor costs a synchronization.
+- ``totals``: ``Totals`` of everything that is normalized over, on all ranks.
+- ``truncated``: one flag a sequence; tokens of flagged completions weigh 0 and leave N_all, not B_all.
+- ``dtype``: of the weights.
 
-It raises ``InputError`` for more tokens or sequences than the totals hold.
+Raises ``InputError`` for more tokens or sequences than the totals hold.
 """
 
 from abc import ABC, abstractmethod
@@ -35,15 +31,15 @@ _Same = TypeVar("_Same", bound="_Weighting")
 
 @dataclass(frozen=True)
 class Totals:
-    """What a loss is normalised over: an optimizer step, or a block, counted over every rank.
+    """Counts that a loss is normalized by, of an optimizer step or a block, over all ranks.
 
     Args:
-        num_tokens: N_all, trained tokens; those of dropped truncated completions are not among them.
+        num_tokens: N_all, trained tokens, without those of dropped truncated completions.
         num_sequences: B_all, completions, also those without a trained token.
         num_steps: optimizer steps these counts are spread over: 1 for a step, K for a block. TRL's
             ``num_items_in_batch`` is a block of ``steps_per_generation / gradient_accumulation_steps`` steps, which
             need not be whole.
-        num_micro_batches: of the step, on every rank; only ``MicroBatchTokenMean`` asks.
+        num_micro_batches: of the step, on all ranks; read by ``MicroBatchTokenMean`` only.
 
     Raises:
         InputError: a negative count, or no step or micro-batch.
@@ -68,12 +64,12 @@ class Totals:
 
     @classmethod
     def of(cls, token_counts: TokenCounts, truncated: Sequence[bool] | None = None) -> "Totals":
-        """The totals of these sequences alone, as of a step on one rank in one micro-batch."""
+        """Totals of these sequences alone: a step on one rank in one micro-batch."""
         counts, kept = _counts(token_counts, truncated)
         return cls(num_tokens=int(counts[kept].sum()), num_sequences=len(counts))
 
     def over_ranks(self, sum_over_ranks: Callable[[Tensor], Tensor], device: torch.device | str = "cpu") -> "Totals":
-        """The totals of every rank together, where these are of the sequences that this rank holds whole.
+        """The sum over all ranks.
 
         Args:
             sum_over_ranks: of whole numbers (``distributed.sum_over_group``); every rank calls it once.
@@ -96,18 +92,18 @@ class _Weighting(ABC):
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     def for_rollouts_of(self: _Same, max_new_tokens: int) -> _Same:
-        """The weighting with the limit of the rollouts filled in, where it left that open."""
+        """The weighting with the rollouts' length limit filled in, if it was left open."""
         del max_new_tokens
         return self
 
     @property
     def counts_turns(self) -> bool:
-        """Whether its counts are those of turns: call it with the trained tokens of each, and totals of turns."""
+        """Whether it takes counts and totals of turns instead of sequences."""
         return False
 
     @property
     def spans_block(self) -> bool:
-        """Whether it is normalised over a whole block, so that ``Totals`` must be the block's."""
+        """Whether ``Totals`` must be the block's."""
         return False
 
     def __call__(
@@ -149,7 +145,7 @@ class TokenMean(_Scoped):
     ``w_t = num_steps / N_all``
 
     Args:
-        scope: what the totals are of: the optimizer ``step``, or the ``block`` (then a step with more tokens counts
+        scope: what the totals are of: the optimizer ``step``, or the ``block`` (a step with more tokens then counts
             more).
 
     Source: DAPO, arXiv:2503.14476 eq. 8.
@@ -193,12 +189,12 @@ class SequenceMean(_Scoped):
 
 @dataclass(frozen=True)
 class ConstantLength(_Scoped):
-    """Every sequence is divided by the same length, so that a long wrong answer is not let off.
+    """Every sequence is divided by the same length.
 
     ``w_t = num_steps / (B_all * max_new_tokens)``
 
     Args:
-        max_new_tokens: None in a recipe stands for the limit of its rollouts, which the trainer fills in.
+        max_new_tokens: None in a recipe is the limit of its rollouts.
         scope: as in ``TokenMean``.
 
     Raises:
@@ -262,12 +258,11 @@ class SequenceSum(_Scoped):
 
 @dataclass(frozen=True)
 class TurnMean(_Scoped):
-    """Every assistant turn counts the same, and every token of it: a long turn is not worth more than a short one.
+    """Every assistant turn counts the same, and every token of it.
 
     ``w_t = num_steps / (K_all * |turn(t)|)``
 
-    It is called with the trained tokens of every turn where others are called with those of every sequence, and with
-    totals whose ``num_sequences`` is K_all, the turns with a trained token.
+    Called with the trained tokens of every turn, and totals whose ``num_sequences`` is K_all, the turns with any.
 
     Args:
         scope: as in ``TokenMean``.
@@ -290,11 +285,11 @@ class TurnMean(_Scoped):
 
 @dataclass(frozen=True)
 class MicroBatchTokenMean(_Weighting):
-    """Token mean of each micro-batch, averaged over the micro-batches: the one that depends on how a step is cut.
+    """Token mean of each micro-batch, averaged over micro-batches; depends on how a step is cut.
 
     ``w_t = 1 / (num_micro_batches * N_micro)``, N_micro being the trained tokens of this call
 
-    Source: TRL's ``loss_type="bnpo"``, for comparison with it.
+    Source: TRL's ``loss_type="bnpo"``.
 
     Example:
         >>> MicroBatchTokenMean()((1, 3), Totals(num_tokens=8, num_sequences=4, num_micro_batches=2))
@@ -313,7 +308,7 @@ Weighting = TokenMean | SequenceMean | ConstantLength | SequenceSum | TurnMean |
 
 
 def _counts(token_counts: TokenCounts, truncated: Sequence[bool] | None) -> tuple[Int[Tensor, "B"], Bool[Tensor, "B"]]:
-    """Token counts on the host and which of the sequences are trained."""
+    """Token counts on the host, and which sequences are trained."""
     counts = torch.as_tensor(token_counts, dtype=torch.long, device="cpu")
     dropped = torch.as_tensor([False] * len(counts) if truncated is None else list(truncated), dtype=torch.bool)
     if len(dropped) != len(counts):

@@ -1,4 +1,4 @@
-"""Programs that are run against tests, inside walls.
+"""Programs that are run against tests, in a sandbox.
 
 Each test runs in a fresh interpreter in a folder of its own, with an empty environment and limits on time, memory,
 output and open files. It reads Python and the system's libraries, writes in its folder, and reaches neither the
@@ -6,22 +6,21 @@ network nor another process; nor can it start one. What it ought to print stays 
 fingerprints of what was printed. ``PYTHONHASHSEED`` is 0: a program that does not ask for chance prints the same again.
 
 Not prevented: that it finds out which files exist, that it loads one processor and its memory until the deadline, and
-faults of the kernel. ``sandbox.walls_of("program")`` says what holds on a machine.
+faults of the kernel. ``sandbox.sandbox_of("program")`` says what holds on a machine.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from logitless.errors import DataError
-from logitless.rewards.contract import Batch, Columns, column
-from logitless.rewards.pool import Outcome, program_pool
-from logitless.rewards.pooled import MEBIBYTE, PooledReward, Sandbox
-from logitless.rewards.programs import fingerprint
-from logitless.rewards.sandbox import require_walls
-from logitless.rewards.tasks import unfenced
-from logitless.rewards.worker import MAX_DEADLINES
+from logitless.rewards.reward import Batch, Columns, column, from_json
+from logitless.rewards.workers.pool import Outcome, program_pool
+from logitless.rewards.workers.pooled import MEBIBYTE, PooledReward
+from logitless.rewards.workers.programs import fingerprint
+from logitless.rewards.workers.sandbox import SandboxOption, require_sandbox
+from logitless.rewards.workers.tasks import unfenced
+from logitless.rewards.workers.worker import MAX_DEADLINES
 from logitless.types import Verdict
 
 _START_SECONDS = 10.0
@@ -39,13 +38,12 @@ class Code(PooledReward):
     its deadline; faults of the kernel are not prevented. ``logitless doctor`` says what is in force.
 
     Args:
-        column: column with each row's tests (a list, or JSON text): ``output`` is expected, of a run with ``input`` as
-            standard input, or of the ``repr`` of the expression ``call``. White space at line ends does not count.
+        column: column with each row's tests (a list, or JSON text): ``output`` expected of a run with ``input``, or
+            of the expression ``call``.
         partial: give the fraction of passed tests instead of all or nothing.
         deadline_seconds: for one test: of the processor's time while it computes, else of the clock.
         memory_mib: memory for one test.
-        sandbox: ``required`` refuses to start where walls cannot be had that keep a program from all that it must not
-            reach; ``none`` runs it with your rights, within its limits alone.
+        sandbox: ``required`` refuses to start without a sandbox; ``none`` runs programs with your rights.
 
     Example:
         >>> tests = [{"call": "double(2)", "output": "4"}, {"call": "double('a')", "output": "'aa'"}]
@@ -57,16 +55,16 @@ class Code(PooledReward):
     column: str = "tests"
     partial: bool = False
     memory_mib: int = 512
-    sandbox: Sandbox = "required"
+    sandbox: SandboxOption = "required"
 
     def check(self, columns: Columns) -> None:
-        """Every row has tests, and there are walls, or the recipe does without.
+        """Every row has tests, and there is a sandbox, or the recipe does without.
 
         Raises:
             DataError: a row without tests.
-            UnavailableError: there are no walls.
+            UnavailableError: there is no sandbox.
         """
-        self._check_walls()
+        require_sandbox("program", self.sandbox)
         for row, value in enumerate(column(columns, self.column)):
             _tests(value, self.column, row)
 
@@ -74,14 +72,14 @@ class Code(PooledReward):
         """One verdict a text, with a detail for each test."""
         values = column(batch.columns, self.column)
         tests = [_tests(value, self.column, row) for row, value in enumerate(values)]
-        self._check_walls()
+        require_sandbox("program", self.sandbox)
         limits = (self.deadline_seconds, self.memory_mib * MEBIBYTE, self.sandbox == "required")
         items = [
             (unfenced(text, "python"), [_without_output(test) for test in own], *limits)
             for text, own in zip(texts, tests, strict=True)
         ]
         outcomes = program_pool().run(
-            "logitless.rewards.programs:run_program",
+            "logitless.rewards.workers.programs:run_program",
             items,
             # The worker itself ends a program at its deadline; this one is for a worker that does not answer.
             deadline_seconds=(MAX_DEADLINES * self.deadline_seconds + _START_SECONDS) * max(map(len, tests)),
@@ -96,10 +94,6 @@ class Code(PooledReward):
         score = sum(passed) / len(passed) if self.partial else float(all(passed))
         return Verdict.graded(score, [("code:test", each) for each in passed])
 
-    def _check_walls(self) -> None:
-        if self.sandbox == "required":
-            require_walls("program")
-
 
 def _without_output(test: Mapping[str, str]) -> dict[str, str]:
     return {name: text for name, text in test.items() if name != "output"}
@@ -107,12 +101,7 @@ def _without_output(test: Mapping[str, str]) -> dict[str, str]:
 
 def _tests(value: Any, name: str, row: int) -> list[dict[str, str]]:
     """A row's tests."""
-    tests = value
-    if isinstance(value, str):
-        try:
-            tests = json.loads(value)
-        except ValueError:
-            tests = None
+    tests = from_json(value)
     if not isinstance(tests, Sequence) or not tests or not all(map(_is_test, tests)):
         raise DataError(
             needed=f"a list of tests in column {name!r}, each with texts `output` and `input` or `call`",

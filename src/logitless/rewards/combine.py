@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 from logitless.errors import ConfigurationError, InputError
-from logitless.rewards.contract import Columns, Text, TextReward, WeightedReward
+from logitless.rewards.reward import Columns, Text, TextReward, WeightedReward
 from logitless.types import Verdict, VerdictStatus
 
 Unscored: TypeAlias = Literal["leave_out", "drop"]
@@ -21,7 +21,7 @@ def weighted(rewards: Sequence[TextReward]) -> tuple[WeightedReward, ...]:
         ConfigurationError: two have the same name, or there are gates and nothing beside them.
 
     Example:
-        >>> from logitless.rewards.length import Length
+        >>> from logitless.rewards.text.length import Length
         >>> entries = weighted([Length(weight=0.5), Length(unit="words", label="words")])
         >>> [(entry.name, entry.weight) for entry in entries]
         [('length', 0.5), ('words', 1.0)]
@@ -44,7 +44,7 @@ def check_names(rewards: Sequence[WeightedReward]) -> None:
         ConfigurationError: two have the same name.
 
     Example:
-        >>> from logitless.rewards.length import Length
+        >>> from logitless.rewards.text.length import Length
         >>> check_names([WeightedReward(Length())])
     """
     twice = [name for name, times in Counter(reward.name for reward in rewards).items() if times > 1]
@@ -56,7 +56,7 @@ def check_names(rewards: Sequence[WeightedReward]) -> None:
         )
 
 
-def judge_batch(
+def score_batch(
     rewards: Sequence[WeightedReward],
     prompts: Sequence[Text],
     completions: Sequence[Text],
@@ -68,7 +68,7 @@ def judge_batch(
     Args:
         rewards: rewards and gates, with names of their own.
         prompts: one a completion.
-        completions: what is judged.
+        completions: what is scored.
         columns: data rows by column, one value a completion.
         completion_ids: sampled token ids, for rewards that count tokens.
 
@@ -80,8 +80,8 @@ def judge_batch(
         InputError: inputs of different lengths, or a reward that gives another number of verdicts.
 
     Example:
-        >>> from logitless.rewards.length import Length
-        >>> judge_batch([WeightedReward(Length(unit="words"))], ["Say hi."], ["hi there"], {})[0]["length"].score
+        >>> from logitless.rewards.text.length import Length
+        >>> score_batch([WeightedReward(Length(unit="words"))], ["Say hi."], ["hi there"], {})[0]["length"].score
         2.0
     """
     check_names(rewards)
@@ -148,9 +148,9 @@ def total_reward(
     """The number a completion is trained on: ``weighted_sum`` with the weights and gates of these rewards.
 
     Example:
-        >>> from logitless.rewards.length import Length
+        >>> from logitless.rewards.text.length import Length
         >>> rewards = weighted([Length(unit="words", weight=0.5)])
-        >>> total_reward(judge_batch(rewards, ["Say hi."], ["hi there"], {})[0], rewards)
+        >>> total_reward(score_batch(rewards, ["Say hi."], ["hi there"], {})[0], rewards)
         1.0
     """
     return weighted_sum(
@@ -164,7 +164,7 @@ def total_reward(
 def failed_shares(verdicts: Sequence[Mapping[str, Verdict]]) -> dict[str, float]:
     """By reward name, the share of completions at which it failed by no fault of theirs: ``error`` or ``timeout``.
 
-    What is ``missing`` was left out on purpose, and what is ``spoiled`` has a score: neither counts.
+    What is ``missing`` was left out on purpose, and what is ``ungradable`` has a score: neither counts.
 
     Example:
         >>> failed_shares([{"a": Verdict(None, "error")}, {"a": Verdict.graded(1.0)}])

@@ -1,7 +1,8 @@
 """Scoring a file of responses with a suite or a reward, in worker processes, and what to say of the result.
 
-Prompts and responses are JSON Lines with the official field names. A prompt without a response is ``missing``, a
-response without a prompt is skipped; both are counted and neither is an error.
+Prompts and responses are JSON Lines with the official field names; responses may also be what ``logitless sample
+--out`` wrote, several of a prompt. A prompt without a response is ``missing``, a response without a prompt is skipped;
+both are counted and neither is an error.
 """
 
 import importlib
@@ -14,18 +15,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from logitless.errors import ConfigurationError, DataError
-from logitless.rewards.contract import TextReward
-from logitless.rewards.pool import Outcome, WorkerPool
-from logitless.rewards.pooled import verdict_of
-from logitless.rewards.suites import SuiteName, read_constraints
+from logitless.rewards.instructions.suites import SuiteName, read_constraints
+from logitless.rewards.reward import TextReward
 from logitless.rewards.user_function import Function
 from logitless.rewards.wilson import wilson_interval
+from logitless.rewards.workers.pool import Outcome, WorkerPool
+from logitless.rewards.workers.pooled import verdict_of
 from logitless.types import Verdict, VerdictStatus
 
 CHUNK = 512
 """Responses between two reports of progress."""
 
-JUDGE = "logitless.rewards.suites:judge_response"
+SCORE = "logitless.rewards.instructions.suites:score_response"
 PRELOAD = "logitless.rewards.instructions.preload:loaded"
 
 
@@ -49,7 +50,7 @@ class Pairing:
     """Prompts with their responses.
 
     Args:
-        rows: the prompts, in the order of their file.
+        rows: the prompts, in the order of their file; one with several completions stands there as often.
         responses: the response to each, None where there is none.
         num_skipped: responses to none of the prompts.
     """
@@ -60,12 +61,12 @@ class Pairing:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class SuiteVerdict:
     """What a suite says of one response.
 
     Args:
         status: as a verdict's; ``missing`` also where there is no response.
-        strict, loose: one truth value a constraint, in the prompt's order, all False where ``spoiled``; empty where
+        strict, loose: one truth value a constraint, in the prompt's order, all False where ``ungradable``; empty where
             there is no verdict.
         message: why it is not graded.
     """
@@ -77,8 +78,8 @@ class Judgement:
 
     @property
     def counts(self) -> bool:
-        """Whether there is a verdict: that of the checks, or the one that a spoiled response has earned."""
-        return self.status in ("graded", "spoiled")
+        """Whether there is a verdict: that of the checks, or that of an ungradable response, which follows nothing."""
+        return self.status in ("graded", "ungradable")
 
 
 @dataclass(frozen=True)
@@ -125,45 +126,55 @@ def read_pairing(prompts: Path, responses: Path) -> Pairing:
             file with the same prompt or key.
     """
     prompt_rows = list(_rows(prompts))
-    response_rows = list(_rows(responses))
+    response_rows = [(line, _response(row)) for line, row in _rows(responses)]
     name = "prompt" if all("prompt" in row for _, row in response_rows) else "key"
     places = _places(prompts, prompt_rows, name)
     if name == "prompt" and all("key" in row for _, row in prompt_rows):
         _places(prompts, prompt_rows, "key")
-    answers = _places(responses, response_rows, name)
-    given: dict[str, str] = {}
-    for identity, (line, row) in answers.items():
+    given: dict[str, list[str]] = {}
+    unasked = set[str]()
+    for identity, line, row in _identified(responses, response_rows, name):
         response = row.get("response")
         if response is not None and not isinstance(response, str):
             raise _wrong(responses, line, "a text in field 'response'", f"{response!r:.80}")
         if "response" not in row:
             raise _wrong(responses, line, "a field 'response'", f"fields {sorted(row)}")
-        if response is not None and identity in places:
-            given[identity] = response
-    rows = []
-    for line, row in places.values():
+        if identity not in places:
+            unasked.add(identity)
+        elif response is not None:
+            given.setdefault(identity, []).append(response)
+    rows, answers = list[PromptRow](), list[str | None]()
+    for identity, (line, row) in places.items():
         if not isinstance(row.get("prompt"), str):
             raise _wrong(prompts, line, "a text in field 'prompt'", f"{row.get('prompt')!r:.80}")
-        rows.append(PromptRow(line, row["prompt"], {field: value for field, value in row.items() if field != "prompt"}))
-    return Pairing(rows, [given.get(identity) for identity in places], len(answers.keys() - places.keys()))
+        prompt = PromptRow(line, row["prompt"], {field: value for field, value in row.items() if field != "prompt"})
+        of_prompt = given.get(identity, [None])
+        rows += [prompt] * len(of_prompt)
+        answers += of_prompt
+    return Pairing(rows, answers, len(unasked))
 
 
-def judge_suite(
+def _response(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as the official files have it; one of ``logitless sample --out`` has its response in ``text``."""
+    return {**row, "response": row["text"]} if "token_ids" in row and "text" in row else row
+
+
+def score_suite(
     pairing: Pairing,
     suite: SuiteName,
     *,
     workers: int = 2,
     deadline_seconds: float = 10.0,
     progress: Callable[[int], None] | None = None,
-) -> list[Judgement]:
+) -> list[SuiteVerdict]:
     """What a suite says of each response, in the order of the prompts.
 
     Args:
         pairing: prompts with ``instruction_id_list`` and ``kwargs``, and responses.
         suite: where the ids must be from.
         workers: number of processes.
-        deadline_seconds: limit on one response; beyond it the status is ``spoiled``, and it follows nothing.
-        progress: called with the number of responses that were judged since the last call.
+        deadline_seconds: limit on one response; beyond it the status is ``ungradable``, and it follows nothing.
+        progress: called with the number of responses that were scored since the last call.
 
     Raises:
         DataError: a row whose ids or arguments are wrong; nothing is scored then.
@@ -175,23 +186,25 @@ def judge_suite(
         for row, response in zip(pairing.rows, pairing.responses, strict=True)
         if response is not None
     ]
-    judged: list[Judgement] = []
+    scored: list[SuiteVerdict] = []
     with WorkerPool(workers) as pool:
-        pool.load(JUDGE, PRELOAD)
+        pool.load(SCORE, PRELOAD)
         for start in range(0, len(items), CHUNK):
             chunk = items[start : start + CHUNK]
-            outcomes = pool.run(JUDGE, chunk, deadline_seconds=deadline_seconds)
-            judged.extend(_judgement(outcome, len(ids)) for outcome, (_, ids, *_) in zip(outcomes, chunk, strict=True))
+            outcomes = pool.run(SCORE, chunk, deadline_seconds=deadline_seconds)
+            scored.extend(
+                _suite_verdict(outcome, len(ids)) for outcome, (_, ids, *_) in zip(outcomes, chunk, strict=True)
+            )
             if progress is not None:
                 progress(len(chunk))
-    answered = iter(judged)
+    answered = iter(scored)
     return [
-        Judgement("missing", message="no response") if response is None else next(answered)
+        SuiteVerdict("missing", message="no response") if response is None else next(answered)
         for response in pairing.responses
     ]
 
 
-def judge_reward(
+def score_reward(
     pairing: Pairing, reward: TextReward, *, progress: Callable[[int], None] | None = None
 ) -> list[Verdict]:
     """What a reward says of each response, in the order of the prompts; their other fields are its columns.
@@ -227,7 +240,7 @@ def reward_at(path: str) -> TextReward:
         ConfigurationError: the path names no reward.
 
     Example:
-        >>> reward_at("logitless.rewards.length:Length").name
+        >>> reward_at("logitless.rewards.text.length:Length").name
         'length'
         >>> reward_at("math:fsum").name
         'function'
@@ -241,19 +254,19 @@ def reward_at(path: str) -> TextReward:
         reward = None
     if not isinstance(reward, TextReward):
         raise ConfigurationError(
-            needed="a reward that works without options, like 'logitless.rewards.exact:Exact', or your own function",
+            needed="a reward that works without options, such as 'logitless.rewards.text.exact:Exact', or a function",
             given=repr(path),
             remedy="Check the spelling; give 'package.module:function' for your own.",
         )
     return reward
 
 
-def suite_report(pairing: Pairing, judgements: Sequence[Judgement]) -> SuiteReport:
-    """The rates over all graded prompts, a spoiled response counted as one that follows nothing."""
-    graded = [(ids, judged) for ids, judged in zip(_ids(pairing), judgements, strict=True) if judged.counts]
+def suite_report(pairing: Pairing, verdicts: Sequence[SuiteVerdict]) -> SuiteReport:
+    """The rates over all graded prompts, an ungradable response counted as one that follows nothing."""
+    graded = [(ids, verdict) for ids, verdict in zip(_ids(pairing), verdicts, strict=True) if verdict.counts]
     families = sorted({name.partition(":")[0] for ids, _ in graded for name in ids})
-    strict = [list(zip(ids, judged.strict, strict=True)) for ids, judged in graded]
-    loose = [list(zip(ids, judged.loose, strict=True)) for ids, judged in graded]
+    strict = [list(zip(ids, verdict.strict, strict=True)) for ids, verdict in graded]
+    loose = [list(zip(ids, verdict.loose, strict=True)) for ids, verdict in graded]
     return SuiteReport(
         prompt_strict=_prompt_rate(strict),
         prompt_loose=_prompt_rate(loose),
@@ -263,17 +276,17 @@ def suite_report(pairing: Pairing, judgements: Sequence[Judgement]) -> SuiteRepo
             family: {"strict": _instruction_rate(strict, family), "loose": _instruction_rate(loose, family)}
             for family in families
         },
-        statuses=Counter(judged.status for judged in judgements),
+        statuses=Counter(verdict.status for verdict in verdicts),
     )
 
 
 def official_rows(
-    pairing: Pairing, judgements: Sequence[Judgement], *, loose: bool = False
+    pairing: Pairing, verdicts: Sequence[SuiteVerdict], *, loose: bool = False
 ) -> Iterator[dict[str, Any]]:
     """The official output rows of the graded prompts, strict or loose."""
-    for row, ids, judged in zip(pairing.rows, _ids(pairing), judgements, strict=True):
-        if judged.counts:
-            followed = list(judged.loose if loose else judged.strict)
+    for row, ids, verdict in zip(pairing.rows, _ids(pairing), verdicts, strict=True):
+        if verdict.counts:
+            followed = list(verdict.loose if loose else verdict.strict)
             yield {
                 "prompt": row.prompt,
                 "instruction_id_list": list(ids),
@@ -308,7 +321,16 @@ def save_bar_chart(path: Path, rates: Mapping[str, Rate], title: str) -> None:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers and objects of a JSON Lines file; blank lines are left out."""
+    """Line numbers and objects of a JSON Lines file, or rows of a Parquet file; blank lines are left out."""
+    if path.is_dir():
+        raise DataError(
+            needed=f"a file at {path}",
+            given="a folder",
+            remedy="Name a file; `logitless sample RUN --file PROMPTS --out FILE` writes a run's responses.",
+        )
+    if path.suffix == ".parquet" and path.is_file():
+        yield from enumerate(_parquet(path), start=1)
+        return
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -329,6 +351,17 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, row
 
 
+def _parquet(path: Path) -> list[dict[str, Any]]:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(needed=f"a Parquet file at {path}", given=str(error), remedy="Write it again.") from None
+    return rows
+
+
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     row = dict(pairs)
     if len(row) != len(pairs):
@@ -339,15 +372,22 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _places(path: Path, rows: Sequence[tuple[int, dict[str, Any]]], name: str) -> dict[str, tuple[int, dict[str, Any]]]:
     """The rows by that field, in order."""
-    places: dict[str, tuple[int, dict[str, Any]]] = {}
+    return {identity: (line, row) for identity, line, row in _identified(path, rows, name, once=True)}
+
+
+def _identified(
+    path: Path, rows: Sequence[tuple[int, dict[str, Any]]], name: str, *, once: bool = False
+) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """(what is in that field, line, row) of each row; unless ``once``, completions may have the same in several."""
+    lines: dict[str, int] = {}
     for line, row in rows:
         if row.get(name) is None:
             raise _wrong(path, line, f"a field {name!r} to pair prompts and responses by", f"fields {sorted(row)}")
         identity = str(row[name]).strip()
-        if identity in places:
-            raise _wrong(path, line, f"every {name} once", f"{identity[:80]!r} as in line {places[identity][0]}")
-        places[identity] = (line, row)
-    return places
+        if identity in lines and (once or "token_ids" not in row):
+            raise _wrong(path, line, f"every {name} once", f"{identity[:80]!r} as in line {lines[identity]}")
+        lines[identity] = line
+        yield identity, line, row
 
 
 def _wrong(path: Path, line: int, needed: str, given: str) -> DataError:
@@ -361,12 +401,12 @@ def _check_row(row: PromptRow, suite: SuiteName) -> None:
     )
 
 
-def _judgement(outcome: Outcome, num_constraints: int) -> Judgement:
+def _suite_verdict(outcome: Outcome, num_constraints: int) -> SuiteVerdict:
     if outcome.status == "done" and "strict" in outcome.value:
-        return Judgement("graded", tuple(outcome.value["strict"]), tuple(outcome.value["loose"]))
+        return SuiteVerdict("graded", tuple(outcome.value["strict"]), tuple(outcome.value["loose"]))
     verdict = verdict_of(outcome)
-    none_followed = (False,) * num_constraints if verdict.status == "spoiled" else ()
-    return Judgement(verdict.status, none_followed, none_followed, verdict.message)
+    none_followed = (False,) * num_constraints if verdict.status == "ungradable" else ()
+    return SuiteVerdict(verdict.status, none_followed, none_followed, verdict.message)
 
 
 def _ids(pairing: Pairing) -> list[Sequence[str]]:

@@ -1,7 +1,7 @@
 """Mathematical equality, as math-verify decides it.
 
 It may take for ever (towers of powers) and hands parts of a text to sympy's parser, which evaluates them as Python:
-each text has a process of its own, inside walls, and is refused where its size alone would stall.
+each text has a process of its own, in a sandbox, and is refused where its size alone would stall.
 """
 
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from logitless.errors import DataError
-from logitless.rewards.contract import Batch, Columns, check_text_column, column
-from logitless.rewards.format import tagged
-from logitless.rewards.pooled import ConfinedReward, require
+from logitless.rewards.reward import Batch, Columns, check_text_column, column
+from logitless.rewards.text.format import tagged
+from logitless.rewards.workers.pooled import ConfinedReward, require
 from logitless.types import Verdict
 
 _NEEDS = ("math_verify:parse",)
@@ -23,7 +23,7 @@ class Math(ConfinedReward):
 
     Args:
         column: column with the gold answer: a number, or LaTeX with or without dollar signs.
-        answer_tag: read what stands in the last ``<answer_tag>...</answer_tag>``; without the tags the score is 0.
+        answer_tag: grade what stands in the last ``<answer_tag>...</answer_tag>``; without the tags the score is 0.
 
     Source:
         https://github.com/huggingface/Math-Verify.
@@ -33,7 +33,8 @@ class Math(ConfinedReward):
         [1.0]
     """
 
-    warm: ClassVar[str] = "logitless.rewards.tasks:warm_math"
+    purpose: ClassVar[str] = "math"
+    warm: ClassVar[str] = "logitless.rewards.workers.tasks:warm_math"
 
     name: Literal["math"] = "math"
     column: str = "answer"

@@ -1,7 +1,7 @@
 """The verifier of a reasoning-gym task.
 
 Some hand the model's text to ``eval``, or to sympy's parser, which does: literals and formulas are all that either
-takes here, and each text that is more than words and numbers has a process of its own, inside walls.
+takes here, and each text that is more than words and numbers has a process of its own, in a sandbox.
 """
 
 import json
@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from logitless.errors import ConfigurationError, DataError
-from logitless.rewards.contract import Batch, Columns, column
-from logitless.rewards.format import tagged
-from logitless.rewards.pooled import ConfinedReward, require
+from logitless.rewards.reward import Batch, Columns, column, from_json
+from logitless.rewards.text.format import tagged
+from logitless.rewards.workers.pooled import ConfinedReward, require
+from logitless.rewards.workers.sandbox import require_sandbox
 from logitless.types import Verdict
 
 REFUSED = {"game_of_life_halting": "its verifier gives 1 to any text where the answer is true"}
@@ -34,8 +35,8 @@ class ReasoningGym(ConfinedReward):
         task: for example ``chain_sum``.
         options: the task's settings that the data was made with, where its verifier depends on them.
         column: column with the entry (question, answer, metadata) as the task made it, or as JSON text.
-        partial_credit: keep the task's scores between 0 and 1; False makes them 0. Standardized in its group, a crumb
-            for a wrong answer weighs as much as the whole reward for a right one, and is easier to get.
+        partial_credit: keep scores between 0 and 1; False makes them 0, for standardized in a group a crumb weighs as
+            much as a right answer.
         answer_tag: score what stands in the last ``<answer_tag>...</answer_tag>``; without the tags there is no answer.
 
     Raises:
@@ -47,7 +48,8 @@ class ReasoningGym(ConfinedReward):
         [1.0, 0.02]
     """
 
-    warm: ClassVar[str] = "logitless.rewards.tasks:warm_reasoning_gym"
+    purpose: ClassVar[str] = "reasoning_gym"
+    warm: ClassVar[str] = "logitless.rewards.workers.tasks:warm_reasoning_gym"
 
     name: Literal["reasoning_gym"] = "reasoning_gym"
     task: str
@@ -74,7 +76,7 @@ class ReasoningGym(ConfinedReward):
             raise ConfigurationError(
                 needed="the name of a reasoning-gym task", given=repr(self.task), remedy="Correct `task`."
             )
-        self.check_walls()
+        require_sandbox("grader", self.sandbox)
         entries = [_entry(value, self.column, row) for row, value in enumerate(column(columns, self.column))]
         gold = [row for row, entry in enumerate(entries) if entry["answer"] is not None][:_ROWS_TRIED]
         verdicts = self._verdicts([entries[row] for row in gold], [entries[row]["answer"] for row in gold])
@@ -109,12 +111,7 @@ def _all_or_nothing(verdict: Verdict) -> Verdict:
 
 def _entry(value: Any, name: str, row: int) -> Mapping[str, Any]:
     """A row's entry."""
-    entry = value
-    if isinstance(value, str):
-        try:
-            entry = json.loads(value)
-        except ValueError:
-            entry = None
+    entry = from_json(value)
     if not isinstance(entry, Mapping) or not {"answer", "metadata"} <= set(entry):
         raise DataError(
             needed=f"an entry with answer and metadata in column {name!r}",

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from logitless.errors import ConfigurationError
 from logitless.own_code import FORMS, with_whole_path
-from logitless.rewards.contract import (
+from logitless.rewards.reward import (
     RESERVED_ARGUMENTS,
     Batch,
     Columns,
@@ -21,10 +21,10 @@ from logitless.rewards.contract import (
     TrlFunction,
     check_reserved,
 )
-from logitless.rewards.pool import Outcome, Way, shared_pool
-from logitless.rewards.pooled import MEBIBYTE, PooledReward, verdict_of
-from logitless.rewards.sandbox import require_walls
-from logitless.rewards.tasks import accepted_columns, missing_arguments, score_of
+from logitless.rewards.workers.pool import Outcome, Way, shared_pool
+from logitless.rewards.workers.pooled import PooledReward, verdict_of
+from logitless.rewards.workers.sandbox import require_sandbox
+from logitless.rewards.workers.tasks import accepted_columns, missing_arguments, scores_of
 from logitless.types import Verdict
 
 
@@ -36,25 +36,26 @@ class Function(PooledReward):
     async; every list it is given holds one value. It is given the columns that it names, or all where it has
     ``**kwargs``. None means that the completion cannot be scored (status ``missing``). Raising, a value that is no
     finite number, another number of values than one, ending its process, going over its memory, or leaving processes
-    behind is an ``error``; waiting for something beyond its deadline a ``timeout``; computing beyond it is ``spoiled``,
-    for a completion can bring that about, and so is sleeping inside walls. What it prints is lost.
+    behind is an ``error``; waiting for something beyond its deadline a ``timeout``; computing beyond it, which a
+    completion can bring about, is ``ungradable``, and so is sleeping in a sandbox. What it prints is lost.
 
     The module is imported once, in a process with an empty environment; each completion has a fork of it, so load what
     is large at import and not on first use.
 
     Args:
-        path: ``package.module:function``, or ``./file.py:function`` with the file's place from the recipe's folder.
+        path: ``package.module:function``, or ``./file.py:function`` from the recipe's folder.
         messages: hand over prompt and completion as lists of messages, as TRL does for conversations.
-        process: ``fresh``: each completion has a process of its own; ``confined``: one inside walls, without network,
-            files to write or further processes, for a function that evaluates what it is given; ``kept``: many
-            completions share one, for a function that runs nothing of them.
-        environment: names of variables that the function finds in ``os.environ`` when it is called, of this process's.
+        process: ``fresh``: a process for each completion; ``confined``: the same in a sandbox, for a function that
+            evaluates what it is given; ``kept``: many share one, for a function that runs nothing of them.
+        environment: variables of this process that the function finds in ``os.environ``.
         deadline_seconds: for one completion: of the processor's time while it computes, else of the clock.
 
     Example:
         >>> Function(path="math:fsum").metric_name
         'fsum'
     """
+
+    purpose: ClassVar[str] = "functions"
 
     name: Literal["function"] = "function"
     path: str
@@ -92,18 +93,17 @@ class Function(PooledReward):
         """
         check_reserved(columns)
         if self.process == "confined":
-            require_walls("grader")
+            require_sandbox("grader")
         self._variables()
-        pool = shared_pool("functions")
-        pool.load(self._located)
         names = [*RESERVED_ARGUMENTS, *columns]
-        task = "logitless.rewards.tasks:missing_arguments_at"
+        task = "logitless.rewards.workers.tasks:missing_arguments_at"
+        pool = shared_pool(self.purpose)
         [outcome] = pool.run(task, [(self._located, names)], needs=(self._located,), ways="fresh")
         if outcome.status != "done":
             raise ConfigurationError(
-                needed=f"a function whose arguments Python can name at {self.path}",
+                needed=f"a function at {self.path} whose arguments Python can name",
                 given=outcome.message,
-                remedy="Write it as a plain function: def reward(completions, **columns).",
+                remedy="Write a plain function: def reward(completions, **columns).",
             )
         _check_arguments(self.path, outcome.value, columns)
 
@@ -119,17 +119,9 @@ class Function(PooledReward):
                 arguments["completion_ids"] = list(batch.completion_ids[row])
             items.append((self._located, arguments))
         if self.process == "confined":
-            require_walls("grader")
-        outcomes = shared_pool("functions").run(
-            "logitless.rewards.tasks:call_function",
-            items,
-            deadline_seconds=self.deadline_seconds,
-            memory_bytes=self.memory_mib * MEBIBYTE,
-            needs=(self._located,),
-            ways=self.process,
-            environment=self._variables(),
-        )
-        return [verdict_of(outcome, self.spoiled_score, blameless=True) for outcome in outcomes]
+            require_sandbox("grader")
+        outcomes = self.run("call_function", items, (self._located,), self.process, self._variables())
+        return [verdict_of(outcome, self.ungradable_score, blameless=True) for outcome in outcomes]
 
     @property
     def _located(self) -> str:
@@ -155,7 +147,7 @@ class TrustedFunction(TextReward):
     """A reward function of TRL's shape that runs in this process, on the whole batch at once.
 
     Nothing stops it when it hangs, and a crash is a crash of the run: for functions that hold a connection or a model,
-    or judge a batch as a whole. Where it raises or returns another number of values, the whole batch is an error.
+    or score a batch as a whole. Where it raises or returns another number of values, the whole batch is an error.
 
     Args:
         function: sync or async; an async one must not need the caller's event loop.
@@ -189,15 +181,12 @@ class TrustedFunction(TextReward):
             arguments["completion_ids"] = batch.completion_ids
         taken = accepted_columns(self.function, list(arguments))
         try:
-            values = list(_result(self.function, {name: arguments[name] for name in taken}))
+            answers = scores_of(_result(self.function, {name: arguments[name] for name in taken}), len(texts))
         except Exception as error:
             message = f"raised: {type(error).__name__}: {error}"
             failure = Verdict(score=None, status="error", message=message, traceback=traceback.format_exc())
             return [failure] * len(texts)
-        if len(values) != len(texts):
-            reason = f"{len(texts)} values expected, {len(values)} returned"
-            return [Verdict(score=None, status="error", message=reason)] * len(texts)
-        return [verdict_of(Outcome("done", score_of(value))) for value in values]
+        return [verdict_of(Outcome("done", answer)) for answer in answers]
 
 
 def _check_arguments(function: str, missing: Sequence[str], columns: Columns) -> None:
@@ -208,9 +197,10 @@ def _check_arguments(function: str, missing: Sequence[str], columns: Columns) ->
     """
     if missing:
         raise ConfigurationError(
-            needed=f"a column of the data for each argument of the reward function {function}",
-            given=f"none for {', '.join(missing)}; there are {', '.join(sorted({*RESERVED_ARGUMENTS, *columns}))}",
-            remedy="Name an existing column, give the argument a default, or map a column to it in the data section.",
+            needed=f"arguments of the reward function {function} that are {', '.join(sorted(RESERVED_ARGUMENTS))} or a "
+            f"column of the data ({', '.join(sorted(columns)) or 'there is none'})",
+            given=", ".join(missing),
+            remedy="Rename them, give them a default, or map a column to them in the data section.",
         )
 
 

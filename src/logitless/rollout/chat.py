@@ -102,7 +102,7 @@ class ChatTurns:
             ConfigurationError: the chat template refuses the messages.
         """
         ids: list[int] = self.tokenizer(self._text(messages), add_special_tokens=False)["input_ids"]
-        said_it = bool(ids) and turn.token_ids[-1:] == (ids[0],) and ids[0] in self.tokenizer.added_tokens_decoder
+        said_it = turn.token_ids[-1:].tolist() == ids[:1] and ids[:1] and ids[0] in self.tokenizer.added_tokens_decoder
         return tuple(ids[1:] if said_it else ids)
 
     def _text(self, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -168,7 +168,7 @@ class ChatEnvironment:
         return [self._rendered(reply, turn) for reply, turn in zip(said, turns, strict=True)]
 
     def _rendered(self, reply: Reply, turn: Completion) -> Reply:
-        if reply.ends or reply.token_ids:
+        if reply.ends or len(reply.token_ids):
             return reply
         try:
             return replace(reply, token_ids=self.turns.between(turn, reply.messages))

@@ -1,8 +1,9 @@
 """What every engine does around the model: prompts checked before, stops recognised, text cut and completions made."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -35,7 +36,7 @@ def check_prompts(prompts: Sequence[Prompt], num_samples: int, options: Sampling
             remedy="Ask for more samples of the prompt instead.",
         )
     for prompt in prompts:
-        if not prompt.token_ids:
+        if not len(prompt.token_ids):
             raise InputError(
                 needed="prompts with at least one token",
                 given=f"prompt {prompt.id!r} with none",
@@ -77,51 +78,56 @@ def with_stop_string(
     return [any(string in text for string in stop) for text in texts]
 
 
-class OfPolicy(NamedTuple):
-    """A completion's tokens in the model's own softmax at the temperature: log-probs, and entropies."""
-
-    logp: Sequence[float]
-    entropy: Sequence[float]
-
-
 def made_completions(
     tokenizer: PreTrainedTokenizerBase,
     prompt_ids: Sequence[str],
-    tokens: Sequence[Sequence[int]],
-    logps: Sequence[Sequence[float]],
+    tokens: Sequence[np.ndarray],
+    logps: Sequence[np.ndarray],
     *,
     options: SamplingOptions,
     ends: Sequence[int],
     version: int,
-    of_policy: Sequence[OfPolicy] | None = None,
+    logp_policies: Sequence[np.ndarray | None] | None = None,
+    entropies: Sequence[np.ndarray | None] | None = None,
 ) -> list[Completion]:
-    """Completions of tokens that end where they stop.
+    """Completions of tokens that end where they stop. Their arrays are copies of those given.
 
     Args:
         tokenizer: decodes them.
         prompt_ids: of the prompt of each.
-        tokens: of each, the stop token included.
-        logps: ``logp_sampler`` of each.
+        tokens: [L] integers of each, the stop token included.
+        logps: [L] ``logp_sampler`` of each.
         options: of sampling.
         ends: as of ``stop_ids``.
         version: of the weights.
-        of_policy: of each, where the engine has it.
+        logp_policies: [L] of each, where the engine has it; kept where filters or penalties make it another number.
+        entropies: [L] of each, where the engine has them.
     """
-    special = set(ends)
-    texts = tokenizer.batch_decode([list(ids[:-1] if ids[-1] in special else ids) for ids in tokens], **_TEXT)
-    completions = []
-    for i, (prompt_id, ids, logp, text) in enumerate(zip(prompt_ids, tokens, logps, texts, strict=True)):
-        cut = min((at for string in options.stop if (at := text.find(string)) >= 0), default=None)
-        completions.append(
-            Completion(
-                prompt_id=prompt_id,
-                token_ids=tuple(ids),
-                text=text[:cut],
-                finish_reason="stop" if cut is not None or ids[-1] in special else "length",
-                logp_sampler=tuple(logp),
-                weights_version=version,
-                entropy_sampler=None if of_policy is None else tuple(of_policy[i].entropy),
-                logp_policy=tuple(of_policy[i].logp) if of_policy and options.filters_distribution else None,
-            )
+    special, nothing = set(ends), [None] * len(tokens)
+    finished = [int(ids[-1]) in special for ids in tokens]
+    said = [(ids[:-1] if stopped else ids).tolist() for ids, stopped in zip(tokens, finished, strict=True)]
+    texts = tokenizer.batch_decode(said, **_TEXT)
+    cuts = [min((at for string in options.stop if (at := text.find(string)) >= 0), default=None) for text in texts]
+    return [
+        Completion(
+            prompt_id=prompt_id,
+            token_ids=ids,
+            text=text[:cut],
+            finish_reason="stop" if cut is not None or stopped else "length",
+            logp_sampler=logp,
+            weights_version=version,
+            entropy_sampler=entropy,
+            logp_policy=logp_policy if options.filters_distribution else None,
         )
-    return completions
+        for prompt_id, ids, logp, text, cut, stopped, entropy, logp_policy in zip(
+            prompt_ids,
+            tokens,
+            logps,
+            texts,
+            cuts,
+            finished,
+            entropies or nothing,
+            logp_policies or nothing,
+            strict=True,
+        )
+    ]

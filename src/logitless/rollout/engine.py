@@ -115,6 +115,6 @@ class PushingEngine(Engine, Protocol):
     """An engine that pushes weights to another process, and says what that took."""
 
     @property
-    def hand_over(self) -> Mapping[str, float | int]:
+    def transfer_numbers(self) -> Mapping[str, float | int]:
         """Numbers of the last ``load``, by metric."""
         ...

@@ -37,11 +37,11 @@ class Reply:
 
     reward: float = 0.0
     messages: tuple[Mapping[str, Any], ...] = ()
-    token_ids: tuple[int, ...] = ()
+    token_ids: Sequence[int] = ()
     failure: str = ""
 
     def __post_init__(self) -> None:
-        if (self.token_ids and not self.messages) or (self.failure and self.messages):
+        if (len(self.token_ids) and not self.messages) or (self.failure and self.messages):
             raise InputError(
                 needed="messages for tokens to be read as, and none beside a failure",
                 given=f"{len(self.messages)} messages, {len(self.token_ids)} tokens, failure {self.failure!r}",
@@ -110,10 +110,9 @@ class Limits:
 
     Args:
         max_turns: assistant turns.
-        max_tokens: tokens after the prompt, those of the environment included; a further turn begins only where
-            ``sampling.max_new_tokens`` fit. Null: the turns alone bound it.
-        max_seconds: after so long no further turn begins; what is decoded by then depends on the machine, so that a run
-            is not the same run twice. Null: no limit.
+        max_tokens: tokens after the prompt, the environment's included; a turn begins only where
+            ``sampling.max_new_tokens`` fit. Null: turns alone bound it.
+        max_seconds: after so long no turn begins; the run is then not repeatable. Null: no limit.
 
     Raises:
         ConfigurationError: a limit that is not positive.

@@ -61,11 +61,11 @@ class OwnCopy:
     def _take_over(self) -> None:
         """Sample with what was handed over since, of which nothing is held any more afterwards."""
         with self._lock:
-            handed_over, self._handed_over = self._handed_over, None
-        if handed_over is None:
+            synced, self._handed_over = self._handed_over, None
+        if synced is None:
             return
         assert self._copy is not None
-        trained, version = handed_over
+        trained, version = synced
         with torch.no_grad():
             for name, parameter in self._copy.named_parameters():
                 if name in trained:
@@ -93,7 +93,7 @@ class TurnTaking:
         >>> engine = TurnTaking(Saying())
         >>> engine.load(Weights.of(nn.Linear(1, 1)), 3)
         version 3
-        >>> engine.sample([], 1, SamplingOptions(max_new_tokens=1), seed=0), engine.hand_over
+        >>> engine.sample([], 1, SamplingOptions(max_new_tokens=1), seed=0), engine.transfer_numbers
         ([], {})
     """
 
@@ -107,9 +107,9 @@ class TurnTaking:
         return getattr(self._inner, "prompts_at_once", 1)
 
     @property
-    def hand_over(self) -> dict[str, float]:
+    def transfer_numbers(self) -> dict[str, float]:
         """What the inner engine says of its last push, where it does."""
-        return getattr(self._inner, "hand_over", {})
+        return getattr(self._inner, "transfer_numbers", {})
 
     def load(self, weights: Weights, version: int) -> None:
         """Wait for the calls that are sampling, then push."""

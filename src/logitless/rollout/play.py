@@ -8,15 +8,19 @@ what it pays stays with the turn that earned it.
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+from jaxtyping import Int64
+
 from logitless.errors import InputError, LogitlessError
+from logitless.rollout.answers import checked
 from logitless.rollout.engine import Engine
 from logitless.rollout.environment import Environment, Limits, Reply, replies_of
 from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
-from logitless.types import Completion, Episode, Prompt
+from logitless.types import Completion, Episode, Prompt, read_only
 
 
 def play(
@@ -49,6 +53,7 @@ def play(
 
     Raises:
         InputError: an answer without tokens.
+        EngineError: the engine did not give the completions that it was asked for.
 
     Example:
         >>> from logitless.rollout.environment import SingleTurn
@@ -59,8 +64,8 @@ def play(
         ...     def close(self): ...
         >>> asked = [Prompt("7", "2+2=", (4, 9))]
         >>> [[episode]] = play(Parrot(), asked, SingleTurn(), num_samples=1, options=SamplingOptions(9), seed=0)
-        >>> episode.completion.token_ids, [message["role"] for message in episode.messages]
-        ((4, 9), ['user', 'assistant'])
+        >>> episode.completion.token_ids.tolist(), [message["role"] for message in episode.messages]
+        ([4, 9], ['user', 'assistant'])
     """
     began = clock()
     groups = [
@@ -68,7 +73,7 @@ def play(
         for p in prompts
     ]
     playing = [each for group in groups for each in group]
-    sampled = engine.sample(prompts, num_samples, options, seed=seed)
+    sampled = checked(engine.sample(prompts, num_samples, options, seed=seed), prompts, num_samples)
     _answer(environment, playing, [completion for of_prompt in sampled for completion in of_prompt])
     for number in range(1, limits.max_turns):
         late = limits.max_seconds is not None and clock() - began >= limits.max_seconds
@@ -76,7 +81,7 @@ def play(
         if not going_on:
             break
         asked = [each.next_prompt() for each in going_on]
-        turns = engine.sample(asked, 1, options, seed=derived_seed(seed, "turn", number))
+        turns = checked(engine.sample(asked, 1, options, seed=derived_seed(seed, "turn", number)), asked, 1)
         _answer(environment, going_on, [completion for [completion] in turns])
     return [[each.episode() for each in group] for group in groups]
 
@@ -103,10 +108,8 @@ class _Playing:
 
     def next_prompt(self) -> Prompt:
         """What the engine reads for the next turn: everything so far, under an id of its own."""
-        ids = list(self.prompt.token_ids)
-        for completion, reply in self.turns:
-            ids += (*completion.token_ids, *reply.token_ids)
-        return Prompt(f"{self.prompt.id}/{self.sample}/{len(self.turns)}", "", tuple(ids))
+        name = f"{self.prompt.id}/{self.sample}/{len(self.turns)}"
+        return Prompt(name, "", tokens_so_far(self.prompt, self.turns))
 
     def episode(self) -> Episode:
         """All turns as one completion, with what was said and paid."""
@@ -129,7 +132,7 @@ def _answer(environment: Environment, playing: Sequence[_Playing], turns: Sequen
         why = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
         replies = [Reply(failure=why)] * len(turns)
     for each, turn, reply in zip(playing, turns, replies, strict=True):
-        if reply.messages and not reply.token_ids:
+        if reply.messages and not len(reply.token_ids):
             raise InputError(
                 needed="the tokens of what an environment says",
                 given=f"{len(reply.messages)} messages without",
@@ -138,53 +141,94 @@ def _answer(environment: Environment, playing: Sequence[_Playing], turns: Sequen
         each.turns.append((turn, reply))
 
 
+def tokens_so_far(prompt: Prompt, turns: Sequence[tuple[Completion, Reply]]) -> Int64[np.ndarray, "L"]:
+    """What the next turn goes on from: the prompt, and each turn with what was replied.
+
+    Example:
+        >>> tokens_so_far(Prompt("7", "", (4, 9)), [(Completion("7", (5,), "5", "stop"), Reply())]).tolist()
+        [4, 9, 5]
+    """
+    said = [np.asarray(ids, np.int64) for turn, reply in turns for ids in (turn.token_ids, reply.token_ids)]
+    return np.concatenate([prompt.token_ids, *said])
+
+
 def joined(turns: Sequence[tuple[Completion, Reply]]) -> Completion:
     """The turns and what came between them, end to end; a single turn that was to be the last is itself.
+
+    Tokens that were given have log-prob 0, for they have probability 1.
 
     Example:
         >>> first, second = Completion("7", (4,), "4", "stop"), Completion("7/0/1", (6,), "6", "stop")
         >>> both = joined([(first, Reply(messages=({"role": "user", "content": "?"},), token_ids=(8, 9))),
         ...                (second, Reply())])
-        >>> both.token_ids, both.trained, both.text
-        ((4, 8, 9, 6), (True, False, False, True), '6')
+        >>> both.token_ids.tolist(), both.trained.tolist(), both.text
+        ([4, 8, 9, 6], [True, False, False, True], '6')
     """
     (first, _), (last, last_reply) = turns[0], turns[-1]
     finish_reason = last.finish_reason if last_reply.ends else "length"
     if len(turns) == 1 and finish_reason == first.finish_reason:
         return first
-    ids: list[int] = []
-    trained: list[bool] = []
-    turn: list[int] = []
-    logp: list[float] | None = []
-    entropy: list[float] | None = []
-    policy: list[float] | None = []
-    versions: list[int | None] = []
-    for number, (completion, reply) in enumerate(turns):
-        given = reply.token_ids if number + 1 < len(turns) else ()
-        ids += (*completion.token_ids, *given)
-        trained += [True] * completion.length + [False] * len(given)
-        turn += [number] * (completion.length + len(given))
-        logp = _with(logp, completion.logp_sampler, len(given))
-        entropy = _with(entropy, completion.entropy_sampler, len(given))
-        policy = _with(policy, completion.logp_policy, len(given))
-        drawn_with = completion.token_versions or (completion.weights_version,) * completion.length
-        versions += (*drawn_with, *(completion.weights_version for _ in given))
-    known = [v for v in versions if v is not None]
+    parts: list[Completion] = []
+    for number, (turn, reply) in enumerate(turns):
+        parts.append(replace(turn, turn=np.full(turn.length, number), finish_reason=finish_reason))
+        if number + 1 < len(turns):
+            parts.append(given(reply.token_ids, turn, turn=number, version=turn.weights_version))
+    return end_to_end(parts)
+
+
+def given(token_ids: Sequence[int] | np.ndarray, beside: Completion, *, turn: int, version: int | None) -> Completion:
+    """Tokens that were read and not sampled, as a part of a completion: of probability 1, and not trained on.
+
+    Args:
+        token_ids: of them.
+        beside: a part from the engine, which says what is known of each token.
+        turn: that they belong to.
+        version: of the weights that read them; None if unknown.
+    """
+    zeros = read_only(np.zeros(len(token_ids), np.float32))
+    known = {
+        name: zeros for name in ("logp_sampler", "entropy_sampler", "logp_policy") if getattr(beside, name) is not None
+    }
     return Completion(
-        prompt_id=first.prompt_id,
-        token_ids=tuple(ids),
-        text=last.text,
-        finish_reason=finish_reason,
-        logp_sampler=None if logp is None else tuple(logp),
-        trained=tuple(trained),
-        turn=tuple(turn),
-        weights_version=min(known, default=None),
-        entropy_sampler=None if entropy is None else tuple(entropy),
-        token_versions=tuple(known) if len(known) == len(versions) and len(set(known)) > 1 else None,
-        logp_policy=None if policy is None else tuple(policy),
+        beside.prompt_id,
+        np.asarray(token_ids),
+        "",
+        "stop",
+        trained=zeros > 0,
+        turn=np.full(len(zeros), turn),
+        weights_version=version,
+        **known,
     )
 
 
-def _with(values: list[float] | None, of_turn: Sequence[float] | None, num_given: int) -> list[float] | None:
-    """Numbers of the tokens so far with those of a turn, and 0 for what it was given: that has probability 1."""
-    return None if values is None or of_turn is None else [*values, *of_turn, *[0.0] * num_given]
+def end_to_end(parts: Sequence[Completion]) -> Completion:
+    """Parts of one completion, with the last one's text and finish reason; None for numbers that one part lacks."""
+
+    def whole(values: Sequence[np.ndarray | None]) -> np.ndarray | None:
+        known = [each for each in values if each is not None]
+        return read_only(np.concatenate(known)) if len(known) == len(values) else None
+
+    every = [part for part in parts if part.length]
+    versions = [_versions(part) for part in every]
+    oldest = min((int(each.min()) for each in versions if each is not None), default=None)
+    several = any(each is not None and bool((each != oldest).any()) for each in versions)
+    return Completion(
+        parts[0].prompt_id,
+        read_only(np.concatenate([part.token_ids for part in parts])),
+        parts[-1].text,
+        parts[-1].finish_reason,
+        logp_sampler=whole([part.logp_sampler for part in parts]),
+        trained=whole([np.ones(p.length, np.bool_) if p.trained is None else p.trained for p in parts]),
+        turn=whole([np.zeros(p.length, np.int64) if p.turn is None else p.turn for p in parts]),
+        weights_version=oldest,
+        entropy_sampler=whole([part.entropy_sampler for part in parts]),
+        token_versions=whole(versions) if several else None,
+        logp_policy=whole([part.logp_policy for part in parts]),
+    )
+
+
+def _versions(part: Completion) -> np.ndarray | None:
+    """Of each token; None if unknown."""
+    if part.token_versions is not None or part.weights_version is None:
+        return part.token_versions
+    return np.full(part.length, part.weights_version)

@@ -8,8 +8,8 @@ Other columns may stand beside them (verdicts, prompts); they are not read.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from logitless.errors import DataError, InputError
 from logitless.rollout.engine import Weights
 from logitless.rollout.sampling import SamplingOptions
-from logitless.types import Completion, Prompt
+from logitless.types import PER_TOKEN, Completion, Prompt
 
 _Kinds = dict[str, tuple[type, ...]]
 _REQUIRED: _Kinds = {"prompt_id": (str,), "token_ids": (int,), "text": (str,), "finish_reason": (str,)}
@@ -30,7 +30,7 @@ _OPTIONAL: _Kinds = {
     "token_versions": (int,),
     "logp_policy": (float, int),
 }
-_SEQUENCES = {"token_ids", "logp_sampler", "trained", "turn", "entropy_sampler", "token_versions", "logp_policy"}
+_SEQUENCES = PER_TOKEN.keys()
 
 
 class RecordedEngine:
@@ -107,16 +107,23 @@ def read_completions(path: str | Path) -> list[Completion]:
         >>> path = Path(tempfile.mkdtemp()) / "completions.jsonl"
         >>> row = '{"prompt_id": "7", "token_ids": [4, 2], "text": "4", "finish_reason": "stop"}'
         >>> _ = path.write_text(row)
-        >>> read_completions(path)[0].token_ids
-        (4, 2)
+        >>> read_completions(path)[0].token_ids.tolist()
+        [4, 2]
     """
     path = Path(path)
     rows = _rows(path)
     return [_completion(row, f"{path}, {place}") for place, row in rows]
 
 
-def write_completions(path: str | Path, completions: Sequence[Completion]) -> None:
+def write_completions(
+    path: str | Path, completions: Sequence[Completion], prompts: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Write a file that ``read_completions`` reads back equal.
+
+    Args:
+        path: of the file.
+        completions: a row each.
+        prompts: texts to write beside them, by the prompt's id.
 
     Raises:
         InputError: a file name that ends neither in ``.jsonl`` nor in ``.parquet``.
@@ -125,11 +132,11 @@ def write_completions(path: str | Path, completions: Sequence[Completion]) -> No
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "completions.parquet"
         >>> write_completions(path, [Completion("7", (4, 2), "4", "stop", logp_sampler=(-0.5, -0.25))])
-        >>> read_completions(path)[0].logp_sampler
-        (-0.5, -0.25)
+        >>> read_completions(path)[0].logp_sampler.tolist()
+        [-0.5, -0.25]
     """
     path = Path(path)
-    rows = [asdict(completion) for completion in completions]
+    rows = [each.as_json() | ({"prompt": prompts[each.prompt_id]} if prompts else {}) for each in completions]
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     elif path.suffix == ".parquet":
@@ -139,7 +146,7 @@ def write_completions(path: str | Path, completions: Sequence[Completion]) -> No
         lists = {"token_ids": pa.int64(), "logp_sampler": pa.float64(), "trained": pa.bool_(), "turn": pa.int64()}
         lists |= {"entropy_sampler": pa.float64(), "token_versions": pa.int64(), "logp_policy": pa.float64()}
         types = {name: pa.list_(of) for name, of in lists.items()} | {"weights_version": pa.int64()}
-        schema = pa.schema([(name, types.get(name, pa.string())) for name in _fields()])
+        schema = pa.schema([(name, types.get(name, pa.string())) for name in [*_fields(), *["prompt"] * bool(prompts)]])
         parquet.write_table(pa.Table.from_pylist(rows, schema=schema), path)
     else:
         raise InputError(needed="a .jsonl or .parquet file", given=repr(str(path)), remedy="Choose one of the two.")
@@ -204,7 +211,6 @@ def _completion(row: Any, place: str) -> Completion:
             remedy="Repair or remove the row.",
         )
     values: dict[str, Any] = {name: row[name] for name in _fields() if row.get(name) is not None}
-    values |= {name: tuple(value) for name, value in values.items() if name in _SEQUENCES}
     try:
         return Completion(**values)
     except InputError as error:

@@ -20,12 +20,12 @@ class SamplingOptions:
         top_p: smallest set of tokens with at least this probability; 1 keeps all.
         top_k: most likely tokens to keep (more where the last one ties); None keeps all.
         min_p: drops tokens less likely than this times the most likely one; 0 keeps all.
-        repetition_penalty: divides positive and multiplies negative logits of tokens that the prompt or the completion
-            already has; 1 is none.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or completion; 1 is
+            none.
         presence_penalty: taken from the logits of tokens that the completion already has; 0 is none.
         frequency_penalty: the same for every time that it has them; 0 is none.
         logit_bias: (token, number) pairs, added to the token's logit.
-        min_new_tokens: tokens before which none can be drawn that would end the completion; stop strings still do.
+        min_new_tokens: tokens before which no stop token is sampled; stop strings still end a completion.
         stop: strings that end a completion; the text ends before the string, the token ids include it.
         stop_token_ids: ends beside the tokenizer's and the model's own EOS tokens.
 
@@ -77,7 +77,7 @@ class SamplingOptions:
                 or len({token for token, _ in self.logit_bias}) < len(self.logit_bias),
                 "tokens of at least 0, each once, with finite numbers in logit_bias",
                 self.logit_bias,
-                "Use for example -100 to keep a token from being drawn.",
+                "Use for example -100 to keep a token from being sampled.",
             ),
             (
                 not 0 <= self.min_new_tokens <= self.max_new_tokens,
@@ -121,7 +121,7 @@ class SamplingOptions:
 
     @property
     def needs_history(self) -> bool:
-        """Whether they depend on what a row has drawn."""
+        """Whether they depend on what a row has sampled."""
         return bool(set(self.penalties) - {"logit_bias"})
 
     def greedy(self) -> "SamplingOptions":
@@ -135,7 +135,7 @@ class SamplingOptions:
 
 
 class History(NamedTuple):
-    """What rows have drawn so far, as far as the options ask about it.
+    """What rows have sampled so far, as far as the options ask about it.
 
     Args:
         seen: tokens of the prompt or the completion; for a repetition penalty.
@@ -219,11 +219,11 @@ def penalized(logits: Float[Tensor, "R V"], options: SamplingOptions, history: H
     return logits
 
 
-def draw(logp: Float[Tensor, "R V"], uniform: Float[Tensor, "R"]) -> Int[Tensor, "R"]:
+def sample(logp: Float[Tensor, "R V"], uniform: Float[Tensor, "R"]) -> Int[Tensor, "R"]:
     """One token a row by inversion of the cumulative distribution: ``min {v : sum_{w <= v} p[w] > u}``.
 
-    Accumulation: float64. A token of probability 0 is never drawn. A row of NaN gives the last token, which is a valid
-    index; its log-probability tells.
+    Accumulation: float64. A token of probability 0 is never sampled. A row of NaN gives the last token, a valid index;
+    its log-probability tells.
 
     Args:
         logp: normalised, ``-inf`` allowed.
@@ -231,7 +231,7 @@ def draw(logp: Float[Tensor, "R V"], uniform: Float[Tensor, "R"]) -> Int[Tensor,
 
     Example:
         >>> logp = torch.tensor([[0.25, 0.0, 0.75]]).log().expand(3, 3)
-        >>> draw(logp, torch.tensor([0.0, 0.2, 0.5], dtype=torch.float64))
+        >>> sample(logp, torch.tensor([0.0, 0.2, 0.5], dtype=torch.float64))
         tensor([0, 0, 2])
     """
     cumulative = logp.double().exp().cumsum(-1)

@@ -23,14 +23,16 @@ from queue import Empty, Queue
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from logitless.errors import ConfigurationError, InputError
+from logitless.rollout.answers import checked
 from logitless.rollout.chat import ChatTurns, check_chat_template_kwargs
 from logitless.rollout.engine import Engine, Weights
 from logitless.rollout.environment import Limits, Reply
-from logitless.rollout.play import joined
+from logitless.rollout.play import joined, tokens_so_far
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.tool_calls import Call, Format, tool_calls
 from logitless.types import Completion, Episode, Prompt
@@ -101,7 +103,7 @@ class Session:
             reward: of whoever drove the conversation; None where it has none to give.
         """
         if self.prompt is None or not self.turns:
-            nothing = Completion(self.id, (), "", "stop")
+            nothing = Completion(self.id, np.zeros(0, np.int64), "", "stop")
             return Episode(nothing, (), failure=self.failure or "the policy was never asked")
         told = joined(self.turns)
         if self.cut:
@@ -288,18 +290,18 @@ class EngineServer:
         choices: list[dict[str, Any]] = []
         for completion in (c for future in asked for c in future.result()):
             values = completion.logp_sampler
-            logprobs = None if values is None else {"token_logprobs": list(values)}
+            logprobs = None if values is None else {"token_logprobs": values.tolist()}
             choices.append(
                 {
                     "index": len(choices),
                     "text": completion.text,
                     "finish_reason": completion.finish_reason,
-                    "token_ids": list(completion.token_ids),
+                    "token_ids": completion.token_ids.tolist(),
                     "logprobs": logprobs,
                     "weights_version": completion.weights_version,
                 }
             )
-        read = [list(p) for p in prompts]
+        read = [ids.tolist() for ids in prompts]
         return self._reply("text_completion", choices, read if several else read[0], sum(map(len, prompts)))
 
     def _chat(self, body: Mapping[str, Any], session: Session | None) -> dict[str, Any]:
@@ -339,22 +341,20 @@ class EngineServer:
             assert self._turns is not None
             tokens = self._turns.between(completion, [{**m, "content": m["content"] or ""} for m in new])
             turns[-1] = (completion, Reply(messages=tuple(new), token_ids=tokens))
-        ids = [*prompt.token_ids]
-        for completion, reply in turns:
-            ids += (*completion.token_ids, *reply.token_ids)
+        ids = tokens_so_far(prompt, turns)
         options = self._options(body)
         full = session.most_tokens is not None and len(ids) + options.max_new_tokens > session.most_tokens
         if full or len(turns) >= self.limits.max_turns:
             session.cut = True
             raise _RefusedError(400, "the conversation is at its limit of tokens or turns", "context_length_exceeded")
-        [completion] = self._ask(Prompt(f"{session.id}/{len(turns)}", "", tuple(ids)), body).result()
+        [completion] = self._ask(Prompt(f"{session.id}/{len(turns)}", "", ids), body).result()
         session.cut, session.prompt = False, prompt
         session.turns = [*turns, (replace(completion, prompt_id=session.id), Reply())]
         session.messages = [*messages, {"role": "assistant", "content": completion.text}]
         return self._chat_reply([completion], ids, body)
 
     def _chat_reply(
-        self, completions: Sequence[Completion], read: Sequence[int], body: Mapping[str, Any]
+        self, completions: Sequence[Completion], read: np.ndarray, body: Mapping[str, Any]
     ) -> dict[str, Any]:
         tools = () if body.get("tool_choice") == "none" else body.get("tools") or ()
         names = [tool["function"]["name"] for tool in tools]
@@ -365,15 +365,15 @@ class EngineServer:
             message: dict[str, Any] = {"role": "assistant", "content": completion.text}
             if readable := [call for call in calls if not call.error][:most_calls]:
                 message["tool_calls"] = [_openai_call(call, number) for number, call in enumerate(readable)]
-            values, ids = completion.logp_sampler, completion.token_ids
-            pieces = self.tokenizer.convert_ids_to_tokens(list(ids))
-            shown = [] if values is None else zip(pieces, values, strict=True)
+            values, ids = completion.logp_sampler, completion.token_ids.tolist()
+            pieces = self.tokenizer.convert_ids_to_tokens(ids)
+            shown = [] if values is None else zip(pieces, values.tolist(), strict=True)
             choices.append(
                 {
                     "index": index,
                     "message": message,
                     "finish_reason": "tool_calls" if readable else completion.finish_reason,
-                    "token_ids": list(ids),
+                    "token_ids": ids,
                     "logprobs": {
                         "content": [
                             {"token": token, "logprob": logp, "bytes": None, "top_logprobs": []}
@@ -383,7 +383,7 @@ class EngineServer:
                     "weights_version": completion.weights_version,
                 }
             )
-        return self._reply("chat.completion", choices, list(read), len(read))
+        return self._reply("chat.completion", choices, read.tolist(), len(read))
 
     def _reply(self, kind: str, choices: list[dict[str, Any]], read: Any, num_read: int) -> dict[str, Any]:
         said = sum(len(choice["token_ids"]) for choice in choices)
@@ -411,7 +411,7 @@ class EngineServer:
             of_template["tools"] = tools
         return of_template
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], of_template: Mapping[str, Any]) -> tuple[int, ...]:
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], of_template: Mapping[str, Any]) -> np.ndarray:
         from jinja2 import TemplateError
 
         if not self.tokenizer.chat_template:
@@ -424,16 +424,16 @@ class EngineServer:
             raise _RefusedError(400, f"the chat template refuses the messages: {error}") from error
         return self._ids(text)
 
-    def _ids(self, given: Any) -> tuple[int, ...]:
+    def _ids(self, given: Any) -> np.ndarray:
         """Tokens of a prompt, which may be tokens already."""
         if isinstance(given, list) and given and all(type(token) is int for token in given):
             if not all(0 <= token < len(self.tokenizer) for token in given):
                 raise _RefusedError(400, f"prompt: token ids from 0 to {len(self.tokenizer) - 1} are needed")
-            return tuple(given)
+            return np.array(given, np.int64)
         if not isinstance(given, str) or not given:
             raise _RefusedError(400, "prompt: a text, a list of token ids or a list of these is needed")
         try:
-            return tuple(self.tokenizer(given, add_special_tokens=False)["input_ids"])
+            return np.array(self.tokenizer(given, add_special_tokens=False)["input_ids"], np.int64)
         except Exception as error:  # the tokenizers library raises no class of its own
             raise _RefusedError(400, f"prompt: {error}") from error
 
@@ -513,7 +513,8 @@ class EngineServer:
         try:
             with self._engine_lock:
                 prompts = [asked.prompt for asked in batch]
-                groups = self._engine.sample(prompts, num_samples, options, seed=self.seed)
+                sampled = self._engine.sample(prompts, num_samples, options, seed=self.seed)
+            groups = checked(sampled, prompts, num_samples)
         except Exception as error:
             if len(batch) > 1 and isinstance(error, InputError | ConfigurationError):
                 # one of them cannot be sampled, as where it outgrows the model: the others do not know it

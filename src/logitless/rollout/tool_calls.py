@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from logitless.rewards.tasks import unfenced
+from logitless.rewards.workers.tasks import unfenced
 
 Format: TypeAlias = Literal["tags", "tool_call", "json"]
 """``tags``: ``<calculator>2+2</calculator>``, what stands inside being the tool's one argument. ``tool_call``: JSON in

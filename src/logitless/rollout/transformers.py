@@ -2,7 +2,7 @@
 
 A prompt is read once, at most ``prefill_tokens`` tokens at a time, and its cache repeated for its samples; keys and
 values are kept in the dtype of the products. Rows that have ended leave the batch. Each completion
-draws its randomness from (seed, prompt id, sample index) alone, so that it does not depend on what else is in the
+samples its randomness from (seed, prompt id, sample index) alone, so that it does not depend on what else is in the
 batch, as far as the model's rounding does not. It gives up continuous batching: a row that ends makes room for nothing
 until its batch is through.
 """
@@ -28,7 +28,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from logitless.errors import InputError, TrainingError, UnavailableError
 from logitless.head.contract import on_device
 from logitless.models.lm_head import causal_lm
-from logitless.models.modes import evaluating
+from logitless.models.modes import evaluating, uncompiled
 from logitless.rollout.completions import (
     check_prompts,
     made_completions,
@@ -37,7 +37,7 @@ from logitless.rollout.completions import (
     with_stop_string,
 )
 from logitless.rollout.engine import Weights
-from logitless.rollout.sampling import History, SamplingOptions, draw, penalized, sampling_logp
+from logitless.rollout.sampling import History, SamplingOptions, penalized, sample, sampling_logp
 from logitless.types import Completion, Prompt
 
 # Not cuDNN's, which spends milliseconds on a plan for every new length, that is on every step.
@@ -91,7 +91,7 @@ class TransformersEngine:
         self.autocast = autocast
         self._sample_with(model, version=0)
 
-    def another(self) -> "TransformersEngine":
+    def clone(self) -> "TransformersEngine":
         """An engine with the same settings and a state of its own, for another thread."""
         return TransformersEngine(
             self._model,
@@ -141,7 +141,7 @@ class TransformersEngine:
         Raises:
             InputError: an empty prompt, one whose completion would not fit into the model or would cross the length
                 where longrope changes all its angles, or two with one id.
-            TrainingError: the model's logits for some prompt are not finite, so that no token can be drawn.
+            TrainingError: the model's logits for some prompt are not finite, so that no token can be sampled.
         """
         self._check(prompts, num_samples, options)
         by_length = sorted(range(len(prompts)), key=lambda p: len(prompts[p].token_ids))
@@ -151,7 +151,7 @@ class TransformersEngine:
             stack.enter_context(torch.no_grad())
             stack.enter_context(on_device(next(self._model.parameters()).device))
             stack.enter_context(evaluating(self._model))
-            stack.enter_context(torch.compiler.set_stance("force_eager"))  # rows and lengths change with every step
+            stack.enter_context(uncompiled())  # rows and lengths change with every step
             stack.enter_context(sdpa_kernel(_DECODING_KERNELS))
             if self.autocast is not None:
                 stack.enter_context(torch.autocast(next(self._model.parameters()).device.type, self.autocast))
@@ -221,7 +221,16 @@ class TransformersEngine:
                 token = token[batch.keep_live()]
             logits = self._advance(batch, token)
         self._check_drawn(prompts, rows, failed.tolist())
-        return self._completions(prompts, rows, options, tokens.tolist(), logps.tolist(), lengths.tolist())
+        cut = lengths.tolist()
+        return made_completions(
+            self.tokenizer,
+            [prompts[p].id for p, _ in rows],
+            [row[:length] for row, length in zip(tokens.cpu().numpy(), cut, strict=True)],
+            [row[:length] for row, length in zip(logps.cpu().numpy(), cut, strict=True)],
+            options=options,
+            ends=ends.tolist(),
+            version=self._version,
+        )
 
     def _check_drawn(self, prompts: Sequence[Prompt], rows: Sequence[tuple[int, int]], failed: Sequence[int]) -> None:
         """Looked at once a batch, so that no step waits for the device; a row without a token has ended there."""
@@ -231,7 +240,7 @@ class TransformersEngine:
         first = min(bad, key=lambda i: (failed[i], i))
         p, g = rows[first]
         raise TrainingError(
-            needed="finite logits to draw tokens from",
+            needed="finite logits to sample tokens from",
             given=f"NaN or infinite ones for {len(bad)} of {len(rows)} completions, first for token"
             f" {failed[first] + 1} of prompt {prompts[p].id!r} (sample {g}), with weights of version {self._version}",
             remedy="Look for weights that are not finite; lower the learning rate, clip gradients, or use bfloat16 or"
@@ -257,7 +266,7 @@ class TransformersEngine:
         return batch, logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _read(
-        self, sequences: Sequence[Sequence[int]], num_samples: Sequence[int], options: SamplingOptions
+        self, sequences: Sequence[np.ndarray], num_samples: Sequence[int], options: SamplingOptions
     ) -> tuple["_Batch", Float[Tensor, "R V"]]:
         """One forward pass over some prompts, repeated for their samples."""
         device = next(self._model.parameters()).device
@@ -330,25 +339,6 @@ class TransformersEngine:
         came = torch.tensor(with_stop_string(self.tokenizer, ends.tolist(), stop), device=tokens.device)
         return torch.zeros_like(batch.ended).index_copy(0, live, came)
 
-    def _completions(
-        self,
-        prompts: Sequence[Prompt],
-        rows: Sequence[tuple[int, int]],
-        options: SamplingOptions,
-        tokens: list[list[int]],
-        logps: list[list[float]],
-        lengths: list[int],
-    ) -> list[Completion]:
-        return made_completions(
-            self.tokenizer,
-            [prompts[p].id for p, _ in rows],
-            [ids[:length] for ids, length in zip(tokens, lengths, strict=True)],
-            [logp[:length] for logp, length in zip(logps, lengths, strict=True)],
-            options=options,
-            ends=stop_ids(self.tokenizer, self._model, options),
-            version=self._version,
-        )
-
 
 @dataclass
 class _Batch:
@@ -362,7 +352,7 @@ class _Batch:
         width: columns in the cache.
         mask: [R, width + new tokens] 1 where a column is a token of the row; None without padding.
         seen: [R, V] tokens of the row so far, where a repetition penalty asks for them.
-        counts: [R, V] of tokens drawn so far, where another penalty asks for them.
+        counts: [R, V] of tokens sampled so far, where another penalty asks for them.
     """
 
     row: Int[Tensor, "R"]
@@ -375,7 +365,7 @@ class _Batch:
     counts: Int[Tensor, "R V"] | None
 
     def history(self, step: int, ends: Int[Tensor, "E"]) -> History:
-        """What the rows have drawn before a step."""
+        """What the rows have sampled before a step."""
         return History(self.seen, self.counts, torch.full_like(self.row, step), ends)
 
     def keep_live(self) -> Int[Tensor, "K"]:
@@ -492,13 +482,13 @@ def _next_token(
     options: SamplingOptions,
     history: History | None,
 ) -> tuple[Int[Tensor, "R"], Float[Tensor, "R"]]:
-    """A token a row and its log-probability under the distribution it was drawn from; NaN where there is none."""
+    """A token a row and its log-probability under the distribution it was sampled from; NaN where there is none."""
     if options.temperature == 0:
         logits = penalized(logits, options, history)
         token = logits.argmax(-1)  # that of a NaN, where there is one
         return token, torch.where(logits.gather(1, token[:, None])[:, 0].isfinite(), 0.0, torch.nan)
     logp = sampling_logp(logits, options, history)
-    token = draw(logp, uniform)
+    token = sample(logp, uniform)
     return token, logp.gather(1, token[:, None])[:, 0]
 
 
@@ -526,10 +516,11 @@ def _uniforms(seed: int, prompt_id: str, sample: int, count: int) -> np.ndarray:
 
 
 def _left_padded(
-    sequences: Sequence[Sequence[int]], padding: int, device: torch.device
+    sequences: Sequence[np.ndarray], padding: int, device: torch.device
 ) -> tuple[Int[Tensor, "P L"], Int[Tensor, "P L"]]:
     """Ids and mask with every sequence ending in the last column."""
     width = max(len(ids) for ids in sequences)
-    rows = [[padding] * (width - len(ids)) + list(ids) for ids in sequences]
-    mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in sequences]
-    return torch.tensor(rows, device=device), torch.tensor(mask, device=device)
+    rows, mask = np.full((len(sequences), width), padding), np.zeros((len(sequences), width), np.int64)
+    for row, attended, ids in zip(rows, mask, sequences, strict=True):
+        row[width - len(ids) :], attended[width - len(ids) :] = ids, 1
+    return torch.from_numpy(rows).to(device), torch.from_numpy(mask).to(device)

@@ -1,11 +1,11 @@
 """A block, one round of generation, from what was drawn to what is trained on: a type for each stage.
 
     collected   Episode                       rollout/environment.py  play
-    judged      Group, JudgedBlock            train/judge.py          judge
+    judged      Group, JudgedBlock            train/collect/episode_rewards.py          judge
     packed      PackedBlock                   here                    pack_groups
-    scored      ScoredBlock                   train/score.py          score
-    advantaged  AdvantagedBlock               train/advantages.py     with_advantages
-    trained     MicroBatch, one after another train/step.py           step_batch, backward
+    scored      ScoredBlock                   train/learn/score.py          score
+    advantaged  AdvantagedBlock               train/learn/advantages.py     with_advantages
+    trained     MicroBatch, one after another train/learn/step.py           step_batch, backward
 
 Each stage is frozen, and is everything that the one before it was: what takes a ``PackedBlock`` takes all later ones.
 """
@@ -67,7 +67,7 @@ class ScoredBlock(PackedBlock):
         logp_ref: [N] under the reference; None where the recipe has none.
         value_old: [N] of the value head; None where there is none.
         live: one flag a sequence: those that can change a gradient, and are trained on; None: all.
-        scores_itself: whether the forward pass of the only step says ``logp_old`` of the live sequences.
+        scores_itself: whether the forward pass of the only step says ``logp_old`` of the nonzero-advantage sequences.
     """
 
     logp_old: Float[Tensor, "N"]

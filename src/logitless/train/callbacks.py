@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from logitless.train.config import Recipe
-    from logitless.train.result import RunResult
+    from logitless.train.recipe.config import Recipe
+    from logitless.train.record.result import RunResult
 
 
 class Callback:

@@ -9,7 +9,9 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -17,10 +19,14 @@ import yaml
 from pydantic import BaseModel
 
 from logitless import pages
-from logitless.objective.presets import PRESETS
-from logitless.train import rollout_data
-from logitless.train.config import Recipe
-from logitless.train.metrics import metrics_page
+from logitless.train.assembly.checks import BUILT_RULES
+from logitless.train.assembly.layers import AUTO_LAYER_RULES, LAYER_RULES
+from logitless.train.assembly.resolve import GPU_RULES
+from logitless.train.recipe.algorithm import COMPOSED_RULES
+from logitless.train.recipe.config import MACHINE_RULES, PROCESS_RULES, RULES, Recipe
+from logitless.train.recipe.rule import Rule
+from logitless.train.record import rollout_data
+from logitless.train.record.metrics import metrics_page
 
 PAGE = Path("docs/configuration.md")
 METRICS_PAGE = Path("docs/metrics.md")
@@ -28,22 +34,29 @@ ROLLOUTS_PAGE = Path("docs/rollout_data.md")
 
 INTRODUCTION = """# Configuration
 
-Every key of a recipe. This page is written from the types; change them and run `python -m logitless.train.document`.
+Every key of a recipe: its default, its type and what it does. Written from the types by `make docs`.
 
-A recipe is one YAML file. `logitless train RECIPE --set a.b=c` replaces a value: the key is a path of keys and, in
-lists, of numbers from 0 (`--set rewards.0.weight=2`); the value is YAML, so that a whole section can be given
-(`--set 'data.train={name: file, path: train.jsonl}'`). `1e-5` is a number. An unknown key, a key given twice, a value
-of another type and parts that contradict each other are errors, and nothing starts. `logitless train RECIPE --dry-run`
-checks all of it with data, tokenizer and the model's shape, and prints steps and memory by part.
+`logitless train RECIPE --dry-run` checks a recipe with its data, tokenizer and model, and prints memory by part.
+An unknown key, a value of another type and settings that contradict each other are errors before anything starts.
 
-A relative path in a recipe starts at the folder of its file, in `--set` at the current folder. Where a hub name may
-stand too (`model.source`, `model.tokenizer`, `dataset`), a value is a path if it begins with `.`, `/` or `~`, or if a
-folder or a GGUF file has that name. `output` alone, which is written and not read, starts at the current folder in
-both.
+- **Replace a value:** `--set a.b=c`, with numbers from 0 for entries of lists (`--set rewards.0.weight=2`). The value
+  is YAML, so that it may be a section: `--set 'data.train={name: file, path: train.jsonl}'`.
+- **Paths** start at the folder of the recipe, in `--set` and for `output` at the current folder. Where a hub name may
+  stand too, a path begins with `.`, `/` or `~`, or names an existing folder or GGUF file.
+- **Several processes:** `torchrun --nproc-per-node N -m logitless train RECIPE`; the recipe stays as it is.
+- **Variants:** `name` chooses one, and only its keys are allowed.
+- **Combinations:** [what goes with what](#what-goes-with-what).
 
-A recipe says nothing of processes: `torchrun --nproc-per-node N -m logitless train RECIPE` trains it on N of them.
+`key: value` is a key with its default. A key without one is required, or is a section with defaults of its own. The
+type stands where the default does not show it.
+"""
 
-Where a part has variants, its `name` says which one, and only that variant's keys are allowed.
+
+RULES_INTRODUCTION = """## What goes with what
+
+What a setting needs; without it a run is refused, with what to do about it. `auto` leaves a setting alone in the same
+cases and says why; `logitless doctor` proposes settings that do without.
+
 """
 
 
@@ -63,6 +76,11 @@ class Key:
     default: str
     description: str
 
+    @property
+    def meaning(self) -> str:
+        """What variants may have in common: all but the default."""
+        return f"{self.name} {self.annotation} {self.description}"
+
 
 def page() -> str:
     """The text of the page.
@@ -75,27 +93,87 @@ def page() -> str:
     _place(Recipe, "", places)
     parts = [INTRODUCTION]
     first = {path: kinds for kinds, path in reversed(places.items())}
+    told: dict[str, list[Key]] = {}
     for kinds, path in places.items():
         if first[path] is not kinds:
             continue  # some of the variants that stand there
         parts.append(f"## `{path}`\n" if path else "## The file\n")
         if len(kinds) == 1:
-            parts.append(f"{_summary(kinds[0])}\n")
-            parts.append(_table(kinds[0], places))
+            its = keys(kinds[0])
+            parts.append(f"{_summary(kinds[0], equation=False)}\n")
+            for where, others in told.items():
+                if len(again := [key for key in its if key in others]) > 1:
+                    parts.append(f"As in {_link(where)}: {', '.join(map(_given, again))}.\n")
+                    its = [key for key in its if key not in again]
+            parts.append(_list(its, places))
+            told[path] = its
         else:
-            for kind in kinds:
-                parts.append(f"### {' or '.join(_marks(kind))}\n\n{_summary(kind)}\n")
-                parts.append(_table(kind, places))
-        if path == "algorithm":
-            parts.append(_presets())
-    return "\n".join(parts)
+            parts += _variants(kinds, places, equations=not path.startswith("algorithm."))  # these: docs/objectives.md
+    return "\n".join(filter(None, [*parts, _rules()]))
+
+
+def _rules() -> str:
+    """What each setting needs of others, of processes, of the machine and of the model, in the order of the file."""
+    rules: list[Rule[Any]] = [*RULES, *COMPOSED_RULES, *BUILT_RULES, *PROCESS_RULES, *MACHINE_RULES]
+    needs: dict[str, list[str]] = {}
+    for rule in (*rules, *LAYER_RULES, *AUTO_LAYER_RULES, *GPU_RULES):
+        said = needs.setdefault(rule.setting.words, [])
+        said += [rule.needed] * (rule.needed not in said)
+    alike: dict[str, list[str]] = {}
+    for words, said in needs.items():
+        alike.setdefault(_markdown(_without_reasons(said)), []).append(f"`{words}`")
+    return RULES_INTRODUCTION + "".join(f"- {', '.join(settings)}: {said}\n" for said, settings in alike.items())
+
+
+def _without_reasons(said: Sequence[str]) -> str:
+    """What is needed, without the reasons, which errors give."""
+    return "; ".join(re.split(r", (?:for|which|whose|through which|to which) ", each)[0] for each in said)
+
+
+def _variants(kinds: Sequence[type], places: Mapping[tuple[type, ...], str], *, equations: bool) -> list[str]:
+    """What variants have in common, said once, then each of them."""
+    of = {kind: keys(kind) for kind in kinds}
+    counts = Counter(key.meaning for each in of.values() for key in each)
+    common = {meaning for meaning, count in counts.items() if count > 1}
+    lacking = {meaning: [kind for kind in kinds if meaning not in _meanings(of[kind])] for meaning in common}
+    parts: list[str] = []
+    usual: dict[str, str] = {}
+    for without in ([], *([kind] for kind in kinds)):
+        shared = _common(of, {meaning for meaning in common if lacking[meaning] == without})
+        usual |= {key.meaning: key.default for key in shared}
+        if shared:
+            who = " ".join(["Every variant", *(f"but {_mark(kind)}" for kind in without)])
+            parts += [f"{who} has:\n", _list(shared, places)]
+    if some := _common(of, common - usual.keys()):
+        parts += ["Variants that name them below have:\n", _list(some, places)]
+    for kind, its in of.items():
+        also = [key for key in its if key.meaning in common and usual.get(key.meaning) != key.default]
+        parts.append(f"### {_mark(kind)}\n\n{_summary(kind, equation=equations)}\n")
+        if also:
+            parts.append(f"Also {', '.join(map(_given, also))}.\n")
+        parts.append(_list([key for key in its if key.meaning not in common], places))
+    return parts
+
+
+def _meanings(its: Sequence[Key]) -> set[str]:
+    return {key.meaning for key in its}
+
+
+def _common(of: Mapping[type, Sequence[Key]], chosen: Set[str]) -> list[Key]:
+    """The keys of these meanings, each once, with the default that most variants give it."""
+    found: dict[str, list[Key]] = {}
+    for key in (key for its in of.values() for key in its):
+        if key.meaning in chosen:
+            found.setdefault(key.meaning, []).append(key)
+    usual = {meaning: Counter(key.default for key in its).most_common(1)[0][0] for meaning, its in found.items()}
+    return [dataclasses.replace(its[0], default=usual[meaning]) for meaning, its in found.items()]
 
 
 def keys(kind: type) -> list[Key]:
     """The keys of a section, its ``name`` left out.
 
     Example:
-        >>> from logitless.train.config import ValueHeadSection
+        >>> from logitless.train.recipe.algorithm import ValueHeadSection
         >>> [key.name for key in keys(ValueHeadSection)]
         ['learning_rate_factor', 'source']
     """
@@ -163,19 +241,52 @@ def _is_mapping(annotation: Any) -> bool:
     return isinstance(origin, type) and issubclass(origin, Mapping)
 
 
-def _marks(kind: type) -> list[str]:
+def _mark(kind: type) -> str:
     """The key that tells this variant from the others, with each value that stands for it."""
-    return [f"`{key.name}: {value}`" for key in _all_keys(kind) if _is_mark(key) for value in get_args(key.annotation)]
+    marks = [f"`{key.name}: {value}`" for key in _all_keys(kind) if _is_mark(key) for value in get_args(key.annotation)]
+    return " or ".join(marks)
 
 
-def _table(kind: type, places: Mapping[tuple[type, ...], str]) -> str:
-    rows = [
-        f"| `{key.name}` | {_cell(_type(key.annotation, places))} | {_default(key)} | {_cell(key.description)} |"
-        for key in keys(kind)
-    ]
-    if not rows:
-        return "No keys of its own.\n"
-    return "\n".join(["| Key | Type | Default | What it is |", "|---|---|---|---|", *rows]) + "\n"
+def _list(its: Sequence[Key], places: Mapping[tuple[type, ...], str]) -> str:
+    """One line a key, neighbours that one description serves together; empty where there is none."""
+    told = groupby(its, lambda key: f"{_kind(key, places)}{_said(key)}\n")
+    return "".join(f"- {', '.join(map(_given, alike))}{description}" for description, alike in told)
+
+
+def _said(key: Key) -> str:
+    """What the key is for, unless that is what the section says that it leads to."""
+    return "" if key.description == _subject(key.annotation) != "" else f": {key.description or _UNDESCRIBED}"
+
+
+_UNDESCRIBED = "\u2013"
+_LONGEST = 60
+"""Characters of a default that is shown; the judge's question has a page of them."""
+
+
+def _given(key: Key) -> str:
+    """The key as it would stand in a recipe, with its default where that is a value."""
+    if key.default in _NO_VALUE:
+        return f"`{key.name}`"
+    default = " ".join(key.default.split())
+    return f"`{key.name}: {default if len(default) <= _LONGEST else default[:_LONGEST] + '...'}`"
+
+
+_NO_VALUE = ("required", "its defaults")
+
+
+def _kind(key: Key, places: Mapping[tuple[type, ...], str]) -> str:
+    """The type in parentheses where the default does not show it, and whether the key is required."""
+    bare, *bounds = get_args(key.annotation) if get_origin(key.annotation) is Annotated else (key.annotation,)
+    if bare in (bool, int, float, str) and key.default not in _NO_VALUE:
+        words = " ".join(filter(None, map(_bound, bounds)))
+    elif _are_described(key):
+        words = ""
+    else:
+        words = _type(key.annotation, places)
+    if key.default == "null":
+        words = words.removesuffix(" or null")
+    said = ", ".join(filter(None, [words, "required" * (key.default == "required")]))
+    return f" ({said})" if said else ""
 
 
 def _type(annotation: Any, places: Mapping[tuple[type, ...], str]) -> str:
@@ -187,13 +298,13 @@ def _type(annotation: Any, places: Mapping[tuple[type, ...], str]) -> str:
         several = "list of " if any(get_origin(each) is tuple for each in alternatives) else ""
         several = "mapping of names to " if any(map(_is_mapping, alternatives)) else several
         others = [_type(each, places) for each in alternatives if not _structures(each)]
-        return " or ".join([f"{several}[{places[kinds]}](#{places[kinds].replace('.', '').lower()})", *others])
+        return " or ".join([f"{several}{_link(places[kinds])}", *others])
     if origin is Annotated:
         return " ".join([_type(arguments[0], places), *(text for text in map(_bound, arguments[1:]) if text)])
     if origin in (Union, types.UnionType):
         return " or ".join(_type(inner, places) for inner in arguments)
     if origin is Literal:
-        return " or ".join(f"`{value}`" for value in arguments)
+        return _or([f"`{value}`" for value in arguments])
     if origin is tuple:
         if len(arguments) == 2 and arguments[1] is Ellipsis:
             return f"list of {_type(arguments[0], places)}"
@@ -201,6 +312,10 @@ def _type(annotation: Any, places: Mapping[tuple[type, ...], str]) -> str:
     if _is_mapping(annotation):
         return "mapping"
     return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def _link(path: str) -> str:
+    return f"[{path}](#{path.replace('.', '').lower()})"
 
 
 _WORDS: Mapping[Any, str] = {
@@ -225,14 +340,25 @@ def _flat(annotation: Any) -> Sequence[Any]:
 
 def _bound(metadata: Any) -> str:
     for name, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤")):
-        if (value := getattr(metadata, name, None)) is not None:
+        if (value := getattr(metadata, name, None)) is not None and (sign, value) != (
+            ">",
+            0,
+        ):  # that goes without saying
             return f"{sign} {value}"
     pattern = getattr(metadata, "pattern", None)
     return f"matching `{pattern}`" if pattern else ""
 
 
-def _default(key: Key) -> str:
-    return key.default if key.default in ("required", "its defaults") else f"`{key.default}`"
+def _are_described(key: Key) -> bool:
+    """Whether it is one of a few words, each of which the description names."""
+    alternatives = [each for each in _flat(key.annotation) if each is not type(None)]
+    values = [value for each in alternatives for value in (get_args(each) if get_origin(each) is Literal else [""])]
+    named = re.findall(r"[\w-]+", f"{key.default} {key.description}")
+    return all(str(value) in named for value in values)
+
+
+def _or(words: Sequence[str]) -> str:
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def _yaml(value: Any) -> str:
@@ -243,25 +369,28 @@ def _yaml(value: Any) -> str:
     return yaml.safe_dump(plain, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()
 
 
-def _summary(kind: Any) -> str:
-    """The docstring's first paragraph, and the equation below it where there is one.
+def _summary(kind: Any, *, equation: bool = True) -> str:
+    """The docstring's first paragraph, and the equation below it where there is one and it is wanted.
 
     Where it only names a function of its module, the function's own summary stands in its place.
     """
     text = inspect.getdoc(kind) or ""
-    paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
-    shown = paragraphs[:1] + [each for each in paragraphs[1:2] if each.startswith("``")]
-    named = re.fullmatch(r"(?:See )?``(\w+)``[.;]? ?(.*)", shown[0])
+    first, *others = [" ".join(part.split()) for part in text.split("\n\n")]
+    named = re.fullmatch(r"(?:See )?``(\w+)``[.;]? ?(.*)", first)
     function = getattr(sys.modules[kind.__module__], named[1], None) if named else None
     if named and inspect.isfunction(function):
-        return "\n\n".join(filter(None, [_summary(function), _markdown(named[2][:1].upper() + named[2][1:])]))
+        told, rest = _summary(function, equation=equation), _markdown(named[2])
+        if rest.startswith((",", "(")):
+            return told.removesuffix(".") + " " * rest.startswith("(") + rest
+        return "\n\n".join(filter(None, [told, rest[:1].upper() + rest[1:]]))
+    shown = [first, *(each for each in others[:1] if equation and each.startswith("``"))]
     return "\n\n".join(_markdown(each) for each in shown)
 
 
 def _subject(annotation: Any) -> str:
     """What the one section that may stand here is for."""
     kinds = _structures(annotation)
-    return _summary(kinds[0]).split(".")[0] if len(kinds) == 1 else ""
+    return _summary(kinds[0]).split(". ")[0].removesuffix(".") if len(kinds) == 1 else ""
 
 
 def _arguments(kind: type) -> dict[str, str]:
@@ -285,20 +414,8 @@ def _arguments(kind: type) -> dict[str, str]:
 
 def _markdown(text: str) -> str:
     """The text in Markdown, in the words of a recipe."""
-    return re.sub(r"\bNone\b", "null", text.replace("``", "`"))
-
-
-def _cell(text: str) -> str:
-    return re.sub(r"(?<!\\)\|", r"\\|", text) or "–"
-
-
-def _presets() -> str:
-    rows = ["### Presets\n", "| `preset` | `parameters` and their defaults | What it is |", "|---|---|---|"]
-    for name, preset in PRESETS.items():
-        parameters = inspect.signature(preset).parameters.values()
-        given = ", ".join(f"`{p.name}: {_yaml(p.default)}`" if p.default is not p.empty else p.name for p in parameters)
-        rows.append(f"| `{name}` | {given or '–'} | {_cell(_summary(preset))} |")
-    return "\n".join(rows) + "\n"
+    linked = re.sub(r"\bdocs/(\w+)\.md\b", r"[\1](\1.md)", text)
+    return re.sub(r"\bNone\b", "null", linked.replace("``", "`"))
 
 
 def main() -> int:

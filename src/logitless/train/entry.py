@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 from logitless.distributed.ranks import ranks_of_environment, restarted
 from logitless.errors import ConfigurationError
+from logitless.train.assembly.process import device_of
 from logitless.train.callbacks import Callback
-from logitless.train.config import Recipe
-from logitless.train.recipe import load_recipe, parse_recipe
-from logitless.train.result import RunResult
+from logitless.train.recipe.config import Recipe
+from logitless.train.recipe.loading import load_recipe, parse_recipe
+from logitless.train.record.result import RunResult
+from logitless.train.record.wall_clock import WallClock
 from logitless.train.run import run_recipe
-from logitless.train.setup import device_of
-from logitless.train.wall_clock import WallClock
 
 
 def train(

@@ -1,7 +1,7 @@
 """A policy of a run as a folder that other programs read: weights, tokenizer, generation settings and a model card.
 
-Weights are those of the checkpoint, in float32 where training held masters, rounded once to the dtype asked for. A
-merged adapter is added to its base in float32 before. A value head is no part of a language model: it stays behind.
+Weights are those of the checkpoint, in float32 where training held master weights, rounded once to the dtype asked
+for. A merged adapter is added to its base in float32 before. A value head is no part of a language model.
 """
 
 import json
@@ -18,11 +18,12 @@ from logitless.errors import ConfigurationError
 from logitless.models.export import merged_tensors
 from logitless.models.lm_head import causal_lm
 from logitless.models.lora import save_adapters
-from logitless.train.config import Recipe
-from logitless.train.plots import Line, line_plot
-from logitless.train.recipe import CODE, NAMES_OR_PATHS, PATHS, places
-from logitless.train.run_folder import RunFolder, write_folder_atomically
+from logitless.train.recipe.config import Recipe
+from logitless.train.recipe.loading import CODE, NAMES_OR_PATHS, PATHS, places
+from logitless.train.record.run_folder import RunFolder
+from logitless.train.report.plots import Line, line_plot
 from logitless.train.saved_policy import SavedPolicy
+from logitless.train.store.atomic import write_folder_atomically
 
 Form = Literal["merged", "adapter"]
 

@@ -15,16 +15,17 @@ from typing import Any
 
 from logitless.errors import ConfigurationError
 from logitless.objective.algorithm import Algorithm
-from logitless.train.changes import MOVED, Change, as_json, changes
-from logitless.train.checkpoint import Checkpoint, checkpoints, read_checkpoint
-from logitless.train.collector import Collector
-from logitless.train.config import Recipe
-from logitless.train.learner import Learner
-from logitless.train.provenance import digests_of
-from logitless.train.recipe import load_recipe
-from logitless.train.run_folder import RunFolder, open_run_folder, write_folder_atomically
+from logitless.train.assembly.algorithm import algorithm_of
+from logitless.train.collect.collector import Collector
+from logitless.train.learn.learner import Learner
+from logitless.train.recipe.changes import MOVED, Change, as_json, changes
+from logitless.train.recipe.config import Recipe
+from logitless.train.recipe.loading import load_recipe
+from logitless.train.record.provenance import digests_of
+from logitless.train.record.run_folder import RunFolder, open_run_folder
 from logitless.train.saved_policy import chosen_source
-from logitless.train.setup import algorithm_of
+from logitless.train.store.atomic import write_folder_atomically
+from logitless.train.store.checkpoint import Checkpoint, checkpoints, read_checkpoint
 
 _FIXED = (
     *("model.source", "model.random_weights", "model.lora", "model.quantize"),

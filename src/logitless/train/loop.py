@@ -21,25 +21,22 @@ from signal import Signals
 from types import MappingProxyType
 
 from logitless.errors import CheckpointError, EngineError, LostRankError
-from logitless.train.best import Best
-from logitless.train.block_metrics import training_metrics
+from logitless.train.assembly.stages import Parts
 from logitless.train.callbacks import Callbacks
-from logitless.train.checkpoint import BackgroundSaver, Checkpoint, checkpoints, damaged, folder_name
-from logitless.train.collector import Collector
-from logitless.train.config import Recipe
-from logitless.train.engines import Engines
-from logitless.train.evaluate import Evaluation, HeldOut
-from logitless.train.failures import Failures
+from logitless.train.collect.evaluate import HeldOut
+from logitless.train.collect.failures import Failures, first_failures
+from logitless.train.collect.limits import SignalLimit, UnscoredLimit
 from logitless.train.interrupt import Interrupt
-from logitless.train.journal import Journal
-from logitless.train.learner import Learner
-from logitless.train.limits import SignalLimit, UnscoredLimit
-from logitless.train.metrics import Numbers
-from logitless.train.parity import check_parity
+from logitless.train.learn.block_metrics import training_metrics
+from logitless.train.learn.parity_gate import check_parity
 from logitless.train.prepare import prepare
-from logitless.train.result import RunResult
+from logitless.train.record.best import Best
+from logitless.train.record.journal import Journal
+from logitless.train.record.metrics import Numbers
+from logitless.train.record.result import RunResult
 from logitless.train.saving import restore_run, save_run
-from logitless.train.shared_checkpoint import SharedSaver
+from logitless.train.store.checkpoint import BackgroundSaver, Checkpoint, checkpoints, damaged, folder_name
+from logitless.train.store.shared_checkpoint import SharedSaver
 from logitless.types import Group
 
 
@@ -47,10 +44,7 @@ class Loop:
     """One run, from its first rollout to its last checkpoint.
 
     Args:
-        recipe: checked.
-        collector: draws blocks.
-        learner: trains on them.
-        evaluation: of held-out prompts.
+        parts: of the run.
         journal: is told everything.
         callbacks: are told of blocks, evaluations and checkpoints, and may stop the run.
 
@@ -58,28 +52,21 @@ class Loop:
         best: the best evaluation, whose checkpoint is kept; None where none is asked for.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        collector: Collector,
-        learner: Learner,
-        evaluation: Evaluation,
-        journal: Journal,
-        callbacks: Callbacks | None = None,
-    ) -> None:
-        self.recipe, self.ranks, train = recipe, learner.ranks, recipe.train
-        self.collector, self.learner, self.evaluation, self.journal = collector, learner, evaluation, journal
-        self.engines = Engines(collector.engine, evaluation.engine)
+    def __init__(self, parts: Parts, journal: Journal, callbacks: Callbacks) -> None:
+        recipe, train = parts.recipe, parts.recipe.train
+        self.parts = parts
+        self.recipe, self.ranks, self.engines = recipe, parts.learner.ranks, parts.engines
+        self.collector, self.learner, self.evaluation = parts.collector, parts.learner, parts.evaluation
+        self.journal, self.callbacks, self.interrupt = journal, callbacks, Interrupt(journal.message)
         self.block_metrics: Numbers = {}
         self.unwritten: Numbers = {}
         self.without_signal = SignalLimit(max_blocks=train.max_blocks_without_signal)
         self.unscored = UnscoredLimit(max_fraction=train.max_unscored_fraction, max_blocks=train.max_blocks_unscored)
-        self.failures = Failures(evaluation.rewards)
+        self.failures = Failures(parts.inputs.rewards)
         root, keep = journal.folder.checkpoints, recipe.checkpoint.keep
         self.saver: BackgroundSaver | SharedSaver = BackgroundSaver(root, keep=keep)
         if self.ranks.world > 1:
             self.saver = SharedSaver(root, keep=keep, ranks=self.ranks)
-        self.interrupt, self.callbacks = Interrupt(journal.message), callbacks or Callbacks()
         stop, best = recipe.evaluation.stop, recipe.checkpoint.keep_best
         self.patience = None if stop is None else Best(stop)
         self.best = None if best is None else Best(best)
@@ -89,14 +76,14 @@ class Loop:
     def run(self) -> RunResult:
         """Train to the last block, to an early stop, or to a signal or a callback that stops the run.
 
-        Either way a checkpoint is saved.
+        Either way a checkpoint is saved. A run that has ended with no completion scored has failed.
 
         Raises:
             EngineError: an engine elsewhere is gone for good; a checkpoint of what was done until then is saved.
         """
         with self.interrupt.heard():
-            self._hand_over()
-            if self.ranks.of_first(not checkpoints(self.journal.folder.checkpoints)):
+            self._sync_weights()
+            if self.ranks.broadcast_object(not checkpoints(self.journal.folder.checkpoints)):
                 place: Numbers = {"step": self.learner.progress.step, "block": self._done + 1, "epoch": 1}
                 found = self._evaluated(self.evaluation.sets)
                 self._watch(found)
@@ -109,9 +96,11 @@ class Loop:
                 self._save_what_was_done()
                 raise
             # Heard by some ranks, answered by all alike.
-            signals = self.ranks.everyones(self.interrupt.signal)
-            stopped_by = self.ranks.of_first(self.callbacks.stopped_by)
+            signals = self.ranks.all_gather_object(self.interrupt.signal)
+            stopped_by = self.ranks.broadcast_object(self.callbacks.stopped_by)
         folder = self.journal.folder
+        if self._ended and self.journal.nothing_scored:
+            return RunResult(folder, "unscored")
         if self._ended:
             return RunResult(folder, "blocks" if self._done >= self.recipe.train.blocks else "early_stopping")
         first = next((Signals(number) for number in signals if number is not None), None)
@@ -166,12 +155,12 @@ class Loop:
                 self._write(record, self.learner.by_rank)
             else:
                 self.unwritten = record
-                self._end_block(self._hand_over(), by_rank=self.learner.by_rank)
+                self._end_block(self._sync_weights(), by_rank=self.learner.by_rank)
             for message in (self.learner.halved, self.learner.check_skipped()):
                 if message is not None:
                     self.journal.message(message)
 
-    def _end_block(self, handed_over: Numbers, *, by_rank: Mapping[str, Sequence[int]]) -> None:
+    def _end_block(self, synced: Numbers, *, by_rank: Mapping[str, Sequence[int]]) -> None:
         """Evaluate with the new weights, if it is time, and write the line that the block ends with."""
         due = self.evaluation.due(self._done, self.recipe.train.blocks)
         found = self._evaluated(due)
@@ -186,7 +175,7 @@ class Loop:
             self._watch(rest)
             seconds = [each.get("time/evaluation_seconds", 0.0) for each in (found, rest)]
             found |= {**rest, "time/evaluation_seconds": sum(seconds)}
-        record, self.unwritten = self.unwritten | handed_over | found, {}
+        record, self.unwritten = self.unwritten | synced | found, {}
         self._write(record, by_rank)
         self.callbacks.block(self._of_block)
         self._of_block = {}
@@ -234,18 +223,20 @@ class Loop:
             raise
         self.block_metrics = prepared.metrics
         self._tell_failures(prepared.judged.drawn)
-        self.unscored.see(prepared.judged.drawn)
+        drawn = prepared.judged.drawn
+        self.unscored.see(drawn)
         if prepared.block is None:
             self._pass_over()
         else:
             self.learner.begin(prepared.block)
-        self.without_signal.see(has_signal=self.learner.in_training)
+        self.without_signal.see(drawn, has_signal=self.learner.in_training)
         return self.learner.in_training
 
     def _tell_failures(self, groups: Sequence[Group]) -> None:
         """Say what failed in judging and was not said before."""
         for message in self.failures.new(groups):
             self.journal.message(message)
+        self.journal.first_failures(first_failures(groups))
 
     def _pass_over(self) -> None:
         """Write the metrics of a block with nothing to train on."""
@@ -256,7 +247,7 @@ class Loop:
         self.journal.message(f"block {self._done}: no group with a signal, no step taken")
         self.block_metrics = {}
 
-    def _hand_over(self) -> Numbers:
+    def _sync_weights(self) -> Numbers:
         """Every engine gets the weights as they are now."""
         with self.journal.phase("weights"):
             if self.engines.in_this_process:
@@ -326,7 +317,7 @@ class Loop:
                     each.load_state_dict(state)
         except KeyError as error:
             raise damaged(saved.folder, error) from error
-        if self.best_checkpoint is not None and not self.ranks.of_first(self.best_checkpoint.is_dir()):
+        if self.best_checkpoint is not None and not self.ranks.broadcast_object(self.best_checkpoint.is_dir()):
             assert self.best is not None
             self.journal.message(f"the checkpoint of {self.best.words} is gone: the best is sought among later ones")
             self.best = Best(self.best.section)

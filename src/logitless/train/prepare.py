@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+from logitless.rollout.answers import check_sampler_logp
 from logitless.train.block import AdvantagedBlock, JudgedBlock, pack_groups
-from logitless.train.block_metrics import (
+from logitless.train.collect.collector import Collector
+from logitless.train.learn.block_metrics import (
     advantage_metrics,
     advantages_of,
     block_metrics,
@@ -11,13 +13,11 @@ from logitless.train.block_metrics import (
     scoring_metrics,
     value_metrics,
 )
-from logitless.train.collector import Collector
-from logitless.train.config import AutoEngineSection, GpuEngineSection, RolloutSection
-from logitless.train.journal import Journal
-from logitless.train.learner import Learner
-from logitless.train.metrics import Numbers
-from logitless.train.parity import check_parity, parity_metrics
-from logitless.train.sampled import check_same, sampled_scores
+from logitless.train.learn.learner import Learner
+from logitless.train.learn.parity_gate import check_parity, parity_metrics
+from logitless.train.learn.sampled import check_same, sampled_scores
+from logitless.train.record.journal import Journal
+from logitless.train.record.metrics import Numbers
 from logitless.types import TokenScores
 
 
@@ -48,6 +48,8 @@ def prepare(collector: Collector, learner: Learner, journal: Journal) -> Prepare
     with journal.phase("rollout") as seconds:
         judged = collector.next(done, length_factor=learner.controllers.length_factor)
     metrics = block_metrics(judged, seconds=seconds[0]) | lag_metrics(judged, version=learner.version)
+    if "logp_sampler" in learner.algorithm.objective.needs:
+        check_sampler_logp(completion for group in judged.trained for completion in group.completions)
     sampled = sampled_scores(judged.trained, collector.engine, collector.options.sampling, learner.version)
     if learner.ranks.any(sampled is None):  # all ranks make the pass, or none
         sampled = None
@@ -58,11 +60,11 @@ def prepare(collector: Collector, learner: Learner, journal: Journal) -> Prepare
         return Prepared(judged, None, metrics)
     if learner.policy.value_head is not None:  # its values need the pass
         sampled = None
-    recount = sampled is not None and done % _recount_every(collector.options) == 0
+    rescore = sampled is not None and done % collector.options.engine.blocks_between_rescores == 0
     with journal.phase("scoring") as seconds:
-        scored = learner.score(packed, judged.trained, sampled, recount=recount)
-    passed = sampled is None or recount
-    if sampled is not None and recount:
+        scored = learner.score(packed, judged.trained, sampled, rescore=rescore)
+    passed = sampled is None or rescore
+    if sampled is not None and rescore:
         metrics["sampler/mismatched_tokens"] = check_same(sampled, TokenScores(scored.logp_old, scored.entropy_old))
     if passed and not scored.scores_itself and not collector.options.sampling.filters_distribution:
         found = parity_metrics(scored.packed, scored.logp_old)
@@ -74,9 +76,3 @@ def prepare(collector: Collector, learner: Learner, journal: Journal) -> Prepare
     metrics |= advantage_metrics(advantages, learner.algorithm.advantage) | value_metrics(block)
     journal.write_rollouts(done + 1, judged, advantages)
     return Prepared(judged, block, metrics)
-
-
-def _recount_every(options: RolloutSection) -> int:
-    """Blocks after which sampled scores are compared with a pass; each of them for an engine that no recipe names."""
-    engine = options.engine
-    return engine.recount_every if isinstance(engine, GpuEngineSection | AutoEngineSection) else 1

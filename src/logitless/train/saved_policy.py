@@ -18,14 +18,15 @@ from logitless.models.export import adapter_tensors
 from logitless.models.value_head import value_head_for
 from logitless.rollout.transformers import TransformersEngine
 from logitless.seeds import derived_seed
-from logitless.train.checkpoint import checkpoints, damaged, folder_name, read_checkpoint, restore_parameters
-from logitless.train.config import Recipe
-from logitless.train.engines import engine_here
-from logitless.train.policies import policy_of
-from logitless.train.policy import Policy
-from logitless.train.recipe import load_recipe
-from logitless.train.run_folder import RunFolder
-from logitless.train.setup import device_of, policy_model, set_process, tokenizer_of
+from logitless.train.assembly.engines import engine_here
+from logitless.train.assembly.model import policy_model, tokenizer_of
+from logitless.train.assembly.policies import policy_of
+from logitless.train.assembly.process import device_of, set_process
+from logitless.train.learn.policy import Policy
+from logitless.train.recipe.config import Recipe
+from logitless.train.recipe.loading import load_recipe
+from logitless.train.record.run_folder import RunFolder
+from logitless.train.store.checkpoint import checkpoints, damaged, folder_name, read_checkpoint, restore_parameters
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def load_policy(
         has_values = any(name.startswith("parameter/value_head.") for name in checkpoint.tensors)
         policy = policy_of(recipe, model, value_head_for(model, None) if has_values else None)
         restore_parameters(policy.held(), checkpoint.tensors)
-        policy.round_masters()
+        policy.round_master_weights()
         progress = checkpoint.state["progress"]
     return SavedPolicy(recipe, tokenizer, policy, source, int(progress["block"]), int(progress["step"]))
 
@@ -122,6 +123,12 @@ def chosen_source(folder: RunFolder, which: str) -> Path:
         return found[-1]
     if which == "best" and found and (best := read_checkpoint(found[-1]).state["loop"].get("best")) is not None:
         which = folder_name(best["block"], best["step"])
+    elif which == "best" and load_recipe(folder.config).checkpoint.keep_best is None:
+        raise ConfigurationError(
+            needed=f"checkpoint.keep_best in {folder.config}, for the checkpoint 'best'",
+            given="a run without it, which keeps its latest checkpoints alone",
+            remedy="Name latest, model or a block's number; set checkpoint.keep_best for the next run.",
+        )
     if which.isdigit() and (of_block := [path for path in found if path.name.startswith(f"block-{int(which):06d}-")]):
         return of_block[-1]
     if named := [path for path in found if path.name == which]:

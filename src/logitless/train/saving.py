@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from logitless.train import checkpoint as checkpoints
-from logitless.train.collector import Collector
-from logitless.train.journal import Journal
-from logitless.train.learner import Learner
-from logitless.train.shared_checkpoint import SharedSaver
+from logitless.train.collect.collector import Collector
+from logitless.train.learn.learner import Learner
+from logitless.train.record.journal import Journal
+from logitless.train.store import checkpoint as checkpoints
+from logitless.train.store.shared_checkpoint import SharedSaver
 
 
 def save_run(

@@ -2,7 +2,7 @@
 
 import torch
 
-from logitless.models.paged_attention import PAGE, PagedCache
+from logitless.models.row_invariant.paged_attention import PAGE, PagedCache
 
 
 def draw(tokens, heads, key_heads, width, dtype=torch.float32, device="cpu", seed=0):

@@ -9,8 +9,8 @@ from logitless.models.kernels.gate import gated, gated_backward
 from logitless.models.kernels.linear import REFERENCE, Tile, add_low_rank, fixed_order_product, gated_product
 from logitless.models.kernels.norm import norm, norm_backward
 from logitless.models.kernels.rotary import HeadNorms, Heads, rotate, rotate_backward
-from logitless.models.linear import _HOPPER, _LOW_RANK, _PLAIN, _narrow_tile
-from logitless.models.self_check import _GATED
+from logitless.models.row_invariant.linear import _HOPPER, _LOW_RANK, _PLAIN, _narrow_tile
+from logitless.models.row_invariant.self_check import _GATED
 from tests.models.kernels.ahead import compiled
 
 

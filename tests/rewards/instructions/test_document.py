@@ -1,9 +1,6 @@
 """The page on instructions is the registry's."""
 
-import sys
 from pathlib import Path
-
-import pytest
 
 from logitless.rewards.instructions import INSTRUCTIONS, document
 
@@ -14,24 +11,12 @@ def test_the_page_is_current():
     assert (ROOT / document.PAGE).read_text(encoding="utf-8") == document.page()
 
 
-def test_every_instruction_has_a_row_of_six_cells():
+def test_every_official_instruction_has_a_row_with_its_marks():
     rows = [line for line in document.page().splitlines() if line.startswith("| `") and ":" in line.split("`")[1]]
-    assert [row.split("`")[1] for row in rows] == list(INSTRUCTIONS)
-    assert all(len(row.replace("\\|", "").split("|")) == 8 for row in rows)
-
-
-@pytest.mark.parametrize(("content", "status"), [(None, 1), ("old", 1), (document.page(), 0)])
-def test_check_tells_a_current_page_from_an_old_one(tmp_path, monkeypatch, content, status):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["document", "--check"])
-    if content is not None:
-        document.PAGE.parent.mkdir()
-        document.PAGE.write_text(content, encoding="utf-8")
-    assert document.main() == status
-
-
-def test_without_check_the_page_is_written(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["document"])
-    assert document.main() == 0
-    assert document.PAGE.read_text(encoding="utf-8") == document.page()
+    ids = [row.split("`")[1].partition("(")[0] for row in rows]
+    assert ids == [name for name in INSTRUCTIONS if "@" not in name]
+    assert all(len(row.replace("\\|", "").split("|")) == 4 for row in rows)
+    first_cells = {name: row.split("|")[1] for name, row in zip(ids, rows, strict=True)}
+    assert first_cells["keywords:word_once"] == " `keywords:word_once(keyword)`†‡° "
+    assert all(("†" in cell) == (f"{name}@fixed" in INSTRUCTIONS) for name, cell in first_cells.items())
+    assert first_cells["punctuation:no_comma"] == " `punctuation:no_comma`†‡ "

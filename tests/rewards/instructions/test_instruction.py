@@ -3,8 +3,8 @@
 import pytest
 
 from logitless.errors import DataError
-from logitless.rewards.instructions import INSTRUCTIONS, Argument
-from logitless.rewards.instructions.instruction import Instruction, Repair, case, table
+from logitless.rewards.instructions import INSTRUCTIONS
+from logitless.rewards.instructions.instruction import Count, Suite
 
 NUMBERS = INSTRUCTIONS["count:numbers"]
 
@@ -61,18 +61,17 @@ def test_arguments_that_are_not_as_declared_are_refused_with_row_and_id(instruct
     assert instruction_id in str(error.value)
 
 
-def test_a_repair_takes_over_arguments_and_needs_of_the_official_one():
-    official = Instruction(
-        "a:b",
-        "Has x.",
-        lambda text, N: "x" in text,
-        (Argument("N", "integer"),),
-        needs=("words",),
-        passes=case("x", N=1),
-        fails=case("y", N=1),
-        fixed=Repair("Has one x.", lambda text, N: text.count("x") == N, fails=case("xx", N=1)),
+def test_a_fixed_form_takes_over_arguments_and_needs_of_the_official_one():
+    suite = Suite()
+
+    @suite.instruction("a:b", "words")
+    def has_xs(text: str, N: Count, fixed: bool = False) -> bool:
+        return text.count("x") == N or (not fixed and text.count("x") > N)
+
+    official, fixed = suite["a:b"], suite["a:b@fixed"]
+    assert (
+        (fixed.arguments, fixed.needs)
+        == (official.arguments, official.needs)
+        == ({"N": NUMBERS.arguments["N"]}, ("words",))
     )
-    fixed = table(official)["a:b@fixed"]
-    assert (fixed.arguments, fixed.needs, fixed.passes) == (official.arguments, ("words",), official.passes)
-    assert fixed.fails.text == "xx"
-    assert fixed.family == "a"
+    assert [each.follows("xx", {"N": 1}) for each in (official, fixed)] == [True, False]

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from logitless.rewards.instructions import IFBENCH, IFEVAL, IFTRAIN, INSTRUCTIONS, Case, Instruction
+from logitless.rewards.instructions import INSTRUCTIONS, Instruction
+from logitless.rewards.instructions.document import described
+from tests.rewards.instructions.cases import CASES, Case
 from tests.rewards.instructions.official import official_rows
 
 SECONDS_AT_100K = 10.0
@@ -15,7 +17,8 @@ SECONDS_AT_100K = 10.0
 
 OFFICIAL = [instruction for instruction in INSTRUCTIONS.values() if not instruction.id.endswith("@fixed")]
 FIXED = [instruction for instruction in INSTRUCTIONS.values() if instruction.id.endswith("@fixed")]
-QUIRKS = [(instruction, quirk) for instruction in OFFICIAL for quirk in instruction.quirks]
+COMMON_TOKENS = [*"Yes no a I The 5 14 . ?! - * *** 🙂 日本 [] kayak".split(), '"']  # noqa: SIM905
+ONE_TOKEN = {instruction.id: described(instruction)[2] for instruction in OFFICIAL}
 # Cut to size by what they are: pieces that checks look for, so that random texts come near a verdict of True.
 PIECES = st.sampled_from(
     [
@@ -35,74 +38,49 @@ def by_id(instructions):
     return pytest.mark.parametrize("instruction", instructions, ids=lambda instruction: instruction.id)
 
 
-def test_the_registry_has_the_25_29_and_58_official_ids():
-    assert [sum("@" not in name for name in table) for table in (IFEVAL, IFTRAIN, IFBENCH)] == [25, 29, 58]
-    assert len(OFFICIAL) == 112
-
-
-def test_every_name_is_a_family_and_a_word():
-    assert all(re.fullmatch(r"[a-z_]+:[a-z0-9_-]+(@fixed)?", name) for name in INSTRUCTIONS)
-    assert all(name == instruction.id for name, instruction in INSTRUCTIONS.items())
+def arguments_of_a_pass(instruction: Instruction) -> dict:
+    return instruction.read_arguments(CASES[instruction.id].passes.arguments, row="test")
 
 
 @by_id(INSTRUCTIONS.values())
-def test_a_text_that_follows_the_instruction_passes(instruction, tagger):
-    assert verdict(instruction, instruction.passes) is True
+def test_a_text_that_follows_the_instruction_passes_and_one_that_does_not_fails(instruction, tagger):
+    cases = CASES[instruction.id]
+    assert verdict(instruction, cases.passes) is True
+    for case in (cases.fails, *cases.fail_too):
+        assert verdict(instruction, case) is False, case.text
+        assert case.text.strip()
 
 
-@by_id(INSTRUCTIONS.values())
-def test_a_text_that_does_not_follow_the_instruction_fails(instruction, tagger):
-    assert verdict(instruction, instruction.fails) is False
-    assert instruction.fails.text.strip()
-
-
-@pytest.mark.parametrize(
-    ("instruction", "quirk"), QUIRKS, ids=lambda part: getattr(part, "id", getattr(part, "note", ""))
-)
-def test_a_quirk_of_the_official_check_is_kept(instruction, quirk):
-    assert verdict(instruction, quirk.case) is quirk.verdict
+@by_id(OFFICIAL)
+def test_the_quirks_of_the_official_check_are_those_of_its_docstring(instruction):
+    found = {note: verdict(instruction, case) for note, case in CASES[instruction.id].quirks.items()}
+    assert found == described(instruction)[1]
 
 
 @by_id(FIXED)
 def test_a_fixed_check_judges_one_of_the_quirks_differently(instruction):
     official = INSTRUCTIONS[instruction.id.removesuffix("@fixed")]
-    assert any(verdict(instruction, quirk.case) is not quirk.verdict for quirk in official.quirks)
+    cases = CASES[official.id].quirks.values()
+    assert any(verdict(instruction, case) is not verdict(official, case) for case in cases)
 
 
-@by_id([instruction for instruction in OFFICIAL if instruction.one_token])
+@by_id([instruction for instruction in OFFICIAL if ONE_TOKEN[instruction.id]])
 def test_the_token_that_is_said_to_satisfy_the_instruction_does(instruction, tagger):
-    assert re.fullmatch(r"[^\W\d_]+|\d+|[^\w\s]+", instruction.one_token)
-    assert verdict(instruction, Case(instruction.one_token, instruction.passes.arguments))
+    token = ONE_TOKEN[instruction.id]
+    assert re.fullmatch(r"[^\W\d_]+|\d+|[^\w\s]+", token)
+    assert verdict(instruction, Case(token, CASES[instruction.id].passes.arguments))
 
 
-@by_id([instruction for instruction in OFFICIAL if not instruction.one_token])
+@by_id([instruction for instruction in OFFICIAL if not ONE_TOKEN[instruction.id]])
 def test_no_common_token_satisfies_an_instruction_said_to_need_more(instruction, tagger):
-    for token in (
-        "Yes",
-        "no",
-        "a",
-        "I",
-        "The",
-        "5",
-        "14",
-        ".",
-        "?!",
-        '"',
-        "-",
-        "*",
-        "***",
-        "🙂",
-        "日本",
-        "[]",
-        "kayak",
-    ):
-        assert not verdict(instruction, Case(token, instruction.passes.arguments)), token
+    for token in COMMON_TOKENS:
+        assert not verdict(instruction, Case(token, CASES[instruction.id].passes.arguments)), token
 
 
 @by_id(INSTRUCTIONS.values())
 def test_a_hostile_text_of_100k_characters_is_judged_in_linear_time(instruction, tagger):
-    text = (instruction.hostile * 100_000)[:100_000]
-    arguments = instruction.read_arguments(instruction.passes.arguments, row="test")
+    text = (CASES[instruction.id].hostile * 100_000)[:100_000]
+    arguments = arguments_of_a_pass(instruction)
     instruction.check(text[:100], **arguments)
     started = time.process_time()
     instruction.check(text, **arguments)
@@ -113,7 +91,7 @@ def test_a_hostile_text_of_100k_characters_is_judged_in_linear_time(instruction,
 @settings(max_examples=15, deadline=None, database=None, derandomize=True)
 @given(text=TEXTS)
 def test_any_text_gets_the_same_verdict_twice_and_raises_nothing(instruction, tagger, text):
-    arguments = instruction.read_arguments(instruction.passes.arguments, row="test")
+    arguments = arguments_of_a_pass(instruction)
     first = instruction.check(text, **arguments)
     assert isinstance(first, bool)
     assert instruction.check(text, **arguments) is first
@@ -144,7 +122,7 @@ def test_no_argument_that_is_taken_for_a_pattern_makes_a_check_raise(pattern, te
 
 @by_id(INSTRUCTIONS.values())
 def test_a_blank_text_follows_nothing(instruction):
-    assert not instruction.follows(" \n", instruction.read_arguments(instruction.passes.arguments, row="test"))
+    assert not instruction.follows(" \n", arguments_of_a_pass(instruction))
 
 
 @pytest.mark.parametrize(("name", "rows", "instructions"), [("ifeval", 541, 834), ("ifbench", 300, 344)])

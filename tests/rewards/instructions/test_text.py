@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from logitless.errors import UnavailableError
 from logitless.rewards.instructions import INSTRUCTIONS, text
 from logitless.rewards.instructions.word_lists import ABBREVIATIONS, CAPITALS, PERSON_NAMES, PRONOUNS, STOP_WORDS
+from tests.rewards.instructions.cases import CASES
 
 PIECES = "a|A|Dr|e.g|.|. |! |?|\"|'|)|(|\n|  |no|No|1|3.|...|--|,|:|”|can't |cannot |gonna |[x] |$5 ".split("|")  # noqa: SIM905
 texts = st.lists(st.sampled_from(PIECES), max_size=16).map("".join)
@@ -99,9 +100,9 @@ def test_without_the_tagger_the_data_is_named(monkeypatch):
 )
 def test_without_a_package_the_extra_is_named(monkeypatch, package, instruction_id):
     monkeypatch.setitem(sys.modules, package, None)
-    instruction = INSTRUCTIONS[instruction_id]
+    case = CASES[instruction_id].passes
     with pytest.raises(UnavailableError, match=r"logitless\[rewards\]"):
-        instruction.check(instruction.passes.text, **instruction.passes.arguments)
+        INSTRUCTIONS[instruction_id].check(case.text, **case.arguments)
 
 
 def test_the_word_lists_have_the_published_lengths():

@@ -1,9 +1,8 @@
-"""Kernels of the gradient pass: two products on the live rows, and what prepares their operands.
+"""Kernels of the gradient pass: two products on the rows with a gradient ("nonzero"), and what prepares their operands.
 
-Only rows with a gradient (live rows) enter the products. They are brought to the front: slot j holds row ``source[j]``,
-for the ``count`` slots that there are live rows. A live row below ``count`` stays where it is, and a dead one is
-overwritten by a live row from ``count`` or beyond, so no row is read and written in the same launch. ``count`` stays on
-the device; nothing on the host needs to know how many rows are live.
+Nonzero rows are moved to the front: slot j holds row ``source[j]``, for ``count`` slots. A nonzero row below ``count``
+stays where it is, and other rows there are overwritten by nonzero rows from ``count`` or beyond, so that no row is read
+and written in the same launch. ``count`` stays on the device.
 """
 
 import triton
@@ -40,9 +39,9 @@ def clear_rows(
 
     A launch of its own: these rows may be where ``move_rows`` reads.
     """
-    live = tl.load(count).to(tl.int32)
-    row = live + tl.program_id(0)
-    end = tl.minimum(tl.cdiv(tl.maximum(live, 1), ALIGN) * ALIGN, N)
+    nonzero = tl.load(count).to(tl.int32)
+    row = nonzero + tl.program_id(0)
+    end = tl.minimum(tl.cdiv(tl.maximum(nonzero, 1), ALIGN) * ALIGN, N)
     if row < end:
         v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         zero = tl.zeros((BLOCK,), kept.dtype.element_ty)
@@ -60,22 +59,22 @@ def gather_rows(
 ):  # fmt: skip
     """out[j] = factor[j] * x[row_of_slot[j]] for j < count, 0 after it."""
     slot = tl.program_id(0).to(tl.int64)
-    live = slot < tl.load(count)
+    nonzero = slot < tl.load(count)
     row = tl.load(row_of_slot + slot).to(tl.int64)
     scale = 1.0
     if factor is not None:
         scale = tl.load(factor + slot)
     for start in range(0, D, BLOCK):
         d = start + tl.arange(0, BLOCK)
-        value = tl.load(x + row * D + d, mask=(d < D) & live, other=0.0).to(tl.float32)
-        value = tl.where(live, value * scale, 0.0)
+        value = tl.load(x + row * D + d, mask=(d < D) & nonzero, other=0.0).to(tl.float32)
+        value = tl.where(nonzero, value * scale, 0.0)
         tl.store(out + slot * D + d, value.to(out.dtype.element_ty), mask=d < D)
 
 
 @triton.jit(do_not_specialize=["N"])
 def add_entropy_gradient(
     kept,  # in and out [N, V] of row stride ``stride``
-    live,  # [N] bool
+    nonzero,  # [N] bool
     target,  # [N] int64 column in ``kept``
     entry,  # [N] float32
     shift,  # [N] float32, bits
@@ -86,7 +85,7 @@ def add_entropy_gradient(
 ):  # fmt: skip
     """E_v becomes E_v (g + h (log p_v + H)), the target's entry ``entry``; log p_v is read off E_v itself."""
     for row in range(tl.program_id(0), N, PROGRAMS):
-        if tl.load(live + row) != 0:
+        if tl.load(nonzero + row) != 0:
             place = kept + tl.cast(row, tl.int64) * stride
             g = tl.load(grad_logp + row)
             h = tl.load(grad_entropy + row)
@@ -120,7 +119,7 @@ def logit_gradient_product(
     SOFTCAP: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the loss in the products, for the block of columns that starts at ``first``, made anew.
+    """Recomputed gradient of the loss in the products, for the block of columns that starts at ``first``.
 
     -p_v (g + h (log p_v + H)) times the softcap's slope, and ``grad_target`` times it in the target's column.
     """
@@ -192,10 +191,10 @@ def store_rows(
 
 @triton.jit
 def share_parts(num_rows, num_tiles, most, room, PROGRAMS: tl.constexpr):
-    """Into how many parts a tile's sum is cut: the fewest that do not leave programs idle for longer than more would.
+    """Into how many parts a tile's sum is cut, so that few programs are idle.
 
     Tiles come in rounds of PROGRAMS; a last round that is nearly empty takes as long as a full one. A number of parts
-    is worth it where it saves a 32nd; those of all rows must find room in ``room`` rows.
+    must save a 32nd of the time, and the parts of all rows must fit into ``room`` rows.
     """
     best = 1
     rounds = tl.cdiv(num_tiles, PROGRAMS)

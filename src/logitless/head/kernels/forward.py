@@ -6,12 +6,11 @@ Everything per row is in bits (base 2), so that one multiply-add leads from a pr
     E_v = 2^(z_v - anchor_n),   S = sum_{v != y} E_v,   T = sum_{v != y} E_v (z_v - anchor_n)
 
 ``multiplier`` is scale / temperature * log2(e) (softcap / temperature * log2(e) with a softcap). Row sums are written
-per tile and added up afterwards: no atomics, so results are bitwise repeatable, and a row's sums do not depend on the
-other rows of the batch.
+per tile and added up afterwards, without atomics: bitwise repeatable, and independent of the other rows.
 
-Two ways to load: TMA descriptors (Hopper and later) or plain masked tiles (any GPU; the only way that can follow a
-list of rows). What this gives up: no maximum is tracked, so rows whose exponentials leave the range are found by
-``row_scores`` and computed again with their maximum as the anchor.
+Tiles are loaded by TMA descriptors (Hopper and later) or with masks (any GPU; needed for lists of rows). No maximum is
+tracked: rows whose exponentials leave the range are found by ``row_scores`` and recomputed with their maximum as the
+anchor.
 """
 
 import triton
@@ -54,7 +53,7 @@ def halves(tile, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def row_sums(tile, BM: tl.constexpr, BN: tl.constexpr, HALVED: tl.constexpr):
-    """Over the columns of a tile, or of its halves and then of both: the order of ``overlapped.py``."""
+    """Over the columns of a tile, or of its halves and then of both."""
     if HALVED:
         left, right = halves(tile, BM, BN)
         total = tl.sum(left, 1) + tl.sum(right, 1)
@@ -113,7 +112,7 @@ def low_rows(
     N, R, D, C, TWICE: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """scale * x @ a.T; a row's bits do not depend on how many rows there are, as a library's may."""
+    """scale * x @ a.T, row-invariant, which a library's product may not be."""
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     cols = tl.program_id(1) * BN + tl.arange(0, BN)
     product = add_product(x, a, tl.zeros((BM, BN), tl.float32), row, row < N, cols, R, D, BK, PRECISION) * scale

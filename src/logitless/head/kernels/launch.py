@@ -1,4 +1,4 @@
-"""Kernels as functions of tensors: shapes in, grid and descriptors out. Nothing here waits for the device."""
+"""Kernels as functions of tensors: grid and descriptors from shapes. Nothing here synchronizes."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from logitless.head.kernels import backward, forward, tiles
-from logitless.head.kernels.variants import OVERLAPPED, Tile, Variant
+from logitless.head.kernels.variants import Tile, Variant
 
 FEW_ROUNDS, FEW_PARTS = 6, 8
 """Up to so many rounds of tiles are cut into parts, up to so many: an idle last round would weigh too much there."""
@@ -60,7 +60,7 @@ class Operands(Form):
 
     @property
     def gain(self) -> float:
-        """What undoes the mean error of the products: matrix units that truncate make every sum a little small."""
+        """Corrects the mean error of matrix units that truncate (docs/numerics.md)."""
         return 1 + self.variant.truncation * (self.weight.shape[1] + self.rank)
 
     @property
@@ -100,26 +100,26 @@ class Compaction(NamedTuple):
     taken: Tensor
 
 
-def compaction(live: Tensor) -> Compaction:
-    """Live rows first, moving as few as possible: slot j keeps row j if it is live, else takes one from the end.
+def compaction(nonzero: Tensor) -> Compaction:
+    """Rows with a gradient ("nonzero") first, as few as possible moved: slot j keeps row j if that is nonzero, else it
+    takes one from the end.
 
-    Let ``count`` be the number of live rows. Slots ``0 .. count - 1`` are to be taken. Those whose own row is dead are
-    free, and exactly as many live rows stand at ``count`` or beyond. The first free slot takes the first of these, the
-    second free slot the second, and so on.
+    With ``count`` nonzero rows, slots ``0 .. count - 1`` are taken; the i-th free slot takes the i-th nonzero row from
+    ``count`` on.
 
     Example:
         >>> found = compaction(torch.tensor([True, False, False, True, True]))
         >>> found.taken, found.source[:3]  # slots 1 and 2 are free and take rows 3 and 4
         (tensor([3], dtype=torch.int32), tensor([0, 3, 4], dtype=torch.int32))
     """
-    passed = live.cumsum(0, dtype=torch.int32)  # [j]: live rows up to and with row j
+    passed = nonzero.cumsum(0, dtype=torch.int32)  # [j]: nonzero rows up to and with row j
     count = passed[-1:]
-    position = torch.arange(1, len(live) + 1, dtype=torch.int32, device=live.device)
-    # ``position - passed`` counts the dead rows up to and with row j: 1 at the first free slot, 2 at the second, ...
-    # ``inside`` live rows stand below ``count``, so the n-th beyond it is the (inside + n)-th of all.
+    position = torch.arange(1, len(nonzero) + 1, dtype=torch.int32, device=nonzero.device)
+    # ``position - passed`` counts the zero rows up to and with row j: 1 at the first free slot, 2 at the second, ...
+    # ``inside`` nonzero rows stand below ``count``, so the n-th beyond it is the (inside + n)-th of all.
     inside = passed[(count - 1).clamp(min=0)]
     beyond = torch.searchsorted(passed, inside + position - passed, out_int32=True)
-    return Compaction(source=torch.where(live, position - 1, beyond.clamp(max=len(live) - 1)), taken=count)
+    return Compaction(source=torch.where(nonzero, position - 1, beyond.clamp(max=len(nonzero) - 1)), taken=count)
 
 
 def listed(chosen: Tensor) -> Compaction:
@@ -130,7 +130,7 @@ def listed(chosen: Tensor) -> Compaction:
 
 
 def kept_rows(rows: int, vocabulary: int, variant: Variant, device: torch.device) -> Tensor:
-    """Room for the exponentials of so many rows, each of whole 16 bytes: TMA starts there, and stores nothing less."""
+    """A buffer for the exponentials of so many rows, aligned to 16 bytes for TMA."""
     stride = -(-vocabulary // 8) * 8
     return torch.empty(rows, stride, dtype=variant.kept, device=device)
 
@@ -178,7 +178,7 @@ class TileSums(NamedTuple):
 
     @classmethod
     def of(cls, operands: Operands, rows: Rows) -> "TileSums":
-        """Room for those of these columns."""
+        """Buffers for the sums of these columns."""
         tiles, n = triton.cdiv(len(operands.weight), operands.variant.score.columns), len(rows.multiplier)
         # Both begin at multiples of 16 bytes: kernels are compiled for what an address is a multiple of.
         both = torch.empty(2, -(-tiles * n // 4) * 4, dtype=torch.float32, device=rows.hidden.device)
@@ -222,10 +222,6 @@ def exp_product(
     variant, tile = operands.variant, operands.variant.score
     tma = variant.tma and chosen is None
     v, n = len(operands.weight), len(anchor)
-    pays = operands.low is not None or operands.weight.shape[1] <= OVERLAPPED
-    if variant.overlaps and pays and tma and not (maximum or operands.softcap or operands.bias is not None):
-        _overlapped_exp_product(operands, rows, anchor, kept, parts)
-        return
     row_list, count = (None, None) if chosen is None else chosen
     place = None if kept is None else _tiles(kept[:, :v], _store_block(tile), tma)
     apart = (rows.hidden, operands.weight, rows.low, operands.low)
@@ -238,36 +234,6 @@ def exp_product(
         PRECISION=variant.precision,
         **_blocks(variant, tile),
     )  # fmt: skip
-
-
-def _overlapped_exp_product(
-    operands: Operands, rows: Rows, anchor: Tensor, kept: Tensor | None, parts: TileSums
-) -> None:
-    """``exp_product`` of all rows in order, on Hopper."""
-    from logitless.head.kernels import overlapped
-
-    tile, (v, d) = operands.variant.score, operands.weight.shape
-    half, rank = tile.rows // 2, triton.next_power_of_2(max(16, operands.rank)) if operands.rank else 0
-    x_low = rows.hidden if rows.low is None else rows.low
-    w_low = operands.weight if operands.low is None else operands.low
-    out = rows.hidden if kept is None else kept[:, :v]
-    group = max(16, tile.group) if kept is None else 16  # what is stored leaves less of L2 to the rows
-    overlapped.overlapped_exp_product[_grid(operands.variant, len(anchor), v, tile)](
-        _swizzled(rows.hidden, half, tile.depth), _swizzled(operands.weight, tile.columns, tile.depth),
-        _swizzled(x_low, half, tile.depth), _swizzled(w_low, tile.columns, tile.depth),
-        _swizzled(out, half, tile.columns // 2), rows.multiplier, operands.gain, anchor, rows.target, parts.s, parts.t,
-        len(anchor), v, d, KEEP=kept is not None, RANK=rank, GROUP=group,
-        PROGRAMS=operands.variant.programs, num_warps=4,
-    )  # fmt: skip
-
-
-def _swizzled(matrix: Tensor, rows: int, columns: int) -> Any:
-    """Blocks of a bfloat16 matrix as warp groups multiply them."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SwizzledDescriptor
-
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return SwizzledDescriptor.from_tensor(matrix, [rows, columns], layout)
 
 
 def leading_maximum(operands: Operands, rows: Rows) -> Tensor:
@@ -335,19 +301,19 @@ def logit_gradient(
 
 
 def add_entropy_gradient(
-    kept: Tensor, live: Tensor, place: Tensor, entry: Tensor, shift: Tensor, grad_logp: Tensor, grad_entropy: Tensor,
+    kept: Tensor, nonzero: Tensor, place: Tensor, entry: Tensor, shift: Tensor, grad_logp: Tensor, grad_entropy: Tensor,
     entropy: Tensor, variant: Variant,
 ) -> None:  # fmt: skip
-    """Makes kept exponentials into logit gradients of both outputs, in place, on live rows."""
+    """Makes kept exponentials into logit gradients of both outputs, in place, on nonzero rows."""
     programs, (rows, width) = variant.programs * 8, kept.shape
     backward.add_entropy_gradient[(programs,)](
-        kept, live, place, entry, shift, grad_logp, grad_entropy, entropy, width, kept.stride(0), rows,
+        kept, nonzero, place, entry, shift, grad_logp, grad_entropy, entropy, width, kept.stride(0), rows,
         BLOCK=4096, PROGRAMS=programs, num_warps=4,
     )  # fmt: skip
 
 
 def move_rows(kept: Tensor, chosen: Compaction, variant: Variant) -> None:
-    """Brings live rows to the front, in place, and clears what a step of the weight's product reads beyond them."""
+    """Brings nonzero rows to the front, in place, and clears what a step of the weight's product reads beyond them."""
     programs, width, stride, align = variant.programs * 8, kept.shape[1], kept.stride(0), 2 * variant.weight.depth
     backward.move_rows[(programs,)](
         kept, chosen.source, chosen.taken, width, stride, BLOCK=4096, PROGRAMS=programs, num_warps=4
@@ -397,11 +363,11 @@ def row_product(
 
 
 class Sharing(NamedTuple):
-    """How programs may share the tiles of ``row_product``; the number of live rows, on the device, says how they do.
+    """How programs may share the tiles of ``row_product``; chosen on the device, by the number of nonzero rows.
 
     Args:
         most: parts of a tile's sum; 1 for programs that share nothing.
-        room: rows that the parts of all live rows take at most.
+        room: rows that the parts of all nonzero rows take at most.
     """
 
     most: int
@@ -502,7 +468,7 @@ def _strips(variant: Variant, tile: Tile, rows: int, width: int) -> list[tuple[s
 
 
 def _wide(out: Tensor, tile: Tile) -> bool:
-    """Whether a tile of ``out`` has to leave in halves, for want of shared memory."""
+    """Whether a tile of ``out`` is stored in halves, for lack of shared memory."""
     return out.element_size() * tile.rows * tile.columns > 2**16
 
 

@@ -1,7 +1,7 @@
-"""What the chunked head does with a tile of float32 logits that a library has multiplied, in one pass each.
+"""What the chunked head does with a tile of float32 logits, in one pass each.
 
-The same as the torch operations in ``chunked.py``, where their equations are; those read and write the tile six to ten
-times. One program works on a row: its sums do not depend on the other rows.
+Equal to the torch operations in ``chunked.py``, which read and write the tile six to ten times. One program works on a
+row, so that its sums are row-invariant.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""Which tiles a GPU, a dtype and a shape get, and why not any; the measurements behind it are in docs/head.md."""
+"""Tiles by GPU, dtype and shape; the measurements are in docs/head.md."""
 
 from dataclasses import dataclass, replace
 
@@ -23,7 +23,7 @@ class Tile:
 
 
 def kept_dtype(product: torch.dtype) -> torch.dtype:
-    """In what the exponentials of rows of this dtype are kept: bfloat16 is wide enough for bfloat16 only."""
+    """Dtype of kept exponentials for rows of this dtype: bfloat16 for bfloat16, else float32."""
     return torch.bfloat16 if product == torch.bfloat16 else torch.float32
 
 
@@ -34,14 +34,13 @@ class Variant:
     Args:
         tma: tiles come through TMA descriptors (Hopper and later); else through masked loads.
         programs: programs of a persistent grid.
-        score: tile of the forward product and of recomputed logit gradients (the same, so that log-probs of scoring
-            and training have the same bits).
+        score: tile of the forward product and of recomputed logit gradients (the same, so that scoring and training are
+            bitwise identical).
         hidden: tile of the hidden gradient's product.
         weight: tile of the weight gradient's product.
         kept: dtype of kept exponentials and logit gradients.
-        precision: how float32 operands are multiplied (irrelevant for 16-bit ones).
+        precision: how float32 operands are multiplied.
         truncation: relative loss of a sum of products per unit of its length, measured.
-        overlaps: whether ``overlapped.py``'s forward product runs here, for hidden sizes up to OVERLAPPED and for LoRA.
     """
 
     tma: bool
@@ -52,7 +51,6 @@ class Variant:
     kept: torch.dtype
     precision: str
     truncation: float = 0.0
-    overlaps: bool = False
 
     @property
     def narrow(self) -> bool:
@@ -66,12 +64,6 @@ WIDE = Tile(rows=128, columns=256, depth=64, group=16, stages=3, warps=8)
 
 DEEP = 2048
 """Hidden size from which an epilogue is a small part of a tile's time."""
-
-OVERLAPPED = 2048
-"""Largest hidden size at which ``overlapped.py`` is faster without LoRA: of 896, 2048, 4096 and 8192, the first two."""
-
-GLUON = "3.6."
-"""The releases of Triton whose Gluon ``overlapped.py`` is written in: 3.5 and 3.7 name or order its parts otherwise."""
 
 HOPPER_TRUNCATION = 1.0e-9
 """A bfloat16 product over D on Hopper is 1 - 1.0e-9 D of the exact one, in the mean over D of 896 to 8192."""
@@ -115,11 +107,7 @@ def variant(hidden: Tensor) -> Variant:
     capability = torch.cuda.get_device_capability(hidden.device)
     programs = torch.cuda.get_device_properties(hidden.device).multi_processor_count
     if kept == torch.bfloat16 and capability[0] in (9, 10) and aligned:  # others have less shared memory
-        lost = truncation(hidden.device, hidden.dtype)
-        import triton  # the chunked head needs this file, and no Triton
-
-        overlaps = capability[0] == 9 and triton.__version__.startswith(GLUON)
-        return replace(hopper(hidden.shape[1], programs), truncation=lost, overlaps=overlaps)
+        return replace(hopper(hidden.shape[1], programs), truncation=truncation(hidden.device, hidden.dtype))
     if kept == torch.bfloat16:
         return Variant(False, programs * 2, PLAIN, PLAIN, PLAIN, kept, precision)
     score = PLAIN if hidden.dtype == torch.float16 else FLOAT32

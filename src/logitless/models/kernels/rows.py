@@ -6,6 +6,7 @@ hold whatever lies there; what makes rows for a product leaves that room.
 """
 
 import bisect
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,8 @@ CHECKED_ROWS = (*FEW_ROWS, *range(768, 16384 + 1, 256))
 MOST_ROWS = CHECKED_ROWS[-1]
 
 
-def divided_up(number: int, by: int) -> int:
-    """The quotient rounded up; Triton's own costs the host ten times as much.
+def divided_up(number: Any, by: Any) -> Any:
+    """The quotient rounded up, of numbers or tensors; Triton's own costs the host ten times as much.
 
     Example:
         >>> divided_up(5, 2)

@@ -1,10 +1,8 @@
-"""Advantages: from rewards to the number that says how much each token is to be made likelier; a file a family.
+"""Advantages from rewards, a file a family; the interface is in ``contract``.
 
 ``group_relative`` and ``batch_relative`` compare the completions of one prompt, ``token_returns`` and ``value_based``
-look along a sequence, ``turns`` does both. All are called alike, see ``contract``.
-
-Groups are found by id, never by position. NaN stands for an unscorable completion: its advantage is 0 and it enters no
-statistic. Standard deviations are Bessel-corrected and ``EPSILON`` is added to them. Nothing here is differentiated.
+look along a sequence, ``turns`` does both. Groups are found by id. NaN is an unscored completion: its advantage is 0
+and it enters no statistic. Standard deviations are Bessel-corrected, plus ``EPSILON``. Nothing is differentiated.
 """
 
 from logitless.objective.advantage.batch_relative import (
@@ -15,7 +13,7 @@ from logitless.objective.advantage.batch_relative import (
     gdpo,
     reinforce_pp_baseline,
 )
-from logitless.objective.advantage.contract import AdvantageInputs, AdvantageOutput, Estimator, OnePerCompletion
+from logitless.objective.advantage.estimator import AdvantageInputs, AdvantageOutput, Estimator, OnePerCompletion
 from logitless.objective.advantage.group_relative import (
     GroupCentered,
     GroupStandardized,

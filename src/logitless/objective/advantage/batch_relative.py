@@ -1,4 +1,4 @@
-"""Advantages that the spread of the whole batch enters, over every rank: one standard deviation for all groups."""
+"""Advantages scaled by one standard deviation of the whole batch, over all ranks."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.advantage.contract import AdvantageInputs, OnePerCompletion
+from logitless.objective.advantage.estimator import AdvantageInputs, OnePerCompletion
 from logitless.objective.advantage.group_relative import group_centered, group_standardized
 from logitless.objective.advantage.groups import as_rows, assign, mean_of
 from logitless.objective.advantage.whitening import EPSILON, batch_statistics, whiten
@@ -20,13 +20,13 @@ from logitless.objective.over_ranks import SumOverRanks, one_rank
 def batch_standardized(
     rewards: Float[Tensor, "B"], group: Int[Tensor, "B"], sum_over_ranks: SumOverRanks = one_rank
 ) -> Float[Tensor, "B"]:
-    """Reward minus the mean of its group, over the standard deviation of the raw rewards of the whole batch.
+    """Reward minus the mean of its group, over the standard deviation of all rewards of the batch.
 
     ``A_i = (r_i - mean(r of the group)) / (std(all scored r) + EPSILON)``
 
     Args:
         rewards, group: as ``group_centered``; a group lies whole on one rank.
-        sum_over_ranks: makes the standard deviation that of every rank's rewards.
+        sum_over_ranks: for the standard deviation over all ranks.
 
     Returns: as ``group_centered``.
 
@@ -43,13 +43,7 @@ def batch_standardized(
 
 @dataclass(frozen=True)
 class BatchStandardized(OnePerCompletion):
-    """See ``batch_standardized``.
-
-    Example:
-        >>> inputs = AdvantageInputs(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]), torch.arange(2))
-        >>> BatchStandardized()(inputs).advantage
-        tensor([-0.7071,  0.7071])
-    """
+    """See ``batch_standardized``."""
 
     name: Literal["batch_standardized"] = "batch_standardized"
 
@@ -70,12 +64,12 @@ def reinforce_pp_baseline(
 
     Args:
         rewards, group: as ``group_centered``; a group lies whole on one rank.
-        sequence: [N] completion of each trained token, to whiten over tokens; ``arange(B)`` whitens over completions.
-        sum_over_ranks: makes the whitening that of every rank.
+        sequence: [N] completion of each trained token; ``arange(B)`` whitens over completions instead.
+        sum_over_ranks: for whitening over all ranks.
 
     Returns: as ``group_centered``.
 
-    Source: REINFORCE++-baseline, arXiv:2501.03262, whose batch is of tokens, as are OpenRLHF's and verl's.
+    Source: REINFORCE++-baseline, arXiv:2501.03262; OpenRLHF and verl whiten over tokens too.
 
     Example:
         >>> rewards, group = torch.tensor([0.0, 2.0, 0.0, 4.0]), torch.tensor([0, 0, 1, 1])
@@ -95,15 +89,7 @@ class ReinforcePPBaseline(OnePerCompletion):
     """See ``reinforce_pp_baseline``.
 
     Args:
-        whiten_over: ``tokens`` (the paper's, OpenRLHF's, verl's), where a long completion counts more, or
-            ``completions``.
-
-    Example:
-        >>> inputs = AdvantageInputs(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]), torch.tensor([0, 1, 1]))
-        >>> ReinforcePPBaseline()(inputs).advantage  # -1 1 1: mean 1 / 3, std sqrt(4 / 3)
-        tensor([-1.1546,  0.5773,  0.5773])
-        >>> ReinforcePPBaseline(whiten_over="completions")(inputs).advantage
-        tensor([-0.7071,  0.7071,  0.7071])
+        whiten_over: ``tokens`` (the paper's), where a long completion counts more, or ``completions``.
     """
 
     whiten_over: Literal["tokens", "completions"] = "tokens"
@@ -122,7 +108,7 @@ def gdpo(
     weights: Float[Tensor, "F"],
     sum_over_ranks: SumOverRanks = one_rank,
 ) -> Float[Tensor, "B"]:
-    """Standardise each reward function in its group, sum with weights, whiten over the whole batch.
+    """Standardize each reward function in its group, sum with weights, whiten over the batch.
 
     ``A = whiten(sum_f weights_f * group_standardized(r_f))``
 
@@ -130,7 +116,7 @@ def gdpo(
         rewards: [B, F], NaN where function f could not score completion i: that term is then 0.
         group: [B] ids; a group lies whole on one rank.
         weights: [F].
-        sum_over_ranks: makes the whitening that of every rank's completions.
+        sum_over_ranks: for whitening over all ranks.
 
     Returns:
         [B]; 0 where every function is missing and in groups with fewer than two scored completions.
@@ -151,18 +137,11 @@ def gdpo(
 
 @dataclass(frozen=True)
 class Gdpo(OnePerCompletion):
-    """See ``gdpo``; it alone takes the reward functions apart, so it reads ``scores`` and ``weights``.
+    """See ``gdpo``. Reads ``scores`` and ``weights`` instead of ``rewards``.
 
     Raises:
-        ConfigurationError: called with a KL in the reward or rewards of turns, which belong to no function.
+        ConfigurationError: called with a KL in the reward or with turn rewards, which belong to no function.
         InputError: called without scores or weights.
-
-    Example:
-        >>> scores, group = torch.tensor([[1.0], [3.0]]), torch.tensor([5, 5])
-        >>> inputs = AdvantageInputs(
-        ...     scores.sum(1), group, torch.arange(2), scores=scores, weights=torch.tensor([2.0]))
-        >>> Gdpo()(inputs).advantage.round(decimals=2)
-        tensor([-0.7100,  0.7100])
     """
 
     name: Literal["gdpo"] = "gdpo"

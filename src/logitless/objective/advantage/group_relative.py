@@ -1,4 +1,4 @@
-"""Advantages of a completion against the others of its group; and ``raw``, which compares with nothing."""
+"""Advantages of a completion against the others of its group; and ``raw``, without a baseline."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.advantage.contract import AdvantageInputs, OnePerCompletion
+from logitless.objective.advantage.estimator import AdvantageInputs, OnePerCompletion
 from logitless.objective.advantage.groups import (
     as_rows,
     assign,
@@ -25,7 +25,7 @@ from logitless.objective.over_ranks import SumOverRanks
 
 @shaped
 def raw(rewards: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
-    """The reward itself, no baseline.
+    """The reward itself.
 
     ``A_i = r_i``
 
@@ -41,13 +41,7 @@ def raw(rewards: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
 
 @dataclass(frozen=True)
 class Raw(OnePerCompletion):
-    """See ``raw``.
-
-    Example:
-        >>> inputs = AdvantageInputs(torch.tensor([3.0]), torch.tensor([0]), torch.arange(1))
-        >>> Raw(clip=1.0)(inputs).advantage
-        tensor([1.])
-    """
+    """See ``raw``."""
 
     name: Literal["raw"] = "raw"
     compares_group: ClassVar[bool] = False
@@ -63,11 +57,11 @@ def group_centered(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> Floa
     ``A_i = r_i - mean(r of the group)``
 
     Args:
-        rewards: [B], NaN = unscorable.
-        group: [B] ids, in any order, not necessarily compact.
+        rewards: [B], NaN = unscored.
+        group: [B] ids, in any order.
 
     Returns:
-        [B]; 0 for unscorable completions and in groups with fewer than two scored ones.
+        [B]; 0 for unscored completions and in groups with fewer than two scored ones.
 
     Source: Dr. GRPO, arXiv:2503.20783.
 
@@ -81,13 +75,7 @@ def group_centered(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> Floa
 
 @dataclass(frozen=True)
 class GroupCentered(OnePerCompletion):
-    """See ``group_centered``.
-
-    Example:
-        >>> inputs = AdvantageInputs(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]), torch.arange(2))
-        >>> GroupCentered()(inputs).advantage
-        tensor([-1.,  1.])
-    """
+    """See ``group_centered``."""
 
     name: Literal["group_centered"] = "group_centered"
 
@@ -115,13 +103,7 @@ def group_standardized(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> 
 
 @dataclass(frozen=True)
 class GroupStandardized(OnePerCompletion):
-    """See ``group_standardized``.
-
-    Example:
-        >>> inputs = AdvantageInputs(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]), torch.arange(2))
-        >>> GroupStandardized(clip=0.5)(inputs).advantage
-        tensor([-0.5000,  0.5000])
-    """
+    """See ``group_standardized``."""
 
     name: Literal["group_standardized"] = "group_standardized"
 
@@ -150,13 +132,7 @@ def leave_one_out(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> Float
 
 @dataclass(frozen=True)
 class LeaveOneOut(OnePerCompletion):
-    """See ``leave_one_out``.
-
-    Example:
-        >>> inputs = AdvantageInputs(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]), torch.arange(2))
-        >>> LeaveOneOut()(inputs).advantage
-        tensor([-2.,  2.])
-    """
+    """See ``leave_one_out``."""
 
     name: Literal["leave_one_out"] = "leave_one_out"
 
@@ -166,7 +142,7 @@ class LeaveOneOut(OnePerCompletion):
 
 @shaped
 def percentile(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"], q: float) -> Float[Tensor, "B"]:
-    """Reward minus a percentile of its group, interpolated linearly between neighbours.
+    """Reward minus a percentile of its group, linearly interpolated.
 
     ``A_i = r_i - percentile_q(r of the group)``
 
@@ -192,11 +168,6 @@ class Percentile(OnePerCompletion):
 
     Args:
         q: in percent, 0 to 100.
-
-    Example:
-        >>> inputs = AdvantageInputs(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]), torch.arange(2))
-        >>> Percentile(100.0)(inputs).advantage
-        tensor([-2.,  0.])
     """
 
     q: float
@@ -217,12 +188,12 @@ class Percentile(OnePerCompletion):
 def robust(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
     """Reward minus the median of its group, over the median absolute deviation.
 
-    ``A_i = (r_i - median) / (MAD + EPSILON)``, ``MAD = median(|r_j - median|)``; where the MAD is 0 (at least half of
-    the group agrees) the standard deviation takes its place, so that one outlier in ``[0, 0, 0, 1]`` is not 1e4.
+    ``A_i = (r_i - median) / (MAD + EPSILON)``, ``MAD = median(|r_j - median|)``; the standard deviation where the MAD
+    is 0, so that one outlier in ``[0, 0, 0, 1]`` is not 1e4.
 
-    Args, Returns: as ``group_centered``. The median averages the two middle values of an even group.
+    Args, Returns: as ``group_centered``.
 
-    Source: MC-GRPO, arXiv:2601.22582; the standard deviation where the MAD is 0 is this library's.
+    Source: MC-GRPO, arXiv:2601.22582; the fallback to the standard deviation is this library's.
 
     Example:
         >>> robust(torch.tensor([0.0, 1.0, 2.0, 7.0]), torch.tensor([0, 0, 0, 0])).round(decimals=2)  # 1.5, MAD 1
@@ -239,13 +210,7 @@ def robust(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> Float[Tensor
 
 @dataclass(frozen=True)
 class Robust(OnePerCompletion):
-    """See ``robust``.
-
-    Example:
-        >>> inputs = AdvantageInputs(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]), torch.arange(2))
-        >>> Robust()(inputs).advantage.round(decimals=2)
-        tensor([-1.,  1.])
-    """
+    """See ``robust``."""
 
     name: Literal["robust"] = "robust"
 
@@ -259,7 +224,7 @@ def max_rl(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> Float[Tensor
 
     ``A_i = (r_i - mean) / mean``, 0 where the mean is not positive
 
-    Args, Returns: as ``group_centered``; meant for rewards that are never negative.
+    Args, Returns: as ``group_centered``, for rewards that are never negative.
 
     Source: arXiv:2602.02710.
 
@@ -274,13 +239,7 @@ def max_rl(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> Float[Tensor
 
 @dataclass(frozen=True)
 class MaxRl(OnePerCompletion):
-    """See ``max_rl``.
-
-    Example:
-        >>> inputs = AdvantageInputs(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]), torch.arange(2))
-        >>> MaxRl()(inputs).advantage
-        tensor([-0.5000,  0.5000])
-    """
+    """See ``max_rl``."""
 
     name: Literal["max_rl"] = "max_rl"
 

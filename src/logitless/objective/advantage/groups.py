@@ -1,7 +1,4 @@
-"""Groups as the rows of a grid, and statistics of each row: what comparisons inside a group are made of.
-
-Groups are found by id, never by position.
-"""
+"""Groups as rows of a grid, and statistics of each row. Groups are found by id, never by position."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,7 +8,7 @@ from logitless.errors import InputError
 
 
 def as_rows(rewards: Tensor, group: Tensor) -> tuple[Float[Tensor, "P G"], Int[Tensor, "B"]]:
-    """The rewards with one row a group, in ascending order of ids and filled up with NaN, and the row of each."""
+    """The values as a grid with one row a group (ids ascending, padded with NaN), and the row of each value."""
     refuse_infinite(rewards)
     ids, row, size = torch.unique(group, return_inverse=True, return_counts=True)
     order = row.argsort(stable=True)
@@ -23,11 +20,7 @@ def as_rows(rewards: Tensor, group: Tensor) -> tuple[Float[Tensor, "P G"], Int[T
 
 
 def refuse_infinite(rewards: Tensor) -> None:
-    """Refuse rewards that no comparison, sum or mean survives.
-
-    Raises:
-        InputError: one of them is infinite.
-    """
+    """Raises InputError if a reward is infinite."""
     if bool(rewards.isinf().any()):
         raise InputError(
             needed="a finite reward, or NaN where unscorable, for each completion",
@@ -45,12 +38,12 @@ def num_scored(grid: Tensor) -> Int[Tensor, "P"]:
 
 
 def compared(grid: Tensor) -> Bool[Tensor, "P"]:
-    """Whether a group has two scored completions, the fewest that can be compared."""
+    """Whether each group has at least two scored completions."""
     return num_scored(grid) >= 2
 
 
 def mean_of(grid: Tensor) -> Float[Tensor, "P"]:
-    """Taken about the lowest, so that equal rewards differ from their mean by exactly 0."""
+    """The mean of each row, taken about its minimum: equal rewards differ from their mean by exactly 0."""
     low = lowest(grid)
     return low + (grid - low[:, None]).nanmean(1)
 
@@ -61,10 +54,10 @@ def std_of(grid: Tensor) -> Float[Tensor, "P"]:
 
 
 def quantile_of(grid: Tensor, q: float) -> Float[Tensor, "P"]:
-    """Interpolated linearly; torch's own refuses a grid without groups."""
+    """The quantile of each row, linearly interpolated; unlike torch's, a grid may have no rows."""
     return grid.nanquantile(q, dim=1) if len(grid) else grid[:, 0]
 
 
 def assign(advantage: Tensor, grid: Tensor, row: Tensor) -> Float[Tensor, "B"]:
-    """The advantage where there is one: 0 for the unscorable and for those with nothing to be compared with."""
+    """The advantages, 0 for unscored completions and for groups with fewer than two scored ones."""
     return torch.where(compared(grid)[row], advantage, 0).nan_to_num(nan=0.0)

@@ -1,4 +1,4 @@
-"""Rewards before they are compared: several functions as one, and where along a sequence a reward is paid."""
+"""Rewards before they are compared: several functions as one, and which groups have a signal."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -10,16 +10,16 @@ from logitless.objective.inputs import shaped
 
 @shaped
 def combine_rewards(per_function: Float[Tensor, "B F"], weights: Float[Tensor, "F"]) -> Float[Tensor, "B"]:
-    """Weighted sum of several reward functions; what a function left unscored is left out of the sum.
+    """Weighted sum of several reward functions; missing scores are left out.
 
     ``reward_i = sum over scored f of weights_f * per_function_if``
 
     Args:
         per_function: [B, F] rewards; NaN where function f could not score completion i.
-        weights: [F] explicit weights.
+        weights: [F].
 
     Returns:
-        [B]; NaN (unscorable) only where every function is missing.
+        [B]; NaN only where every function is missing.
 
     Source: TRL's ``multi_objective_aggregation="sum_then_normalize"``.
 
@@ -35,14 +35,14 @@ def combine_rewards(per_function: Float[Tensor, "B F"], weights: Float[Tensor, "
 
 @shaped
 def has_signal(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> Bool[Tensor, "P"]:
-    """Whether the scored rewards of a group differ: where they do not, every group-relative advantage is 0.
+    """Whether the scored rewards of each group differ. If not, every group-relative advantage is 0.
 
     Args:
-        rewards: [B], NaN = unscorable.
+        rewards: [B], NaN = unscored.
         group: [B] ids, in any order.
 
     Returns:
-        [P], in ascending order of the distinct ids (``group.unique()``). Groups without a scored completion have none.
+        [P], in ascending order of the distinct ids (``group.unique()``).
 
     Example:
         >>> has_signal(torch.tensor([0.0, 1.0, 1.0, 1.0]), torch.tensor([9, 4, 9, 4]))

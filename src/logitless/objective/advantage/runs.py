@@ -1,4 +1,4 @@
-"""Runs of tokens, a sequence or a turn each: where they end, what is paid in them, and what is still to come."""
+"""Sums along runs of tokens, each a sequence or a turn."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -9,7 +9,7 @@ from logitless.objective.inputs import shaped
 
 @shaped
 def turn_index(sequence: Int[Tensor, "N"], turn: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
-    """Number the turns of the whole batch 0, 1, 2, ... in the order of their tokens.
+    """Number the turns of the batch 0, 1, 2, ... in the order of their tokens.
 
     Args:
         sequence: [N] non-decreasing ids.
@@ -26,13 +26,13 @@ def turn_index(sequence: Int[Tensor, "N"], turn: Int[Tensor, "N"]) -> Int[Tensor
 
 @shaped
 def pay_at_last_token(rewards: Float[Tensor, "K"], owner: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """Rewards of sequences or turns as token rewards: each paid once, at its last token, 0 elsewhere.
+    """Token rewards: each reward at the last token of its sequence or turn, 0 elsewhere.
 
     Args:
-        rewards: [K], one a sequence or turn; NaN = unscorable. One that owns no token is paid nowhere.
+        rewards: [K], one a sequence or turn; NaN = unscored. One without tokens is dropped.
         owner: [N] non-decreasing index into ``rewards``: ``sequence``, or ``turn_index(sequence, turn)``.
 
-    Source: arXiv:1909.08593 sec. 2 (a reward at the end of the sample).
+    Source: arXiv:1909.08593 sec. 2.
 
     Example:
         >>> pay_at_last_token(torch.tensor([5.0, 7.0, 9.0]), torch.tensor([0, 0, 2]))
@@ -45,11 +45,9 @@ def pay_at_last_token(rewards: Float[Tensor, "K"], owner: Int[Tensor, "N"]) -> F
 def discounted_returns(
     token_rewards: Float[Tensor, "N"], sequence: Int[Tensor, "N"], discount: float
 ) -> Float[Tensor, "N"]:
-    """Discounted sum of the rewards from each token to the end of its sequence.
+    """Discounted sum of the rewards from each token to the end of its sequence, in ``O(N log N)``.
 
     ``G_t = r_t + discount * G_{t+1}``, with ``G = 0`` after the last token of a sequence
-
-    Every round of the loop doubles the reach of each sum, so it costs ``O(N log N)`` and no step depends on lengths.
 
     Args:
         token_rewards: [N].
@@ -72,7 +70,7 @@ def discounted_returns(
 
 
 def ends(owner: Tensor) -> Bool[Tensor, "N"]:
-    """Which tokens are the last of their sequence or turn."""
+    """[N] which tokens are the last of their run."""
     ends = torch.ones_like(owner, dtype=torch.bool)
     ends[:-1] = owner[1:] != owner[:-1]
     return ends

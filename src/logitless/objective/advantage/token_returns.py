@@ -1,4 +1,4 @@
-"""Advantages along a sequence without a value head: what is still to be paid from each token on."""
+"""Advantages along a sequence without a value head: whitened discounted returns."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,13 +6,13 @@ from typing import Literal
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from logitless.objective.advantage.contract import AdvantageInputs, AdvantageOutput, Estimator, check_discount
+from logitless.objective.advantage.estimator import AdvantageInputs, AdvantageOutput, Estimator, check_discount
 from logitless.objective.advantage.groups import refuse_infinite
 from logitless.objective.advantage.runs import discounted_returns
 from logitless.objective.advantage.whitening import whiten
 from logitless.objective.inputs import shaped
 from logitless.objective.over_ranks import SumOverRanks, one_rank
-from logitless.objective.ranges import Grain
+from logitless.objective.ranges import Level
 
 
 @shaped
@@ -22,19 +22,19 @@ def reinforce_pp(
     gamma: float = 1.0,
     sum_over_ranks: SumOverRanks = one_rank,
 ) -> Float[Tensor, "N"]:
-    """Discounted return of each token, whitened over the tokens of the whole batch.
+    """Discounted return of each token, whitened over the tokens of the batch.
 
     ``A = whiten(discounted_returns(r, gamma))``
 
     Args:
         token_rewards: [N], usually ``pay_at_last_token(...) - beta * (logp_old - logp_ref)``; NaN makes the tokens up
-            to it unscorable.
+            to it unscored.
         sequence: [N] non-decreasing ids; a sequence lies whole on one rank.
         gamma: discount a token.
-        sum_over_ranks: makes the whitening that of every rank's tokens.
+        sum_over_ranks: for whitening over all ranks.
 
     Returns:
-        [N]; 0 for unscorable tokens.
+        [N]; 0 for unscored tokens.
 
     Source: REINFORCE++, arXiv:2501.03262.
 
@@ -50,16 +50,10 @@ def reinforce_pp(
 
 @dataclass(frozen=True)
 class ReinforcePP(Estimator):
-    """See ``reinforce_pp``; it needs no value head and fits none.
+    """See ``reinforce_pp``.
 
     Args:
         gamma: discount a token, 0 to 1.
-
-    Example:
-        >>> import torch
-        >>> inputs = AdvantageInputs(torch.tensor([2.0, 0.0]), torch.tensor([5, 5]), torch.tensor([0, 0, 1]))
-        >>> ReinforcePP()(inputs).advantage
-        tensor([ 0.5773,  0.5773, -1.1546])
     """
 
     gamma: float = 1.0
@@ -69,7 +63,7 @@ class ReinforcePP(Estimator):
         super().__post_init__()
         check_discount("gamma", self.gamma)
 
-    def grain(self, *, kl_in_reward: bool) -> Grain:
+    def level(self, *, kl_in_reward: bool) -> Level:
         return "token" if kl_in_reward or self.gamma != 1 else "sequence"
 
     def __call__(self, inputs: AdvantageInputs, sum_over_ranks: SumOverRanks = one_rank) -> AdvantageOutput:

@@ -1,4 +1,4 @@
-"""Advantages of a turn against the same turn of the others in its group: credit goes to the turn that earned it."""
+"""Advantages of a turn against the same turn of the others in its group."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -7,13 +7,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from logitless.objective.advantage.contract import AdvantageInputs, AdvantageOutput, Estimator, check_discount
+from logitless.objective.advantage.estimator import AdvantageInputs, AdvantageOutput, Estimator, check_discount
 from logitless.objective.advantage.groups import as_rows, assign, mean_of, std_of
 from logitless.objective.advantage.runs import discounted_returns, ends, turn_index
 from logitless.objective.advantage.whitening import EPSILON
 from logitless.objective.inputs import required, shaped
 from logitless.objective.over_ranks import SumOverRanks, one_rank
-from logitless.objective.ranges import Grain
+from logitless.objective.ranges import Level
 
 
 @shaped
@@ -25,26 +25,25 @@ def group_turns(
     gamma: float = 1.0,
     standardize: bool = True,
 ) -> Float[Tensor, "N"]:
-    """What is still to be paid from a turn on, against the same turn of the group.
+    """The return from a turn on, against the same turn of the group.
 
     ``G_{i,k} = r_{i,k} + gamma * G_{i,k+1}``,
     ``A_{i,k} = (G_{i,k} - mean_j G_{j,k}) / (std_j G_{j,k} + EPSILON)`` over the completions j of the group that have a
     turn k; without ``standardize`` the denominator is 1.
 
     Args:
-        token_rewards: [N] what each token earned: that of the turn at its last token, that of the end at the last of
-            all; NaN makes the turns up to it unscorable.
+        token_rewards: [N] turn rewards at the last token of the turn, the final reward at the last token of all; NaN
+            makes the turns up to it unscored.
         group: [B] id of each completion's prompt.
         sequence: [N] non-decreasing ids in ``range(B)``; a group lies whole on one rank.
-        turn: [N] number of each token's turn, non-decreasing inside a sequence; turns of one number are compared.
+        turn: [N] turn ids, non-decreasing inside a sequence; turns with one number are compared.
         gamma: discount a turn.
         standardize: divide by the standard deviation.
 
     Returns:
-        [N] the same for all tokens of a turn; 0 for a turn that no other of the group has, and for unscorable ones.
+        [N] constant over a turn; 0 for a turn that no other completion has, and for unscored ones.
 
-    Source: turn-level credit as in MT-GRPO, arXiv:2505.11821, with returns in place of its sum of two advantages; one
-        turn each is GRPO's.
+    Source: MT-GRPO, arXiv:2505.11821, with returns in place of its sum of two advantages; with one turn it is GRPO.
 
     Example:
         >>> # two completions of two turns, a token each: the first earns 1 at its first turn, both 2 at the end
@@ -71,12 +70,6 @@ class GroupTurns(Estimator):
     Args:
         gamma: discount a turn, 0 to 1.
         standardize: divide by the standard deviation of the turn's group.
-
-    Example:
-        >>> inputs = AdvantageInputs(
-        ...     torch.tensor([2.0, 0.0]), torch.tensor([7, 7]), torch.tensor([0, 0, 1]), turn=torch.tensor([0, 1, 0]))
-        >>> GroupTurns(standardize=False)(inputs).advantage  # the second turn has nothing to be compared with
-        tensor([ 1.,  0., -1.])
     """
 
     gamma: float = 1.0
@@ -88,7 +81,7 @@ class GroupTurns(Estimator):
         super().__post_init__()
         check_discount("gamma", self.gamma)
 
-    def grain(self, *, kl_in_reward: bool) -> Grain:
+    def level(self, *, kl_in_reward: bool) -> Level:
         del kl_in_reward  # its sum over the turn is part of the turn's reward
         return "turn"
 

@@ -1,4 +1,4 @@
-"""Advantages against a value head: generalised advantage estimation, with a token or a whole turn as one action."""
+"""Generalized advantage estimation (GAE) against a value head."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -8,13 +8,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from logitless.errors import InputError
-from logitless.objective.advantage.contract import AdvantageInputs, AdvantageOutput, Estimator, check_discount
+from logitless.objective.advantage.estimator import AdvantageInputs, AdvantageOutput, Estimator, check_discount
 from logitless.objective.advantage.groups import refuse_infinite
 from logitless.objective.advantage.runs import discounted_returns, ends, turn_index
 from logitless.objective.advantage.whitening import whiten
 from logitless.objective.inputs import shaped
 from logitless.objective.over_ranks import SumOverRanks, one_rank
-from logitless.objective.ranges import Grain
+from logitless.objective.ranges import Level
 
 
 @shaped
@@ -26,23 +26,23 @@ def gae(
     lambda_: float = 0.95,
     turn: Int[Tensor, "N"] | None = None,
 ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
-    """Generalised advantage estimation, with a token or a whole turn as one action.
+    """Generalized advantage estimation, with a token or a turn as one action.
 
     ``A_t = delta_t + gamma * lambda_ * A_{t+1}``, ``delta_t = r_t + gamma * V_{t+1} - V_t``, ``R_t = A_t + V_t``,
     where V and A are 0 after the last token of a sequence.
 
-    With ``turn``, t counts turns: r is the sum over the turn, V the value at its first token, gamma and lambda apply
-    between turns only, and every token of a turn is given its turn's A and R.
+    With ``turn``, t counts turns: r is the sum over the turn, V the value at its first token, and every token of a turn
+    gets its A and R.
 
     Args:
-        token_rewards: [N]; NaN makes the tokens up to it unscorable.
-        values: [N] predictions of the scoring pass.
+        token_rewards: [N]; NaN makes the tokens up to it unscored.
+        values: [N] of the scoring pass.
         sequence: [N] non-decreasing ids; a sequence lies whole on one rank.
         gamma, lambda_: in [0, 1].
         turn: [N] ids, non-decreasing inside a sequence, or None for tokens.
 
     Returns:
-        Advantage [N], not whitened, and value target [N]; 0 and the value itself for unscorable tokens.
+        Advantage [N], not whitened, and value target [N]; 0 and the value itself for unscored tokens.
 
     Source: arXiv:1506.02438 eq. 16.
 
@@ -71,13 +71,13 @@ def gae(
 
 @dataclass(frozen=True)
 class Gae(Estimator):
-    """See ``gae``; the value targets come from the advantages before whitening.
+    """See ``gae``. Value targets come from the advantages before whitening.
 
     Args:
         gamma: discount an action, 0 to 1.
         lambda_: 1 trusts the returns, 0 the values.
         action: ``token``, or ``turn`` for one advantage an assistant turn (needs turn ids).
-        whiten: bring the advantages to mean 0 and standard deviation 1 over the tokens of every rank.
+        whiten: to mean 0 and standard deviation 1 over the tokens of all ranks.
 
     Raises:
         InputError: called without values, or ``action="turn"`` without turn ids.
@@ -102,8 +102,8 @@ class Gae(Estimator):
         check_discount("gamma", self.gamma)
         check_discount("lambda_", self.lambda_)
 
-    def grain(self, *, kl_in_reward: bool) -> Grain:
-        del kl_in_reward  # no grain is finer than that of the action
+    def level(self, *, kl_in_reward: bool) -> Level:
+        del kl_in_reward  # no level is finer than that of the action
         return self.action
 
     def __call__(self, inputs: AdvantageInputs, sum_over_ranks: SumOverRanks = one_rank) -> AdvantageOutput:
@@ -124,5 +124,5 @@ class Gae(Estimator):
 
 
 def _scorable(token_rewards: Tensor, sequence: Tensor) -> Bool[Tensor, "N"]:
-    """Which tokens have no missing reward ahead of them in their sequence."""
+    """Tokens without a missing reward ahead of them in their sequence."""
     return ~discounted_returns(token_rewards, sequence, 1.0).isnan()

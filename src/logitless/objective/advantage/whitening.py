@@ -1,4 +1,4 @@
-"""What is done after any estimate: whitening over the batch, and a limit on the absolute value."""
+"""Whitening over the batch, and a bound on the absolute value."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,16 +15,16 @@ EPSILON = 1e-4
 def whiten(
     values: Float[Tensor, "N"], kept: Bool[Tensor, "N"], sum_over_ranks: SumOverRanks = one_rank
 ) -> Float[Tensor, "N"]:
-    """Shift and scale to mean 0 and standard deviation 1 over the kept values of every rank.
+    """Shift and scale to mean 0 and standard deviation 1 over the kept values of all ranks.
 
     ``(x - mean) / (std + EPSILON)``, 0 where not kept
 
     Args:
         values: [N] or [B].
         kept: which of them enter the statistics.
-        sum_over_ranks: sums the counts, totals and squares of the ranks; called twice.
+        sum_over_ranks: called twice.
 
-    Source: REINFORCE++, arXiv:2501.03262; PPO's advantage normalisation, arXiv:2006.05990 sec. 3.5.
+    Source: REINFORCE++, arXiv:2501.03262; PPO's advantage normalization, arXiv:2006.05990 sec. 3.5.
 
     Example:
         >>> whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
@@ -37,9 +37,8 @@ def whiten(
 def batch_statistics(
     values: Tensor, kept: Tensor, sum_over_ranks: SumOverRanks
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Mean and Bessel-corrected standard deviation (0 for a single value) of the kept values of every rank.
-
-    Added up in float64, so that float32 hardly shows how the values lie on the ranks.
+    """Mean and Bessel-corrected standard deviation (0 for a single value) of the kept values of all ranks, in
+    float64.
     """
     exact = torch.where(kept, values, 0).double()
     total, count = sum_over_ranks(torch.stack([exact.sum(), kept.sum().double()]))
@@ -50,17 +49,12 @@ def batch_statistics(
 
 
 def clip(advantage: Float[Tensor, "*N"], limit: float) -> Float[Tensor, "*N"]:
-    """Advantage held within ``[-limit, limit]``; ``num_clipped`` says how many were held.
-
-    Example:
-        >>> clip(torch.tensor([-7.0, 0.5]), 5.0)
-        tensor([-5.0000,  0.5000])
-    """
+    """Clamp to ``[-limit, limit]``."""
     return advantage.clamp(-limit, limit)
 
 
 def num_clipped(advantage: Float[Tensor, "*N"], limit: float) -> Int[Tensor, ""]:
-    """How many advantages lie at the limit or beyond, for the metrics.
+    """How many advantages are at the limit or beyond.
 
     Example:
         >>> num_clipped(clip(torch.tensor([-7.0, 0.5]), 5.0), 5.0)

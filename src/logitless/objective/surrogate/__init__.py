@@ -1,16 +1,16 @@
-"""The policy-gradient losses, one pure function per equation, and the configuration of each; a file a family.
+"""Policy-gradient losses, one pure function per equation, and the configuration of each; a file a family.
 
-Every function takes vectors of length N and gives the loss per token, to be minimised: no mean is taken here (that is
-``weighting``), no filter, no sampler correction and no KL (those are around it, in ``objective``). ``log_ratio`` is the
-one of ``ratio``, and r its exponential. Bounds are absolute, not distances from 1. A loss has its own knobs only.
+Every function takes vectors of length N and returns the loss per token, to be minimized. Means, filters, sampler
+correction and KL are added around it, in ``objective``. r is ``exp(log_ratio)``. Bounds are absolute, not distances
+from 1.
 """
 
 from logitless.objective.surrogate.cispo import Cispo, cispo_loss
 from logitless.objective.surrogate.clip import Clip, clip_loss, clip_sides
-from logitless.objective.surrogate.contract import PolicyLoss, SelectionInputs, SurrogateInputs, SurrogateTerms
 from logitless.objective.surrogate.covariance_selected import ClipCov, KlCov, kl_cov_loss
 from logitless.objective.surrogate.dppo import Dppo, bernoulli_kl, dppo_loss, dppo_mask
 from logitless.objective.surrogate.gmpo import Gmpo, gmpo_loss
+from logitless.objective.surrogate.policy_loss import PolicyLoss, SelectionInputs, SurrogateInputs, SurrogateTerms
 from logitless.objective.surrogate.sapo import Sapo, sapo_loss
 from logitless.objective.surrogate.unclipped import (
     Dro,

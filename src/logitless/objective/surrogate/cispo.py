@@ -9,7 +9,7 @@ from torch import Tensor
 
 from logitless.errors import ConfigurationError
 from logitless.objective.inputs import check_knobs, required, shaped
-from logitless.objective.surrogate.contract import PolicyLoss, SurrogateInputs, SurrogateTerms, check_bounds
+from logitless.objective.surrogate.policy_loss import PolicyLoss, SurrogateInputs, SurrogateTerms, check_bounds
 
 
 @shaped
@@ -21,7 +21,9 @@ def cispo_loss(
     ratio_max: float,
     ratio_min: float | None = None,
 ) -> Float[Tensor, "N"]:
-    """``-sg(clip(r, ratio_min, ratio_max)) A logp``.
+    """A truncated ratio, without its gradient, as the weight of the log-likelihood.
+
+    ``l = -sg(clip(r, ratio_min, ratio_max)) A logp``
 
     Gradient: ``-clip(r) A`` through ``logp``: bounded, and never cut off by the bounds.
 
@@ -43,8 +45,7 @@ class Cispo(PolicyLoss):
 
     Args:
         ratio_max, ratio_min: absolute bounds of the detached weight; no lower bound by default.
-        ceiling_below_one: what to do with a ratio_max below 1, which scales every gradient down: ``refuse`` or
-            ``accept``.
+        ceiling_below_one: ``refuse`` or ``accept`` a ratio_max below 1, which scales every gradient down.
 
     Raises:
         ConfigurationError: bounds out of order, or a ratio_max below 1 that is not accepted.

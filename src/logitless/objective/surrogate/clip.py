@@ -10,7 +10,7 @@ from torch import Tensor
 
 from logitless.errors import ConfigurationError
 from logitless.objective.inputs import check_knobs, required, shaped
-from logitless.objective.surrogate.contract import PolicyLoss, SurrogateInputs, SurrogateTerms, check_bounds
+from logitless.objective.surrogate.policy_loss import PolicyLoss, SurrogateInputs, SurrogateTerms, check_bounds
 
 
 @shaped
@@ -23,7 +23,9 @@ def clip_loss(
     ratio_cap: float | None = None,
     dual: float | None = None,
 ) -> Float[Tensor, "N"]:
-    """``-min( min(r, ratio_cap) A, clip(r, ratio_min, ratio_max) A )``; with ``dual``, at most ``-dual A`` where A < 0.
+    """PPO's loss: what moves the ratio further out of its bounds earns nothing more.
+
+    ``l = -min( min(r, ratio_cap) A, clip(r, ratio_min, ratio_max) A )``; with ``dual``, at most ``-dual A`` where A < 0
 
     Gradient: ``-A r`` through ``log_ratio``; exactly 0 where A > 0 and r > ratio_max, where A < 0 and r < ratio_min,
     r > ratio_cap or r > dual, and where A = 0.

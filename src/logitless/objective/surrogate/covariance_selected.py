@@ -14,7 +14,7 @@ from logitless.errors import ConfigurationError, InputError
 from logitless.objective.covariance import largest, num_chosen, random_in_band, token_covariance
 from logitless.objective.inputs import check_knobs, required, shaped
 from logitless.objective.surrogate.clip import clip_loss, clip_sides
-from logitless.objective.surrogate.contract import (
+from logitless.objective.surrogate.policy_loss import (
     PolicyLoss,
     Scope,
     SelectionInputs,
@@ -35,7 +35,9 @@ def kl_cov_loss(
     *,
     coefficient: float,
 ) -> Float[Tensor, "N"]:
-    """``-A r``, unclipped, plus ``coefficient |lr|`` on the selected tokens, lr per token.
+    """The importance ratio, unclipped, and a penalty on the selected tokens.
+
+    ``l = -r A, and + coefficient |lr| for the chosen``
 
     Gradient: ``-A r`` through ``log_ratio``, and the coefficient with the sign of lr through ``token_log_ratio`` of a
         selected token (0 at lr = 0).
@@ -52,14 +54,18 @@ def kl_cov_loss(
 
 @dataclass(frozen=True)
 class ClipCov(PolicyLoss):
-    """``clip_loss`` without the tokens that ``covariance.random_in_band`` chooses: their loss is 0.
+    """``clip_loss``, but 0 for the tokens that ``covariance.random_in_band`` chooses.
+
+    ``l = 0 for the chosen``
+    ``chosen: max(1, floor(fraction N)) at random of the tokens with low < cov < high``
+    ``cov = (A - mean A)(logp - mean logp)``
 
     Args:
         fraction: of the trained tokens of the scope.
         low, high: band of the covariance with the advantage from which tokens are drawn.
         ratio_min, ratio_max: bounds of the clip.
-        scope: where N, the means and the choice come from: ``block``, once, from the scoring pass; ``micro_batch``,
-            from current values, so that the result depends on how the step is cut.
+        scope: where N, means and choice come from: ``block``, once, from the scoring pass; ``micro_batch``, from
+            current values.
 
     Raises:
         ConfigurationError: bounds out of order, or a fraction outside (0, 1].
@@ -124,6 +130,9 @@ class ClipCov(PolicyLoss):
 @dataclass(frozen=True)
 class KlCov(PolicyLoss):
     """``kl_cov_loss`` with the tokens that ``covariance.largest`` chooses.
+
+    ``chosen: the max(1, floor(fraction N)) tokens with the largest cov``
+    ``cov = (A - mean A)(logp - mean logp)``
 
     Args:
         fraction: of the trained tokens of the scope.

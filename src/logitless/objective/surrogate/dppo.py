@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from logitless.objective.inputs import check_knobs, required, shaped
-from logitless.objective.surrogate.contract import (
+from logitless.objective.surrogate.policy_loss import (
     PolicyLoss,
     RatioLevel,
     SurrogateInputs,
@@ -43,8 +43,8 @@ def dppo_mask(
 ) -> Bool[Tensor, "N"]:
     """True where the token is inside the trust region: the probability has not moved too far the way A pushes it.
 
-    ``tv``: outside where A > 0 and ``p - p_old > max_high``, or A <= 0 and ``p - p_old < -max_low``. ``kl``: outside
-    where the binary KL(old || new) is above the same bounds and p has moved that way.
+    ``m = 0 where A > 0 and p - p_old > max_high, or A <= 0 and p - p_old < -max_low; else 1``
+    ``divergence=kl: KL(Bernoulli(p_old) || Bernoulli(p)) against the same bounds, where p moved that way``
 
     Source: DPPO, arXiv:2602.04879 (binary TV and KL).
 
@@ -68,7 +68,9 @@ def dppo_loss(
     *,
     ratio_cap: float,
 ) -> Float[Tensor, "N"]:
-    """``-A sg(min(r, ratio_cap)) logp m``, m the trust region of ``dppo_mask``.
+    """The log-likelihood inside a trust region, under a truncated ratio.
+
+    ``l = -A sg(min(exp(lr), ratio_cap)) logp m``
 
     Gradient: ``-A min(r, ratio_cap)`` through ``logp`` inside, 0 outside.
 
@@ -87,7 +89,7 @@ def dppo_loss(
 
 @dataclass(frozen=True)
 class Dppo(PolicyLoss):
-    """``dppo_loss`` with ``dppo_mask``.
+    """``dppo_loss`` with ``dppo_mask`` as m.
 
     Args:
         divergence: ``tv`` or ``kl``, of the sampled token against all others.

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from logitless.errors import ConfigurationError
 from logitless.objective.inputs import required, shaped
-from logitless.objective.ranges import Grain, Ranges
-from logitless.objective.surrogate.contract import PolicyLoss, RatioLevel, SurrogateInputs, SurrogateTerms
+from logitless.objective.ranges import Level, Ranges
+from logitless.objective.surrogate.policy_loss import PolicyLoss, RatioLevel, SurrogateInputs, SurrogateTerms
 
 
 @shaped
@@ -22,9 +22,9 @@ def gmpo_loss(
     log_ratio_min: float,
     log_ratio_max: float,
 ) -> Float[Tensor, "N"]:
-    """``-A exp( mean_S sgn(A) min(sgn(A) lr, sgn(A) clip(lr)) )``, the same for every token of a sequence.
+    """The geometric mean of a sequence's clipped ratios, the same for every token: ``sequence_mean`` counts it once.
 
-    Weighted by ``sequence_mean`` this is counted once a sequence.
+    ``l = -A exp( mean_S sgn(A) min( sgn(A) lr, sgn(A) clip(lr, log_ratio_min, log_ratio_max) ) )``
 
     Gradient: through every token of the sequence that is not clipped on the side its advantage pushes.
 
@@ -53,7 +53,7 @@ class Gmpo(PolicyLoss):
     """
 
     reads: ClassVar[RatioLevel] = "token"
-    grain: ClassVar[Grain] = "sequence"
+    level: ClassVar[Level] = "sequence"
     log_ratio_min: float = -0.4
     log_ratio_max: float = 0.4
     name: Literal["gmpo"] = field(default="gmpo", kw_only=True)

@@ -9,7 +9,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from logitless.objective.inputs import check_knobs, required, shaped
-from logitless.objective.surrogate.contract import PolicyLoss, SurrogateInputs, SurrogateTerms, by_sign, check_positive
+from logitless.objective.surrogate.policy_loss import (
+    PolicyLoss,
+    SurrogateInputs,
+    SurrogateTerms,
+    by_sign,
+    check_positive,
+)
 
 
 @shaped
@@ -20,7 +26,10 @@ def sapo_loss(
     temperature_positive: float,
     temperature_negative: float,
 ) -> Float[Tensor, "N"]:
-    """``-(4 / tau) sigmoid(tau (r - 1)) A``, tau by A >= 0 or A < 0.
+    """A sigmoid gate around a ratio of 1.
+
+    ``l = -(4 / tau) sigmoid(tau (r - 1)) A``
+    ``tau = temperature_positive where A >= 0, else temperature_negative``
 
     Gradient: ``-4 p (1 - p) r A`` with p the sigmoid: exactly ``-A`` at r = 1, fading smoothly on both sides.
 

@@ -1,4 +1,4 @@
-"""Losses without a clip: REINFORCE, the plain importance ratio, DRO's squared log ratio, and the likelihood itself."""
+"""Losses without a clip: REINFORCE, the plain importance ratio, DRO, and the negative log-likelihood."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from logitless.objective.inputs import check_knobs, required, shaped
-from logitless.objective.surrogate.contract import (
+from logitless.objective.surrogate.policy_loss import (
     PolicyLoss,
     RatioLevel,
     SurrogateInputs,
@@ -19,9 +19,11 @@ from logitless.objective.surrogate.contract import (
 
 @shaped
 def reinforce_loss(logp: Float[Tensor, "N"], advantage: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """``-A logp``.
+    """The log-likelihood in proportion to the advantage.
 
-    Gradient: ``-A`` through ``logp``; without a ratio, it is meant for one step on each batch.
+    ``l = -A logp``
+
+    Gradient: ``-A`` through ``logp``. Without a ratio: for one step on each batch.
 
     Source: Williams 1992; RLOO, arXiv:2402.14740.
 
@@ -35,7 +37,9 @@ def reinforce_loss(logp: Float[Tensor, "N"], advantage: Float[Tensor, "N"]) -> F
 
 @shaped
 def importance_loss(log_ratio: Float[Tensor, "N"], advantage: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """``-A r``, unclipped.
+    """The importance ratio, unclipped.
+
+    ``l = -r A``
 
     Gradient: ``-A r`` through ``log_ratio``, unbounded.
 
@@ -54,7 +58,9 @@ def importance_loss(log_ratio: Float[Tensor, "N"], advantage: Float[Tensor, "N"]
 def dro_loss(
     logp: Float[Tensor, "N"], log_ratio: Float[Tensor, "N"], advantage: Float[Tensor, "N"], *, beta: float
 ) -> Float[Tensor, "N"]:
-    """``-(A logp - beta/2 lr^2)``, lr per token.
+    """The log-likelihood, held back by the square of the log ratio of the token.
+
+    ``l = -(A logp - beta/2 lr^2)``
 
     Gradient: ``-(A - beta lr)`` through ``logp``.
 
@@ -70,12 +76,13 @@ def dro_loss(
 
 @shaped
 def nll_loss(logp: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """``-logp``.
+    """The negative log-likelihood.
 
-    Gradient: -1 through ``logp``; the advantage plays no part.
+    ``l = -logp``
 
-    Source: supervised warm start; VAPO's term on positive examples, arXiv:2504.05118, which is a second objective with
-        its own ``token_weight``, added to the policy loss.
+    Gradient: -1 through ``logp``.
+
+    Source: supervised warm start; VAPO's term on positive examples, arXiv:2504.05118.
 
     Example:
         >>> import torch

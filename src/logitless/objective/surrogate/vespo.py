@@ -10,7 +10,7 @@ from torch import Tensor
 
 from logitless.objective.inputs import check_knobs, required, shaped
 from logitless.objective.ranges import Ranges
-from logitless.objective.surrogate.contract import PolicyLoss, RatioLevel, SurrogateInputs, SurrogateTerms, by_sign
+from logitless.objective.surrogate.policy_loss import PolicyLoss, RatioLevel, SurrogateInputs, SurrogateTerms, by_sign
 from logitless.objective.surrogate.unclipped import reinforce_loss
 
 VESPO_LOG_WEIGHT_MIN = math.log(1e-8)
@@ -30,10 +30,11 @@ def vespo_weight(
     lambda_negative: float,
     correction: Float[Tensor, "N"] | None = None,
 ) -> Float[Tensor, "N"]:
-    """``phi = exp(lambda + k log w - lambda w)``, w the sequence's whole importance weight; 1 at w = 1.
+    """A weight of the sequence's whole importance w: 1 at w = 1, and less on both sides; one that is not finite is 0.
 
-    ``log w = clamp( sum_S clamp(lr, -20, 20) + sum_S clamp(log c, log 1e-8, 20), log 1e-8, 20 )``; k and lambda by
-    A >= 0 or A < 0, lambda at least 1e-4; a phi that is not finite is 0.
+    ``phi = sg(exp(lambda + k log w - lambda w))``
+    ``log w = clamp( sum_S clamp(lr, -20, 20) + sum_S clamp(log c, log 1e-8, 20), log 1e-8, 20 )``
+    ``k, lambda = k_positive, lambda_positive where A >= 0, else k_negative, lambda_negative``, lambda at least 1e-4
 
     Gradient: none.
 
@@ -65,7 +66,9 @@ def vespo_weight(
 
 @dataclass(frozen=True)
 class Vespo(PolicyLoss):
-    """``-phi A logp`` with ``vespo_weight``; takes a token-level sampler correction into phi instead of beside it.
+    """The log-likelihood under ``vespo_weight``; takes a token-level sampler correction c into phi, not beside it.
+
+    ``l = -phi A logp``
 
     Args:
         k_positive, lambda_positive, k_negative, lambda_negative: exponents and decays by the sign of the advantage.

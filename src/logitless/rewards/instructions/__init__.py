@@ -3,9 +3,9 @@
 from logitless.rewards.instructions.ifbench import IFBENCH
 from logitless.rewards.instructions.ifeval import IFEVAL
 from logitless.rewards.instructions.iftrain import IFTRAIN
-from logitless.rewards.instructions.instruction import Argument, Case, Instruction, Quirk
+from logitless.rewards.instructions.instruction import Argument, Instruction
 
 INSTRUCTIONS: dict[str, Instruction] = {**IFEVAL, **IFTRAIN, **IFBENCH}
 """Every instruction by id."""
 
-__all__ = ["IFBENCH", "IFEVAL", "IFTRAIN", "INSTRUCTIONS", "Argument", "Case", "Instruction", "Quirk"]
+__all__ = ["IFBENCH", "IFEVAL", "IFTRAIN", "INSTRUCTIONS", "Argument", "Instruction"]

@@ -1,42 +1,46 @@
-"""One checkable instruction as data: the rule, its arguments, the check, and the cases that show what it does.
+"""A checkable instruction is a function: its signature says what arguments it takes, its docstring what it checks.
 
-An official id keeps the official verdicts, odd ones included; the odd ones are listed as quirks, each with a text that
-shows it. Where check and text of an instruction disagree, ``<id>@fixed`` stands beside it and does what the text says.
+An official id keeps the official verdicts, odd ones included. Where check and text of an instruction disagree, the
+function has a parameter ``fixed``, and ``<id>@fixed`` stands beside the id and does what the text says.
+
+The docstring of a check is written for ``docs/rewards.md``: the rule, then ``Quirk:`` (a verdict of the official check
+that a reader would not expect), ``Fixed:`` (the rule of the repaired one) and ``One token:`` (an answer of one word,
+number or sign that is accepted).
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from logitless.errors import DataError
+from logitless.rewards.instructions.word_lists import LANGUAGES
 
-ArgumentKind: TypeAlias = Literal["text", "texts", "letter", "integer", "number"]
 Need: TypeAlias = Literal["sentences", "words", "tagger", "stop words", "emoji", "syllables", "language"]
-Check: TypeAlias = Callable[..., bool]
+Check = TypeVar("Check", bound=Callable[..., bool])
 
 RELATIONS = ("less than", "at least")
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of an instruction.
+    """What an argument of an instruction may be.
 
     Args:
-        name: as in the official files.
         kind: ``text`` (not blank), ``texts`` (a list of them, not empty), ``letter`` (one character), ``integer``
             (``5.0`` is one, ``True`` is not) or ``number``.
         minimum: the least integer or number.
         choices: the only texts allowed, where not empty.
 
     Example:
-        >>> Argument("N", "integer", minimum=1).read(5.0)
+        >>> Argument("integer", minimum=1).read(5.0)
         5
-        >>> Argument("N", "integer", minimum=1).complaint(0)
+        >>> Argument("integer", minimum=1).complaint(0)
         'an integer of at least 1'
     """
 
-    name: str
-    kind: ArgumentKind
+    kind: Literal["text", "texts", "letter", "integer", "number"]
     minimum: int = 0
     choices: tuple[str, ...] = ()
 
@@ -61,38 +65,14 @@ class Argument:
         return int(value) if self.kind == "integer" else value
 
 
-@dataclass(frozen=True)
-class Case:
-    """A text and the arguments it is checked with."""
-
-    text: str
-    arguments: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Quirk:
-    """A verdict that a reader of the instruction would not expect.
-
-    Args:
-        note: what the official check does.
-        verdict: what it says of the case.
-        case: the text that shows it.
-    """
-
-    note: str
-    verdict: bool
-    case: Case
-
-
-@dataclass(frozen=True)
-class Repair:
-    """What ``<id>@fixed`` does instead. Cases and needs that are None are those of the official id."""
-
-    rule: str
-    check: Check
-    passes: Case | None = None
-    fails: Case | None = None
-    needs: tuple[Need, ...] | None = None
+Text: TypeAlias = Annotated[str, Argument("text")]
+Texts: TypeAlias = Annotated[Sequence[str], Argument("texts")]
+Letter: TypeAlias = Annotated[str, Argument("letter")]
+Count: TypeAlias = Annotated[int, Argument("integer")]
+Positive: TypeAlias = Annotated[int, Argument("integer", minimum=1)]
+Number: TypeAlias = Annotated[float, Argument("number")]
+Relation: TypeAlias = Annotated[str, Argument("text", choices=RELATIONS)]
+Language: TypeAlias = Annotated[str, Argument("text", choices=LANGUAGES)]
 
 
 @dataclass(frozen=True)
@@ -101,18 +81,10 @@ class Instruction:
 
     Args:
         id: ``family:name``, as in the official files.
-        rule: when a text follows it, in one sentence.
         check: ``check(text, **arguments) -> bool``; pure, linear in the text, and never raising because of it.
-        arguments: all of them are required.
+        arguments: by name; all of them are required.
         needs: what the check reads besides the text.
-        passes: a case with the verdict True.
-        fails: a case with the verdict False.
-        quirks: what is unexpected in the official check.
-        hostile: repeated, it is the input that costs the official check, or this one, most.
-        one_token: an answer of one word, number or sign that is accepted with the arguments of ``passes`` or with
-            arguments of the official set; None where there is none.
         consistent: what is wrong with arguments that are right one by one, or None.
-        fixed: the repaired check, where the official one differs from the instruction's text.
 
     Example:
         >>> from logitless.rewards.instructions import INSTRUCTIONS
@@ -121,22 +93,10 @@ class Instruction:
     """
 
     id: str
-    rule: str
-    check: Check
-    arguments: tuple[Argument, ...] = ()
+    check: Callable[..., bool]
+    arguments: Mapping[str, Argument]
     needs: tuple[Need, ...] = ()
-    passes: Case = field(kw_only=True)
-    fails: Case = field(kw_only=True)
-    quirks: tuple[Quirk, ...] = ()
-    hostile: str = "a "
-    one_token: str | None = None
     consistent: Callable[..., str | None] | None = None
-    fixed: Repair | None = None
-
-    @property
-    def family(self) -> str:
-        """What stands before the colon."""
-        return self.id.partition(":")[0]
 
     def follows(self, text: str, arguments: Mapping[str, Any]) -> bool:
         """The strict verdict: the text is not blank and the check holds."""
@@ -154,16 +114,15 @@ class Instruction:
             {'N': 5}
         """
         present = {name: value for name, value in given.items() if value is not None}
-        known = {argument.name for argument in self.arguments}
-        for name in present.keys() - known:
-            raise self._wrong(row, f"only the arguments {sorted(known)}", f"{name!r}")
-        for argument in self.arguments:
-            if argument.name not in present:
-                raise self._wrong(row, f"the argument {argument.name!r}", "none")
-            complaint = argument.complaint(present[argument.name])
+        for name in present.keys() - self.arguments.keys():
+            raise self._wrong(row, f"only the arguments {sorted(self.arguments)}", f"{name!r}")
+        for name, argument in self.arguments.items():
+            if name not in present:
+                raise self._wrong(row, f"the argument {name!r}", "none")
+            complaint = argument.complaint(present[name])
             if complaint is not None:
-                raise self._wrong(row, f"{argument.name} to be {complaint}", f"{present[argument.name]!r:.80}")
-        read = {argument.name: argument.read(present[argument.name]) for argument in self.arguments}
+                raise self._wrong(row, f"{name} to be {complaint}", f"{present[name]!r:.80}")
+        read = {name: argument.read(present[name]) for name, argument in self.arguments.items()}
         complaint = None if self.consistent is None else self.consistent(**read)
         if complaint is not None:
             raise self._wrong(row, complaint, f"{read!r:.120}")
@@ -177,54 +136,38 @@ class Instruction:
         )
 
 
-def text(name: str, *choices: str) -> Argument:
-    """A text argument."""
-    return Argument(name, "text", choices=choices)
-
-
-def integer(name: str, minimum: int = 0) -> Argument:
-    """An integer argument."""
-    return Argument(name, "integer", minimum=minimum)
-
-
-def case(text: str, /, **arguments: Any) -> Case:
-    """A text with its arguments."""
-    return Case(text, arguments)
-
-
-def quirk(note: str, verdict: bool, text: str, /, **arguments: Any) -> Quirk:
-    """An unexpected verdict."""
-    return Quirk(note, verdict, Case(text, arguments))
-
-
-def table(*instructions: Instruction) -> dict[str, Instruction]:
-    """The instructions by id, each repaired one behind its official one.
+class Suite(dict[str, Instruction]):
+    """Instructions by id, each repaired one behind its official one.
 
     Example:
-        >>> no_x = Instruction("letters:no_x", "No x.", lambda text: "x" not in text, passes=case("y"), fails=case("x"))
-        >>> list(table(no_x))
-        ['letters:no_x']
+        >>> letters = Suite()
+        >>> @letters.instruction("letters:no_x")
+        ... def lacks_x(text: str, fixed: bool = False) -> bool:
+        ...     return "x" not in (text.lower() if fixed else text)
+        >>> {name: entry.follows("X", {}) for name, entry in letters.items()}
+        {'letters:no_x': True, 'letters:no_x@fixed': False}
     """
-    by_id: dict[str, Instruction] = {}
-    for official in instructions:
-        by_id[official.id] = official
-        if official.fixed is not None:
-            by_id[f"{official.id}@fixed"] = _repaired(official, official.fixed)
-    return by_id
 
+    def instruction(
+        self, name: str, *needs: Need, consistent: Callable[..., str | None] | None = None
+    ) -> Callable[[Check], Check]:
+        """Register a check under an official id, and its ``fixed`` form where it has one."""
 
-def _repaired(official: Instruction, repair: Repair) -> Instruction:
-    return Instruction(
-        id=f"{official.id}@fixed",
-        rule=repair.rule,
-        check=repair.check,
-        arguments=official.arguments,
-        needs=official.needs if repair.needs is None else repair.needs,
-        passes=official.passes if repair.passes is None else repair.passes,
-        fails=official.fails if repair.fails is None else repair.fails,
-        hostile=official.hostile,
-        consistent=official.consistent,
-    )
+        def registered(check: Check) -> Check:
+            parameters = inspect.signature(check).parameters
+            arguments = {
+                each.name: argument
+                for each in parameters.values()
+                for argument in getattr(each.annotation, "__metadata__", ())
+                if isinstance(argument, Argument)
+            }
+            self[name] = Instruction(name, check, arguments, needs, consistent)
+            if "fixed" in parameters:
+                repaired = functools.wraps(check)(functools.partial(check, fixed=True))
+                self[f"{name}@fixed"] = Instruction(f"{name}@fixed", repaired, arguments, needs, consistent)
+            return check
+
+        return registered
 
 
 def _is_text(value: Any) -> bool:

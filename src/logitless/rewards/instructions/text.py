@@ -54,6 +54,16 @@ def bare(word: str) -> str:
     return word.strip(string.punctuation + " ")
 
 
+def bare_words(text: str) -> list[str]:
+    """The words between spaces, bare and in lower case; signs by themselves are none.
+
+    Example:
+        >>> bare_words("Well - I *won't*.")
+        ['well', 'i', "won't"]
+    """
+    return [word for word in map(bare, text.lower().split()) if word]
+
+
 def sentences(text: str) -> list[str]:
     """The sentences, by nltk's Punkt algorithm.
 
@@ -65,7 +75,7 @@ def sentences(text: str) -> list[str]:
         whole = text.rstrip()
         return [whole] if whole else []
     splitter = _punkt().PunktSentenceTokenizer(_punkt_parameters(), lang_vars=_punkt_language())
-    # Each context is judged once a text: a text of one repeated phrase would take seconds.
+    # Each context is looked at once a text: a text of one repeated phrase would take seconds.
     splitter.text_contains_sentbreak = functools.cache(splitter.text_contains_sentbreak)
     return list(splitter.tokenize(text))
 

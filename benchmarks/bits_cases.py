@@ -1,0 +1,56 @@
+"""What ``benchmarks/bits.py`` measures, by name, and the file that it writes."""
+
+from pathlib import Path
+from typing import Any
+
+from script import Rows
+from shapes import SHAPES
+
+_TRAINED = {shape.name.removesuffix("-lora"): dict(shape.config) for shape in SHAPES}
+_LARGER = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32}
+MODELS: dict[str, dict[str, Any]] = {
+    **{name: _TRAINED[name] for name in ("qwen2.5-0.5b", "qwen3-1.7b")},
+    "qwen3-4b": _TRAINED["qwen3-1.7b"] | _LARGER,
+    "llama-3.1-8b": _TRAINED["llama-3.1-8b"],
+}
+DECODED_ROWS = (1, 16, 64, 256, 512)
+DECODED_POSITION = 256
+LAWS = (
+    "packed again",
+    "packed in rows of 4096",
+    "in reverse order",
+    "shuffled, in rows of 9000",
+    "micro-batches of any size",
+    "alone",
+    "prompts shared",
+    "recomputed",
+    "prefilled in chunks",
+    "decoded, rows joining and leaving",
+    "decoded, shared pages read once",
+    "LoRA, packed in rows of 4096",
+    "LoRA, decoded",
+)
+SECOND_GPU = ("on the second GPU, packed in rows of 4096", "on the second GPU, decoded")
+"""Laws of a machine with two GPUs of one kind."""
+STOCK = "transformers' layers, decoded against packed"
+STOCK_PACKED = "transformers' layers, packed in rows of 4096"
+
+
+class Results(Rows):
+    """A result file that grows row by row."""
+
+    def __init__(self, path: Path, here: dict[str, str]) -> None:
+        super().__init__(
+            path, here, ("model", "comparison", "kind", "num_rows", "workload"), self_check={}, differences={}
+        )
+
+    def has(self, model: str, part: str) -> bool:  # type: ignore[override]
+        """Whether a part of a model is complete."""
+        rows = [row for row in self.rows if row["model"] == model]
+        if part == "laws":
+            return {row.get("comparison") for row in rows} >= set(LAWS)
+        if part == "second_gpu":
+            return {row.get("comparison") for row in rows} >= set(SECOND_GPU)
+        if part == "decode":
+            return {row["num_rows"] for row in rows if row.get("kind") == part} >= set(DECODED_ROWS)
+        return any(row.get("kind") == part for row in rows)

@@ -1,0 +1,144 @@
+"""A whole block on several GPUs for ``benchmarks/scale.py``: each has as many prompts as one has alone.
+
+A block is handed over (weights to the engine, whole where they are sharded), sampled and judged, packed and scored, and
+trained on in its optimizer steps, by the parts that a run is made of; lengths of completions are forced. Copies sample
+with the bits of training (``rollout.engine: gpu``), shards with transformers' layers.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+import rollout_contenders as contenders
+from logitless.distributed.arrangement import Arrangement
+from logitless.distributed.ranks import Ranks
+from logitless.errors import ConfigurationError
+from logitless.models.char_tokenizer import character_tokenizer
+from logitless.models.row_invariant.layers import install_row_invariant
+from logitless.rewards.reward import Columns, Text, WeightedReward
+from logitless.rollout.environment import SingleTurn
+from logitless.rollout.sampling import SamplingOptions
+from logitless.train.assembly.algorithm import algorithm_of
+from logitless.train.assembly.stages import learner_of
+from logitless.train.block import pack_groups
+from logitless.train.collect.shared_rollout import sampled_and_judged
+from logitless.train.learn.sampled import sampled_scores
+from logitless.train.optim.master_weights import lower_to
+from logitless.train.recipe.loading import parse_recipe
+from logitless.types import Prompt, Verdict
+from rollout_workloads import Workload
+from shapes import Shape
+
+PHASES = ("handing_over", "rollout", "scoring", "training")
+
+
+class _EveryOther:
+    """Every other completion is right."""
+
+    name = "every_other"
+
+    def check(self, columns: Columns) -> None:
+        """Nothing can be wrong."""
+
+    def verdicts(
+        self,
+        prompts: Sequence[Text],  # noqa: ARG002
+        completions: Sequence[Text],
+        columns: Columns,  # noqa: ARG002
+        completion_ids: Sequence[Sequence[int]] | None = None,  # noqa: ARG002
+    ) -> list[Verdict]:
+        """By their places."""
+        return [Verdict.graded(float(i % 2)) for i in range(len(completions))]
+
+
+def block_over_ranks(ranks: Ranks, shape: Shape, layout: str, work: Workload, device: str) -> dict[str, Any]:
+    """The row of a block, the second of two, the first of which compiles and captures.
+
+    Args:
+        ranks: all of them.
+        shape: of the model.
+        layout: ``replicate`` or ``shard``.
+        work: of each rank.
+        device: ``cuda`` or ``cpu``.
+
+    Raises:
+        ConfigurationError: another layout.
+    """
+    if layout not in ("replicate", "shard"):
+        raise ConfigurationError(
+            needed="replicate or shard beside --block", given=layout, remedy="Leave --block out, or name one of them."
+        )
+    arrangement = Arrangement(**{layout: ranks.world})
+    ranks = ranks.arranged(arrangement)
+    exact = layout == "replicate" and device == "cuda"
+    whole = replace(work, prompts=work.prompts * ranks.data_world)
+    model = shape.build(device)
+    lower_to(torch.bfloat16, (p for p in model.parameters() if p.requires_grad))
+    if exact:
+        install_row_invariant(model)
+    engine = (contenders.ForcedGpu if exact else contenders.ForcedTransformers)(
+        model, character_tokenizer("abcdefgh"), max_rows=2048
+    )
+    engine.work = whole
+    lora = shape.lora_rank is not None
+    recipe = parse_recipe(contenders.block_recipe(whole, lora=lora, gpu=exact, ranks=ranks.data_world))
+    rewards = (WeightedReward(_EveryOther(), 1.0),)
+    learner, _ = learner_of(recipe, algorithm_of(recipe), model, arrangement, ranks, rewards=rewards)
+    prompts = [Prompt(str(p), "", ids) for p, ids in enumerate(whole.prompt_ids(shape.vocabulary))]
+    options = SamplingOptions(max_new_tokens=work.most, stop=() if exact else (contenders.NEVER,))
+    for _ in range(2):
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        marks = [_now(ranks, device)]
+        learner.policy.gather()
+        engine.load(learner.weights(), learner.version)
+        marks.append(_now(ranks, device))
+        groups = sampled_and_judged(
+            ranks,
+            engine,
+            SingleTurn(),
+            prompts,
+            rewards,
+            num_samples=work.samples,
+            options=options,
+            unscored="drop",
+            seed=0,
+        )
+        marks.append(_now(ranks, device))
+        packed = pack_groups(groups)
+        sampled = sampled_scores(groups, engine, options, learner.version)
+        scored = learner.score(packed, groups, sampled)
+        marks.append(_now(ranks, device))
+        learner.begin(learner.with_advantages(scored, groups))
+        while learner.in_training:
+            learner.step()
+        marks.append(_now(ranks, device))
+    engine.close()
+    seconds = dict(zip(PHASES, (b - a for a, b in pairwise(marks)), strict=True))
+    return {
+        "gpus": ranks.world,
+        "model": shape.name,
+        "layout": f"block_{layout}",
+        "parallel": asdict(arrangement),
+        "engine": "gpu" if exact else "transformers",
+        "tokens": work.tokens,
+        "drawn_tokens": packed.packed.num_tokens,
+        "length": work.most,
+        "micro_batches": 1,
+        "head_budget": None,
+        "tokens_per_second": packed.packed.num_tokens / sum(seconds.values()),
+        "seconds": seconds,
+        "peak_bytes": ranks.max(torch.cuda.max_memory_allocated() if device == "cuda" else 0),
+    }
+
+
+def _now(ranks: Ranks, device: str) -> float:
+    """When all ranks are here."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    ranks.barrier()
+    return time.perf_counter()

@@ -1,0 +1,330 @@
+"""What the scripts of this folder share: command line, runs of recipes, result files, a clock, tables in pages.
+
+Torch is imported where it is used: a script that times imports begins here.
+"""
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from logitless.errors import ConfigurationError, DataError, LogitlessError, UnavailableError
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+# --- command line
+
+
+def command_line(doc: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is the script's docstring as it stands."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def main(script: ModuleType, arguments: Sequence[str] | None = None) -> int:
+    """Run a script by its ``add_arguments`` and ``run``; 2 where what it was given is wrong, 1 where it cannot run."""
+    parser = command_line(script.__doc__)
+    script.add_arguments(parser)
+    try:
+        return script.run(parser.parse_args(arguments))
+    except LogitlessError as error:
+        print(error, file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+
+
+def among(what: str, given: str, known: Sequence[str]) -> list[str]:
+    """Names by commas, each of them known.
+
+    Raises:
+        ConfigurationError: one is not.
+
+    Example:
+        >>> among("a fruit", "apple,pear", ("apple", "pear", "plum"))
+        ['apple', 'pear']
+    """
+    names = [name for name in given.split(",") if name]
+    for name in names:
+        if name not in known:
+            raise ConfigurationError(
+                needed=f"{what} of {', '.join(known)}", given=repr(name), remedy="Name some of them, by commas."
+            )
+    return names
+
+
+def needs_gpu(remedy: str = "Run it on a machine with a GPU.") -> None:
+    """Refuse to go on without one.
+
+    Raises:
+        UnavailableError: there is none.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnavailableError(needed="a CUDA device", given="none", remedy=remedy)
+
+
+# --- runs of recipes
+
+
+def trained(recipe: str, name: str, output: Path, *settings: str) -> Path:
+    """Train ``recipes/RECIPE.yaml`` in a process of its own, on the CPU; the folder of the run."""
+    given = (f"name={name}", f"output={output}", "model.device=cpu", *settings)
+    words = [word for each in given for word in ("--set", each)]
+    command = [sys.executable, "-m", "logitless.cli.main", "train", f"recipes/{recipe}.yaml", *words]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return output / name
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    """Of a run."""
+    return json.loads((folder / "summary.json").read_text())
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """Every record of a run."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def at_seeds(
+    recipe: str, seeds: Sequence[int], noted: Callable[[Path], dict[str, Any]] = lambda _: {}
+) -> list[dict[str, Any]]:
+    """A run a seed, one after the other: its summary, the seconds it took, and what is noted of its folder."""
+    runs = []
+    with tempfile.TemporaryDirectory() as output:
+        for seed in seeds:
+            start, used = time.perf_counter(), _processor_seconds()
+            folder = trained(recipe, f"seed-{seed}", Path(output), f"seed={seed}")
+            took = {
+                "wall_clock_seconds": time.perf_counter() - start,
+                "processor_seconds": _processor_seconds() - used,
+            }
+            runs.append({"seed": seed, **summary_of(folder), **took, **noted(folder)})
+            found = f"accuracy {runs[-1]['accuracy_before']:.3f} -> {runs[-1]['accuracy_after']:.3f}"
+            print(f"seed {seed}: {found} in {took['processor_seconds']:.0f} s of the processor", flush=True)
+    return runs
+
+
+def main_at_seeds(
+    doc: str | None,
+    recipe: str,
+    noted: Callable[[Path], dict[str, Any]] = lambda _: {},
+    *,
+    seeds: Sequence[int] = (0, 1, 2),
+    readme: Callable[[str, dict[str, Any]], str] | None = None,
+) -> None:
+    """A script that is ``at_seeds`` and nothing else; its results are called by the recipe.
+
+    Args:
+        doc, recipe, noted: of the script, and of ``at_seeds``.
+        seeds: unless others are asked for.
+        readme: the README with lines about a result, where it has such.
+    """
+    parser = command_line(doc)
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(seeds))
+    parser.add_argument("--out", type=Path, default=RESULTS / f"{recipe}.json")
+    if readme is not None:
+        parser.add_argument("--readme", action="store_true", help="only write its lines in the README anew")
+    options = parser.parse_args()
+    if readme is not None and options.readme:
+        page = ROOT / "README.md"
+        page.write_text(readme(page.read_text(), json.loads(options.out.read_text())))
+    else:
+        record(at_seeds(recipe, options.seeds, noted), options.out)
+
+
+def completed(
+    path: Path,
+    wanted: Sequence[dict[str, Any]],
+    run: Callable[..., dict[str, Any]],
+    write: Callable[[list[dict[str, Any]], Path], None] | None = None,
+) -> list[dict[str, Any]]:
+    """The runs of a result file and those that it lacks, written after each.
+
+    Args:
+        path: of the file.
+        wanted: what names a run, by argument of
+        run: which also takes a folder to run in.
+        write: in place of ``record``.
+    """
+    runs: list[dict[str, Any]] = json.loads(path.read_text())["runs"] if path.exists() else []
+    for each in wanted:
+        if not any(each.items() <= found.items() for found in runs):
+            with tempfile.TemporaryDirectory() as folder:
+                runs.append(each | run(Path(folder), **each))
+            (write or record)(runs, path)
+    return runs
+
+
+def _processor_seconds() -> float:
+    """Of all processes that this one has waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def processor() -> str:
+    """The name of the processor, where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+
+
+def record(runs: list[dict[str, Any]], out: Path, **more: Any) -> None:
+    """Write runs, the machine that they were made on, and more by name."""
+    import torch
+    import transformers
+
+    from logitless.bench.machine import write_result
+
+    machine = {
+        "processor": processor(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    write_result(out, {"machine": machine, "runs": runs, **more}, indent=2)
+
+
+def reward_curve(label: str, rewards: Sequence[float]) -> Any:
+    """A line for a plot, each point the mean of the last ten blocks (or steps), of fewer at the beginning."""
+    from logitless.train.report.plots import Line
+
+    means = tuple(statistics.fmean(rewards[max(0, end - 10) : end]) for end in range(1, len(rewards) + 1))
+    return Line(label, tuple(range(1, len(rewards) + 1)), means)
+
+
+# --- rows
+
+
+class Rows:
+    """A result file that grows row by row.
+
+    Args:
+        path: of the file; begun anew where it is of another machine or other versions.
+        here: machine and versions.
+        identity: names of what tells one row from another.
+        more: what else stands in the file, unless it says otherwise itself.
+    """
+
+    def __init__(self, path: Path, here: Mapping[str, str], identity: Sequence[str], **more: Any) -> None:
+        self.path, self.here, self.identity = path, here, identity
+        found = json.loads(path.read_text()) if path.exists() else {}
+        found = found if found.get("environment") == here else {}
+        self.rows: list[dict[str, Any]] = found.get("rows", [])
+        self.more = {name: found.get(name, value) for name, value in more.items()}
+
+    def has(self, **identity: Any) -> bool:
+        """Whether there is such a row."""
+        return any(all(row[name] == value for name, value in identity.items()) for row in self.rows)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """One more row, in place of the same one; printed, and written at once."""
+        same = [all(old.get(name) == row.get(name) for name in self.identity) for old in self.rows]
+        self.rows = [row if is_same else old for old, is_same in zip(self.rows, same, strict=True)]
+        self.rows += [] if any(same) else [row]
+        print(json.dumps(row), flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """To the file."""
+        from logitless.bench.machine import write_result
+
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_result(self.path, {"environment": self.here, **self.more, "rows": self.rows})
+
+
+def milliseconds(run: Callable[[], object], device: str, *, pause: int = 20_000_000) -> float:
+    """Of the device, one run; its queue is filled while it pauses for so many cycles, 20 million of which are 10 ms."""
+    import torch
+
+    if device != "cuda":
+        start = time.perf_counter()
+        run()
+        return (time.perf_counter() - start) * 1000
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if pause:
+        torch.cuda._sleep(pause)
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
+# --- pages
+
+
+def between(page: str, begin: str, end: str, text: str) -> str:
+    """The page with another text between its two marks."""
+    before, _, rest = page.partition(begin)
+    return f"{before}{begin}{text}{end}{rest.partition(end)[2]}"
+
+
+def add_table_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where results are kept, and the pages whose tables are made from them."""
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON files")
+    parser.add_argument(
+        "--table", type=Path, nargs="*", help="rewrite the tables of these pages, or of all; measures nothing"
+    )
+    parser.add_argument("--check", action="store_true", help="with --table: fail if a page is out of date")
+
+
+def begin(script: str, part: str) -> str:
+    """The line above a table in a page; ``part`` tells a script's tables apart."""
+    return f"<!-- {f'{script} {part}'.rstrip()}: begin (made by `python benchmarks/{script}.py --table`) -->"
+
+
+def end(script: str, part: str) -> str:
+    """The line below it.
+
+    Example:
+        >>> end("head", "targets")
+        '<!-- head targets: end -->'
+    """
+    return f"<!-- {f'{script} {part}'.rstrip()}: end -->"
+
+
+def update(pages: Sequence[Path], script: str, tables: Mapping[str, str], *, check: bool) -> int:
+    """Rewrite those of a script's tables, by their parts, that a page has; with ``check``, 1 if one is out of date.
+
+    Args:
+        pages: none for all that have one of them.
+        script: its name.
+        tables: by part.
+        check: write nothing.
+
+    Raises:
+        DataError: a page with none of them.
+    """
+    stale = 0
+    for path in pages or [page for page in PAGES if any(begin(script, part) in page.read_text() for part in tables)]:
+        text = fresh = path.read_text()
+        found = [part for part in tables if begin(script, part) in text and end(script, part) in text]
+        if not found:
+            raise DataError(
+                needed=f"marks in {path}",
+                given="none of " + ", ".join(repr(begin(script, part)) for part in tables),
+                remedy="Add such a line where a table should go, and the same with 'end' below it.",
+            )
+        for part in found:
+            fresh = between(fresh, begin(script, part), end(script, part), f"\n\n{tables[part]}\n\n")
+        if fresh != text:
+            stale = 1
+            if check:
+                print(f"{path} is out of date: run python benchmarks/{script}.py --table")
+            else:
+                path.write_text(fresh)
+    return stale if check else 0

@@ -1,0 +1,96 @@
+"""Which decoders row-invariant layers serve, and how these name their parts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from logitless.models.lm_head import backbone
+from logitless.models.rotary import LongRotary
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3")
+GEMMA = ("gemma2", "gemma3_text")
+ACTIVATIONS = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
+_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+QKV = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
+GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def uncovered(model: nn.Module) -> tuple[str, ...]:
+    """What a model has that the row-invariant layers do not cover, in words; empty for a model they can serve.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...                      vocab_size=11, attention_dropout=0.1)
+        >>> uncovered(LlamaForCausalLM(config))
+        ('attention dropout of 0.1',)
+    """
+    decoder: Any = backbone(model)
+    config = decoder.config.get_text_config()
+    if (
+        config.model_type not in FAMILIES
+        or f".{config.model_type.removesuffix('_text')}." not in type(decoder).__module__
+    ):
+        return (f"the architecture {config.model_type}",)
+    found = []
+    if getattr(config, "attention_dropout", 0.0):
+        found.append(f"attention dropout of {config.attention_dropout}")
+    for name in ("resid_pdrop", "embd_pdrop"):
+        if getattr(config, name, 0.0) and config.model_type == "phi3":
+            found.append(f"dropout {name} of {getattr(config, name)}")
+    if activation_of(config) not in ACTIVATIONS:
+        found.append(f"the activation {activation_of(config)}")
+    if getattr(config, "use_bidirectional_attention", False):
+        found.append("attention in both directions")
+    rotary = decoder.rotary_emb
+    ropes = "longrope" if isinstance(rotary, LongRotary) else rotary.rope_type
+    for rope in sorted(set(ropes.values() if isinstance(ropes, dict) else [ropes])):
+        if rope not in _FIXED_ROPE:
+            found.append(f"positions scaled by {rope}, which depends on the longest sequence")
+    kinds = {kind for kind in getattr(config, "layer_types", None) or () if kind not in _LAYER_TYPES}
+    found.extend(f"layers of the kind {kind}" for kind in sorted(kinds))
+    found.extend(_uncovered_modules(decoder))
+    return tuple(dict.fromkeys(found))
+
+
+def _uncovered_modules(decoder: Any) -> list[str]:
+    found = []
+    dtypes = set()
+    for layer in decoder.layers:
+        modules = [*modules_of(layer.self_attn, QKV), layer.self_attn.o_proj]
+        modules += [*modules_of(layer.mlp, GATE_UP), layer.mlp.down_proj]
+        for module in modules:
+            linear = linear_of(module)
+            if type(linear) is not nn.Linear:
+                found.append(f"linear layers of the class {type(linear).__name__}")
+            elif not linear.weight.is_floating_point() or linear.weight.dtype == torch.float64:
+                found.append(f"weights in {linear.weight.dtype}")
+            else:
+                dtypes.add(linear.weight.dtype)
+    for module in decoder.modules():
+        if any(getattr(each, "p", 0.0) > 0 for each in getattr(module, "lora_dropout", {}).values()):
+            found.append("dropout in an adapter")
+        if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
+            found.append("modules of the decoder that are trained whole beside adapters")
+        if type(module).__name__.endswith("RMSNorm"):
+            dtypes.add(module.weight.dtype)
+    if len(dtypes) > 1:
+        found.append("weights of several dtypes: " + ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes)))
+    return found
+
+
+def activation_of(config: Any) -> str:
+    return getattr(config, "hidden_activation", None) or config.hidden_act
+
+
+def modules_of(owner: Any, names: Sequence[tuple[str, ...]]) -> list[Any]:
+    """The submodules of the first tuple of names that the owner has."""
+    modules = owner._modules
+    return next([modules[name] for name in group] for group in names if group[0] in modules)
+
+
+def linear_of(module: Any) -> nn.Linear:
+    return module.get_base_layer() if hasattr(module, "base_layer") else module

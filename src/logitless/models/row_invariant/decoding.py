@@ -1,0 +1,133 @@
+"""One step of decoding, and prefilling in chunks, with the bits of the packed forward pass.
+
+The same layers as in training read another kind of rows: keys and values go into pages, and attention reads them there.
+A step's launches depend on the number of rows alone, so that it can be captured in a CUDA graph; what the rows are is
+read from tensors on the device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from logitless.errors import UnavailableError
+from logitless.models.kernels.rotary import HeadNorms, rotate
+from logitless.models.lm_head import backbone
+from logitless.models.row_invariant.layers import AttentionForm, Installation, RopeTables
+from logitless.models.row_invariant.paged_attention import (
+    PAGE,
+    DecodeLayout,
+    PagedCache,
+    PrefillLayout,
+    decode_attention,
+    prefill_attention,
+)
+
+
+@dataclass(frozen=True)
+class PagedRows:
+    """Rows whose keys and values lie in pages: one token of each row, or chunks of sequences.
+
+    Args:
+        caches: one a layer.
+        layout: of the step or of the chunks.
+        slots: [T] the cache's row of each token; -1 for a row without a query.
+        position: [T] in its sequence, at least 0.
+        tables: cosines and sines by name, as far as the pages reach.
+    """
+
+    caches: Sequence[PagedCache]
+    layout: DecodeLayout | PrefillLayout
+    slots: Int[Tensor, "T"]
+    position: Int[Tensor, "T"]
+    tables: RopeTables
+
+    def attend(
+        self, index: int, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor, norms: HeadNorms | None
+    ) -> Tensor:
+        """Keys and values into the layer's pages, then attention over them."""
+        cache, (cos, sin) = self.caches[index], self.tables.of(form.rope)
+        turned, _, _ = rotate(
+            query, key, value, form.heads, self.position, cos, sin, norms,
+            key_out=cache.key, value_out=cache.value, slot=self.slots,
+        )  # fmt: skip
+        options: dict[str, Any] = {"scale": form.scale, "window": form.window, "softcap": form.softcap}
+        if isinstance(self.layout, DecodeLayout):
+            out, _ = decode_attention(turned, cache, self.layout, **options)
+        else:
+            out, _ = prefill_attention(turned, cache, self.layout, **options)
+        return out.flatten(1)
+
+
+def empty_caches(model: nn.Module, num_pages: int) -> list[PagedCache]:
+    """A cache of so many pages for each layer, uninitialised."""
+    decoder: Any = _installation(model)[0]
+    weight = decoder.norm.weight
+    caches = []
+    for layer in decoder.layers:
+        heads = layer.row_invariant_form.heads
+        caches.append(PagedCache.empty(num_pages, heads.key, heads.width, weight.dtype, weight.device))
+    return caches
+
+
+@torch.no_grad()
+def decode_step(
+    model: nn.Module, tokens: Int[Tensor, "R"], layout: DecodeLayout, caches: Sequence[PagedCache]
+) -> Float[Tensor, "R D"]:
+    """Last hidden states of one token a row, whose key and value join the row's pages.
+
+    Equals: those rows of the packed forward pass of whole sequences, bit for bit.
+
+    Args:
+        model: with row-invariant layers.
+        tokens: each row's newest token.
+        layout: where it stands; a row without a query (position -1) writes nothing and gives anything.
+        caches: one a layer, from ``empty_caches``; written.
+
+    Returns:
+        [R, D] as the LM head reads them.
+    """
+    decoder, installation = _installation(model)
+    tables = installation.reach(layout.page_table.shape[1] * PAGE)
+    slots = torch.where(layout.position >= 0, layout.slots, -1)
+    rows = PagedRows(caches, layout, slots, layout.position.clamp(min=0), tables)
+    return decoder(input_ids=tokens, rows=rows).last_hidden_state
+
+
+@torch.no_grad()
+def prefill(
+    model: nn.Module, tokens: Int[Tensor, "T"], layout: PrefillLayout, caches: Sequence[PagedCache], *,
+    num_layers: int | None = None,
+) -> Float[Tensor, "T D"]:  # fmt: skip
+    """Last hidden states of chunks of sequences, whose keys and values join their pages.
+
+    Equals: those rows of the packed forward pass of whole sequences, bit for bit, however they are cut into chunks.
+
+    Args:
+        model: with row-invariant layers.
+        tokens: of the chunks, end to end.
+        layout: of the chunks; what comes before a chunk lies in its pages already.
+        caches: one a layer, from ``empty_caches``; written.
+        num_layers: the first few alone; None for all.
+
+    Returns:
+        [T, D] as the LM head reads them.
+    """
+    decoder, installation = _installation(model)
+    tables = installation.reach(max(chunk.start + chunk.length for chunk in layout.chunks))
+    rows = PagedRows(caches, layout, layout.slots, layout.positions, tables)
+    return decoder(input_ids=tokens, rows=rows, num_layers=num_layers).last_hidden_state
+
+
+def _installation(model: nn.Module) -> tuple[Any, Installation]:
+    decoder: Any = backbone(model)
+    if not hasattr(decoder, "row_invariant"):
+        raise UnavailableError(
+            needed="a model with row-invariant layers",
+            given=type(decoder).__name__,
+            remedy="Call install_row_invariant first, and read its report.",
+        )
+    return decoder, decoder.row_invariant

@@ -1,0 +1,181 @@
+"""Embedding, norms, rotary positions and gate of row-invariant layers, as autograd functions around their kernels."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from logitless.float32_sums import add_rows, gradient_dtype, sums_in_float32
+from logitless.models.activations import can_be_recomputed, recipes_are_kept
+from logitless.models.kernels.gate import gated, gated_backward
+from logitless.models.kernels.norm import norm, norm_backward
+from logitless.models.kernels.rotary import HeadNorms, Heads, rotate, rotate_backward
+from logitless.models.one_node import apply, refuse_twice
+
+
+def embedded(layer: nn.Module, ids: Tensor) -> Tensor:
+    """[T, D] of tokens."""
+    if type(layer) is nn.Embedding and layer.max_norm is None and not torch.is_grad_enabled():
+        return layer.weight[ids]  # one kernel for any number of rows; that of the layer is slow for a few
+    if type(layer) is nn.Embedding and layer.padding_idx is None and sums_in_float32(layer.weight):
+        return _Embedded.apply(layer.weight, ids)  # type: ignore[no-untyped-call, no-any-return]
+    return cast(Tensor, layer(ids))
+
+
+class _Embedded(torch.autograd.Function):
+    """Rows of a weight that sums its gradient in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight = weight
+        return weight.detach()[ids]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        refuse_twice()
+        add_rows(ctx.weight, grad, *ctx.saved_tensors)
+        return None, None
+
+
+def add_and_norm(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, gemma: bool
+) -> tuple[Tensor, Tensor]:
+    """(residual + delta, its norm)."""
+    return apply(_Norm, residual, delta, weight, eps, gemma)
+
+
+def norm_and_add(residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """residual + norm(delta), as Gemma has it."""
+    return apply(_NormAfter, residual, delta, weight, eps)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, gemma: bool
+    ) -> tuple[Tensor, Tensor]:
+        total, out = norm(x, weight, eps, delta=delta, gemma=gemma)
+        assert out is not None
+        ctx.save_for_backward(total, weight)
+        ctx.eps, ctx.gemma, ctx.weight_dtype = eps, gemma, gradient_dtype(weight)
+        if recipes_are_kept():
+            kept, scale = total.detach(), weight.detach()
+            can_be_recomputed(out, lambda: cast(Tensor, norm(kept, scale, eps, gemma=gemma)[1]))
+        ctx.set_materialize_grads(False)
+        return total, out
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor | None, grad_out: Tensor | None) -> tuple[Any, ...]:
+        refuse_twice()
+        total, weight = ctx.saved_tensors
+        grad, grad_weight = grad_total, None
+        if grad_out is not None:
+            grad, grad_weight = norm_backward(
+                total, weight, ctx.eps, grad_out.contiguous(), grad_total,
+                gemma=ctx.gemma, weight_dtype=ctx.weight_dtype if ctx.needs_input_grad[2] else None,
+            )  # fmt: skip
+        return grad, grad if ctx.needs_input_grad[1] else None, grad_weight, None, None
+
+
+class _NormAfter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(delta, weight)
+        ctx.eps, ctx.weight_dtype = eps, gradient_dtype(weight)
+        return norm(x, weight, eps, delta=delta, gemma=True, after=True)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        refuse_twice()
+        delta, weight = ctx.saved_tensors
+        weight_dtype = ctx.weight_dtype if ctx.needs_input_grad[2] else None
+        grad_delta, grad_weight = norm_backward(
+            delta, weight, ctx.eps, grad.contiguous(), None, gemma=True, weight_dtype=weight_dtype
+        )
+        return grad, grad_delta, grad_weight, None
+
+
+class _Once:
+    """Several results of one call, made when the first of them is asked for and given away one after the other."""
+
+    def __init__(self, make: Callable[[], tuple[Tensor, ...]]) -> None:
+        self._make, self._made = make, dict[int, Tensor]()
+
+    def part(self, number: int) -> Tensor:
+        """The result of this number, to be asked for once a backward pass."""
+        if number not in self._made:
+            self._made = dict(enumerate(self._make()))
+        return self._made.pop(number)
+
+
+class Rotary(torch.autograd.Function):
+    """Turned queries and keys, normed before where they have norms, and the values; as heads."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, query_norm: Tensor | None, key_norm: Tensor | None,
+        options: tuple[float, bool], heads: Heads, position: Tensor, cos: Tensor, sin: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        norms = None if query_norm is None or key_norm is None else HeadNorms(query_norm, key_norm, *options)
+        raw = () if norms is None else (query, key, query_norm, key_norm)
+        ctx.save_for_backward(position, cos, sin, *raw)
+        ctx.heads, ctx.options = heads, options
+        ctx.norm_dtypes = None if norms is None else (gradient_dtype(norms.query), gradient_dtype(norms.key))
+        turned = rotate(query, key, value, heads, position, cos, sin, norms)
+        if norms is not None and recipes_are_kept():  # norms keep queries and keys as they were
+            raw_query, raw_key, raw_value = query.detach(), key.detach(), value.detach()
+            again = _Once(partial(rotate, raw_query, raw_key, raw_value, heads, position, cos, sin, norms))
+            for number, out in enumerate(turned):
+                can_be_recomputed(out, partial(again.part, number))
+        return turned
+
+    @staticmethod
+    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> tuple[Any, ...]:
+        refuse_twice()
+        position, cos, sin, *raw = ctx.saved_tensors
+        heads = ctx.heads
+        grads = [grad.contiguous() for grad in (grad_query, grad_key, grad_value)]
+        query, key = raw[:2] if raw else (grads[0].flatten(1), grads[1].flatten(1))
+        norms = HeadNorms(*raw[2:], *ctx.options) if raw else None
+        grad, grad_query_norm, grad_key_norm = rotate_backward(
+            query, key, heads, position, cos, sin, norms, *grads,
+            norm_dtypes=ctx.norm_dtypes if any(ctx.needs_input_grad[3:5]) else None,
+        )  # fmt: skip
+        columns = (heads.query * heads.width, heads.key * heads.width, heads.key * heads.width)
+        return *grad.split(columns, 1), grad_query_norm, grad_key_norm, *(None,) * 5  # type: ignore[no-untyped-call]
+
+
+class HeadsAsRows(torch.autograd.Function):
+    """[T, H, E] as [T, H * E]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return x.flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.view(ctx.shape)
+
+
+class Gate(torch.autograd.Function):
+    """``act(gate) * up``."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.gelu = gelu
+        out = gated(gate, up, gelu=gelu)
+        if recipes_are_kept():
+            kept_gate, kept_up = gate.detach(), up.detach()
+            can_be_recomputed(out, lambda: gated(kept_gate, kept_up, gelu=gelu))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        refuse_twice()
+        gate, up = ctx.saved_tensors
+        return *gated_backward(gate, up, grad.contiguous(), gelu=ctx.gelu), None

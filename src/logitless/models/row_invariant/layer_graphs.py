@@ -1,0 +1,377 @@
+"""A decoder's layers, forward and backward, as CUDA graphs: for rows whose kernels take less time than their launches.
+
+A layer of a small model is twenty kernels of ten microseconds each, and the host needs longer to launch them. A graph
+launches all of them at once. It holds addresses and counts, so that a row is padded to one of a few sizes, and the
+tables of its attention to a power of two of lines, which name no token.
+
+A row's forward has the same bits with and without padding. A weight's gradient is a product over the padded rows,
+whose order of summation may be another one; whether a row goes through a graph depends on the row, the model and the
+GPU's memory alone, never on what ran before.
+
+Memory: all graphs of a model share what the largest needs, ``kept_bytes`` of a row; they keep it, and float32 sums of
+the layers' gradients, between steps.
+"""
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from logitless.graph_capture import captured, multiplied_once, side_stream
+from logitless.models.attention import AttentionLayout, prepare_tables
+from logitless.models.kernels.rows import divided_up, power_of_two
+from logitless.transfer import sent
+
+MOST_WORK = 1 << 41
+"""Rows times parameters of the layers up to which the host is slower than an H200: 6 to 15 thousand rows of 135M."""
+
+MEMORY_FRACTION = 16
+"""A row's activations take at most one part in so many of the GPU's memory, and so do the sums of gradients."""
+
+MOST_GRAPHS = 16
+
+_LEAST_ROWS = 256
+_LEAST_LINES = 64
+
+
+def rounded_rows(num_rows: int) -> int:
+    """Rows that a row of so many is padded to: four sizes from each power of two to the next.
+
+    Example:
+        >>> [rounded_rows(n) for n in (1, 256, 1025, 6300)]
+        [256, 256, 1280, 7168]
+    """
+    unit = max(_LEAST_ROWS, power_of_two(num_rows) // 8)
+    return divided_up(num_rows, unit) * unit
+
+
+def rounded_lines(num_lines: int) -> int:
+    """Lines that a table of so many is padded to.
+
+    Example:
+        >>> [rounded_lines(n) for n in (0, 1, 65)]
+        [0, 64, 128]
+    """
+    return 0 if num_lines == 0 else max(_LEAST_LINES, power_of_two(num_lines))
+
+
+@dataclass(frozen=True)
+class Form:
+    """What tables a kind of attention reads.
+
+    Args:
+        num_heads, num_key_heads, width: of its heads.
+        window: tokens that a token sees; None for all.
+    """
+
+    num_heads: int
+    num_key_heads: int
+    width: int
+    window: int | None
+
+
+@dataclass(frozen=True)
+class HostTables:
+    """What attention reads of a row, on the CPU.
+
+    Args:
+        tables: of ``AttentionLayout``, by name.
+        branch_rows: [b] int32 of the layout, or None.
+        positions: [rows] int32.
+    """
+
+    tables: dict[Any, Any]
+    branch_rows: Tensor | None
+    positions: Tensor
+
+    @classmethod
+    def of(
+        cls, layout: AttentionLayout, forms: Sequence[Form], dtype: torch.dtype, device: torch.device
+    ) -> "HostTables":
+        """Every table that attention of these forms reads forward and backward.
+
+        Args:
+            layout: on the CPU, padded.
+            forms: of the layers.
+            dtype, device: of the model, which decide about tiles.
+        """
+        for form in forms:
+            prepare_tables(
+                layout, num_heads=form.num_heads, num_key_heads=form.num_key_heads, width=form.width, dtype=dtype,
+                window=form.window, gradients=True, device=device,
+            )  # fmt: skip
+        tables = {name: table for name, table in layout.tables.items() if name[0] in ("query", "key")}
+        return cls(tables, layout.branch_rows, layout.positions)
+
+    @cached_property
+    def padded(self) -> list[Tensor]:
+        """Every array with room for those of other rows: tables, branch rows where there are some, positions."""
+        found = list[Tensor]()
+        for name, table in self.tables.items():
+            for part in table[:2] if isinstance(table, tuple) else (table,):
+                lines = torch.zeros(rounded_lines(len(part)), 8, dtype=torch.int32)
+                lines[: len(part)] = part
+                if name[0] == "key":
+                    lines[len(part) :, 4] = -1  # lines of no key are of no part
+                found.append(lines)
+        if self.branch_rows is not None:
+            room = rounded_lines(len(self.branch_rows)) - len(self.branch_rows)
+            found.append(torch.cat([self.branch_rows, self.branch_rows.new_zeros(room)]))
+        return [*found, self.positions]
+
+    @property
+    def size(self) -> tuple[Any, ...]:
+        """What rows that fit into the same ``PaddedLayout`` have in common."""
+        parts = [rounded_lines(table[2]) for table in self.tables.values() if isinstance(table, tuple)]
+        return (*self.tables, self.branch_rows is None, *map(len, self.padded), *parts)
+
+
+class PaddedLayout:
+    """An ``AttentionLayout`` at addresses that stay: ``load`` gives it the numbers of another row.
+
+    Args:
+        tables: that decide how much room there is.
+        device: of the model.
+
+    Attributes:
+        num_tokens: rows, padding included.
+        positions: [num_tokens] int32, 0 in padding.
+        position: the same in int64.
+        branch_rows: [b] int32, or None.
+    """
+
+    every_row = False
+
+    def __init__(self, tables: HostTables, device: torch.device | str) -> None:
+        self.num_tokens = len(tables.positions)
+        room = [array.numel() for array in tables.padded]
+        self._numbers = torch.zeros(sum(room), dtype=torch.int32, device=device)
+        *arrays, self.positions = self._numbers.split(room)  # type: ignore[no-untyped-call]
+        self.position = torch.zeros(self.num_tokens, dtype=torch.int64, device=device)
+        self.branch_rows: Tensor | None = None if tables.branch_rows is None else arrays.pop()
+        lines = iter([array.view(-1, 8) for array in arrays])
+        self._tables: dict[Any, Any] = {
+            name: (next(lines), next(lines), rounded_lines(table[2])) if isinstance(table, tuple) else next(lines)
+            for name, table in tables.tables.items()
+        }
+
+    def load(self, tables: HostTables) -> None:
+        """The numbers of a row of the same ``size``, by one transfer."""
+        numbers = torch.cat([array.flatten() for array in tables.padded])
+        self._numbers.copy_(sent(numbers, self._numbers.device))
+        self.position.copy_(self.positions)
+
+    def query_tiles(self, tokens: int, num_key_heads: int, window: int | None) -> Tensor:
+        """As of ``AttentionLayout``, with lines of no token."""
+        found: Tensor = self._tables["query", tokens, num_key_heads, window]
+        return found
+
+    def key_tiles(self, keys: int, num_key_heads: int, window: int | None) -> tuple[Tensor, Tensor, int]:
+        """As of ``AttentionLayout``, with lines of no key."""
+        found: tuple[Tensor, Tensor, int] = self._tables["key", keys, num_key_heads, window]
+        return found
+
+
+class LayerGraphs:
+    """The graphs of one decoder's layers.
+
+    Args:
+        run: hidden states after the layers, of hidden states [T, D] before them and a ``PaddedLayout``; launches
+            kernels alone.
+        tensors: every weight that ``run`` reads, as it is now.
+        forms: of the layers' attention.
+        kept_bytes: that the layers keep of one token from their forward to their backward pass.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Tensor, PaddedLayout], Tensor],
+        tensors: Callable[[], list[Tensor]],
+        forms: Sequence[Form],
+        kept_bytes: int,
+    ) -> None:
+        self._run, self._tensors, self._forms, self._kept_bytes = run, tensors, tuple(forms), kept_bytes
+        self._graphs = OrderedDict[tuple[Any, ...], "_Graph"]()
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._weights: tuple[Any, ...] = ()
+        self._memory: Any = None
+        self._in_use: weakref.ref[_Use] | None = None
+
+    def __call__(self, layout: AttentionLayout, hidden: Float[Tensor, "T D"], held: Any) -> Tensor | None:
+        """Hidden states [T, D] after the layers, the same numbers as without a graph; None: the row is not for one.
+
+        Args:
+            layout: of the row.
+            hidden: before the layers.
+            held: what else a graph holds the address of; another one makes another graph.
+        """
+        if not torch.is_grad_enabled() or not hidden.is_cuda or torch.cuda.is_current_stream_capturing():
+            return None
+        if self._in_use is not None and self._in_use() is not None:
+            return None
+        tensors, rows = list(dict.fromkeys(self._tensors())), rounded_rows(layout.num_tokens)
+        trained = [t for t in tensors if isinstance(t, nn.Parameter) and t.requires_grad]
+        if not trained or any(_has_hooks(t) for t in trained) or not self._fits(rows, tensors, trained):
+            return None
+        weights = tuple((t.data_ptr(), t.requires_grad) for t in tensors)
+        if weights != self._weights:
+            self._forget()
+            self._weights = weights
+        on_host = AttentionLayout(layout.groups, "cpu", rows)
+        tables = HostTables.of(on_host, self._forms, hidden.dtype, hidden.device)
+        key = (held, *tables.size)
+        graph = self._graphs.get(key)
+        if graph is None:
+            while len(self._graphs) >= MOST_GRAPHS:
+                self._graphs.popitem(last=False)
+            padded = PaddedLayout(tables, hidden.device)
+            padded.load(tables)
+            graph = _Graph(self._run, padded, hidden, trained, self._sums, self._memory)
+            self._memory, self._graphs[key] = graph.memory, graph
+        else:
+            graph.layout.load(tables)
+        self._graphs.move_to_end(key)
+        use = _Use(graph, self._sums)
+        self._in_use = weakref.ref(use)
+        out: Tensor = _Replayed.apply(use, hidden, trained[0])  # type: ignore[no-untyped-call]
+        return out
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def _fits(self, rows: int, tensors: Sequence[Tensor], trained: Sequence[Tensor]) -> bool:
+        """Whether launches take longer than the kernels, and the memory is little of the GPU's."""
+        device = trained[0].device
+        share = torch.cuda.get_device_properties(device).total_memory // MEMORY_FRACTION
+        return (
+            rows * sum(t.numel() for t in tensors) <= MOST_WORK
+            and rows * self._kept_bytes <= share
+            and 4 * sum(t.numel() for t in trained) <= share
+        )
+
+    def _forget(self) -> None:
+        self._graphs.clear()
+        self._sums.clear()
+        self._memory = None
+
+
+class _Use:
+    """A forward pass of a graph whose backward pass may follow; no other may run before it is let go of."""
+
+    def __init__(self, graph: "_Graph", sums: dict[nn.Parameter, Tensor]) -> None:
+        self.graph, self.sums = graph, sums
+
+
+class _Graph:
+    """Layers forward and backward at fixed addresses.
+
+    Args:
+        run: as of ``LayerGraphs``.
+        layout: with the tables of the row.
+        hidden: [T, D] of the row.
+        trained: parameters that get gradients.
+        sums: of their gradients, which the first graph makes.
+        memory: of the other graphs; None for the first.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Tensor, PaddedLayout], Tensor],
+        layout: PaddedLayout,
+        hidden: Tensor,
+        trained: Sequence[nn.Parameter],
+        sums: dict[nn.Parameter, Tensor],
+        memory: Any,
+    ) -> None:
+        self.layout = layout
+        self._trained = trained
+        self.hidden = hidden.new_zeros(layout.num_tokens, hidden.shape[1])
+        self.hidden[: len(hidden)] = hidden.detach()
+        self.hidden.requires_grad_()
+        self.grad = torch.zeros_like(self.hidden, requires_grad=False)
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        stream = side_stream(hidden.device)
+        before = [p.grad for p in trained]
+        # the backward pass runs in the thread that captures
+        with torch.autograd.set_multithreading_enabled(False), torch.enable_grad():
+            try:
+                for p in trained:
+                    p.grad = None
+                self._pass_back(run(self.hidden, layout))  # compiles and loads kernels, and makes the sums
+                for p in trained:
+                    if p.grad is not None:
+                        sums.setdefault(p, p.grad)
+                    p.grad = sums.get(p)
+                torch.cuda.synchronize(hidden.device)
+                with torch.cuda.stream(stream):
+                    multiplied_once(hidden.device, hidden.dtype)
+                    with captured(self._forward, memory):
+                        output = run(self.hidden, layout)
+                    self.memory = self._forward.pool()
+                    with captured(self._backward, self.memory):
+                        self.grad_hidden = self._pass_back(output)
+                self.output = output.detach()
+            finally:
+                for p, grad in zip(trained, before, strict=True):
+                    p.grad = grad
+        torch.cuda.current_stream(hidden.device).wait_stream(stream)
+
+    def _pass_back(self, output: Tensor) -> Tensor:
+        """Gradient of ``hidden``; those of parameters are added to their ``grad``."""
+        grad_hidden, *grads = torch.autograd.grad(output, [self.hidden, *self._trained], self.grad, allow_unused=True)
+        for p, grad in zip(self._trained, grads, strict=True):
+            if grad is not None:  # None: its product has added it
+                p.grad = grad if p.grad is None else p.grad.add_(grad)
+        return grad_hidden
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Hidden states after the layers."""
+        with torch.no_grad():
+            self.hidden[: len(hidden)].copy_(hidden)
+            self.hidden[len(hidden) :].zero_()
+            self._forward.replay()
+            return self.output[: len(hidden)].clone()
+
+    def backward(self, grad: Tensor) -> Tensor:
+        """Gradient of the hidden states; those of parameters are added to ``sums``."""
+        self.grad[: len(grad)].copy_(grad)
+        self.grad[len(grad) :].zero_()
+        self._backward.replay()
+        return self.grad_hidden[: len(grad)].clone()
+
+
+def _add_here(sums: dict[nn.Parameter, Tensor]) -> None:
+    """Makes every parameter's ``grad`` the sum that graphs add to, with what there is of it."""
+    missing = [total for p, total in sums.items() if p.grad is None]
+    if missing:
+        torch._foreach_zero_(missing)
+    for p, total in sums.items():
+        if p.grad is not None and p.grad is not total:
+            total.copy_(p.grad)
+        p.grad = total
+
+
+class _Replayed(torch.autograd.Function):
+    """The layers of a graph. ``anchor`` is a trained parameter, so that there is a backward pass under LoRA too."""
+
+    @staticmethod
+    def forward(ctx: Any, use: _Use, hidden: Tensor, anchor: Tensor) -> Tensor:  # noqa: ARG004
+        ctx.use = use
+        return use.graph.forward(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        use, ctx.use = ctx.use, None
+        _add_here(use.sums)
+        grad_hidden = use.graph.backward(grad)
+        return None, grad_hidden if ctx.needs_input_grad[1] else None, None
+
+
+def _has_hooks(tensor: Tensor) -> bool:
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))

@@ -1,0 +1,520 @@
+"""A decoder of transformers whose rows depend on nothing else: the same bits alone, in any packed row, and decoded.
+
+``install_row_invariant`` puts modules of this file in the place of a model's decoder and its layers (``print(model)``
+shows them). They hold what the originals held, so that parameters, their names and the checkpoint stay what they are.
+Packed rows run through products, norms, rotary positions, gate and attention whose sums have one order each
+(docs/bits.md), with transformers' roundings, so that the model keeps its meaning; anything else (``model.generate``)
+runs as before.
+
+Needs Triton. What it gives up: dropout, quantized weights, positions whose scaling depends on the longest sequence, and
+families that ``coverage`` does not list. Such a model is left alone, and the report says why.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from logitless.errors import UnavailableError
+from logitless.graph_capture import refuse_unwritten
+from logitless.models.attention import AttentionLayout, PrefixAttention
+from logitless.models.kernels.rotary import HeadNorms, Heads
+from logitless.models.lm_head import _split_lora, backbone, causal_lm
+from logitless.models.one_node import apply, one_node
+from logitless.models.packed import PackedLayout
+from logitless.models.row_invariant.coverage import (
+    ACTIVATIONS,
+    GATE_UP,
+    GEMMA,
+    QKV,
+    activation_of,
+    linear_of,
+    modules_of,
+    uncovered,
+)
+from logitless.models.row_invariant.functions import Gate, HeadsAsRows, Rotary, add_and_norm, embedded, norm_and_add
+from logitless.models.row_invariant.layer_graphs import Form, LayerGraphs, PaddedLayout
+from logitless.models.row_invariant.linear import Projection, lay_end_to_end, project, project_gated
+
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_GEMMA_NORMS = (*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+@dataclass(frozen=True)
+class AttentionForm:
+    """What one layer's attention is.
+
+    Args:
+        heads: counts and widths.
+        scale: factor of the products.
+        window: tokens a token sees, itself included; None for all.
+        softcap: of the scaled products.
+        rope: the name of the table of positions that the layer uses.
+    """
+
+    heads: Heads
+    scale: float
+    window: int | None
+    softcap: float | None
+    rope: str
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """Where a layer's rows stand and what they attend to: a packed row, or a step of decoding."""
+
+    def attend(
+        self, index: int, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor, norms: HeadNorms | None
+    ) -> Tensor:
+        """[T, H * E] of the layer ``index``."""
+        ...
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Sequences end to end, as training and prefilling read them.
+
+    Args:
+        layout: of the attention.
+        position: [T] in each token's sequence.
+        tables: cosines and sines by name.
+    """
+
+    layout: AttentionLayout | PaddedLayout
+    position: Int[Tensor, "T"]
+    tables: "RopeTables"
+
+    def attend(
+        self,
+        index: int,  # noqa: ARG002 every layer reads the same layout
+        form: AttentionForm,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        norms: HeadNorms | None,
+    ) -> Tensor:
+        """Rotary positions, then attention within the layout."""
+        cos, sin = self.tables.of(form.rope)
+        weights = (None, None) if norms is None else (norms.query, norms.key)
+        options = (0.0, False) if norms is None else (norms.eps, norms.gemma)
+        turned = apply(Rotary, query, key, value, *weights, options, form.heads, self.position, cos, sin)
+        out, _ = apply(PrefixAttention, *turned, self.layout, form.scale, form.window, form.softcap)
+        return apply(HeadsAsRows, out)
+
+
+class RopeTables:
+    """Cosines and sines by position, made by the model's own rotary embedding and kept."""
+
+    def __init__(self, decoder: Any, names: Sequence[str]) -> None:
+        self._decoder, self._names = decoder, tuple(dict.fromkeys(names))
+        self._tables: dict[str, tuple[Tensor, Tensor]] = {}
+        self._key: tuple[Any, ...] = ()
+
+    def reach(self, length: int) -> "RopeTables":
+        """The same with at least ``length`` positions, in the decoder's dtype and on its device."""
+        weight = self._decoder.norm.weight
+        have = self._tables[self._names[0]][0].shape[0] if self._tables else 0
+        if have < length or self._key != (weight.dtype, weight.device):
+            refuse_unwritten("the table of rotary positions", weight.device)
+            reach = max(256, 1 << (length - 1).bit_length())
+            self._key = (weight.dtype, weight.device)
+            position = torch.arange(reach, device=weight.device)[None]
+            like = torch.empty(1, 1, 1, dtype=weight.dtype, device=weight.device)
+            with torch.no_grad():
+                for name in self._names:
+                    kind = () if name == "" else (name,)
+                    cos, sin = self._decoder.rotary_emb(like, position, *kind)
+                    self._tables[name] = cos[0].contiguous(), sin[0].contiguous()
+        return self
+
+    def of(self, name: str) -> tuple[Float[Tensor, "P R"], Float[Tensor, "P R"]]:
+        """Cosines and sines [P, R]."""
+        return self._tables[name]
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where they lie."""
+        return tuple(table.data_ptr() for pair in self._tables.values() for table in pair)
+
+
+class RowInvariantDecoder(nn.Module):
+    """In the place of a decoder, whose embedding, layers and norm it holds under their names.
+
+    Args:
+        original: transformers' self.
+        installation: that it is part of.
+    """
+
+    config: Any
+    embed_tokens: Any
+    layers: Any
+    norm: Any
+
+    def __init__(self, original: nn.Module, installation: "Installation") -> None:
+        _hold(self, original)
+        self.row_invariant = installation
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        *args: Any,
+        packed_layout: PackedLayout | AttentionLayout | None = None,
+        rows: Rows | None = None,
+        num_layers: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Hidden states of packed rows or of a step of decoding; everything else as transformers does it.
+
+        With ``num_layers`` only the first few layers run, which is enough where all that is wanted is that their
+        kernels have been launched.
+        """
+        if rows is None and packed_layout is None:
+            return super().forward(input_ids, attention_mask, position_ids, *args, **kwargs)
+        assert input_ids is not None
+        _check_dtype(self.norm.weight)
+        if rows is None:
+            assert packed_layout is not None
+            assert position_ids is not None
+            rows = self.row_invariant.packed_rows(packed_layout, position_ids.flatten())
+        device = input_ids.device
+        with torch.autocast(device.type, enabled=False), torch.cuda.device(device if device.type == "cuda" else -1):
+            given, hidden = embedded(self.embed_tokens, input_ids.flatten()), None
+            if isinstance(rows, PackedRows) and num_layers is None and self._keeps_all():
+                hidden = self.row_invariant.through_a_graph(rows, given)
+            if hidden is None:
+                hidden = self.run_layers(given, rows, num_layers)
+        return BaseModelOutputWithPast(last_hidden_state=hidden.view(*input_ids.shape, -1))
+
+    def run_layers(self, hidden: Tensor, rows: Rows, num_layers: int | None = None) -> Tensor:
+        """[T, D] after the layers and the last norm, of [T, D] before them."""
+        residual, delta = hidden, None
+        for layer in self.layers[: self.config.num_hidden_layers][:num_layers]:
+            residual, delta = layer(residual, delta, rows=rows)
+        return add_and_norm(residual, delta, self.norm.weight, _epsilon(self.norm), self.row_invariant.gemma)[1]
+
+    def _keeps_all(self) -> bool:
+        """Whether no layer is run again in the backward pass."""
+        return not self.training or not any(layer.gradient_checkpointing for layer in self.layers)
+
+
+class RowInvariantLayer(GradientCheckpointingLayer):
+    """In the place of a decoder layer, whose norms, attention and MLP it holds under their names.
+
+    A layer takes the residual stream and what is still to be added to it, and returns the same two: the addition
+    belongs to the next norm's kernel. For autograd it is one node.
+
+    Args:
+        original: transformers' own.
+        form: of its attention.
+        gemma: whether its norms are Gemma's.
+        gelu: whether its gate is GELU's; SiLU's otherwise.
+    """
+
+    def __init__(self, original: nn.Module, form: AttentionForm, *, gemma: bool, gelu: bool) -> None:
+        _hold(self, original)
+        self.row_invariant_form, self.row_invariant_gemma, self.row_invariant_gelu = form, gemma, gelu
+
+    def forward(self, hidden_states: Tensor, delta: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """(residual, delta) of the next layer."""
+        rows: Rows | None = kwargs.pop("rows", None)
+        if rows is None:
+            if delta is not None:
+                args = (delta, *args)
+            return super().forward(hidden_states, *args, **kwargs)
+        weights = _LayerWeights.of(self, gemma=self.row_invariant_gemma)
+        given = [hidden_states, *([] if delta is None else [delta])]
+        made = one_node(partial(self._rows, rows, weights), given, weights.tensors)
+        return made if len(made) == 2 else (*made, None)
+
+    def _rows(
+        self, rows: Rows, weights: "_LayerWeights", residual: Tensor, delta: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """(residual, delta) of the next layer; the former alone where there is nothing to be added."""
+        norms, eps, gemma = weights.norms, weights.eps, self.row_invariant_gemma
+        residual, x = add_and_norm(residual, delta, norms[0], eps[0], gemma)
+        delta = self._attention(x, rows, weights)
+        if gemma:
+            residual = norm_and_add(residual, delta, norms[1], eps[1])
+            residual, x = add_and_norm(residual, None, norms[2], eps[2], gemma)
+            return (norm_and_add(residual, self._mlp(x, weights), norms[3], eps[3]),)
+        residual, x = add_and_norm(residual, delta, norms[1], eps[1], gemma)
+        return residual, self._mlp(x, weights)
+
+    def _attention(self, x: Tensor, rows: Rows, weights: "_LayerWeights") -> Tensor:
+        form = self.row_invariant_form
+        heads = form.heads
+        query, key, value = _project(x, weights.qkv, (heads.query * heads.width, *[heads.key * heads.width] * 2))
+        attended = rows.attend(weights.index, form, query, key, value, weights.head_norms)
+        return project(attended, [weights.out])[0]
+
+    def _mlp(self, x: Tensor, weights: "_LayerWeights") -> Tensor:
+        width = weights.down.weight.shape[1]
+        product = project_gated(x, weights.gate_up, gelu=self.row_invariant_gelu)
+        if product is not None:
+            return project(product, [weights.down])[0]
+        gate, up = _project(x, weights.gate_up, (width, width))
+        return project(apply(Gate, gate, up, self.row_invariant_gelu), [weights.down])[0]
+
+
+@dataclass(frozen=True)
+class _LayerWeights:
+    """What a layer multiplies and scales by, read from its modules now: adapters come and go.
+
+    Args:
+        index: of the layer.
+        norms, eps: in the order in which they come: two, or Gemma's four.
+        head_norms: of queries and keys.
+        qkv, gate_up: one or several projections.
+        out, down: of attention and MLP.
+    """
+
+    index: int
+    norms: list[Tensor]
+    eps: list[float]
+    head_norms: HeadNorms | None
+    qkv: list[Projection]
+    out: Projection
+    gate_up: list[Projection]
+    down: Projection
+
+    @classmethod
+    def of(cls, layer: Any, *, gemma: bool) -> "_LayerWeights":
+        attention, mlp = layer.self_attn, layer.mlp
+        names = _GEMMA_NORMS if gemma else _NORMS
+        norms = [layer._modules[name] for name in names]
+        head_norms = None
+        if "q_norm" in attention._modules:
+            query, key = attention.q_norm, attention.k_norm
+            head_norms = HeadNorms(query.weight, key.weight, _epsilon(query), gemma)
+        return cls(
+            attention.layer_idx,
+            [norm.weight for norm in norms],
+            [_epsilon(norm) for norm in norms],
+            head_norms,
+            [_projection(module) for module in modules_of(attention, QKV)],
+            _projection(attention.o_proj),
+            [_projection(module) for module in modules_of(mlp, GATE_UP)],
+            _projection(mlp.down_proj),
+        )
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        of_heads = [] if self.head_norms is None else [self.head_norms.query, self.head_norms.key]
+        projections = [*self.qkv, self.out, *self.gate_up, self.down]
+        return [*self.norms, *of_heads, *(t for each in projections for t in each[:4] if t is not None)]
+
+
+@dataclass
+class Installation:
+    """What ``install_row_invariant`` did.
+
+    Args:
+        model: as it was given.
+        missing: what the model has that is not covered; the model was left alone unless this is empty.
+        gemma: whether norms are Gemma's.
+        tables: of positions.
+        originals: the layers, and the decoder, whose places are taken.
+        graphs: of ``graph_short_rows``.
+    """
+
+    model: nn.Module
+    missing: tuple[str, ...]
+    gemma: bool = False
+    tables: RopeTables | None = None
+    originals: list[nn.Module] = field(default_factory=list)
+    graphs: LayerGraphs | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether rows of this model keep their bits."""
+        return not self.missing
+
+    def packed_rows(self, layout: PackedLayout | AttentionLayout, position: Int[Tensor, "T"]) -> PackedRows:
+        """The rows of a packed forward pass."""
+        if isinstance(layout, PackedLayout):
+            longest = layout.max_length
+            layout = layout.attention
+        else:
+            longest = layout.longest
+        return PackedRows(layout, position, self.reach(longest))
+
+    def reach(self, length: int) -> RopeTables:
+        """Tables of at least so many positions."""
+        assert self.tables is not None, "installed"
+        return self.tables.reach(length)
+
+    def graph_short_rows(self) -> None:
+        """From now on rows with gradients go through CUDA graphs where those are faster (``layer_graphs``).
+
+        A gradient is then a sum that the next pass adds to in place: copy one that is to be kept.
+        """
+        decoder: Any = backbone(self.model)
+        layers = decoder.layers[: decoder.config.num_hidden_layers]
+        forms = dict.fromkeys(
+            Form(form.heads.query, form.heads.key, form.heads.width, form.window)
+            for form in (layer.row_invariant_form for layer in layers)
+        )
+
+        def run(hidden: Tensor, layout: PaddedLayout) -> Tensor:
+            assert self.tables is not None, "installed"
+            return cast(Tensor, decoder.run_layers(hidden, PackedRows(layout, layout.position, self.tables)))
+
+        def tensors() -> list[Tensor]:
+            weights = [_LayerWeights.of(layer, gemma=self.gemma).tensors for layer in layers]
+            return [decoder.norm.weight, *(tensor for each in weights for tensor in each)]
+
+        self.graphs = LayerGraphs(run, tensors, list(forms), _kept_bytes(decoder))
+
+    def through_a_graph(self, rows: PackedRows, hidden: Float[Tensor, "T D"]) -> Tensor | None:
+        """Hidden states [T, D] after the layers; None where a row does not go through one."""
+        if self.graphs is None or not isinstance(rows.layout, AttentionLayout):
+            return None
+        return self.graphs(rows.layout, hidden, rows.tables.addresses)
+
+    def remove(self) -> None:
+        """Gives the model its own decoder and layers back; parameters stay where they lie."""
+        if self.tables is None:
+            return
+        inner, decoder = causal_lm(self.model), cast(Any, backbone(self.model))
+        *layers, original = self.originals
+        for number, layer in enumerate(layers):
+            decoder.layers[number] = _given_back(decoder.layers[number], layer)
+        setattr(inner, inner.base_model_prefix, _given_back(decoder, original))
+        self.tables, self.originals = None, []
+
+
+def install_row_invariant(model: nn.Module) -> Installation:
+    """Gives a loaded model layers whose rows keep their bits.
+
+    Weights of query, key and value, and of gate and up, are moved to lie end to end, so that they are one product;
+    every parameter stays the parameter it was, under its name. The decoder and its layers are other modules from here
+    on: look them up again. Install before the model is sharded.
+
+    Args:
+        model: a transformers causal LM, PEFT-wrapped (LoRA, applied unmerged) or not; of one floating dtype.
+
+    Returns:
+        Whether it was done, what stood in the way, and how to take it back.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=11))
+        >>> install_row_invariant(model).missing
+        ('the architecture gpt2',)
+    """
+    missing = uncovered(model)
+    if missing:
+        return Installation(model, missing)
+    decoder: Any = backbone(model)
+    config = decoder.config.get_text_config()
+    gemma = config.model_type in GEMMA
+    forms = [_form(decoder, layer, config) for layer in decoder.layers]
+    tables, originals = RopeTables(decoder, [form.rope for form in forms]), [*decoder.layers, decoder]
+    installation = Installation(model, (), gemma, tables, originals)
+    for number, (layer, form) in enumerate(zip(decoder.layers, forms, strict=True)):
+        for owner, names in ((layer.self_attn, QKV), (layer.mlp, GATE_UP)):
+            linears = [linear_of(module) for module in modules_of(owner, names)]
+            lay_end_to_end([linear.weight for linear in linears])
+            if all(linear.bias is not None for linear in linears):
+                lay_end_to_end([linear.bias for linear in linears])
+            _lay_adapters_end_to_end(modules_of(owner, names))
+        kind = _of_family(RowInvariantLayer, layer.__class__)
+        decoder.layers[number] = kind(layer, form, gemma=gemma, gelu=ACTIVATIONS[activation_of(config)])
+    inner = causal_lm(model)
+    setattr(inner, inner.base_model_prefix, _of_family(RowInvariantDecoder, decoder.__class__)(decoder, installation))
+    return installation
+
+
+def _form(decoder: Any, layer: Any, config: Any) -> AttentionForm:
+    attention = layer.self_attn
+    kind = (getattr(config, "layer_types", None) or ["full_attention"] * (attention.layer_idx + 1))[attention.layer_idx]
+    by_kind = isinstance(decoder.rotary_emb.rope_type, dict)
+    parameters = config.rope_parameters[kind] if by_kind else config.rope_parameters
+    whole = config.model_type in ("mistral", "phi3")
+    return AttentionForm(
+        heads=Heads(
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            attention.head_dim,
+            int(attention.head_dim * (parameters.get("partial_rotary_factor") or 1.0)),
+        ),
+        scale=attention.scaling,
+        window=getattr(config if whole else attention, "sliding_window", None),
+        softcap=config.attn_logit_softcapping if config.model_type == "gemma2" else None,
+        rope=kind if by_kind else "",
+    )
+
+
+def _projection(module: Any) -> Projection:
+    if type(module) is nn.Linear:  # seven a layer, and for an attribute nn.Module looks through three dictionaries
+        parameters = module._parameters
+        return Projection(cast(Tensor, parameters["weight"]), parameters["bias"])
+    base, lora = _split_lora(module)
+    if lora is None:
+        return Projection(base.weight, base.bias)
+    return Projection(base.weight, base.bias, *lora)
+
+
+def _project(x: Tensor, projections: list[Projection], columns: tuple[int, ...]) -> tuple[Tensor, ...]:
+    return project(x, projections, columns if len(projections) == 1 else None)
+
+
+def _lay_adapters_end_to_end(modules: Sequence[Any]) -> None:
+    """The factors of each LoRA adapter that all of these modules carry."""
+    for name in getattr(modules[0], "lora_A", {}):
+        for factors in ([getattr(module, factor, {}) for module in modules] for factor in ("lora_A", "lora_B")):
+            weights = [factor[name].weight for factor in factors if name in factor]
+            if len(weights) == len(modules) and len({(w.shape[1], w.dtype, w.device) for w in weights}) == 1:
+                lay_end_to_end(weights)
+
+
+def _kept_bytes(decoder: Any) -> int:
+    """Of one token from forward to backward, at most: what norms, attention and MLP of every layer read."""
+    total = 0
+    for layer in decoder.layers:
+        heads = layer.row_invariant_form.heads
+        width = linear_of(layer.mlp.down_proj).weight.shape[1]
+        of_attention = 3 * heads.query * heads.width + 4 * heads.key * heads.width  # before and after rotary, and out
+        total += 6 * decoder.norm.weight.numel() + of_attention + 3 * width
+    return total * int(decoder.norm.weight.itemsize)
+
+
+def _epsilon(module: Any) -> float:
+    fields = vars(module)
+    return float(fields["variance_epsilon"] if "variance_epsilon" in fields else fields["eps"])
+
+
+@cache
+def _of_family(kind: type[nn.Module], family: type[nn.Module]) -> Any:
+    """A kind of our modules that is one of the family's too: transformers looks for them by class, and what it gives
+    them runs the family's ``forward``. One class for all layers, because Python's caches are by class."""
+    return type(f"RowInvariant{family.__name__}", (kind, family), {"__module__": kind.__module__})
+
+
+def _hold(module: nn.Module, original: nn.Module) -> None:
+    """Gives a new module all that the original has: the same submodules, parameters, buffers, hooks and settings."""
+    vars(module).update(vars(original))
+
+
+def _given_back(module: nn.Module, original: nn.Module) -> nn.Module:
+    """The original with what has become of its settings meanwhile."""
+    vars(original).update((name, value) for name, value in vars(module).items() if not name.startswith("row_invariant"))
+    return original
+
+
+def _check_dtype(weight: Tensor) -> None:
+    device = weight.device.type
+    if weight.dtype == torch.float32 and torch.is_autocast_enabled(device):
+        raise UnavailableError(
+            needed="weights in the dtype that the layers compute in",
+            given=f"float32 weights under autocast to {torch.get_autocast_dtype(device)}",
+            remedy="Load the model in bfloat16, or remove the row-invariant layers.",
+        )

@@ -1,0 +1,471 @@
+"""Linear maps whose rows keep their bits, by the fastest kernel that gives those bits here.
+
+``project`` takes several maps of one input (query, key and value; gate and up), each with its bias and its unmerged
+LoRA factors. Where their weights lie end to end in memory, as ``lay_end_to_end`` puts them, they are one product, and
+so are their gradients.
+
+Which kernel multiplies is a ``Plan`` for a shape and a device: at a checked number of rows cuBLAS, cuBLASLt without a
+split of K, or a tile of the fixed-order kernel, whichever was the fastest of those that gave the bits of the
+fixed-order kernel (``self_check``). A plan that nobody made holds tiles alone. Gradients need no such rule.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from logitless.float32_sums import add_product, end_to_end, float32_product, gradient_dtype, sums_in_float32
+from logitless.models.kernels.linear import (
+    INTERPRETED,
+    MOST_RANK,
+    Tile,
+    add_low_rank,
+    fixed_order_product,
+    gated_product,
+    whole_tiles,
+)
+from logitless.models.kernels.rows import (
+    FEW_ROWS,
+    MOST_ROWS,
+    checked_count,
+    checked_count_below,
+    empty_rows,
+    power_of_two,
+    widened,
+)
+from logitless.models.one_node import apply, gradients_wanted, refuse_twice
+
+Library = Literal["cublas", "cublaslt"]
+Way = Tile | Library
+LIBRARIES: tuple[Library, ...] = ("cublas", "cublaslt")
+
+_PLAIN = {  # less than 99 KiB of shared memory each, for any GPU
+    16: Tile(16, 32, 128, 4, 4),
+    64: Tile(32, 32, 128, 4, 4),
+    256: Tile(64, 64, 64, 4, 4),
+    MOST_ROWS: Tile(128, 128, 32, 8, 4),
+}
+_HOPPER = {
+    32: Tile(16, 64, 256, 4, 4, swapped=True, tma=True),
+    64: Tile(64, 16, 256, 4, 4, tma=True),
+    128: Tile(64, 64, 128, 4, 5, tma=True),
+    256: Tile(64, 128, 64, 4, 6, tma=True),
+    MOST_ROWS: Tile(128, 128, 64, 8, 4, tma=True),
+}
+
+NARROW = 64
+"""Columns of a weight up to which one tile takes them all: the first factors of LoRA."""
+
+_LOW_RANK = Tile(64, 64, 32, 4, 2)
+"""For products over few numbers: plain loads, which may end anywhere."""
+
+_FLOAT32 = Tile(32, 32, 32, 4, 2)
+"""For tests: no tensor core multiplies float32."""
+
+
+class Shape(NamedTuple):
+    """What a plan is for: a product of rows [M, K] with a weight [N, K] on a device.
+
+    ``gate`` names the activation of a product whose halves become ``act(gate) * up`` in the same kernel.
+    """
+
+    columns: int
+    length: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    bias: bool
+    device: torch.device
+    gate: Literal["", "silu", "gelu"] = ""
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> "Shape":
+        columns, length = weight.shape
+        return cls(columns, length, weight.dtype, out_dtype or weight.dtype, bias is not None, weight.device)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether rows are multiples of 16 bytes, as TMA needs."""
+        return self.length * self.dtype.itemsize % 16 == 0
+
+    @property
+    def on_hopper(self) -> bool:
+        """Whether tiles made for Hopper serve, which load through TMA."""
+        return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) == (9, 0) and self.aligned
+
+
+@dataclass
+class Plan:
+    """How products of one shape run.
+
+    Args:
+        ways: by checked number of rows; one that is missing runs by a tile.
+        tiles: by the largest number of rows they are for.
+    """
+
+    tiles: dict[int, Tile]
+    ways: dict[int, Way] = field(default_factory=dict)
+
+    def tile(self, num_rows: int) -> Tile:
+        """The fixed-order kernel's tile for so many rows."""
+        way = self.ways.get(num_rows)
+        if isinstance(way, Tile):
+            return way
+        return next(tile for most, tile in self.tiles.items() if num_rows <= most)
+
+    def library(self, num_rows: int) -> Library | None:
+        """The library that serves at this checked count, if one does."""
+        way = self.ways.get(num_rows)
+        return None if isinstance(way, Tile) else way
+
+
+_plans: dict[Shape, Plan] = {}
+_forced: Way | None = None
+
+
+def default_tiles(shape: Shape) -> dict[int, Tile]:
+    """Tiles that need no measuring."""
+    if shape.device.type != "cuda":
+        return {MOST_ROWS: INTERPRETED}
+    if shape.dtype == torch.float32:
+        return {MOST_ROWS: _FLOAT32}
+    if shape.columns <= NARROW:
+        return {MOST_ROWS: _narrow_tile(shape.columns, shape.on_hopper)}
+    return _HOPPER if shape.on_hopper else _PLAIN
+
+
+def _narrow_tile(columns: int, hopper: bool) -> Tile:
+    """For a weight of at most 64 columns: what takes long is the way along K, so much of it is loaded at once."""
+    columns = max(16, power_of_two(columns))
+    if hopper:
+        return Tile(64, columns, 256 if columns <= 32 else 128, 4, 4, tma=True)
+    return Tile(16, columns, 128, 2 if columns <= 32 else 4, 4)
+
+
+def plan_for(shape: Shape) -> Plan:
+    """The plan of this shape, made of tiles until a self-check has said more."""
+    plan = _plans.get(shape)
+    if plan is None:
+        plan = _plans[shape] = Plan(default_tiles(shape))
+    return plan
+
+
+def set_plan(shape: Shape, plan: Plan) -> None:
+    _plans[shape] = plan
+
+
+@contextmanager
+def everywhere(way: Way) -> Iterator[None]:
+    """All products one way inside, whatever their bits: what ``benchmarks/bits.py`` compares with."""
+    global _forced
+    before, _forced = _forced, way
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+@contextmanager
+def _without_split_k() -> Iterator[None]:
+    """cuBLASLt, forbidden to split K, by torch's own switches."""
+    _meet_the_libraries()
+    matmul, library = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library()
+    before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k
+    half = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction_split_k
+    try:
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        matmul.allow_bf16_reduced_precision_reduction = (False, False)
+        matmul.allow_fp16_reduced_precision_reduction = (False, False)
+        yield
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = before
+        matmul.allow_fp16_reduced_precision_reduction = half
+        torch.backends.cuda.preferred_blas_library(library)
+
+
+@cache
+def _meet_the_libraries() -> None:
+    """torch says once in a process that cuBLASLt by name is experimental; nobody could act on that."""
+    library = torch.backends.cuda.preferred_blas_library()
+    with _without_stderr():
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch.backends.cuda.preferred_blas_library(library)
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """What C++ writes there is lost; Python's filters of warnings do not see it."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def library_product(way: str, rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """``out = rows @ weight.T + bias`` by cuBLAS or by cuBLASLt without a split of K."""
+    if way == "cublaslt":
+        with _without_split_k():
+            library_product("cublas", rows, weight, bias, out)
+    elif out.dtype != rows.dtype:
+        torch.mm(rows, weight.t(), out_dtype=out.dtype, out=out)
+        if bias is not None:
+            out += bias
+    elif bias is None:
+        torch.mm(rows, weight.t(), out=out)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=out)
+
+
+def product(
+    rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """``rows @ weight.T + bias`` [M, N], each row with the bits it has in any other product.
+
+    Args:
+        rows: [M, K] with contiguous rows.
+        weight: [N, K] contiguous.
+        bias: [N].
+        out_dtype: such as float32 for logits; default that of ``rows``.
+    """
+    num_rows = rows.shape[0]
+    shape = Shape.of(weight, bias, out_dtype)
+    out = empty_rows(num_rows, shape.columns, like=rows, dtype=shape.out_dtype)
+    plan = plan_for(shape)
+    start = 0
+    while start < num_rows:
+        rest = num_rows - start
+        x, y = (rows[start:], out[start:]) if start else (rows, out)
+        count = checked_count(min(rest, MOST_ROWS))
+        wide = widened(x, count)
+        if wide is None and rest > FEW_ROWS[-1]:  # no room: the largest checked part, and what is left by a tile
+            count = checked_count_below(rest)
+            wide = x[:count]
+        way: Way | None = _forced or plan.library(count)
+        if isinstance(way, str) and wide is not None:
+            wide_out = widened(y, count)
+            assert wide_out is not None, "made with room above"
+            library_product(way, wide, weight, bias, wide_out)
+        else:
+            count = min(rest, MOST_ROWS)
+            tile = way if isinstance(way, Tile) else plan.tile(checked_count(count))
+            fixed_order_product(x[:count], weight, tile, bias=bias, out=y[:count])
+        start += count
+    return out
+
+
+def gated_product_or_none(rows: Tensor, weight: Tensor, *, gelu: bool) -> Tensor | None:
+    """``act(rows @ gate.T) * (rows @ up.T)`` in one kernel where a self-check found that faster, else None.
+
+    Args:
+        rows: [M, K] with contiguous rows.
+        weight: [2 I, K] contiguous: gate and up end to end.
+        gelu: the activation, else SiLU.
+    """
+    num_rows = rows.shape[0]
+    plan = _plans.get(Shape.of(weight, None)._replace(gate="gelu" if gelu else "silu"))
+    if plan is None or not 0 < num_rows <= max(plan.ways, default=0):
+        return None
+    tile = plan.ways.get(checked_count(num_rows))
+    return gated_product(rows, weight, tile, gelu=gelu) if isinstance(tile, Tile) else None
+
+
+class Projection(NamedTuple):
+    """One linear map: ``x @ weight.T + bias + lora_scale * (x @ lora_a.T) @ lora_b.T``.
+
+    Args:
+        weight: [N, K].
+        bias: [N].
+        lora_a, lora_b: [R, K] and [N, R]; rounded to the dtype of x, as autocast does.
+        lora_scale: a number.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    lora_a: Tensor | None = None
+    lora_b: Tensor | None = None
+    lora_scale: float = 1.0
+
+
+def project(x: Tensor, projections: Sequence[Projection], columns: Sequence[int] | None = None) -> tuple[Tensor, ...]:
+    """Every projection of the same rows.
+
+    Gradient: to x, weights, biases and LoRA factors, by torch's own products; those of bfloat16 weights with float32
+        gradients add to ``weight.grad`` themselves (``float32_sums``).
+
+    Args:
+        x: [T, K].
+        projections: in the dtype of x.
+        columns: widths in which the output of a single projection is handed out; default whole.
+
+    Returns:
+        [T, N] each; columns of one tensor where the weights lie end to end.
+    """
+    tensors = [t for projection in projections for t in projection[:4]]
+    return apply(_Project, x, tuple([p.lora_scale for p in projections]), tuple(columns or ()), *tensors)
+
+
+def project_gated(x: Tensor, projections: Sequence[Projection], *, gelu: bool) -> Tensor | None:
+    """``act(gate) * up`` of projections without bias and LoRA, in one kernel; None where it is not.
+
+    Where gradients are wanted it never is: that kernel keeps nothing to make them of.
+
+    Equals: ``project`` and ``gated`` one behind the other, bit for bit.
+
+    Args:
+        x: [T, K].
+        projections: gate and up, or one of both.
+        gelu: the activation, else SiLU.
+    """
+    if gradients_wanted() or _forced or any(p.bias is not None or p.lora_a is not None for p in projections):
+        return None
+    weight = end_to_end([projection.weight for projection in projections])
+    return None if weight is None else gated_product_or_none(x, weight, gelu=gelu)
+
+
+def lay_end_to_end(tensors: Sequence[Tensor]) -> None:
+    """Moves parameters so that they are consecutive rows of one tensor; each stays the parameter that it was."""
+    if len(tensors) < 2 or end_to_end(tensors) is not None:
+        return
+    whole = torch.cat([t.detach() for t in tensors])
+    for tensor, part in zip(tensors, whole.split([len(t) for t in tensors]), strict=True):  # type: ignore[no-untyped-call]
+        tensor.data = part
+
+
+def side_by_side(columns: Sequence[Tensor]) -> Tensor | None:
+    """The [T, N] tensor whose consecutive columns these are, or None."""
+    first = columns[0]
+    if len(columns) == 1:
+        return first if first.is_contiguous() else None
+    place, width, strides = first.data_ptr(), 0, first.stride()
+    if strides[1] != 1:
+        return None
+    for part in columns:
+        if part.data_ptr() != place or part.stride() != strides:
+            return None
+        place += part.shape[1] * part.itemsize
+        width += part.shape[1]
+    if width != strides[0]:
+        return None
+    storage, num_rows = first.untyped_storage(), first.shape[0]
+    if first.data_ptr() + num_rows * width * first.itemsize > storage.data_ptr() + storage.nbytes():
+        return None
+    return first.as_strided((num_rows, width), (width, 1))
+
+
+class _Project(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scales: tuple[float, ...], columns: tuple[int, ...], *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases = [w for w in tensors[0::4] if w is not None], tensors[1::4]
+        weight, bias = end_to_end(weights), end_to_end(biases)
+        outs: tuple[Tensor, ...]
+        if weight is not None and (bias is not None or not any(b is not None for b in biases)):
+            whole = product(x, weight, bias)
+            outs = (whole,) if len(weights) == 1 else whole.split_with_sizes([w.shape[0] for w in weights], 1)
+        else:
+            outs = tuple(product(x, w, b) for w, b in zip(weights, biases, strict=True))
+        lora = any(a is not None for a in tensors[2::4])
+        low_ranks = _add_low_ranks(outs, x, tensors[2::4], tensors[3::4], scales) if lora else ()
+        ctx.save_for_backward(x, *tensors, *low_ranks)
+        ctx.scales, ctx.lora = scales, lora
+        ctx.summed = [w for w in weights if sums_in_float32(w)]
+        ctx.bias_dtypes = [None if b is None else gradient_dtype(b) for b in biases]
+        ctx.lora_dtypes = [None if t is None else gradient_dtype(t) for t in (*tensors[2::4], *tensors[3::4])]
+        return outs[0].split_with_sizes(columns, 1) if columns else outs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        refuse_twice()
+        x, *saved = ctx.saved_tensors
+        count = len(ctx.scales)
+        weights = saved[0 : 4 * count : 4]
+        needed = ctx.needs_input_grad[3:]
+        weight, grad = end_to_end(weights), side_by_side(grads)
+        if len(grads) > count:  # columns of a single projection
+            grad = torch.cat(grads, 1) if grad is None else grad
+            grads = (grad,)
+        grad_x = None
+        if ctx.needs_input_grad[0] and weight is not None and grad is not None:
+            grad_x = grad @ weight
+        elif ctx.needs_input_grad[0]:
+            grad_x = grads[0] @ weights[0]
+            for g, w in zip(grads[1:], weights[1:], strict=True):
+                grad_x.addmm_(g, w)
+        out: list[Tensor | None] = [None] * (4 * count)
+        summed = len(ctx.summed) == count
+        sizes = [w.shape[0] for w in weights]
+        if summed and grad is not None:
+            add_product(ctx.summed, grad, x)
+        elif weight is not None and grad is not None and all(needed[0::4]):
+            out[0::4] = (grad.t() @ x).split_with_sizes(sizes)
+        biases, bias_dtype = needed[1::4], ctx.bias_dtypes[0]
+        if grad is not None and all(biases) and all(dtype == bias_dtype for dtype in ctx.bias_dtypes):
+            out[1::4] = grad.sum(0, dtype=bias_dtype).split_with_sizes(sizes)
+        for i, g in enumerate(grads):
+            if summed and grad is None:
+                add_product([ctx.summed[i]], g, x)
+            elif needed[4 * i] and not summed and out[4 * i] is None:
+                out[4 * i] = g.t() @ x
+            if biases[i] and out[4 * i + 1] is None:
+                out[4 * i + 1] = g.sum(0, dtype=ctx.bias_dtypes[i])
+        if ctx.lora:
+            lora_as, lora_bs, low_ranks = saved[2 : 4 * count : 4], saved[3 : 4 * count : 4], saved[4 * count :]
+            dtypes = zip(ctx.lora_dtypes[:count], ctx.lora_dtypes[count:], strict=True)
+            parts = zip(grads, lora_as, lora_bs, low_ranks, ctx.scales, dtypes, strict=True)
+            for i, (g, a, b, low_rank, scale, (a_dtype, b_dtype)) in enumerate(parts):
+                if a is None:
+                    continue
+                back = (g @ b.to(x.dtype)) * scale  # [T, R]
+                if grad_x is not None:
+                    grad_x.addmm_(back, a.to(x.dtype))
+                if needed[4 * i + 2]:
+                    out[4 * i + 2] = float32_product(back.t(), x).to(a_dtype)
+                if needed[4 * i + 3]:
+                    out[4 * i + 3] = float32_product(g.t(), low_rank).to(b_dtype) * scale
+        return grad_x, None, None, *out
+
+
+def _add_low_ranks(
+    outs: Sequence[Tensor], x: Tensor, lora_as: Sequence[Tensor | None], lora_bs: Sequence[Tensor | None],
+    scales: Sequence[float],
+) -> Sequence[Tensor | None]:  # fmt: skip
+    """``out += scale * (x @ lora_a.T) @ lora_b.T`` where there are factors; returns ``x @ lora_a.T`` of each.
+
+    Two products for all where factors and outputs lie end to end, else two for each.
+    """
+    whole, lora_a, lora_b = side_by_side(outs), end_to_end(lora_as), end_to_end(lora_bs)
+    widths = [out.shape[1] for out in outs]
+    if whole is not None and lora_a is not None and lora_b is not None:
+        rank = lora_b.shape[1]
+        if lora_a.shape[0] == rank * len(outs) and rank <= MOST_RANK and len(set(scales)) == 1 and whole_tiles(widths):
+            low = product(x, lora_a.to(x.dtype))
+            add_low_rank(low, lora_b.to(x.dtype), whole, widths, scales[0])
+            return low.split_with_sizes([rank] * len(outs), 1)
+    return [
+        None if a is None or b is None else _add_low_rank(out, x, a.to(x.dtype), b.to(x.dtype), scale)
+        for out, a, b, scale in zip(outs, lora_as, lora_bs, scales, strict=True)
+    ]
+
+
+def _add_low_rank(out: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
+    low_rank = product(x, lora_a)
+    if lora_b.shape[1] <= MOST_RANK:
+        add_low_rank(low_rank, lora_b, out, [out.shape[1]], scale)
+    else:
+        fixed_order_product(low_rank, lora_b, _tile_of_any_length(x), out=out, add_to_out=scale)
+    return low_rank
+
+
+def _tile_of_any_length(x: Tensor) -> Tile:
+    return _LOW_RANK if x.is_cuda else INTERPRETED

@@ -1,0 +1,556 @@
+"""Which kernels may serve on this machine: everything that is faster than the fixed-order kernel and has its bits.
+
+That tensor cores sum in one order whatever the tile, and that a library does not split K at some number of rows, are
+observations; a new GPU, driver or library may end them. So each is looked at before it is relied on: for the shapes of
+a model's products, cuBLAS and tiles against the fixed-order kernel at every row count that will occur, bit for bit; and
+attention decoded and prefilled against attention of the packed row, on the float32 log-sum-exp too, where a difference
+shows a thousand times as often. What fails is left out: that costs speed, never bits. Findings are kept on disk by
+device, driver and versions.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from pydantic import TypeAdapter
+from torch import Tensor, nn
+
+from logitless.float32_sums import end_to_end
+from logitless.graph_capture import captured, side_stream
+from logitless.models import attention
+from logitless.models.kernels.compiling import Compiling
+from logitless.models.kernels.gate import gated
+from logitless.models.kernels.linear import REFERENCE, Tile, asks_ahead, fixed_order_product, gated_product
+from logitless.models.kernels.rotary import Heads
+from logitless.models.kernels.rows import CHECKED_ROWS, FEW_ROWS
+from logitless.models.lm_head import _split_lora, backbone, causal_lm
+from logitless.models.row_invariant import attention_check, linear, paged_attention
+from logitless.models.row_invariant.attention_check import AttentionProblem
+from logitless.models.row_invariant.coverage import GATE_UP, QKV, linear_of, modules_of
+from logitless.models.row_invariant.layers import AttentionForm
+from logitless.models.row_invariant.linear import (
+    LIBRARIES,
+    NARROW,
+    Library,
+    Plan,
+    Shape,
+    Way,
+    default_tiles,
+    library_product,
+    product,
+    set_plan,
+)
+
+_GATED = {  # by rows: gate and up in one kernel
+    32: Tile(16, 32, 128, 2, 3, tma=True),
+    64: Tile(64, 32, 64, 4, 4, tma=True),
+}
+_WORTH = 0.98  # another kernel must take less than this part of cuBLAS's time
+
+
+@dataclass
+class LinearFinding:
+    """What was found of one shape.
+
+    Args:
+        ways: name of the way by number of rows.
+        failed: row counts at which a way differs, by its name.
+        microseconds: by number of rows and name, where times were compared.
+    """
+
+    ways: dict[int, str] = field(default_factory=dict)
+    failed: dict[str, list[int]] = field(default_factory=dict)
+    microseconds: dict[int, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is kept on disk of one shape."""
+
+    plan: Plan
+    finding: LinearFinding
+
+
+_KNOWN = TypeAdapter(Known)
+
+
+@dataclass
+class Report:
+    """Findings for a model on a machine.
+
+    Args:
+        machine: device, driver and versions.
+        linear: by shape, in words.
+        attention: numbers that differ from the packed row's, by form and kernel, in words; 0 everywhere, or attention
+            here has not one set of bits.
+        seconds: that it took; 0 where all was known.
+    """
+
+    machine: dict[str, str]
+    linear: dict[str, LinearFinding] = field(default_factory=dict)
+    attention: dict[str, dict[str, int]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def exact(self) -> bool:
+        """Whether attention kept its bits; products do by construction."""
+        return not any(count for counts in self.attention.values() for count in counts.values())
+
+
+def self_check(model: nn.Module, *, folder: Path | None = None, beside: Callable[[], object] | None = None) -> Report:
+    """Checks what a model with row-invariant layers will run on its GPU, and plans its products accordingly.
+
+    Args:
+        model: on CUDA, after ``install_row_invariant``.
+        folder: of the findings; default ``logitless`` in the user's cache.
+        beside: launches what else is to be compiled, at the same time (as inside ``compiled_together``).
+
+    Returns:
+        What was found; the plans are in force from here on.
+    """
+    decoder: Any = backbone(model)
+    weight = decoder.norm.weight
+    shapes, forms = product_shapes(model), _forms(decoder)
+    return check_shapes(shapes, forms, weight.dtype, weight.device, folder=folder, beside=beside)
+
+
+def check_layer(device: torch.device) -> Report:
+    """``self_check`` of one layer of Llama-3.1-8B in bfloat16, for a machine that no model has been chosen for."""
+    columns_and_lengths = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+    dtype = torch.bfloat16
+    shapes = [(Shape(n, k, dtype, dtype, False, device), False) for n, k in columns_and_lengths]
+    form = AttentionForm(Heads(32, 8, 128, 128), 128**-0.5, None, None, "")
+    return check_shapes(shapes, [form], dtype, device)
+
+
+def rows_in_words(counts: Sequence[int]) -> str:
+    """The first few of some row counts.
+
+    Example:
+        >>> rows_in_words([1, 16]), rows_in_words(range(8))
+        ('1, 16', '0, 1, 2, 3, 4, 5 and 2 more')
+    """
+    shown = ", ".join(map(str, counts[:6]))
+    return shown if len(counts) <= 6 else f"{shown} and {len(counts) - 6} more"
+
+
+def check_shapes(
+    shapes: Sequence[tuple[Shape, bool]], forms: Sequence[AttentionForm], dtype: torch.dtype, device: torch.device, *,
+    folder: Path | None = None, beside: Callable[[], object] | None = None,
+) -> Report:  # fmt: skip
+    """``self_check`` of shapes of products, each with whether it only has few rows, and of forms of attention."""
+    path = _known_path(folder, device)
+    known = _read(path)
+    report = Report(machine(device))
+    start = time.perf_counter()
+    entries: dict[str, Any] = known.setdefault("linear", {})
+    known_forms = known.setdefault("attention", {})
+    unknown = [shape for shape, _ in shapes if shape_name(shape) not in entries]
+    new = [form for form in forms if form_name(form, dtype) not in known_forms]
+    problems = [AttentionProblem.of(form, dtype, device) for form in new]
+    attended = [problem.launched for problem in problems]
+    others = [] if beside is None else [beside]
+    with _current(device), _compiled(device, attended, compilations(unknown), others) as compiled:
+        attention_compiled, products_compiled, _ = compiled  # attention takes longest: products are checked meanwhile
+        products_compiled()
+        for shape, few_only in shapes:
+            name = shape_name(shape)
+            if name not in entries:
+                found = check_gated(shape) if shape.gate else check_linear(shape, few_only=few_only)
+                entries[name] = _KNOWN.dump_python(Known(*found))
+            known_shape = _KNOWN.validate_python(entries[name])
+            set_plan(shape, known_shape.plan)
+            report.linear[name] = known_shape.finding
+        attention_compiled()
+        for problem in problems:
+            known_forms[form_name(problem.form, dtype)] = problem.differences()
+        for form in forms:
+            report.attention[form_name(form, dtype)] = known_forms[form_name(form, dtype)]
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    report.seconds = time.perf_counter() - start
+    _write(path, known)
+    return report
+
+
+@contextmanager
+def _compiled(device: torch.device, *groups: Sequence[Callable[[], object]]) -> Iterator[list[Callable[[], None]]]:
+    """What groups of calls launch is compiled by threads; yields a function for each that waits for its kernels.
+
+    At its end all are waited for. On a CPU, whose interpreter compiles nothing, no call is made.
+    """
+    if device.type != "cuda" or not any(groups):
+        yield [lambda: None] * len(groups)
+        return
+    with Compiling(device) as compiling:
+        yield [compiling.begin(calls) for calls in groups]
+
+
+def _forms(decoder: Any) -> list[AttentionForm]:
+    return list(dict.fromkeys(layer.row_invariant_form for layer in decoder.layers))
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """What findings depend on."""
+    sources = b"".join(
+        Path(m.__file__ or "").read_bytes() for m in (linear, attention, paged_attention, attention_check)
+    )
+    kernels = Path(__file__).parents[1] / "kernels"
+    sources += b"".join(path.read_bytes() for path in sorted(kernels.glob("*.py"))) + Path(__file__).read_bytes()
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "driver": _driver(),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "triton": triton.__version__,
+        "workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
+        "source": hashlib.sha256(sources).hexdigest()[:12],
+    }
+
+
+@cache
+def _driver() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
+    except OSError:
+        return "unknown"
+
+
+def product_shapes(model: nn.Module) -> list[tuple[Shape, bool]]:
+    """Shapes of a model's products, each once, and whether it only ever has few rows (logits of decoding)."""
+    decoder: Any = backbone(model)
+    found: dict[Shape, bool] = {}
+    for layer in decoder.layers:
+        for modules in (modules_of(layer.self_attn, QKV), [layer.self_attn.o_proj]):
+            _add_shapes(found, modules)
+        for modules in (modules_of(layer.mlp, GATE_UP), [layer.mlp.down_proj]):
+            _add_shapes(found, modules)
+        _add_gated_shape(found, layer)
+    head = causal_lm(model).get_output_embeddings()
+    weight = getattr(getattr(head, "base_layer", head), "weight", None)
+    if weight is not None:
+        found[Shape.of(weight, None, torch.float32)] = True
+    return list(found.items())
+
+
+def _add_shapes(found: dict[Shape, bool], modules: Sequence[Any]) -> None:
+    """Of the products of one input."""
+    linears = [linear_of(module) for module in modules]
+    weight, bias = end_to_end([m.weight for m in linears]), end_to_end([m.bias for m in linears])
+    whole = weight is not None and (bias is not None) == any(m.bias is not None for m in linears)
+    for w, b in [(weight, bias)] if whole and weight is not None else [(m.weight, m.bias) for m in linears]:
+        found.setdefault(Shape.of(w, b), False)
+    factors = [None if lora is None else lora[0] for _, lora in map(_split_lora, modules)]
+    ranks = [factor.shape[0] for factor in factors if factor is not None]
+    for columns in dict.fromkeys((sum(ranks), *ranks)) if ranks else ():  # together, and each by itself
+        base = linears[0].weight
+        found.setdefault(Shape(columns, base.shape[1], base.dtype, base.dtype, False, base.device), True)
+
+
+def _add_gated_shape(found: dict[Shape, bool], layer: Any) -> None:
+    """Gate and up in one kernel, behind their product, where neither a bias nor an adapter stands between."""
+    modules = modules_of(layer.mlp, GATE_UP)
+    if all(type(module) is nn.Linear and module.bias is None for module in modules):
+        weight = end_to_end([module.weight for module in modules])
+        shape = None if weight is None else Shape.of(weight, None)
+        if shape is not None and shape in found and shape.columns % 2 == 0:
+            found.setdefault(shape._replace(gate="gelu" if layer.row_invariant_gelu else "silu"), True)
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+def check_linear(shape: Shape, *, few_only: bool = False) -> tuple[Plan, LinearFinding]:
+    """The fastest ways with the reference's bits, by checked number of rows.
+
+    Args:
+        shape: of the product.
+        few_only: leave counts above 512 to tiles.
+    """
+    finding = LinearFinding()
+    plan = Plan(default_tiles(shape))
+    if shape.device.type != "cuda" or shape.dtype == torch.float32:
+        return plan, finding  # one tile, whatever the number of rows
+    generator = torch.Generator(shape.device).manual_seed(shape.columns + shape.length)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, device=shape.device, dtype=shape.dtype, generator=generator)
+
+    weight = normal(shape.columns, shape.length) * shape.length**-0.5
+    bias = normal(shape.columns) if shape.bias else None
+    counts = FEW_ROWS if few_only else CHECKED_ROWS
+    rows = normal(counts[-1], shape.length)
+    reference = fixed_order_product(rows, weight, REFERENCE, bias=bias, dtype=shape.out_dtype)
+    plan.tiles = {
+        most: tile if _tile_serves(tile, rows, weight, bias, reference, min(most, 512), finding) else REFERENCE
+        for most, tile in plan.tiles.items()
+    }
+    if shape.columns <= NARROW:
+        finding.ways = {count: way_name(plan.tile(count)) for count in counts}
+        return plan, finding
+    out = torch.empty_like(reference)
+    libraries = LIBRARIES if shape.out_dtype == shape.dtype else LIBRARIES[:1]
+    for library in libraries:
+        _look_at(library, counts, rows, weight, bias, out, reference, plan, finding)
+    weights = _copies(weight)
+    for count in FEW_ROWS:
+        candidates: list[Way] = [library for library in libraries if count not in finding.failed.get(library, ())]
+        if _tile_serves(tile := plan.tile(count), rows, weight, bias, reference, count, finding):
+            candidates.append(tile)
+        times = {
+            way: _microseconds(_call(way, rows[:count], bias, out[:count]), weights, 4 if few_only else 12)
+            for way in candidates
+        }
+        finding.microseconds[count] = {way_name(way): round(us, 2) for way, us in times.items()}
+        usual, best = next(iter(times)), min(times, key=lambda way: times[way])
+        plan.ways[count] = best if times[best] < _WORTH * times[usual] else usual
+    finding.ways = {count: way_name(plan.ways.get(count) or plan.tile(count)) for count in counts}
+    return plan, finding
+
+
+def check_gated(shape: Shape) -> tuple[Plan, LinearFinding]:
+    """Where product and gate are faster in one kernel, with the bits of the two apart; by checked number of rows.
+
+    Args:
+        shape: with a gate; that without has its plan.
+    """
+    finding, plan = LinearFinding(), Plan({})
+    if not shape.on_hopper or shape.dtype == torch.float32:
+        return plan, finding
+    generator = torch.Generator(shape.device).manual_seed(shape.columns + shape.length)
+    options: dict[str, Any] = {"device": shape.device, "dtype": shape.dtype, "generator": generator}
+    weight = torch.randn(shape.columns, shape.length, **options) * shape.length**-0.5
+    rows, width, gelu = torch.randn(max(_GATED), shape.length, **options), shape.columns // 2, shape.gate == "gelu"
+    weights = _copies(weight)
+
+    def apart(rows: Tensor, weight: Tensor) -> Tensor:
+        both = product(rows, weight)
+        return gated(both[:, :width], both[:, width:], gelu=gelu)
+
+    expected = apart(rows, weight)
+    for count in (count for count in FEW_ROWS if count <= max(_GATED)):
+        tile, some = next(tile for most, tile in _GATED.items() if count <= most), rows[:count]
+        if bool(_differs(gated_product(some, weight, tile, gelu=gelu), expected[:count])):
+            finding.failed.setdefault(way_name(tile), []).append(count)
+            continue
+        ways: dict[str, Callable[[Tensor], Tensor]] = {
+            "apart": partial(apart, some),
+            way_name(tile): partial(gated_product, some, tile=tile, gelu=gelu),
+        }
+        times = {name: _microseconds(call, weights, 12) for name, call in ways.items()}
+        finding.microseconds[count] = {name: round(us, 2) for name, us in times.items()}
+        if times[way_name(tile)] < times["apart"]:
+            plan.ways[count] = tile
+    finding.ways = {count: way_name(plan.ways[count]) if count in plan.ways else "apart" for count in FEW_ROWS}
+    return plan, finding
+
+
+def _look_at(
+    library: Library, counts: Sequence[int], rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor,
+    reference: Tensor, plan: Plan, finding: LinearFinding,
+) -> None:  # fmt: skip
+    """Notes where a library has other bits, and plans it where it has the same and nothing is planned.
+
+    Where rows are many, no times are compared, so that one library with the same bits is enough.
+    """
+    wanted = [count for count in counts if count <= FEW_ROWS[-1] or count not in plan.ways]
+    flags = []
+    for count in wanted:
+        library_product(library, rows[:count], weight, bias, out[:count])
+        flags.append(_differs(out[:count], reference[:count]))
+    differs = torch.stack(flags).tolist() if flags else []
+    bad = [count for count, flag in zip(wanted, differs, strict=True) if flag]
+    if bad:
+        finding.failed[library] = bad
+    for count in wanted:
+        if count not in bad:
+            plan.ways.setdefault(count, library)
+
+
+def _tile_serves(
+    tile: Tile, rows: Tensor, weight: Tensor, bias: Tensor | None, reference: Tensor, count: int,
+    finding: LinearFinding,
+) -> bool:  # fmt: skip
+    """Whether a tile runs here and has the reference's bits in the first rows."""
+    out = _try(tile, rows[:count], weight, bias, reference.dtype)
+    if out is None:
+        finding.failed.setdefault(f"{way_name(tile)} (does not fit)", []).append(count)
+        return False
+    if bool(_differs(out, reference[:count])):
+        finding.failed.setdefault(way_name(tile), []).append(count)
+        return False
+    return True
+
+
+def _try(
+    tile: Tile, rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, ahead: bool | None = None
+) -> Tensor | None:
+    """The product by this tile; None where the tile does not fit into this GPU."""
+    try:
+        return fixed_order_product(rows, weight, tile, bias=bias, dtype=dtype, ahead=ahead)
+    except Exception as error:
+        if "out of resource" not in str(error).lower() and "OutOfResources" not in type(error).__name__:
+            raise
+        return None
+
+
+def compilations(shapes: Sequence[Shape]) -> list[Callable[[], None]]:
+    """One call for each kernel that a check of these shapes will run, which compiles it by running it once."""
+    found: dict[Any, Callable[[], None]] = {}
+    for shape in shapes:
+        if shape.dtype == torch.float32:
+            continue  # has one tile, whatever the number of rows
+        if shape.gate:
+            if shape.on_hopper:
+                for tile in _GATED.values():
+                    kind = shape.gate, shape.columns % 32 == 0, shape.length % 16 == 0
+                    found.setdefault((tile, shape.dtype, *kind, _asks(tile, shape)), partial(_run_gated, tile, shape))
+            continue
+        multiples = shape.columns % 16 == 0, shape.length % 16 == 0
+        for tile in {REFERENCE, *default_tiles(shape).values()}:
+            even = shape.length % tile.depth == 0
+            specialized = (tile, shape.dtype, shape.out_dtype, shape.bias, *multiples, even, _asks(tile, shape))
+            found.setdefault(specialized, partial(_run_once, tile, shape))
+    return list(found.values())
+
+
+def _asks(tile: Tile, shape: Shape) -> bool:
+    return asks_ahead(tile, shape.columns, shape.length, shape.dtype.itemsize)
+
+
+def _run_once(tile: Tile, shape: Shape) -> None:
+    columns = min(shape.columns, 256 + shape.columns % 16)  # few of them run the same kernel
+    weight = torch.empty(columns, shape.length, dtype=shape.dtype, device=shape.device)
+    bias = weight.new_empty(columns) if shape.bias else None
+    _try(tile, weight.new_empty(16, shape.length), weight, bias, shape.out_dtype, ahead=_asks(tile, shape))
+
+
+def _run_gated(tile: Tile, shape: Shape) -> None:
+    width = 128 + shape.columns // 2 % 16
+    weight = torch.empty(2 * width, shape.length, dtype=shape.dtype, device=shape.device)
+    gelu = shape.gate == "gelu"
+    gated_product(weight[:16], weight, tile, gelu=gelu, ahead=_asks(tile, shape))
+    both = weight.new_empty(16, shape.columns)
+    gated(both[:, : shape.columns // 2], both[:, shape.columns // 2 :], gelu=gelu)
+
+
+def _current(device: torch.device) -> torch.cuda.device:
+    """A region in which kernels are launched on this device; none of CUDA's for another kind."""
+    return torch.cuda.device(device if device.type == "cuda" else -1)
+
+
+def _call(way: Way, rows: Tensor, bias: Tensor | None, out: Tensor) -> Callable[[Tensor], object]:
+    if isinstance(way, Tile):
+        return lambda weight: fixed_order_product(rows, weight, way, bias=bias, out=out)
+    return lambda weight: library_product(way, rows, weight, bias, out)
+
+
+def _copies(weight: Tensor) -> list[Tensor]:
+    """So many of it that they do not stay in L2, as a model's do not."""
+    return [weight, *(weight.clone() for _ in range(min(40, int(120e6 // weight.nbytes))))]
+
+
+def _microseconds(call: Callable[[Tensor], object], weights: Sequence[Tensor], calls: int) -> float:
+    """Of one call, in a CUDA graph of some; the least of three replays."""
+    turn: Iterator[Tensor] = cycle(weights)
+    stream, graph = side_stream(weights[0].device), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        call(next(turn))
+        torch.cuda.synchronize()
+        with captured(graph):
+            for _ in range(calls):
+                call(next(turn))
+    best = float("inf")
+    for _ in range(3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end) / calls * 1e3)
+    return best
+
+
+def _differs(a: Tensor, b: Tensor) -> Tensor:
+    """Whether any bit does, on the device."""
+    kind = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return (a.view(kind) != b.view(kind)).any()
+
+
+# --- names and the file of findings -----------------------------------------------------------------------------------
+
+
+def way_name(way: Way) -> str:
+    """In words.
+
+    Example:
+        >>> way_name(Tile(16, 64, 128, 4, 6, swapped=True, tma=True)), way_name("cublas")
+        ('16x64x128 w4 s6 swapped tma', 'cublas')
+    """
+    if isinstance(way, str):
+        return way
+    words = [f"{way.rows}x{way.columns}x{way.depth} w{way.warps} s{way.stages}"]
+    return " ".join(words + ["swapped"] * way.swapped + ["tma"] * way.tma)
+
+
+def shape_name(shape: Shape) -> str:
+    """In words.
+
+    Example:
+        >>> shape_name(Shape(1152, 896, torch.bfloat16, torch.bfloat16, True, torch.device("cpu")))
+        '896 -> 1152 bfloat16, bias'
+    """
+    name = f"{shape.length} -> {shape.columns} {str(shape.dtype).removeprefix('torch.')}"
+    if shape.out_dtype != shape.dtype:
+        name += f" to {str(shape.out_dtype).removeprefix('torch.')}"
+    if shape.gate:
+        name += f", {shape.gate} gate"
+    return name + (", bias" if shape.bias else "")
+
+
+def form_name(form: AttentionForm, dtype: torch.dtype) -> str:
+    heads = form.heads
+    name = f"{heads.query} heads, {heads.key} of keys, {heads.width} wide, {str(dtype).removeprefix('torch.')}"
+    if form.window is not None:
+        name += f", window {form.window}"
+    return name if form.softcap is None else f"{name}, softcap {form.softcap:g}"
+
+
+def _known_path(folder: Path | None, device: torch.device) -> Path:
+    if folder is None:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "logitless"
+    facts = machine(device)
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return folder / f"self-check-{digest}.json"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _write(path: Path, known: Mapping[str, Any]) -> None:
+    """Whole or not at all; a cache that cannot be written is no failure."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.tmp")
+        part.write_text(json.dumps(known, indent=1))
+        part.replace(path)
+    except OSError:
+        return

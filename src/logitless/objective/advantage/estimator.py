@@ -1,0 +1,202 @@
+"""The interface of advantage estimators.
+
+An estimator is a frozen dataclass, called as ``estimator(inputs, sum_over_ranks) -> AdvantageOutput``. Its class
+attributes say what it needs.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from logitless.errors import ConfigurationError, InputError
+from logitless.objective.advantage.runs import pay_at_last_token, turn_index
+from logitless.objective.advantage.whitening import clip
+from logitless.objective.inputs import check_knobs, check_shapes, required, shapes_of
+from logitless.objective.over_ranks import SumOverRanks, one_rank
+from logitless.objective.ranges import Level, Ranges
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """Rewards of a batch and what estimators compare them with.
+
+    Args:
+        rewards: [B] one a completion, paid at its last token; NaN = unscored.
+        group: [B] id of each completion's prompt, in any order.
+        sequence: [N] completion of each trained token, non-decreasing, in ``range(B)``.
+        kl: [N] nats, times its coefficient, subtracted from each token's reward; or None.
+        turn_rewards: [K] paid at the last token of each turn besides ``rewards``, in the order of
+            ``turn_index(sequence, turn)``; or None.
+        turn: [N] turn ids, non-decreasing inside a sequence, or None.
+        scores: [B, F] of each reward function; NaN where it could not score.
+        weights: [F] of the functions.
+        values: [N] of the scoring pass, or None without a value head.
+
+    Raises:
+        InputError: tensors of other ranks, or lengths that do not fit together.
+
+    Example:
+        >>> inputs = AdvantageInputs(
+        ...     rewards=torch.tensor([5.0]), group=torch.tensor([0]), sequence=torch.tensor([0, 0]),
+        ...     kl=torch.tensor([1.0, 0.5]))
+        >>> inputs.completion_rewards(), inputs.token_rewards()
+        (tensor([3.5000]), tensor([-1.0000,  4.5000]))
+    """
+
+    rewards: Float[Tensor, "B"]
+    group: Int[Tensor, "B"]
+    sequence: Int[Tensor, "N"]
+    kl: Float[Tensor, "N"] | None = None
+    turn_rewards: Float[Tensor, "K"] | None = None
+    turn: Int[Tensor, "N"] | None = None
+    scores: Float[Tensor, "B F"] | None = None
+    weights: Float[Tensor, "F"] | None = None
+    values: Float[Tensor, "N"] | None = None
+
+    def __post_init__(self) -> None:
+        check_shapes(vars(self), shapes_of(type(self).__annotations__))
+
+    def completion_rewards(self) -> Float[Tensor, "B"]:
+        """[B] reward and turn rewards of each completion, minus its KL."""
+        total = self.rewards
+        tokens = Ranges(self.sequence, len(total), torch.ones_like(self.sequence, dtype=torch.bool))
+        if self.turn_rewards is not None:
+            total = total + tokens.sum(self._paid_at_turns(self.turn_rewards))
+        return total if self.kl is None else total - tokens.sum(self.kl)
+
+    def token_rewards(self) -> Float[Tensor, "N"]:
+        """[N] rewards at the tokens where they are paid, 0 elsewhere, minus the KL."""
+        paid = pay_at_last_token(self.rewards, self.sequence)
+        if self.turn_rewards is not None:
+            paid = paid + self._paid_at_turns(self.turn_rewards)
+        return paid if self.kl is None else paid - self.kl
+
+    def _paid_at_turns(self, turn_rewards: Tensor) -> Tensor:
+        return pay_at_last_token(turn_rewards, turn_index(self.sequence, required(self.turn, "turn")))
+
+
+@dataclass(frozen=True)
+class AdvantageOutput:
+    """Advantages and value targets.
+
+    Args:
+        advantage: [N]; 0 for tokens of an unscored completion.
+        value_target: [N] returns, NaN where there is none; None for an estimator without values.
+    """
+
+    advantage: Float[Tensor, "N"]
+    value_target: Float[Tensor, "N"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimator(ABC):
+    """Base class of the estimators.
+
+    Args:
+        clip: bound of the advantage's absolute value, applied last; None for no bound.
+
+    Attributes:
+        name: what recipes call it.
+        needs_values: whether it reads values, which need a value head.
+        compares_group: whether it needs at least two completions a prompt.
+        reads_functions: whether it reads ``scores`` instead of ``rewards``.
+
+    Raises:
+        ConfigurationError: a bound that is not positive.
+    """
+
+    clip: float | None = None
+    name = "own"
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+    needs_values: ClassVar[bool] = False
+    compares_group: ClassVar[bool] = False
+    reads_functions: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_knobs(self)
+        if self.clip is not None and not self.clip > 0:
+            raise ConfigurationError(
+                needed="a positive advantage clip", given=str(self.clip), remedy="Leave clip out to switch it off."
+            )
+
+    @abstractmethod
+    def level(self, *, kl_in_reward: bool) -> Level:
+        """The level at which advantages are constant: token, turn or sequence.
+
+        Args:
+            kl_in_reward: whether a KL makes rewards differ between tokens.
+        """
+
+    @abstractmethod
+    def __call__(self, inputs: AdvantageInputs, sum_over_ranks: SumOverRanks = one_rank) -> AdvantageOutput:
+        """The advantages of a batch.
+
+        Args:
+            inputs: of this rank; a group lies whole on one rank.
+            sum_over_ranks: for statistics over all ranks.
+
+        Raises:
+            InputError: an input that it reads is missing.
+        """
+
+    def checked(self, inputs: AdvantageInputs, sum_over_ranks: SumOverRanks = one_rank) -> AdvantageOutput:
+        """As a call, with the result checked.
+
+        Raises:
+            InputError: an input is missing, or the result has another shape or is not finite.
+        """
+        found, size = self(inputs, sum_over_ranks), len(inputs.sequence)
+        given = None
+        if not isinstance(found, AdvantageOutput):
+            given = type(found).__name__
+        elif found.advantage.shape != (size,):
+            given = f"a tensor {list(found.advantage.shape)}"
+        elif wrong := int((~found.advantage.isfinite()).sum()):
+            given = f"{wrong} of {size} that are not finite"
+        if given is not None:
+            raise InputError(
+                needed=f"AdvantageOutput with a finite advantage for each of {size} tokens from {self.name!r}",
+                given=given,
+                remedy="Give 0 where there is nothing to compare; look for rewards that are not finite.",
+            )
+        return found
+
+    def _clipped(self, advantage: Tensor) -> Tensor:
+        return advantage if self.clip is None else clip(advantage, self.clip)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnePerCompletion(Estimator):
+    """An estimator with one advantage a completion."""
+
+    compares_group: ClassVar[bool] = True
+
+    def level(self, *, kl_in_reward: bool) -> Level:
+        del kl_in_reward  # its sum over the completion is taken off
+        return "sequence"
+
+    def __call__(self, inputs: AdvantageInputs, sum_over_ranks: SumOverRanks = one_rank) -> AdvantageOutput:
+        advantage = self.per_completion(inputs, sum_over_ranks)
+        if advantage.shape != inputs.rewards.shape:
+            raise InputError(
+                needed=f"one advantage for each of {len(inputs.rewards)} completions from {self.name!r}",
+                given=f"a tensor {list(advantage.shape)}",
+                remedy="Return a vector [B]; it is spread over the tokens of each completion.",
+            )
+        return AdvantageOutput(self._clipped(advantage)[inputs.sequence])
+
+    @abstractmethod
+    def per_completion(self, inputs: AdvantageInputs, sum_over_ranks: SumOverRanks) -> Float[Tensor, "B"]:
+        """One advantage a completion, before the clip."""
+
+
+def check_discount(name: str, value: float) -> None:
+    """Raises ConfigurationError unless the discount is in [0, 1]."""
+    if not 0 <= value <= 1:
+        raise ConfigurationError(
+            needed=f"{name} from 0 to 1", given=str(value), remedy=f"Set {name} to 1 for no discount."
+        )

@@ -1,0 +1,1 @@
+"""Worker processes for rewards: a pool, its sandbox, and what runs inside."""

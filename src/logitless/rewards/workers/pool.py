@@ -1,0 +1,635 @@
+"""One pool of worker processes for everything that may hang, crash or eat memory: user code, math, patterns.
+
+Each item has a deadline and a memory limit of its own. A worker that misses them is killed with every process it
+started, and replaced; the item gets a status and the others never notice. No signal handler, no thread: the thread
+that calls ``run`` watches the clock.
+
+Who may run what with whom is said by ``Way``, in one place. Processes start with an empty environment: nothing that the
+caller was trusted with is in it.
+
+    caller --socket--> worker ... worker        items, and a line of JSON back for each
+       `----socket--> supervisor, their parent  import a module, fork a worker, kill one with its descendants
+
+Gives up: anything but Linux (``/proc``, ``prctl``, pidfd).
+"""
+
+import functools
+import json
+import math
+import os
+import pickle
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, get_args
+
+from logitless.errors import ConfigurationError, InputError, UnavailableError
+from logitless.own_code import FORMS
+from logitless.rewards.workers import worker as worker_script
+from logitless.rewards.workers.worker import BUSY_SHARE, LATE_SECONDS, MAX_DEADLINES
+
+OutcomeStatus: TypeAlias = Literal["done", "raised", "timeout", "idle", "crashed", "memory", "orphans"]
+
+Way: TypeAlias = Literal["kept", "fresh", "confined"]
+"""How a process that reads a text relates to the next text.
+
+``kept``: the same process reads both. For code of ours and of the standard library that reads a text and runs
+nothing of it. ``fresh``: each text has a process of its own, a fork of a clean one, with the caller's files and
+network. For functions of users, which may do anything with a text. ``confined``: a fork of its own in the sandbox of
+``confinement``. For libraries that hand a text to ``eval`` or to a parser built on it.
+"""
+
+INHERITED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "NLTK_DATA", "PATH", "TMPDIR", "TZ")
+"""The variables of the caller's environment that processes get: places and languages, never keys."""
+
+QUEUED_PER_WORKER = 8
+QUICK_SECONDS = 0.01
+PATIENCE_SECONDS = 0.1
+STOP_SECONDS = 10.0
+FIND_LAYERS = "logitless.rewards.workers.confinement:layers"
+MAX_LINE_BYTES = 2 * worker_script.MAX_RESULT_CHARACTERS
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one item.
+
+    Args:
+        status: ``done``; ``raised`` (an exception, or a value that is not JSON); ``timeout`` (over its deadline by its
+            own work, or asleep in a sandbox); ``idle`` (over its deadline without having had the processor: it waited
+            for something outside, or the machine for it); ``crashed`` (its process ended); ``memory`` (over the limit);
+            ``orphans`` (it returned and left processes running).
+        value: what the task returned, through JSON; None unless ``done``.
+        message: why there is no value.
+        traceback: of the exception, where one was raised.
+
+    Example:
+        >>> Outcome("timeout", message="over 2 s").value is None
+        True
+    """
+
+    status: OutcomeStatus
+    value: Any = None
+    message: str = ""
+    traceback: str = ""
+
+
+class WorkerPool:
+    """Worker processes that run named functions on items, each within its own limits.
+
+    Started by the first ``run`` or ``load``; ended by ``close``, by leaving ``with``, by the garbage collector, or
+    when the interpreter ends, however it ends. Calls from several threads wait for each other.
+
+    Args:
+        workers: number of processes; None for one per usable CPU.
+        start_seconds: limit on importing a module, and on forking a worker.
+        name: what its processes are called in ``ps``.
+
+    Raises:
+        UnavailableError: not on Linux.
+        InputError: fewer than one worker.
+
+    Example:
+        >>> with WorkerPool(workers=1) as pool:
+        ...     [outcome.value for outcome in pool.run("math:sqrt", [(4.0,), (9.0,)])]
+        [2.0, 3.0]
+    """
+
+    def __init__(
+        self, workers: int | None = None, start_seconds: float = 60.0, name: str = "logitless-rewards"
+    ) -> None:
+        if sys.platform != "linux":
+            raise UnavailableError(
+                needed="Linux, for worker processes that die on time",
+                given=sys.platform,
+                remedy="Run on Linux, or use rewards that need no worker (exact, format, length).",
+            )
+        if workers is not None and workers < 1:
+            raise InputError(needed="at least one worker", given=str(workers), remedy="Raise `workers`.")
+        self.num_workers = workers or len(os.sched_getaffinity(0))
+        self.counts: Counter[OutcomeStatus] = Counter(dict.fromkeys(get_args(OutcomeStatus), 0))
+        self._start_seconds = start_seconds
+        self._name = name
+        self._lock = threading.Lock()
+        self._loaded: list[tuple[str, bool]] = []
+        self._processes = _Processes()
+        self._workers = self._processes.workers
+        weakref.finalize(self, self._processes.end)
+
+    def __enter__(self) -> "WorkerPool":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every process of the pool; a later ``run`` starts it anew."""
+        with self._lock:
+            self._processes.end()
+
+    def load(self, *paths: str, call: bool = False) -> None:
+        """Import what the paths name, once and for all workers to come.
+
+        Args:
+            paths: ``package.module:name``.
+            call: call each once, too, so that workers find its caches filled.
+
+        Raises:
+            ConfigurationError: a path cannot be imported or called, or its import does not end.
+            InputError: the pool was made in another process.
+        """
+        with self._lock:
+            self._load(paths, call)
+
+    def run(
+        self,
+        task: str,
+        items: Sequence[tuple[Any, ...]],
+        *,
+        deadline_seconds: float = 10.0,
+        memory_bytes: int = 1 << 30,
+        needs: Sequence[str] = (),
+        ways: Way | Sequence[Way] = "kept",
+        environment: Mapping[str, str] | None = None,
+    ) -> list[Outcome]:
+        """Call the task on every item and say what became of each, in order.
+
+        Args:
+            task: ``package.module:name`` of a function whose result survives JSON.
+            items: one tuple of arguments a call; they must pickle.
+            deadline_seconds: wall clock for one item, from the moment its worker turns to it; again, ``MAX_DEADLINES``
+                times at most, for one that wants to compute and was not let, or that was looked at late.
+            memory_bytes: what one item may map beyond what its worker has mapped already, in each of its processes.
+            needs: further paths to import before the first deadline starts.
+            ways: of all items, or one an item.
+            environment: further variables of an item that is not ``kept``.
+
+        Raises:
+            ConfigurationError: the task or one of ``needs`` cannot be imported.
+            InputError: an item does not pickle, a limit is not positive, or the pool was made in another process.
+            UnavailableError: worker processes cannot be started.
+        """
+        if not (deadline_seconds > 0 and memory_bytes > 0):
+            raise InputError(
+                needed="positive limits",
+                given=f"deadline_seconds={deadline_seconds}, memory_bytes={memory_bytes}",
+                remedy="Raise them.",
+            )
+        of_items = [ways] * len(items) if isinstance(ways, str) else ways
+        added = dict(environment or {})
+        frames = [
+            _frame(task, way, deadline_seconds, memory_bytes, added, item)
+            for way, item in zip(of_items, items, strict=True)
+        ]
+        if not frames:
+            return []
+        batch = _Batch(frames, of_items)
+        with self._lock:
+            self._load((*needs, task))
+            if "confined" in of_items:
+                self._load((FIND_LAYERS,), call=True)
+            try:
+                while len(batch.outcomes) < len(batch.frames):
+                    self._advance(batch, deadline_seconds)
+            except BaseException:
+                self._processes.end()
+                raise
+            outcomes = [batch.outcomes[index] for index in range(len(batch.frames))]
+            self.counts.update(outcome.status for outcome in outcomes)
+        return outcomes
+
+    def _advance(self, batch: "_Batch", deadline_seconds: float) -> None:
+        """Hand out items, wait for the next event, and deal with it."""
+        try:
+            while len(self._workers) < min(self.num_workers, len(batch.frames)):
+                self._workers.append(self._started().spawn())
+            share = max(1, min(QUEUED_PER_WORKER, len(batch.waiting) // (4 * self.num_workers)))
+            batch.suspects -= batch.outcomes.keys()
+            if not batch.suspects:
+                for worker in self._workers:
+                    worker.feed(batch, share)
+            elif not any(worker.queued for worker in self._workers):
+                batch.put_first(min(batch.suspects))
+                self._workers[0].feed(batch, 1)
+            patience = self._patience(batch)
+            for worker in self._awake(deadline_seconds, patience):
+                self._hear(worker, batch)
+            now = time.monotonic()
+            for worker in list(self._workers):
+                late = now - worker.granted - self._limit(worker, deadline_seconds)
+                if worker.queued and late >= 0:
+                    self._overdue(worker, batch, deadline_seconds, late)
+                elif len(worker.queued) > 1 and now >= worker.since + patience:
+                    worker.give_back(batch)
+        except _SupervisorLostError:
+            self._recover(batch)
+
+    def _limit(self, worker: "_Worker", deadline_seconds: float) -> float:
+        return deadline_seconds if worker.ready else self._start_seconds
+
+    def _patience(self, batch: "_Batch") -> float:
+        """How long items may wait behind a slow one: for ever, unless a worker without any could take them.
+
+        Giving them back costs the worker that has them, and with it what it has loaded on first use.
+        """
+        starving = not batch.waiting and not all(worker.queued for worker in self._workers)
+        return PATIENCE_SECONDS if starving else math.inf
+
+    def _awake(self, deadline_seconds: float, patience: float) -> list["_Worker"]:
+        """The workers that said something or ended; none when the first of them is overdue."""
+        poll = select.poll()
+        by_descriptor: dict[int, _Worker] = {}
+        for worker in self._workers:
+            poll.register(worker.channel, select.POLLIN | (select.POLLOUT if worker.outgoing else 0))
+            poll.register(worker.pidfd, select.POLLIN)
+            by_descriptor |= {worker.channel.fileno(): worker, worker.pidfd: worker}
+        due = [
+            min(
+                worker.granted + self._limit(worker, deadline_seconds),
+                worker.since + (patience if worker.queued[1:] else math.inf),
+            )
+            for worker in self._workers
+            if worker.queued
+        ]
+        events = poll.poll(max(0.0, min(due) - time.monotonic()) * 1000)
+        return list({worker.pid: worker for worker in (by_descriptor[fd] for fd, _ in events)}.values())
+
+    def _hear(self, worker: "_Worker", batch: "_Batch") -> bool:
+        """Take in what a worker said, or that it ended; whether it still is at what it was at."""
+        since = worker.since
+        state = worker.receive(batch)
+        if state == "ended":
+            self._fail(worker, batch, "crashed", "its process ended")
+        elif state == "spent":
+            self._started().end(worker.pid)
+            self._let_go(worker, batch)
+        return state == "working" and worker.since == since
+
+    def _fail(self, worker: "_Worker", batch: "_Batch", status: OutcomeStatus, why: str) -> None:
+        """End a worker; the item it was at gets the status, those behind it go back."""
+        ended = self._started().end(worker.pid)  # first: where the supervisor is gone, the item is not to blame
+        if worker.queued:
+            batch.outcomes[worker.queued.pop(0)] = Outcome(status, message=f"{why} ({ended})")
+        self._let_go(worker, batch)
+
+    def _overdue(self, worker: "_Worker", batch: "_Batch", deadline_seconds: float, late: float) -> None:
+        """End a worker whose item is over its deadline, and say whether that was the item's own doing.
+
+        One that wants to compute and was not let has its deadline again, and so has one that was looked at late: a
+        machine that is busy, or stands still for a while, makes no difference. One that ends before it was looked at
+        ended in time.
+        """
+        limit = self._limit(worker, deadline_seconds)
+        seen = self._started().usage(worker.pid)
+        if not self._hear(worker, batch):
+            return
+        used = seen.seconds - worker.seconds
+        enough = used >= BUSY_SHARE * deadline_seconds
+        not_let = (worker.ready and seen.running) or late > LATE_SECONDS
+        if not_let and not (worker.ready and enough) and worker.deadlines < MAX_DEADLINES:
+            worker.granted, worker.deadlines = time.monotonic(), worker.deadlines + 1
+            return
+        own = enough or (seen.asleep and batch.ways[worker.queued[0]] == "confined")
+        why = f"over {deadline_seconds:g} s" if worker.ready else f"its worker did not start in {limit:g} s"
+        self._fail(worker, batch, "timeout" if own and worker.ready else "idle", why)
+
+    def _let_go(self, worker: "_Worker", batch: "_Batch") -> None:
+        """Forget a worker that has ended, and give back the items it did not begin."""
+        self._workers.remove(worker)
+        batch.waiting.extendleft(reversed(worker.queued))
+        worker.close()
+
+    def _recover(self, batch: "_Batch") -> None:
+        """The supervisor was killed, by an item or from outside: what its workers were at is tried again, one by one.
+
+        An item that is alone with a supervisor that ends has crashed.
+        """
+        begun = []
+        for worker in self._workers:
+            worker.receive(batch)
+            batch.waiting.extendleft(reversed(worker.queued[1:]))
+            begun += worker.queued[:1]
+        if len(begun) == 1 and begun[0] in batch.suspects:
+            batch.outcomes[begun.pop()] = Outcome("crashed", message="its supervisor ended")
+        batch.waiting.extendleft(begun)
+        batch.suspects |= set(begun)
+        self._processes.end()
+        if batch.recovered_at == (len(batch.outcomes), len(batch.suspects)):
+            raise UnavailableError(
+                needed="a supervisor of worker processes that stays alive",
+                given="one that ended twice without any work done",
+                remedy="Look for a memory limit or a process limit of this machine.",
+            )
+        batch.recovered_at = len(batch.outcomes), len(batch.suspects)
+
+    def _load(self, paths: Sequence[str], call: bool = False) -> None:
+        if os.getpid() != self._processes.owner:
+            raise InputError(
+                needed="a pool made in this process",
+                given=f"one of process {self._processes.owner}",
+                remedy="Make pools after forking.",
+            )
+        for path in paths:
+            if (path, call) in self._loaded:
+                continue
+            error = self._import(path, call)
+            if error:
+                raise ConfigurationError(
+                    needed=f"a function that workers can import, as {FORMS}",
+                    given=f"{path!r} ({error})",
+                    remedy="Correct the path or what its import raises; a module is looked for where Python is started "
+                    "and in PYTHONPATH.",
+                )
+            self._loaded.append((path, call))
+            while self._workers:
+                worker = self._workers.pop()
+                worker.close()
+                try:
+                    self._started().end(worker.pid)
+                except _SupervisorLostError:  # killed from outside since it imported; another one is started
+                    self._processes.end()
+
+    def _import(self, path: str, call: bool) -> str:
+        """Have the supervisor import a path; why it cannot, or nothing."""
+        started_before = self._processes.supervisor is not None
+        try:
+            return self._started().load(path, call)
+        except _SupervisorLostError:
+            self._processes.end()
+            if started_before:  # it may have been killed from outside since the last request
+                return self._import(path, call)
+            return f"importing it ends the process or takes over {self._start_seconds:g} s"
+
+    def _started(self) -> "_Supervisor":
+        if self._processes.supervisor is None:
+            self._processes.supervisor = _Supervisor(self._start_seconds, self._name)
+            for path, call in self._loaded:
+                self._processes.supervisor.load(path, call)
+        return self._processes.supervisor
+
+
+def program_pool() -> WorkerPool:
+    """The pool of ``shared_pool`` whose workers know the sandbox for programs.
+
+    Example:
+        >>> program_pool() is shared_pool("programs")
+        True
+    """
+    pool = shared_pool("programs")
+    pool.load(FIND_LAYERS, call=True)
+    return pool
+
+
+def shared_pool(purpose: str = "texts") -> WorkerPool:
+    """The pool that rewards of this process use for one purpose, one worker per usable CPU.
+
+    What a pool has imported costs each of its forks, so purposes that import much have pools of their own.
+
+    Example:
+        >>> shared_pool() is shared_pool("texts"), shared_pool() is shared_pool("programs")
+        (True, False)
+    """
+    return _pool_of_process(os.getpid(), purpose)
+
+
+@functools.cache
+def _pool_of_process(_pid: int, purpose: str) -> WorkerPool:
+    return WorkerPool(name=f"logitless-{purpose}")
+
+
+@dataclass
+class _Batch:
+    """Items on their way: which wait to be handed out, and what became of the others.
+
+    ``suspects`` were begun when a supervisor ended: each is tried again with nothing beside it.
+    """
+
+    frames: list[bytes]
+    ways: Sequence[Way]
+    waiting: deque[int] = field(init=False)
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    recovered_at: tuple[int, int] | None = None
+    suspects: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.waiting = deque(range(len(self.frames)))
+
+    def put_first(self, index: int) -> None:
+        """Have an item that waits handed out next."""
+        self.waiting.remove(index)
+        self.waiting.appendleft(index)
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A worker process, seen from the caller: bytes to and from it, and the items it holds, in order.
+
+    ``since`` is when it turned to the first of them, ``seconds`` the processor time it had used by then,
+    ``deadlines`` how many times that item was given its deadline, and ``granted`` when it was last. Only a worker whose
+    last item was quick holds more than one, so that quick items need not wait for the caller; where another worker has
+    none left, those behind a slow one go there.
+    """
+
+    pid: int
+    pidfd: int
+    channel: socket.socket
+    since: float = field(default_factory=time.monotonic)
+    granted: float = field(default_factory=time.monotonic)
+    ready: bool = False
+    quick: bool = False
+    spent: bool = False
+    seconds: float = 0.0
+    deadlines: int = 1
+    queued: list[int] = field(default_factory=list)
+    outgoing: bytearray = field(default_factory=bytearray)
+    incoming: bytearray = field(default_factory=bytearray)
+
+    def feed(self, batch: _Batch, share: int) -> None:
+        """Fill the queue of the worker up to its share."""
+        if self.spent:
+            return
+        if not self.queued and self.ready:
+            self._turn_to_the_next(time.monotonic())
+        while batch.waiting and len(self.queued) < (share if self.quick else 1):
+            index = batch.waiting.popleft()
+            self.queued.append(index)
+            self.outgoing += batch.frames[index]
+        try:
+            while self.outgoing:
+                del self.outgoing[: self.channel.send(self.outgoing)]
+        except BlockingIOError:
+            return
+        except OSError:
+            self.outgoing.clear()
+
+    def _turn_to_the_next(self, now: float) -> None:
+        self.since = self.granted = now
+        self.deadlines = 1
+
+    def give_back(self, batch: _Batch) -> None:
+        """Give back the items behind the first; the worker, which has them already, is replaced after that one."""
+        batch.waiting.extendleft(reversed(self.queued[1:]))
+        del self.queued[1:]
+        self.spent = True
+
+    def receive(self, batch: _Batch) -> Literal["working", "spent", "ended"]:
+        """Take in results; ``spent``: the worker asks to be replaced; ``ended``: its process is no more."""
+        ended = bool(select.select([self.pidfd], [], [], 0)[0])
+        try:
+            while len(self.incoming) < MAX_LINE_BYTES:
+                data = self.channel.recv(1 << 16)
+                if not data:
+                    ended = True
+                    break
+                self.incoming += data
+        except BlockingIOError:
+            pass
+        except OSError:
+            ended = True
+        *lines, self.incoming = self.incoming.split(b"\n")
+        for line in lines:
+            now = time.monotonic()
+            self.quick = self.ready and now < self.since + QUICK_SECONDS
+            self._turn_to_the_next(now)
+            if not line and not self.ready:
+                self.ready = True
+                continue
+            try:
+                status, value, trace, reusable, self.seconds = json.loads(line)
+                done = status == "done"
+                outcome = Outcome("done", value) if done else Outcome(status, message=value, traceback=trace)
+                batch.outcomes[self.queued.pop(0)] = outcome
+            except (ValueError, TypeError, IndexError):
+                return "ended"
+            if self.spent or not reusable:
+                return "spent"
+        return "ended" if ended or len(self.incoming) >= MAX_LINE_BYTES else "working"
+
+    def close(self) -> None:
+        """Let go of the process."""
+        self.channel.close()
+        os.close(self.pidfd)
+
+
+@dataclass(eq=False)
+class _Processes:
+    """What a pool has started, apart from the pool, so that it can be ended after the pool is no more."""
+
+    workers: list[_Worker] = field(default_factory=list)
+    supervisor: "_Supervisor | None" = None
+    owner: int = field(default_factory=os.getpid)
+
+    def end(self) -> None:
+        """End everything; in a process forked from the owner, only let go of it."""
+        for worker in self.workers:
+            worker.close()
+        self.workers.clear()
+        if self.supervisor is not None:
+            self.supervisor.stop(ours=os.getpid() == self.owner)
+            self.supervisor = None
+
+
+class _SupervisorLostError(Exception):
+    """The supervisor ended, and its workers with it."""
+
+
+class _Supervisor:
+    """The process that imports, forks workers and kills them; each call is one request and one reply."""
+
+    def __init__(self, seconds: float, name: str) -> None:
+        self._seconds = seconds
+        self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-s", "-P", worker_script.__file__, str(other.fileno()), name],
+                pass_fds=[other.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                env=_environment(),
+            )
+        self._control.settimeout(2 * seconds)
+
+    def load(self, path: str, call: bool) -> str:
+        """Import a path in the supervisor, and call it if asked to; why that failed, or nothing."""
+        limits = {"seconds": self._seconds, "sys_path": [str(p) for p in sys.path]}
+        request = {"kind": "load", "path": path, "call": call, **limits}
+        return self._reply(request)["error"]
+
+    def spawn(self) -> _Worker:
+        """Fork a worker."""
+        channel, other = socket.socketpair()
+        try:
+            with other:
+                pid = self._reply({"kind": "spawn"}, [other.fileno()])["pid"]
+            channel.setblocking(False)
+            return _Worker(pid, os.pidfd_open(pid), channel)
+        except ProcessLookupError as error:  # the supervisor ended when it had answered, and the worker with it
+            channel.close()
+            raise _SupervisorLostError from error
+        except BaseException:
+            channel.close()
+            raise
+
+    def end(self, pid: int) -> str:
+        """Kill a worker with all it started, and say how its process ended."""
+        return self._reply({"kind": "end", "pid": pid})["ended"]
+
+    def usage(self, pid: int) -> worker_script.Usage:
+        """What a worker and all it started have had of the processor, and what they are at."""
+        return worker_script.Usage(*self._reply({"kind": "usage", "pid": pid})["usage"])
+
+    def stop(self, ours: bool) -> None:
+        """Close the control socket, at which the process kills its workers and ends; wait for it if it is ours.
+
+        One that does not end (it is in an import that takes its time) is killed with all below it.
+        """
+        self._control.close()
+        if not ours:
+            self._process.poll()
+            return
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            worker_script.kill_tree(self._process.pid)
+            self._process.wait()
+
+    def _reply(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+        try:
+            socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
+            reply = self._control.recv(1 << 16)
+        except OSError as error:
+            raise _SupervisorLostError from error
+        if not reply:
+            raise _SupervisorLostError
+        return json.loads(reply)
+
+
+def _environment() -> dict[str, str]:
+    """All that processes find in their environment."""
+    inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    return inherited | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+
+
+def _frame(
+    task: str, way: Way, deadline_seconds: float, memory_bytes: int, environment: dict[str, str], item: tuple[Any, ...]
+) -> bytes:
+    """An item as it goes to a worker: its length, then what ``worker.Item`` holds."""
+    try:
+        arguments = pickle.dumps(item)
+    except Exception as error:
+        raise InputError(
+            needed="arguments that can be sent to another process",
+            given=f"{type(error).__name__}: {error}",
+            remedy="Give columns of plain values (text, numbers, lists, mappings).",
+        ) from error
+    payload = pickle.dumps((task, way, deadline_seconds, memory_bytes, environment, arguments))
+    return worker_script.FRAME_HEADER.pack(len(payload)) + payload

@@ -1,0 +1,101 @@
+"""The environments a recipe can name, told apart by ``name``, and how one is made ready for a policy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, TypeAlias
+
+from transformers import PreTrainedTokenizerBase
+
+from logitless.errors import ConfigurationError
+from logitless.own_code import made
+from logitless.rollout.chat import ChatEnvironment, ChatTurns
+from logitless.rollout.environment import Driver, Environment, SingleTurn
+from logitless.rollout.environments.harness import Harness, HarnessEpisodes
+from logitless.rollout.environments.text_game import GuessingGame
+from logitless.rollout.environments.tool_environment import ToolEnvironment
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnEnvironment:
+    """An environment of yours, by the import path of what makes it; it runs in this process, with your rights.
+
+    Args:
+        factory: `package.module:name`, or `./file.py:name` from the recipe's folder, of what returns an object with
+            `start` and `reply`.
+        options: what the function is called with.
+        template: plain text around `{reply}`, used instead of the tokenizer's chat template.
+
+    Example:
+        >>> OwnEnvironment(factory="logitless.rollout.environment:SingleTurn").made()
+        <logitless.rollout.environment.SingleTurn object at ...>
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    name: Literal["own"] = "own"
+    factory: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    template: str | None = None
+
+    def made(self) -> Environment:
+        """The environment.
+
+        Raises:
+            ConfigurationError: the path cannot be imported, or gives something else.
+        """
+        environment = made(self.factory, self.options, what="an environment", key="rollout.environment.factory")
+        if not isinstance(environment, Environment):
+            raise ConfigurationError(
+                needed="an environment, with start and reply",
+                given=f"{type(environment).__name__} of {self.factory}",
+                remedy="See logitless.rollout.environment.Environment.",
+            )
+        return environment
+
+
+EnvironmentOptions: TypeAlias = ToolEnvironment | GuessingGame | OwnEnvironment | Harness
+"""Of ``rollout.environment``; tools and the game are themselves the environment, the others say how one is made."""
+
+
+def pays(options: EnvironmentOptions | None) -> bool:
+    """Whether an environment may pay at its turns, so that a recipe needs no reward beside it.
+
+    Example:
+        >>> pays(GuessingGame()), pays(None)
+        (True, False)
+    """
+    return options is not None and (not isinstance(options, ToolEnvironment) or options.call_reward != 0)
+
+
+def environment_of(
+    options: EnvironmentOptions | None,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+) -> Environment | Driver:
+    """The environment of a recipe, checked, its messages rendered as the policy reads them.
+
+    Args:
+        options: of the recipe; None for single turns.
+        tokenizer: of the policy.
+        chat_template_kwargs: further variables of its chat template.
+
+    Raises:
+        ConfigurationError: it cannot be made, or the chat template does not take what it says.
+        UnavailableError: this machine lacks what its tools need.
+    """
+    if options is None:
+        return SingleTurn()
+    if isinstance(options, Harness):
+        settings: dict[str, Any] = {"format": options.format, "template": options.template}
+        return HarnessEpisodes(
+            options.drive(), tokenizer, options.concurrency, **settings, chat_template_kwargs=chat_template_kwargs
+        )
+    inner = options.made() if isinstance(options, OwnEnvironment) else options
+    turns = ChatTurns(tokenizer, template=options.template, chat_template_kwargs=chat_template_kwargs)
+    if isinstance(inner, ToolEnvironment):
+        inner.check()
+        turns.check(inner.role)
+    elif isinstance(inner, GuessingGame):
+        turns.check("user")
+    return ChatEnvironment(inner, turns)

@@ -1,0 +1,1 @@
+"""The engine that samples with the trained model itself, on its GPU."""

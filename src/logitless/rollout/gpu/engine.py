@@ -1,0 +1,524 @@
+"""Sampling on a GPU with the trained model itself, with the bits of its training.
+
+The decoding step reads the live parameters through the layers that training runs (``models/row_invariant/``), so
+nothing is copied or merged after a step of training, and what is sampled is what is trained in every bit. One step is
+one CUDA graph for its number of rows (``steps.py``): tokens are sampled on the device, and rows that end stop writing
+there. The host looks every few steps, while the device takes the next ones: it takes out rows that have ended, lets
+others begin (``schedule.py``) and reads prompts on.
+
+Log-probs come from the head, on the hidden states that were sampled from, once a look for all its steps: the same call
+that training makes. With filters, a penalty or temperature 0, tokens are sampled from something else than the model's
+softmax; ``logp_sampler`` is of that distribution then, and ``logp_policy`` has the bits of training beside it.
+
+It gives up: models whose layers are not covered, an adapter on the LM head, and autocast. On the CPU, under Triton's
+interpreter, the same code runs without graphs; that is for tests.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from logitless.errors import InputError, TrainingError, UnavailableError
+from logitless.head.api import why_not
+from logitless.models.attention import AttentionLayout
+from logitless.models.lm_head import backbone, causal_lm, lm_head
+from logitless.models.modes import evaluating
+from logitless.models.row_invariant.coverage import uncovered
+from logitless.models.row_invariant.decoding import prefill
+from logitless.models.row_invariant.layers import Installation, install_row_invariant
+from logitless.models.row_invariant.paged_attention import Chunk, PrefillLayout
+from logitless.rollout.completions import (
+    check_prompts,
+    made_completions,
+    stop_ids,
+    stop_window,
+    with_stop_string,
+)
+from logitless.rollout.engine import Weights
+from logitless.rollout.gpu.page_pool import Pool, PromptPages, pages_for, pages_within
+from logitless.rollout.gpu.schedule import Reading, Row, Schedule
+from logitless.rollout.gpu.steps import MOST_ROWS, Begin, Log, Place, Steps, TokenSampling, bucket, facts_of
+from logitless.rollout.gpu.token_sampling import key_of
+from logitless.rollout.sampling import SamplingOptions
+from logitless.types import Completion, Prompt
+
+logger = logging.getLogger("logitless")
+
+
+class GpuEngine:
+    """An ``Engine`` whose log-probs are those of training, bit for bit.
+
+    Args:
+        model: a causal LM whose layers the row-invariant forward pass covers, PEFT-wrapped or not. Where the layers are
+            not installed yet, they are here, and ``close`` takes them back.
+        tokenizer: decodes completions; its EOS token ends them.
+        max_rows: completions decoded at once, at most 2048.
+        prefill_tokens: tokens of prompts read between two looks.
+        memory: bytes for keys and values while sampling; None takes half of what is free then.
+
+    Raises:
+        UnavailableError: there is no Triton, the model has layers that are not covered (it names them), or an adapter
+            on its LM head.
+        InputError: ``max_rows`` or ``prefill_tokens`` out of range.
+
+    Equals: ``TransformersEngine`` in distribution, not in its tokens: the noise is another.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_rows: int = 512,
+        prefill_tokens: int = 16384,
+        memory: int | None = None,
+    ) -> None:
+        if not 1 <= max_rows <= MOST_ROWS:
+            raise InputError(needed=f"max_rows from 1 to {MOST_ROWS}", given=str(max_rows), remedy="Use 512.")
+        if prefill_tokens < 1:
+            raise InputError(
+                needed="prefill_tokens of at least 1", given=str(prefill_tokens), remedy="Use for example 16384."
+            )
+        self.tokenizer, self.max_rows, self.prefill_tokens, self.memory = tokenizer, max_rows, prefill_tokens, memory
+        self._installations: list[Installation] = []
+        self._checked: tuple[Any, ...] = ()
+        self._kept_bits = True
+        self._steps: Steps | None = None
+        self.load(Weights.of(model), version=0)
+
+    def load(self, weights: Weights, version: int) -> None:
+        """Sample with ``weights.module``, which is not copied: training it changes what is sampled."""
+        model = weights.module
+        if not hasattr(backbone(model), "row_invariant"):
+            if missing := uncovered(model):
+                raise UnavailableError(
+                    needed="a model whose layers have one set of bits",
+                    given=", ".join(missing),
+                    remedy="Sample with rollout.engine: {name: transformers}.",
+                )
+            if next(model.parameters()).device.type != "meta":
+                self._installations.append(install_row_invariant(model))
+        self._model, self._version = model, version
+        if self._steps is not None and self._steps.model is not model:
+            self._steps = None
+
+    def close(self) -> None:
+        """Give the model its own layers back where they were exchanged here."""
+        for installation in self._installations:
+            installation.remove()
+        self._installations, self._steps = [], None
+
+    @property
+    def exact(self) -> bool:
+        """Whether log-probs sampled without filters have the bits that training gives them here."""
+        head = lm_head(self._model)
+        like = torch.empty(0, head.weight.shape[1], dtype=self._weight.dtype, device=self._weight.device)
+        return self._kept_bits and why_not("fused", like, head) is None
+
+    @property
+    def _weight(self) -> Tensor:
+        decoder: Any = backbone(self._model)
+        return decoder.norm.weight
+
+    def sample(
+        self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
+    ) -> list[list[Completion]]:
+        """Exactly ``num_samples`` completions of each prompt.
+
+        A completion is a function of the weights, its prompt, ``options``, ``seed``, its prompt's id and its number
+        among the samples: what else is sampled, in what order and in how much memory, changes no bit of it.
+
+        Args:
+            prompts: P, with distinct ids.
+            num_samples: G.
+            options: the same for all.
+            seed: with the same weights, the same completions.
+
+        Raises:
+            InputError: an empty prompt, one whose completion would not fit into the model, or two with one id.
+            ConfigurationError: the memory does not hold one completion; it names what would fit.
+            TrainingError: the model's logits for some prompt are not finite.
+        """
+        inner: Any = causal_lm(self._model)
+        limit = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
+        check_prompts(prompts, num_samples, options, limit)
+        wanted = _Wanted(prompts, num_samples, options, seed, tuple(stop_ids(self.tokenizer, inner, options)))
+        rows, tokens, part = min(self.max_rows, len(prompts) * num_samples), self.prefill_tokens, 1
+        with torch.no_grad(), evaluating(self._model), _on(self._weight.device):
+            self._check_model(wanted, rows)
+            while wanted.unfinished:
+                try:
+                    _Session(self, wanted, max_rows=rows, read_at_once=tokens, part=part).run()
+                    continue
+                except torch.OutOfMemoryError as error:
+                    if rows == 1:
+                        raise
+                    reason = str(error)
+                # behind the except: an error holds the frames that it came through, and so the session and its graphs
+                rows, tokens, part = rows // 2, max(1, tokens // 2), 2 * part
+                logger.warning("sampling ran out of memory (%s): going on with at most %d rows", reason, rows)
+                self._steps = None
+                if self._weight.is_cuda:
+                    torch.cuda.empty_cache()
+        return [[wanted.done[p, g] for g in range(num_samples)] for p in range(len(prompts))]
+
+    def _steps_for(self, max_rows: int, max_pages: int, group_size: int) -> Steps:
+        """The state and the graphs kept from the call before, or new ones where it asks for more or the model moved."""
+        wanted = {"max_rows": max_rows, "max_pages": max_pages, "group_size": group_size}
+        kept = self._steps
+        if kept is None or not kept.serves(**wanted):
+            if kept is not None and kept.facts == facts_of(self._model):  # room for both calls
+                had = {"max_rows": kept.max_rows, "max_pages": kept.max_pages, "group_size": kept.group_size}
+                wanted = {name: max(value, had[name]) for name, value in wanted.items()}
+            self._steps = kept = None
+            self._steps = kept = Steps(self._model, **wanted)
+        return kept
+
+    def _limit(self, prompt: Prompt, sample: int, options: SamplingOptions) -> int:  # noqa: ARG002
+        """New tokens that a completion may have; benchmarks set an end to each."""
+        return options.max_new_tokens
+
+    def _check_model(self, wanted: "_Wanted", max_rows: int) -> None:
+        """Look at this machine's kernels once for a model, and again when it was moved, resized or cast.
+
+        What the check and what the steps launch is compiled at once.
+        """
+        if lm_head(self._model).lora_a is not None:
+            raise UnavailableError(
+                needed="an LM head without an adapter",
+                given="LoRA on it",
+                remedy="Leave the LM head out of the adapter's targets, or sample with rollout.engine: {name:"
+                " transformers}.",
+            )
+        facts = tuple((p.shape, p.dtype, p.device) for p in self._model.parameters())
+        if facts != self._checked and self._weight.is_cuda:
+            from logitless.models.row_invariant.self_check import self_check
+
+            steps = self._steps_for(max_rows, wanted.max_pages, wanted.num_samples)
+            try:
+                steps.open(1)
+                beside = steps.launches({bucket(max_rows), 1}, wanted.reaches, wanted.sampling)
+                self._kept_bits = self_check(self._model, beside=beside).exact
+            finally:
+                steps.close()
+            if not self._kept_bits:
+                logger.warning("attention here has not one set of bits: what is sampled will be scored again")
+        self._checked = facts
+
+
+@dataclass
+class _Wanted:
+    """What a call asks for, and what there is of it.
+
+    Args:
+        prompts: of the call.
+        num_samples: of each.
+        options: of all.
+        seed: of the call.
+        ends: tokens that end a completion.
+        done: finished completions by (prompt, sample).
+    """
+
+    prompts: Sequence[Prompt]
+    num_samples: int
+    options: SamplingOptions
+    seed: int
+    ends: tuple[int, ...]
+    done: dict[tuple[int, int], Completion] = field(default_factory=dict)
+
+    @property
+    def sampling(self) -> TokenSampling:
+        """How tokens are sampled and what ends a completion."""
+        return TokenSampling(self.options, self.ends)
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of the longest completion, its prompt included."""
+        return pages_for(max(len(prompt.token_ids) for prompt in self.prompts) + self.options.max_new_tokens - 1)
+
+    @property
+    def reaches(self) -> tuple[int, int]:
+        """The least and the most positions that a step has to reach."""
+        lengths = [len(prompt.token_ids) for prompt in self.prompts]
+        return min(lengths) + 1, max(lengths) + self.options.max_new_tokens
+
+    @property
+    def unfinished(self) -> list[list[int]]:
+        """Samples of each prompt that are missing; an empty list where none is."""
+        left = [[g for g in range(self.num_samples) if (p, g) not in self.done] for p in range(len(self.prompts))]
+        return left if any(left) else []
+
+
+@dataclass
+class _Round:
+    """Steps that are under way: their rows, and what waits for them."""
+
+    rows: list[Row]
+    wait: Callable[[], Log]
+
+
+class _Session:
+    """One pass over what is missing, in a pool of its own, which is given back at its end.
+
+    The host is a round behind: while the device takes the steps of one, it reads what the round before has sampled. A
+    row that has ended is therefore empty for up to a round before another takes its place.
+
+    Args:
+        engine: that is asked.
+        wanted: what it is asked for.
+        max_rows: completions decoded at once.
+        read_at_once: tokens of prompts read between two looks.
+        part: it takes the pages of so many times ``max_rows``, divided by as much, but never fewer than one completion
+            needs: a pass with half the rows has half the pages, not a quarter.
+    """
+
+    def __init__(self, engine: GpuEngine, wanted: _Wanted, *, max_rows: int, read_at_once: int, part: int = 1) -> None:
+        self.engine, self.wanted, self.model = engine, wanted, engine._model
+        self.options, self.sampling = wanted.options, wanted.sampling
+        missing, new = wanted.unfinished, wanted.options.max_new_tokens
+        chosen = [p for p, samples in enumerate(missing) if samples]
+        self.lengths = [len(prompt.token_ids) for prompt in wanted.prompts]
+        lengths = [self.lengths[p] for p in chosen]
+        needs = [PromptPages.of(length, new) for length in lengths]
+        max_rows = min(max_rows, sum(map(len, missing)))
+        steps = engine._steps_for(max_rows, wanted.max_pages, wanted.num_samples)
+        self.steps, self.device = steps, steps.device
+        num_pages = pages_within(
+            _budget(self.device) if engine.memory is None else engine.memory,
+            steps.page_bytes,
+            needs,
+            lengths,
+            new,
+            wanted.num_samples,
+            max_rows * part,
+        )
+        self.num_pages = num_pages = max(num_pages // part, *(need.to_begin for need in needs))
+        self.schedule = Schedule(
+            self.lengths, missing, max_new_tokens=new, pool=Pool(num_pages), max_rows=max_rows,
+            read_at_once=read_at_once,
+        )  # fmt: skip
+        self.placed: Place | None = None
+        self.count = 0
+        self.ended: set[Row] = set()
+        shape = (max_rows, new)
+        self.tokens = np.zeros(shape, np.int32)  # by slot, as all below
+        self.scores = [np.zeros(shape, np.float32) for _ in range(3)]  # logp, logp_policy, entropy
+        self.sampled, self.launched = np.zeros(max_rows, np.int64), np.zeros(max_rows, np.int64)
+        self.limit = np.zeros(max_rows, np.int64)
+
+    def run(self) -> None:
+        """Rounds until nothing is missing; what is finished by then is kept where it stops early."""
+        before: _Round | None = None
+        try:
+            self.steps.open(self.num_pages)
+            self.steps.compile(len(self.sampled), self.wanted.reaches, self.sampling)
+            while self.schedule.unfinished or before is not None:
+                after = self._launch()
+                if before is not None:
+                    self._look(before)
+                before = after
+        finally:
+            self.steps.close()
+
+    def _launch(self) -> _Round | None:
+        """Reads prompts on, lets samples begin, and sends the device on its next steps."""
+        self._read(self.schedule.read())
+        if new := self.schedule.begin():
+            self._begin(new)
+            self.placed = None  # a slot has other pages
+        rows = [row for row in self.schedule.rows if self.launched[row.slot] < self.limit[row.slot]]
+        if not rows:
+            return None
+        rows.sort(key=lambda row: (row.prompt, row.sample))
+        self.launched[[row.slot for row in rows]] += self.steps.num_steps
+        place = self._place(rows)
+        if place != self.placed:
+            self.placed, self.count = place, self.steps.place(place)
+        return _Round(rows, self.steps.run(place, self.count, self.sampling))
+
+    def _read(self, readings: Sequence[Reading]) -> None:
+        """Chunks of prompts into their pages."""
+        if not readings:
+            return
+        ids = [self.wanted.prompts[r.prompt].token_ids[r.start : r.start + r.length] for r in readings]
+        tokens = torch.from_numpy(np.concatenate(ids)).to(self.device)
+        layout = PrefillLayout([Chunk(r.start, r.length, r.pages) for r in readings], self.device)
+        prefill(self.model, tokens, layout, self.steps.caches)
+
+    def _begin(self, rows: Sequence[Row]) -> None:
+        prompts = self.wanted.prompts
+        slots = [row.slot for row in rows]
+        self.sampled[slots] = self.launched[slots] = 0
+        self.limit[slots] = [self.engine._limit(prompts[row.prompt], row.sample, self.options) for row in rows]
+        self.steps.begin(
+            [
+                Begin(
+                    row.slot,
+                    int(prompts[row.prompt].token_ids[-1]),
+                    self.lengths[row.prompt] - 1,
+                    self.lengths[row.prompt] + int(self.limit[row.slot]) - 2,
+                    key_of(self.wanted.seed, prompts[row.prompt].id, row.sample),
+                    row.pages,
+                    row.copy,
+                    prompts[row.prompt].token_ids,
+                )
+                for row in rows
+            ],
+            self.sampling,
+        )
+
+    def _place(self, rows: Sequence[Row]) -> Place:
+        """The rows' slots, those of a prompt next to each other, and what they share."""
+        slots = tuple(row.slot for row in rows)
+        starts = np.array([self.lengths[row.prompt] for row in rows])
+        reach = int((starts + np.minimum(self.launched[list(slots)], self.options.max_new_tokens)).max())
+        members: dict[int, list[int]] = {}
+        for i, row in enumerate(rows):
+            if row.shared:
+                members.setdefault(row.prompt, []).append(i)
+        groups = tuple((tuple(of), rows[of[0]].shared) for of in members.values() if len(of) > 1)
+        return Place(slots, self.steps.reach(reach), groups)
+
+    def _look(self, of: _Round) -> None:
+        """What a round sampled; rows that have ended make room."""
+        log = of.wait()
+        rows = [(i, row) for i, row in enumerate(of.rows) if row not in self.ended]
+        if not rows:
+            return
+        columns, slots = np.array([i for i, _ in rows]), np.array([row.slot for _, row in rows])
+        token, flags, *scores = (values.numpy()[:, columns] for values in log)  # [steps, rows]
+        alive: np.ndarray = (flags & 1) > 0
+        unsound = np.argwhere((flags & 3) == 1).tolist()
+        if unsound:
+            faults = [(rows[i][1], int(self.sampled[rows[i][1].slot]) + step) for step, i in unsound]
+            raise self._fault(faults, len(of.rows), token, rows)
+        before = self.sampled[slots]
+        for step in range(len(token)):
+            on = alive[step]
+            where = slots[on], before[on] + step
+            for kept, sampled in zip((self.tokens, *self.scores), (token, *scores), strict=True):
+                kept[where] = sampled[step, on]
+        self.sampled[slots] = before + alive.sum(0)
+        over: np.ndarray = np.bitwise_or.reduce(flags, 0) & 4
+        cut = self._cut([row for _, row in rows], before.tolist())
+        ended = []
+        for i, (_, row) in enumerate(rows):
+            if cut[i]:
+                self.sampled[row.slot] = cut[i]
+            if cut[i] or over[i]:
+                ended.append(row)
+        self._finish(ended)
+
+    def _finish(self, rows: Sequence[Row]) -> None:
+        """Completions of rows that have ended, made while the device goes on."""
+        if not rows:
+            return
+        wanted, values = self.wanted, (self.tokens, *self.scores)
+        counts = [int(self.sampled[row.slot]) for row in rows]
+        sampled = [[of[row.slot, :count] for row, count in zip(rows, counts, strict=True)] for of in values]
+        tokens, logp, logp_policy, entropy = sampled
+        greedy = self.options.temperature == 0  # it has no softmax then
+        made = made_completions(
+            self.engine.tokenizer,
+            [wanted.prompts[row.prompt].id for row in rows],
+            tokens,
+            logp,
+            logp_policies=None if greedy else logp_policy,
+            entropies=None if greedy else entropy,
+            options=self.options,
+            ends=wanted.ends,
+            version=self.engine._version,
+        )
+        for row, completion in zip(rows, made, strict=True):
+            wanted.done[row.prompt, row.sample] = completion
+            self.ended.add(row)
+            self.schedule.end(row)
+
+    def _cut(self, rows: Sequence[Row], before: Sequence[int]) -> list[int]:
+        """Tokens up to the one with which a stop string came, that one included; 0 where none came."""
+        cut = [0] * len(rows)
+        if not self.options.stop:
+            return cut
+        window, tokenizer = stop_window(self.options.stop), self.engine.tokenizer
+
+        def text_with_stop(ends: Sequence[tuple[int, int, int]]) -> list[bool]:
+            """Whether a stop string lies before the token ``stop`` of a slot and came from the token ``start`` on."""
+            ids = [self.tokens[slot, max(0, start - window) : stop].tolist() for slot, start, stop in ends]
+            return with_stop_string(tokenizer, ids, self.options.stop)
+
+        new = [(row.slot, start, int(self.sampled[row.slot])) for row, start in zip(rows, before, strict=True)]
+        for i, came in enumerate(text_with_stop(new)):
+            if came:
+                slot, start, stop = new[i]
+                stops = range(start + 1, stop + 1)
+                cut[i] = stops[text_with_stop([(slot, at - 1, at) for at in stops]).index(True)]
+        return cut
+
+    def _fault(
+        self,
+        faults: Sequence[tuple[Row, int]],
+        num_rows: int,
+        token: np.ndarray,
+        rows: Sequence[tuple[int, Row]],
+    ) -> TrainingError:
+        row, number = min(faults, key=lambda fault: (fault[1], fault[0].prompt, fault[0].sample))
+        prompt, known = self.wanted.prompts[row.prompt], int(self.sampled[row.slot])
+        column = [each for _, each in rows].index(row)
+        ids = np.concatenate([prompt.token_ids, self.tokens[row.slot, :known], token[: number - known, column]])
+        where = first_bad_layer(self.model, torch.from_numpy(ids).to(self.device))
+        return TrainingError(
+            needed="finite logits to sample tokens from",
+            given=f"NaN or infinite ones for {len(faults)} of {num_rows} rows, first for token {number + 1} of prompt"
+            f" {prompt.id!r} (sample {row.sample}), with weights of version {self.engine._version}; {where}",
+            remedy="Look for weights that are not finite; lower the learning rate, clip gradients, or use bfloat16 or"
+            " float32 in place of float16.",
+        )
+
+
+def first_bad_layer(model: nn.Module, ids: Int[Tensor, "T"]) -> str:
+    """The first layer that gives numbers that are not finite for a sequence, in words."""
+    decoder: Any = backbone(model)
+    found: list[int] = []
+
+    def look(number: int) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            if not all(bool(x.isfinite().all()) for x in output if x is not None):
+                found.append(number)
+
+        return hook
+
+    handles = [layer.register_forward_hook(look(i)) for i, layer in enumerate(decoder.layers)]
+    try:
+        positions = torch.arange(len(ids), device=ids.device)
+        layout = AttentionLayout.of_sequences([len(ids)], ids.device)
+        decoder(input_ids=ids[None], position_ids=positions[None], packed_layout=layout)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return f"layer {found[0]} is the first to give them" if found else "the decoder's layers give finite numbers"
+
+
+def _budget(device: torch.device) -> int:
+    """Bytes for keys and values where none are named: half of what is free; without CUDA a GiB."""
+    if device.type != "cuda":
+        return 2**30
+    free, _ = torch.cuda.mem_get_info(device)
+    return (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) // 2
+
+
+@contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    """Kernels and graphs of this device."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        yield

@@ -1,0 +1,551 @@
+"""Steps of decoding on the device: what they read and write, and the CUDA graphs that replay them.
+
+A completion has a slot as long as it is decoded, and its state lies there. A step's rows are the slots that the host
+last named, so that rows leave and join by one small upload. There is a graph for each number of rows, reach and way of
+sampling that has occurred; it is captured at its first use while every row is empty, and is kept from call to call as
+long as what it refers to stays where it is (``PageMemory`` sees to the pages).
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from logitless.errors import UnavailableError
+from logitless.graph_capture import captured, refuse_unwritten, side_stream
+from logitless.head.api import token_scores
+from logitless.models.attention import prepare_tables
+from logitless.models.kernels.attention_tiles import SPLIT
+from logitless.models.lm_head import backbone, lm_head
+from logitless.models.row_invariant.decoding import PagedRows, prefill
+from logitless.models.row_invariant.linear import product
+from logitless.models.row_invariant.paged_attention import (
+    PAGE,
+    Chunk,
+    DecodeLayout,
+    PagedCache,
+    PrefillLayout,
+    SharedPages,
+)
+from logitless.rollout.gpu.page_memory import PageMemory
+from logitless.rollout.gpu.page_pool import pages_for
+from logitless.rollout.gpu.token_sampling import sample_tokens
+from logitless.rollout.sampling import History, SamplingOptions
+from logitless.transfer import sent
+from logitless.types import LMHead
+
+STEPS = 8
+"""Steps of decoding between two looks of the host."""
+
+BUCKETS: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+BUCKETS += (640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+"""Numbers of rows for which there are graphs; rows in between are empty."""
+
+MOST_ROWS = BUCKETS[-1]
+
+_UNLIKE = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
+"""Numbers of rows between which other kernels take over."""
+
+LOGIT_ROWS = 512
+"""Rows whose logits exist at once."""
+
+ALONE_BELOW = 1056
+"""Programs of attention under which each row reads shared pages for itself: they run at once and wait for nobody."""
+
+
+class Begin(NamedTuple):
+    """A completion that begins.
+
+    Args:
+        slot: its state's.
+        token: the last of its prompt.
+        position: of that token.
+        last: the position at which its last token is sampled.
+        key: of its randomness.
+        pages: from position 0 on.
+        copy: the page in which its prompt ends and its own that takes its place; None where it ends with a page.
+        prompt: [L] its prompt's tokens.
+    """
+
+    slot: int
+    token: int
+    position: int
+    last: int
+    key: int
+    pages: tuple[int, ...]
+    copy: tuple[int, int] | None
+    prompt: np.ndarray
+
+
+class Place(NamedTuple):
+    """Which slots are rows of the next steps, and which rows read pages together.
+
+    Args:
+        slots: of the rows.
+        reach: more than any row's position in these steps.
+        groups: rows of each group and the leading pages that they share.
+    """
+
+    slots: tuple[int, ...]
+    reach: int
+    groups: tuple[tuple[tuple[int, ...], int], ...]
+
+
+@dataclass(frozen=True)
+class TokenSampling:
+    """How tokens are sampled and what ends a completion.
+
+    Args:
+        options: of sampling.
+        stop_tokens: that end a completion.
+    """
+
+    options: SamplingOptions
+    stop_tokens: tuple[int, ...]
+
+
+class Log(NamedTuple):
+    """What some steps did, on the host. [steps, rows] each.
+
+    Args:
+        token: sampled.
+        flags: as of ``kernels/step.py``.
+        logp: of the tokens in the distribution that they were sampled from.
+        logp_policy, entropy: of the model's softmax at the temperature; NaN at temperature 0, where it has none.
+    """
+
+    token: Tensor
+    flags: Tensor
+    logp: Tensor
+    logp_policy: Tensor
+    entropy: Tensor
+
+
+class Steps:
+    """The state of at most ``max_rows`` completions of a model, and its steps.
+
+    Args:
+        model: with row-invariant layers.
+        max_rows: completions at once.
+        max_pages: of a completion.
+        group_size: completions that share pages, at most.
+
+    Raises:
+        UnavailableError: layers whose heads have several shapes.
+    """
+
+    def __init__(self, model: nn.Module, *, max_rows: int, max_pages: int, group_size: int) -> None:
+        decoder: Any = backbone(model)
+        self.model, self.head, weight = model, lm_head(model), decoder.norm.weight
+        heads = [layer.row_invariant_form.heads for layer in decoder.layers]
+        if len({(h.key, h.width) for h in heads}) > 1:
+            raise UnavailableError(
+                needed="layers with heads of one shape",
+                given="several",
+                remedy="Sample with rollout.engine: {name: transformers}.",
+            )
+        self.facts = facts_of(model)
+        self.max_rows, self.max_pages, self.group_size = bucket(max_rows), max_pages, group_size
+        self.device, self.graphed = weight.device, weight.is_cuda
+        self.heads, self.layers, self.dtype = heads[0], len(heads), weight.dtype
+        forms = [layer.row_invariant_form for layer in decoder.layers]
+        self.forms = list(dict.fromkeys(forms))
+        self._num_unlike = 1 + max(map(forms.index, self.forms))  # layers that have all kinds among them
+        self.memory = PageMemory(2 * len(heads), self.device)
+        self.cache, self.caches = torch.empty(0), list[PagedCache]()
+        self._graphs: dict[Any, Callable[[], None]] = {}
+        self._graph_memory: Any = None  # one for all: they run in turn, and leave nothing in it
+        self._held: list[Any] = []  # what graphs refer to
+        self._histories: dict[str, Tensor] = {}
+        self._ends_of: dict[tuple[int, ...], Tensor] = {}
+        self._compiled: set[tuple[Any, ...]] = set()
+        rows, width, like = self.max_rows, len(weight), weight
+
+        def ints(*shape: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full(shape, fill, dtype=dtype, device=self.device)
+
+        # by slot; the last is that of empty rows
+        self.slot_token, self.slot_key = ints(rows + 1, dtype=torch.long), ints(rows + 1, dtype=torch.long)
+        self.slot_position, self.slot_last = ints(rows + 1, fill=-1), ints(rows + 1)
+        self.slot_pages = ints(rows + 1, max_pages)
+        # by row
+        self.slot, self.page_table, self.row_pages = ints(rows, fill=rows), ints(rows, max_pages), ints(rows)
+        self.token, self.key = ints(rows, dtype=torch.long), ints(rows, dtype=torch.long)
+        self.position, self.place_of = ints(rows, fill=-1), ints(rows)
+        self.cache_row = ints(rows, dtype=torch.long)
+        self.members, self.group_pages = ints(max(1, rows // 2), group_size, fill=-1), ints(max(1, rows // 2))
+        # of the steps between two looks
+        self.step = ints(1, fill=-1, dtype=torch.long)
+        self.log = ints(STEPS, 2, rows)
+        self.log_hidden = torch.zeros(STEPS, rows, width, dtype=like.dtype, device=self.device)
+        self.log_logp = torch.zeros(STEPS, rows, dtype=torch.float32, device=self.device)
+        self._turn = 0
+        pin = self.graphed
+        self._logs = [torch.zeros(STEPS * 2 * rows, dtype=torch.int32, pin_memory=pin) for _ in range(2)]
+        self._scores = [torch.zeros(3 * STEPS * rows, dtype=torch.float32, pin_memory=pin) for _ in range(2)]
+
+    @property
+    def num_steps(self) -> int:
+        """Between two looks."""
+        return STEPS
+
+    def reach(self, positions: int) -> int:
+        """Positions for which there is a graph that holds so many."""
+        return _splits(positions) * SPLIT
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page, all layers together."""
+        return 2 * self.layers * PAGE * self.heads.key * self.heads.width * self.dtype.itemsize
+
+    def serves(self, *, max_rows: int, max_pages: int, group_size: int) -> bool:
+        """Whether this state has room for so much, and the model is where it was."""
+        room = max_rows <= self.max_rows and max_pages <= self.max_pages and group_size <= self.group_size
+        return room and facts_of(self.model) == self.facts
+
+    # --- pages
+
+    def open(self, num_pages: int) -> None:
+        """Memory for so many pages; every slot is empty."""
+        shape = (num_pages * PAGE, self.heads.key, self.heads.width)
+        part = shape[0] * shape[1] * shape[2] * self.dtype.itemsize
+        parts = self.memory.open(part).view(self.dtype)
+        self.cache = parts.as_strided(
+            (self.layers, 2, *shape),
+            (2 * parts.stride(0), parts.stride(0), shape[1] * shape[2], shape[2], 1),
+        )
+        self.caches = [PagedCache(layer[0], layer[1]) for layer in self.cache]
+        self.slot_position.fill_(-1)
+        self.step.fill_(-1)
+
+    def close(self) -> None:
+        """Gives the pages' memory back; graphs stay."""
+        self.cache, self.caches = torch.empty(0), []
+        self.memory.close()
+
+    def compile(self, rows: int, reaches: tuple[int, int], sampling: TokenSampling) -> None:
+        """Compiles the kernels of steps of at most so many rows, and of prefill, side by side, once a ``sampling``.
+
+        Nothing is executed. A kernel that is missed here is compiled where it is first launched.
+
+        Args:
+            rows: at once.
+            reaches: the least and the most positions that a step has to reach.
+            sampling: of the steps.
+        """
+        key = bucket(rows), *{_splits(reach) for reach in reaches}, sampling
+        if not self.graphed or key in self._compiled:
+            return
+        from logitless.models.kernels.compiling import compiled_together  # needs Triton
+
+        self._compiled.add(key)
+        launch_all = self.launches({bucket(min(rows, count)) for count in _UNLIKE}, reaches, sampling)
+        with compiled_together(self.device):
+            launch_all()
+
+    def launches(
+        self, counts: Collection[int], reaches: tuple[int, int], sampling: TokenSampling
+    ) -> Callable[[], None]:
+        """A call that launches every kernel of steps with so many rows and of prefill, for ``compiled_together``.
+
+        What is copied from the host, or kept for later steps, is made here, before that call.
+
+        Args:
+            counts: of rows, from ``BUCKETS``.
+            reaches, sampling: as of ``compile``.
+        """
+        from logitless.models.kernels.rotary import MANY  # needs Triton
+
+        splits = sorted({_splits(reach) for reach in reaches})
+        prompts = []
+        for length in (MANY, MANY + 1):  # an even number of tokens and an odd one
+            prompts.append(PrefillLayout([Chunk(0, length, tuple([0] * pages_for(length)))], self.device))
+            for form in self.forms:
+                heads = form.heads
+                prepare_tables(
+                    prompts[-1], num_heads=heads.query, num_key_heads=heads.key, width=heads.width, dtype=self.dtype,
+                    window=form.window,
+                )  # fmt: skip
+        backbone(self.model).row_invariant.reach(max(self.max_pages * PAGE, MANY + 1))
+        self._stop_tokens(sampling.stop_tokens)
+        self._histories_of(sampling.options)
+        return partial(self._launch_all, sorted(counts), splits, sampling, prompts)
+
+    def _launch_all(
+        self, counts: Sequence[int], splits: Sequence[int], sampling: TokenSampling, prompts: Sequence[PrefillLayout]
+    ) -> None:
+        for count in counts:
+            for size in splits:
+                for groups in (0, 1) if self._together(count, size) else (0,):
+                    self._step(count, size * SPLIT, groups, sampling, self._num_unlike)
+            self._scores_of(self.log[:, 0, :count], count, sampling.options)
+        for prompt in prompts:
+            prefill(self.model, torch.zeros_like(prompt.slots), prompt, self.caches, num_layers=self._num_unlike)
+        first = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._copy_pages(first, first)
+
+    # --- rows
+
+    def begin(self, new: Sequence[Begin], sampling: TokenSampling) -> None:
+        """State of completions that begin, in the order of the device's work: their slots have no row before it."""
+        table = torch.tensor([(b.slot, b.token, b.position, b.last, b.key) for b in new])
+        pages = torch.zeros(len(new), self.max_pages, dtype=torch.int32)
+        for i, b in enumerate(new):
+            pages[i, : len(b.pages)] = torch.tensor(b.pages, dtype=torch.int32)
+        slot, token, position, last, key = sent(table, self.device).T
+        self.slot_token[slot], self.slot_key[slot] = token, key
+        self.slot_position[slot], self.slot_last[slot] = position.int(), last.int()
+        self.slot_pages[slot] = sent(pages, self.device)
+        if copies := [b.copy for b in new if b.copy is not None]:
+            source, target = sent(torch.tensor(copies, dtype=torch.int32), self.device).T.contiguous()
+            self._copy_pages(source, target)
+        for name, history in self._histories_of(sampling.options).items():
+            history[slot] = 0
+            if name == "seen":
+                for b in new:
+                    history[b.slot, sent(torch.tensor(b.prompt), self.device)] = True
+            if name == "first":
+                history[slot] = position.int()
+
+    def _copy_pages(self, source: Tensor, target: Tensor) -> None:
+        from logitless.rollout.gpu.kernels.step import copy_pages  # needs Triton
+
+        copy_pages(self.cache, source, target, page=PAGE)
+
+    def place(self, place: Place) -> int:
+        """Slots into rows; returns how many rows the steps have."""
+        count, slots, groups = bucket(len(place.slots)), place.slots, place.groups
+        empty = count - len(slots)
+        row_pages, members = [0] * count, [-1] * (len(groups) * self.group_size)
+        for g, (of, shared) in enumerate(groups):
+            members[g * self.group_size : g * self.group_size + len(of)] = of
+            for row in of:
+                row_pages[row] = shared
+        rest = len(self.group_pages) - len(groups)
+        packed = [
+            *slots,
+            *[self.max_rows] * empty,
+            *row_pages,
+            *[shared for _, shared in groups],
+            *[0] * rest,
+            *members,
+        ]
+        moved = sent(torch.tensor(packed, dtype=torch.int32), self.device)
+        self.slot[:count] = moved[:count]
+        self.row_pages[:count] = moved[count : 2 * count]
+        self.group_pages.copy_(moved[2 * count : 2 * count + len(self.group_pages)])
+        self.members[: len(groups)] = moved[2 * count + len(self.group_pages) :].view(-1, self.group_size)
+        torch.index_select(self.slot_pages, 0, self.slot[:count], out=self.page_table[:count])
+        torch.index_select(self.slot_key, 0, self.slot[:count], out=self.key[:count])
+        return count
+
+    # --- steps
+
+    def run(self, place: Place, rows: int, sampling: TokenSampling) -> Callable[[], Log]:
+        """``STEPS`` steps of the rows placed last and their scores, launched; calling the result waits for them.
+
+        Args:
+            place: of the rows.
+            rows: what ``place`` returned.
+            sampling: how tokens are sampled.
+        """
+        step = self._step_for(rows, place, sampling)
+        for _ in range(STEPS):
+            step()
+        return self._read(len(place.slots), sampling.options)
+
+    def _read(self, rows: int, options: SamplingOptions) -> Callable[[], Log]:
+        """Scores of what was sampled, and everything to the host, behind the steps."""
+        log = self.log[:, :, :rows].contiguous()
+        scores = self._scores_of(log[:, 0], rows, options)
+        self._turn = 1 - self._turn
+        log_host = self._logs[self._turn][: log.numel()].view(log.shape)
+        scores_host = self._scores[self._turn][: scores.numel()].view(3, STEPS, rows)
+        log_host.copy_(log, non_blocking=True)
+        scores_host.copy_(scores.view(3, STEPS, rows), non_blocking=True)
+        done = None
+        if self.graphed:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+
+        def wait() -> Log:
+            if done is not None:
+                done.synchronize()
+            return Log(log_host[:, 0], log_host[:, 1], *scores_host)
+
+        return wait
+
+    def _scores_of(self, token: Int[Tensor, "S R"], rows: int, options: SamplingOptions) -> Float[Tensor, "3 S*R"]:
+        """Log-probs in the distribution that was sampled from and in the policy's, and the policy's entropies."""
+        sampled_from = self.log_logp[:, :rows].flatten()
+        policy = torch.full((2, len(sampled_from)), torch.nan, device=self.device)
+        if options.temperature > 0:
+            hidden = self.log_hidden[:, :rows].flatten(0, 1)
+            scored = token_scores(hidden, self.head, token.flatten().long(), temperature=options.temperature)
+            policy = torch.stack([scored.logp, scored.entropy]).float()
+        return torch.cat([sampled_from[None] if options.filters_distribution else policy[:1], policy])
+
+    def _step_for(self, rows: int, place: Place, sampling: TokenSampling) -> Callable[[], None]:
+        """A step of so many rows: a graph, captured at its first use; without CUDA a call."""
+        splits = place.reach // SPLIT
+        groups = 0
+        if place.groups and self._together(rows, splits):
+            groups = min(_power_of_two(len(place.groups)), len(self.group_pages))
+
+        def step() -> None:
+            self._step(rows, splits * SPLIT, groups, sampling)
+
+        if not self.graphed:
+            return step
+        key = (rows, splits, groups, sampling)
+        if key not in self._graphs:
+            self._graphs[key] = self._captured(step)
+        return self._graphs[key]
+
+    def _together(self, rows: int, splits: int) -> bool:
+        """Whether rows of a group read the pages that they share for all of them at once, where there are any."""
+        return self.group_size > 1 and rows * self.heads.key * splits > ALONE_BELOW
+
+    def _captured(self, step: Callable[[], None]) -> Callable[[], None]:
+        position = self.slot_position.clone()
+        self.slot_position.fill_(-1)  # a step of empty rows writes nothing
+        main, side, graph = torch.cuda.current_stream(), side_stream(self.device), torch.cuda.CUDAGraph()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            step()  # compiles what is not compiled yet
+            side.synchronize()
+            with captured(graph, self._graph_memory):
+                step()
+        main.wait_stream(side)
+        self._graph_memory = graph.pool()
+        self._hold_tables()
+        self.slot_position.copy_(position)
+        self.step.fill_(-1)
+        return graph.replay
+
+    def _hold_tables(self) -> None:
+        """Tables of positions, which the model replaces by longer ones when training asks for them."""
+        decoder: Any = backbone(self.model)
+        tables = decoder.row_invariant.reach(self.max_pages * PAGE)
+        names = {layer.row_invariant_form.rope for layer in decoder.layers}
+        self._held.append([tables.of(name) for name in names])
+
+    def _step(self, rows: int, reach: int, groups: int, sampling: TokenSampling, num_layers: int | None = None) -> None:
+        """One token for each row: hidden states, logits, a sample, and what follows from it, all on the device."""
+        from logitless.rollout.gpu.kernels import step as kernels
+
+        decoder: Any = backbone(self.model)
+        options, slot = sampling.options, self.slot[:rows]
+        token, position, page_table = self.token[:rows], self.position[:rows], self.page_table[:rows]
+        kernels.begin(
+            slot, self.slot_token, self.slot_position, page_table, token, position, self.place_of[:rows],
+            self.cache_row[:rows], self.step, num_steps=STEPS, page=PAGE,
+        )  # fmt: skip
+        shared = None
+        if groups:
+            shared = SharedPages(self.members[:groups], self.group_pages[:groups], self.row_pages[:rows])
+        tables = decoder.row_invariant.reach(self.max_pages * PAGE)
+        layout = DecodeLayout(page_table, position, shared, reach)
+        paged = PagedRows(self.caches, layout, self.cache_row[:rows], self.place_of[:rows], tables)
+        hidden = decoder(input_ids=token, rows=paged, num_layers=num_layers).last_hidden_state
+        ends = self._stop_tokens(sampling.stop_tokens)
+        histories = self._histories_of(options)
+        for start in range(0, rows, LOGIT_ROWS):
+            part = slice(start, min(rows, start + LOGIT_ROWS))
+            logits = logits_of(hidden[part], self.head)
+            history = None
+            if histories:
+                own = {name: values[slot[part]] for name, values in histories.items() if name != "first"}
+                drawn_before = None
+                if "first" in histories:
+                    drawn_before = self.position[part] - histories["first"][slot[part]]
+                history = History(own.get("seen"), own.get("counts"), drawn_before, ends)
+            sampled = sample_tokens(logits, self.key[part], self.position[part], options, history)
+            if sampled.logp is not None:
+                self.log_logp[:, part].index_copy_(0, self.step, sampled.logp[None])
+            if histories:
+                self._remember(histories, slot[part], self.position[part], sampled.token)
+            kernels.end(
+                slot[part], self.slot_token, self.slot_position, self.slot_last, self.position[part], sampled.token,
+                sampled.finite, ends, self.step, self.log[:, :, start:], hidden[part], self.log_hidden[:, start:],
+            )  # fmt: skip
+
+    def _remember(self, histories: dict[str, Tensor], slot: Tensor, position: Tensor, token: Tensor) -> None:
+        """What rows have sampled; empty rows write to the slot that is nobody's."""
+        at = torch.where(position >= 0, slot, self.max_rows).long()
+        if "seen" in histories:
+            seen = histories["seen"]
+            seen.view(-1).index_fill_(0, at * seen.shape[1] + token, True)
+        if "counts" in histories:
+            counts = histories["counts"]
+            counts.view(-1).index_add_(0, at * counts.shape[1] + token, torch.ones_like(token, dtype=counts.dtype))
+
+    def _histories_of(self, options: SamplingOptions) -> dict[str, Tensor]:
+        """What penalties ask about, by slot; made at their first use."""
+        columns, rows = self.head.weight.shape[0], self.max_rows + 1
+        wanted = {
+            "seen": (options.repetition_penalty != 1, (rows, columns), torch.bool),
+            "counts": (options.presence_penalty != 0 or options.frequency_penalty != 0, (rows, columns), torch.int32),
+            "first": (options.min_new_tokens > 0, (rows,), torch.int32),
+        }
+        for name, (needed, shape, dtype) in wanted.items():
+            if needed and name not in self._histories:
+                refuse_unwritten("the history of sampled tokens", self.device)
+                self._histories[name] = torch.zeros(shape, dtype=dtype, device=self.device)
+        return {name: self._histories[name] for name, (needed, *_) in wanted.items() if needed}
+
+    def _stop_tokens(self, ends: tuple[int, ...]) -> Tensor:
+        if ends not in self._ends_of:
+            refuse_unwritten("the list of stop tokens", self.device)
+            self._ends_of[ends] = torch.tensor(ends, dtype=torch.long).to(self.device)
+        return self._ends_of[ends]
+
+
+def logits_of(hidden: Float[Tensor, "R D"], head: LMHead) -> Float[Tensor, "R V"]:
+    """float32 logits; each row's bits are its own.
+
+    Example:
+        >>> logits_of(torch.zeros(0, 4), LMHead(torch.zeros(3, 4))).shape
+        torch.Size([0, 3])
+    """
+    logits = product(hidden, head.weight.to(hidden.dtype), out_dtype=torch.float32)
+    if head.bias is not None:
+        logits = logits + head.bias.float()
+    if head.scale != 1:
+        logits = logits * head.scale
+    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+
+
+def facts_of(model: nn.Module) -> tuple[Any, ...]:
+    """Where a model's parameters are and what they are like: what graphs and findings about kernels hold for."""
+    return tuple((p.data_ptr(), p.shape, p.dtype, p.device) for p in model.parameters())
+
+
+def bucket(rows: int) -> int:
+    """The least number of rows with a graph that holds so many.
+
+    Example:
+        >>> bucket(3), bucket(513)
+        (4, 640)
+    """
+    return next(each for each in BUCKETS if each >= rows)
+
+
+def _splits(reach: int) -> int:
+    """Splits of attention that hold so many positions, at most a third too many."""
+    splits = -(-reach // SPLIT)
+    size = 1
+    while size < splits:
+        if size >= 2 and size + size // 2 >= splits:
+            return size + size // 2
+        size *= 2
+    return size
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()

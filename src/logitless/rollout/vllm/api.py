@@ -1,0 +1,273 @@
+"""What vLLM's HTTP server is asked and what it answers, checked: samples by token ids, weights, versions.
+
+Written for vLLM 0.32 with ``VLLM_SERVER_DEV_MODE=1``; docs/servers.md lists the flags. Every path of the server that
+logitless uses is named here, but for those of the transfer over NCCL.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Float32, Int64
+
+from logitless.errors import EngineError, InputError
+from logitless.http_client import HttpClient, PassingFault, Refusal, UnusableAnswer
+from logitless.rollout.sampling import SamplingOptions
+from logitless.types import FinishReason
+
+FRESH = "default"
+"""What vLLM calls the weights that a server was started with."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """One sample as the server gave it.
+
+    Args:
+        token_ids: [L] the stop token included.
+        logp: [L] nats of each, of the distribution that it was sampled from.
+        finish_reason: as the server says.
+        weights: the name of the weights that sampled each token; empty where nobody says (vLLM in this process).
+        versions: of the same weights, as whoever pushed them counts; None until it has said so.
+    """
+
+    token_ids: Int64[np.ndarray, "L"]
+    logp: Float32[np.ndarray, "L"]
+    finish_reason: FinishReason
+    weights: tuple[str, ...] = ()
+    versions: tuple[int, ...] | None = None
+
+
+class VllmServer:
+    """One server.
+
+    Args:
+        client: to its address.
+    """
+
+    def __init__(self, client: HttpClient) -> None:
+        self.client, self.url = client, client.url
+
+    # --- samples
+
+    def context(self, model: str) -> int:
+        """Tokens that prompt and completion may have together.
+
+        Raises:
+            EngineError: it does not serve the model.
+        """
+        served = self.models()
+        if model not in served:
+            raise EngineError(
+                needed=f"a server of the model {model!r} at {self.url}",
+                given=f"one of {', '.join(map(repr, served)) or 'none'}",
+                remedy="Set rollout.engine.model, or start the server with --served-model-name.",
+            )
+        limits = [limit for limit in (served[model], *served.values()) if limit is not None]  # an adapter has none
+        if not limits:
+            raise UnusableAnswer(f"models without max_model_len: {served!r:.200}")
+        return limits[0]
+
+    def models(self) -> dict[str, int | None]:
+        """What it serves, adapters included, with the context of each where it says so."""
+        answer = self.client.get("/v1/models")
+        try:
+            return {each["id"]: each.get("max_model_len") for each in answer["data"]}
+        except (TypeError, KeyError, AttributeError) as error:
+            raise UnusableAnswer(f"a list of models that reads {answer!r:.200}") from error
+
+    def sample(
+        self, model: str, prompt: Sequence[int], num_samples: int, settings: Mapping[str, Any], *, seed: int
+    ) -> list[Sampled]:
+        """Samples of one prompt, in order.
+
+        Args:
+            model: served, or an adapter's name.
+            prompt: token ids.
+            num_samples: G.
+            settings: of ``request_settings``.
+            seed: of the first sample; the server adds 1 for each further one.
+
+        Raises:
+            UnusableAnswer: fewer samples, or one without token ids, log-probs, a reason or its weights' names.
+        """
+        body = {
+            "model": model,
+            "token_ids": list(prompt),
+            "sampling_params": {"n": num_samples, "seed": seed, **settings},
+        }
+        return parsed_samples(self.client.post("/inference/v1/generate", body), num_samples, settings["max_tokens"])
+
+    # --- weights
+
+    def weights_name(self) -> str:
+        """The name of the weights that the server holds; ``FRESH`` after a start."""
+        answer = self.client.get("/weight_info")
+        name = answer.get("weight_version") if isinstance(answer, dict) else None
+        if not isinstance(name, str):
+            raise UnusableAnswer(f"weights without a version: {answer!r:.200}")
+        return name
+
+    def call_workers(self, method: str, arguments: Mapping[str, Any], *, seconds: float) -> None:
+        """Have every worker run a method."""
+        self.client.post("/collective_rpc", {"method": method, "kwargs": dict(arguments)}, seconds=seconds)
+
+    def pause(self, mode: Literal["wait", "keep"] = "wait") -> None:
+        """Take no new requests up.
+
+        Args:
+            mode: ``wait``: finish those under way; ``keep``: hold them, without their keys and values, so that they go
+                on with whatever weights there are after ``resume``.
+        """
+        self.client.post(f"/pause?mode={mode}")
+
+    def resume(self) -> None:
+        """Go on."""
+        self.client.post("/resume")
+
+    def forget_prefixes(self) -> None:
+        """Drop keys and values of earlier weights.
+
+        Raises:
+            PassingFault: the server holds some back.
+        """
+        answer = self.client.post("/reset_prefix_cache")
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise PassingFault(f"a prefix cache that was not reset: {answer!r:.200}")
+
+    def name_weights(self, name: str) -> None:
+        """What ``weights_name`` says from now on."""
+        self.client.post("/update_weight_version", {"new_version": name})
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Serve an adapter beside the model, under a name of its own; one already served is left as it is."""
+        try:
+            self.client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        except Refusal as refusal:
+            if "already been loaded" not in str(refusal):
+                raise
+
+    def unload_adapter(self, name: str) -> None:
+        """Serve it no longer; one that is not served is no fault."""
+        try:
+            self.client.post("/v1/unload_lora_adapter", {"lora_name": name})
+        except Refusal as refusal:
+            if refusal.status != 404:
+                raise
+
+
+def request_settings(options: SamplingOptions, ends: Sequence[int]) -> dict[str, Any]:
+    """vLLM's parameters of sampling; each is given, for servers have defaults of their own.
+
+    Args:
+        options: of the recipe.
+        ends: token ids that end a completion.
+
+    Raises:
+        InputError: a bias, or ``min_p`` beside ``top_p`` or ``top_k``: vLLM applies them in another order than said.
+
+    Example:
+        >>> request_settings(SamplingOptions(max_new_tokens=4, temperature=0.5), [2])["temperature"]
+        0.5
+    """
+    return {
+        **sampling_fields(options),
+        "max_tokens": options.max_new_tokens,
+        "stop": list(options.stop),
+        "stop_token_ids": list(ends),
+        "logprobs": 0,
+    }
+
+
+def sampling_fields(options: SamplingOptions) -> dict[str, Any]:
+    """Those that server and ``SamplingParams`` call the same.
+
+    Raises:
+        InputError: see ``request_settings``.
+
+    Example:
+        >>> sampling_fields(SamplingOptions(max_new_tokens=4))["top_k"]
+        -1
+    """
+    if options.min_p > 0 and (options.top_p < 1 or options.top_k is not None):
+        raise InputError(
+            needed="min_p alone under vLLM, which applies it before top_k and top_p and not after them",
+            given=f"min_p {options.min_p} beside top_p {options.top_p} and top_k {options.top_k}",
+            remedy="Leave min_p or the other two out, or sample with rollout.engine: {name: transformers}.",
+        )
+    if options.logit_bias:
+        raise InputError(
+            needed="no logit_bias under vLLM, which adds it before a repetition penalty and not after it",
+            given=f"{len(options.logit_bias)} tokens",
+            remedy="Leave it out, or sample with rollout.engine: {name: transformers}.",
+        )
+    return {
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "top_k": -1 if options.top_k is None else options.top_k,
+        "min_p": options.min_p,
+        "repetition_penalty": options.repetition_penalty,
+        "presence_penalty": options.presence_penalty,
+        "frequency_penalty": options.frequency_penalty,
+        "min_tokens": options.min_new_tokens,
+        "ignore_eos": False,
+    }
+
+
+def parsed_samples(answer: Any, num_samples: int, most: int) -> list[Sampled]:
+    """The samples in an answer, in the order of their index.
+
+    Args:
+        answer: JSON.
+        num_samples: that were asked for.
+        most: tokens that each may have.
+
+    Raises:
+        UnusableAnswer: what is missing or wrong.
+
+    Example:
+        >>> one = {"index": 0, "token_ids": [4, 2], "finish_reason": "stop"}
+        >>> one["logprobs"] = {"content": [{"token_id": 4, "logprob": -0.5}, {"token_id": 2, "logprob": 0.0}]}
+        >>> one["weight_versions"] = [{"version": "a", "start": 0, "end": 1}, {"version": "b", "start": 1, "end": 2}]
+        >>> parsed_samples({"choices": [one]}, 1, 8)[0].weights
+        ('a', 'b')
+    """
+    try:
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        indices = [choice["index"] for choice in choices]
+    except (TypeError, KeyError) as error:
+        raise UnusableAnswer(f"no samples: {answer!r:.200}") from error
+    if indices != list(range(num_samples)):
+        raise UnusableAnswer(f"{len(indices)} samples where {num_samples} were asked for")
+    return [_parsed(choice, most) for choice in choices]
+
+
+def _parsed(choice: Mapping[str, Any], most: int) -> Sampled:
+    index, ids = choice["index"], choice.get("token_ids")
+    if not isinstance(ids, list) or not ids or not all(isinstance(i, int) and i >= 0 for i in ids):
+        raise UnusableAnswer(f"sample {index} without token ids: {ids!r:.100}")
+    if len(ids) > most:
+        raise UnusableAnswer(f"sample {index} of {len(ids)} tokens where {most} were allowed")
+    logprobs = choice.get("logprobs")
+    content = logprobs.get("content") if isinstance(logprobs, dict) else None
+    if not isinstance(content, list) or [_of(each, "token_id") for each in content] != ids:
+        raise UnusableAnswer(f"sample {index} of {len(ids)} tokens with log-probs {content!r:.100}")
+    logp = [_of(each, "logprob") for each in content]
+    wrong = next((each for each in logp if not isinstance(each, int | float) or not math.isfinite(each)), 0.0)
+    if wrong != 0.0:
+        raise UnusableAnswer(f"sample {index} with the log-prob {wrong!r}")
+    reason = choice.get("finish_reason")
+    if reason not in ("stop", "length"):
+        raise UnusableAnswer(f"sample {index} that ended because of {reason!r}")
+    spans = choice.get("weight_versions") or ()
+    weights = [_of(span, "version") for span in spans for _ in range(_of(span, "start") or 0, _of(span, "end") or 0)]
+    if len(weights) != len(ids) or not all(isinstance(name, str) for name in weights):
+        raise UnusableAnswer(f"sample {index} of {len(ids)} tokens with the weights' names {spans!r:.100}")
+    return Sampled(np.array(ids, np.int64), np.array(logp, np.float32), reason, tuple(weights))
+
+
+def _of(entry: Any, name: str) -> Any:
+    """A field of an object in JSON; None where either is missing."""
+    return entry.get(name) if isinstance(entry, dict) else None

@@ -1,0 +1,362 @@
+"""The ways that weights take to servers, and what a server is found to hold.
+
+    folder     every weight, or what changed of it, in a folder that the server reads: any server on this file system
+    adapter    a LoRA adapter alone, in PEFT's format; each version is served under a name of its own
+
+A third, over NCCL, is in ``nccl_transfer.py``. Each names the weights, so that a server that was restarted, or that
+somebody else gave weights to, is recognised.
+"""
+
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+
+from logitless.errors import EngineError
+from logitless.http_client import PassingFault, Patience
+from logitless.models.lm_head import causal_lm
+from logitless.rollout.engine import Weights
+from logitless.rollout.vllm.api import FRESH, VllmServer
+from logitless.rollout.vllm.weight_folder import WeightFolders, private_folder
+
+Held = Literal["current", "fresh", "other"]
+"""What a server holds: the weights that it was last given, those that it was started with, or somebody else's."""
+
+
+@dataclass(frozen=True)
+class Push:
+    """What a push took.
+
+    Args:
+        num_bytes: made ready for each server.
+        changed_fraction: weights whose bits are others than in the push before; None where nobody counted.
+        seconds: until the last server had them.
+    """
+
+    num_bytes: int
+    changed_fraction: float | None
+    seconds: float
+
+
+@runtime_checkable
+class WeightSync(Protocol):
+    """Brings the policy's weights to servers."""
+
+    def model(self) -> str:
+        """What requests ask for."""
+        ...
+
+    def push(self, servers: Sequence[VllmServer], weights: Weights, version: int) -> Push:
+        """All servers hold these weights when it returns."""
+        ...
+
+    def again(self, server: VllmServer) -> None:
+        """The last weights once more, to a server that was restarted."""
+        ...
+
+    def held(self, server: VllmServer) -> Held:
+        """What the server holds now."""
+        ...
+
+    def keep_apart(self, client: int) -> None:
+        """Share no folder and no port with other clients of the run, each of which has a number."""
+        ...
+
+    def versions(self, server: VllmServer, model: str, names: Sequence[str]) -> tuple[int, ...]:
+        """The version of the weights that sampled each token of a sample.
+
+        Args:
+            server: that sampled it.
+            model: that was asked for.
+            names: that the server gives the weights of each token.
+
+        Raises:
+            PassingFault: weights that a server was started with.
+            EngineError: somebody else's.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back what it made."""
+        ...
+
+
+_LOADING = "-loading"
+
+
+class Names:
+    """Names of weights that nobody else gives: a part of this process's own and the version."""
+
+    def __init__(self) -> None:
+        self._mine = f"logitless-{uuid.uuid4().hex[:12]}"
+        self.current: str | None = None
+
+    def of(self, version: int) -> str:
+        return f"{self._mine}-{version}"
+
+    @staticmethod
+    def while_loading(name: str) -> str:
+        """What weights are called until they are all there."""
+        return f"{name}{_LOADING}"
+
+    def held(self, name: str) -> Held:
+        if name == self.current:
+            return "current"
+        return "fresh" if name == FRESH else "other"
+
+    def version_of(self, name: str, server: VllmServer) -> int:
+        """The version in a name.
+
+        Raises:
+            PassingFault, EngineError: as of ``WeightSync.versions``.
+        """
+        if name == FRESH:
+            raise PassingFault("a sample of weights that the server was started with")
+        mine, _, version = name.removesuffix(_LOADING).rpartition("-")
+        if mine != self._mine or not version.isdecimal():
+            raise others_weights(name, server)
+        if name.endswith(_LOADING):
+            raise PassingFault("a sample that was sampled while weights were being loaded")
+        return int(version)
+
+
+class _InAFolder:
+    """A way that writes folders, below one that the run names or below a private one, which goes with it."""
+
+    def __init__(self, root: Path | None) -> None:
+        self._remove: Callable[[], object] | None = None
+        if root is None:
+            root, self._remove = private_folder(self)
+        root.mkdir(parents=True, exist_ok=True)
+        self._root = root
+
+    def keep_apart(self, client: int) -> None:
+        """Write into a folder of this client's own, which a private one is."""
+        if self._remove is None:
+            self._root = self._root / f"client-{client}"
+            self._root.mkdir(parents=True, exist_ok=True)
+
+    def close(self) -> None:
+        """Remove a private folder."""
+        if self._remove is not None:
+            self._remove()
+
+
+class FolderSync(_InAFolder):
+    """Weights through a folder that trainer and servers both see.
+
+    Args:
+        served: the server's name of the model.
+        patience: with a server that does not answer.
+        root: of the folders; None: a private one, removed on ``close``.
+        dtype: that weights are rounded to, the server's; None: each in its own.
+        differences_in_a_row: see ``WeightFolders``.
+        loader: ``worker``: by ``FolderWeights``, which the server was started with; ``reload``: by vLLM's own
+            ``reload_weights``, which reads whole folders only, and on CPUs leaves a tied LM head stale.
+        seconds: that a server may take to load.
+        in_flight: push while completions are under way, which go on with the new weights.
+    """
+
+    def __init__(
+        self,
+        served: str,
+        patience: Patience,
+        *,
+        root: Path | None = None,
+        dtype: torch.dtype | None = None,
+        differences_in_a_row: int = 0,
+        loader: Literal["worker", "reload"] = "worker",
+        seconds: float = 600.0,
+        in_flight: bool = False,
+    ) -> None:
+        self._served, self._patience, self._loader, self._seconds = served, patience, loader, seconds
+        self._mode: Literal["wait", "keep"] = "keep" if in_flight else "wait"
+        super().__init__(root)
+        self._folders = WeightFolders(self._root, dtype=dtype, differences_in_a_row=differences_in_a_row)
+        self._names, self._folder = Names(), Path()
+
+    def model(self) -> str:
+        """The server's name of the model."""
+        return self._served
+
+    def push(self, servers: Sequence[VllmServer], weights: Weights, version: int) -> Push:
+        """Write the folder once, then have each server load it.
+
+        Raises:
+            EngineError: a full disk, a server that cannot, or one that others gave weights to since the last push.
+        """
+        start = time.perf_counter()
+        if self._names.current is not None:
+            for server in servers:
+                refuse_others(self.held_patiently(server), server)
+        config: Any = causal_lm(weights.module).config
+        with _written_to(self._root):
+            written = self._folders.write(weights.tensors(), version, config.save_pretrained)
+        self._folder, self._names.current = written.folder, self._names.of(version)
+        for server in servers:
+            self.again(server)
+        fraction = None if written.num_changed is None else written.num_changed / written.num_weights
+        return Push(written.num_bytes, fraction, time.perf_counter() - start)
+
+    def again(self, server: VllmServer) -> None:
+        """Have a server load the folder of the last push; until it has, its weights are called by no version."""
+        name = self._names.current
+        assert name is not None, "no weights were pushed yet"
+
+        def load() -> None:
+            server.pause(self._mode)
+            server.name_weights(Names.while_loading(name))
+            if self._loader == "worker":
+                server.call_workers("load_weight_folder", {"folder": str(self._folder)}, seconds=self._seconds)
+            else:
+                server.call_workers("reload_weights", {"weights_path": str(self._folder)}, seconds=self._seconds)
+            server.forget_prefixes()
+            server.name_weights(name)
+            server.resume()
+
+        self._patience.until_done(load, what="the policy's weights loaded", where=server.url)
+
+    def held(self, server: VllmServer) -> Held:
+        """By the name that the server gives its weights."""
+        return self._names.held(server.weights_name())
+
+    def versions(self, server: VllmServer, model: str, names: Sequence[str]) -> tuple[int, ...]:  # noqa: ARG002
+        """By the names that the server gives them."""
+        return tuple(self._names.version_of(name, server) for name in names)
+
+    def held_patiently(self, server: VllmServer) -> Held:
+        """The same of a server that may be away for a while."""
+        return self._patience.until_done(lambda: self.held(server), what="the name of its weights", where=server.url)
+
+    def keep_apart(self, client: int) -> None:
+        """Write into a folder of this client's own, which a private one is."""
+        super().keep_apart(client)
+        self._folders.root = self._root
+
+
+class AdapterSync(_InAFolder):
+    """A LoRA adapter alone, each version under a name of its own: what was cached for one is never read for another.
+
+    The server must hold the base model that the adapter is trained on, which the probe finds out.
+
+    Args:
+        patience: with a server that does not answer.
+        root: of the folders; None: a private one, removed on ``close``.
+    """
+
+    def __init__(self, patience: Patience, *, root: Path | None = None) -> None:
+        self._patience, self._names = patience, Names()
+        super().__init__(root)
+        self._bases: dict[str, str] = {}
+        self._before: str | None = None
+
+    def model(self) -> str:
+        """The adapter's name, by which requests ask for the version that they want."""
+        assert self._names.current is not None, "no adapter was pushed yet"
+        return self._names.current
+
+    def push(self, servers: Sequence[VllmServer], weights: Weights, version: int) -> Push:
+        """Write the adapter once, have each server load it and drop the one before.
+
+        Raises:
+            EngineError: weights without an adapter, a server that cannot load it, one whose base model somebody else
+                gave other weights since the first push, or a full disk.
+        """
+        start = time.perf_counter()
+        if weights.adapter is None:
+            raise EngineError(
+                needed="a LoRA adapter to push alone",
+                given="a policy without one",
+                remedy="Set model.lora, or rollout.engine.weights: {name: folder}.",
+            )
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.adapter()}
+        self._before, self._names.current = self._names.current, self._names.of(version)
+        self._folder = self._root / f"{version:09d}"
+        shutil.rmtree(self._folder, ignore_errors=True)
+        with _written_to(self._root):
+            self._folder.mkdir(parents=True)
+            save_file(tensors, self._folder / "adapter_model.safetensors")
+            _save_adapter_config(weights.module, self._folder)
+        for server in servers:
+            self.again(server)
+        if self._before is not None:
+            shutil.rmtree(self._root / self._before.rpartition("-")[2].zfill(9), ignore_errors=True)
+        return Push(sum(t.nbytes for t in tensors.values()), None, time.perf_counter() - start)
+
+    def again(self, server: VllmServer) -> None:
+        """Have a server load the adapter of the last push."""
+
+        def load() -> None:
+            base = server.weights_name()
+            if self._bases.setdefault(server.url, base) != base:
+                raise others_weights(base, server)
+            server.load_adapter(self.model(), str(self._folder))
+            if self._before is not None and self._before != self.model():
+                server.unload_adapter(self._before)
+
+        self._patience.until_done(load, what="the policy's adapter loaded", where=server.url)
+
+    def held(self, server: VllmServer) -> Held:
+        """By the adapters that the server lists, and the name of the weights below them."""
+        if server.weights_name() != self._bases[server.url]:
+            return "other"
+        return "current" if self.model() in server.models() else "fresh"
+
+    def versions(self, server: VllmServer, model: str, names: Sequence[str]) -> tuple[int, ...]:
+        """By the adapter's name; the weights below it must be those that it was loaded on."""
+        for name in names:
+            if name != self._bases[server.url]:
+                raise others_weights(name, server)
+        return (self._names.version_of(model, server),) * len(names)
+
+
+def refuse_others(held: Held, server: VllmServer) -> None:
+    """Stop where somebody else gave the server weights.
+
+    Raises:
+        EngineError: somebody did.
+    """
+    if held == "other":
+        raise others_weights(server.weights_name(), server)
+
+
+def others_weights(name: str, server: VllmServer) -> EngineError:
+    """What is raised where somebody else gave a server weights."""
+    return EngineError(
+        needed=f"the policy's weights on {server.url}, which this run pushed",
+        given=f"weights that somebody else pushed, called {name!r}",
+        remedy="Give each run servers of its own; nothing that was sampled since is used. Go on with --resume.",
+    )
+
+
+@contextmanager
+def _written_to(root: Path) -> Iterator[None]:
+    """What the disk refuses inside is an engine's error, so that the run saves what was done.
+
+    Raises:
+        EngineError: a file could not be written.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise EngineError(
+            needed=f"the policy's weights written to {root}, for the servers to read",
+            given=f"{type(error).__name__}: {error}",
+            remedy="Free disk space there, or name another folder in rollout.engine.weights.path; then go on with"
+            " --resume.",
+        ) from error
+
+
+def _save_adapter_config(module: nn.Module, folder: Path) -> None:
+    configs: Any = module.peft_config
+    for config in configs.values():
+        config.save_pretrained(str(folder))

@@ -1,0 +1,181 @@
+"""What is checked when recipe, data and model are all known, and before a run has drawn its first token.
+
+What a part can check alone it checks itself, when it is made; here is what only two of them together can get wrong.
+``--dry-run`` checks the same.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from logitless.distributed.arrangement import Arrangement
+from logitless.errors import DataError
+from logitless.models.lm_head import causal_lm
+from logitless.rollout.recorded import read_completions
+from logitless.rollout.sampling import SamplingOptions
+from logitless.train.assembly.data import Data
+from logitless.train.recipe.config import PROCESS_RULES, Recipe
+from logitless.train.recipe.rule import Machine, Processes, Rule, Setting, check
+from logitless.train.recipe.training import MOMENT_RULES
+from logitless.types import Completion, Prompt
+
+
+@dataclass(frozen=True)
+class Built:
+    """A recipe with what it names.
+
+    Args:
+        recipe: checked.
+        data: of the recipe.
+        model: of the recipe, on any device, ``meta`` included.
+    """
+
+    recipe: Recipe
+    data: Data
+    model: nn.Module
+
+    @property
+    def positions(self) -> int | None:
+        """See ``positions``."""
+        config: Any = causal_lm(self.model).config.get_text_config()  # type: ignore[union-attr]
+        return positions(config)
+
+    @property
+    def too_long(self) -> str:
+        """The first prompts whose completions may end beyond the positions that the model knows, in words."""
+        limit = self.positions or sys.maxsize
+        for prompts, (most, key) in self._prompts():
+            longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
+            if prompts and longest + most - 1 > limit:  # the last token is drawn and not read
+                fits = max(0, limit - longest + 1)
+                return f"prompts of up to {longest} tokens and {key}={most}, of which {fits} fit into {limit} positions"
+        return ""
+
+    def _prompts(self) -> Iterator[tuple[tuple[Prompt, ...], tuple[int, str]]]:
+        """Prompts of each set, with the most tokens that a completion of them has, and the key that says so."""
+        rollout, judged = self.recipe.rollout, self.recipe.evaluation
+        several = (rollout.longest_completion, "rollout.limits.max_tokens")
+
+        def most_of(sampling: SamplingOptions | None, section: str) -> tuple[int, str]:
+            of_one = ((sampling or rollout.sampling).max_new_tokens, f"{section}.sampling.max_new_tokens")
+            return several if rollout.environment else of_one
+
+        yield self.data.train, most_of(rollout.sampling, "rollout")
+        yield self.data.held_out, most_of(judged.sampling, "evaluation")
+        for name, each in judged.sets.items():
+            yield self.data.held_out_sets[name], most_of(each.sampling, f"evaluation.sets.{name}")
+
+    @cached_property
+    def recorded(self) -> list[Completion]:
+        """Of the file that the engine replays."""
+        path = self.recipe.rollout.engine.recorded_file
+        return [] if path is None else read_completions(path)
+
+    @cached_property
+    def unknown_token(self) -> str:
+        """The first recorded token that the model does not have, in words."""
+        vocabulary = causal_lm(self.model).get_input_embeddings().weight.shape[0]
+        for completion in self.recorded:
+            for token in completion.token_ids.tolist():
+                if not 0 <= token < vocabulary:
+                    return (
+                        f"{token} in a completion of prompt {completion.prompt_id!r}, where ids are below {vocabulary}"
+                    )
+        return ""
+
+    @cached_property
+    def too_few(self) -> str:
+        """The first prompt with fewer recorded completions than are wanted, in words."""
+        count = Counter(completion.prompt_id for completion in self.recorded)
+        wanted = self.recipe.rollout.completions_per_prompt
+        few = next((prompt.id for prompt in self.data.train if count[prompt.id] < wanted), None)
+        return "" if few is None else f"{count[few]} of prompt {few!r}, not {wanted}"
+
+
+_recorded = Setting[Built](
+    "rollout.engine recorded", lambda built: built.recipe.rollout.engine.recorded_file is not None
+)
+
+BUILT_RULES: tuple[Rule[Built], ...] = (
+    Setting[Built]("data.max_prompt_tokens and sampling.max_new_tokens").needs(
+        "as many positions as the model knows for a prompt and its completion",
+        holds=lambda built: not built.too_long,
+        given=lambda built: built.too_long,
+        remedy="Lower one of them.",
+    ),
+    _recorded.needs(
+        "token ids that the model has",
+        holds=lambda built: not built.unknown_token,
+        given=lambda built: built.unknown_token,
+        remedy="Record with the model's own tokenizer.",
+        kind=DataError,
+    ),
+    _recorded.needs(
+        "rollout.completions_per_prompt of every prompt",
+        holds=lambda built: not built.too_few,
+        given=lambda built: built.too_few,
+        remedy="Record more, ask for fewer completions a prompt, or leave the prompt out.",
+        kind=DataError,
+    ),
+)
+
+
+def check_before_start(recipe: Recipe, data: Data, model: nn.Module) -> None:
+    """Refuse a recipe that breaks one of the rules above, or that about moments on this machine.
+
+    On the meta device a GPU elsewhere is planned for.
+
+    Args:
+        recipe: checked.
+        data: of the recipe.
+        model: of the recipe, on any device, ``meta`` included.
+
+    Raises:
+        ConfigurationError, DataError, UnavailableError: what the rule says.
+    """
+    check(BUILT_RULES, Built(recipe, data, model))
+    device = next(model.parameters()).device.type
+    if device == "meta":
+        device = "cuda" if recipe.model.device == "auto" else recipe.model.device.split(":")[0]
+    check(MOMENT_RULES, Machine(recipe, device))
+
+
+def arrangement_of(recipe: Recipe, world: int) -> Arrangement:
+    """How the recipe's ``parallel`` arranges so many processes, checked.
+
+    Raises:
+        LogitlessError: a number of processes that does not fit, or a part that needs what these processes do not have.
+    """
+    parallel = recipe.parallel
+    arrangement = Arrangement.of(
+        world,
+        replicate=parallel.replicate,
+        shard=parallel.shard,
+        sequence=parallel.sequence,
+        whole=parallel.deterministic,
+    )
+    check(PROCESS_RULES, Processes(recipe, world, arrangement))
+    return arrangement
+
+
+def positions(config: Any) -> int | None:
+    """How many positions a model knows, those that a scaling of its rotary embedding adds included; None: no limit.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> positions(LlamaConfig(max_position_embeddings=512))
+        512
+    """
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1:
+        return None
+    rope = getattr(config, "rope_parameters", None)
+    scaled = 0.0
+    if isinstance(rope, dict) and isinstance(rope.get("factor"), int | float):
+        scaled = rope["factor"] * (rope.get("original_max_position_embeddings") or limit)
+    return max(limit, int(scaled))

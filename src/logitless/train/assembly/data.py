@@ -1,0 +1,147 @@
+"""From a recipe to its prompts, the order they are drawn in, and its rewards, each checked before the first rollout."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from logitless.data.mixing import MixedOrder
+from logitless.data.prompts import PromptOrder, load_prompts, without_overlap
+from logitless.data.sources import DataOptions, MixedData
+from logitless.errors import DataError
+from logitless.rewards.combine import weighted
+from logitless.rewards.instructions.instruction_reward import InstructionReward
+from logitless.rewards.instructions.suites import warn_of_overlap
+from logitless.rewards.reward import WeightedReward
+from logitless.seeds import derived_seed
+from logitless.train.recipe.config import Recipe
+from logitless.types import Prompt
+
+
+@dataclass(frozen=True)
+class Data:
+    """Prompts, and the account of what was left out.
+
+    Args:
+        train: prompts to train on; none is held out.
+        held_out: prompts to evaluate on.
+        warm_start: prompts with answers, none held out.
+        counts: rows read and dropped, by source.
+        held_out_sets: further prompts to evaluate on, by the name of their set.
+    """
+
+    train: tuple[Prompt, ...]
+    held_out: tuple[Prompt, ...]
+    warm_start: tuple[Prompt, ...]
+    counts: dict[str, dict[str, int]]
+    held_out_sets: Mapping[str, tuple[Prompt, ...]] = field(default_factory=dict)
+
+    @property
+    def judged(self) -> tuple[Prompt, ...]:
+        """All that rewards will read: to train and to evaluate on."""
+        return (*self.train, *self.all_held_out)
+
+    @property
+    def all_held_out(self) -> tuple[Prompt, ...]:
+        """Of every held-out set."""
+        return (*self.held_out, *(prompt for prompts in self.held_out_sets.values() for prompt in prompts))
+
+
+def data_of(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] | None = None
+) -> Data:
+    """Load all prompts of a recipe; held-out texts are removed from training.
+
+    Args:
+        recipe: checked.
+        tokenizer: of the policy.
+        tools: of the environment, that prompts tell of.
+
+    Raises:
+        DataError: nothing is left to train on, and whatever the sources raise.
+
+    Warns:
+        OverlapWarning: instruction ids are both trained on and held out.
+    """
+    section = recipe.data
+    counts: dict[str, dict[str, int]] = {}
+
+    def load(name: str, options: DataOptions) -> tuple[Prompt, ...]:
+        found = load_prompts(
+            options,
+            tokenizer,
+            max_prompt_tokens=section.max_prompt_tokens,
+            too_long=section.too_long,
+            tools=tools,
+            chat_template_kwargs=recipe.model.chat_template_kwargs,
+        )
+        counts[name] = dict(found.counts)
+        return tuple(replace(prompt, source=name) for prompt in found.prompts)
+
+    held_out = load("held_out", section.held_out) if section.held_out is not None else ()
+    sets = {name: load(name, each.data) for name, each in recipe.evaluation.sets.items()}
+    evaluated = [*held_out, *(prompt for prompts in sets.values() for prompt in prompts)]
+
+    def to_train_on(name: str, options: DataOptions) -> tuple[Prompt, ...]:
+        split = without_overlap(load(name, options), evaluated)
+        counts[name]["held_out"] = split.num_removed
+        return split.training
+
+    if isinstance(section.train, MixedData):
+        train = tuple(
+            replace(prompt, id=f"{name}/{prompt.id}")
+            for name, each in section.train.sources.items()
+            for prompt in to_train_on(name, each.data)
+        )
+    else:
+        train = to_train_on("train", section.train)
+    warm: tuple[Prompt, ...] = ()
+    if recipe.warm_start is not None:
+        warm = without_overlap(load("warm_start", recipe.warm_start.data), evaluated).training
+    if len(train) < recipe.rollout.prompts_per_block:
+        raise DataError(
+            needed=f"at least rollout.prompts_per_block = {recipe.rollout.prompts_per_block} prompts to train on",
+            given=f"{len(train)} ({ ({name: counts[name] for name in recipe.training_sources}) })",
+            remedy="Give more data, raise data.max_prompt_tokens, or lower rollout.prompts_per_block.",
+        )
+    order_of(recipe, train)  # says what a mixture lacks, before anything else is loaded
+    warn_of_overlap(_instruction_ids(recipe, train), _instruction_ids(recipe, evaluated))
+    return Data(train, held_out, warm, counts, sets)
+
+
+def order_of(recipe: Recipe, prompts: Sequence[Prompt]) -> PromptOrder | MixedOrder:
+    """In which order prompts are drawn: an epoch of one source after another, or a mixture's sources in turn.
+
+    Args:
+        recipe: checked.
+        prompts: to train on.
+
+    Raises:
+        DataError: a source of a mixture has too few prompts for its share of a block.
+    """
+    data = recipe.data.train
+    if not isinstance(data, MixedData):
+        return PromptOrder(len(prompts), derived_seed(recipe.seed, "order"))
+    members: dict[str, list[int]] = {name: [] for name in data.sources}
+    for index, prompt in enumerate(prompts):
+        members[prompt.source].append(index)
+    weights = {name: each.weight for name, each in data.sources.items()}
+    most = recipe.rollout.prompts_per_block
+    return MixedOrder(members, weights, seed=derived_seed(recipe.seed, "order"), most=most)
+
+
+def _instruction_ids(recipe: Recipe, prompts: Sequence[Prompt]) -> set[str]:
+    """What the recipe's suites read as ids in these rows; whether they are ids is checked with the rewards."""
+    columns = [reward.ids_column for reward in recipe.rewards if isinstance(reward, InstructionReward)]
+    given = [prompt.columns.get(name) for prompt in prompts for name in columns]
+    return {name for ids in given if isinstance(ids, list) for name in ids if isinstance(name, str)}
+
+
+def rewards_of(recipe: Recipe, prompts: Sequence[Prompt]) -> tuple[WeightedReward, ...]:
+    """The recipe's rewards, each checked against every row that it will be given."""
+    rewards = weighted(recipe.rewards)
+    for entry in rewards:
+        rows = [prompt.columns for prompt in prompts if entry.applies_to(prompt.source)]
+        entry.reward.check({name: [row.get(name) for row in rows] for name in {n for row in rows for n in row}})
+    return rewards

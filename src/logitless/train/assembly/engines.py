@@ -1,0 +1,226 @@
+"""The one place where an engine is opened: a recipe names it, a member of a union describes it."""
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from logitless.distributed.ranks import Ranks
+from logitless.errors import InputError, UnavailableError
+from logitless.http_client import HttpClient, Patience, api_key
+from logitless.rollout.engine import Engine, PushingEngine, Weights
+from logitless.rollout.own_copy import OwnCopy, TurnTaking
+from logitless.rollout.recorded import RecordedEngine
+from logitless.rollout.transformers import TransformersEngine
+from logitless.rollout.vllm.api import VllmServer
+from logitless.rollout.vllm.in_process import VllmEngine
+from logitless.rollout.vllm.nccl_transfer import NcclSync
+from logitless.rollout.vllm.probe import Probe, probe_prompt
+from logitless.rollout.vllm.server import VllmServerEngine
+from logitless.rollout.vllm.weight_sync import AdapterSync, FolderSync, WeightSync
+from logitless.train.collect.one_client import OneClientANode, ServerEngine
+from logitless.train.recipe.config import Recipe
+from logitless.train.recipe.engine import (
+    AdapterWeightsSection,
+    AutoEngineSection,
+    FolderWeightsSection,
+    GpuEngineSection,
+    NcclWeightsSection,
+    ProbeSection,
+    RecordedEngineSection,
+    TransformersEngineSection,
+    VllmEngineSection,
+    VllmServerEngineSection,
+)
+from logitless.train.record.metrics import Numbers
+
+
+@dataclass(frozen=True)
+class Engines:
+    """What samples in a run.
+
+    Args:
+        training: completions to train on.
+        evaluation: completions of held-out prompts, always with the policy's weights; may be the same engine.
+    """
+
+    training: Engine
+    evaluation: Engine
+
+    @property
+    def distinct(self) -> tuple[Engine, ...]:
+        """Each engine once."""
+        return (self.training,) if self.training is self.evaluation else (self.training, self.evaluation)
+
+    @property
+    def in_this_process(self) -> bool:
+        """Whether one of them samples with the module that it is handed, whose weights must then be whole."""
+        return any(not isinstance(engine, RecordedEngine | OneClientANode) for engine in self.distinct)
+
+    def load_all(self, weights: Weights, version: int) -> Numbers:
+        """Every engine samples with these weights from now on; what those that push them somewhere say of it."""
+        numbers: Numbers = {}
+        for engine in self.distinct:
+            engine.load(weights, version)
+            if isinstance(engine, PushingEngine):
+                numbers |= engine.transfer_numbers
+        return numbers
+
+    def close(self) -> None:
+        """Give back what they hold."""
+        for engine in self.distinct:
+            engine.close()
+
+
+def engines_on(ranks: Ranks, engines: Engines) -> Engines:
+    """The engines as several ranks share them: one rank of each node asks servers; any other engine is in each rank.
+
+    A collective.
+
+    Args:
+        ranks: of the run.
+        engines: that this rank opened.
+    """
+    if ranks.world == 1 or not isinstance(engines.training, ServerEngine):
+        return engines
+    shared = OneClientANode(engines.training, ranks)
+    return Engines(shared, shared if engines.evaluation is engines.training else engines.evaluation)
+
+
+def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Engines:
+    """The engines of a recipe. A replayed file says nothing of the policy, so beside one the policy is evaluated here.
+
+    Args:
+        recipe: resolved.
+        model: that an engine in this process samples with, until it is given other weights.
+        tokenizer: of the model.
+
+    Raises:
+        DataError: a file of completions that is absent or malformed.
+        UnavailableError: a model that the engine cannot run.
+    """
+    here = engine_here(recipe, model, tokenizer)
+    training = OwnCopy(here.clone()) if recipe.rollout.samples_with_a_copy else here
+    match recipe.rollout.engine:
+        case TransformersEngineSection():
+            return Engines(training, here)
+        case RecordedEngineSection(path=path) if Path(path).is_dir():
+            return Engines(here, here)  # a run's log, which the collector reads: nothing is sampled for training
+        case RecordedEngineSection(path=path):
+            return Engines(RecordedEngine(Path(path)), here)
+        case AutoEngineSection():
+            raise InputError(needed="a resolved recipe", given="rollout.engine: auto", remedy="Resolve it first.")
+        case GpuEngineSection(memory=memory):
+            gpu = _gpu_engine(recipe, model, tokenizer, memory)
+            return Engines(gpu, gpu)
+        case VllmServerEngineSection() as section:
+            servers = _vllm_servers(recipe, section, tokenizer)
+            if recipe.rollout.staleness > 0 and not section.in_flight:
+                servers = TurnTaking(servers)
+            return Engines(servers, servers)
+        case VllmEngineSection() as section:
+            vllm = _vllm(recipe, section, tokenizer)
+            return Engines(vllm, vllm)
+
+
+def engine_here(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> TransformersEngine:
+    """The engine that samples any model in this process, as a recipe sets it.
+
+    Args:
+        recipe: says how many rows and tokens at once, and in which dtype.
+        model: that it samples with, until it is given other weights.
+        tokenizer: of the model.
+    """
+    return TransformersEngine(
+        model,
+        tokenizer,
+        max_rows=recipe.rollout.max_rows,
+        prefill_tokens=recipe.rollout.prefill_tokens,
+        autocast=None if recipe.model.autocast is None else getattr(torch, recipe.model.autocast),
+    )
+
+
+def _vllm_servers(recipe: Recipe, section: VllmServerEngineSection, tokenizer: PreTrainedTokenizerBase) -> Engine:
+    key = api_key(section.api_key_file, section.api_key_variable)
+    servers = [VllmServer(HttpClient(url, api_key=key, seconds=section.request_seconds)) for url in section.urls]
+    patience = Patience(give_up_seconds=section.give_up_seconds)
+    served = section.model or str(recipe.model.source)
+    match section.weights:
+        case FolderWeightsSection() as way:
+            sync: WeightSync = FolderSync(
+                served,
+                patience,
+                root=None if way.path is None else Path(way.path),
+                dtype=None if way.dtype is None else getattr(torch, way.dtype),
+                differences_in_a_row=way.differences_in_a_row,
+                loader=way.loader,
+                seconds=way.seconds,
+                in_flight=section.in_flight,
+            )
+        case AdapterWeightsSection(path=path):
+            sync = AdapterSync(patience, root=None if path is None else Path(path))
+        case NcclWeightsSection(address=address, port=port):
+            sync = NcclSync(
+                served,
+                patience,
+                address=address,
+                port=port,
+                in_flight=section.in_flight,
+                trains_meanwhile=recipe.rollout.staleness > 0,
+            )
+    dtypes = {recipe.model.trained_dtype, getattr(section.weights, "dtype", None)}
+    return VllmServerEngine(
+        servers,
+        sync,
+        tokenizer,
+        probe=_probe(recipe, section.probe, tokenizer, exact=dtypes <= {"float32", None}),
+        patience=patience,
+        requests_at_once=section.requests_at_once,
+    )
+
+
+def _vllm(recipe: Recipe, section: VllmEngineSection, tokenizer: PreTrainedTokenizerBase) -> Engine:
+    if importlib.util.find_spec("vllm") is None:
+        raise UnavailableError(
+            needed="vLLM, for rollout.engine vllm",
+            given="none",
+            remedy="Install logitless[vllm], or sample on a server with rollout.engine: {name: vllm_server}.",
+        )
+    longest = max(each.max_new_tokens for each in recipe.samplings)
+    return VllmEngine(
+        tokenizer,
+        dtype=section.dtype,
+        context=section.context or recipe.data.max_prompt_tokens + longest,
+        memory_fraction=section.memory_fraction,
+        sleep=section.sleep,
+        eager=section.eager,
+        max_rows=recipe.rollout.max_rows,
+        probe=_probe(recipe, section.probe, tokenizer, exact=section.dtype == "float32"),
+    )
+
+
+def _probe(recipe: Recipe, section: ProbeSection, tokenizer: PreTrainedTokenizerBase, *, exact: bool) -> Probe:
+    """The probe of a recipe; without a bound of its own, a narrow one where both sides are float32."""
+    exact = exact and recipe.model.autocast is None and recipe.model.trained_dtype == "float32"
+    autocast = None if recipe.model.autocast is None else getattr(torch, recipe.model.autocast)
+    return Probe(
+        probe_prompt(tokenizer, section.tokens),
+        section.max_difference or (1e-3 if exact else 0.3),
+        autocast=autocast,
+    )
+
+
+def _gpu_engine(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizerBase, memory: int | None) -> Engine:
+    try:
+        from logitless.rollout.gpu.engine import GpuEngine
+    except ImportError as error:
+        raise UnavailableError(
+            needed="Triton, for rollout.engine gpu",
+            given=str(error),
+            remedy="Install logitless[triton], or sample with rollout.engine: {name: transformers}.",
+        ) from error
+    rollout = recipe.rollout
+    return GpuEngine(model, tokenizer, max_rows=rollout.max_rows, prefill_tokens=rollout.prefill_tokens, memory=memory)

@@ -1,0 +1,128 @@
+"""Which models row-invariant layers serve, as rules that ``auto``, errors and the page on recipes read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from logitless.errors import LogitlessError, UnavailableError
+from logitless.models.lm_head import backbone
+from logitless.train.assembly.process import runs_kernels
+from logitless.train.recipe.model import ROW_INVARIANT, ModelSection, row_invariant
+from logitless.train.recipe.rule import Rule, Setting, is_installed, unmet
+
+
+def no_row_invariant(reason: str) -> UnavailableError:
+    """That row-invariant layers, which are asked for by name, do not serve."""
+    return UnavailableError(
+        needed="a model and a GPU that row-invariant layers serve",
+        given=reason,
+        remedy="Set model.layers: transformers, or auto. docs/bits.md lists what is covered.",
+    )
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A model with transformers' own layers, for rules about others.
+
+    Args:
+        section: that it is made from.
+        model: on any device.
+        device: that it is to run on.
+    """
+
+    section: ModelSection
+    model: nn.Module
+    device: torch.device
+
+    @property
+    def uncovered(self) -> str:
+        """What row-invariant layers do not cover."""
+        if not is_installed("triton"):
+            return ""
+        from logitless.models.row_invariant.coverage import uncovered
+
+        return "; ".join(uncovered(self.model))
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether its weights are in float32, which no tensor core multiplies, on a GPU."""
+        weight = backbone(self.model).get_input_embeddings().weight  # type: ignore[operator]
+        return self.device.type != "cpu" and weight.dtype == torch.float32
+
+
+def _section(fitted: Fitted) -> ModelSection:
+    return fitted.section
+
+
+_named = row_invariant.on(_section)
+
+
+_automatic = Setting[Fitted]("model.layers auto: row_invariant", lambda fitted: fitted.section.layers == "auto")
+
+
+LAYER_RULES: tuple[Rule[Fitted], ...] = (
+    _named.needs(
+        "Triton (pip install 'logitless[triton]')",
+        holds=lambda _: is_installed("triton"),
+        given=lambda _: "Triton is absent (pip install 'logitless[triton]')",
+        remedy="Install it.",
+    ),
+    *(rule.on(_section) for rule in ROW_INVARIANT),
+    _named.needs(
+        "a model that they cover (docs/bits.md)",
+        holds=lambda fitted: not fitted.uncovered,
+        given=lambda fitted: fitted.uncovered,
+        remedy="docs/bits.md lists what they cover; rollout.engine: vllm samples such a model faster.",
+    ),
+    _named.needs(
+        "a GPU, or Triton's interpreter for tests",
+        holds=lambda fitted: runs_kernels(fitted.device),
+        given=lambda _: "a model on the CPU",
+        remedy="Leave model.layers out.",
+    ),
+)
+"""What row-invariant layers need of a model, by whatever name they are asked for."""
+
+
+AUTO_LAYER_RULES: tuple[Rule[Fitted], ...] = (
+    _automatic.needs(
+        "a GPU",
+        holds=lambda fitted: fitted.device.type != "cpu",
+        given=lambda _: "a model on the CPU",
+        remedy="Set model.device: auto on a machine with a GPU.",
+    ),
+    _automatic.needs(
+        "model.trained_dtype: bfloat16",
+        holds=lambda fitted: fitted.section.lora is not None or not fitted.is_slow,
+        given=lambda _: "float32 weights (model.trained_dtype: bfloat16 would serve)",
+        remedy="Leave model.trained_dtype out where the GPU computes in bfloat16.",
+    ),
+    _automatic.needs(
+        "model.dtype: bfloat16 under LoRA",
+        holds=lambda fitted: fitted.section.lora is None or not fitted.is_slow,
+        given=lambda _: "float32 weights (model.dtype: bfloat16 would serve)",
+        remedy="Leave model.dtype out where the GPU computes in bfloat16.",
+    ),
+)
+"""What would make them slow, and is no reason against them by name."""
+
+
+def against_row_invariant(
+    section: ModelSection, model: nn.Module, device: torch.device | None = None
+) -> list[LogitlessError]:
+    """What keeps a model with transformers' own layers from row-invariant ones; nothing where they serve.
+
+    Args:
+        section: of the recipe.
+        model: of the section.
+        device: that it is to run on; None for the one that it is on.
+    """
+    fitted = Fitted(section, model, device or next(model.parameters()).device)
+    return unmet((*LAYER_RULES, *(AUTO_LAYER_RULES if section.layers == "auto" else ())), fitted)
+
+
+def in_words(against: Sequence[LogitlessError]) -> str:
+    """What was found against a choice; empty where nothing was."""
+    return "; ".join(dict.fromkeys(each.given for each in against))

@@ -1,0 +1,164 @@
+"""From the section ``model`` to tokenizer and policy model, with its adapters and layers."""
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from logitless.distributed.arrangement import Arrangement
+from logitless.errors import ConfigurationError
+from logitless.models.activations import set_modes
+from logitless.models.liger_layers import install_liger_layers
+from logitless.models.lm_head import backbone
+from logitless.models.loading import check_vocabulary, compile_layers, disable_dropout, load_model, load_tokenizer
+from logitless.models.lora import LoraOptions, add_lora, load_adapters
+from logitless.rollout.chat import check_chat_template_kwargs
+from logitless.train.assembly.layers import against_row_invariant, in_words, no_row_invariant
+from logitless.train.optim.master_weights import lower_to
+from logitless.train.recipe.config import Recipe
+from logitless.train.recipe.model import ModelSection
+
+logger = logging.getLogger("logitless")
+
+
+def tokenizer_of(section: ModelSection) -> PreTrainedTokenizerBase:
+    """The tokenizer of a recipe.
+
+    Raises:
+        ConfigurationError: none is named beside a model that is a bare config, or its chat template does not read
+            ``chat_template_kwargs``.
+    """
+    source = section.tokenizer if section.tokenizer is not None else section.source
+    if not isinstance(source, str):
+        raise ConfigurationError(
+            needed="a tokenizer beside a model given as a config",
+            given="model.tokenizer: null",
+            remedy="Set model.tokenizer to a folder or hub name.",
+        )
+    tokenizer = load_tokenizer(source, trust_remote_code=section.trust_remote_code)
+    check_chat_template_kwargs(tokenizer, section.chat_template_kwargs)
+    return tokenizer
+
+
+def policy_model(
+    section: ModelSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    device: torch.device,
+    weights: Path | None = None,
+    empty: bool = False,
+) -> nn.Module:
+    """The model to train: every weight in ``trained_dtype``, under LoRA adapters in it on a frozen base.
+
+    Args:
+        section: of the recipe.
+        tokenizer: must fit the vocabulary.
+        seed: of random weights and of the adapter's.
+        device: ``meta`` for a dry run.
+        weights: folder with the weights of a run: a whole model, or under LoRA the adapter of a warm start, which is
+            merged before the adapter to train is added.
+        empty: without its weights, and those of the adapter to train; see ``load_model``.
+    """
+    full = section.lora is None
+    stored = full and weights is not None
+    model: nn.Module = load_model(
+        str(weights) if stored else section.source,
+        dtype=torch.float32 if full else getattr(torch, section.dtype),
+        device=device,
+        attention=section.attention,
+        trust_remote_code=section.trust_remote_code,
+        random_weights=section.random_weights and not stored,
+        seed=seed,
+        drop_router_loss=section.drop_router_loss,
+        four_bit=section.quantize,
+        empty=empty,
+    )
+    check_vocabulary(model, tokenizer)
+    num_dropouts = disable_dropout(model)
+    if num_dropouts:
+        logger.info("dropout: %d probabilities set to 0, so that logp_old and logp are of one function", num_dropouts)
+    if section.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    if section.lora is not None:
+        if weights is not None:
+            model = load_adapters(model, weights)
+        model = add_lora(model, lora_options(section), seed=seed)
+    _finish(section, model)
+    if section.compile:
+        compile_layers(model)
+    return model.train()
+
+
+def after_warm_start(section: ModelSection, model: nn.Module, *, seed: int) -> nn.Module:
+    """The model that reinforcement learning begins with: under LoRA what was learnt is merged into the base that is
+    there, and a fresh adapter added; it is the model that ``policy_model`` makes of the warm start's weights."""
+    if section.lora is None:
+        return model
+    if hasattr(backbone(model), "row_invariant"):
+        backbone(model).row_invariant.remove()  # type: ignore[operator, union-attr]
+    model = add_lora(model, lora_options(section), seed=seed).train()
+    _finish(section, model)
+    return model
+
+
+def lora_options(section: ModelSection) -> LoraOptions:
+    """The adapters of a recipe with ``model.lora``."""
+    assert section.lora is not None
+    return LoraOptions(**section.lora.model_dump())
+
+
+def is_cut_from_host(recipe: Recipe, arrangement: Arrangement) -> bool:
+    """Whether the model stays in the host's memory, of the first rank alone, until its units go to the device one by
+    one, to be cut there.
+
+    Not where the whole model is trained or measured before, nor where a CPU cannot try its layers (``why_unshared``
+    and ``install_liger_layers`` run a few tokens): Liger's kernels, compiled ones, chosen backends of attention.
+    """
+    model = recipe.model
+    runs_before = recipe.warm_start is not None or recipe.train.activation_memory is not None
+    for_gpus = model.layers == "liger" or model.compile or model.sdpa_backends is not None
+    return arrangement.is_sharded and not runs_before and not for_gpus
+
+
+def _finish(section: ModelSection, model: nn.Module) -> None:
+    """Round what is trained to its dtype, masters keeping what was there, and exchange the layers."""
+    if section.trained_dtype != "float32":
+        lower_to(getattr(torch, section.trained_dtype), model.parameters())
+    if section.layers == "liger":
+        install_liger_layers(model)
+    elif section.layers != "transformers":
+        _exchange_layers(section, model)
+
+
+def _exchange_layers(section: ModelSection, model: nn.Module) -> None:
+    """Row-invariant layers, checked on this GPU; under ``auto`` only where they serve, which ``effects`` then says.
+
+    On the meta device a model is looked at and left as it is.
+
+    Raises:
+        UnavailableError: they are asked for by name, and something stands in the way (``against_row_invariant``).
+    """
+    reason = in_words(against_row_invariant(section, model))
+    device = next(model.parameters()).device
+    if not reason and device.type != "meta":
+        from logitless.models.row_invariant.layers import install_row_invariant
+
+        installation = install_row_invariant(model)
+        if not _keeps_bits(model):
+            installation.remove()
+            reason = "attention does not keep its bits on this GPU (`logitless doctor` has the details)"
+            logger.warning("layers: transformers' own, for %s", reason)
+        elif section.gradient_checkpointing:
+            set_modes(model, ["recompute"] * len(backbone(model).layers))
+    if reason and section.layers == "row_invariant":
+        raise no_row_invariant(reason)
+
+
+def _keeps_bits(model: nn.Module) -> bool:
+    """What this GPU's self-check says; the interpreter on a CPU has one order of every sum."""
+    from logitless.models.row_invariant.self_check import self_check
+
+    return next(model.parameters()).device.type != "cuda" or self_check(model).exact

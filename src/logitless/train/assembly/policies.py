@@ -1,0 +1,111 @@
+"""The policy of a recipe and what scores beside it, made alike for a run and for a forecast of one."""
+
+import math
+
+import torch
+from torch import nn
+
+from logitless.distributed.arrangement import Arrangement
+from logitless.errors import ConfigurationError
+from logitless.models.activations import ActivationPlan, fit_activations
+from logitless.models.lora import frozen_copy
+from logitless.models.value_head import ValueHead
+from logitless.objective.algorithm import Algorithm
+from logitless.train.assembly.algorithm import value_head_of
+from logitless.train.learn.policy import AdaptersOff, Policy, Scorer
+from logitless.train.recipe.config import Recipe
+
+
+def policy_of(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None) -> Policy:
+    """A model as the recipe has it scored and trained.
+
+    Args:
+        recipe: checked.
+        model: of the recipe.
+        value_head: on its last hidden states.
+    """
+    return Policy(
+        model,
+        autocast=None if recipe.model.autocast is None else getattr(torch, recipe.model.autocast),
+        memory_budget=recipe.train.head_memory_budget,
+        value_head=value_head,
+        share_prompts=recipe.train.share_prompts,
+    )
+
+
+def policies_of(
+    recipe: Recipe, algorithm: Algorithm, model: nn.Module
+) -> tuple[Policy, Scorer | None, ActivationPlan | None]:
+    """The policy; its reference as it is now, where the recipe has a KL; what layers keep, where it sets a limit.
+
+    Args:
+        recipe: checked.
+        algorithm: of the recipe.
+        model: that is trained.
+    """
+    policy = policy_of(recipe, model, value_head_of(recipe, algorithm, model))
+    reference: Scorer | None = None
+    if recipe.kl is not None and recipe.model.lora is not None:
+        reference = AdaptersOff(policy)
+    elif recipe.kl is not None:
+        reference = policy_of(recipe, frozen_copy(model, dtype=getattr(torch, recipe.model.dtype)))
+    plan: ActivationPlan | None = None
+    if recipe.train.activation_memory is not None:  # after the reference, which is a copy and keeps nothing
+        plan = fit_activations(
+            model, num_tokens=recipe.train.tokens_per_micro_batch, budget=recipe.train.activation_memory
+        )
+    return policy, reference, plan
+
+
+def scores_all_rows(recipe: Recipe, arrangement: Arrangement, weight: torch.Tensor) -> bool:
+    """Whether a sharded LM head scores the rows of all ranks together, as ``parallel.vocabulary`` says.
+
+    ``auto``: where that sends fewer bytes for the largest micro-batch (``head_traffic``).
+
+    Args:
+        recipe: checked.
+        arrangement: of its processes.
+        weight: of the LM head, sharded or not yet.
+
+    Raises:
+        ConfigurationError: ``all_rows`` over several copies of the weights.
+    """
+    chosen = recipe.parallel.vocabulary
+    if chosen == "all_rows" and arrangement.replicate > 1:
+        raise ConfigurationError(
+            needed="one copy of the weights for parallel.vocabulary: all_rows",
+            given=f"parallel.replicate={arrangement.replicate}",
+            remedy="Set parallel.vocabulary: own_rows, or leave it at auto.",
+        )
+    if chosen != "auto" or arrangement.replicate > 1:
+        return chosen == "all_rows"
+    cut, tokens = arrangement.weights, math.ceil(recipe.train.tokens_per_micro_batch / arrangement.sequence)
+    if cut == 1:
+        return False
+    number = min(weight.element_size(), getattr(torch, recipe.model.trained_dtype).itemsize)
+    return head_traffic(weight, cut, tokens, number, all_rows=True) < head_traffic(
+        weight, cut, tokens, number, all_rows=False
+    )
+
+
+def head_traffic(weight: torch.Tensor, cut: int, tokens: int, number: int, *, all_rows: bool) -> int:
+    """Bytes that a rank sends for a sharded LM head in the forward and backward of a micro-batch.
+
+    Own rows: shards come by twice, and the float32 gradient of each goes to its owner. All rows: hidden states go to
+    all ranks, and their float32 gradients are summed over all.
+
+    Args:
+        weight: [V, D], trained or not.
+        cut: ranks that have shards of it.
+        tokens: N, of each rank.
+        number: bytes of a number in products.
+        all_rows: which of the two.
+
+    Example:
+        >>> weight = torch.zeros(100, 8)
+        >>> [head_traffic(weight, 2, 10, 2, all_rows=way) for way in (False, True)]
+        [1600, 800]
+    """
+    if all_rows:
+        return tokens * weight.shape[1] * (number + 8) * (cut - 1)
+    return weight.numel() * (2 * number + (4 if weight.requires_grad else 0)) * (cut - 1) // cut

@@ -1,0 +1,140 @@
+"""Device, allocator, matmul precision and attention kernels of the process, and what of them is really in force."""
+
+import os
+import random
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import nn
+
+from logitless.errors import ConfigurationError
+from logitless.models.four_bit import num_weights
+from logitless.models.lm_head import causal_lm
+from logitless.train.recipe.model import ModelSection
+from logitless.train.recipe.precision import dtype_line
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels run there: on a GPU, or in its interpreter, for tests."""
+    return device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def device_of(section: ModelSection) -> torch.device:
+    """The device a recipe asks for; ``auto`` is CUDA where there is one.
+
+    Raises:
+        ConfigurationError: CUDA by name on a machine without it.
+    """
+    if section.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if re.fullmatch(r"cpu|cuda(:\d+)?", section.device) is None:
+        raise ConfigurationError(
+            needed="auto, cpu, cuda or cuda:<number> as model.device",
+            given=repr(section.device),
+            remedy="Set model.device: auto.",
+        )
+    device = torch.device(section.device)
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigurationError(
+                needed="a CUDA device for model.device",
+                given=f"{section.device}, and {count or 'none'} on this machine",
+                remedy="Set model.device: cpu or auto" + (f", or at most cuda:{count - 1}." if count else "."),
+            )
+    return device
+
+
+_SDPA: dict[str, tuple[Callable[[bool], Any], Callable[[], Any]]] = {
+    "flash": (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.flash_sdp_enabled),
+    "efficient": (torch.backends.cuda.enable_mem_efficient_sdp, torch.backends.cuda.mem_efficient_sdp_enabled),
+    "cudnn": (torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled),
+    "math": (torch.backends.cuda.enable_math_sdp, torch.backends.cuda.math_sdp_enabled),
+}
+
+
+def sdpa_allowed() -> list[str]:
+    """Kernels that scaled_dot_product_attention may choose from, as the process is set.
+
+    Example:
+        >>> "math" in sdpa_allowed()
+        True
+    """
+    return [name for name, (_, enabled) in _SDPA.items() if enabled()]
+
+
+def set_process(section: ModelSection, *, seed: int) -> None:
+    """Settings that must precede the first tensor on a GPU and the first product.
+
+    The global generators are seeded for code that draws from them; nothing of logitless does.
+    """
+    set_allocator(section.allocator)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.set_float32_matmul_precision(section.matmul_precision)
+    for name, (enable, _) in _SDPA.items():
+        if section.sdpa_backends is not None:
+            enable(name in section.sdpa_backends)
+    transformers.utils.logging.disable_progress_bar()
+
+
+def set_allocator(setting: str | None) -> None:
+    """Set torch's CUDA allocator for this process and those that it starts, unless the user or a recipe did before.
+
+    Args:
+        setting: as of ``PYTORCH_CUDA_ALLOC_CONF``; None leaves it to torch.
+    """
+    if setting is not None and allocator_of_environment() is None:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = setting
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # Ranks and doctor have asked CUDA for its devices before: the variable is not read any more.
+            torch._C._accelerator_setAllocatorSettings(setting)
+
+
+def allocator_of_environment() -> str | None:
+    """The user's setting of torch's CUDA allocator, under either of its names, or what a recipe set before."""
+    return os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or None
+
+
+def effects(section: ModelSection, device: torch.device, model: nn.Module, *, layers: str) -> list[str]:
+    """What is really in force, read back from torch and the model, one line each.
+
+    Args:
+        section: of the recipe.
+        device: of the model.
+        model: of the section.
+        layers: which ones it has and why, in words.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    compiled = any(module._compiled_call_impl is not None for module in model.modules())
+    sdpa = sdpa_allowed()
+    lines = [
+        f"device {device}" + (f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""),
+        dtype_line(section),
+        f"trained: {sum(p.numel() for p in trained):,} weights in {_dtypes(trained)}",
+        f"frozen: {sum(map(num_weights, frozen)):,} weights in {_dtypes(frozen)}" if frozen else "frozen: none",
+        f"products in {section.autocast or _dtypes(trained)}, float32 ones at precision "
+        f"{torch.get_float32_matmul_precision()!r}",
+        f"attention {causal_lm(model).config._attn_implementation}; SDPA may use {', '.join(sdpa)}",
+        f"layers {layers}",
+        f"gradient checkpointing {'on' if checkpointing else 'off'}, compile {'on' if compiled else 'off'}",
+    ]
+    if section.quantize is not None:
+        lines.append(
+            f"base in four bits a weight ({section.quantize}, uint8 above), by bitsandbytes: log-probs of sampling and "
+            "training have no one set of bits"
+        )
+    if device.type == "cuda":
+        lines.append(f"allocator {allocator_of_environment() or 'default'}")
+    return lines
+
+
+def _dtypes(parameters: Sequence[nn.Parameter]) -> str:
+    return ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})) or "none"

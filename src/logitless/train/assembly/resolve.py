@@ -1,0 +1,191 @@
+"""What ``auto`` is in a recipe, settled once for its model; everything that is made after the model reads the result.
+
+Dtypes are settled before, where a recipe is read (``precision.py``). A model on the meta device is taken for one on the
+recipe's device, which is how ``--dry-run`` says what a run would choose.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from logitless.distributed.arrangement import Arrangement
+from logitless.distributed.sharding import is_sharded
+from logitless.errors import LogitlessError
+from logitless.models.lm_head import backbone, lm_head
+from logitless.train.assembly.layers import against_row_invariant, in_words, no_row_invariant
+from logitless.train.assembly.process import device_of, runs_kernels
+from logitless.train.recipe.config import Recipe
+from logitless.train.recipe.engine import GPU_FUSED, GPU_HERE, GPU_ON_POLICY, gpu
+from logitless.train.recipe.model import ModelSection
+from logitless.train.recipe.rule import Machine, Rule, check, unmet
+
+LAYERS, ENGINE = "model.layers", "rollout.engine"
+
+SPLIT = "weights or sequences are split over processes"
+"""Why layers are transformers' own there."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe that names its layers and its engine.
+
+    Args:
+        recipe: without ``auto`` in either.
+        because: of ``LAYERS`` and ``ENGINE``, those that were ``auto``: what keeps the run from row-invariant layers or
+            the GPU engine, in words; empty where nothing does, and they are what was chosen.
+        remedies: of the same, what to do about it.
+    """
+
+    recipe: Recipe
+    because: Mapping[str, str] = field(default_factory=dict)
+    remedies: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def layers_line(self) -> str:
+        """Which layers a model has, and why where ``auto`` chose them."""
+        reason = self.because.get(LAYERS)
+        chosen = {
+            "row_invariant": "row-invariant: a token is bitwise identical in any packed row",
+            "liger": "Liger's norm, rotary embedding and gated MLP",
+        }
+        return chosen.get(self.recipe.model.layers, "transformers' own") + (f", for {reason}" if reason else "")
+
+    @property
+    def engine_line(self) -> str:
+        """What samples, and why where ``auto`` chose it."""
+        name, reason = self.recipe.rollout.engine.name, self.because.get(ENGINE)
+        if reason is None:
+            return f"{name}, set by the recipe"
+        return f"{name}, for {reason}" if reason else f"{name}, with the bits of training"
+
+
+def before_loading(recipe: Recipe, arrangement: Arrangement) -> Recipe:
+    """The recipe that a model is loaded by: where weights or sequences are split, ``auto`` is transformers' layers.
+
+    Args:
+        recipe: checked.
+        arrangement: of the ranks.
+    """
+    is_split = arrangement.is_sharded or arrangement.sequence > 1
+    return _with_layers(recipe, "transformers") if is_split and recipe.model.layers == "auto" else recipe
+
+
+def resolved(recipe: Recipe, model: nn.Module, arrangement: Arrangement) -> Resolved:
+    """The recipe as it is for this model.
+
+    Args:
+        recipe: checked.
+        model: of ``before_loading``, on its device or on ``meta``.
+        arrangement: of the ranks.
+
+    Raises:
+        UnavailableError: layers or an engine by name that do not run on the recipe's device.
+    """
+    device, because, remedies = device_of(recipe.model), dict[str, str](), dict[str, str]()
+    found = before_loading(recipe, arrangement)
+    if found is not recipe:
+        because[LAYERS] = SPLIT
+    elif recipe.model.layers == "auto":
+        puts_them_in = recipe.rollout.engine.bitwise
+        own = not (puts_them_in or _is_row_invariant(recipe.model, device, model))
+        against = against_row_invariant(recipe.model, model, device) if own else []
+        because[LAYERS] = in_words(against) or ("this GPU's self-check found against them" if own else "")
+        remedies[LAYERS] = " ".join(each.remedy for each in against)
+        found = _with_layers(recipe, "transformers" if own else "row_invariant")
+    elif recipe.model.layers == "row_invariant" and _device_type(model) == "meta":  # any other was checked when made
+        against = against_row_invariant(recipe.model, model, device)
+        if against:
+            raise no_row_invariant(in_words(against))
+    choices = recipe.rollout.engine.choices
+    if choices is None:
+        check((_HERE,), Placed(found, model))
+    else:
+        reason = against_gpu(found, model)
+        because[ENGINE], remedies[ENGINE] = ("", "") if reason is None else (reason.given, reason.remedy)
+        chosen = choices[reason is not None]
+        found = found.model_copy(update={"rollout": found.rollout.model_copy(update={"engine": chosen})})
+    return Resolved(found, because, remedies)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A policy in its place, for rules about the engine ``gpu``.
+
+    Args:
+        recipe: checked.
+        model: of the recipe; one on the meta device is taken for one on the recipe's device.
+    """
+
+    recipe: Recipe
+    model: nn.Module
+
+    @property
+    def machine(self) -> Machine:
+        """With the device that it is to run on; for an engine by name Triton's interpreter is one too, in tests."""
+        device = device_of(self.recipe.model)
+        is_one = self.recipe.rollout.engine.bitwise and runs_kernels(device)
+        return Machine(self.recipe, "cuda" if is_one else device.type)
+
+    @property
+    def split(self) -> str:
+        """How its weights are cut, in words; empty where they are whole."""
+        if any(is_sharded(parameter) for parameter in self.model.parameters()):
+            return "its weights are sharded"
+        waits = _device_type(self.model) == "cpu" and device_of(self.recipe.model).type == "cuda"
+        return "its weights are to be sharded" if waits else ""  # in the host's memory until then
+
+
+def _recipe(placed: Placed) -> Recipe:
+    return placed.recipe
+
+
+_placed = gpu.on(_recipe)
+_HERE: Rule[Placed] = GPU_HERE.on(lambda placed: placed.machine)
+
+GPU_RULES: tuple[Rule[Placed], ...] = (
+    GPU_ON_POLICY.on(_recipe),
+    _HERE,
+    _placed.needs(
+        "whole weights",
+        holds=lambda placed: not placed.split,
+        given=lambda placed: placed.split,
+        remedy="Set parallel.replicate to the number of processes.",
+    ),
+    _placed.needs(
+        "row-invariant layers",
+        holds=lambda placed: _is_row_invariant(placed.recipe.model, device_of(placed.recipe.model), placed.model),
+        given=lambda _: "its layers are not row-invariant ones",
+        remedy="Leave model.layers at auto; the run says what keeps them.",
+    ),
+    _placed.needs(
+        "no adapter on the LM head",
+        holds=lambda placed: lm_head(placed.model).lora_a is None,
+        given=lambda _: "there is an adapter on the LM head",
+        remedy="Leave the LM head out of model.lora.targets.",
+    ),
+    GPU_FUSED.on(_recipe),
+)
+"""What sampling with the bits of training needs of a policy; ``auto`` does so where all of them hold."""
+
+
+def against_gpu(recipe: Recipe, model: nn.Module) -> LogitlessError | None:
+    """The first thing that keeps ``auto`` from sampling with the bits of training; None where nothing does."""
+    return next(iter(unmet(GPU_RULES, Placed(recipe, model))), None)
+
+
+def _is_row_invariant(section: ModelSection, device: torch.device, model: nn.Module) -> bool:
+    """Whether a model has row-invariant layers; on the meta device, whether it would have them on ``device``, if that
+    GPU's self-check finds nothing."""
+    if next(model.parameters()).device.type != "meta":
+        return hasattr(backbone(model), "row_invariant")
+    return section.layers in ("auto", "row_invariant") and not against_row_invariant(section, model, device)
+
+
+def _with_layers(recipe: Recipe, layers: str) -> Recipe:
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"layers": layers})})
+
+
+def _device_type(model: nn.Module) -> str:
+    return next(model.parameters()).device.type

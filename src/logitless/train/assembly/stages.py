@@ -1,0 +1,331 @@
+"""The one place where a run is put together: from a recipe to its parts, in three stages that are values.
+
+    read       recipe           -> Inputs   tokenizer, environment, prompts, rewards, algorithm
+    load       Inputs           -> Loaded   the model where it starts, and the recipe resolved
+    assemble   Inputs, Loaded   -> Parts    policy, reference, learner, collector, evaluation
+
+A run, a plan, a forecast and the benchmarks take these stages; each stops where it needs no more. With other
+prompts, rewards or another model than a recipe names, make the ``Inputs`` or the ``Loaded``, and go on from there.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from logitless.distributed.arrangement import Arrangement
+from logitless.distributed.failing import failing_together
+from logitless.distributed.ranks import Ranks
+from logitless.models.activations import ActivationPlan
+from logitless.objective.algorithm import Algorithm
+from logitless.rewards.reward import WeightedReward
+from logitless.rollout.environment import Driver, Environment
+from logitless.rollout.environments.options import environment_of
+from logitless.rollout.environments.tool_environment import tools_of
+from logitless.train.assembly.algorithm import algorithm_of
+from logitless.train.assembly.checks import arrangement_of
+from logitless.train.assembly.costly import costly_choices
+from logitless.train.assembly.data import Data, data_of, order_of, rewards_of
+from logitless.train.assembly.engines import Engines
+from logitless.train.assembly.model import is_cut_from_host, policy_model, tokenizer_of
+from logitless.train.assembly.policies import policies_of, scores_all_rows
+from logitless.train.assembly.process import device_of
+from logitless.train.assembly.resolve import ENGINE, Resolved, before_loading, resolved
+from logitless.train.collect.ahead import LOG, collector_of
+from logitless.train.collect.collector import Collector
+from logitless.train.collect.evaluate import Evaluation, evaluation_of
+from logitless.train.learn.learner import Learner
+from logitless.train.learn.policy import Policy, Scorer
+from logitless.train.optim.optimizer import implementation
+from logitless.train.recipe.algorithm import value_head_section
+from logitless.train.recipe.config import Recipe
+from logitless.train.record.provenance import digest_of_file, digest_of_log, digest_of_prompts
+from logitless.train.record.provenance import environment as made_with
+
+logger = logging.getLogger("logitless")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a recipe names that needs no model, checked.
+
+    Args:
+        recipe: as it was written.
+        arrangement: of the ranks.
+        tokenizer: of the policy.
+        environment: answers it.
+        data: prompts.
+        rewards: score every completion of them.
+        algorithm: of the recipe.
+    """
+
+    recipe: Recipe
+    arrangement: Arrangement
+    tokenizer: PreTrainedTokenizerBase
+    environment: Environment | Driver
+    data: Data
+    rewards: tuple[WeightedReward, ...]
+    algorithm: Algorithm
+
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """Of everything that a run reads as it goes, by name."""
+        return _digests(self.recipe, self.data)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The model of a recipe, and what the recipe is for it.
+
+    Args:
+        chosen: the recipe resolved, which everything that is made after the model reads.
+        model: on its device.
+    """
+
+    chosen: Resolved
+    model: nn.Module
+
+    @property
+    def recipe(self) -> Recipe:
+        """Resolved."""
+        return self.chosen.recipe
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a run, ready to train.
+
+    Args:
+        chosen: the recipe resolved.
+        inputs: that they were made of.
+        engines: that sample.
+        learner: with the policy, its reference and its optimizer.
+        collector: of blocks.
+        evaluation: of held-out prompts.
+        activations: what layers keep, where the recipe sets a limit.
+    """
+
+    chosen: Resolved
+    inputs: Inputs
+    engines: Engines
+    learner: Learner
+    collector: Collector
+    evaluation: Evaluation
+    activations: ActivationPlan | None
+
+    @property
+    def recipe(self) -> Recipe:
+        """Resolved."""
+        return self.chosen.recipe
+
+    def under(self, recipe: Recipe) -> "Parts":
+        """The same parts under other settings of ``rollout`` and ``train``; engine and optimizer stay as they are.
+
+        Args:
+            recipe: resolved.
+        """
+        learner, collector = self.learner.under(recipe), self.collector.under(recipe.rollout)
+        return replace(self, chosen=replace(self.chosen, recipe=recipe), learner=learner, collector=collector)
+
+
+def read(
+    recipe: Recipe,
+    ranks: Ranks = Ranks.alone(),
+    *,
+    algorithm: Algorithm | None = None,
+    environment: Environment | Driver | None = None,
+) -> Inputs:
+    """Everything that a recipe names but its model and engine. A collective.
+
+    Args:
+        recipe: checked.
+        ranks: of the run; all of them must read the same.
+        algorithm: of the recipe; None: it is made.
+        environment: what answers the policy; None for the recipe's.
+
+    Raises:
+        LogitlessError: a section that cannot be had here or contradicts the data, or ranks that read something else.
+    """
+    arrangement = arrangement_of(recipe, ranks.world)
+    algorithm = algorithm or algorithm_of(recipe)  # before anything is loaded: a preset may be misspelled
+    tokenizer = tokenizer_of(recipe.model)
+    if environment is None:
+        environment = environment_of(recipe.rollout.environment, tokenizer, recipe.model.chat_template_kwargs)
+    data = data_of(recipe, tokenizer, tools_of(environment))
+    if ranks.world > 1:
+        _check_same_on_all(ranks, recipe, data)
+    return Inputs(recipe, arrangement, tokenizer, environment, data, rewards_of(recipe, data.judged), algorithm)
+
+
+def load(
+    inputs: Inputs, ranks: Ranks = Ranks.alone(), *, weights: Path | None = None, device: torch.device | None = None
+) -> Loaded:
+    """The model where it starts: whole on the device of each rank, or to be cut from the host's memory. A collective.
+
+    A model that is to be cut is read by the first rank alone, and the others have its shape, whose weights they are
+    sent when they are cut. An architecture that is made otherwise than it is read (some weights or buffers in another
+    dtype) is read by all.
+
+    Args:
+        inputs: of ``read``.
+        ranks: of the run.
+        weights: of a warm start; None for those of the recipe.
+        device: None for the recipe's; ``meta`` for a plan.
+    """
+    recipe = before_loading(inputs.recipe, inputs.arrangement)
+    is_cut = device is None and is_cut_from_host(recipe, inputs.arrangement)
+    if device is None:
+        device = torch.device("cpu") if is_cut else device_of(recipe.model)
+
+    def made(*, empty: bool) -> nn.Module:
+        return policy_model(
+            recipe.model, inputs.tokenizer, seed=recipe.seed, device=device, weights=weights, empty=empty
+        )
+
+    with failing_together(ranks, "a model to train"):
+        model = made(empty=is_cut and not ranks.is_first)
+    if is_cut and ranks.any(_shape(model) != ranks.broadcast_object(_shape(model))):
+        if not ranks.is_first:
+            model = made(empty=False)
+        logger.info("every process reads the model, which transformers makes otherwise than it reads it")
+    chosen = resolved(inputs.recipe, model, inputs.arrangement)
+    if ENGINE in chosen.because and device.type != "meta":
+        logger.info("rollout engine: %s", chosen.engine_line)
+    return Loaded(chosen, model)
+
+
+def assemble(
+    inputs: Inputs, loaded: Loaded, engines: Engines, ranks: Ranks = Ranks.alone(), *, folder: Path | None = None
+) -> Parts:
+    """The parts of a run. A collective.
+
+    Args:
+        inputs: of ``read``.
+        loaded: of ``load``; its model is trained.
+        engines: that sample.
+        ranks: of the run.
+        folder: of the run, where blocks that are collected ahead are written down; None: none are.
+    """
+    recipe, data = loaded.recipe, inputs.data
+    learner, activations = learner_of(
+        recipe, inputs.algorithm, loaded.model, inputs.arrangement, ranks, rewards=inputs.rewards
+    )
+    collector = collector_of(
+        recipe,
+        folder,
+        *(data.train, engines.training, inputs.environment, inputs.rewards, recipe.rollout),
+        seed=recipe.seed,
+        ranks=ranks,
+        order=order_of(inputs.recipe, data.train),
+    )
+    held_out = {"held_out": data.held_out, **data.held_out_sets}
+    evaluation = evaluation_of(recipe, engines.evaluation, inputs.environment, held_out, inputs.rewards, ranks)
+    return Parts(loaded.chosen, inputs, engines, learner, collector, evaluation, activations)
+
+
+def learner_of(
+    recipe: Recipe,
+    algorithm: Algorithm,
+    model: nn.Module,
+    arrangement: Arrangement,
+    ranks: Ranks,
+    *,
+    rewards: Sequence[WeightedReward] = (),
+) -> tuple[Learner, ActivationPlan | None]:
+    """The learner alone, and what layers keep where the recipe sets a limit. A collective.
+
+    Args:
+        recipe: resolved.
+        algorithm: of the recipe.
+        model: that is trained.
+        arrangement: of the ranks.
+        ranks: of the run.
+        rewards: whose weights an advantage may read.
+    """
+    policy, reference, activations = policies_of(recipe, algorithm, model)
+    _spread(recipe, arrangement, policy, reference, ranks)
+    weights = {reward.name: reward.weight for reward in rewards}
+    return Learner(recipe, algorithm, policy, reference, reward_weights=weights, ranks=ranks), activations
+
+
+def _spread(recipe: Recipe, arrangement: Arrangement, policy: Policy, reference: Scorer | None, ranks: Ranks) -> None:
+    """Give every rank its part of policy and reference: the first rank's weights, whole or cut."""
+    copies = [each for each in (policy, reference) if isinstance(each, Policy)]
+    for each in copies:
+        each.share_prompts_unless(ranks.broadcast_object(each.unshared_because))
+    if arrangement.is_sharded:
+        mesh = arrangement.mesh(device_of(recipe.model).type, ranks.timeout)
+        all_rows = scores_all_rows(recipe, arrangement, policy.head().weight)
+        for each in copies:
+            on_host = each is reference and recipe.parallel.reference == "host"
+            each.shard(mesh, on_host=on_host, made_same=ranks.broadcast, all_rows=all_rows)
+    else:
+        for each in copies:
+            ranks.broadcast(each.held().values())
+        policy.round_master_weights()
+    if ranks.sequence is not None:
+        for each in copies:
+            each.share_sequences(ranks.sequence)
+
+
+def described(parts: Parts, ranks: Ranks) -> Iterator[str]:
+    """What a person who starts a run is told of its parts, a line each.
+
+    Args:
+        parts: of the run.
+        ranks: of the run.
+    """
+    recipe, policy = parts.recipe, parts.learner.policy
+    if policy.unshared_because is not None:
+        yield f"prompts are read for each completion: {policy.unshared_because}"
+    if parts.activations is not None:
+        yield f"activations: {parts.activations}"
+    if policy.value_head is not None:
+        num_weights = sum(p.numel() for p in policy.value_head.parameters())
+        factor = value_head_section(recipe).learning_rate_factor
+        yield f"value head: {num_weights:,} weights, at {factor:g} times the learning rate"
+    if ranks.world > 1:
+        yield f"{ranks.world} processes: {parts.inputs.arrangement.words}"
+    yield from costly_choices(parts.chosen, policy.device)
+    yield f"optimizer AdamW ({implementation(parts.learner.optimizer)})"
+
+
+def _digests(recipe: Recipe, data: Data) -> dict[str, str]:
+    named = {"train": data.train, "held_out": data.held_out, "warm_start": data.warm_start}
+    given = {name: prompts for name, prompts in named.items() if prompts}
+    given |= {f"evaluation.sets.{name}": prompts for name, prompts in data.held_out_sets.items()}
+    found = {name: digest_of_prompts(prompts) for name, prompts in given.items()}
+    engine = recipe.rollout.engine
+    if engine.recorded_run is not None:
+        found["completions"] = digest_of_log(engine.recorded_run / LOG)
+    elif engine.recorded_file is not None:
+        found["completions"] = digest_of_file(engine.recorded_file)
+    return found
+
+
+def _check_same_on_all(ranks: Ranks, recipe: Recipe, data: Data) -> None:
+    """Refuse ranks that read another recipe or other data, or run another version."""
+    text = json.dumps(recipe.model_dump(mode="json"), sort_keys=True)
+    versions = made_with(torch.device("cpu"))["packages"]
+    ranks.check_same(
+        {
+            "recipe": hashlib.sha256(text.encode()).hexdigest(),
+            **{f"data ({name})": digest for name, digest in _digests(recipe, data).items()},
+            **{f"version of {name}": version for name, version in versions.items()},
+        },
+        remedy="Start every process with the same command, files and environment.",
+    )
+
+
+def _shape(model: nn.Module) -> list[list[Any]]:
+    """Of each weight and buffer its name, shape and dtype, and whether it is trained."""
+    held = [*model.named_parameters(), *model.named_buffers()]
+    return [[name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad] for name, tensor in held]

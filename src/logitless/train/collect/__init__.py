@@ -1,0 +1,1 @@
+"""Rollout batches: sampled, scored by the rewards, refilled, evaluated."""

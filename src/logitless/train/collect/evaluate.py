@@ -1,0 +1,168 @@
+"""Held-out prompts under their own sampling settings: how good the policy is, apart from how it is trained.
+
+There may be several sets of them, each with settings and metrics of its own. They are sampled one after another.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from logitless.distributed.ranks import Ranks
+from logitless.rewards.combine import Unscored, reward_statistics
+from logitless.rewards.reward import WeightedReward
+from logitless.rollout.engine import Engine
+from logitless.rollout.environment import Driver, Environment, Limits
+from logitless.rollout.sampling import SamplingOptions
+from logitless.seeds import derived_seed
+from logitless.train.collect.pass_at import success_metrics
+from logitless.train.collect.shared_rollout import sampled_and_judged
+from logitless.train.recipe.config import Recipe
+from logitless.train.recipe.evaluation import EvaluationSection, HeldOutSection
+from logitless.train.record.metrics import Numbers
+from logitless.types import Group, Prompt
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A set of prompts and how it is sampled.
+
+    Args:
+        metrics: what the names of its metrics begin with: ``evaluation``, or ``held_out/<set>``.
+        prompts: at least one.
+        num_samples: of each prompt.
+        sampling: settings.
+        success_at: reward from which a completion counts as correct.
+        every_blocks: after which it is judged again.
+        seed: the same every time.
+    """
+
+    metrics: str
+    prompts: Sequence[Prompt]
+    num_samples: int
+    sampling: SamplingOptions
+    success_at: float
+    every_blocks: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is sampled and judged, the same every time.
+
+    Args:
+        engine: samples with the weights that it was last given.
+        environment: answers.
+        sets: of held-out prompts.
+        rewards: judge.
+        unscored: what a completion is worth that some of the functions could not judge.
+        ranks: that share the prompts; every rank gets the same numbers.
+        limits: of an episode.
+    """
+
+    engine: Engine
+    environment: Environment | Driver
+    sets: Sequence[HeldOut]
+    rewards: Sequence[WeightedReward]
+    unscored: Unscored
+    ranks: Ranks = field(default_factory=Ranks.alone)
+    limits: Limits = field(default_factory=Limits)
+
+    def due(self, done: int, blocks: int) -> Sequence[HeldOut]:
+        """The sets to be judged after so many blocks: every one before the first and after the last of them.
+
+        Args:
+            done: blocks finished.
+            blocks: of the run.
+        """
+        return [each for each in self.sets if done % each.every_blocks == 0 or done == blocks]
+
+    def __call__(self, sets: Sequence[HeldOut], see: Callable[[Sequence[Group]], None] | None = None) -> Numbers:
+        """The metrics of these sets; none of none.
+
+        Args:
+            sets: to sample and judge.
+            see: is given the judged groups of each.
+        """
+        found: Numbers = {}
+        for each in sets:
+            groups = self._judged(each)
+            if see is not None:
+                see(groups)
+            found |= self._metrics(each, groups)
+        return found
+
+    def _judged(self, held_out: HeldOut) -> list[Group]:
+        """Sample and judge every prompt of a set."""
+        return sampled_and_judged(
+            self.ranks,
+            self.engine,
+            self.environment,
+            held_out.prompts,
+            self.rewards,
+            num_samples=held_out.num_samples,
+            options=held_out.sampling,
+            unscored=self.unscored,
+            seed=held_out.seed,
+            limits=self.limits,
+        )
+
+    def _metrics(self, held_out: HeldOut, groups: Sequence[Group]) -> Numbers:
+        """The numbers of a set.
+
+        Accuracy is the fraction of all completions whose reward reaches ``success_at``, so an unscorable completion is
+        not a success; where none could be scored it is NaN. With several samples a prompt there is pass@k, too.
+        """
+        completions = [c for g in groups for c in g.completions]
+        rewards = [r for g in groups for r in g.rewards if r is not None]
+        correct = [sum(r is not None and r >= held_out.success_at for r in g.rewards) for g in groups]
+        success = success_metrics(correct, held_out.num_samples)
+        found: Numbers = {
+            **(success if rewards else dict.fromkeys(success, math.nan)),
+            "reward_mean": math.fsum(rewards) / len(rewards) if rewards else math.nan,
+            "length_mean": sum(c.length for c in completions) / len(completions),
+            "truncated_fraction": sum(c.finish_reason == "length" for c in completions) / len(completions),
+            "prompts": len(held_out.prompts),
+        }
+        for name, numbers in reward_statistics([v for g in groups for v in g.verdicts]).items():
+            if numbers["mean"] is not None:
+                found[f"{name}/mean"] = numbers["mean"]
+        return {f"{held_out.metrics}/{name}": value for name, value in found.items()}
+
+
+def evaluation_of(
+    recipe: Recipe,
+    engine: Engine,
+    environment: Environment | Driver,
+    prompts: Mapping[str, Sequence[Prompt]],
+    rewards: Sequence[WeightedReward],
+    ranks: Ranks = Ranks.alone(),
+) -> Evaluation:
+    """The evaluation that a recipe describes; greedy unless it says otherwise.
+
+    Args:
+        recipe: checked.
+        engine, environment: sample and answer.
+        prompts: of ``held_out``, the set of the data section, and of each of ``evaluation.sets``; empty ones are left
+            out.
+        rewards: judge.
+        ranks: share the prompts.
+    """
+    rollout = recipe.rollout
+    sections: Mapping[str, EvaluationSection | HeldOutSection] = {
+        "held_out": recipe.evaluation,
+        **recipe.evaluation.sets,
+    }
+    sets = [
+        HeldOut(
+            "evaluation" if name == "held_out" else f"held_out/{name}",
+            prompts[name],
+            num_samples=options.samples_per_prompt,
+            sampling=options.sampling or rollout.sampling.greedy(),
+            success_at=options.success_at,
+            every_blocks=options.every_blocks,
+            seed=derived_seed(recipe.seed, "evaluation"),
+        )
+        for name, options in sections.items()
+        if prompts[name]
+    ]
+    return Evaluation(engine, environment, sets, rewards, rollout.unscored, ranks, rollout.limits)

@@ -1,0 +1,132 @@
+"""Rewards that fail: each kind of error is shown once, with its first traceback, and so is a deadline that most hit."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from logitless.rewards.reward import WeightedReward
+from logitless.rewards.workers.pooled import hit_deadline
+from logitless.types import Group, Verdict
+
+MOST_KINDS = 5
+"""Kinds of error that are shown of a reward; messages of a function may differ at every completion."""
+
+MOST_HIT = 0.5
+"""Share of a reward's completions over its deadline above which the deadline is named."""
+
+
+class Failures:
+    """Finds what there is to say of the verdicts of a block or a held-out set that was not said before.
+
+    Args:
+        rewards: of the recipe, in its order.
+
+    Example:
+        >>> from logitless.rewards.combine import weighted
+        >>> from logitless.rewards.text.length import Length
+        >>> from logitless.types import Completion, Prompt
+        >>> failed = Verdict(score=None, status="error", message="raised: KeyError: 'answer'")
+        >>> group = Group(Prompt("1", "", ()), (Completion("1", (), "", "stop"),), ({"mine": failed},), (None,))
+        >>> failures = Failures(weighted([Length(label="mine")]))
+        >>> failures.new([group])
+        ["reward 'mine' failed at 1 of 1 completions (error): raised: KeyError: 'answer'"]
+        >>> failures.new([group]), first_failures([group])
+        ([], {'mine': "raised: KeyError: 'answer'"})
+    """
+
+    def __init__(self, rewards: Sequence[WeightedReward]) -> None:
+        self._rewards = {entry.name: (number, entry) for number, entry in enumerate(rewards)}
+        self._told: dict[str, set[str]] = {}
+        self._deadlines_told: set[str] = set()
+
+    def new(self, groups: Sequence[Group]) -> list[str]:
+        """Messages about these groups, for the person who watches.
+
+        Args:
+            groups: judged.
+        """
+        by_reward: dict[str, list[Verdict]] = {}
+        for group in groups:
+            for verdicts in group.verdicts:
+                for name, verdict in verdicts.items():
+                    by_reward.setdefault(name, []).append(verdict)
+        return [
+            message
+            for name, verdicts in by_reward.items()
+            for message in (*self._errors(name, verdicts), *self._deadline(name, verdicts))
+        ]
+
+    def _errors(self, name: str, verdicts: Sequence[Verdict]) -> Iterator[str]:
+        failed = [verdict for verdict in verdicts if verdict.failed]
+        counts = Counter(map(_kind, failed))
+        told = self._told.setdefault(name, set())
+        for kind, count in counts.items():
+            if kind in told or len(told) >= MOST_KINDS:
+                continue
+            told.add(kind)
+            first = next(verdict for verdict in failed if _kind(verdict) == kind)
+            yield f"reward {name!r} failed at {count} of {len(verdicts)} completions ({first.status}): {shown(first)}"
+
+    def _deadline(self, name: str, verdicts: Sequence[Verdict]) -> Iterator[str]:
+        hit = [verdict for verdict in verdicts if hit_deadline(verdict)]
+        if name in self._deadlines_told or name not in self._rewards or len(hit) <= MOST_HIT * len(verdicts):
+            return
+        number, entry = self._rewards[name]
+        seconds = getattr(entry.reward, "deadline_seconds", None)
+        if seconds is None:
+            return
+        self._deadlines_told.add(name)
+        unscored = sum(verdict.score is None for verdict in hit)
+        yield (
+            f"reward {name!r}: {len(hit)} of {len(verdicts)} completions hit its deadline of {seconds:g} s and were "
+            f"not graded: {unscored} have no score, {len(hit) - unscored} that of a wrong answer. If the reward needs "
+            f"longer, raise rewards.{number}.deadline_seconds."
+        )
+
+
+def shown(verdict: Verdict) -> str:
+    """A failure as a person reads it: its message and, below it, its traceback.
+
+    Example:
+        >>> shown(Verdict(score=None, status="timeout", message="over 2 s"))
+        'over 2 s'
+    """
+    return "\n".join(part for part in (verdict.message.strip(), verdict.traceback.strip()) if part) or verdict.status
+
+
+def first_failures(groups: Sequence[Group]) -> dict[str, str]:
+    """By reward that failed, its first failure in a line."""
+    found: dict[str, str] = {}
+    for group in groups:
+        for verdicts in group.verdicts:
+            for name, verdict in verdicts.items():
+                if verdict.failed and name not in found:
+                    found[name] = in_a_line(verdict)
+    return found
+
+
+def in_a_line(verdict: Verdict) -> str:
+    """A failure in a line: the last one of its traceback, or of its message.
+
+    Example:
+        >>> in_a_line(Verdict(None, "error", message="raised", traceback="KeyError: 'answer'"))
+        "KeyError: 'answer'"
+    """
+    return shown(verdict).splitlines()[-1]
+
+
+def counts_in_words(statistics: Mapping[str, int]) -> str:
+    """How many verdicts have which status, the failed share behind it.
+
+    Example:
+        >>> counts_in_words({"graded": 6, "ungradable": 0, "error": 3, "timeout": 1, "missing": 0})
+        '6 graded, 0 ungradable, 3 error, 1 timeout, 0 missing; failed at 40%'
+    """
+    total = sum(statistics.values())
+    failed = statistics["error"] + statistics["timeout"]
+    text = ", ".join(f"{count} {status}" for status, count in statistics.items())
+    return f"{text}; failed at {failed / total:.0%}" if failed else text
+
+
+def _kind(verdict: Verdict) -> str:
+    """The same for failures of one cause: status, and the message without what follows an exception's type."""
+    return ": ".join([verdict.status, *verdict.message.split(": ")[:2]])

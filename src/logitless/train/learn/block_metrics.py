@@ -1,0 +1,210 @@
+"""The numbers of a block as a whole: rewards, verdicts, groups, lengths, advantages and values."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import get_args
+
+import torch
+
+from logitless.objective.advantage import Estimator, num_clipped
+from logitless.objective.value import explained_variance
+from logitless.rewards.combine import reward_statistics
+from logitless.train.block import AdvantagedBlock, JudgedBlock, ScoredBlock
+from logitless.train.collect.episode_rewards import number, signal
+from logitless.train.record.metrics import Numbers
+from logitless.types import Group, VerdictStatus
+
+
+def block_metrics(block: JudgedBlock, *, seconds: float) -> Numbers:
+    """Rewards, verdicts, groups and lengths of everything that was drawn, before any group is left out.
+
+    Args:
+        block: all groups, those of refills included.
+        seconds: that sampling and judging took.
+    """
+    drawn, num_trained = block.drawn, sum(block.kept)
+    rewards = torch.tensor([number(r) for g in drawn for r in g.rewards], dtype=torch.float64)
+    rewarded = rewards[~rewards.isnan()]
+    completions = [c for g in drawn for c in g.completions]
+    lengths = [c.length for c in completions]
+    spreads = [_spread(g) for g in drawn]
+    metrics: Numbers = {
+        "reward/mean": float(rewarded.mean()),
+        "reward/std": float(rewarded.std()) if len(rewarded) > 1 else 0.0,
+        "reward/std_in_group": sum(spreads) / len(spreads),
+        "reward/unscored": len(rewards) - len(rewarded),
+        "group/zero_signal_fraction": 1 - sum(signal(drawn)) / len(drawn),
+        "group/trained": num_trained,
+        "group/dropped": len(drawn) - num_trained,
+        "group/refill_rounds": block.rounds - 1,
+        "length/mean": sum(lengths) / len(lengths),
+        "length/min": min(lengths),
+        "length/max": max(lengths),
+        "length/truncated_fraction": sum(c.finish_reason == "length" for c in completions) / len(completions),
+        "length/empty": sum(not c.text for c in completions),
+        "length/prompt_mean": sum(len(g.prompt.token_ids) for g in drawn) / len(drawn),
+    }
+    speed = {"time/rollout_seconds": seconds, "throughput/rollout_tokens_per_second": sum(lengths) / seconds}
+    return metrics | turn_metrics(drawn) | verdict_metrics(drawn) | source_metrics(drawn) | speed
+
+
+def source_metrics(groups: Sequence[Group]) -> Numbers:
+    """What each source of a mixture gave and got; nothing where there is one source.
+
+    Example:
+        >>> source_metrics([])
+        {}
+    """
+    found: Numbers = {}
+    for source in dict.fromkeys(g.prompt.source for g in groups):
+        if source in ("", "train"):
+            continue
+        of_source = [g for g in groups if g.prompt.source == source]
+        completions = [c for g in of_source for c in g.completions]
+        rewards = [r for g in of_source for r in g.rewards if r is not None]
+        found |= {
+            f"source/{source}/prompts": len(of_source),
+            f"source/{source}/reward_mean": math.fsum(rewards) / len(rewards) if rewards else math.nan,
+            f"source/{source}/zero_signal_fraction": 1 - sum(signal(of_source)) / len(of_source),
+            f"source/{source}/length_mean": sum(c.length for c in completions) / len(completions),
+            f"source/{source}/truncated_fraction": sum(c.finish_reason == "length" for c in completions)
+            / len(completions),
+        }
+    return found
+
+
+def turn_metrics(groups: Sequence[Group]) -> Numbers:
+    """How many turns completions have and what an environment added to them; nothing where all are single turns.
+
+    Example:
+        >>> turn_metrics([])
+        {}
+    """
+    completions = [c for g in groups for c in g.completions]
+    if not any(c.turn is not None for c in completions):
+        return {}
+    turns = [c.num_turns for c in completions]
+    given = [0 if c.trained is None else int((~c.trained).sum()) for c in completions]
+    return {
+        "rollout/turns_mean": sum(turns) / len(turns),
+        "rollout/turns_max": max(turns),
+        "rollout/environment_tokens_mean": sum(given) / len(given),
+    }
+
+
+def lag_metrics(block: JudgedBlock, *, version: int) -> Numbers:
+    """How old the weights were that drew a block; nothing where the engine did not say.
+
+    Args:
+        block: all groups.
+        version: of the weights that are about to be trained.
+    """
+    known = [(c.weights_version, c) for g in block.drawn for c in g.completions if c.weights_version is not None]
+    lags = [version - oldest for oldest, _ in known]
+    if not lags:
+        return {}
+    mixed = sum(completion.token_versions is not None for _, completion in known)
+    return {
+        "rollout/lag_mean": sum(lags) / len(lags),
+        "rollout/lag_max": max(lags),
+        "rollout/mixed_fraction": mixed / len(lags),
+    }
+
+
+def scoring_metrics(block: ScoredBlock, *, passed: bool, seconds: float) -> Numbers:
+    """How fast the tokens were scored by the passes of policy and reference over them, and how many needed none.
+
+    Args:
+        block: scored.
+        passed: whether the policy made a pass for what is not left to the training step.
+        seconds: that it took.
+    """
+    known = int((~block.logp_old.isnan()).sum()) if passed else 0
+    num_scored = known + (0 if block.logp_ref is None else int((~block.logp_ref.isnan()).sum()))
+    return {
+        "time/scoring_seconds": seconds,
+        "throughput/scoring_tokens_per_second": num_scored / seconds,
+        "saving/scored_tokens": block.packed.num_tokens - known,
+    }
+
+
+def training_metrics(record: Numbers, *, seconds: float) -> Numbers:
+    """How long a step took and how fast it was.
+
+    Example:
+        >>> training_metrics({"optimizer/tokens": 6.0}, seconds=0.5)
+        {'time/training_seconds': 0.5, 'throughput/training_tokens_per_second': 12.0}
+    """
+    return {
+        "time/training_seconds": seconds,
+        "throughput/training_tokens_per_second": record["optimizer/tokens"] / seconds,
+    }
+
+
+def verdict_metrics(groups: Sequence[Group]) -> Numbers:
+    """Rewards and statuses by reward function; pass rates by constraint and family, over all functions."""
+    metrics: Numbers = {}
+    checks: dict[str, Counter[str]] = {"passed": Counter(), "count": Counter()}
+    for name, found in reward_statistics([v for g in groups for v in g.verdicts]).items():
+        if found["mean"] is not None:
+            metrics[f"reward/{name}/mean"], metrics[f"reward/{name}/std"] = found["mean"], found["std"]
+        for status in get_args(VerdictStatus):
+            metrics[f"verdict/{name}/{status}"] = found[status]
+        metrics[f"verdict/{name}/failed_fraction"] = (found["error"] + found["timeout"]) / found["count"]
+        for kind, by_id in (("constraint", found["constraints"]), ("constraint_family", found["families"])):
+            for identifier, numbers in by_id.items():
+                for what, counter in checks.items():
+                    counter[f"{kind}/{identifier}"] += numbers[what]
+    for identifier, count in checks["count"].items():
+        metrics[f"{identifier}/pass_rate"] = checks["passed"][identifier] / count
+        metrics[f"{identifier}/count"] = count
+    return metrics
+
+
+def advantages_of(block: AdvantagedBlock, judged: JudgedBlock) -> list[list[float | None]]:
+    """The advantage of each drawn completion, its first token's; None where it has no token that is trained on.
+
+    Args:
+        block: the kept groups, packed in order.
+        judged: all groups.
+    """
+    counts = torch.tensor(block.packed.inputs.source_counts)
+    first = (torch.cumsum(counts, 0) - counts).tolist()
+    values = iter([float(block.advantage[f]) if n else None for f, n in zip(first, counts.tolist(), strict=True)])
+    return [
+        [next(values) if k else None for _ in g.completions] for g, k in zip(judged.drawn, judged.kept, strict=True)
+    ]
+
+
+def advantage_metrics(advantages: Sequence[Sequence[float | None]], estimator: Estimator | None) -> Numbers:
+    """Mean and spread of the advantages that there are, and how many were held at the estimator's clip.
+
+    Example:
+        >>> from logitless.objective.advantage import GroupCentered
+        >>> advantage_metrics([[0.5, -0.5, None]], GroupCentered(clip=0.5))
+        {'advantage/mean': 0.0, 'advantage/std': 0.7071067690849304, 'advantage/clipped': 2}
+    """
+    limit = None if estimator is None else estimator.clip
+    known = torch.tensor([a for group in advantages for a in group if a is not None])
+    spread = float(known.std()) if len(known) > 1 else 0.0
+    metrics: Numbers = {"advantage/mean": float(known.mean()), "advantage/std": spread}
+    if limit is not None:
+        metrics["advantage/clipped"] = int(num_clipped(known, limit))
+    return metrics
+
+
+def value_metrics(block: AdvantagedBlock) -> Numbers:
+    """What the value head said in the scoring pass, against the returns; nothing where there is no value head."""
+    if block.value_old is None or block.value_target is None:
+        return {}
+    return {
+        "value/mean": float(block.value_old.mean()),
+        "value/return_mean": float(block.value_target.nanmean()),
+        "value/explained_variance": float(explained_variance(block.value_old, block.value_target)),
+    }
+
+
+def _spread(group: Group) -> float:
+    known = torch.tensor([r for r in group.rewards if r is not None], dtype=torch.float64)
+    return float(known.std()) if len(known) > 1 else 0.0

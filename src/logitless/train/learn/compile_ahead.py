@@ -1,0 +1,101 @@
+"""Kernels of a training step, compiled side by side before the first one.
+
+A training step of row-invariant layers launches about twenty kernels that nothing has launched before. Compiled where
+each is first launched, one waits for the other; here threads compile all of them at once.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.head.api import token_scores
+from logitless.models.attention import AttentionLayout, prepare_tables
+from logitless.models.lm_head import backbone
+from logitless.models.row_invariant.layer_graphs import rounded_rows
+from logitless.train.learn.policy import Policy
+from logitless.train.recipe.training import Backend
+from logitless.types import PromptGroup
+
+_GROUPS = (
+    PromptGroup(64, (300, 300, 300)),
+    PromptGroup(64, (300, 300, 301)),
+    PromptGroup(64, (PromptGroup(20, (300, 300)), PromptGroup(10, (100, 301)))),
+)
+"""A prompt and its completions, whose keys are cut into parts: an even number of tokens, an odd one, and prompts that
+begin alike."""
+
+
+def compile_training_kernels(policy: Policy, *, backend: Backend, temperature: float, entropy_gradient: bool) -> None:
+    """Compiles what a training step of the policy will launch; nothing is executed, and gradients stay as they are.
+
+    A kernel that is missed here is compiled where it is first launched. Nothing is done on a CPU, for layers of
+    transformers and for sharded weights.
+
+    Args:
+        policy: whose layers and head are trained.
+        backend: of the head.
+        temperature: of sampling.
+        entropy_gradient: whether the objective has a gradient in the entropy.
+    """
+    decoder: Any = backbone(policy.model)
+    if policy.device.type != "cuda" or policy.sharded is not None or not hasattr(decoder, "row_invariant"):
+        return
+    from logitless.models.kernels.compiling import compiled_together  # needs Triton
+
+    padded = decoder.row_invariant.graphs is not None  # rows of graphs are; longer ones are not
+    kinds = [(group, rows) for group in _GROUPS for rows in dict.fromkeys((False, padded))]
+    passes = [_pass(policy, *kind, backend, temperature, entropy_gradient) for kind in kinds]
+    parameters = [p for p in policy.model.parameters() if p.requires_grad]
+    before = [p.grad for p in parameters]
+    # Kernels are compiled for the thread that calls: the backward pass must run in this one.
+    with torch.autograd.set_multithreading_enabled(False), compiled_together(policy.device):
+        for each in passes:
+            each()
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
+
+
+def _pass(
+    policy: Policy, group: PromptGroup, padded: bool, backend: Backend, temperature: float, entropy_gradient: bool
+) -> Callable[[], None]:
+    """A forward and a backward pass over one group, whose tables are on the device already.
+
+    Args:
+        policy, backend, temperature, entropy_gradient: as of ``compile_training_kernels``.
+        group: that the row consists of.
+        padded: to the number of rows that a CUDA graph has.
+    """
+    decoder: Any = backbone(policy.model)
+    layout = AttentionLayout([group], policy.device, rounded_rows(group.size) if padded else group.size)
+    forms = [layer.row_invariant_form for layer in decoder.layers]
+    kinds = list(dict.fromkeys(forms))
+    for form in kinds:
+        heads = form.heads
+        prepare_tables(
+            layout, num_heads=heads.query, num_key_heads=heads.key, width=heads.width, dtype=decoder.norm.weight.dtype,
+            window=form.window, gradients=True,
+        )  # fmt: skip
+    decoder.row_invariant.reach(layout.longest)
+    token = torch.zeros(layout.num_tokens, dtype=torch.long, device=policy.device)
+    return partial(
+        _forward_and_backward, policy, layout, token, 1 + max(map(forms.index, kinds)), backend, temperature,
+        entropy_gradient,
+    )  # fmt: skip
+
+
+def _forward_and_backward(
+    policy: Policy, layout: AttentionLayout, token: Tensor, num_layers: int, backend: Backend, temperature: float,
+    entropy_gradient: bool,
+) -> None:  # fmt: skip
+    decoder: Any = backbone(policy.model)
+    positions = layout.positions.long()[None]
+    hidden = decoder(input_ids=token[None], position_ids=positions, packed_layout=layout, num_layers=num_layers)
+    scores = token_scores(
+        hidden.last_hidden_state[0], policy.head(), token, temperature=temperature, backend=backend,
+        memory_budget=policy.memory_budget,
+    )  # fmt: skip
+    results = [scores.logp, scores.entropy] if entropy_gradient else [scores.logp]
+    torch.autograd.backward(results, [torch.zeros_like(x) for x in results])

@@ -1,0 +1,81 @@
+"""Scores that an engine gave when it sampled, in place of a scoring pass that would be bitwise identical.
+
+The promise of such an engine is about this machine, so it is checked: every few blocks the pass is made all the same,
+and one token with another bit ends the run.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from logitless.errors import TrainingError
+from logitless.rollout.engine import Engine, ExactEngine
+from logitless.rollout.sampling import SamplingOptions
+from logitless.types import Completion, Group, TokenScores
+
+
+def sampled_scores(
+    groups: Sequence[Group], engine: Engine, options: SamplingOptions, version: int
+) -> TokenScores | None:
+    """logp and entropy [N] of the groups' trained tokens as they were sampled; None where a pass has to say.
+
+    Args:
+        groups: that are trained on, in order.
+        engine: that sampled them.
+        options: of sampling; where they filter, ``logp_policy`` counts, and at temperature 0 there is none.
+        version: of the policy's weights. Completions of others are scored anew.
+    """
+    if not isinstance(engine, ExactEngine) or not engine.exact or options.temperature == 0:
+        return None
+    completions = [completion for group in groups for completion in group.completions]
+    logps = [c.logp_policy if options.filters_distribution else c.logp_sampler for c in completions]
+    known = all(c.weights_version == version and c.entropy_sampler is not None for c in completions)
+    if not known or any(each is None for each in logps):
+        return None
+    return TokenScores(
+        logp=_end_to_end(completions, logps), entropy=_end_to_end(completions, [c.entropy_sampler for c in completions])
+    )
+
+
+def mismatched(sampled: TokenScores, scored: TokenScores) -> int:
+    """Tokens whose log-prob or entropy has another bit.
+
+    Example:
+        >>> a = TokenScores(torch.zeros(2), torch.ones(2))
+        >>> mismatched(a, a), mismatched(a, TokenScores(torch.tensor([0.0, 1e-40]), torch.ones(2)))
+        (0, 1)
+    """
+    return int((_differ(sampled.logp, scored.logp) | _differ(sampled.entropy, scored.entropy)).sum())
+
+
+def check_same(sampled: TokenScores, scored: TokenScores) -> int:
+    """0, the tokens of a rescore that differ.
+
+    Raises:
+        TrainingError: there are some.
+    """
+    count = mismatched(sampled, scored)
+    if count:
+        largest = float((sampled.logp - scored.logp).abs().max())
+        raise TrainingError(
+            needed="log-probs of the sampler that are the trainer's in every bit",
+            given=f"{count} of {len(sampled.logp)} tokens that differ, by at most {largest:.3g} nats",
+            remedy="Run `python benchmarks/bits.py` of the repository on this machine; sample with rollout.engine: "
+            "{name: transformers}, which promises no such thing.",
+        )
+    return count
+
+
+def _differ(a: Tensor, b: Tensor) -> Tensor:
+    return a.view(torch.int32) != b.view(torch.int32)
+
+
+def _end_to_end(completions: Sequence[Completion], values: Sequence[np.ndarray | None]) -> Tensor:
+    """Of the trained tokens, float32."""
+    parts = [np.zeros(0, np.float32)]
+    for completion, of_completion in zip(completions, values, strict=True):
+        assert of_completion is not None
+        parts.append(of_completion if completion.trained is None else of_completion[completion.trained])
+    return torch.from_numpy(np.concatenate(parts))

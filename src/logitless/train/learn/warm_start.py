@@ -1,0 +1,89 @@
+"""The supervised stage before the first rollout: negative log-likelihood of given answers, through the same head."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from logitless.data.packing import pack, plan_epoch
+from logitless.data.prompts import PromptOrder
+from logitless.errors import DataError, TrainingError
+from logitless.models.seeded import seeded
+from logitless.seeds import derived_seed
+from logitless.train.learn.policy import Policy
+from logitless.train.optim.optimizer import adamw, learning_rate, take_step
+from logitless.train.recipe.data import WarmStartSection
+from logitless.train.recipe.training import OptimizerSection, TrainSection
+from logitless.types import Completion, Prompt
+
+
+def warm_start(
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    options: WarmStartSection,
+    train: TrainSection,
+    *,
+    seed: int,
+    tell: Callable[[str], None],
+) -> None:
+    """Train the policy to give the answers of a column, with an AdamW of its own that is thrown away.
+
+    ``loss = -mean over the answers' tokens of logp`` at temperature 1.
+
+    Args:
+        policy: changed in place.
+        prompts: each with the answer's text under ``options.answer_column``.
+        tokenizer: the answer is tokenized without special tokens and ends with its EOS.
+        options: of the recipe.
+        train: its ``tokens_per_micro_batch``, gradient norm and head backend are used here too.
+        seed: of the order.
+        tell: is given a line about the loss now and then.
+
+    Raises:
+        DataError: a prompt without a text in the answer column.
+        TrainingError: a gradient that is not finite.
+    """
+    pairs = [(prompt, _answer(prompt, tokenizer, options.answer_column)) for prompt in prompts]
+    data = pack(pairs)
+    schedule = OptimizerSection(learning_rate=options.learning_rate, schedule=options.schedule)
+    optimizer = adamw(policy.model.parameters(), schedule, policy.device)
+    order = PromptOrder(len(pairs), derived_seed(seed, "warm_start"))
+    for step in range(options.steps):
+        batch = data.take(order.next(options.sequences_per_step))
+        [plan] = plan_epoch(
+            [range(batch.num_sequences)],
+            batch.inputs,
+            tokens_per_step=batch.num_tokens,
+            tokens_per_micro_batch=train.tokens_per_micro_batch,
+            seed=0,
+        )
+        loss = 0.0
+        with seeded(derived_seed(seed, "warm_start", "dropout", step), policy.device):  # which LoRA may have
+            for sequences in plan.micro_batches:
+                scores = policy.scores(batch.take(sequences), temperature=1.0, backend=train.training_backend)
+                part = -scores.logp.sum() / batch.num_tokens
+                part.backward()  # type: ignore[no-untyped-call]
+                loss += float(part.detach())
+        rate = learning_rate(step, step / options.steps, schedule)
+        _, finite = take_step(optimizer, rate=rate, max_grad_norm=train.max_grad_norm)
+        if not finite:
+            raise TrainingError(
+                needed="finite gradients in the warm start",
+                given=f"a gradient that is not finite at step {step}",
+                remedy="Lower warm_start.learning_rate.",
+            )
+        if (step + 1) % max(1, options.steps // 10) == 0:
+            tell(f"warm start {step + 1}/{options.steps}: loss {loss:.4f} nat a token")
+
+
+def _answer(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, column: str) -> Completion:
+    text = prompt.columns.get(column)
+    if not isinstance(text, str):
+        raise DataError(
+            needed=f"text in column {column!r} of every warm-start prompt",
+            given=f"{type(text).__name__} for prompt {prompt.id!r}",
+            remedy="Set warm_start.answer_column to the column that holds the answer.",
+        )
+    ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    return Completion(prompt.id, token_ids=np.array(ids), text=text, finish_reason="stop")

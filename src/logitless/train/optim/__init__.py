@@ -1,0 +1,1 @@
+"""Optimizers and their memory: AdamW, master weights, 8-bit and host-resident state."""

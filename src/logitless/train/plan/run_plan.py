@@ -1,0 +1,236 @@
+"""``--dry-run``: everything is checked, one batch is loaded, the plan is printed, and nothing is trained.
+
+The model is built on the meta device, so that an 8-billion-weight recipe can be planned on a laptop. Bytes of weights,
+gradients and moments are exact; activations and cache are estimates and are called so.
+"""
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from logitless.distributed.arrangement import Arrangement
+from logitless.errors import UnavailableError
+from logitless.head.chunked import default_budget
+from logitless.models.value_head import ValueHead
+from logitless.train.assembly.algorithm import value_head_of
+from logitless.train.assembly.checks import check_before_start
+from logitless.train.assembly.costly import costly_choices
+from logitless.train.assembly.engines import open_engines
+from logitless.train.assembly.process import device_of
+from logitless.train.assembly.stages import load, read
+from logitless.train.optim.master_weights import master_weight
+from logitless.train.plan.host_memory import host_memory
+from logitless.train.plan.training_memory import TrainingMemory, at_once_bytes, memory_of_rank
+from logitless.train.recipe.config import Recipe
+from logitless.train.recipe.precision import dtype_line
+from logitless.train.record.memory import free_host_memory, size_text
+from logitless.train.record.writers import check_writers
+from logitless.types import Prompt
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a recipe will do.
+
+    Args:
+        completions_per_block: P * G.
+        tokens_per_block: most scored tokens a block can have.
+        steps_per_block: optimizer steps at that many tokens, over all epochs.
+        steps: at most, over the run.
+        memory_bytes: by part; names that end in "(estimate)" are not exact.
+        host: memory of the host beside a GPU; nothing under ``model.device: cpu``, where ``memory_bytes`` is that.
+        disk_bytes: of the run folder, by part.
+        counts: rows read and dropped, by data source.
+        first_prompt: as the model reads it.
+        chosen: dtype, layers and engine, each with its reason.
+        warnings: choices that cost more than a factor of two.
+    """
+
+    completions_per_block: int
+    tokens_per_block: int
+    steps_per_block: int
+    steps: int
+    memory_bytes: Mapping[str, int]
+    host: TrainingMemory
+    disk_bytes: Mapping[str, int]
+    counts: Mapping[str, Mapping[str, int]]
+    first_prompt: Prompt
+    chosen: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """All parts at once."""
+        return sum(self.memory_bytes.values())
+
+
+def plan_of(recipe: Recipe) -> Plan:
+    """Check a recipe as a whole and work out what it will do; needs the model's config, not its weights.
+
+    Raises:
+        LogitlessError: whatever a real start would raise before its first rollout.
+    """
+    inputs = read(recipe)
+    check_writers(recipe.writers)
+    loaded = load(inputs, device=torch.device("meta"))
+    model, chosen = loaded.model, loaded.chosen
+    check_before_start(recipe, inputs.data, model)
+    value_head = value_head_of(recipe, inputs.algorithm, model)
+    open_engines(chosen.recipe, model, inputs.tokenizer).close()
+    rollout, train = recipe.rollout, recipe.train
+    completions = rollout.prompts_per_block * rollout.completions_per_prompt
+    tokens = completions * rollout.longest_completion
+    steps = train.epochs_per_block * max(1, min(round(tokens / train.tokens_per_step), rollout.prompts_per_block))
+    return Plan(
+        completions_per_block=completions,
+        tokens_per_block=tokens,
+        steps_per_block=steps,
+        steps=steps * train.blocks,
+        memory_bytes=memory(recipe, model, value_head),
+        host=host_memory(recipe, model, Arrangement()),
+        disk_bytes=disk(recipe, model, value_head),
+        counts=inputs.data.counts,
+        first_prompt=inputs.data.train[0],
+        chosen=(
+            dtype_line(recipe.model),
+            f"layers {chosen.layers_line}",
+            f"engine {chosen.engine_line}",
+        ),
+        warnings=tuple(costly_choices(chosen, device_of(recipe.model))),
+    )
+
+
+def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None) -> dict[str, int]:
+    """Bytes by part of a single process, as ``memory_of_rank`` counts them, as if all were held at once.
+
+    No moment of a step holds all of them: what is left over is for what the allocator wastes. A run that goes on holds
+    no more: its checkpoint is read into this model, a tensor at a time.
+    """
+    alone = memory_of_rank(recipe, model, Arrangement(), value_head)
+    end = alone.moments["end"]
+    parts = {"trained weights": alone.always["trained weights"], "gradients": end["gradients"], **alone.always}
+    if "autocast copies" in end:
+        parts["autocast copies"] = end["autocast copies"]
+    if recipe.rollout.samples_with_a_copy:  # while others are trained on, beside the weights that it is handed next
+        parts["copy to sample with"] = 2 * parts["trained weights"] + parts["frozen weights"]
+    parts["activations or cache (estimate)"] = at_once_bytes(recipe, model)
+    parts["head"] = recipe.train.head_memory_budget or default_budget(device_of(recipe.model))
+    return parts
+
+
+def disk(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None) -> dict[str, int]:
+    """Bytes of the run folder by part, of a model and its value head on any device.
+
+    A checkpoint holds what is trained and AdamW's two moments; while one is written, ``checkpoint.keep`` others stay,
+    and under ``checkpoint.keep_best`` the best.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if value_head is not None:
+        trained += list(value_head.parameters())
+    size = sum(master_weight(p).numel() * master_weight(p).element_size() for p in trained)
+    rollout = recipe.rollout
+    tokens = rollout.prompts_per_block * rollout.completions_per_prompt * rollout.longest_completion
+    parts = {"checkpoints": _most_checkpoints(recipe) * 3 * size, "model": size}
+    if recipe.warm_start is not None:
+        parts["warm start"] = size
+    parts["rollouts (estimate)"] = 4 * tokens * recipe.train.blocks
+    return parts
+
+
+def _most_checkpoints(recipe: Recipe) -> int:
+    """That are on the disk at once."""
+    return recipe.checkpoint.keep + 1 + (recipe.checkpoint.keep_best is not None)
+
+
+def check_disk(recipe: Recipe, parts: Mapping[str, int], folder: Path) -> None:
+    """Refuse a run that would fill the disk before its last checkpoint.
+
+    Args:
+        recipe: of the run.
+        parts: of ``disk``; estimates are left out.
+        folder: of the run; what a run that goes on has there already is not needed again.
+
+    Raises:
+        UnavailableError: too little is free.
+    """
+    if (short := _short_of_disk(parts, folder)) is not None:
+        needed, free = short
+        raise UnavailableError(
+            needed=f"{size_text(needed)} at {folder} for {_most_checkpoints(recipe)} checkpoints and the weights",
+            given=f"{size_text(free)} free",
+            remedy="Free disk space, choose another `output`, or lower checkpoint.keep.",
+        )
+
+
+def _short_of_disk(parts: Mapping[str, int], folder: Path) -> tuple[int, int] | None:
+    """(needed, free) bytes where the first is more."""
+    there = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.exists() else 0
+    needed = max(0, sum(size for name, size in parts.items() if not name.endswith("(estimate)")) - there)
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    return (needed, free) if needed > free else None
+
+
+def _account(counts: Mapping[str, int]) -> str:
+    """What was read, and what of it was left out and why."""
+    words = {"empty": "empty", "too_long": "too long", "held_out": "held out"}
+    left_out = [f"{counts[name]:,} {word}" for name, word in words.items() if counts.get(name)]
+    kept = counts["prompts"] - counts.get("held_out", 0)
+    return f"{kept:,} prompts of {counts['rows']:,} rows" + (f"; left out: {', '.join(left_out)}" if left_out else "")
+
+
+def _replaced(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """The parts of the preset that the recipe replaces, each with its name; one of the user's own with its path."""
+    for name in ("ratio", "surrogate", "correction", "advantage", "weighting"):
+        part = getattr(recipe.algorithm, name)
+        if part is not None:
+            yield name, str(getattr(part, "factory", None) or getattr(part, "name", "replaced"))
+
+
+def _host_lines(host: TrainingMemory) -> list[str]:
+    """Memory of the host at its fullest moment, and whether this machine has as much."""
+    parts = {**host.at_peak, "total": host.peak_bytes}
+    width = max(len(name) for name in parts)
+    lines = [f"  memory of the host beside a GPU, most while {host.fullest}"]
+    lines += [f"    {name:{width}s} {size_text(size):>12s}" for name, size in parts.items()]
+    if host.peak_bytes > (free := free_host_memory()):
+        lines.append(f"    more than is available here: {size_text(free)}")
+    return lines
+
+
+def dry_run(recipe: Recipe) -> str:
+    """The plan as text."""
+    plan = plan_of(recipe)
+    train = recipe.train
+    epochs = "1 epoch" if train.epochs_per_block == 1 else f"{train.epochs_per_block} epochs"
+    lines = [
+        f"recipe {recipe.name}: checked",
+        *(f"  {line}" for line in (*plan.chosen, *plan.warnings)),
+        f"  preset             {recipe.algorithm.preset}",
+        *(f"  {name:18s} {words}" for name, words in _replaced(recipe)),
+        *(f"  {name:18s} {_account(counts)}" for name, counts in plan.counts.items()),
+        f"  first prompt       {plan.first_prompt.text[:100]!r} ({len(plan.first_prompt.token_ids)} tokens)",
+        f"  a block            {recipe.rollout.prompts_per_block} prompts x {recipe.rollout.completions_per_prompt} "
+        f"completions = {plan.completions_per_block}, at most {plan.tokens_per_block:,} scored tokens",
+        f"  steps              at most {plan.steps_per_block} a block ({epochs}), {plan.steps:,} in {train.blocks:,} "
+        "blocks",
+        f"  micro-batch        {train.tokens_per_micro_batch:,} tokens",
+        "  memory",
+    ]
+    width = max(len(name) for name in plan.memory_bytes)
+    lines += [f"    {name:{width}s} {size_text(size):>12s}" for name, size in plan.memory_bytes.items()]
+    lines.append(f"    {'total':{width}s} {size_text(plan.total_bytes):>12s}")
+    is_for_gpu = device_of(recipe.model).type == "cuda" or recipe.train.optimizer.moments == "host"
+    if plan.host.peak_bytes and is_for_gpu:
+        lines += _host_lines(plan.host)
+    lines.append("  disk")
+    lines += [f"    {name:{width}s} {size_text(size):>12s}" for name, size in plan.disk_bytes.items()]
+    if (short := _short_of_disk(plan.disk_bytes, Path(recipe.output) / recipe.name)) is not None:
+        lines.append(f"    a start here is refused: {size_text(short[1])} are free")
+    return "\n".join(lines)

@@ -1,0 +1,271 @@
+"""What several processes will need: memory of each, bytes that travel in a step, and from measured speeds the time.
+
+``logitless plan RECIPE --gpus N``. Bytes are counted from the recipe and the model's shape, for any number of
+processes. A time is worked out only from what was measured: tokens a second of one GPU alone, gigabytes a second
+between them, and how much of the messages' time is not hidden (``benchmarks/scale.py`` measures all three; where the
+last is not given, nothing is taken to be hidden, and the share of communication is the most that it can be).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from logitless.distributed.arrangement import Arrangement
+from logitless.errors import DataError
+from logitless.models.lm_head import causal_lm
+from logitless.models.value_head import ValueHead
+from logitless.train.assembly.policies import head_traffic, scores_all_rows
+from logitless.train.plan.host_memory import host_memory
+from logitless.train.plan.run_plan import GIB
+from logitless.train.plan.training_memory import (
+    TrainingMemory,
+    memory_of_rank,
+    own_parameters,
+    rows_of_step,
+    tokens_of_step,
+    unit_bytes,
+)
+from logitless.train.recipe.config import Recipe
+
+WORK = ("tokens", "length", "micro_batches", "head_budget")
+"""What is the same in two rows of ``benchmarks/scale.py`` that can be compared."""
+
+MOMENTS = {
+    "head": "the backward of the LM head",
+    "layers": "the backward of the last layer",
+    "end": "the end of a backward",
+    "embedding": "the backward of the embedding",
+    "sampling": "sampling",
+}
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What was measured.
+
+    Args:
+        tokens_per_second: read by one GPU alone in training steps, forward and backward.
+        bytes_per_second: that a rank sends in large collectives.
+        exposed: how much longer a step takes than on one GPU, over the time of its messages one after the other; 1
+            where nothing overlaps.
+
+    Example:
+        >>> alone = {"gpus": 1, "layout": "shard", "tokens": 8, "length": 8, "micro_batches": 1, "head_budget": None,
+        ...          "tokens_per_second": 8.0, "bytes_per_second": None, "sent_bytes": 0}
+        >>> two = alone | {"gpus": 2, "tokens_per_second": 12.8, "bytes_per_second": 10.0, "sent_bytes": 5}
+        >>> Speeds.measured([alone, two])  # a step of 1.25 s instead of 1 s, for half a second of messages
+        Speeds(tokens_per_second=8.0, bytes_per_second=10.0, exposed=0.5)
+    """
+
+    tokens_per_second: float
+    bytes_per_second: float
+    exposed: float = 1.0
+
+    @classmethod
+    def measured(cls, rows: Sequence[Mapping[str, Any]], layout: str = "shard") -> "Speeds":
+        """From rows of ``benchmarks/scale.py``: one GPU alone, and the most GPUs that did the same work each.
+
+        Args:
+            rows: of one model.
+            layout: of the row of several GPUs.
+
+        Raises:
+            DataError: rows that do not say it.
+        """
+        several = [row for row in rows if row["gpus"] > 1 and row["layout"] == layout]
+        for row in sorted(several, key=lambda each: -each["gpus"]):
+            for one in rows:
+                if one["gpus"] == 1 and one["layout"] == "shard" and all(one[name] == row[name] for name in WORK):
+                    tokens = one["tokens"] * one["micro_batches"]
+                    longer = tokens * (row["gpus"] / row["tokens_per_second"] - 1 / one["tokens_per_second"])
+                    messages = row["sent_bytes"] / row["bytes_per_second"]
+                    return cls(one["tokens_per_second"], row["bytes_per_second"], max(0.0, longer / messages))
+        raise DataError(
+            needed=f"rows of one GPU and of several in layout {layout}, of the same work",
+            given=f"{len(rows)} rows without",
+            remedy="Run `python benchmarks/scale.py --gpus 1,2` of the repository.",
+        )
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of one process.
+
+    Args:
+        arrangement: of all of them.
+        memory: by part, always or at one moment.
+        processes: on one machine.
+        host: of all these together, in the memory of the machine's host.
+        traffic_bytes: sent in an optimizer step, by cause.
+        rows: micro-batches in a step.
+        tokens: read in a step by each rank, at most.
+        speeds: or None where nothing was measured.
+    """
+
+    arrangement: Arrangement
+    memory: TrainingMemory
+    processes: int
+    host: TrainingMemory
+    traffic_bytes: Mapping[str, int]
+    rows: int
+    tokens: int
+    speeds: Speeds | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """At the fullest moment: of training, or sampling."""
+        return self.memory.peak_bytes
+
+    @property
+    def compute_seconds(self) -> float | None:
+        """Of a step without any waiting."""
+        return None if self.speeds is None else self.tokens / self.speeds.tokens_per_second
+
+    @property
+    def traffic_seconds(self) -> float | None:
+        """Of a step's messages one after the other."""
+        return None if self.speeds is None else sum(self.traffic_bytes.values()) / self.speeds.bytes_per_second
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Of a step, with the part of its messages that nothing hides."""
+        if self.speeds is None or self.compute_seconds is None or self.traffic_seconds is None:
+            return None
+        return self.compute_seconds + self.speeds.exposed * self.traffic_seconds
+
+    @property
+    def traffic_share(self) -> float | None:
+        """What messages are of the step's time."""
+        if self.compute_seconds is None or self.step_seconds is None:
+            return None
+        return 1 - self.compute_seconds / self.step_seconds
+
+
+def forecast(
+    recipe: Recipe,
+    model: nn.Module,
+    arrangement: Arrangement,
+    *,
+    value_head: ValueHead | None = None,
+    speeds: Speeds | None = None,
+    processes: int | None = None,
+) -> Forecast:
+    """What a recipe needs of each process, and of the host that some of them share.
+
+    Args:
+        recipe: checked.
+        model: on any device, ``meta`` included.
+        arrangement: of the processes.
+        value_head: of the algorithm.
+        speeds: measured.
+        processes: on one machine; None: all of them.
+    """
+    tokens, rows = tokens_of_step(recipe, arrangement), rows_of_step(recipe, arrangement)
+    head: Any = causal_lm(model).get_output_embeddings()
+    all_rows = arrangement.is_sharded and scores_all_rows(recipe, arrangement, head.weight)
+    memory = memory_of_rank(recipe, model, arrangement, value_head)
+    processes = processes or arrangement.replicate * arrangement.weights
+    host = host_memory(recipe, model, arrangement, processes=processes)
+    if recipe.model.device == "cpu":
+        host = TrainingMemory({"memory of its processes": processes * memory.peak_bytes}, host.moments)
+    return Forecast(
+        arrangement,
+        memory,
+        processes,
+        host,
+        traffic_of_rank(
+            model,
+            arrangement,
+            rows=rows,
+            tokens_per_row=min(tokens, recipe.train.tokens_per_micro_batch),
+            in_order=recipe.parallel.deterministic,
+            all_rows=all_rows,
+        ),
+        rows,
+        tokens // arrangement.sequence,
+        speeds,
+    )
+
+
+def traffic_of_rank(
+    model: nn.Module,
+    arrangement: Arrangement,
+    *,
+    rows: int,
+    tokens_per_row: int,
+    in_order: bool = False,
+    all_rows: bool = False,
+) -> dict[str, int]:
+    """Bytes that a rank sends in an optimizer step, by cause; a ring or a tree sends no fewer.
+
+    Args:
+        model: not sharded yet, on any device.
+        arrangement: of the processes.
+        rows: micro-batches of a rank.
+        tokens_per_row: of a micro-batch.
+        in_order: gradients are summed along a tree (``parallel.deterministic``), for which all ranks get all.
+        all_rows: the LM head scores the tokens of all ranks together (``parallel.vocabulary``).
+    """
+    cut, copies, split = arrangement.weights, arrangement.replicate, arrangement.sequence
+    own = own_parameters(model)
+    gradients = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if in_order:
+        return {} if copies == 1 else {"gradients of copies": gradients * (copies - 1)}
+    if not arrangement.is_sharded:
+        return {} if copies == 1 else {"gradients of copies": 2 * gradients * (copies - 1) // copies}
+    config: Any = causal_lm(model).config.get_text_config()
+    head = own[-1] if len(own) > config.num_hidden_layers + 1 else own[config.num_hidden_layers]
+    gathered = own[:-1] if len(own) > config.num_hidden_layers + 1 else own  # the LM head is not gathered
+    weights = sum(unit_bytes(unit) for unit in gathered)
+    reduced = 4 * sum(p.numel() for unit in gathered for p in unit if p.requires_grad)
+    largest = max(head, key=lambda p: p.numel())
+    number = largest.element_size()
+    parts = {
+        "weights, forward and backward": 2 * rows * weights * (cut - 1) // cut,
+        "gradients of shards": rows * reduced * (cut - 1) // cut,
+        "tokens for the LM head" if all_rows else "shards of the LM head": rows
+        * head_traffic(largest, cut, tokens_per_row // split, number, all_rows=all_rows),
+    }
+    if copies > 1:
+        parts["gradients of copies"] = 2 * rows * (reduced // cut) * (copies - 1) // copies
+    if split > 1:
+        heads = config.num_attention_heads
+        keys = getattr(config, "num_key_value_heads", None) or heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        numbers = (2 * heads + 2 * max(keys, split)) * width * tokens_per_row // split
+        passes = 3 if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()) else 2
+        layers = config.num_hidden_layers
+        parts["tokens for heads"] = rows * passes * layers * numbers * number * (split - 1) // split
+    return parts
+
+
+def forecast_text(recipe: Recipe, found: Forecast) -> str:
+    """For a person."""
+    world = found.arrangement.replicate * found.arrangement.weights
+    memory, host = found.memory.at_peak, found.host.at_peak
+    width = max(len(name) for name in [*memory, *host, *found.traffic_bytes, "peak"])
+    lines = [
+        f"recipe {recipe.name} on {world} processes: {found.arrangement.words}",
+        f"  a step reads about {found.tokens:,} tokens a process, in {found.rows} micro-batches",
+        f"  memory of each, at its fullest moment ({MOMENTS[found.memory.fullest]})",
+        *(f"    {name:{width}s} {size / GIB:9.3f} GiB" for name, size in memory.items()),
+        f"    {'peak':{width}s} {found.peak_bytes / GIB:9.3f} GiB",
+        f"  memory of a machine's host, for all its processes ({found.processes}), most while {found.host.fullest}",
+        *(f"    {name:{width}s} {size / GIB:9.3f} GiB" for name, size in host.items()),
+        f"    {'peak':{width}s} {found.host.peak_bytes / GIB:9.3f} GiB",
+        "  sent by each in a step",
+        *(f"    {name:{width}s} {size / GIB:9.3f} GiB" for name, size in found.traffic_bytes.items()),
+    ]
+    if found.speeds is None:
+        lines.append("  time: not forecast; give --measured, a file of `benchmarks/scale.py`, or --tokens-per-second")
+        lines.append("        and --gigabytes-per-second")
+    else:
+        lines.append(
+            f"  time of a step: {found.step_seconds:.3f} s: {found.compute_seconds:.3f} s at "
+            f"{found.speeds.tokens_per_second:,.0f} tokens/s, and {found.speeds.exposed:.0%} of "
+            f"{found.traffic_seconds:.3f} s of messages at {found.speeds.bytes_per_second / 1e9:,.0f} GB/s "
+            f"({found.traffic_share or 0:.0%} of the step)"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,356 @@
+"""What a process holds at its fullest in a training step, counted from shapes, moment by moment.
+
+    always    weights (or shards of them, which are the masters), masters, AdamW's moments, a value head, a reference
+    head      + what the head kept of its forward and makes in its backward, the inputs of all layers,
+                the gradient of the LM head
+    layers    + what the last layer recomputed, the inputs of all layers, the gradient of the LM head
+    end       + all gradients, what the first layer recomputed
+    embedding + all gradients, that of the embedding before it is summed
+    sampling  + keys and values of all rows, and all weights whole
+
+The peak is the fullest moment: while layers go backward, gradients take the place of their inputs. Inputs and products
+of a decoder layer are counted as transformers' layers keep them (norms in float32, a gated MLP); kernels of our own
+keep less. What torch's allocator wastes between blocks is not counted.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from logitless.distributed.arrangement import Arrangement
+from logitless.models.four_bit import saved_bytes
+from logitless.models.lm_head import causal_lm
+from logitless.models.units import units_of
+from logitless.models.value_head import ValueHead
+from logitless.train.optim.master_weights import master_weight
+from logitless.train.recipe.config import Recipe
+
+BLOCK = 192 * 2**20
+"""Bytes of logit gradients that the head makes anew at once; ``head.passes.BLOCK_BYTES``."""
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes of one process, by part.
+
+    Args:
+        always: held during the whole step.
+        moments: held beside them at each moment, by its name.
+
+    Example:
+        >>> TrainingMemory({"weights": 3}, {"head": {"kept": 4}, "end": {"gradients": 5, "inputs": 1}}).peak_bytes
+        9
+    """
+
+    always: Mapping[str, int]
+    moments: Mapping[str, Mapping[str, int]]
+
+    @property
+    def fullest(self) -> str:
+        """The moment of the peak."""
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """Part by part what is held at the fullest moment."""
+        return {**self.always, **self.moments[self.fullest]}
+
+    @property
+    def peak_bytes(self) -> int:
+        """All that is held at the fullest moment."""
+        return sum(self.always.values()) + sum(self.moments[self.fullest].values())
+
+
+def training_memory(
+    model: nn.Module,
+    arrangement: Arrangement,
+    *,
+    tokens: int,
+    head_budget: int | None = None,
+    in_order: bool = False,
+    micro_batches: int = 1,
+    number: int | None = None,
+    recomputes: bool | None = None,
+    optimizer_state: Literal["float32", "8bit", "host"] = "float32",
+) -> TrainingMemory:
+    """The bytes of one process in a step.
+
+    Args:
+        model: not sharded yet, on any device, ``meta`` included.
+        arrangement: of the processes.
+        tokens: N, read by this process in a micro-batch, all of them scored.
+        head_budget: bytes for kept exponentials; None: all that there are.
+        in_order: gradients are summed along a tree (``parallel.deterministic``).
+        micro_batches: of a step; under ``in_order`` sums of some of them wait for the others.
+        number: bytes of a number in activations; None: of the narrowest weight.
+        recomputes: layers keep their input alone; None: as the model is set.
+        optimizer_state: AdamW's moments: in 8 bits with a float32 scale for each 256, or with the masters on the host.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+        ...                      vocab_size=11)
+        >>> found = training_memory(LlamaForCausalLM(config), Arrangement(), tokens=4)
+        >>> found.always["AdamW moments"] == 2 * found.always["trained weights"]
+        True
+    """
+    inner: Any = causal_lm(model)
+    cut = arrangement.weights
+    parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    if number is None:
+        number = min(p.element_size() for p in parameters if p.is_floating_point())
+    if recomputes is None:
+        recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    head = inner.get_output_embeddings().weight
+    vocabulary, width = head.shape
+
+    held = sum(shard_bytes(master_weight(p), cut) for p in trained)
+    always = {
+        "trained weights": held if arrangement.is_sharded else sum(shard_bytes(p, cut) for p in trained),
+        "AdamW moments": {"float32": 2 * held, "8bit": 2 * held // 4 * 65 // 64, "host": 0}[optimizer_state],
+        "frozen weights": sum(shard_bytes(p, cut) for p in parameters if not p.requires_grad),
+    }
+    if not arrangement.is_sharded and optimizer_state != "host" and any(master_weight(p) is not p for p in trained):
+        always["float32 masters"] = held  # shards are masters
+    of_head = shard_bytes(master_weight(head), cut) if head.requires_grad else 0
+    one = sum(layer_bytes(model, number)) * tokens
+    all_layers, recomputed = layers_bytes(model, number, tokens=tokens, recomputes=recomputes)
+    in_use, around, unsummed = _gathered(model, number) if arrangement.is_sharded else (0, 0, 0)
+    row = 2 * width * number * tokens  # the last hidden states and their gradient
+    start = {"inputs of layers": all_layers, "gradient of the LM head": of_head}
+    end = {"gradients": held, "inputs of layers": one - recomputed, "units in use": in_use}
+    embedding = {"gradients": held, "units in use": around, "gradient of the embedding": unsummed}
+    if in_order:
+        end["sums along the tree"] = held * (micro_batches - 1).bit_length()
+        if arrangement.replicate > 1:  # the largest gradient, laid flat, and that of every rank
+            flat = 4 * max((p.numel() for p in trained), default=0)
+            end["gradients of all ranks"] = max(0, flat * (1 + arrangement.replicate) - one - row)
+    return TrainingMemory(
+        always,
+        {
+            "head": start | {"head": row + _head_bytes(tokens, width, vocabulary, number, head_budget, head, cut)},
+            "layers": start | {"recomputed in a layer": recomputed + row, "units in use": in_use},
+            "end": end | {"recomputed in a layer": recomputed + row},
+            **({"embedding": embedding} if unsummed else {}),
+        },
+    )
+
+
+def memory_of_rank(
+    recipe: Recipe, model: nn.Module, arrangement: Arrangement, value_head: ValueHead | None = None
+) -> TrainingMemory:
+    """What a process of a recipe holds: always, in the moments of a training step, and while it samples.
+
+    Shards, masters and AdamW's moments are exact; what layers keep, and what sampling keeps beside the weights, are
+    estimates. Shards are held in the dtype of the masters; to sample, all weights are whole, in that of the products.
+
+    Args:
+        recipe: checked.
+        model: of ``policy_model``, not sharded yet, on any device, ``meta`` included.
+        arrangement: of the processes.
+        value_head: of the algorithm.
+    """
+    section, train, parallel = recipe.model, recipe.train, recipe.parallel
+    trained = [p for p in model.parameters() if p.requires_grad]
+    found = training_memory(
+        model,
+        arrangement,
+        tokens=math.ceil(train.tokens_per_micro_batch / arrangement.sequence),
+        head_budget=train.head_memory_budget,
+        in_order=parallel.deterministic,
+        micro_batches=rows_of_step(recipe, arrangement),
+        number=2 if section.autocast is not None else None,
+        recomputes=section.gradient_checkpointing or train.activation_memory is not None,
+        optimizer_state=train.optimizer.moments,
+    )
+    always = dict(found.always)
+    if section.quantize is not None:
+        always["frozen weights"] -= saved_bytes(model) // arrangement.weights
+    if value_head is not None:  # weights, gradients and two moments
+        always["value head"] = 4 * unit_bytes(value_head.parameters())
+    on_device = parallel.reference == "device" or not arrangement.is_sharded
+    if recipe.kl is not None and section.lora is None and on_device:
+        reference = getattr(torch, section.dtype).itemsize * sum(p.numel() for p in trained)
+        always["reference"] = math.ceil(reference / arrangement.weights)
+    moments = {name: dict(parts) for name, parts in found.moments.items()}
+    for parts in moments.values():
+        if section.autocast is not None:  # autocast keeps a copy of each trained matrix in its dtype during a pass
+            parts["autocast copies"] = 2 * sum(p.numel() for p in trained if p.ndim >= 2)
+        if train.activation_memory is not None and "inputs of layers" in parts:
+            # there are none any more when the embedding's gradient is summed
+            parts["inputs of layers"] = max(parts["inputs of layers"], train.activation_memory)
+    if recipe.rollout.engine.samples_policy:
+        moments["sampling"] = {"cache": at_once_bytes(recipe, model)}
+        if arrangement.is_sharded:
+            moments["sampling"]["whole weights"] = sum(unit_bytes(unit) for unit in own_parameters(model))
+    return TrainingMemory(always, moments)
+
+
+def tokens_of_step(recipe: Recipe, arrangement: Arrangement) -> int:
+    """Of each group of ranks that share sequences, at most."""
+    return math.ceil(recipe.train.tokens_per_step / (arrangement.replicate * arrangement.shard))
+
+
+def rows_of_step(recipe: Recipe, arrangement: Arrangement) -> int:
+    """Micro-batches of a rank in a step."""
+    return max(1, math.ceil(tokens_of_step(recipe, arrangement) / recipe.train.tokens_per_micro_batch))
+
+
+def at_once_bytes(recipe: Recipe, model: nn.Module) -> int:
+    """Estimate of what layers keep for a backward pass, or sampling beside the weights: the larger, for they do not
+    overlap, unless blocks are collected ahead by a copy of the model."""
+    section, train, rollout = recipe.model, recipe.train, recipe.rollout
+    config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr]
+    number, longest = section.activation_bytes, recipe.data.max_prompt_tokens
+    layers = sum(
+        layers_bytes(model, number, tokens=train.tokens_per_micro_batch, recomputes=section.gradient_checkpointing)
+    )
+    if train.activation_memory is not None:
+        layers = min(layers, train.activation_memory)
+    # of sampling: keys and values of all rows, and one layer's numbers of the prompts that are read together
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rows = min(rollout.max_rows, rollout.prompts_per_block * rollout.completions_per_prompt)
+    length = longest + rollout.longest_completion
+    cache = rows * length * config.num_hidden_layers * 2 * kv_heads * head_dim * number
+    if rollout.engine.cache_bytes is not None:
+        cache = min(cache, rollout.engine.cache_bytes)
+    prompts = -(-rows // rollout.completions_per_prompt)
+    read_at_once = max(longest, min(rollout.prefill_tokens, prompts * longest))
+    sampling = cache + read_at_once * 17 * config.hidden_size * number
+    return layers + sampling if rollout.samples_with_a_copy else max(layers, sampling)
+
+
+def layers_bytes(model: nn.Module, number: int, *, tokens: int, recomputes: bool) -> tuple[int, int]:
+    """Bytes that all decoder layers keep for their backward, and that one of them makes in its own.
+
+    Args:
+        model: on any device.
+        number: bytes of a number in activations.
+        tokens: that are read.
+        recomputes: layers keep their input alone, and make the rest again.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=1,
+        ...                      vocab_size=11)
+        >>> model = LlamaForCausalLM(config)
+        >>> layers_bytes(model, 2, tokens=1, recomputes=True), layers_bytes(model, 2, tokens=1, recomputes=False)
+        ((48, 640), (960, 320))
+    """
+    config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr]
+    kept, made = layer_bytes(model, number)
+    if recomputes:
+        return tokens * config.hidden_size * number * config.num_hidden_layers, tokens * (kept + made)
+    return tokens * kept * config.num_hidden_layers, tokens * made
+
+
+def layer_bytes(model: nn.Module, number: int) -> tuple[int, int]:
+    """Bytes a token that a decoder layer of transformers keeps for its backward, and that the backward makes at once.
+
+    With D, F the inner width of the gated MLP, H and K all heads' widths of queries and of keys, and n bytes a number:
+    two norms keep their input in float32 and, rounded, what is scaled and what comes of it (8 D + 4 n D), attention
+    keeps queries, keys, values and output (n (2 H + 2 K)), the MLP gate, its activation, the other half and their
+    product (4 n F). The backward makes as much again of norms (8 D + 4 n D), queries and keys before they were turned
+    with the pieces that turning cuts (n (2 H + 4 K)), and gradients of three parts of the MLP (3 n F).
+
+    Over a frozen base, linear maps and norms keep no input for gradients of weights: what is left is the norms' input
+    in float32 (8 D bytes), queries, keys, values and output, and of the MLP three parts (3 n F). A float32
+    adapter keeps a float32 copy of its input instead, whose gradient comes in both dtypes.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+        ...                      vocab_size=11)
+        >>> layer_bytes(LlamaForCausalLM(config), number=2)
+        (320, 320)
+    """
+    config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr]
+    width = config.hidden_size
+    heads = config.num_attention_heads
+    keys = getattr(config, "num_key_value_heads", None) or heads
+    each = getattr(config, "head_dim", None) or width // heads
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * width
+    layer = next((module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)), None)
+    parts: Any = () if layer is None else layer.modules()
+    inputs = [part.in_features for part in parts if hasattr(part, "lora_A")]
+    attention = 2 * heads * each + 2 * keys * each
+    if inputs and number < 4:
+        kept = 8 * width + number * (attention + 3 * inner) + 4 * sum(inputs)
+        return kept, max((4 + number) * max(inputs), 3 * number * inner)
+    norms = (8 + 4 * number) * width
+    return norms + number * (attention + 4 * inner), norms + number * (attention + 2 * keys * each + 3 * inner)
+
+
+def _head_bytes(
+    tokens: int, width: int, vocabulary: int, number: int, budget: int | None, head: torch.Tensor, cut: int
+) -> int:
+    """Of the fused head beyond its inputs and returned gradients; ``fused.peak_bytes`` counts them where Triton is."""
+    row = vocabulary * number
+    kept = tokens if budget is None else min(tokens, budget // row)
+    most = math.ceil(vocabulary / cut)
+    total = kept * row + 320 * tokens
+    if kept:
+        total += tokens * number * width
+    if anew := tokens - kept:
+        columns = min(most, BLOCK // (anew * number))
+        total += anew * (columns * number + (4 * width if columns < vocabulary else 0))
+        total += 4 * columns * width if kept else 0
+    if cut > 1:
+        total += 4 * kept * width
+        total += most * width * (2 * number + ((8 if cut > 2 else 6) if head.requires_grad else 0))
+    return total
+
+
+def _gathered(model: nn.Module, number: int) -> tuple[int, int, int]:
+    """Bytes of the units that are whole at once, of the decoder around the layers among them, and of what the gradient
+    of that decoder takes until it is summed.
+
+    It is whole all the time; of layers, the one in use and the next one. The gradient of a unit is copied into a buffer
+    that is summed.
+    """
+    own = own_parameters(model)
+    units = units_of(model)
+    is_layer = [isinstance(unit, GradientCheckpointingLayer) for unit in units]
+    layers = [sum(p.numel() for p in unit) for unit, whether in zip(own, is_layer, strict=True) if whether]
+    around = [p for unit, whether in zip(own, is_layer, strict=True) if not whether for p in unit]
+    head: Any = causal_lm(model)
+    tied = {id(p) for p in head.get_output_embeddings().parameters()}
+    untied = len(units) > len(layers) + 1
+    decoder = [p for p in around if not (untied and id(p) in tied)]
+    of_decoder = number * sum(p.numel() for p in decoder)
+    unsummed = 8 * sum(p.numel() for p in decoder if p.requires_grad)
+    return of_decoder + 2 * number * max(layers, default=0), of_decoder, unsummed
+
+
+def own_parameters(model: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters of each unit, those of units inside it left out."""
+    seen: set[int] = set()
+    found = []
+    for unit in units_of(model):
+        own = [p for p in dict.fromkeys(unit.parameters()) if id(p) not in seen]
+        seen |= {id(p) for p in own}
+        found.append(own)
+    return found
+
+
+def unit_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    """Of parameters, whole and in the dtype that they have."""
+    return sum(p.numel() * p.element_size() for p in parameters)
+
+
+def shard_bytes(parameter: torch.Tensor, cut: int) -> int:
+    """Of the rank with the most: parameters are cut by rows.
+
+    Example:
+        >>> shard_bytes(torch.zeros(5, 2), 2)
+        24
+    """
+    rows = parameter.shape[0] if parameter.ndim else 1
+    return math.ceil(rows / cut) * (parameter.numel() // max(rows, 1)) * parameter.element_size()

@@ -1,0 +1,116 @@
+"""The sections ``algorithm``, ``value_head`` and ``kl``."""
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat
+
+from logitless.objective.advantage import Advantage
+from logitless.objective.correction import SamplerCorrection
+from logitless.objective.divergence import KLPenalty
+from logitless.objective.filters import Filter
+from logitless.objective.kl_control import KLControl
+from logitless.objective.objective import EntropyBonus, Ratio
+from logitless.objective.own import OwnAdvantage, OwnSurrogate
+from logitless.objective.surrogate import Surrogate
+from logitless.objective.value import ValueLoss
+from logitless.objective.weighting import Weighting
+from logitless.train.recipe.rule import Composed, Rule, Setting, refusal
+from logitless.train.recipe.section import Section
+
+if TYPE_CHECKING:
+    from logitless.train.recipe.config import Recipe
+
+
+class AlgorithmSection(Section):
+    """A paper's composition, with parts replaced by name."""
+
+    preset: str = Field("grpo", description="a paper's name, see docs/objectives.md")
+    parameters: dict[str, Any] = Field(default_factory=dict, description="of the preset, in its paper's terms")
+    ratio: Annotated[Ratio, Field(discriminator="name")] | None = Field(None, description="replaces the preset's")
+    surrogate: Annotated[Surrogate | OwnSurrogate, Field(discriminator="name")] | None = Field(
+        None, description="replaces the preset's"
+    )
+    filters: tuple[Annotated[Filter, Field(discriminator="name")], ...] | None = Field(
+        None, description="replaces the preset's"
+    )
+    correction: SamplerCorrection | None = Field(None, description="sampler correction (importance sampling)")
+    entropy_bonus: EntropyBonus | None = Field(None, description="replaces the preset's")
+    advantage: Annotated[Advantage | OwnAdvantage, Field(discriminator="name")] | None = Field(
+        None, description="replaces the preset's"
+    )
+    weighting: Annotated[Weighting, Field(discriminator="name")] | None = Field(
+        None, description="replaces the preset's"
+    )
+    value_loss: ValueLoss | None = Field(
+        None, description="replaces the preset's; goes with an advantage that reads values (`gae`), and only with one"
+    )
+
+
+class ValueHeadSection(Section):
+    """The linear layer that predicts returns, on the policy's backbone, for algorithms with a value loss (PPO)."""
+
+    learning_rate_factor: PositiveFloat = Field(
+        10.0, description="the head's learning rate, as a multiple of the optimizer's; it is never decayed"
+    )
+    source: str | None = Field(
+        None, description="`value_head.safetensors` of a finished run to start from; None: every weight 0"
+    )
+
+
+class _KL(Section):
+    control: Annotated[KLControl, Field(discriminator="name")] = Field(description="fixed or adaptive coefficient")
+    update: Literal["step", "epoch"] = Field("step", description="when the coefficient moves")
+
+
+class KLInLoss(_KL):
+    """A term of the loss that keeps the policy near the reference."""
+
+    placement: Literal["loss"]
+    penalty: KLPenalty = Field(default_factory=KLPenalty, description="estimator, ratio correction, clamp")
+
+
+class KLInReward(_KL):
+    """k1 subtracted from the reward: per token for token returns, else its sum over the sequence."""
+
+    placement: Literal["reward"]
+
+
+def value_head_section(recipe: "Recipe") -> ValueHeadSection:
+    """The recipe's section, or its defaults."""
+    return recipe.value_head or ValueHeadSection()
+
+
+# --- rules ----------------------------------------------------------------------------------------------------------
+
+
+def _other_distribution(recipe: "Recipe") -> str:
+    correction, sampling = recipe.algorithm.correction, recipe.rollout.sampling
+    if correction is None:
+        return ""
+    top_p, top_k, min_p = sampling.top_p, sampling.top_k or 0, sampling.min_p
+    return refusal(lambda: correction.check_sampling(top_p=top_p, top_k=top_k, min_p=min_p, others=sampling.penalties))
+
+
+RULES: tuple[Rule["Recipe"], ...] = (
+    Setting["Recipe"]("algorithm.correction", lambda recipe: recipe.algorithm.correction is not None).needs(
+        "sampling from the whole softmax",
+        holds=lambda recipe: not _other_distribution(recipe),
+        given=_other_distribution,
+        remedy="Leave that setting out of rollout.sampling, or set filtered_sampling: accept on the correction.",
+    ),
+)
+
+COMPOSED_RULES: tuple[Rule[Composed], ...] = (
+    Setting[Composed]("value_head", lambda composed: composed.recipe.value_head is not None).needs(
+        "an algorithm with a value loss",
+        holds=lambda composed: composed.algorithm.value_loss is not None,
+        given=lambda composed: f"preset {composed.recipe.algorithm.preset!r} without one",
+        remedy="Remove value_head, or set algorithm.preset: ppo.",
+    ),
+    Setting[Composed]("rewards []", lambda composed: not composed.recipe.rewards).needs(
+        "an advantage that does not take rewards apart",
+        holds=lambda composed: composed.algorithm.advantage is None or not composed.algorithm.advantage.reads_functions,
+        given=lambda composed: composed.algorithm.advantage.name if composed.algorithm.advantage else "none",
+        remedy="Choose another algorithm.advantage, or name a reward.",
+    ),
+)

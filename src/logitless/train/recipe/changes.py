@@ -1,0 +1,185 @@
+"""Which keys of a recipe may change when a run goes on: those that change no trained bit, and rounding alone.
+
+Every other key makes another run. That is a fork of a checkpoint (``fork.py``), in a folder of its own.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from logitless.errors import ConfigurationError
+from logitless.objective.algorithm import Algorithm
+from logitless.train.recipe.config import Recipe
+
+KeyPath: TypeAlias = tuple[str, ...]
+
+UNTRAINED = (
+    *("output", "checkpoint", "writers", "evaluation", "rollout.parity", "train.blocks"),
+    *("train.max_skipped_in_a_row", "train.max_unscored_fraction", "train.max_blocks_unscored"),
+    "train.max_blocks_without_signal",
+)
+"""Sections and keys that no trained bit depends on: what is written, measured and reported, and when a run ends."""
+
+ROUNDING = (
+    *("parallel", "rollout.max_rows", "rollout.prefill_tokens", "rollout.engine.memory"),
+    *("train.tokens_per_micro_batch", "train.share_prompts", "train.pack_by_cost", "train.activation_memory"),
+    *("train.head_memory_budget", "model.gradient_checkpointing"),
+)
+"""How much is computed at a time: the loss and its gradient are sums of the same terms, added in another order."""
+
+MOVED = (  # what is in a file may not change, which its digest in provenance.json says
+    *("model.tokenizer", "data.train.path", "data.train.sources.*.data.path", "data.held_out.path"),
+    *("warm_start.data.path", "rollout.engine.path"),
+    *(f"rollout.engine.{key}" for key in ("urls", "api_key_file", "api_key_variable", "give_up_seconds")),
+)
+"""Where something stands, whose content is the same."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value that differs between two recipes.
+
+    Args:
+        path: of its key.
+        before: as the run had it; None where the key was not there.
+        after: as it is now.
+    """
+
+    path: KeyPath
+    before: Any
+    after: Any
+
+    @property
+    def key(self) -> str:
+        """The key as ``--set`` names it."""
+        return ".".join(self.path)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it changes the order of sums."""
+        return self.is_below(ROUNDING)
+
+    def is_below(self, patterns: Sequence[str]) -> bool:
+        """Whether the key is one of these or in a section of them; a star stands for any name.
+
+        Example:
+            >>> change = Change(("parallel", "shard"), 1, 2)
+            >>> change.is_below(["parallel"]), change.is_below(["parallel.replicate"])
+            (True, False)
+        """
+        split = (pattern.split(".") for pattern in patterns)
+        return any(
+            len(parts) <= len(self.path) and all(p in ("*", q) for p, q in zip(parts, self.path, strict=False))
+            for parts in split
+        )
+
+
+def changes(before: Recipe, after: Recipe) -> list[Change]:
+    """Every value that differs, by key; lists are compared as a whole."""
+    return list(_differing((), before.model_dump(mode="json"), after.model_dump(mode="json")))
+
+
+def check_resumed(before: Recipe, after: Recipe, algorithm: Algorithm, *, can_fork: Callable[[], bool]) -> list[Change]:
+    """What changed since a run was started, all of which may change.
+
+    Args:
+        before: the run's.
+        after: that it is to go on with.
+        algorithm: of ``after``.
+        can_fork: whether a fork of the run can go on with ``after``.
+
+    Raises:
+        ConfigurationError: a key that a run cannot change, or micro-batches under an algorithm that looks at them.
+    """
+    found = changes(before, after)
+    _check_dtypes([change for change in found if change.key in ("model.trained_dtype", "model.dtype")])
+    fixed = [change.key for change in found if not change.is_below((*UNTRAINED, *ROUNDING, *MOVED))]
+    if fixed:
+        other = "start a run of another name" + (", from this run's checkpoint by --fork RUN" if can_fork() else "")
+        raise ConfigurationError(
+            needed="the recipe that the run was started with",
+            given=f"another {', '.join(fixed)}",
+            remedy=f"Repeat the --set of the first start, or {other}.",
+        )
+    cuts = [f"train.{key}" for key in ("tokens_per_micro_batch", "share_prompts", "pack_by_cost")]
+    cut = [change.key for change in found if change.is_below(cuts)]
+    parts = of_micro_batches(algorithm)
+    if cut and parts:
+        raise ConfigurationError(
+            needed=f"the micro-batches that the run was started with, on which {', '.join(parts)} depends",
+            given=f"another {', '.join(cut)}",
+            remedy="Repeat the --set of the first start.",
+        )
+    return found
+
+
+def _check_dtypes(found: Sequence[Change]) -> None:
+    """Refuse other dtypes, which ``auto`` may have chosen, with the keys that bring the earlier ones back."""
+    if not found:
+        return
+    had = ", ".join(f"{change.key}: {change.before}" for change in found)
+    has = ", ".join(f"{change.key}: {change.after}" for change in found)
+    kept = " ".join(f"--set {change.key}={change.before}" for change in found)
+    raise ConfigurationError(
+        needed=f"{had}, as in the run's config.yaml",
+        given=f"{has}, which is what the recipe sets, or what auto is on this machine",
+        remedy=f"Go on where auto is the same, or add {kept}: the run then keeps its dtype, on a machine that may "
+        "round otherwise.",
+    )
+
+
+def of_micro_batches(algorithm: Algorithm) -> list[str]:
+    """Parts of an algorithm that look at one micro-batch at a time, so that other micro-batches are another loss.
+
+    Example:
+        >>> from logitless.objective import presets
+        >>> of_micro_batches(presets.grpo())
+        []
+    """
+    objective = algorithm.objective
+    parts = {
+        f"algorithm.surrogate ({objective.surrogate.name})": objective.surrogate.selects,
+        "algorithm.entropy_bonus": getattr(objective.entropy_bonus, "scope", None),
+        **{f"algorithm.filters ({each.name})": getattr(each, "scope", None) for each in objective.filters},
+    }
+    found = [name for name, scope in parts.items() if scope == "micro_batch"]
+    return found + ["algorithm.weighting"] * (algorithm.weighting.name == "micro_batch_token_mean")
+
+
+def in_words(found: Sequence[Change]) -> list[str]:
+    """One line on what changed, and a second one where that changes rounding.
+
+    Example:
+        >>> in_words([Change(("train", "tokens_per_micro_batch"), 64, 32)])[0]
+        'changed: train.tokens_per_micro_batch from 64 to 32'
+    """
+    lines = [f"changed: {'; '.join(f'{c.key} from {_short(c.before)} to {_short(c.after)}' for c in found)}"]
+    rounding = [change.key for change in found if change.rounds]
+    if rounding:
+        lines.append(
+            f"from here on the last bits may differ from those without the change: {', '.join(rounding)} adds the same "
+            "terms in another order"
+        )
+    return lines if found else []
+
+
+def as_json(found: Sequence[Change]) -> dict[str, Any]:
+    """For ``provenance.json``: by key, what it was and is, and whether it changes rounding.
+
+    Example:
+        >>> as_json([Change(("train", "blocks"), 1, 2)])
+        {'train.blocks': {'from': 1, 'to': 2, 'rounding': False}}
+    """
+    return {c.key: {"from": c.before, "to": c.after, "rounding": c.rounds} for c in found}
+
+
+def _differing(path: KeyPath, before: Any, after: Any) -> list[Change]:
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        keys = sorted({*before, *after})
+        return [c for key in keys for c in _differing((*path, str(key)), before.get(key), after.get(key))]
+    return [] if before == after else [Change(path, before, after)]
+
+
+def _short(value: Any) -> str:
+    text = "none" if value is None else str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

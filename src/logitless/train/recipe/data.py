@@ -1,0 +1,103 @@
+"""The sections ``data``, ``warm_start`` and ``rewards``: what is trained on and what judges it."""
+
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from logitless.data.sources import RESERVED_SOURCES, DataOptions, TrainingData
+from logitless.models.reward_model import RewardModel
+from logitless.rewards.options import RewardOptions
+from logitless.rollout.environments.options import pays
+from logitless.train.recipe.rule import Rule, Setting
+from logitless.train.recipe.section import Section
+
+if TYPE_CHECKING:
+    from logitless.train.recipe.config import Recipe
+
+
+class DataSection(Section):
+    """Where prompts come from."""
+
+    train: TrainingData = Field(description="prompts to train on, of one source or of a mixture")
+    held_out: DataOptions | None = Field(None, description="prompts to evaluate on, removed from training; or None")
+    max_prompt_tokens: PositiveInt = Field(512, description="tokens; longer prompts are handled as `too_long` says")
+    too_long: Literal["drop", "error"] = Field("drop", description="what a longer prompt is; dropped ones are counted")
+
+
+class WarmStartSection(Section):
+    """A supervised stage before the first rollout: `nll` of a column's text through the same head."""
+
+    data: DataOptions = Field(description="prompts with their answers")
+    answer_column: str = Field("answer", description="column with the text to imitate")
+    steps: PositiveInt = Field(100, description="optimizer steps")
+    sequences_per_step: PositiveInt = Field(64, description="prompt-answer pairs a step")
+    learning_rate: PositiveFloat = Field(1e-3, description="of AdamW, at its peak")
+    schedule: Literal["constant", "linear"] = Field("linear", description="constant, or linear decay to 0")
+
+
+AnyReward: TypeAlias = Annotated[RewardOptions | RewardModel, Field(discriminator="name")]
+"""Those that read text by rules, and the one that a model gives."""
+
+
+# --- rules ----------------------------------------------------------------------------------------------------------
+
+
+def _sources(recipe: "Recipe") -> tuple[str, ...]:
+    """Names of all data that rewards may judge."""
+    held_out = ("held_out",) if recipe.data.held_out is not None else ()
+    return (*recipe.training_sources, *held_out, *recipe.evaluation.sets)
+
+
+def _taken(recipe: "Recipe") -> list[str]:
+    return sorted({*recipe.evaluation.sets} & {*RESERVED_SOURCES, *recipe.training_sources})
+
+
+def _unknown(recipe: "Recipe") -> list[str]:
+    return sorted({name for reward in recipe.rewards for name in reward.sources or ()} - {*_sources(recipe)})
+
+
+def _unjudged(recipe: "Recipe") -> list[str]:
+    return [
+        name
+        for name in _sources(recipe)
+        if all(reward.gate or (reward.sources is not None and name not in reward.sources) for reward in recipe.rewards)
+    ]
+
+
+def _unprintable(recipe: "Recipe") -> list[str]:
+    names = [reward.metric_name for reward in recipe.rewards]
+    return [repr(name) for name in names if "/" in name or not name.isprintable()]
+
+
+RULES: tuple[Rule["Recipe"], ...] = (
+    Setting["Recipe"]("evaluation.sets").needs(
+        "names that are neither train, held_out nor those of data.train.sources",
+        holds=lambda recipe: not _taken(recipe),
+        given=lambda recipe: ", ".join(_taken(recipe)),
+        remedy="Give the set another name, for example with -test at its end.",
+    ),
+    Setting["Recipe"]("sources of a reward").needs(
+        "names of data: train or those of data.train.sources, held_out, those of evaluation.sets",
+        holds=lambda recipe: not _unknown(recipe),
+        given=lambda recipe: f"{', '.join(_unknown(recipe))}, and there are {', '.join(_sources(recipe))}",
+        remedy="Correct the name, or leave `sources` out for a reward that judges everything.",
+    ),
+    Setting["Recipe"]("rewards", lambda recipe: bool(recipe.rewards)).needs(
+        "for each of the data one that judges it and is no gate",
+        holds=lambda recipe: not _unjudged(recipe),
+        given=lambda recipe: f"none for {', '.join(_unjudged(recipe))}",
+        remedy="Add the name to `sources` of a reward, or leave `sources` out.",
+    ),
+    Setting["Recipe"]("rewards []", lambda recipe: not recipe.rewards).needs(
+        "a rollout.environment that pays by itself: own, guessing, harness, or tools with a call_reward",
+        holds=lambda recipe: pays(recipe.rollout.environment),
+        given=lambda recipe: recipe.rollout.environment.name if recipe.rollout.environment else "no environment",
+        remedy="Name a reward; docs/own_reward.md has a template.",
+    ),
+    Setting["Recipe"]("label of a reward").needs(
+        "printable characters and no slash, which separates the parts of a metric's name",
+        holds=lambda recipe: not _unprintable(recipe),
+        given=lambda recipe: ", ".join(_unprintable(recipe)),
+        remedy="Write for example a dash.",
+    ),
+)

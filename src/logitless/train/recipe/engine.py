@@ -1,0 +1,360 @@
+"""The section ``rollout.engine``: what samples, how weights get there, and what each engine needs."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from logitless.errors import UnavailableError
+from logitless.rollout.vllm.api import sampling_fields
+from logitless.train.recipe.rule import (
+    Machine,
+    Rule,
+    Setting,
+    needs_gpu,
+    needs_one_process,
+    needs_whole_weights,
+    refusal,
+)
+from logitless.train.recipe.section import Section
+
+if TYPE_CHECKING:
+    from logitless.train.recipe.config import Recipe
+
+
+class EngineSection(Section):
+    """What other code asks an engine; a member of the union overrides what is otherwise for it."""
+
+    samples_policy: ClassVar[bool] = False
+    """Whether it samples with the policy's own module, in this process."""
+    bitwise: ClassVar[bool] = False
+    """Whether its log-probs are those of training by its name alone."""
+    is_vllm: ClassVar[bool] = False
+
+    @property
+    def choices(self) -> "tuple[GpuEngineSection, TransformersEngineSection] | None":
+        """Of ``auto``, the engine where it can sample bitwise as training computes, and the one elsewhere."""
+        return None
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """The most that keys and values take; None: what the recipe needs."""
+        return None
+
+    @property
+    def blocks_between_rescores(self) -> int:
+        """After how many blocks sampled log-probs are compared with a scoring pass."""
+        return 1
+
+    @property
+    def recorded_file(self) -> Path | None:
+        """Completions that it replays."""
+        return None
+
+    @property
+    def recorded_run(self) -> Path | None:
+        """Folder of a run that it replays block by block."""
+        return None
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether it is sent a LoRA adapter alone."""
+        return False
+
+    @property
+    def changes_in_flight(self) -> bool:
+        """Whether it gets weights while completions are under way."""
+        return False
+
+    @property
+    def sleeping_dtype(self) -> str | None:
+        """Of weights that it keeps in the host's memory while the policy is trained; None: it keeps none there."""
+        return None
+
+
+class TransformersEngineSection(EngineSection):
+    """Sample with the policy itself, in this process."""
+
+    name: Literal["transformers"] = "transformers"
+    samples_policy: ClassVar[bool] = True
+
+
+class RecordedEngineSection(EngineSection):
+    """Replay completions from a file."""
+
+    name: Literal["recorded"] = "recorded"
+    path: str = Field(
+        description="JSONL or Parquet file of completions, or folder of a run with rollout.staleness to replay"
+    )
+
+    @property
+    def recorded_file(self) -> Path | None:
+        return None if self.recorded_run else Path(self.path)
+
+    @property
+    def recorded_run(self) -> Path | None:
+        return path if (path := Path(self.path)).is_dir() else None
+
+
+class _OnGpu(EngineSection):
+    samples_policy: ClassVar[bool] = True
+    memory: PositiveInt | None = Field(
+        None, description="bytes for keys and values while sampling on a GPU; None: half of what is free"
+    )
+    rescore_every: PositiveInt = Field(
+        10, description="blocks after which a scoring pass is made all the same and compared bitwise"
+    )
+
+    @property
+    def cache_bytes(self) -> int | None:
+        return self.memory
+
+    @property
+    def blocks_between_rescores(self) -> int:
+        return self.rescore_every
+
+
+class GpuEngineSection(_OnGpu):
+    """Sample on a GPU with the policy itself, by its row-invariant layers: with the bits of training."""
+
+    name: Literal["gpu"] = "gpu"
+    bitwise: ClassVar[bool] = True
+
+
+class AutoEngineSection(_OnGpu):
+    """`gpu` where the policy runs there with row-invariant layers, else `transformers`; the run says which, and why."""
+
+    name: Literal["auto"] = "auto"
+
+    @property
+    def choices(self) -> "tuple[GpuEngineSection, TransformersEngineSection]":
+        return GpuEngineSection(memory=self.memory, rescore_every=self.rescore_every), TransformersEngineSection()
+
+
+class FolderWeightsSection(Section):
+    """Whole weights, or what changed of them, in a folder that trainer and servers both see."""
+
+    name: Literal["folder"] = "folder"
+    path: str | None = Field(None, description="None: a private temporary folder")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None, description="that weights are rounded to first, the server's; None: as they are trained"
+    )
+    differences_in_a_row: NonNegativeInt = Field(
+        0, description="syncs that send changed weights alone, where that is shorter, before the next whole one"
+    )
+    loader: Literal["worker", "reload"] = Field(
+        "worker", description="worker: by logitless inside vLLM's workers; reload: by vLLM's reload_weights"
+    )
+    seconds: PositiveFloat = Field(600.0, description="that a server may take to load")
+
+
+class AdapterWeightsSection(Section):
+    """The LoRA adapter alone; the servers hold the base model."""
+
+    name: Literal["adapter"] = "adapter"
+    path: str | None = Field(None, description="None: a private temporary folder")
+
+
+class NcclWeightsSection(Section):
+    """From GPU to GPU, by vLLM's own transfer. Not measured yet."""
+
+    name: Literal["nccl"] = "nccl"
+    address: str = Field("127.0.0.1", description="of this machine, as the servers reach it")
+    port: PositiveInt = Field(29600, description="free on this machine; each further server takes the next")
+
+
+class ProbeSection(Section):
+    """After every weight sync, log-probs of a fixed prompt's continuation: trainer against sampler."""
+
+    max_difference: PositiveFloat | None = Field(
+        None, description="nats; None: 0.001 where everything is float32, else 0.3"
+    )
+    tokens: PositiveInt = Field(144, description="of the prompt, as far as they fit; more than a block of the cache")
+
+
+class VllmServerEngineSection(EngineSection):
+    """Sample on vLLM servers over HTTP."""
+
+    name: Literal["vllm_server"] = "vllm_server"
+    is_vllm: ClassVar[bool] = True
+    urls: tuple[str, ...] = Field(min_length=1, description="http://127.0.0.1:8000 and the like, one or several")
+    model: str | None = Field(None, description="the servers' name of the model; None: model.source")
+    api_key_file: str | None = Field(None, description="file with the key; the key itself is never in a recipe")
+    api_key_variable: str | None = Field(None, description="environment variable with the key")
+    weights: FolderWeightsSection | AdapterWeightsSection | NcclWeightsSection = Field(
+        default_factory=FolderWeightsSection, discriminator="name", description="the way of the weights"
+    )
+    probe: ProbeSection = Field(default_factory=ProbeSection)
+    request_seconds: PositiveFloat = Field(600.0, description="that one request may take")
+    give_up_seconds: PositiveFloat = Field(300.0, description="that a request is repeated after its first failure")
+    requests_at_once: PositiveInt = Field(64, description="prompts that a server has at a time")
+    in_flight: bool = Field(
+        False,
+        description="with rollout.staleness: sync weights while completions are under way; each token carries its "
+        "version",
+    )
+
+    @property
+    def takes_adapters(self) -> bool:
+        return self.weights.name == "adapter"
+
+    @property
+    def changes_in_flight(self) -> bool:
+        return self.in_flight
+
+
+class VllmEngineSection(EngineSection):
+    """Sample with vLLM in this process. Sleep and wake are for GPUs, and not measured yet."""
+
+    name: Literal["vllm"] = "vllm"
+    is_vllm: ClassVar[bool] = True
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="of weights and products")
+    context: PositiveInt | None = Field(
+        None, description="tokens of prompt and completion; None: what the recipe needs at most"
+    )
+    memory_fraction: float = Field(0.4, gt=0, lt=1, description="of the GPU's memory, weights included")
+    sleep: bool = Field(False, description="give the memory away while training; GPUs only")
+    eager: bool = Field(False, description="run without CUDA graphs")
+    probe: ProbeSection = Field(default_factory=ProbeSection)
+
+    @property
+    def sleeping_dtype(self) -> str | None:
+        return self.dtype if self.sleep else None
+
+
+AnyEngine: TypeAlias = (
+    AutoEngineSection
+    | TransformersEngineSection
+    | RecordedEngineSection
+    | GpuEngineSection
+    | VllmServerEngineSection
+    | VllmEngineSection
+)
+
+
+# --- rules ----------------------------------------------------------------------------------------------------------
+
+
+def _named(recipe: "Recipe", name: str) -> bool:
+    return recipe.rollout.engine.name == name
+
+
+def _server(recipe: "Recipe") -> VllmServerEngineSection | None:
+    engine = recipe.rollout.engine
+    return engine if isinstance(engine, VllmServerEngineSection) else None
+
+
+def _backends(recipe: "Recipe") -> tuple[str, str]:
+    return recipe.train.scoring_backend, recipe.train.training_backend
+
+
+def _not_applied_alike(recipe: "Recipe") -> str:
+    return "; ".join(filter(None, (refusal(partial(sampling_fields, each)) for each in recipe.samplings)))
+
+
+gpu = Setting["Recipe"]("rollout.engine gpu", lambda recipe: recipe.rollout.engine.bitwise)
+vllm = Setting["Recipe"]("rollout.engine vllm", lambda recipe: _named(recipe, "vllm"))
+server = Setting["Recipe"]("rollout.engine vllm_server", lambda recipe: _server(recipe) is not None)
+in_flight = Setting["Recipe"]("rollout.engine.in_flight", lambda recipe: recipe.rollout.engine.changes_in_flight)
+adapter = Setting["Recipe"]("rollout.engine.weights adapter", lambda recipe: recipe.rollout.engine.takes_adapters)
+
+GPU_ON_POLICY = gpu.needs(
+    "rollout.staleness: 0, for it samples with the weights that are trained",
+    holds=lambda recipe: recipe.rollout.staleness == 0,
+    given=lambda recipe: f"rollout.staleness: {recipe.rollout.staleness}, for which a copy of the policy samples",
+    remedy="Leave rollout.staleness out, or sample with transformers or vllm_server.",
+)
+GPU_FUSED = gpu.needs(
+    "the head's fused backend, whose log-probs it gives",
+    holds=lambda recipe: {*_backends(recipe)} <= {"auto", "fused"},
+    given=lambda recipe: "train.scoring_backend: {}, train.training_backend: {}".format(*_backends(recipe)),
+    remedy="Leave train.scoring_backend and train.training_backend at auto.",
+)
+
+RULES: tuple[Rule["Recipe"], ...] = (
+    GPU_ON_POLICY,
+    gpu.needs(
+        "model.layers: row_invariant or auto, through which it decodes",
+        holds=lambda recipe: recipe.model.layers != "transformers",
+        given=lambda recipe: f"model.layers: {recipe.model.layers}",
+        remedy="Leave model.layers out.",
+    ),
+    GPU_FUSED,
+    vllm.needs(
+        "rollout.staleness: 0, for it does not sample while the policy is trained",
+        holds=lambda recipe: recipe.rollout.staleness == 0,
+        given=lambda recipe: f"rollout.staleness: {recipe.rollout.staleness}",
+        remedy="Leave rollout.staleness out, or sample with transformers or vllm_server.",
+    ),
+    Setting["Recipe"]("rollout.engine vllm or vllm_server", lambda recipe: recipe.rollout.engine.is_vllm).needs(
+        "settings of sampling that vLLM applies in the same order: min_p without top_k and top_p, no logit_bias",
+        holds=lambda recipe: not _not_applied_alike(recipe),
+        given=_not_applied_alike,
+        remedy="Leave one of them out, or sample with rollout.engine: {name: transformers}.",
+    ),
+    server.needs(
+        "one of api_key_file and api_key_variable",
+        holds=lambda recipe: not ((engine := _server(recipe)) and engine.api_key_file and engine.api_key_variable),
+        given=lambda _: "both",
+        remedy="Leave one of them out.",
+    ),
+    server.needs(
+        "rollout.engine.model where model.source is a config",
+        holds=lambda recipe: isinstance(recipe.model.source, str) or bool((e := _server(recipe)) and e.model),
+        given=lambda _: "model: null",
+        remedy="Name the model as the servers do (--served-model-name).",
+    ),
+    in_flight.needs(
+        "rollout.staleness of at least 1",
+        holds=lambda recipe: recipe.rollout.staleness > 0,
+        given=lambda recipe: f"rollout.staleness: {recipe.rollout.staleness}",
+        remedy="Set it, or leave in_flight out.",
+    ),
+    in_flight.needs(
+        "weights by folder or nccl: an adapter has a name of its own for each version",
+        holds=lambda recipe: not recipe.rollout.engine.takes_adapters,
+        given=lambda _: "weights: adapter",
+        remedy="Leave weights or in_flight out.",
+    ),
+    adapter.needs(
+        "model.lora",
+        holds=lambda recipe: recipe.model.lora is not None,
+        given=lambda _: "no model.lora",
+        remedy="Set rollout.engine.weights: {name: folder}.",
+    ),
+    adapter.needs(
+        "no warm_start, which changes the base that the servers hold",
+        holds=lambda recipe: recipe.warm_start is None,
+        given=lambda _: "a warm_start",
+        remedy="Set rollout.engine.weights: {name: folder}.",
+    ),
+    adapter.needs(
+        "no model.lora.modules_to_save, for vLLM loads low-rank factors alone",
+        holds=lambda recipe: recipe.model.lora is None or not recipe.model.lora.modules_to_save,
+        given=lambda _: "modules that are trained whole",
+        remedy="Set rollout.engine.weights: {name: folder}.",
+    ),
+)
+
+PROCESS_RULES = (
+    needs_whole_weights(
+        gpu,
+        ", at one place in memory",
+        "Set parallel.replicate to the number of processes, or rollout.engine: {name: transformers}.",
+    ),
+    needs_one_process(
+        vllm, ", for each would push the weights", "Start one, or sample with rollout.engine: {name: transformers}."
+    ),
+)
+
+GPU_HERE: Rule[Machine] = replace(
+    needs_gpu(
+        gpu, "a GPU and Triton (pip install 'logitless[triton]')", "rollout.engine={name: transformers}", "triton"
+    ),
+    given=lambda machine: machine.lacks("triton") if machine.device == "cuda" else f"the model is on {machine.device}",
+    kind=UnavailableError,
+)
+
+MACHINE_RULES = (GPU_HERE,)

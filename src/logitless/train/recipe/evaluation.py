@@ -1,0 +1,118 @@
+"""The sections ``evaluation`` and ``checkpoint``, and metrics that they watch."""
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveInt
+
+from logitless.data.sources import DataOptions, SourceName
+from logitless.rollout.sampling import SamplingOptions
+from logitless.train.recipe.rule import Rule, Setting
+from logitless.train.recipe.section import Section
+
+if TYPE_CHECKING:
+    from logitless.train.recipe.config import Recipe
+
+
+class _Judged(Section):
+    every_blocks: PositiveInt = Field(10, description="also before the first and after the last block")
+    samples_per_prompt: PositiveInt = Field(1, description="completions a prompt; of several, pass@k is told too")
+    sampling: SamplingOptions | None = Field(None, description="default: the rollout's at temperature 0")
+    success_at: float = Field(1.0, description="reward from which a completion counts as correct")
+
+
+class HeldOutSection(_Judged):
+    """A further set of held-out prompts, with settings and metrics (`held_out/<name>/...`) of its own."""
+
+    data: DataOptions = Field(description="prompts, removed from training")
+
+
+class WatchSection(Section):
+    """A metric of held-out prompts, and which way is better."""
+
+    metric: str = Field(
+        "evaluation/accuracy",
+        pattern=r"^(evaluation|held_out/[^/]+)/.+$",
+        description="of `data.held_out` (`evaluation/...`) or of a set (`held_out/<set>/...`), see docs/metrics.md",
+    )
+    mode: Literal["max", "min"] = Field("max", description="max: a larger value is better; min: a smaller one")
+
+    @property
+    def least_gain(self) -> float:
+        """By which a value must be better than the best to count."""
+        return 0.0
+
+    @property
+    def longest_wait(self) -> float:
+        """Evaluations in a row without a better value that end the run."""
+        return math.inf
+
+    @property
+    def of_set(self) -> str:
+        """What the names of the set's metrics begin with."""
+        parts = self.metric.split("/")
+        return "/".join(parts[: 1 if parts[0] == "evaluation" else 2]) + "/"
+
+
+class StopSection(WatchSection):
+    """Early stopping: the run is complete once a metric has not become better for some evaluations."""
+
+    patience: PositiveInt = Field(description="evaluations in a row without a better value that end the run")
+    min_delta: NonNegativeFloat = Field(0.0, description="by which a value must be better than the best to count")
+
+    @property
+    def least_gain(self) -> float:
+        return self.min_delta
+
+    @property
+    def longest_wait(self) -> float:
+        return self.patience
+
+
+class EvaluationSection(_Judged):
+    """Held-out prompts, with their own sampling settings."""
+
+    stop: StopSection | None = Field(None, description="early stopping; None: the run has `train.blocks` blocks")
+    sets: dict[SourceName, HeldOutSection] = Field(
+        default_factory=dict, description="further held-out sets, by a name that a reward may name in sources"
+    )
+
+
+class CheckpointSection(Section):
+    """Saves that `--resume` continues from."""
+
+    every_blocks: PositiveInt = Field(10, description="also at the end and on Ctrl-C")
+    keep: PositiveInt = Field(2, description="latest checkpoints kept")
+    keep_best: WatchSection | None = Field(
+        None,
+        description="keep the best evaluation's checkpoint too, and export it at the end; None: the last weights are "
+        "exported",
+    )
+
+
+# --- rules ----------------------------------------------------------------------------------------------------------
+
+
+def _there(recipe: "Recipe") -> list[str]:
+    """What the names of metrics of held-out prompts begin with."""
+    return ["evaluation/"] * (recipe.data.held_out is not None) + [f"held_out/{n}/" for n in recipe.evaluation.sets]
+
+
+def _watched(key: str, section: Callable[["Recipe"], WatchSection | None]) -> Rule["Recipe"]:
+    """A metric that decides something is of prompts that are evaluated."""
+    return Setting["Recipe"](f"{key}.metric", lambda recipe: section(recipe) is not None).needs(
+        "held-out prompts that it is of",
+        holds=lambda recipe: any(watch.of_set in _there(recipe) for watch in [section(recipe)] if watch),
+        given=lambda recipe: (
+            f"{watch.metric if (watch := section(recipe)) else None}, and there are "
+            f"{' and '.join(_there(recipe)) or 'none'}"
+        ),
+        remedy="Give data.held_out, or name a metric of a set of evaluation.sets.",
+    )
+
+
+RULES: tuple[Rule["Recipe"], ...] = (
+    _watched("evaluation.stop", lambda recipe: recipe.evaluation.stop),
+    _watched("checkpoint.keep_best", lambda recipe: recipe.checkpoint.keep_best),
+)

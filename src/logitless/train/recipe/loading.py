@@ -1,0 +1,246 @@
+"""From a YAML file and ``--set a.b=c`` to a checked ``Recipe``, with errors that name the key and the repair.
+
+A relative path in a recipe starts at the folder of its file, one in ``--set`` at the current folder; what comes out has
+whole paths and the dtypes that ``auto`` is on this machine: a resolved recipe means the same wherever it is kept.
+"""
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from logitless.errors import ConfigurationError
+from logitless.own_code import with_whole_path
+from logitless.train.recipe.config import Recipe
+from logitless.train.recipe.precision import resolved_dtypes
+from logitless.train.recipe.problems import refusal_of
+from logitless.train.recipe.shipped import shipped_recipes
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which ``1e-5`` is a number and a key given twice is an error."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
+    twice = {key for key in keys if keys.count(key) > 1}
+    if twice:
+        raise yaml.constructor.ConstructorError(None, None, f"{twice.pop()!r} is given twice", node.start_mark)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+PATHS = (
+    *("data.train.path", "data.train.sources.*.data.path", "data.held_out.path", "evaluation.sets.*.data.path"),
+    "warm_start.data.path",
+    *("rollout.engine.path", "rollout.engine.api_key_file", "rollout.engine.weights.path", "value_head.source"),
+)
+"""Keys whose value is the path of a file that the run reads; a star stands for any name, or for a place in a list."""
+
+CODE = (
+    *("rewards.*.path", "rollout.environment.factory", "rollout.environment.function"),
+    *("algorithm.surrogate.factory", "algorithm.advantage.factory"),
+)
+"""Keys whose value is an import path: of a module, or of a file (``./file.py:name``), which is made whole."""
+
+NAMES_OR_PATHS = (
+    *("model.source", "model.tokenizer"),
+    *("data.train.dataset", "data.train.sources.*.data.dataset", "data.held_out.dataset"),
+    *("evaluation.sets.*.data.dataset", "warm_start.data.dataset"),
+)
+"""Keys whose value is a path if it begins with ``.``, ``/`` or ``~`` or a folder or GGUF file has that name, else a hub
+name."""
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = (), *, plans_for_gpus: bool = False) -> Recipe:
+    """Read a recipe and apply overrides.
+
+    Args:
+        path: YAML file; relative paths in it start at its folder.
+        overrides: ``a.b=value`` with a YAML value; list items by number (``rewards.0.weight=2``); relative paths in
+            them start at the current folder.
+        plans_for_gpus: take ``model.device: auto`` for a GPU where this machine has none.
+
+    Raises:
+        ConfigurationError: no such file, malformed YAML, an unknown key (the nearest known one is named), a value of
+            the wrong type, or parts that contradict each other.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        remedy = "Check the path." if path.exists() else _where_else(path)
+        raise ConfigurationError(
+            needed=f"a readable recipe at {path}", given=error.strerror or str(error), remedy=remedy
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            needed=f"a recipe in UTF-8 at {path}", given=str(error), remedy="Save it in UTF-8."
+        ) from error
+    raw = _parse(text, str(path))
+    if not isinstance(raw, dict):
+        raise ConfigurationError(
+            needed=f"a mapping of sections in {path}", given=type(raw).__name__, remedy="See docs/configuration.md."
+        )
+    for override in overrides:
+        _apply(raw, override)
+    replaced = [override.partition("=")[0] for override in overrides]
+
+    def folder_of(key: str) -> Path:
+        return Path.cwd() if any(f"{key}.".startswith(f"{each}.") for each in replaced) else path.parent
+
+    return _checked(_with_whole_paths(raw, folder_of), plans_for_gpus=plans_for_gpus)
+
+
+def _where_else(path: Path) -> str:
+    """What to do about a recipe that is not where it is said to be."""
+    name = next((each for each in shipped_recipes() if each in (path.name, path.stem)), None)
+    if name is None:
+        near = difflib.get_close_matches(path.stem, [each.stem for each in path.parent.glob("*.yaml")], n=1)
+        return f"Did you mean {path.parent / near[0]}.yaml?" if near else "Check the path."
+    if (copied := Path("recipes") / f"{name}.yaml").is_file():
+        return f"Name {copied}."
+    return f"It comes with logitless: run `logitless recipes copy {name}`, then name {copied}."
+
+
+def parse_recipe(raw: Mapping[str, Any]) -> Recipe:
+    """Check a recipe that is already a mapping; relative paths in it start at the current folder.
+
+    Raises:
+        ConfigurationError: as ``load_recipe``; every problem is listed.
+    """
+    return _checked(_with_whole_paths(raw, lambda _: Path.cwd()))
+
+
+def _with_whole_paths(raw: Mapping[str, Any], folder_of: Callable[[str], Path]) -> dict[str, Any]:
+    """The same with every relative path joined to the folder of its key; what is not a path yet is left for checks."""
+    whole = _copied(raw)
+    for pattern in (*PATHS, *NAMES_OR_PATHS):
+        for key, at, last in places(whole, pattern):
+            value = at[last]
+            if isinstance(value, str | Path) and str(value):
+                path = str((folder_of(key) / os.path.expanduser(value)).absolute())  # noqa: PTH111 - never raises
+                if pattern in PATHS or str(value).startswith((".", "/", "~")) or _is_there(path):
+                    at[last] = path
+    for pattern in CODE:
+        for key, at, last in places(whole, pattern):
+            if isinstance(at[last], str):
+                at[last] = with_whole_path(at[last], folder_of(key).absolute())
+    return whole
+
+
+def _is_there(path: str) -> bool:
+    """A folder, or a GGUF file, which stands where a hub name could too."""
+    return os.path.isdir(path) or (path.endswith(".gguf") and os.path.isfile(path))  # noqa: PTH112, PTH113
+
+
+def _copied(value: Any) -> Any:
+    """The same with mappings and lists of its own, down to the first thing that is neither."""
+    if isinstance(value, list | tuple):
+        return [_copied(inner) for inner in value]
+    return {key: _copied(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
+
+
+def places(whole: Mapping[str, Any], pattern: str) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Where a key is in a recipe: its full name, the mapping that holds it, and its name there.
+
+    Args:
+        whole: the recipe, of plain mappings and lists.
+        pattern: names with dots between them; a star stands for any name, or for any place in a list.
+
+    Example:
+        >>> found = places({"sets": {"a": {"path": "x"}, "b": {}}}, "sets.*.path")
+        >>> [(key, at[last]) for key, at, last in found]
+        [('sets.a.path', 'x')]
+    """
+    found: list[tuple[str, Any]] = [("", whole)]
+    *sections, last = pattern.split(".")
+    for section in sections:
+        found = [
+            (f"{path}{name}.", inner)
+            for path, at in found
+            for name, inner in (enumerate(at) if isinstance(at, list) else at.items())
+            if section in ("*", name) and isinstance(inner, dict | list)
+        ]
+    for path, at in found:
+        if isinstance(at, dict) and last in at:
+            yield f"{path}{last}", at, last
+
+
+def _checked(raw: Mapping[str, Any], *, plans_for_gpus: bool = False) -> Recipe:
+    try:
+        json.dumps(raw, default=str, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(
+            needed="texts of whole characters", given=str(error), remedy="Replace the half of a surrogate pair."
+        ) from error
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigurationError(
+            needed="sections with texts as keys that do not contain themselves",
+            given=str(error),
+            remedy="See docs/configuration.md.",
+        ) from error
+    try:
+        given = Recipe.model_validate(raw)
+        dtypes = resolved_dtypes(given, plans_for_gpus=plans_for_gpus)
+        return Recipe.model_validate({**raw, "model": {**raw["model"], **dtypes}}) if dtypes else given
+    except ValidationError as error:
+        raise refusal_of(error) from error
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML that ``load_recipe`` reads back to the same recipe."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # 2024-13-01 is a ValueError
+        raise ConfigurationError(
+            needed=f"well-formed YAML in {where}", given=str(error).replace("\n", " "), remedy="Repair that line."
+        ) from error
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise ConfigurationError(
+            needed="--set key=value", given=override, remedy="Write for example --set train.blocks=10."
+        )
+    *parents, last = key.split(".")
+    at: Any = raw
+    for parent in parents:
+        if isinstance(at, dict) and at.get(parent) is None:
+            at[parent] = {}
+        at = _item(at, parent, key)
+    if isinstance(at, list):
+        _item(at, last, key)
+        at[int(last)] = _parse(value, f"--set {key}")
+    elif isinstance(at, dict):
+        at[last] = _parse(value, f"--set {key}")
+    else:
+        _item(at, last, key)
+
+
+def _item(at: Any, name: str, key: str) -> Any:
+    if isinstance(at, dict):
+        return at[name]
+    if isinstance(at, list) and name.isdigit() and int(name) < len(at):
+        return at[int(name)]
+    raise ConfigurationError(
+        needed=f"a section or list item called {name!r} in --set {key}",
+        given=f"{type(at).__name__}" if not isinstance(at, list) else f"a list of {len(at)} items",
+        remedy="Name sections by key and list items by number from 0.",
+    )

@@ -1,0 +1,221 @@
+"""The section ``model``: which model is trained and how it is held, and what that needs."""
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from logitless.train.recipe.rule import Rule, Setting, needs_gpu, needs_package, needs_whole_weights
+from logitless.train.recipe.section import Section
+
+if TYPE_CHECKING:
+    from logitless.train.recipe.config import Recipe
+
+
+class LoraSection(Section):
+    """Train low-rank factors on a frozen base model; the reference is the base model with the adapter off."""
+
+    rank: PositiveInt = Field(16, description="R, rank of the factors")
+    alpha: PositiveFloat = Field(32.0, description="the factors' product is scaled by alpha / rank")
+    targets: tuple[str, ...] | Literal["all-linear"] = Field("all-linear", description="module names to adapt")
+    use_rslora: bool = Field(False, description="scale by alpha / sqrt(rank) instead")
+    dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="of the factors' inputs, in training passes alone; `logp_old` then has a pass of its own, and "
+        "neither row-invariant layers nor the GPU engine run",
+    )
+    modules_to_save: tuple[str, ...] = Field(
+        (),
+        description="ends of names of modules to train whole, such as lm_head, embed_tokens, norm; `trained_dtype` "
+        "must be `dtype`. Row-invariant layers run with lm_head alone; vLLM takes no such adapter",
+    )
+
+
+class ModelSection(Section):
+    """Which model is trained, and how it is held in memory."""
+
+    source: str | dict[str, Any] = Field(
+        description="hub name, folder, GGUF file, or a transformers config as a mapping"
+    )
+    random_weights: bool = Field(False, description="build the model from its config with seeded random weights")
+    tokenizer: str | None = Field(None, description="hub name, folder or GGUF file; default: `source`")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="variables of the chat template, for example `enable_thinking: false` (Qwen3), in training, "
+        "evaluation, environments, `sample` and `serve-engine`",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="of frozen weights (LoRA's base, the reference); auto: as `trained_dtype`, float32 on a CPU",
+    )
+    trained_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="of trained weights; under bfloat16 the optimizer holds float32 master weights; auto: bfloat16 on "
+        "a GPU that computes in it and without model.autocast, else float32 (docs/numerics.md)",
+    )
+    autocast: Literal["bfloat16"] | None = Field(None, description="dtype of the products in forward and backward")
+    attention: Literal["packed", "sdpa", "eager", "flex_attention"] = Field(
+        "packed", description="packed: own packed attention; the others: transformers' with a block-diagonal mask"
+    )
+    layers: Literal["auto", "transformers", "row_invariant", "liger"] = Field(
+        "auto",
+        description="transformers: the model's own; row_invariant: fused and bitwise identical in any batch, on a GPU "
+        "(docs/bits.md); liger: Liger's norm, rotary embedding and gated MLP; auto: row_invariant where "
+        "they serve a model in 16 bits, else transformers",
+    )
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward")
+    compile: bool = Field(False, description="torch.compile the decoder's layers")
+    drop_router_loss: bool = Field(False, description="train a mixture of experts without its load-balancing loss")
+    matmul_precision: Literal["highest", "high", "medium"] = Field(
+        "highest", description="torch.set_float32_matmul_precision: high and medium allow TF32"
+    )
+    sdpa_backends: tuple[Literal["flash", "efficient", "cudnn", "math"], ...] | None = Field(
+        None, description="kernels that scaled_dot_product_attention may choose from; None: torch's choice"
+    )
+    allocator: str | None = Field(
+        "expandable_segments:True",
+        description="PYTORCH_CUDA_ALLOC_CONF, unless the environment sets it or PYTORCH_ALLOC_CONF already",
+    )
+    trust_remote_code: bool = Field(False, description="run code that the model repository ships")
+    lora: LoraSection | None = Field(None, description="None: full fine-tuning")
+    quantize: Literal["nf4"] | None = Field(
+        None,
+        description="nf4: LoRA's base in four bits, by bitsandbytes, without bitwise promises or merging; None: in "
+        "`dtype`",
+    )
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of a number in activations: that of the products' dtype."""
+        half = self.autocast is not None or self.trained_dtype != "float32"
+        return 2 if half or (self.lora is not None and self.dtype != "float32") else 4
+
+
+# --- rules ----------------------------------------------------------------------------------------------------------
+
+row_invariant = Setting[ModelSection]("model.layers row_invariant", lambda section: section.layers == "row_invariant")
+ROW_INVARIANT = (
+    row_invariant.needs(
+        "model.attention: packed",
+        holds=lambda section: section.attention == "packed",
+        given=lambda section: f"model.attention: {section.attention}",
+        remedy="Leave model.attention out.",
+    ),
+    row_invariant.needs(
+        "no model.autocast, for their products have the dtype of the weights",
+        holds=lambda section: section.autocast is None,
+        given=lambda section: f"model.autocast: {section.autocast}",
+        remedy="Leave model.autocast out: weights in bfloat16 give products in it.",
+    ),
+    row_invariant.needs(
+        "no model.compile",
+        holds=lambda section: not section.compile,
+        given=lambda _: "model.compile: true",
+        remedy="Leave model.compile out.",
+    ),
+    row_invariant.needs(
+        "no model.quantize, whose products are not bitwise identical",
+        holds=lambda section: section.quantize is None,
+        given=lambda section: f"model.quantize: {section.quantize}",
+        remedy="Leave model.quantize out where the GPU holds the base in 16 bits.",
+    ),
+)
+"""Of the section alone: ``auto`` takes these layers where all of them hold, and more (assembly/layers.py)."""
+
+
+def _model(recipe: "Recipe") -> ModelSection:
+    return recipe.model
+
+
+quantize = Setting["Recipe"]("model.quantize", lambda recipe: recipe.model.quantize is not None)
+dropout = Setting["Recipe"](
+    "model.lora.dropout", lambda recipe: recipe.model.lora is not None and recipe.model.lora.dropout > 0
+)
+layers = row_invariant.on(_model)
+lora = Setting["Recipe"]("model.lora", lambda recipe: recipe.model.lora is not None)
+liger = Setting["Recipe"]("model.layers liger", lambda recipe: recipe.model.layers == "liger")
+flex = Setting["Recipe"]("model.attention flex_attention", lambda recipe: recipe.model.attention == "flex_attention")
+
+RULES: tuple[Rule["Recipe"], ...] = (
+    Setting["Recipe"]("model.dtype", lambda recipe: recipe.model.dtype not in ("auto", "float32")).needs(
+        "frozen weights that it is of: LoRA's base, or a reference",
+        holds=lambda recipe: recipe.model.lora is not None or recipe.kl is not None,
+        given=lambda recipe: f"{recipe.model.dtype} with full fine-tuning and no kl",
+        remedy="Leave it out, or set model.autocast to make products in bfloat16.",
+    ),
+    Setting["Recipe"]("model.trained_dtype bfloat16", lambda recipe: recipe.model.trained_dtype == "bfloat16").needs(
+        "no model.autocast, for the products have the dtype of the weights",
+        holds=lambda recipe: recipe.model.autocast is None,
+        given=lambda recipe: f"model.autocast: {recipe.model.autocast}",
+        remedy="Leave model.autocast out: products of bfloat16 weights are in bfloat16 as they are.",
+    ),
+    Setting["Recipe"](
+        "model.lora.modules_to_save", lambda recipe: bool(recipe.model.lora and recipe.model.lora.modules_to_save)
+    ).needs(
+        "one dtype of the base model and of these modules, which stand between its layers",
+        holds=lambda recipe: (
+            recipe.model.trained_dtype == recipe.model.dtype
+            or "auto" in (recipe.model.trained_dtype, recipe.model.dtype)
+        ),
+        given=lambda recipe: f"model.dtype: {recipe.model.dtype}, model.trained_dtype: {recipe.model.trained_dtype}",
+        remedy="Set both alike, or leave both at auto.",
+    ),
+    dropout.needs(
+        "model.layers that leave dropout to training passes: not row_invariant",
+        holds=lambda recipe: recipe.model.layers != "row_invariant",
+        given=lambda recipe: f"model.layers: {recipe.model.layers}",
+        remedy="Leave model.layers at auto, or set model.lora.dropout: 0 for the same bits in sampling and training.",
+    ),
+    dropout.needs(
+        "a rollout.engine that leaves dropout to training passes: not gpu",
+        holds=lambda recipe: not recipe.rollout.engine.bitwise,
+        given=lambda recipe: f"rollout.engine: {recipe.rollout.engine.name}",
+        remedy="Leave rollout.engine at auto, or set model.lora.dropout: 0 for the same bits in sampling and training.",
+    ),
+    quantize.needs(
+        "model.lora, for weights in four bits are not trained",
+        holds=lambda recipe: recipe.model.lora is not None,
+        given=lambda _: "full fine-tuning",
+        remedy="Set model.lora: {}, or leave model.quantize out.",
+    ),
+    quantize.needs(
+        "no warm_start, whose adapter would be merged into the base",
+        holds=lambda recipe: recipe.warm_start is None,
+        given=lambda _: "a warm_start",
+        remedy="Leave one of them out.",
+    ),
+    quantize.needs(
+        "model.layers: auto or transformers",
+        holds=lambda recipe: recipe.model.layers != "liger",
+        given=lambda recipe: f"model.layers: {recipe.model.layers}",
+        remedy="Leave model.layers out.",
+    ),
+    quantize.needs(
+        "a rollout.engine other than vLLM, or one that takes the adapter alone, for four bits cannot be merged into",
+        holds=lambda recipe: not recipe.rollout.engine.is_vllm or recipe.rollout.engine.takes_adapters,
+        given=lambda recipe: f"rollout.engine: {recipe.rollout.engine.name}",
+        remedy="Sample with rollout.engine: {name: transformers}, or push with weights: {name: adapter}.",
+    ),
+    *(rule.on(_model) for rule in ROW_INVARIANT),
+)
+
+PROCESS_RULES = (
+    needs_whole_weights(
+        layers, "", "Set parallel.replicate to the number of processes, or leave model.layers at auto."
+    ),
+    needs_whole_weights(
+        quantize,
+        ", for four bits are not cut",
+        "Set parallel.replicate to the number of processes, or leave model.quantize out.",
+    ),
+)
+
+MACHINE_RULES = (
+    needs_gpu(layers, "a GPU and Triton (pip install 'logitless[triton]')", "model.layers=transformers", "triton"),
+    needs_gpu(liger, "a GPU and Liger (pip install 'logitless[liger]')", "model.layers=auto", "liger_kernel"),
+    needs_gpu(flex, "a GPU for its backward", "model.attention=packed"),
+    needs_package(quantize, "bitsandbytes", "four-bit", "model.quantize=null"),
+    needs_package(lora, "peft", "lora", None),
+)

@@ -1,0 +1,69 @@
+"""The section ``parallel``: several processes, and what they need."""
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, PositiveInt
+
+from logitless.train.recipe.rule import Processes, Rule, Setting
+from logitless.train.recipe.section import Section
+
+if TYPE_CHECKING:
+    from logitless.train.recipe.config import Recipe
+
+
+class ParallelSection(Section):
+    """Several processes, started by torchrun; one process alone needs none of it (docs/scale.md)."""
+
+    shard: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="processes over which one copy of the weights is sharded (FSDP2); auto: all that replicate and "
+        "sequence leave",
+    )
+    replicate: PositiveInt = Field(1, description="copies of the weights")
+    sequence: PositiveInt = Field(
+        1, description="processes that share each sequence (Ulysses); weights are sharded over them too"
+    )
+    vocabulary: Literal["auto", "own_rows", "all_rows"] = Field(
+        "auto",
+        description="where the LM head is sharded. own_rows: each process scores its own tokens, shards travel; "
+        "all_rows: each scores all tokens against its shard; auto: where fewer bytes travel",
+    )
+    reference: Literal["device", "host"] = Field("device", description="where the reference's shards wait")
+    deterministic: bool = Field(
+        False,
+        description="sum gradients along one tree, bitwise the same on 1, 2, 4, ... processes; every process then "
+        "holds all weights",
+    )
+    timeout_seconds: PositiveInt = Field(
+        1800,
+        description="that processes wait for each other; longer than the longest rollout, and than reading the model",
+    )
+
+
+# --- rules ----------------------------------------------------------------------------------------------------------
+
+deterministic = Setting["Recipe"]("parallel.deterministic", lambda recipe: recipe.parallel.deterministic)
+
+RULES: tuple[Rule["Recipe"], ...] = (
+    deterministic.needs(
+        "all weights on every process",
+        holds=lambda recipe: recipe.parallel.shard in ("auto", 1) and recipe.parallel.sequence == 1,
+        given=lambda recipe: f"parallel.shard={recipe.parallel.shard}, parallel.sequence={recipe.parallel.sequence}",
+        remedy="Leave both out.",
+    ),
+)
+
+PROCESS_RULES: tuple[Rule[Processes], ...] = (
+    Setting[Processes]("parallel.deterministic", lambda processes: processes.recipe.parallel.deterministic).needs(
+        "1, 2, 4, 8, ... processes, for it sums along a binary tree",
+        holds=lambda processes: processes.world & (processes.world - 1) == 0,
+        given=lambda processes: str(processes.world),
+        remedy="Start another number of processes, or leave it out.",
+    ),
+    Setting[Processes]("parallel.sequence", lambda processes: processes.arrangement.sequence > 1).needs(
+        "model.attention: packed, which splits sequences over processes",
+        holds=lambda processes: processes.recipe.model.attention == "packed",
+        given=lambda processes: f"model.attention: {processes.recipe.model.attention}",
+        remedy="Leave model.attention out.",
+    ),
+)

@@ -1,0 +1,133 @@
+"""The section ``rollout``: one round of generation."""
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from logitless.rewards.combine import Unscored
+from logitless.rollout.environment import Limits
+from logitless.rollout.environments.options import EnvironmentOptions
+from logitless.rollout.sampling import SamplingOptions
+from logitless.train.recipe.engine import AnyEngine, AutoEngineSection
+from logitless.train.recipe.rule import Rule, Setting, needs_one_process
+from logitless.train.recipe.section import Section
+
+if TYPE_CHECKING:
+    from logitless.train.recipe.config import Recipe
+
+
+class ParityThresholds(Section):
+    """Bounds of |logp_old - logp_sampler| over a block."""
+
+    mean: PositiveFloat | None = Field(None, description="nats, over tokens")
+    p95: PositiveFloat | None = Field(None, description="nats, over tokens")
+    max: PositiveFloat | None = Field(None, description="nats, over tokens")
+    sequence: PositiveFloat | None = Field(
+        None, description="nats, of the largest |sum over a completion| of logp_old - logp_sampler"
+    )
+
+
+class ParitySection(Section):
+    """Bounds between sampler and trainer, at every block sampled from the policy's own softmax."""
+
+    warn: ParityThresholds = Field(default_factory=ParityThresholds, description="above one of them, a message")
+    stop: ParityThresholds = Field(default_factory=ParityThresholds, description="above one of them, the run ends")
+
+    @property
+    def has_threshold(self) -> bool:
+        """Whether anything is warned of or stopped at."""
+        return self != ParitySection()
+
+
+class RolloutSection(Section):
+    """One round of generation: a block."""
+
+    engine: AnyEngine = Field(default_factory=AutoEngineSection, discriminator="name", description="what samples")
+    parity: ParitySection = Field(default_factory=ParitySection)
+    environment: Annotated[EnvironmentOptions, Field(discriminator="name")] | None = Field(
+        None, description="what answers the policy between its turns; None: a completion is a single turn"
+    )
+    limits: Limits = Field(default_factory=Limits, description="of an episode, where there is an environment")
+    staleness: NonNegativeInt = Field(
+        0,
+        description="blocks that may be sampled ahead of training, each by weights at most so many blocks old; 0: on "
+        "policy",
+    )
+    prompts_per_block: PositiveInt = Field(32, description="P, prompts a block")
+    completions_per_prompt: PositiveInt = Field(8, description="G, completions a prompt")
+    max_rows: PositiveInt = Field(512, description="completions decoded at once, here and in evaluation")
+    prefill_tokens: PositiveInt = Field(16384, description="tokens of prompts that the engine reads at once")
+    sampling: SamplingOptions = Field(description="temperature, filters, limits, stops")
+    zero_signal: Literal["keep", "drop", "refill"] = Field(
+        "keep", description="groups whose rewards are all equal: train on them, leave them out, or sample others"
+    )
+    max_refills: NonNegativeInt = Field(3, description="further rounds of generation under `refill`")
+    unscored: Unscored = Field(
+        "leave_out",
+        description="a completion that a function could not score: sum the others, or drop the completion",
+    )
+
+    @property
+    def longest_completion(self) -> int:
+        """Tokens that a completion can have, those that its environment writes included."""
+        most = self.sampling.max_new_tokens
+        return most if self.environment is None else self.limits.max_tokens or most
+
+    @property
+    def samples_with_a_copy(self) -> bool:
+        """Whether blocks are collected ahead in this process, where the policy itself is being trained."""
+        return self.staleness > 0 and self.engine.samples_policy and not self.engine.bitwise
+
+
+# --- rules ----------------------------------------------------------------------------------------------------------
+
+
+def _longest_turn(recipe: "Recipe") -> int:
+    return max(each.max_new_tokens for each in recipe.samplings)
+
+
+parity = Setting["Recipe"]("rollout.parity", lambda recipe: recipe.rollout.parity.has_threshold)
+staleness = Setting["Recipe"](
+    "rollout.staleness", lambda recipe: recipe.rollout.staleness > 0 and recipe.rollout.engine.recorded_run is None
+)
+
+RULES: tuple[Rule["Recipe"], ...] = (
+    Setting["Recipe"]("rollout.environment", lambda recipe: recipe.rollout.environment is not None).needs(
+        "rollout.limits.max_tokens of at least one turn, the largest max_new_tokens",
+        holds=lambda recipe: (recipe.rollout.limits.max_tokens or 0) >= _longest_turn(recipe),
+        given=lambda recipe: f"{recipe.rollout.limits.max_tokens}, and a turn of {_longest_turn(recipe)} tokens",
+        remedy="Set it to the tokens of a whole episode, what the environment says included.",
+    ),
+    Setting["Recipe"]("rollout.limits", lambda recipe: recipe.rollout.limits != Limits()).needs(
+        "a rollout.environment",
+        holds=lambda recipe: recipe.rollout.environment is not None,
+        given=lambda _: "single turns, which sampling.max_new_tokens bounds",
+        remedy="Leave rollout.limits out.",
+    ),
+    Setting["Recipe"]("rollout.sampling").needs(
+        "a positive temperature, which also divides the logits in the loss",
+        holds=lambda recipe: recipe.rollout.sampling.temperature > 0,
+        given=lambda recipe: str(recipe.rollout.sampling.temperature),
+        remedy="Sample at temperature 1, or set evaluation.sampling for greedy evaluation.",
+    ),
+    Setting["Recipe"]("rollout.zero_signal drop or refill", lambda recipe: recipe.rollout.zero_signal != "keep").needs(
+        "at least two completions a prompt, for their rewards to differ",
+        holds=lambda recipe: recipe.rollout.completions_per_prompt > 1,
+        given=lambda recipe: f"rollout.completions_per_prompt={recipe.rollout.completions_per_prompt}",
+        remedy="Raise it, or set rollout.zero_signal: keep.",
+    ),
+    parity.needs(
+        "sampling from the policy's own softmax, for it compares log-probs of the same distribution",
+        holds=lambda recipe: not recipe.rollout.sampling.filters_distribution,
+        given=lambda _: "top-p, top-k, min-p or penalties in rollout.sampling",
+        remedy="Leave rollout.parity out, or those settings.",
+    ),
+    parity.needs(
+        "rollout.staleness: 0, for it compares completions of the weights that are trained",
+        holds=lambda recipe: recipe.rollout.staleness == 0,
+        given=lambda recipe: f"rollout.staleness: {recipe.rollout.staleness}",
+        remedy="Leave rollout.parity out; rollout.engine.probe compares after every push.",
+    ),
+)
+
+PROCESS_RULES = (needs_one_process(staleness, "", "Leave rollout.staleness out, or start one process."),)

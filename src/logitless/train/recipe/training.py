@@ -1,0 +1,189 @@
+"""The section ``train``: the loop, its optimizer, and what they need."""
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import torch
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from logitless.head.api import why_not
+from logitless.train.recipe.rule import (
+    Machine,
+    Rule,
+    Setting,
+    needs_gpu,
+    needs_one_process,
+    needs_package,
+    needs_whole_weights,
+)
+from logitless.train.recipe.section import Section
+from logitless.types import LMHead
+
+if TYPE_CHECKING:
+    from logitless.train.recipe.config import Recipe
+
+
+Backend = Literal["auto", "reference", "chunked", "fused"]
+
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerSection(Section):
+    """AdamW."""
+
+    learning_rate: PositiveFloat = Field(1e-6, description="peak")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="decay rates, each in [0, 1)")
+    eps: PositiveFloat = Field(1e-8, description="added to the denominator")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled; not on vectors")
+    implementation: Literal["auto", "foreach", "fused", "loop"] = Field("auto", description="of torch.optim.AdamW")
+    moments: Literal["float32", "8bit", "host"] = Field(
+        "float32",
+        description="AdamW's state. 8bit: 2 bytes a weight instead of 8, by torchao; host: in the host's memory, with "
+        "the master weights (docs/performance.md)",
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after warm-up, to 0 at the end")
+    warmup_steps: NonNegativeInt = Field(0, description="optimizer steps of linear warm-up")
+
+
+class TrainSection(Section):
+    """The loop."""
+
+    blocks: PositiveInt = Field(100, description="rollout batches")
+    epochs_per_block: PositiveInt = Field(1, description="E, passes over a block")
+    tokens_per_step: PositiveInt = Field(65536, description="scored tokens an optimizer step aims at")
+    tokens_per_micro_batch: PositiveInt = Field(16384, description="most tokens read at once; memory and speed only")
+    share_prompts: bool = Field(
+        True,
+        description="read a prompt once for its completions, where attention can (not longrope, not transformers' "
+        "masks)",
+    )
+    pack_by_cost: bool = Field(
+        True, description="fill packed rows by the work they make, attention included; false: in order"
+    )
+    skip_zero_advantage: bool = Field(
+        True,
+        description="keep sequences with advantage or weight 0 out of forward and backward, under an algorithm "
+        "without KL, entropy bonus and value loss",
+    )
+    reuse_logp: bool = Field(
+        True,
+        description="take logp_old from the training pass where a block is used by one step and nothing reads it "
+        "before; not with model.lora.dropout",
+    )
+    drop_truncated: bool = Field(False, description="give no weight to tokens of completions cut at the limit")
+    max_grad_norm: PositiveFloat | None = Field(
+        1.0, description="global norm to clip at; a value head has a norm of its own"
+    )
+    max_skipped_in_a_row: PositiveInt = Field(5, description="non-finite steps in a row that stop the run")
+    max_unscored_fraction: float = Field(
+        0.25, ge=0, le=1, description="share of a block's completions that a reward may fail at (error, timeout)"
+    )
+    max_blocks_unscored: PositiveInt = Field(3, description="blocks in a row over that share that stop the run")
+    max_blocks_without_signal: PositiveInt = Field(20, description="such blocks in a row that stop the run")
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    training_backend: Backend = Field("auto", description="head backend with gradients")
+    scoring_backend: Backend = Field("auto", description="head backend without")
+    head_memory_budget: PositiveInt | None = Field(None, description="bytes of logits-like memory; None: chosen")
+    activation_memory: PositiveInt | None = Field(
+        None,
+        description="bytes of activations of a micro-batch; layers are recomputed or kept on the host to fit "
+        "(docs/performance.md); None: no limit",
+    )
+    cuda_graphs: bool = Field(
+        True,
+        description="train short rows of small models by CUDA graphs, in up to an eighth of the GPU's memory",
+    )
+
+
+# --- rules ----------------------------------------------------------------------------------------------------------
+
+
+def _longest(recipe: "Recipe") -> int:
+    """Tokens of the longest prompt and completion; the last one is sampled and never read."""
+    return recipe.data.max_prompt_tokens + recipe.rollout.longest_completion - 1
+
+
+def _moments(*names: str) -> Setting["Recipe"]:
+    return Setting(
+        f"train.optimizer.moments {' or '.join(names)}", lambda recipe: recipe.train.optimizer.moments in names
+    )
+
+
+def _head_backend(which: Literal["training", "scoring"]) -> Rule[Machine]:
+    """A backend of the head that is named runs on the machine."""
+    key = f"train.{which}_backend"
+
+    def named(machine: Machine) -> Any:
+        return getattr(machine.recipe.train, f"{which}_backend")
+
+    def reason(machine: Machine) -> str:
+        head = LMHead(torch.zeros(8, 16, device=machine.device))
+        return why_not(named(machine), torch.zeros(1, 16, device=machine.device), head) or ""
+
+    return Setting[Machine](key, lambda machine: named(machine) != "auto").needs(
+        "a backend that runs here",
+        holds=lambda machine: not reason(machine),
+        given=lambda machine: f"{named(machine)}, which cannot: {reason(machine)}",
+        remedy=f"Leave {key} out.",
+        instead=lambda _: (f"{key}=auto",),
+    )
+
+
+activation_memory = Setting["Recipe"](
+    "train.activation_memory", lambda recipe: recipe.train.activation_memory is not None
+)
+host, eight_bit = _moments("host"), _moments("8bit")
+
+RULES: tuple[Rule["Recipe"], ...] = (
+    Setting["Recipe"]("train.tokens_per_micro_batch").needs(
+        "room for one sequence of the longest prompt and completion",
+        holds=lambda recipe: recipe.train.tokens_per_micro_batch >= _longest(recipe),
+        given=lambda recipe: (
+            f"{recipe.train.tokens_per_micro_batch}, and such a sequence has {_longest(recipe)} tokens"
+        ),
+        remedy="Raise it, or lower data.max_prompt_tokens or rollout.sampling.max_new_tokens (limits.max_tokens).",
+    ),
+    activation_memory.needs(
+        "no model.gradient_checkpointing, which saves them too",
+        holds=lambda recipe: not recipe.model.gradient_checkpointing,
+        given=lambda _: "model.gradient_checkpointing: true",
+        remedy="Leave model.gradient_checkpointing out.",
+    ),
+    activation_memory.needs(
+        "no model.compile",
+        holds=lambda recipe: not recipe.model.compile,
+        given=lambda _: "model.compile: true",
+        remedy="Leave model.compile out.",
+    ),
+    _moments("8bit", "host").needs(
+        "implementation: auto, for torch.optim.AdamW has no such moments",
+        holds=lambda recipe: recipe.train.optimizer.implementation == "auto",
+        given=lambda recipe: f"implementation: {recipe.train.optimizer.implementation}",
+        remedy="Leave implementation out.",
+    ),
+    host.needs(
+        "model.trained_dtype: bfloat16, whose masters go to the host",
+        holds=lambda recipe: recipe.model.trained_dtype != "float32",
+        given=lambda recipe: f"model.trained_dtype: {recipe.model.trained_dtype}",
+        remedy="Set it, or leave moments at float32.",
+    ),
+    host.needs(
+        "no parallel.deterministic",
+        holds=lambda recipe: not recipe.parallel.deterministic,
+        given=lambda _: "parallel.deterministic: true",
+        remedy="Leave it out, or leave moments at float32.",
+    ),
+)
+
+PROCESS_RULES = (
+    needs_whole_weights(eight_bit, "", "Leave moments out, or set parallel.replicate."),
+    needs_one_process(host, "", "Leave moments out."),
+)
+
+MOMENT_RULES = (
+    needs_package(eight_bit, "torchao", "torchao", "train.optimizer.moments=float32"),
+    needs_gpu(host, "a GPU", "train.optimizer.moments=float32"),
+)
+"""What a start asks as well."""
+
+MACHINE_RULES = (*MOMENT_RULES, _head_backend("training"), _head_backend("scoring"))

@@ -1,0 +1,1 @@
+"""What a run says about itself: its folder, metrics, live view and other writers."""

@@ -1,0 +1,200 @@
+"""What a run was made with: versions, commit, device, and the digests of its data.
+
+``provenance.json`` in the run folder has one entry a start, resumes included. Data are told apart by what is in them:
+rows that changed under a run that goes on are an error, whatever the files are called and however many rows they have.
+"""
+
+import hashlib
+import json
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from logitless.errors import CheckpointError, ConfigurationError, DataError
+from logitless.train.record.run_folder import RunFolder
+from logitless.train.store.atomic import write_atomically
+from logitless.types import Prompt
+
+SCHEMA_NUMBER = 1
+
+PACKAGES = (
+    *("logitless", "torch", "transformers", "tokenizers", "safetensors", "numpy", "peft", "triton", "datasets"),
+    *("reasoning-gym", "math-verify"),
+)
+
+
+def record_start(
+    folder: RunFolder,
+    data: Mapping[str, str],
+    device: torch.device,
+    *,
+    step: int,
+    changed: Mapping[str, Any] = MappingProxyType({}),
+    parent: Mapping[str, Any] | None = None,
+) -> None:
+    """Add this start to ``provenance.json``.
+
+    Args:
+        folder: of the run, locked by this process.
+        data: digests by name.
+        device: that the policy is on.
+        step: optimizer steps done before this start.
+        changed: what is new in the recipe since the start before, by key. A held-out set whose data it names may have
+            other rows.
+        parent: where a fork begins; None for a run of its own, and for a fork that goes on.
+
+    Raises:
+        ConfigurationError: the run was started with other data.
+        CheckpointError: the file is damaged.
+    """
+    before: dict[str, Any] = _read(folder.provenance) if folder.provenance.exists() else {"data": data, "starts": []}
+    named_anew = {key for key in changed if key.startswith("evaluation.sets.")}
+    differ = sorted(
+        name
+        for name in {*before["data"], *data}
+        if before["data"].get(name) != data.get(name)
+        and not any(key == name or key.startswith(f"{name}.data.") for key in named_anew)
+    )
+    if differ:
+        raise ConfigurationError(
+            needed="the data that the run was started with",
+            given=f"other rows in {', '.join(differ)} than {folder.provenance} says",
+            remedy="Bring the earlier data back, or start a run of another name.",
+        )
+    start = {"step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **environment(device)}
+    starts = [*before["starts"], start | ({"changed": dict(changed)} if changed else {})]
+    forked = parent if parent is not None else before.get("parent")
+    content = {
+        "schema_number": SCHEMA_NUMBER,
+        **({} if forked is None else {"parent": dict(forked)}),
+        "data": dict(data),
+        "starts": starts,
+    }
+    write_atomically(folder.provenance, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def parent_in(folder: RunFolder) -> dict[str, Any] | None:
+    """Where a fork began: ``run``, ``checkpoint``, ``block``, ``step`` and ``changed``; None for a run of its own.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    found = _read(folder.provenance).get("parent") if folder.provenance.exists() else None
+    return None if found is None else dict(found)
+
+
+def digests_of(folder: RunFolder) -> dict[str, str]:
+    """Of the data that a run was last started with, by name; none where its folder does not say.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    return dict(_read(folder.provenance)["data"]) if folder.provenance.exists() else {}
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions, commit and device.
+
+    Example:
+        >>> sorted(environment(torch.device("cpu")))
+        ['commit', 'device', 'driver', 'packages', 'platform', 'python']
+    """
+    on_gpu = device.type == "cuda"
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+        "commit": _commit(),
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "driver": _driver() if on_gpu else None,
+    }
+
+
+def digest_of_prompts(prompts: Sequence[Prompt]) -> str:
+    """SHA-256 of what a run reads of its prompts: ids, texts, tokens and columns, in their order.
+
+    Example:
+        >>> one, other = Prompt("1", "2+2=", (4,)), Prompt("1", "2+3=", (4,))
+        >>> digest_of_prompts([one]) == digest_of_prompts([one]) != digest_of_prompts([other])
+        True
+    """
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        row = [prompt.id, prompt.text, prompt.token_ids.tolist(), dict(prompt.columns)]
+        digest.update(json.dumps(row, sort_keys=True, default=_shown).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def digest_of_file(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_of_log(folder: Path) -> str:
+    """SHA-256 of a run's log: of the digests of its blocks, in order.
+
+    Raises:
+        DataError: there is none.
+    """
+    files = sorted(folder.glob("block-*.json"))
+    if not files:
+        raise DataError(
+            needed=f"a log of collected blocks at {folder}",
+            given="none",
+            remedy="Name the folder of a run with rollout.staleness above 0, or a file of completions.",
+        )
+    return hashlib.sha256("".join(map(digest_of_file, files)).encode()).hexdigest()
+
+
+def _shown(value: object) -> str:
+    """A column's value that JSON does not have; an object that only shows its address counts by its type."""
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text else text
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+        dict(found["data"])
+        list(found["starts"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            needed=f"readable JSON with data and starts in {path}",
+            given=f"{type(error).__name__}: {error}",
+            remedy="Delete the file; what earlier starts were made with is then not known any more.",
+        ) from error
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Of the repository that the run is started in; None outside of one."""
+    try:
+        asked = ["git", "rev-parse", "--verify", "HEAD"]
+        found = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip()
+
+
+def _driver() -> str | None:
+    try:
+        found = re.search(r"\d+\.\d+(\.\d+)?", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        return None
+    return None if found is None else found[0]

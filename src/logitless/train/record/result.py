@@ -1,0 +1,84 @@
+"""What came of a run: whether it is complete, what ended it, and its last metrics."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from signal import Signals
+from typing import Any, Literal
+
+from logitless.train.record.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The end of a run that no error ended; the same on every rank.
+
+    Args:
+        folder: of the run.
+        ended_by: ``blocks``: it was trained to its last block; ``early_stopping``: no better evaluation came
+            (``evaluation.stop``); ``unscored``: all blocks are done, and no completion of them was scored, which is a
+            failure; ``signal`` or ``callback``: one of these stopped it before.
+        signal: that stopped it; None for any other end.
+        callback: name of the class that stopped it; None for any other end.
+
+    Example:
+        >>> from pathlib import Path
+        >>> result = RunResult(RunFolder(Path("runs/toy")), "signal", Signals.SIGTERM)
+        >>> result.complete, result.exit_status
+        (False, 143)
+    """
+
+    folder: RunFolder
+    ended_by: Literal["blocks", "early_stopping", "unscored", "signal", "callback"]
+    signal: Signals | None = None
+    callback: str | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is trained to its end and ``model/`` is written; otherwise it can be resumed from a checkpoint."""
+        return self.ended_by in ("blocks", "early_stopping")
+
+    @property
+    def exit_status(self) -> int:
+        """Of a process that did nothing else: 0; 1 where nothing was scored; or 128 plus the signal's number, as shells
+        have it for a process that a signal ended."""
+        return int(self.ended_by == "unscored") if self.signal is None else 128 + self.signal
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """The last value of every metric (docs/metrics.md), read from the run's folder."""
+        return {name: value for record in self.folder.read_metrics() for name, value in record.items()}
+
+    @property
+    def words(self) -> str:
+        """What ended it, for a person."""
+        if self.signal is not None:
+            return f"stopped by {self.signal.name} and saved"
+        if self.callback is not None:
+            return f"stopped by {self.callback} and saved"
+        return ENDS[self.ended_by]
+
+
+ENDS = {
+    "blocks": "finished",
+    "early_stopping": "finished by early stopping",
+    "unscored": "failed, for no completion was scored",
+    "signal": "stopped by a signal",
+    "callback": "stopped by a callback",
+}
+"""By what ended a run, how it ended."""
+
+
+def exported_in_words(exported: Mapping[str, Any]) -> str:
+    """Which weights a finished run has left.
+
+    Args:
+        exported: of ``summary.json``.
+
+    Example:
+        >>> exported_in_words({"which": "last", "block": 3, "step": 12})
+        'model/ has the last weights, after block 3 (step 12)'
+    """
+    place = f"after block {exported['block']} (step {exported['step']})"
+    if exported["which"] == "last":
+        return f"model/ has the last weights, {place}"
+    return f"model/ has the weights of the best {exported['metric']}, {exported['value']:.4g}, {place}"

@@ -1,0 +1,240 @@
+"""The completions of a run as one Parquet data set: a few files that grow, readable at any moment, killed or not.
+
+    rollouts/part-000001.parquet    blocks 1 to 31
+    rollouts/part-000032.parquet    blocks 32 to 40, the last one; it is written anew with each block
+
+The last part is replaced as a whole, atomically, until it is full; then another begins, named after its first block. So
+each file is complete at every moment, no row is in two of them, and a reader takes ``rollouts/*.parquet`` as it is.
+docs/rollout_data.md has the columns.
+"""
+
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.compute
+import pyarrow.parquet
+
+from logitless.errors import DataError
+
+FULL_ROWS, FULL_BYTES = 16_384, 8 * 2**20
+"""A part with as many rows or bytes is full. Both bound what is written again with each block."""
+
+COLUMNS: dict[str, tuple[pyarrow.DataType, str]] = {
+    "block": (pyarrow.int64(), "rollout batch, from 1"),
+    "group": (pyarrow.int64(), "of the block, from 1; one prompt"),
+    "sample": (pyarrow.int64(), "of the group, from 1"),
+    "source": (pyarrow.string(), "`train`, or a mixture's source"),
+    "prompt_id": (pyarrow.string(), "id in the data; in a mixture after its source"),
+    "prompt": (pyarrow.string(), "text as the model reads it"),
+    "completion": (pyarrow.string(), "text up to the stop string"),
+    "num_tokens": (pyarrow.int64(), "with the stop token"),
+    "finish_reason": (pyarrow.string(), "`stop`, or `length` at the limit"),
+    "weights_version": (pyarrow.int64(), "optimizer steps of the sampling weights; null if unknown"),
+    "reward": (pyarrow.float64(), "weighted sum; null where nothing was scored"),
+    "advantage": (pyarrow.float64(), "mean over its tokens; null where not trained on"),
+    "verdicts": (pyarrow.string(), "JSON: status, score, detail, message by function"),
+    "num_turns": (pyarrow.int64(), "of the policy; 1 without a conversation"),
+    "conversation": (pyarrow.string(), "JSON: messages; null for single turns"),
+}
+"""Columns of every run, with type and meaning; ``reward/<function>`` (double) follow, one a reward function."""
+
+
+def append(folder: Path, block: int, rows: Sequence[Mapping[str, Any]], write: Callable[[Path, bytes], None]) -> Path:
+    """Add the rows of a block; rows of this block and of later ones are replaced.
+
+    Args:
+        folder: of the data set.
+        block: the number in every row.
+        rows: by column; one that a row lacks is null.
+        write: puts bytes at a path atomically.
+
+    Returns:
+        The part that holds the block.
+
+    Raises:
+        DataError: the last part is not Parquet.
+    """
+    later = [name for row in rows for name in row if name not in COLUMNS]
+    schema = pyarrow.schema(
+        [
+            *((name, kind) for name, (kind, _) in COLUMNS.items()),
+            *((name, pyarrow.float64()) for name in dict.fromkeys(later)),
+        ]
+    )
+    table = pyarrow.Table.from_pylist(list(rows), schema)
+    last: Path | None = None
+    for path in reversed(_paths(folder)):
+        first, final = _span(path)
+        if final < block:
+            last = path
+            break
+        if first < block:
+            last = path
+            _write(path, _rows_before(_read(path), block), write)
+            break
+        path.unlink()
+    if last is not None and not _is_full(last):
+        table = pyarrow.concat_tables([_read(last), table], promote_options="default")
+        path = last
+    else:
+        path = folder / f"part-{block:06d}.parquet"
+    _write(path, table, write)
+    return path
+
+
+def parts(folder: Path) -> Iterator[pyarrow.Table]:
+    """The parts in order, one in memory at a time.
+
+    Raises:
+        DataError: a file that is not Parquet.
+
+    Example:
+        >>> list(parts(Path("no/such/folder")))
+        []
+    """
+    for path in _paths(folder):
+        yield _read(path)
+
+
+def blocks(folder: Path) -> list[int]:
+    """Numbers of the blocks that are there, in order."""
+    found: set[int] = set()
+    for path in _paths(folder):
+        found |= set(_read(path, ["block"])["block"].to_pylist())
+    return sorted(found)
+
+
+def read(folder: Path, block: int) -> list[dict[str, Any]]:
+    """The rows of one block; none where it is not there."""
+    for path in _paths(folder):
+        first, last = _span(path)
+        if first <= block <= last:
+            table = _read(path)
+            rows: list[dict[str, Any]] = table.filter(pyarrow.compute.field("block") == block).to_pylist()
+            return rows
+    return []
+
+
+def turns(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was said after the prompt, each turn as role and text; a single turn has no role.
+
+    Messages before the policy's first turn are among them where the prompt does not show them: a harness has its own.
+
+    Args:
+        row: of the data set.
+
+    Example:
+        >>> said = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "<calc>2+2</calc>"},
+        ...         {"role": "tool", "name": "calc", "content": "4"}, {"role": "assistant", "content": "4"}]
+        >>> turns({"prompt": "2+2=", "completion": "4", "conversation": json.dumps(said)})
+        [('assistant', '<calc>2+2</calc>'), ('tool calc', '4'), ('assistant', '4')]
+        >>> turns({"prompt": "2+2=", "completion": "4", "conversation": None})
+        [('', '4')]
+    """
+    if not row.get("conversation"):
+        return [("", row["completion"])]
+    messages = json.loads(row["conversation"])
+    first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
+    if not all(_text(message).strip() in row["prompt"] for message in messages[:first]):
+        first = 0
+    return [(f"{each['role']} {each.get('name') or ''}".strip(), _text(each)) for each in messages[first:]]
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    """Of a message; its calls where it has nothing else."""
+    if message.get("content"):
+        return str(message["content"])
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    return "\n".join(f"{call['name']}({call['arguments']})" for call in calls)
+
+
+def _paths(folder: Path) -> list[Path]:
+    """Parts by their first block."""
+    return sorted((path for path in folder.glob("*.parquet") if not path.name.startswith(".")), key=_span)
+
+
+def _span(path: Path) -> tuple[int, int]:
+    """First and last block of a part, of its metadata alone."""
+    try:
+        metadata = pyarrow.parquet.read_metadata(path)
+        column = metadata.schema.names.index("block")
+        found = [metadata.row_group(number).column(column).statistics for number in range(metadata.num_row_groups)]
+        return min(each.min for each in found), max(each.max for each in found)
+    except (pyarrow.ArrowException, ValueError, AttributeError) as error:
+        raise _damaged(path, error) from error
+
+
+def _is_full(path: Path) -> bool:
+    return pyarrow.parquet.read_metadata(path).num_rows >= FULL_ROWS or path.stat().st_size >= FULL_BYTES
+
+
+def _read(path: Path, columns: list[str] | None = None) -> pyarrow.Table:
+    try:
+        return pyarrow.parquet.ParquetFile(path).read(columns)
+    except pyarrow.ArrowException as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    return DataError(
+        needed=f"Parquet with a column block in {path}",
+        given=str(error),
+        remedy="Delete this file; a run never leaves such.",
+    )
+
+
+def _rows_before(table: pyarrow.Table, block: int) -> pyarrow.Table:
+    return table.filter(pyarrow.compute.field("block") < block)
+
+
+def _write(path: Path, table: pyarrow.Table, write: Callable[[Path, bytes], None]) -> None:
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(table, buffer, compression="zstd", row_group_size=FULL_ROWS)
+    write(path, buffer.getvalue())
+
+
+def page() -> str:
+    """``docs/rollout_data.md``: how the data set is read, and its columns.
+
+    Example:
+        >>> page().splitlines()[0]
+        '# Rollouts'
+    """
+    rows = [f"| `{name}` | {kind} | {meaning} |" for name, (kind, meaning) in COLUMNS.items()]
+    rows.append("| `reward/<function>` | double | unweighted score; null where none |")
+    return _PAGE.replace("COLUMNS", "\n".join(rows))
+
+
+_PAGE = """# Rollouts
+
+Every completion that a run samples is a row of one Parquet data set, `runs/NAME/rollouts/*.parquet`, with its rewards
+and advantage, whether it was trained on or not.
+
+    logitless show runs/quickstart --block 12 --group 3     # a group in the terminal
+
+```python
+import datasets
+rows = datasets.load_dataset("parquet", data_files="runs/quickstart/rollouts/*.parquet", split="train")
+```
+```python
+import polars
+rows = polars.scan_parquet("runs/quickstart/rollouts/*.parquet")
+by_block = rows.group_by("block").agg(polars.col("reward").mean()).sort("block").collect()
+```
+```sql
+-- DuckDB
+SELECT block, avg(reward), avg(num_tokens) FROM 'runs/quickstart/rollouts/*.parquet' GROUP BY block ORDER BY block;
+```
+
+| Column | Type | What it is |
+|---|---|---|
+COLUMNS
+
+Rows are in the order of block, group and sample. Each block replaces the last file as a whole, until that has 16,384
+rows or 8 MiB. So files are complete at every moment, and no row is there twice. A resumed run replaces the blocks that
+it samples again.
+"""

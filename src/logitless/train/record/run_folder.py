@@ -1,0 +1,350 @@
+"""The folder of a run: configuration, metrics, rollouts, checkpoints, summary and report; files appear whole.
+
+    runs/<name>/
+        config.yaml                     the resolved recipe
+        provenance.json                 versions, device, commit of each start, digests of the data
+        lock.json                       while a process writes here
+        metrics.jsonl                   one line an optimizer step, see docs/metrics.md
+        rollouts/part-000001.parquet    one data set in a few files, one row a completion, see docs/rollout_data.md
+        collected/block-000012.json     under rollout.staleness: what was drawn, see ahead.py
+        checkpoints/                    see checkpoint.py
+        tensorboard/
+        model/                          at the end: Hugging Face format, for from_pretrained (an adapter under LoRA)
+        value_head.safetensors          at the end, where the algorithm has a value loss
+        summary.json                    at the end
+        report.html                     `logitless report`
+
+A file is written beside its place, flushed to disk and renamed. ``metrics.jsonl`` alone grows in place: a crash can cut
+its last line, which is then left out when it is read and removed when the run goes on.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from logitless.errors import ConfigurationError, DataError, InputError
+from logitless.train.record import rollout_data
+from logitless.train.record.metrics import Line, check_names
+from logitless.train.store.atomic import cannot_write, write_atomically
+from logitless.train.store.checkpoint import checkpoints, is_first
+from logitless.train.store.run_lock import LOCK
+from logitless.types import Group
+
+WARM_START = "warm_start"
+"""Name of the folder with the policy as reinforcement learning began."""
+
+
+class _Inside:
+    """A path inside a run folder, as an attribute of it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: "RunFolder", kind: type["RunFolder"]) -> Path:
+        return folder.path / self._name
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run keeps what it writes; make one with ``create_run_folder`` or ``open_run_folder``.
+
+    Example:
+        >>> RunFolder(Path("runs/quickstart")).metrics.as_posix()
+        'runs/quickstart/metrics.jsonl'
+    """
+
+    path: Path
+
+    config = _Inside("config.yaml")
+    """The resolved recipe."""
+    provenance = _Inside("provenance.json")
+    """What it was made with."""
+    metrics = _Inside("metrics.jsonl")
+    """One JSON object a line, one line an optimizer step."""
+    rollouts = _Inside("rollouts")
+    """The data set of completions: every ``*.parquet`` in it is a part."""
+    checkpoints = _Inside("checkpoints")
+    """One folder a checkpoint."""
+    tensorboard = _Inside("tensorboard")
+    """Event files."""
+    writers = _Inside("writers.json")
+    """By writer, what names the run at its service."""
+    model = _Inside("model")
+    """The finished policy in Hugging Face format."""
+    value_head = _Inside("value_head.safetensors")
+    """The finished value head."""
+    warm_start = _Inside(WARM_START)
+    """The policy as reinforcement learning began, where a supervised stage came first."""
+    summary = _Inside("summary.json")
+    """A few numbers of the finished run."""
+    report = _Inside("report.html")
+    """The self-contained page."""
+
+    def is_failed_start(self) -> bool:
+        """Whether nothing would be lost: no block was finished, and there is nothing foreign.
+
+        An empty folder is one too.
+        """
+        if not self.path.is_dir():
+            return False
+        found = {path.name for path in self.path.iterdir() if path.name not in (LOCK, "rollouts", "checkpoints")}
+        ours = found & {self.provenance.name, self.config.name}  # in the order in which a start writes them
+        if found and not (ours and found <= _WRITTEN_FIRST):
+            return False
+        return self.rollout_blocks() in ([], [1]) and all(map(is_first, checkpoints(self.checkpoints)))
+
+    def remove_after_failed_start(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """As an exit of a context: after an error before anything was rolled out, leave nothing."""
+        del rest
+        if kind is not None and self.is_failed_start() and not any(self.rollouts.glob("*")):
+            shutil.rmtree(self.path)
+
+    def clear(self) -> None:
+        """Remove what a failed start left, but the lock."""
+        for path in self.path.iterdir():
+            if path.name != LOCK:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        self.rollouts.mkdir()
+        self.checkpoints.mkdir()
+
+    def write_config(self, text: str) -> None:
+        """Write the resolved recipe."""
+        write_atomically(self.config, text.encode())
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary; numbers that are not finite become null."""
+        summary = {"schema_number": 1, **summary}
+        write_atomically(self.summary, (json.dumps(_plain(summary), indent=2) + "\n").encode())
+
+    def append_metrics(self, record: Line) -> None:
+        """Add one line; numbers that are not finite become null.
+
+        Raises:
+            InputError: a name that is not on the closed list, or no ``step``.
+            TrainingError: the disk is full or not writable.
+        """
+        check_names(record)
+        if "step" not in record:
+            raise InputError(needed="a record with its step", given=", ".join(record), remedy="Add 'step'.")
+        line = json.dumps(_plain(record)) + "\n"
+        try:
+            with self.metrics.open("a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            raise cannot_write(self.metrics, error) from error
+
+    def truncate_metrics(self, num_lines: int) -> None:
+        """Keep the first lines and drop those written after the checkpoint that a run goes on from."""
+        kept = self.read_metrics()[:num_lines]
+        write_atomically(self.metrics, "".join(json.dumps(record) + "\n" for record in kept).encode())
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All lines; a last line that a crash cut is left out.
+
+        Raises:
+            DataError: a malformed line that is not the last one.
+        """
+        if not self.metrics.exists():
+            return []
+        *lines, last = self.metrics.read_text(encoding="utf-8", errors="replace").split("\n")
+        records = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                record = json.loads(line)
+                int(record["step"])
+                records.append(record)
+            except (ValueError, KeyError, TypeError) as error:
+                if number == len(lines) and not last:
+                    break
+                raise DataError(
+                    needed="one JSON object with its step on each line",
+                    given=f"{self.metrics}, line {number}: {error}",
+                    remedy="Delete this line.",
+                ) from error
+        return records
+
+    def write_rollouts(
+        self, block: int, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]] | None = None
+    ) -> Path:
+        """Add every completion of a block with what was said of it to the run's data set (docs/rollout_data.md).
+
+        Rows of this block and of later ones, which a run that goes on samples again, are replaced.
+
+        Args:
+            block: from 1.
+            groups: also those that training leaves out.
+            advantages: one a completion, by group; None for completions that have none.
+
+        Raises:
+            InputError: another number of advantages than completions.
+            TrainingError: the disk is full or not writable.
+        """
+        if advantages is None:
+            advantages = [[None] * len(group.completions) for group in groups]
+        if [len(of_group) for of_group in advantages] != [len(group.completions) for group in groups]:
+            raise InputError(
+                needed="one advantage a completion, by group",
+                given=f"{[len(of_group) for of_group in advantages]} for groups of "
+                f"{[len(group.completions) for group in groups]}",
+                remedy="Give None for a completion without an advantage.",
+            )
+        rows = [
+            {
+                "block": block,
+                "group": number,
+                "sample": sample,
+                "source": group.prompt.source or None,
+                "prompt_id": group.prompt.id,
+                "prompt": group.prompt.text,
+                "completion": completion.text,
+                "num_tokens": completion.length,
+                "finish_reason": completion.finish_reason,
+                "weights_version": completion.weights_version,
+                "reward": reward,
+                "advantage": advantage,
+                "verdicts": json.dumps({name: asdict(verdict) for name, verdict in verdicts.items()}),
+                "num_turns": completion.num_turns,
+                "conversation": None if messages is None else json.dumps(messages, default=str),
+                **{f"reward/{name}": verdict.score for name, verdict in verdicts.items()},
+            }
+            for number, (group, of_group) in enumerate(zip(groups, advantages, strict=True), start=1)
+            for sample, (completion, verdicts, reward, advantage, messages) in enumerate(
+                zip(
+                    group.completions,
+                    group.verdicts,
+                    group.rewards,
+                    of_group,
+                    group.conversations or [None] * len(group.completions),
+                    strict=True,
+                ),
+                start=1,
+            )
+        ]
+        try:
+            return rollout_data.append(self.rollouts, block, rows, write_atomically)
+        except OSError as error:
+            raise cannot_write(self.rollouts, error) from error
+
+    def read_rollouts(self) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        """The number and the rows of each block, in order, one part in memory at a time.
+
+        Raises:
+            DataError: a file that is not Parquet.
+        """
+        for table in rollout_data.parts(self.rollouts):
+            for block, rows in groupby(table.to_pylist(), key=lambda row: row["block"]):
+                yield block, list(rows)
+
+    def rollout_blocks(self) -> list[int]:
+        """Numbers of the blocks whose completions are there, in order."""
+        return rollout_data.blocks(self.rollouts)
+
+    def read_block(self, block: int) -> list[dict[str, Any]]:
+        """The rows of one block, one a completion; those of a group stand together.
+
+        Raises:
+            ConfigurationError: the block is not there.
+            DataError: its file is not Parquet.
+        """
+        there = self.rollout_blocks()
+        if block not in there:
+            raise ConfigurationError(
+                needed=f"a block of {self.path}",
+                given=f"block {block}, and there are {f'{there[0]} to {there[-1]}' if there else 'none'}",
+                remedy="Name one that is there.",
+            )
+        return rollout_data.read(self.rollouts, block)
+
+
+_WRITTEN_FIRST = {
+    *("config.yaml", "provenance.json", "metrics.jsonl", "tensorboard", "wandb", "collected", WARM_START),
+    *("writers.json", ".writers.json.partial"),
+    *(".config.yaml.partial", ".provenance.json.partial", ".metrics.jsonl.partial", ".warm_start.partial"),
+}
+"""What is in a run folder before its first block is done, besides lock, rollouts and checkpoints."""
+
+
+def create_run_folder(root: Path, name: str, *, unique: bool = False) -> RunFolder:
+    """Make ``root/name``; a folder that a failed start left there is used again.
+
+    Args:
+        root: folder of run folders; made if missing.
+        name: of the run.
+        unique: where the name is taken, use ``name-2``, ``name-3``, ...
+
+    Raises:
+        ConfigurationError: the folder holds a run, or what is no run.
+        TrainingError: it cannot be made.
+
+    Example:
+        >>> import tempfile
+        >>> root = Path(tempfile.mkdtemp())
+        >>> [create_run_folder(root, "toy", unique=True).path.name for _ in range(3)]
+        ['toy', 'toy-2', 'toy-3']
+    """
+    number = 1
+    while True:
+        folder = RunFolder(root / (name if number == 1 else f"{name}-{number}"))
+        try:
+            folder.path.mkdir(parents=True)
+            break
+        except FileExistsError as error:
+            if not unique:
+                if folder.is_failed_start():
+                    break
+                raise taken(folder) from error
+            number += 1
+        except OSError as error:
+            raise cannot_write(folder.path, error) from error
+    folder.rollouts.mkdir(exist_ok=True)
+    folder.checkpoints.mkdir(exist_ok=True)
+    return folder
+
+
+def taken(folder: RunFolder) -> ConfigurationError:
+    """That a new run cannot have a folder, which is there already."""
+    return ConfigurationError(
+        needed=f"a run folder that does not exist yet, or --resume to go on in {folder.path}",
+        given="an existing one",
+        remedy="Add --resume, choose another name with --set name=..., or remove the folder.",
+    )
+
+
+def open_run_folder(path: Path) -> RunFolder:
+    """The folder of a run that was started before.
+
+    Raises:
+        ConfigurationError: there is no run in it.
+
+    Example:
+        >>> import tempfile
+        >>> made = create_run_folder(Path(tempfile.mkdtemp()), "toy")
+        >>> made.write_config("name: toy")
+        >>> open_run_folder(made.path) == made
+        True
+    """
+    folder = RunFolder(path)
+    if not folder.config.is_file():
+        begun = sorted(path.absolute().parent.glob("*/config.yaml"), key=lambda config: -config.stat().st_mtime)
+        runs = [config.parent.name for config in begun[:5]]
+        remedy = f"Name one of those in {path.parent}, newest first: {', '.join(runs)}." if runs else "Check the path."
+        raise ConfigurationError(
+            needed=f"the folder of a run at {path}",
+            given="a folder without a config.yaml" if path.is_dir() else "a file" if path.exists() else "nothing",
+            remedy=remedy,
+        )
+    return folder
+
+
+def _plain(value: Any) -> Any:
+    """The same with null for numbers that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,236 @@
+"""Where metrics go besides the run folder: TensorBoard, Weights & Biases, trackio, MLflow.
+
+A writer only forwards: it gets the records that ``metrics.jsonl`` gets, after they are on disk.
+"""
+
+import importlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, runtime_checkable
+
+from logitless.errors import UnavailableError
+from logitless.train.recipe.writers import (
+    MlflowSection,
+    TensorBoardSection,
+    TrackioSection,
+    WandbSection,
+    WriterSection,
+)
+from logitless.train.record.metrics import Record
+from logitless.train.record.run_folder import RunFolder
+from logitless.train.store.atomic import write_atomically
+
+_DISTRIBUTIONS = {"mlflow": "'logitless[mlflow]'"}
+
+
+@runtime_checkable
+class Writer(Protocol):
+    """Takes the record of each step until it is closed."""
+
+    def write(self, record: Record) -> None:
+        """Forward one record; it has a ``step``."""
+
+    def close(self) -> None:
+        """Deliver what is still on its way."""
+
+
+class TensorBoardWriter:
+    """Scalars in event files under ``folder``, read by ``tensorboard --logdir runs``.
+
+    Args:
+        folder: of the event files.
+        first_step: steps done before a resume; TensorBoard then hides what an interrupted run wrote after it.
+
+    Example:
+        >>> import tempfile
+        >>> writer = TensorBoardWriter(Path(tempfile.mkdtemp()))
+        >>> writer.write({"step": 1, "reward/mean": 0.5})
+        >>> writer.close()
+    """
+
+    def __init__(self, folder: Path, first_step: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._events = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
+
+    def write(self, record: Record) -> None:
+        """Add one scalar a metric; null and non-finite numbers have no point."""
+        for name, value in _numbers(record).items():
+            self._events.add_scalar(name, value, int(record["step"] or 0))
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._events.close()
+
+
+class ServiceWriter:
+    """Scalars to Weights & Biases or trackio, which share one interface.
+
+    Args:
+        section: of the recipe.
+        run_name: name of the run there, unless the section has one.
+        config: the resolved recipe as plain values.
+        folder: the run folder; Weights & Biases keeps its local files in it.
+        run_id: that the run had there before a resume; None for a new one.
+
+    Attributes:
+        run_id: what a resume goes on with: the id at Weights & Biases, trackio's name.
+
+    Raises:
+        UnavailableError: the package is not installed.
+    """
+
+    def __init__(
+        self,
+        section: WandbSection | TrackioSection,
+        *,
+        run_name: str,
+        config: Mapping[str, Any],
+        folder: Path,
+        run_id: str | None = None,
+    ) -> None:
+        self._module = _imported(section.name)
+        options = section.model_dump(mode="json", exclude={"name", "run_name", "run_id"}, exclude_none=True)
+        name = section.run_name or run_name
+        if isinstance(section, WandbSection):
+            if wanted := section.run_id or run_id:
+                options |= {"id": wanted, "resume": "allow"}
+            run = self._module.init(name=name, config=dict(config), dir=str(folder), **options)
+            self.run_id: str = run.id
+        else:  # a run that is resumed is found by its name
+            options["resume"] = "never" if run_id is None else "allow"
+            run = self._module.init(name=run_id or name, config=dict(config), **options)
+            self.run_id = run.name
+
+    def write(self, record: Record) -> None:
+        """Log one record at its step."""
+        self._module.log(_numbers(record), step=int(record["step"] or 0))
+
+    def close(self) -> None:
+        """Finish the run there."""
+        self._module.finish()
+
+
+class MlflowWriter:
+    """Scalars to MLflow, and the recipe as parameters and as a file.
+
+    Args:
+        section: of the recipe.
+        run_name: name of the run there, unless the section has one.
+        config: the resolved recipe as plain values.
+        run_id: that the run had there before a resume; None for a new one.
+
+    Attributes:
+        run_id: what a resume goes on with.
+
+    Raises:
+        UnavailableError: the package is not installed.
+    """
+
+    def __init__(
+        self, section: MlflowSection, *, run_name: str, config: Mapping[str, Any], run_id: str | None = None
+    ) -> None:
+        self._module = module = _imported("mlflow")
+        if section.tracking_uri is not None:
+            module.set_tracking_uri(section.tracking_uri)
+        known = section.run_id or run_id
+        if known is None:
+            module.set_experiment(section.experiment)
+        run = module.start_run(run_id=known, run_name=section.run_name or run_name, tags=section.tags or None)
+        self.run_id: str = run.info.run_id
+        if known is None:  # parameters cannot be changed there
+            parameters = list(_flat(config))
+            for at in range(0, len(parameters), 100):  # as many as MLflow takes at a time
+                module.log_params(dict(parameters[at : at + 100]))
+        module.log_dict(dict(config), "recipe.json")
+
+    def write(self, record: Record) -> None:
+        """Log one record at its step; a name has `_` for each character that MLflow refuses."""
+        numbers = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in _numbers(record).items()}
+        self._module.log_metrics(numbers, step=int(record["step"] or 0))
+
+    def close(self) -> None:
+        """Finish the run there."""
+        self._module.end_run()
+
+
+def open_writers(
+    sections: Sequence[WriterSection], *, folder: RunFolder, config: Mapping[str, Any], first_step: int = 0
+) -> tuple[Writer, ...]:
+    """The writers of a recipe, in its order; the ids of their runs are kept in the run folder for a resume.
+
+    Args:
+        sections: of the recipe.
+        folder: of the run, which gives its name; event files go to its ``tensorboard``.
+        config: the resolved recipe as plain values.
+        first_step: steps done before a resume.
+
+    Raises:
+        UnavailableError: a named package is not installed; nothing was started.
+
+    Example:
+        >>> import tempfile
+        >>> from logitless.train.recipe.writers import TensorBoardSection
+        >>> (writer,) = open_writers([TensorBoardSection()], folder=RunFolder(Path(tempfile.mkdtemp())), config={})
+        >>> writer.close()
+    """
+    check_writers(sections)
+    kept: dict[str, str] = json.loads(folder.writers.read_text()) if folder.writers.exists() else {}
+    writers: list[Writer] = []
+    for section in sections:
+        options: dict[str, Any] = {"run_name": folder.path.name, "config": config, "run_id": kept.get(section.name)}
+        if isinstance(section, TensorBoardSection):
+            writers.append(TensorBoardWriter(folder.tensorboard, first_step))
+            continue
+        if isinstance(section, MlflowSection):
+            service: MlflowWriter | ServiceWriter = MlflowWriter(section, **options)
+        else:
+            service = ServiceWriter(section, folder=folder.path, **options)
+        kept[section.name] = service.run_id
+        write_atomically(folder.writers, json.dumps(kept).encode())
+        writers.append(service)
+    return tuple(writers)
+
+
+def check_writers(sections: Sequence[WriterSection]) -> None:
+    """Refuse writers whose package is absent.
+
+    Raises:
+        UnavailableError: a named package is not installed.
+
+    Example:
+        >>> from logitless.train.recipe.writers import TensorBoardSection
+        >>> check_writers([TensorBoardSection()])
+    """
+    for section in sections:
+        if section.name != "tensorboard":
+            _imported(section.name)
+
+
+def _flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """Each value of nested mappings with its path, as texts of a length that MLflow takes."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", str(value)[:250]
+
+
+def _imported(package: str) -> ModuleType:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise UnavailableError(
+            needed=f"the package {package}, named in `writers`",
+            given="an environment without it",
+            remedy=f"Run pip install {_DISTRIBUTIONS.get(package, package)}, or leave it out of `writers`.",
+        ) from error
+
+
+def _numbers(record: Record) -> dict[str, float | int]:
+    """The metrics that are finite, without the step itself."""
+    return {n: v for n, v in record.items() if n != "step" and v is not None and math.isfinite(v)}

@@ -1,0 +1,1 @@
+"""Pages about runs: one run, several compared, plots."""

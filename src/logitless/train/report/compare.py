@@ -1,0 +1,106 @@
+"""Several runs on one page: their curves in the same plots, their ends in a table, and where their recipes differ."""
+
+import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from logitless.errors import ConfigurationError
+from logitless.train.record.run_folder import open_run_folder
+from logitless.train.report.page import AFTER, BEFORE, Recorded, card_of, grid_of, table_of
+from logitless.train.report.plots import COLOURS
+from logitless.train.store.atomic import write_atomically
+
+_COMPARED: tuple[tuple[str, str, str, Mapping[str, Any]], ...] = (
+    ("Reward", "Mean over the block.", "reward/mean", {"y_label": "reward"}),
+    (
+        "Held-out accuracy",
+        "Under the evaluation's sampling settings.",
+        "evaluation/accuracy",
+        {"y_label": "fraction", "unit_interval": True, "smooth": False},
+    ),
+    ("KL to the reference", "k3, mean over tokens.", "kl_ref/k3_mean", {"y_label": "nat per token"}),
+    ("Entropy", "Mean over trained tokens.", "entropy/mean", {"y_label": "nat per token"}),
+    ("Completion length", "Mean.", "length/mean", {"y_label": "token"}),
+    ("Gradient norm", "Before clipping.", "optimizer/grad_norm", {"y_label": "norm"}),
+    ("Sampler against trainer", "|logp_old − logp_sampler|, mean.", "sampler/logp_difference_mean", {"y_label": "nat"}),
+    ("Time", "Of all phases so far.", "time/elapsed_seconds", {"y_label": "second", "smooth": False}),
+)
+
+
+def write_comparison(run_folders: Sequence[Path], out: Path) -> Path:
+    """Write one self-contained page about several runs.
+
+    Args:
+        run_folders: two or more, finished or not.
+        out: the page.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ConfigurationError: fewer than two runs, more than there are colours, or a folder without a run.
+
+    Example:
+        >>> import tempfile
+        >>> from logitless.train.record.run_folder import create_run_folder
+        >>> folders = [create_run_folder(Path(tempfile.mkdtemp()), name) for name in ("one", "two")]
+        >>> for folder in folders:
+        ...     folder.write_config(f"name: {folder.path.name}")
+        ...     folder.append_metrics({"step": 1, "reward/mean": 0.5})
+        >>> write_comparison([folder.path for folder in folders], folders[0].path / "comparison.html").name
+        'comparison.html'
+    """
+    if not 2 <= len(run_folders) <= len(COLOURS):
+        raise ConfigurationError(
+            needed=f"2 to {len(COLOURS)} runs to compare", given=str(len(run_folders)), remedy="Name others."
+        )
+    runs = {
+        name: Recorded.of(open_run_folder(path)) for name, path in zip(_names(run_folders), run_folders, strict=True)
+    }
+    cards = []
+    for title, caption, metric, options in _COMPARED:
+        lines = [line for name, run in runs.items() for line in run.line(metric, name)]
+        cards.append(card_of(title, caption, lines, **options) if lines else "")
+    heading = html.escape(" · ".join(runs))
+    parts = [
+        f"<header><h1>{heading}</h1><p>{len(runs)} runs</p></header>",
+        f"<section><h2>Ends</h2>{_ends(runs)}</section>",
+        grid_of("Curves", cards),
+        f"<section><h2>Recipes</h2>{_differences(runs)}</section>",
+    ]
+    write_atomically(out, f"{BEFORE.replace('TITLE', heading)}{''.join(parts)}{AFTER}".encode("utf-8", "replace"))
+    return out
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Names of the folders, with what is above them where two are the same."""
+    names = [folder.resolve().name for folder in folders]
+    return [str(folder) if names.count(name) > 1 else name for name, folder in zip(names, folders, strict=True)]
+
+
+def _ends(runs: Mapping[str, Recorded]) -> str:
+    found = {name: run.results for name, run in runs.items()}
+    rows = [
+        [name, *(f"{first} → {last}" if first else last or "–" for first, last in results.values())]
+        for name, results in found.items()
+    ]
+    return table_of(["run", *next(iter(found.values()))], rows)
+
+
+def _differences(runs: Mapping[str, Recorded]) -> str:
+    """Keys of the recipes whose values are not the same in all runs."""
+    configs = [_flat(run.config) for run in runs.values()]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    rows = []
+    for key in keys:
+        values = [config.get(key, "–") for config in configs]
+        if len(set(values)) > 1:
+            rows.append([key, *values])
+    return table_of(["key", *runs], rows) if rows else "<p class=note>The same in every key.</p>"
+
+
+def _flat(value: Any, above: str = "") -> dict[str, str]:
+    if isinstance(value, dict) and value:
+        return {k: v for name, inner in value.items() for k, v in _flat(inner, f"{above}.{name}".lstrip(".")).items()}
+    return {above: str(value)}

@@ -1,0 +1,702 @@
+"""``report.html``: one self-contained page on a run, finished or not; it loads nothing and runs no script.
+
+Each plot has its values as a table below it, and each of some sampled groups a page of its own inside the page, opened
+by its address (``#block-12-group-3``), with its completions side by side.
+
+Everything is read from the run folder. What a run did not record has no plot; a run without a summary is described by
+its metrics. Texts of prompts and completions are shown escaped, whatever they hold.
+"""
+
+import base64
+import html
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+
+from logitless.train.collect.failures import in_a_line
+from logitless.train.record.live_view import duration
+from logitless.train.record.metrics import metric_of
+from logitless.train.record.result import ENDS, exported_in_words
+from logitless.train.record.rollout_data import turns
+from logitless.train.record.run_folder import RunFolder, open_run_folder
+from logitless.train.report.plots import Line, Number, bar_plot, heat_map, line_plot
+from logitless.train.store.atomic import write_atomically
+from logitless.types import Verdict, VerdictStatus
+
+_MAX_COMPLETION_CHARACTERS = 1500
+_GROUP_CHARACTERS = 6000
+_GROUP_BLOCKS, _GROUPS_OF_BLOCK = 5, 4
+_TABLE_ROWS = 25
+_HISTOGRAM_BINS = 12
+
+
+def write_report(run_folder: Path) -> Path:
+    """Write ``report.html`` into a run folder.
+
+    Args:
+        run_folder: of a run that is finished, stopped, crashed or still going on.
+
+    Returns:
+        Where the page is.
+
+    Raises:
+        ConfigurationError: there is no run in the folder.
+        DataError: a damaged line of metrics that is not the last one.
+
+    Example:
+        >>> import tempfile
+        >>> from logitless.train.record.run_folder import create_run_folder
+        >>> folder = create_run_folder(Path(tempfile.mkdtemp()), "toy")
+        >>> folder.write_config("name: toy")
+        >>> folder.append_metrics({"step": 1, "reward/mean": 0.5})
+        >>> write_report(folder.path).name
+        'report.html'
+    """
+    folder = open_run_folder(run_folder)
+    write_atomically(folder.report, _page(folder).encode("utf-8", errors="replace"))
+    return folder.report
+
+
+def _page(folder: RunFolder) -> str:
+    run = Recorded.of(folder)
+    rollouts = _Rollouts()
+    for block, rows in folder.read_rollouts():
+        rollouts.add(block, rows)
+    config_text = folder.config.read_text(encoding="utf-8")
+    sections = [
+        _head(run),
+        _tiles(run),
+        _curves(run),
+        _over_blocks(rollouts),
+        _cost(run),
+        _graders(run, rollouts.failures),
+        _samples(rollouts),
+        _group_pages(folder, rollouts.blocks),
+        f"<section><h2>Recipe</h2><details><summary>config.yaml</summary><pre>{html.escape(config_text)}</pre>"
+        "</details></section>",
+    ]
+    return f"{BEFORE.replace('TITLE', html.escape(run.name))}{''.join(sections)}{AFTER}"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a run has recorded of itself, its completions aside.
+
+    Args:
+        name: of its folder.
+        config: its recipe.
+        records: lines of metrics.
+        summary: empty for a run that has not ended.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    records: Sequence[Mapping[str, Any]]
+    summary: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, folder: RunFolder) -> "Recorded":
+        """Read from its folder."""
+        config, summary = (path.read_text("utf-8") if path.exists() else "" for path in (folder.config, folder.summary))
+        return cls(folder.path.name, _mapping(config), folder.read_metrics(), _mapping(summary))
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps."""
+        return self.records[-1]["step"] if self.records else 0
+
+    @property
+    def seconds(self) -> Number | None:
+        """Of all phases; None where no step was recorded."""
+        phases = self.summary.get("seconds")
+        return math.fsum(phases.values()) if isinstance(phases, dict) else self.ends("time/elapsed_seconds")[1]
+
+    @property
+    def peak_bytes(self) -> Number | None:
+        """The most memory held; None where no step was recorded."""
+        return self.summary.get("peak_memory_bytes") or self.ends("memory/peak_bytes")[1]
+
+    @property
+    def verdicts(self) -> dict[str, Counter[str]]:
+        """By reward, how many verdicts have which status."""
+        totals: dict[str, Counter[str]] = defaultdict(Counter)
+        for record in self.records:
+            for name, value in record.items():
+                if name.startswith("verdict/"):
+                    _, function, status = name.split("/")
+                    totals[function][status] += round(value or 0)
+        return totals
+
+    @property
+    def nothing_scored(self) -> bool:
+        """Whether there are rewards to show, and every one is absent."""
+        return any("reward/mean" in record for record in self.records) and self.ends("reward/mean")[1] is None
+
+    def ends(self, metric: str) -> tuple[Number | None, Number | None]:
+        """The first and the last value of a metric; None for each where it has none."""
+        known = [record[metric] for record in self.records if record.get(metric) is not None]
+        return (known[0], known[-1]) if known else (None, None)
+
+    @property
+    def results(self) -> dict[str, tuple[str, str]]:
+        """What it came to: by label, the first value (empty for what has one alone) and the last (empty if unknown)."""
+        time = "" if self.seconds is None else duration(self.seconds)
+        peak = "" if self.peak_bytes is None else f"{self.peak_bytes / 2**30:.2f} GiB"
+        return {
+            "held-out accuracy": self._scores("evaluation/accuracy"),
+            "mean reward, first and last block": self._scores("reward/mean"),
+            "optimizer steps": ("", str(self.steps)),
+            "time": ("", time),
+            "peak memory": ("", peak),
+        }
+
+    def _scores(self, metric: str) -> tuple[str, str]:
+        """The ends of a metric that is null where nothing was scored."""
+        first, last = self.ends(metric)
+        if first is None or last is None:
+            return "", "not scored" if any(metric in record for record in self.records) else ""
+        return f"{first:.3g}", f"{last:.3g}"
+
+    def line(self, metric: str, label: str) -> list[Line]:
+        """A metric over the steps; none where it has no value."""
+        points = [(record["step"], record[metric]) for record in self.records if metric in record]
+        known = any(y is not None for _, y in points)
+        return [Line(label, tuple(x for x, _ in points), tuple(y for _, y in points))] if known else []
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    """YAML or JSON as a mapping; anything else as an empty one: the page is about the run, not its files."""
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _target(config: Mapping[str, Any]) -> Number | None:
+    """The KL target of a recipe, wherever its controller is."""
+    inside = [config.get("kl")]
+    while inside:
+        part = inside.pop()
+        if isinstance(part, dict):
+            if isinstance(part.get("target"), int | float):
+                return part["target"]
+            inside += part.values()
+    return None
+
+
+@dataclass
+class _Rollouts:
+    """Rewards and constraint verdicts by block, the first failure of each reward, and the rows that are shown."""
+
+    rewards: dict[str, dict[int, list[float]]] = field(default_factory=lambda: defaultdict(dict))
+    passed: dict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
+    failures: dict[str, str] = field(default_factory=dict)
+    blocks: list[int] = field(default_factory=list)
+    first: list[dict[str, Any]] = field(default_factory=list)
+    last: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, block: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Take a block in."""
+        self.blocks.append(block)
+        for column in rows[0] if rows else ():
+            if column.partition("/")[0] == "reward":
+                self.rewards[column][block] = [row[column] for row in rows if row[column] is not None]
+        checks: dict[str, list[bool]] = defaultdict(list)
+        for row in rows:
+            for name, verdict in json.loads(row["verdicts"]).items():
+                for constraint, satisfied in verdict["detail"]:
+                    checks[constraint].append(satisfied)
+                if verdict["status"] in ("error", "timeout"):
+                    failed = Verdict(None, verdict["status"], (), verdict["message"], verdict["traceback"])
+                    self.failures.setdefault(name, in_a_line(failed))
+        for constraint, said in checks.items():
+            self.passed[constraint][block] = sum(said) / len(said)
+        self.last = _extremes(rows)
+        self.first = self.first or self.last
+
+
+def _extremes(rows: Sequence[Mapping[str, Any]], num_prompts: int = 3) -> list[dict[str, Any]]:
+    """The best and the worst completion of the first prompts."""
+    groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for row in rows:
+        groups[row["prompt_id"]].append(row)
+    shown = []
+    for group in list(groups.values())[:num_prompts]:
+        scored = sorted((row for row in group if row["reward"] is not None), key=lambda row: -row["reward"]) or group
+        shown += [dict(row) for row in ([scored[0]] if len(scored) == 1 else [scored[0], scored[-1]])]
+    return shown
+
+
+def _head(run: Recorded) -> str:
+    if run.summary:
+        state = ENDS.get(run.summary.get("ended_by", ""), "finished")
+    elif run.records:
+        state = f"no summary: still going on, or stopped after step {run.steps}"
+    else:
+        state = "no step recorded"
+    if run.nothing_scored and run.summary.get("ended_by") != "unscored":
+        state += "; no completion was scored"
+    facts = [state, *(f"{key} {run.config[key]}" for key in ("seed",) if key in run.config)]
+    if exported := run.summary.get("exported"):
+        facts.append(exported_in_words(exported))
+    return f"<header><h1>{html.escape(run.name)}</h1><p>{html.escape(' · '.join(facts))}</p></header>"
+
+
+def _tiles(run: Recorded) -> str:
+    tiles = [_tile(label, *values) for label, values in run.results.items() if values[1]]
+    return f"<section class=tiles>{''.join(tiles)}</section>"
+
+
+def _tile(label: str, before: str, after: str) -> str:
+    start = f"<small>{before} → </small>" if before else ""
+    return f"<div class=tile><div class=value>{start}{html.escape(after)}</div><div>{html.escape(label)}</div></div>"
+
+
+@dataclass(frozen=True)
+class _Curves:
+    """One plot over the optimizer steps: which metrics, and how they are drawn."""
+
+    title: str
+    caption: str
+    labels: Mapping[str, str]
+    options: Mapping[str, Any]
+
+
+_FRACTION = {"y_label": "fraction", "unit_interval": True}
+_EXACT = {"smooth": False}
+"""Of numbers that are not drawn at random."""
+
+_CURVES = (
+    _Curves(
+        "KL to the reference",
+        "k3 of each token, mean and 95th percentile, and the controller's target where it has one.",
+        {"kl_ref/k3_mean": "mean", "kl_ref/k3_p95": "95th percentile"},
+        {"y_label": "nat per token"},
+    ),
+    _Curves(
+        "KL coefficient", "Beta, as the controller moved it.", {"kl_ref/beta": "beta"}, {"y_label": "beta"} | _EXACT
+    ),
+    _Curves(
+        "Entropy",
+        "Of the policy's next-token distribution, mean over trained tokens.",
+        {"entropy/mean": "entropy"},
+        {"y_label": "nat per token"},
+    ),
+    _Curves(
+        "Completion length",
+        "Sampled tokens, the stop token included.",
+        {"length/mean": "mean", "length/max": "longest", "length/min": "shortest"},
+        {"y_label": "token"},
+    ),
+    _Curves(
+        "Truncated and without signal",
+        "Completions cut at their limit; groups whose rewards are all equal.",
+        {"length/truncated_fraction": "truncated", "group/zero_signal_fraction": "groups without signal"},
+        _FRACTION,
+    ),
+    _Curves(
+        "Clipped tokens",
+        "Tokens whose gradient a bound of the ratio removes or caps.",
+        {"clip/low_fraction": "lower bound", "clip/high_fraction": "upper bound"},
+        {"y_label": "fraction"},
+    ),
+    _Curves(
+        "Ratio to the old policy",
+        "At the level that the objective uses.",
+        {"ratio/mean": "mean", "ratio/min": "smallest", "ratio/max": "largest"},
+        {"y_label": "ratio"},
+    ),
+    _Curves(
+        "Sampler against trainer",
+        "|logp_old − logp_sampler|: how far the two engines disagree about the same weights.",
+        {"sampler/logp_difference_mean": "mean", "sampler/logp_difference_max": "largest"},
+        {"y_label": "nat"},
+    ),
+    _Curves(
+        "Value loss",
+        "Of the value head, mean over tokens with a return, before its coefficient.",
+        {"loss/value": "value loss"},
+        {"y_label": "reward²"},
+    ),
+    _Curves(
+        "Value head",
+        "Mean prediction against mean return, and the share of the returns' variance that predictions explain.",
+        {
+            "value/mean": "value",
+            "value/return_mean": "return",
+            "value/explained_variance": "explained variance",
+        },
+        {"y_label": "reward"},
+    ),
+    _Curves(
+        "Gradient norm",
+        "Before clipping; a gap is a step that was skipped.",
+        {"optimizer/grad_norm": "norm"},
+        {"y_label": "norm"},
+    ),
+    _Curves(
+        "Learning rate",
+        "Of each step.",
+        {"optimizer/learning_rate": "learning rate"},
+        {"y_label": "learning rate"} | _EXACT,
+    ),
+)
+
+
+def _curves(run: Recorded) -> str:
+    exported, target = run.summary.get("exported"), _target(run.config)
+    best = ("best, exported", exported["step"]) if exported is not None and exported["which"] == "best" else None
+    names = dict.fromkeys(name for record in run.records for name in record)
+    functions = [name for name in names if metric_of(name).name == "reward/{function}/mean"]
+    reward = _Curves(
+        "Reward",
+        "Mean over the block of the weighted sum, and of each function before its weight.",
+        {"reward/mean": "total"} | ({name: name.split("/")[1] for name in functions} if len(functions) > 1 else {}),
+        {"y_label": "reward"},
+    )
+    cards = []
+    for curves in (reward, *_of_sources(names), *_of_held_out(names), *_CURVES):
+        level = ("target", target) if target is not None and curves.title == "KL to the reference" else None
+        cards.append(_drawn(run, curves, level=level, moment=best if curves.title == "Held-out accuracy" else None))
+    return grid_of("Training", cards)
+
+
+def _of_sources(names: Iterable[str]) -> Iterator[_Curves]:
+    """The reward of each source, where there are several."""
+    labels = {name: name.split("/")[1] for name in names if metric_of(name).name == "source/{source}/reward_mean"}
+    if labels:
+        yield _Curves("Reward by source", "Mean over the prompts of each in the block.", labels, {"y_label": "reward"})
+
+
+def _of_held_out(names: Iterable[str]) -> Iterator[_Curves]:
+    """Accuracy of each held-out set, and its pass@k where several samples were taken."""
+    told = "Held-out completions that count as correct, under the evaluation's sampling settings."
+    labels, chances = {}, {}
+    for name in names:
+        held_out, _, number = name.removeprefix("evaluation/").removeprefix("held_out/").rpartition("/")
+        match metric_of(name).name:
+            case "evaluation/accuracy" | "held_out/{set}/accuracy":
+                labels[name] = held_out or "accuracy"
+            case "evaluation/pass_at/{k}" | "held_out/{set}/pass_at/{k}":
+                chances[name] = f"{held_out.removesuffix('pass_at').strip('/')} pass@{number}".strip()
+    if labels:
+        yield _Curves("Held-out accuracy", told, labels, _FRACTION | _EXACT)
+    if chances:
+        yield _Curves("pass@k", "Chance that one of k samples is correct, held out.", chances, _FRACTION | _EXACT)
+
+
+def _over_blocks(rollouts: _Rollouts) -> str:
+    cards = []
+    several = len(rollouts.rewards) > 2
+    for column, by_block in rollouts.rewards.items():
+        if column == "reward" or several:
+            title = "Rewards over time" if column == "reward" else f"Scores of {column.partition('/')[2]} over time"
+            cards.append(_card(title, "Each column is the histogram of one block.", _histograms(by_block)))
+    if rollouts.passed:
+        rates = [[by_block.get(block) for block in rollouts.blocks] for by_block in rollouts.passed.values()]
+        plot = heat_map(
+            rates,
+            x=rollouts.blocks,
+            x_label="block",
+            y_label="",
+            y_names=list(rollouts.passed),
+            value_label="pass rate",
+        )
+        cards.append(_card("Constraints over time", "Pass rate of each constraint in each block.", plot))
+    return grid_of("Blocks", cards)
+
+
+def _histograms(by_block: Mapping[int, Sequence[float]]) -> str | None:
+    scores = [score for of_block in by_block.values() for score in of_block]
+    if not scores:
+        return None
+    low, high = min(scores), max(scores)
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    width = (high - low) / _HISTOGRAM_BINS
+    columns: list[list[float | None]] = []
+    for of_block in by_block.values():
+        counts = Counter(min(int((score - low) / width), _HISTOGRAM_BINS - 1) for score in of_block)
+        columns.append([counts[b] / len(of_block) if of_block else None for b in range(_HISTOGRAM_BINS)])
+    return heat_map(
+        [list(row) for row in zip(*columns, strict=True)],
+        x=list(by_block),
+        x_label="block",
+        y_label="reward",
+        y_edges=[low + width * edge for edge in range(_HISTOGRAM_BINS + 1)],
+        value_label="share of the block",
+    )
+
+
+def _cost(run: Recorded) -> str:
+    seconds = run.summary.get("seconds")
+    throughput = _Curves(
+        "Throughput",
+        "Tokens a second.",
+        {f"throughput/{kind}_tokens_per_second": kind for kind in ("rollout", "scoring", "training")},
+        {"y_label": "token/s", "log": True},
+    )
+    cards = [
+        _drawn(run, throughput),
+        _card(
+            "Time by phase",
+            "Seconds of the whole run, from the start of its process; writing this report is not among them.",
+            bar_plot(seconds, x_label="seconds") if isinstance(seconds, dict) and seconds else None,
+        ),
+    ]
+    return grid_of("Cost", cards)
+
+
+def _graders(run: Recorded, failures: Mapping[str, str]) -> str:
+    """What became of every verdict, where one of them is not a grade."""
+    totals = run.verdicts
+    if not any(count for of_function in totals.values() for status, count in of_function.items() if status != "graded"):
+        return ""
+    statuses = get_args(VerdictStatus)
+    rows = [
+        [function, *(str(counts[status]) for status in statuses), failures.get(function, "–")]
+        for function, counts in totals.items()
+    ]
+    return f"<section><h2>Verdicts</h2>{table_of(['function', *statuses, 'first failure'], rows)}</section>"
+
+
+def _samples(rollouts: _Rollouts) -> str:
+    if not rollouts.blocks:
+        return ""
+    chosen = [*rollouts.first, *(rollouts.last if len(rollouts.blocks) > 1 else [])]
+    rows = [
+        [
+            str(row["block"]),
+            row["prompt"],
+            _shortened(_as_text(row), _MAX_COMPLETION_CHARACTERS),
+            _short(row["reward"]),
+            _short(row["advantage"]),
+            f"{row['num_tokens']}" + (" (cut)" if row["finish_reason"] == "length" else ""),
+        ]
+        for row in chosen
+    ]
+    table = table_of(["block", "prompt", "completion", "reward", "advantage", "tokens"], rows)
+    note = "The best and the worst completion of the first prompts, in the first and in the last block."
+    return f"<section class=samples><h2>Samples</h2><p class=note>{note}</p>{table}</section>"
+
+
+def _as_text(row: Mapping[str, Any]) -> str:
+    """A completion; of several turns each with its role before it."""
+    return "\n\n".join(f"{role}: {text}" if role else text for role, text in turns(row))
+
+
+def _group_pages(folder: RunFolder, blocks: Sequence[int]) -> str:
+    """A list of groups of a few blocks, and the page of each."""
+    if not blocks:
+        return ""
+    count = min(len(blocks), _GROUP_BLOCKS)
+    chosen = [blocks[round((len(blocks) - 1) * number / max(1, count - 1))] for number in range(count)]
+    links, pages = [], []
+    for block in chosen:
+        groups = list(_by_group(folder.read_block(block)))[:_GROUPS_OF_BLOCK]
+        names = [f"block-{block}-group-{number}" for number in range(1, len(groups) + 1)]
+        described = (
+            f'<a href="#{name}">group {number}, {_rewards_in_words(group)}</a>'
+            for number, (name, group) in enumerate(zip(names, groups, strict=True), start=1)
+        )
+        links.append(f"<li>block {block}: {' · '.join(described)}</li>")
+        pages += [_group_page(name, group) for name, group in zip(names, groups, strict=True)]
+    note = "Some groups with all their completions; any other: <code>logitless show RUN --block N --group N</code>"
+    listed = f"<p class=note>{note}</p><ul class=groups>{''.join(links)}</ul>"
+    return f"<section id=groups><h2>Groups</h2>{listed}</section>{''.join(pages)}"
+
+
+def _by_group(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    for _, group in groupby(rows, key=lambda row: (row.get("group"), row["prompt_id"])):
+        yield list(group)
+
+
+def _rewards_in_words(group: Sequence[Mapping[str, Any]]) -> str:
+    rewards = [row["reward"] for row in group if row["reward"] is not None]
+    if not rewards:
+        return "no reward"
+    low, high = min(rewards), max(rewards)
+    return f"rewards {_short(low)}" if low == high else f"rewards {_short(low)} to {_short(high)}"
+
+
+def _group_page(name: str, group: Sequence[Mapping[str, Any]]) -> str:
+    """The prompt, and below it every completion, the best first."""
+    ranked = sorted(group, key=lambda row: math.inf if row["reward"] is None else -row["reward"])
+    cards = []
+    for row in ranked:
+        facts = [
+            f"reward {_short(row['reward'])}",
+            f"advantage {_short(row['advantage'])}",
+            f"{row['num_tokens']} tokens",
+        ]
+        facts += ["cut at the limit"] if row["finish_reason"] == "length" else []
+        said = [
+            f"{function}: {verdict['status']} {_short(verdict['score'])}"
+            for function, verdict in json.loads(row["verdicts"]).items()
+        ]
+        cards.append(
+            f"<article><p class=facts>{html.escape(', '.join(facts))}</p>"
+            f"{_conversation(row)}"
+            f"<p class=note>{html.escape('; '.join(said))}</p></article>"
+        )
+    title = html.escape(name.replace("-", " ").replace(" group", ", group"))
+    prompt = html.escape(group[0]["prompt"] or "(empty)")
+    return (
+        f'<section class=page id="{name}"><p><a href="#groups">← back to the run</a></p><h2>{title}</h2>'
+        f"<pre class=prompt>{prompt}</pre><div class=side>{''.join(cards)}</div></section>"
+    )
+
+
+def _conversation(row: Mapping[str, Any]) -> str:
+    """The turns of a completion, each below its role and the policy's marked."""
+    said = []
+    for role, text in turns(row):
+        shown = f"<pre>{html.escape(_shortened(text, _GROUP_CHARACTERS))}</pre>"
+        kind = "policy" if role == "assistant" else "other"
+        said.append(f'<div class="turn {kind}"><b>{html.escape(role)}</b>{shown}</div>' if role else shown)
+    return "".join(said)
+
+
+def _drawn(
+    run: Recorded,
+    curves: _Curves,
+    *,
+    level: tuple[str, Number] | None = None,
+    moment: tuple[str, Number] | None = None,
+) -> str:
+    """The card of those metrics that the run has, with their values; empty without any."""
+    lines = [line for name, label in curves.labels.items() for line in run.line(name, label)]
+    return card_of(curves.title, curves.caption, lines, level=level, moment=moment, **curves.options) if lines else ""
+
+
+def card_of(title: str, caption: str, lines: Sequence[Line], **options: Any) -> str:
+    """A plot over the optimizer steps with its values below it.
+
+    Args:
+        title, caption: of the card.
+        lines: at least one.
+        options: of ``line_plot``.
+    """
+    plot = line_plot(lines, x_label="optimizer step", **options)
+    return _card(title, caption, plot, _values(lines))
+
+
+def _values(lines: Sequence[Line]) -> str:
+    """Some points of each line, the first and the last among them, as a folded table."""
+    by_line = [dict(zip(line.x, line.y, strict=True)) for line in lines]
+    steps = sorted({step for values in by_line for step in values})
+    if len(steps) > _TABLE_ROWS:
+        last = len(steps) - 1
+        steps = [steps[round(last * row / (_TABLE_ROWS - 1))] for row in range(_TABLE_ROWS)]
+    rows = [[f"{step:g}", *(_short(values.get(step)) for values in by_line)] for step in steps]
+    table = table_of(["step", *(line.label for line in lines)], rows)
+    return f"<details class=values><summary>values</summary>{table}</details>"
+
+
+def _card(title: str, caption: str, plot: str | None, below: str = "") -> str:
+    if plot is None:
+        return ""
+    source = base64.b64encode(plot.encode()).decode()
+    title, caption = html.escape(title), html.escape(caption)
+    return (
+        f"<figure><h3>{title}</h3><figcaption>{caption}</figcaption>"
+        f'<img alt="{title}" src="data:image/svg+xml;base64,{source}">{below}</figure>'
+    )
+
+
+def grid_of(title: str, cards: Iterable[str]) -> str:
+    drawn = "".join(cards)
+    return f"<section><h2>{html.escape(title)}</h2><div class=grid>{drawn}</div></section>" if drawn else ""
+
+
+def table_of(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+    body = "".join(f"<tr>{''.join(f'<td><div>{html.escape(cell)}</div></td>' for cell in row)}</tr>" for row in rows)
+    return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def _short(value: Number | None) -> str:
+    return "–" if value is None else f"{value:.3g}"
+
+
+def _shortened(text: str, limit: int) -> str:
+    """The beginning and, twice as long, the end of a text of more than ``limit`` characters: prompts ask at the end."""
+    if len(text) <= limit:
+        return text or "(empty)"
+    head = limit // 3
+    return f"{text[:head]} […{len(text) - limit} characters…] {text[head - limit :]}"
+
+
+BEFORE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>TITLE</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<style>
+:root { color-scheme: light dark; --ink: #0f172a; --soft: #64748b; --line: #e2e8f0; --paper: #f8fafc; --card: #fff;
+  --head: #f1f5f9; --link: #2563eb; }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 2rem 1.5rem 4rem; max-width: 1180px; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
+h1 { margin: 0; font-size: 1.9rem; letter-spacing: -0.02em; overflow-wrap: anywhere; }
+header p, .note, figcaption { margin: 0.1rem 0 0; color: var(--soft); }
+h2 { margin: 2.4rem 0 0.8rem; font-size: 1.15rem; }
+h3 { margin: 0; font-size: 0.98rem; }
+a { color: var(--link); }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 0.9rem; margin-top: 1.4rem; }
+.tile, figure, table, details, article { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
+.tile { padding: 0.8rem 1rem; color: var(--soft); }
+.value { color: var(--ink); font-size: 1.55rem; font-weight: 650; letter-spacing: -0.01em; white-space: nowrap; }
+.value small { color: var(--soft); font-size: 1rem; font-weight: 400; }
+.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 440px), 1fr)); gap: 0.9rem; }
+figure { margin: 0; padding: 0.9rem 1rem 0.6rem; min-width: 0; }
+figcaption { font-size: 0.85rem; }
+figure img { display: block; width: 100%; margin-top: 0.5rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: separate; border-spacing: 0; width: 100%; font-size: 0.88rem; overflow: hidden; }
+th { background: var(--head); text-align: left; font-weight: 600; }
+th, td { padding: 0.45rem 0.7rem; border-bottom: 1px solid var(--line); vertical-align: top; }
+tbody tr:last-child td { border-bottom: 0; }
+td div { max-height: 10.5em; overflow-y: auto; }
+td { white-space: pre-wrap; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
+.samples td:nth-child(2), .samples td:nth-child(3) { min-width: 14rem; }
+td:not(:nth-child(2)):not(:nth-child(3)) { white-space: nowrap; }
+details { padding: 0.6rem 1rem; }
+details.values { border: 0; padding: 0.2rem 0 0; font-size: 0.85rem; color: var(--soft); }
+.values td, .values th { padding: 0.15rem 0.6rem; }
+summary { cursor: pointer; }
+pre { overflow-x: auto; font-size: 0.85rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+.groups { padding-left: 1.1rem; line-height: 1.9; }
+.page { display: none; }
+.page:target { display: block; }
+.side { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr)); gap: 0.9rem; }
+article { padding: 0.7rem 1rem; min-width: 0; }
+article pre { max-height: 24em; overflow-y: auto; }
+.turn { margin: 0.6rem 0; padding-left: 0.7rem; border-left: 3px solid var(--line); }
+.turn.policy { border-color: var(--link); }
+.turn b { font-size: 0.8rem; color: var(--soft); }
+.turn pre { margin: 0.1rem 0 0; }
+.facts { margin: 0; font-weight: 600; font-size: 0.88rem; }
+@media (max-width: 600px) { body { padding: 1rem 0.6rem 3rem; } figure { padding: 0.7rem 0.5rem 0.4rem; } }
+@media screen and (prefers-color-scheme: dark) {
+  :root { --ink: #e2e8f0; --soft: #94a3b8; --line: #334155; --paper: #0f172a; --card: #1e293b; --head: #273449;
+    --link: #93c5fd; }
+  figure img { filter: invert(0.93) hue-rotate(180deg); }
+}
+@media print {
+  body { max-width: none; padding: 0; background: #fff; }
+  .grid { grid-template-columns: 1fr 1fr; }
+  figure, .tile, tr, article { break-inside: avoid; }
+  .scroll, td div, article pre { overflow: visible; max-height: none; }
+  details.values, .groups { display: none; }
+}
+</style></head><body>
+"""
+AFTER = "</body></html>\n"

@@ -1,0 +1,1 @@
+"""What lies on disk whole or not at all: checkpoints, tensor files, locks."""

@@ -1,0 +1,533 @@
+"""Checkpoints that appear whole or not at all, and from which a run goes on bitwise.
+
+A checkpoint is written to a hidden folder beside its place, flushed to disk and renamed; a crash at any moment leaves
+the earlier checkpoints as they were. Tensors are safetensors, everything else JSON: nothing is ever unpickled.
+
+    checkpoints/block-000003-step-000012/
+        index.json                  schema number; each tensor with dtype, shape, files and SHA-256
+        tensors-00001.safetensors   trained weights, optimizer state, random generators, the tokens of a block in flight
+        state.json                  progress, KL coefficient, data order, block in flight
+
+It is the state of the training, in the dtypes of the training. Frozen weights are not in it (they come from where the
+run took them), and it is no Hugging Face folder: that is an export, which a finished run leaves in ``model/``.
+
+A tensor may be cut into pieces that stand in several files: with several ranks each writes its own shards
+(``shared_checkpoint.py``), and any number of ranks reads them. One process writes whole tensors.
+"""
+
+import hashlib
+import json
+import math
+import random
+import re
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from logitless.distributed.sharding import is_sharded, local_part, part_of, sharded_like, start_and_shape
+from logitless.errors import CheckpointError
+from logitless.train.optim.eight_bit import PARTS, packed_moment, parts_of
+from logitless.train.store.atomic import flush, write_flushed
+from logitless.train.store.tensor_files import dtype_name, num_bytes, read_places, read_tensor, write_tensors
+
+SCHEMA_NUMBER = 2
+"""Of the folder. 1 was a Hugging Face folder with the rest of the state beside it, called after its step alone."""
+
+LARGEST_FILE = 2**30
+"""Bytes of tensors in a file; one that is larger has a file of its own."""
+
+_FOLDER = re.compile(r"block-(\d+)-step-(\d+)")
+_FOLDER_1 = re.compile(r"step-(\d+)")
+_HIDDEN = (".saving-", ".removing-")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is read back.
+
+    Args:
+        folder: where it stands.
+        tensors: by name; each is read, and held against its checksum, when it is asked for.
+        state: anything else.
+    """
+
+    folder: Path
+    tensors: Mapping[str, Tensor]
+    state: Mapping[str, Any]
+
+
+class BackgroundSaver:
+    """Writes checkpoints in a thread while the run goes on with work that changes none of their tensors.
+
+    Tensors are read where they are, not copied first. So ``wait`` comes before anything that changes one, which in a
+    run is the next optimizer step: a block is rolled out and scored while its predecessor's end is written.
+
+    Args:
+        root: the run's checkpoint folder.
+        keep: checkpoints left after each save.
+
+    Example:
+        >>> import tempfile
+        >>> saver = BackgroundSaver(Path(tempfile.mkdtemp()), keep=1)
+        >>> saver.save(block=1, step=4, tensors={"x": torch.ones(2)}, state={})
+        >>> saver.wait()
+        >>> [path.name for path in checkpoints(saver.root)]
+        ['block-000001-step-000004']
+    """
+
+    def __init__(self, root: Path, *, keep: int) -> None:
+        self.root, self.keep = root, keep
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def save(
+        self,
+        *,
+        block: int,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        best: str | None = None,
+    ) -> None:
+        """Begin to write; the state is taken now.
+
+        Args:
+            block: blocks finished.
+            step: optimizer steps done.
+            tensors: on any device; one at a time is brought to the host.
+            state: anything JSON.
+            best: name of a checkpoint that stays, however many come after it.
+
+        Raises:
+            CheckpointError: the save before this one failed.
+        """
+        self.wait()
+        content = json.dumps(state).encode()
+        stream = reading_stream(tensors)
+
+        def write() -> None:
+            try:
+                with torch.cuda.stream(stream):
+                    _write(self.root, block, step, tensors, content, self.keep, best)
+            except Exception as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when nothing is being written.
+
+        Raises:
+            CheckpointError: the save failed; earlier checkpoints are untouched.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
+def reading_stream(tensors: Mapping[str, Tensor]) -> torch.cuda.Stream | None:
+    """A stream whose copies wait for what was queued before them, and not for what is queued later; None on the CPU."""
+    device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+    if device is None:
+        return None
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """Complete checkpoints, oldest first.
+
+    Example:
+        >>> checkpoints(Path("/nonexistent"))
+        []
+    """
+    found = [(age, path) for path in root.glob("*") if path.is_dir() and (age := _age(path.name)) is not None]
+    return [path for _, path in sorted(found)]
+
+
+def is_first(folder: Path) -> bool:
+    """Whether a checkpoint was taken before the first block.
+
+    Example:
+        >>> is_first(Path("block-000000-step-000000")), is_first(Path("block-000001-step-000004"))
+        (True, False)
+    """
+    age = _age(folder.name)
+    return age is not None and max(age) <= 0
+
+
+def clear_remains(root: Path) -> None:
+    """Remove what an interrupted save or removal left; only for who holds the run's lock."""
+    for path in root.glob(".*"):
+        if path.name.startswith(_HIDDEN):
+            shutil.rmtree(path)
+
+
+def load_checkpoint(root: Path) -> Checkpoint:
+    """The latest complete checkpoint under ``root``.
+
+    Raises:
+        CheckpointError: there is none, its files are damaged, or a later version wrote it.
+    """
+    found = checkpoints(root)
+    if not found:
+        raise CheckpointError(
+            needed=f"a checkpoint under {root}",
+            given="none",
+            remedy="Start without --resume, under another name or after removing the run folder.",
+        )
+    return read_checkpoint(found[-1])
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in a folder.
+
+    Raises:
+        CheckpointError: its files are damaged, or a later version wrote it.
+    """
+    try:
+        if _FOLDER_1.fullmatch(folder.name):
+            raise CheckpointError(
+                needed=f"a checkpoint of schema {SCHEMA_NUMBER}",
+                given=f"schema 1 in {folder}",
+                remedy="Continue with the version of logitless that wrote it, or start a run of another name from its "
+                f"weights: model.source={folder / 'model'}.",
+            )
+        index = json.loads((folder / "index.json").read_bytes())
+        if index["schema_number"] != SCHEMA_NUMBER:
+            raise CheckpointError(
+                needed=f"a checkpoint of schema {SCHEMA_NUMBER}",
+                given=f"schema {index['schema_number']} in {folder}",
+                remedy="Continue with the version of logitless that wrote it.",
+            )
+        content = (folder / "state.json").read_bytes()
+        if hashlib.sha256(content).hexdigest() != index["state_sha256"]:
+            raise ValueError("state.json does not have the checksum that index.json says")
+        return Checkpoint(folder, StoredTensors(folder, index["tensors"]), json.loads(content))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(folder, error) from error
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of a checkpoint; one is read, and held against its checksum, when it is asked for.
+
+    Args:
+        folder: of the checkpoint.
+        index: each tensor's ``dtype``, ``shape`` and ``pieces``; a piece has ``file``, ``start`` (its first index in
+            each dimension), ``shape`` and ``sha256``.
+
+    Raises:
+        OSError: a file is missing.
+        ValueError: a file is cut, or does not hold what the index says.
+    """
+
+    def __init__(self, folder: Path, index: Mapping[str, Any]) -> None:
+        self.folder, self._index = folder, index
+        files = {piece["file"] for entry in index.values() for piece in entry["pieces"]}
+        if outside := [file for file in files if Path(file).is_absolute() or ".." in Path(file).parts]:
+            raise ValueError(f"index.json names {outside[0]!r}, which is not in the folder")
+        self._places = {file: read_places(folder / file) for file in files}
+        for name, entry in index.items():
+            if sum(math.prod(piece["shape"]) for piece in entry["pieces"]) != math.prod(entry["shape"]):
+                raise ValueError(f"the pieces of {name!r} are not the whole of it")
+            for piece in entry["pieces"]:
+                place = self._places[piece["file"]][name]
+                if list(place.shape) != piece["shape"] or dtype_name(place.dtype) != entry["dtype"]:
+                    raise ValueError(f"{piece['file']} holds another {name!r} than index.json says")
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor on the CPU, in memory of its own.
+
+        Raises:
+            KeyError: there is no such tensor.
+            CheckpointError: its numbers are not those that were written.
+        """
+        entry = self._index[name]
+        whole: Tensor | None = None
+        for piece in entry["pieces"]:
+            path = self.folder / piece["file"]
+            try:
+                part, found = read_tensor(path, self._places[piece["file"]][name])
+                if piece["sha256"] != found:
+                    raise ValueError(f"{piece['file']} is damaged: {name!r} does not have its checksum")
+            except (OSError, ValueError) as error:
+                raise damaged(self.folder, error) from error
+            if piece["shape"] == entry["shape"]:
+                return part
+            if whole is None:
+                whole = torch.empty(entry["shape"], dtype=part.dtype)
+            whole[tuple(slice(s, s + n) for s, n in zip(piece["start"], piece["shape"], strict=True))] = part
+        assert whole is not None
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        """Names."""
+        return iter(self._index)
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self._index)
+
+
+def parameter_tensors(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """What is trained, by name: ``parameter/<name>``; frozen weights are left out.
+
+    Example:
+        >>> sorted(parameter_tensors(dict(nn.Linear(2, 2).named_parameters())))
+        ['parameter/bias', 'parameter/weight']
+    """
+    return {f"parameter/{name}": p for name, p in parameters.items() if p.requires_grad}
+
+
+def restore_parameters(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
+    """Put ``parameter_tensors`` back, one at a time, into the parameters that there are.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model.
+    """
+    trained = {f"parameter/{name}": p for name, p in parameters.items() if p.requires_grad}
+    stored = {name for name in tensors if name.startswith("parameter/")}
+    if trained.keys() != stored:
+        differ = sorted(name.partition("/")[2] for name in trained.keys() ^ stored)
+        raise CheckpointError(
+            needed="a checkpoint with exactly the weights that are trained",
+            given=f"one that differs in {', '.join(differ[:5])}{' ...' if len(differ) > 5 else ''}",
+            remedy="Resume with the recipe, the model and the versions of packages that the run was started with.",
+        )
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            value = tensors[name]
+            if value.shape != parameter.shape or value.dtype != parameter.dtype:
+                raise CheckpointError(
+                    needed=f"{name.partition('/')[2]} of shape {tuple(parameter.shape)} in {parameter.dtype}",
+                    given=f"{tuple(value.shape)} in {value.dtype}",
+                    remedy="Resume with the recipe and the model that the run was started with.",
+                )
+            local_part(parameter).copy_(part_of(value, parameter))
+
+
+def optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state by parameter name: ``optimizer/<parameter>/<key>``, packed ones in their parts."""
+    return {
+        f"optimizer/{name}/{key}{part}": tensor
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        for part, tensor in parts_of(value).items()
+    }
+
+
+def restore_optimizer(
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
+) -> None:
+    """Put ``optimizer_tensors`` back, one at a time; AdamW's step counters stay where AdamW keeps them."""
+    for name in tensors:
+        kind, _, rest = name.partition("/")
+        if kind == "optimizer":
+            parameter_name, _, key = rest.rpartition("/")
+            parameter = parameters[parameter_name]
+            key, packed, _ = key.partition(".")
+            if packed:
+                if key not in optimizer.state[parameter]:
+                    whole = name.rpartition(".")[0]
+                    parts = {f".{part}": tensors[f"{whole}.{part}"] for part in PARTS}
+                    optimizer.state[parameter][key] = packed_moment(key, parts, parameter)
+                continue
+            on_host = key == "step" and not optimizer.defaults.get("fused")
+            value = tensors[name]
+            if value.shape == parameter.shape:
+                optimizer.state[parameter][key] = sharded_like(value, parameter)
+            else:
+                optimizer.state[parameter][key] = value if on_host else value.to(parameter.device)
+
+
+def random_tensors() -> dict[str, Tensor]:
+    """State of torch's generators and of NumPy's global one (library code may draw from them)."""
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    keys = torch.tensor(numpy_state["state"]["key"].tolist())
+    states = {"random/torch": torch.get_rng_state(), "random/numpy": keys}
+    if torch.cuda.is_available():
+        states["random/cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def random_state() -> dict[str, Any]:
+    """State of Python's global generator and the scalars of NumPy's."""
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    scalars = {"pos": int(numpy_state["state"]["pos"]), "has_gauss": int(numpy_state["has_gauss"])}
+    version, internal, gauss = random.getstate()
+    return {"python": [version, list(internal), gauss], "numpy": {**scalars, "gauss": float(numpy_state["gauss"])}}
+
+
+def restore_random(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Put ``random_tensors`` and ``random_state`` back."""
+    torch.set_rng_state(tensors["random/torch"])
+    if "random/cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["random/cuda"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    scalars = state["numpy"]
+    keys = tensors["random/numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, scalars["pos"], scalars["has_gauss"], scalars["gauss"]))
+
+
+def _age(name: str) -> tuple[int, int] | None:
+    """(blocks, steps) of a checkpoint's folder, for its order; earlier schemas come first; None for other folders."""
+    if found := _FOLDER.fullmatch(name):
+        return int(found[1]), int(found[2])
+    if found := _FOLDER_1.fullmatch(name):
+        return -1, int(found[1])
+    return None
+
+
+def _write(
+    root: Path,
+    block: int,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    state: bytes,
+    keep: int,
+    best: str | None = None,
+) -> Path:
+    final = root / folder_name(block, step)
+    if final.exists():  # the same moment of a deterministic run
+        return final
+    partial = begun(final)
+    try:
+        put_in_place(partial, final, write_pieces(partial, tensors), state, keep, best)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise no_room(final, error) from error
+    return final
+
+
+def folder_name(block: int, step: int) -> str:
+    """Of a checkpoint.
+
+    Example:
+        >>> folder_name(3, 12)
+        'block-000003-step-000012'
+    """
+    return f"block-{block:06d}-step-{step:06d}"
+
+
+def begun(final: Path) -> Path:
+    """The empty hidden folder in which a checkpoint is written before it appears as ``final``.
+
+    Raises:
+        CheckpointError: the disk is not writable.
+    """
+    partial = final.with_name(f".saving-{final.name}")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise no_room(final, error) from error
+    return partial
+
+
+def write_pieces(folder: Path, tensors: Mapping[str, Tensor], *, prefix: str = "tensors") -> dict[str, Any]:
+    """Write tensors, or of sharded ones the part that is here, to files of their own.
+
+    Args:
+        folder: exists.
+        tensors: by name.
+        prefix: of the files' names.
+
+    Returns:
+        What the index says of each: dtype, shape of the whole, and the piece that was written.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    places = {name: start_and_shape(tensor) for name, tensor in tensors.items()}
+    parts = {  # a rank beyond the last row of a small tensor has nothing of it
+        name: local_part(tensor)
+        for name, tensor in tensors.items()
+        if not (is_sharded(tensor) and 0 in places[name][1])
+    }
+    index: dict[str, Any] = {}
+    for number, names in enumerate(_files(parts), start=1):
+        file = f"{prefix}-{number:05d}.safetensors"
+        sums = write_tensors(folder / file, {name: parts[name] for name in names})
+        for name in names:
+            start, shape = places[name]
+            piece = {"file": file, "start": start, "shape": shape, "sha256": sums[name]}
+            index[name] = {
+                "dtype": dtype_name(tensors[name].dtype),
+                "shape": list(tensors[name].shape),
+                "pieces": [piece],
+            }
+    return index
+
+
+def put_in_place(
+    partial: Path, final: Path, index: Mapping[str, Any], state: bytes, keep: int, best: str | None = None
+) -> None:
+    """Write the index and the state, rename the folder, and delete all but the latest ``keep`` and ``best``.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    age = _age(final.name)
+    assert age is not None
+    described = {
+        "schema_number": SCHEMA_NUMBER,
+        "block": age[0],
+        "step": age[1],
+        "state_sha256": hashlib.sha256(state).hexdigest(),
+        "tensors": index,
+    }
+    write_flushed(partial / "state.json", state)
+    write_flushed(partial / "index.json", json.dumps(described).encode())
+    flush(partial)
+    partial.rename(final)
+    flush(final.parent)
+    for old in checkpoints(final.parent)[:-keep]:
+        if old.name == best:
+            continue
+        removed = old.rename(old.with_name(f".removing-{old.name}"))  # at once: half a checkpoint is never seen
+        shutil.rmtree(removed)
+
+
+def no_room(final: Path, error: Exception | str) -> CheckpointError:
+    """The error for a checkpoint that could not be written."""
+    return CheckpointError(
+        needed=f"room and permission to write {final}",
+        given=str(error),
+        remedy="Free disk space or choose another `output`, then continue with --resume from the last checkpoint.",
+    )
+
+
+def _files(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """The names that share a file, in order."""
+    files, size = list[list[str]](), 0
+    for name, tensor in tensors.items():
+        size += num_bytes(tensor)
+        if not files or size > LARGEST_FILE:
+            files.append([])
+            size = num_bytes(tensor)
+        files[-1].append(name)
+    return files
+
+
+def damaged(folder: Path, error: Exception) -> CheckpointError:
+    """The error for a checkpoint whose files do not hold what they should."""
+    return CheckpointError(
+        needed=f"readable files in {folder}",
+        given=f"{type(error).__name__}: {error}" if isinstance(error, KeyError | TypeError) else str(error),
+        remedy="Delete this checkpoint to continue from the one before it.",
+    )

@@ -1,0 +1,73 @@
+"""One process at a time in a run folder: the kernel's lock on ``lock.json``, which says who holds it.
+
+The kernel gives the lock back when its process ends, however it ends. What a killed one leaves is taken over.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from logitless.errors import ConfigurationError, TrainingError
+
+LOCK = "lock.json"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Inside, the folder is this process's; ``lock.json`` is gone afterwards.
+
+    Raises:
+        ConfigurationError: another process has it.
+        TrainingError: the lock cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> with locked(folder):
+        ...     print(json.loads((folder / LOCK).read_text())["pid"] == os.getpid())
+        True
+    """
+    path, host = folder.resolve() / LOCK, socket.gethostname()
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(FileLock(path, blocking=False))
+            owner = _owner(path)
+            if owner.get("host", host) != host:  # not every shared file system tells of another machine's lock
+                raise _taken(path, owner)
+            since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+            path.write_text(json.dumps({"pid": os.getpid(), "host": host, "since": since}))
+        except Timeout:
+            raise _taken(path, _owner(path)) from None
+        except OSError as error:
+            raise TrainingError(
+                needed=f"room and permission to write {path}",
+                given=str(error),
+                remedy="Free disk space or choose another `output`.",
+            ) from error
+        stack.callback(path.unlink, missing_ok=True)
+        yield
+
+
+def _taken(path: Path, owner: dict[str, str]) -> ConfigurationError:
+    who = "process {pid} on {host}, which has it since {since}" if owner else "another process"
+    return ConfigurationError(
+        needed=f"the run folder {path.parent} for this process alone",
+        given=who.format(**owner),
+        remedy="Wait for it or stop it, or choose another name with --set name=...; if it ran on another machine and "
+        f"is gone for good, delete {path}.",
+    )
+
+
+def _owner(path: Path) -> dict[str, str]:
+    """Who wrote it; nothing where that is nobody, or the write was cut by the writer's end."""
+    with suppress(OSError, ValueError):
+        owner = json.loads(path.read_text())
+        if isinstance(owner, dict) and owner.keys() >= {"pid", "host", "since"}:
+            return owner
+    return {}

@@ -1,0 +1,51 @@
+"""What the scripts share; and every table of a page is the one that its script makes of the committed results."""
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from script import PAGES, RESULTS, ROOT, begin, end, update
+
+SCRIPTS = [
+    path
+    for path in sorted((ROOT / "benchmarks").glob("*.py"))
+    if re.search(r"\.parse_args\(\)|main\(sys\.modules|main_at_seeds\(", path.read_text())
+]
+
+
+@pytest.mark.parametrize("script", ["bits", "head", "rollout", "scale", "step"])
+def test_the_tables_of_the_pages_are_made_from_the_committed_results(script):
+    tables = importlib.import_module(f"{script}_report").tables(RESULTS)
+    shown = "".join(page.read_text() for page in PAGES)
+    assert [part for part in tables if begin(script, part) in shown]
+    assert update([], script, tables, check=True) == 0
+
+
+def test_a_page_is_rewritten_between_its_marks_and_checked(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{begin('head', '')}\nold\n{end('head', '')}\nafter\n")
+    tables = {"": "new", "summary": "not on this page"}
+    assert update([page], "head", tables, check=True) == 1
+    assert update([page], "head", tables, check=False) == 0
+    assert page.read_text() == f"before\n{begin('head', '')}\n\nnew\n\n{end('head', '')}\nafter\n"
+    assert update([page], "head", tables, check=True) == 0
+
+
+def test_every_script_that_a_page_names_is_there():
+    named = {name for page in PAGES for name in re.findall(r"(?<!tests/)benchmarks/(\w+\.py)", page.read_text())}
+    assert len(named) > 15
+    assert {name for name in named if not (ROOT / "benchmarks" / name).is_file()} == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_every_script_says_what_it_measures_and_takes_the_options_that_pages_give_it(script: Path):
+    done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    shown = [re.findall(rf"python benchmarks/{script.name}([^`#\n]*)", page.read_text()) for page in PAGES]
+    given = {word for lines in shown for line in lines for word in line.split() if word.startswith("--")}
+    assert given <= set(re.findall(r"--[\w-]+", done.stdout))

@@ -1,0 +1,93 @@
+"""The self-check away from a GPU: what is looked at, what attention says, and findings that survive the disk."""
+
+import torch
+
+from logitless.models.kernels.linear import Tile
+from logitless.models.kernels.rotary import Heads
+from logitless.models.lora import LoraOptions, add_lora
+from logitless.models.row_invariant import self_check as check
+from logitless.models.row_invariant.layers import AttentionForm, install_row_invariant
+from logitless.models.row_invariant.linear import Plan, Shape
+from tests.models.tiny import tiny
+
+
+def test_every_product_of_a_model_is_looked_at_once_as_it_runs():
+    model = tiny("qwen2")
+    install_row_invariant(model)
+    names = [check.shape_name(shape) for shape, _ in check.product_shapes(model)]
+    assert names == [
+        "32 -> 64 float32, bias", "32 -> 32 float32", "32 -> 96 float32", "48 -> 32 float32",
+        "32 -> 96 float32, silu gate", "32 -> 61 float32",
+    ]  # fmt: skip
+
+
+def test_first_factors_of_lora_are_looked_at_together_and_each_by_itself():
+    model = add_lora(tiny("qwen2"), LoraOptions(rank=2))
+    install_row_invariant(model)
+    names = [check.shape_name(shape) for shape, _ in check.product_shapes(model)]
+    lora = ["32 -> 6 float32", "32 -> 2 float32", "32 -> 4 float32", "48 -> 2 float32"]
+    assert [name for name in names if name in lora] == lora
+    assert not any("gate" in name for name in names)  # an adapter stands between
+
+
+def test_findings_survive_the_disk_and_a_folder_that_cannot_be_written_is_no_failure(tmp_path):
+    plan = Plan({64: Tile(16, 16, 16, 1, 1)}, {1: Tile(16, 32, 16, 1, 1, swapped=True), 512: "cublas"})
+    finding = check.LinearFinding({1: "cublas"}, {"cublaslt": [1, 16]}, {1: {"cublas": 3.5}})
+    path = tmp_path / "folder" / "known.json"
+    known = check.Known(plan, finding)
+    check._write(path, check._KNOWN.dump_python(known))
+    assert check._KNOWN.validate_python(check._read(path)) == known
+    (tmp_path / "file").write_text("")
+    check._write(tmp_path / "file" / "known.json", {})
+    assert check._read(tmp_path / "file" / "known.json") == {}
+
+
+def test_attention_here_has_the_bits_of_the_packed_row():
+    form = AttentionForm(Heads(2, 1, 16, 16), 0.25, None, None, "")
+    found = check.AttentionProblem.of(form, torch.bfloat16, torch.device("cpu")).differences()
+    assert set(found) == {
+        f"{how}, {what}"
+        for how in ("decoded", "few rows decoded", "decoded behind shared pages", "prefilled in chunks")
+        for what in ("output", "log-sum-exp")
+    }
+    assert check.Report({}, attention={"form": found}).exact
+    assert not check.Report({}, attention={"form": found | {"decoded, log-sum-exp": 1}}).exact
+
+
+def test_a_kernel_that_several_shapes_share_is_compiled_once_and_before_the_check(monkeypatch):
+    tiles = {16: Tile(16, 16, 16, 1, 1), 512: Tile(32, 32, 32, 1, 1)}
+    monkeypatch.setattr(check, "default_tiles", lambda _: tiles)
+    cpu, bf16 = torch.device("cpu"), torch.bfloat16
+    shapes = [Shape(n, k, bf16, bf16, False, cpu) for n, k in ((64, 256), (96, 512), (64, 272))]
+    kernels = len(tiles) + 1  # and the reference
+    assert len(check.compilations(shapes[:2])) == kernels
+    assert len(check.compilations(shapes)) == kernels + 2  # the last is no multiple of 32 or of the reference's depth
+    float32 = shapes[0]._replace(dtype=torch.float32)
+    assert check.compilations([float32]) == []
+    ran = []
+    monkeypatch.setattr(check, "_try", lambda tile, rows, *_, ahead: ran.append((tile, rows.shape[1])))
+    for call in check.compilations(shapes[:1]):
+        call()
+    assert {length for _, length in ran} == {256}
+    assert {tile for tile, _ in ran} == {*tiles.values(), check.REFERENCE}
+
+
+def test_a_second_library_is_looked_at_where_times_are_compared_and_where_the_first_failed(monkeypatch):
+    looked = []
+
+    def product(library, rows, weight, bias, out):
+        looked.append((library, len(rows)))
+        out.copy_(rows @ weight.t())
+        if library == "cublas" and len(rows) in (16, 1024):
+            out[0, 0] += 1
+
+    monkeypatch.setattr(check, "library_product", product)
+    rows, weight = torch.randn(1280, 4).round(), torch.randn(3, 4).round()  # exact in any order
+    reference, plan, finding = rows @ weight.t(), Plan({}), check.LinearFinding()
+    for library in ("cublas", "cublaslt"):
+        check._look_at(
+            library, (1, 16, 768, 1024, 1280), rows, weight, None, torch.empty(1280, 3), reference, plan, finding
+        )
+    assert finding.failed == {"cublas": [16, 1024]}
+    assert [count for library, count in looked if library == "cublaslt"] == [1, 16, 1024]
+    assert plan.ways == {1: "cublas", 16: "cublaslt", 768: "cublas", 1024: "cublaslt", 1280: "cublas"}

@@ -1,0 +1,70 @@
+"""The environments of recipes are made, checked and rendered before the first rollout."""
+
+import pytest
+
+from logitless.errors import ConfigurationError
+from logitless.rollout.chat import ChatEnvironment
+from logitless.rollout.environment import Reply, SingleTurn
+from logitless.rollout.environments.harness import Harness
+from logitless.rollout.environments.options import OwnEnvironment, environment_of
+from logitless.rollout.environments.text_game import GuessingGame
+from logitless.rollout.environments.tool_environment import ToolEnvironment, tools_of
+from logitless.rollout.environments.tools import Calculator
+from logitless.types import Completion
+from tests.rollout.templates import chat_tokenizer
+
+
+def test_a_recipe_without_one_has_single_turns():
+    assert isinstance(environment_of(None, chat_tokenizer("qwen")), SingleTurn)
+
+
+def test_tools_are_told_of_and_their_messages_rendered():
+    made = environment_of(ToolEnvironment(tools=(Calculator(),), format="tool_call"), chat_tokenizer("qwen"))
+    assert isinstance(made, ChatEnvironment)
+    assert [schema["function"]["name"] for schema in tools_of(made)] == ["calculator"]
+    assert tools_of(environment_of(GuessingGame(), chat_tokenizer("gemma"))) is None
+
+
+def test_a_chat_template_that_does_not_take_the_results_is_refused():
+    with pytest.raises(ConfigurationError, match="role: user"):
+        environment_of(ToolEnvironment(tools=(Calculator(),)), chat_tokenizer("gemma"))
+    environment_of(ToolEnvironment(tools=(Calculator(),), role="user"), chat_tokenizer("gemma"))
+
+
+def test_an_environment_of_ones_own_is_made_with_its_options():
+    own = OwnEnvironment(factory="logitless.rollout.environments.text_game:GuessingGame", options={"per_guess": 0.5})
+    assert environment_of(own, chat_tokenizer("qwen")).inner == GuessingGame(per_guess=0.5)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        "nowhere:x",
+        "logitless.rollout.environments.text_game:Nothing",
+        "logitless.rollout.environments.text_game:last_number",
+        "json:dumps",
+    ],
+)
+def test_a_path_that_makes_no_environment_is_refused(path):
+    with pytest.raises(ConfigurationError, match=r"import path|an environment from"):
+        OwnEnvironment(factory=path).made()
+
+
+def test_what_has_not_both_methods_is_no_environment():
+    with pytest.raises(ConfigurationError, match="start and reply"):
+        OwnEnvironment(factory="builtins:dict").made()
+
+
+def test_an_environment_and_a_harness_may_stand_in_a_file(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from logitless import Reply\n\n\nclass Mute:\n    def __init__(self, pays=0.0):\n        self.pays = pays\n\n"
+        "    def start(self, prompt, *, seed):\n        return None\n\n"
+        "    def reply(self, state, turn):\n        return Reply(reward=self.pays)\n\n\n"
+        "def drive(base_url, row, seed, scale):\n    return scale * seed\n"
+    )
+    own = OwnEnvironment(factory=f"{tmp_path}/mine.py:Mute", options={"pays": 0.5}).made()
+    assert own.reply(None, Completion("7", (4,), "4", "stop")) == Reply(reward=0.5)
+    assert Harness(function=f"{tmp_path}/mine.py:drive", options={"scale": 2.0}).drive()("", {}, 3) == 6.0
+    with pytest.raises(ConfigurationError, match=r"'\./file\.py:name'.*no 'absent' in .*which has Mute, drive"):
+        Harness(function=f"{tmp_path}/mine.py:absent").drive()

@@ -1,0 +1,346 @@
+"""The engine with training's bits, on tiny models under Triton's interpreter, without graphs."""
+
+import logging
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+from logitless.data.packing import pack
+from logitless.errors import ConfigurationError, InputError, TrainingError, UnavailableError
+from logitless.head import fused
+from logitless.models.char_tokenizer import character_tokenizer
+from logitless.models.loading import load_model
+from logitless.models.lora import LoraOptions, add_lora
+from logitless.rollout.engine import Weights
+from logitless.rollout.gpu import steps
+from logitless.rollout.gpu.engine import GpuEngine
+from logitless.rollout.gpu.page_memory import PageMemory
+from logitless.rollout.gpu.steps import Steps
+from logitless.rollout.sampling import History, SamplingOptions, sampling_logp
+from logitless.train.learn.policy import Policy
+from logitless.types import Prompt
+from tests.models.tiny import CONFIGS
+
+pytest.importorskip("triton")
+
+ALPHABET = "abcdefgh"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ONE_LAYER = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 11}
+ONE_LAYER |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+PROMPTS = [Prompt("a", "", (3, 4, 5)), Prompt("b", "", (6,)), Prompt("c", "", tuple(3 + i % 8 for i in range(70)))]
+
+
+@pytest.fixture(autouse=True)
+def interpreted_head(monkeypatch):
+    """The fused head, whose bits training has on a GPU, under the interpreter; and a look every few steps."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(steps, "STEPS", 3)
+        monkeypatch.setattr(steps, "ALONE_BELOW", 0)
+        monkeypatch.setattr(fused, "why_not", fused._unsupported)
+    else:  # poison is written by a kernel of its own before every launch, which a captured graph would repeat
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def model_of(name="qwen3", end_bias=None, **options):
+    model = load_model({**CONFIGS[name], **ONE_LAYER}, random_weights=True, seed=1, device=DEVICE, **options).eval()
+    if end_bias is not None:
+        model.lm_head.bias = torch.nn.Parameter(torch.tensor([-1e4, -1e4, end_bias] + [0.0] * 8, device=DEVICE))
+    return model
+
+
+def engine_of(model=None, **options):
+    return GpuEngine(model or model_of(end_bias=0.0), character_tokenizer(ALPHABET), **options)
+
+
+def flat(groups):
+    return [completion for group in groups for completion in group]
+
+
+def without_version(completions):
+    return [replace(completion, weights_version=None) for completion in completions]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"use_rslora": True}, {"modules_to_save": ("lm_head",)}], ids=["lora", "rslora", "trained-head"]
+)
+def test_logp_sampler_and_entropy_are_the_trainers_in_every_bit(options):
+    model = add_lora(model_of(end_bias=-1.0), LoraOptions(rank=2, **options))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+            elif parameter.requires_grad and "lora_" not in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    engine, options = engine_of(model, prefill_tokens=40), SamplingOptions(max_new_tokens=5, temperature=0.8)
+    assert engine.exact
+    groups = engine.sample(PROMPTS, 2, options, seed=1)
+    pairs = [(prompt, completion) for prompt, group in zip(PROMPTS, groups, strict=True) for completion in group]
+    with torch.no_grad():
+        scores = Policy(model).scores(pack(pairs), temperature=0.8, backend="fused")
+    assert scores.logp.tolist() == [x for _, c in pairs for x in c.logp_sampler]
+    assert scores.entropy.tolist() == [x for _, c in pairs for x in c.entropy_sampler]
+    assert len(scores.logp) > 20
+
+
+def test_a_completion_has_the_same_tokens_whatever_else_is_sampled():
+    options = SamplingOptions(max_new_tokens=9)
+    engine = engine_of()
+    together = engine.sample(PROMPTS, 2, options, seed=1)
+    alone = engine.sample(PROMPTS[:1], 1, options, seed=1)
+    few_rows = engine_of(max_rows=1, prefill_tokens=11).sample(PROMPTS[::2], 2, options, seed=1)
+    assert alone[0] == together[0][:1]
+    assert few_rows == together[::2]
+    assert len({completion.token_ids.tobytes() for completion in flat(together)}) > 4
+    assert flat(engine.sample(PROMPTS[:1], 2, options, seed=2)) != together[0]
+
+
+def test_stop_ids_and_limits_end_completions():
+    groups = engine_of(model_of(end_bias=0.0)).sample(PROMPTS[:2], 4, SamplingOptions(max_new_tokens=6), seed=3)
+    for completion in flat(groups):
+        assert 2 not in completion.token_ids[:-1]
+        assert completion.finish_reason == ("stop" if completion.token_ids[-1] == 2 else "length")
+        assert completion.length == 6 or completion.finish_reason == "stop"
+        assert len(completion.logp_sampler) == completion.length
+    assert {c.finish_reason for c in flat(groups)} == {"stop", "length"}
+
+
+def test_a_stop_string_cuts_the_text_before_it_and_the_ids_after_it():
+    engine = engine_of(model_of(end_bias=-1e4))
+    free = flat(engine.sample(PROMPTS[:2], 2, SamplingOptions(max_new_tokens=12), seed=4))
+    stop = free[0].text[4:6]
+    cut = flat(engine.sample(PROMPTS[:2], 2, SamplingOptions(max_new_tokens=12, stop=(stop,)), seed=4))
+    for whole, completion in zip(free, cut, strict=True):
+        at = whole.text.find(stop)
+        assert completion.text == (whole.text if at < 0 else whole.text[:at])
+        kept = whole.length if at < 0 else at + len(stop)
+        assert completion.token_ids.tolist() == whole.token_ids[:kept].tolist()
+        assert completion.finish_reason == ("length" if at < 0 else "stop")
+
+
+def test_with_filters_logp_is_that_of_the_filtered_distribution_of_a_plain_forward():
+    engine = engine_of(model_of(end_bias=-1e4))
+    options = SamplingOptions(max_new_tokens=4, temperature=0.9, top_k=6, top_p=0.8, repetition_penalty=1.5)
+    for prompt, group in zip(PROMPTS[:2], engine.sample(PROMPTS[:2], 2, options, seed=1), strict=True):
+        for completion in group:
+            ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]], device=DEVICE)
+            first = len(prompt.token_ids)
+            with torch.no_grad():
+                logits = engine._model(input_ids=ids, use_cache=False).logits[0, first - 1 : -1]
+            seen = torch.stack([torch.bincount(ids[0, : first + t].cpu(), minlength=11) > 0 for t in range(4)]).to(
+                DEVICE
+            )
+            expected = sampling_logp(logits, options, History(seen)).gather(1, ids[0, first:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected.cpu(), rtol=1e-3, atol=1e-3)
+            assert completion.logp_policy is not None
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.1}, {"repetition_penalty": 1.3}])
+def test_with_filters_both_log_probs_come_out_of_one_pass_and_the_policys_has_the_trainers_bits(filters):
+    model = model_of(end_bias=-1.0)
+    engine, options = engine_of(model), SamplingOptions(max_new_tokens=4, temperature=0.8, **filters)
+    groups = engine.sample(PROMPTS[:2], 2, options, seed=1)
+    pairs = [(prompt, completion) for prompt, group in zip(PROMPTS, groups, strict=False) for completion in group]
+    with torch.no_grad():
+        scores = Policy(model).scores(pack(pairs), temperature=0.8, backend="fused")
+    assert scores.logp.tolist() == [x for _, c in pairs for x in c.logp_policy]
+    assert scores.entropy.tolist() == [x for _, c in pairs for x in c.entropy_sampler]
+    sampled = torch.tensor([x for _, c in pairs for x in c.logp_sampler])
+    if "repetition_penalty" in filters:
+        assert not torch.allclose(sampled, scores.logp.cpu())
+    else:  # what is left has the probability of what was dropped too
+        assert (sampled >= scores.logp.cpu() - 1e-5).all()
+        assert (sampled > scores.logp.cpu() + 1e-2).any()
+
+
+def test_at_temperature_0_nothing_is_said_of_a_softmax():
+    [completion] = engine_of().sample(PROMPTS[:1], 1, SamplingOptions(max_new_tokens=2, temperature=0.0), seed=1)[0]
+    assert completion.logp_policy is None
+    assert completion.entropy_sampler is None
+
+
+def test_penalties_bias_and_minimum_give_the_logp_of_a_plain_forward_and_hold_ends_back():
+    engine = engine_of(model_of(end_bias=2.0))
+    settings = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "logit_bias": ((5, -2.0),), "min_new_tokens": 3}
+    options = SamplingOptions(max_new_tokens=5, **settings)
+    for prompt, group in zip(PROMPTS[:2], engine.sample(PROMPTS[:2], 2, options, seed=1), strict=True):
+        for completion in group:
+            assert completion.length > 3 or completion.finish_reason == "length"
+            ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]], device=DEVICE)
+            first, count = len(prompt.token_ids), completion.length
+            with torch.no_grad():
+                logits = engine._model(input_ids=ids, use_cache=False).logits[0, first - 1 : -1]
+            sampled = ids[0, first:].cpu()
+            counts = torch.stack([torch.bincount(sampled[:t], minlength=11) for t in range(count)]).to(DEVICE)
+            history = History(None, counts, torch.arange(count, device=DEVICE), torch.tensor([2], device=DEVICE))
+            expected = sampling_logp(logits, options, history).gather(1, ids[0, first:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected.cpu(), rtol=1e-3, atol=1e-3)
+
+
+def test_the_steps_are_kept_from_call_to_call_and_made_anew_where_the_model_has_moved():
+    model = model_of(end_bias=0.0)
+    engine, options = engine_of(model), SamplingOptions(max_new_tokens=2)
+    engine.sample(PROMPTS[:1], 2, options, seed=1)
+    kept = engine._steps
+    engine.sample(PROMPTS[:1], 1, options, seed=1)
+    assert engine._steps is kept
+    engine.sample(PROMPTS[2:], 1, options, seed=1)  # more pages
+    assert engine._steps is not kept
+    kept = engine._steps
+    model.lm_head.weight.data = model.lm_head.weight.data.clone()
+    engine.sample(PROMPTS[:1], 1, options, seed=1)
+    assert engine._steps is not kept
+
+
+def test_greedy_completions_are_the_same_and_certain():
+    one, other = engine_of().sample(PROMPTS[:1], 2, SamplingOptions(max_new_tokens=3, temperature=0.0), seed=1)[0]
+    assert one.token_ids.tolist() == other.token_ids.tolist()
+    assert one.logp_sampler.tolist() == [0.0] * one.length
+
+
+def test_out_of_memory_puts_rows_back_and_gives_the_same_tokens(monkeypatch, caplog):
+    options = SamplingOptions(max_new_tokens=9)
+    expected = engine_of().sample(PROMPTS[:2], 2, options, seed=1)
+    calls = []
+
+    def failing(self, place, rows, sampling):
+        calls.append(len(place.slots))
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no room")
+        return run(self, place, rows, sampling)
+
+    run = Steps.run
+    monkeypatch.setattr(Steps, "run", failing)
+    with caplog.at_level(logging.WARNING, "logitless"):
+        assert engine_of().sample(PROMPTS[:2], 2, options, seed=1) == expected
+    assert "at most 2 rows" in caplog.text
+    assert max(calls[2:]) == 2
+
+
+def test_what_ran_out_of_memory_is_gone_before_sampling_goes_on(monkeypatch, caplog):
+    made, left = [], []
+    init, run = Steps.__init__, Steps.run
+
+    def noted(self, *args, **kwargs):
+        left.append([each() for each in made if each() is not None])
+        made.append(weakref.ref(self))
+        init(self, *args, **kwargs)
+
+    def failing(self, *args):
+        if len(made) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return run(self, *args)
+
+    monkeypatch.setattr(Steps, "__init__", noted)
+    monkeypatch.setattr(Steps, "run", failing)
+    engine_of().sample(PROMPTS[:2], 1, SamplingOptions(max_new_tokens=2), seed=1)
+    assert "no room" in caplog.text  # a log that keeps its records, as this one does, keeps no graphs
+    assert left == [[], []]
+
+
+def test_where_the_pages_do_not_fit_into_the_device_half_are_taken_and_tokens_are_the_same(monkeypatch):
+    options = SamplingOptions(max_new_tokens=9)
+    expected = engine_of().sample(PROMPTS, 2, options, seed=1)
+    give, sizes = PageMemory.open, []
+
+    def scarce(self, part_bytes):
+        sizes.append(part_bytes)
+        if len(sizes) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return give(self, part_bytes)
+
+    monkeypatch.setattr(PageMemory, "open", scarce)
+    engine = engine_of()
+    assert engine.sample(PROMPTS, 2, options, seed=1) == expected
+    steps = engine._steps
+    pages = [size // (steps.page_bytes // steps.memory.parts) for size in sizes]
+    assert pages == [pages[0], pages[0] // 2]
+    assert pages[0] > 6  # else half were what the longest prompt needs
+
+
+def test_out_of_memory_with_a_single_row_is_raised(monkeypatch):
+    def failing(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(Steps, "run", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine_of().sample(PROMPTS[:1], 1, SamplingOptions(max_new_tokens=2), seed=1)
+
+
+def test_ctrl_c_leaves_an_engine_that_samples_as_before(monkeypatch):
+    engine, options = engine_of(), SamplingOptions(max_new_tokens=3)
+    expected = engine.sample(PROMPTS[:1], 1, options, seed=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "sample_tokens", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.sample(PROMPTS[:1], 1, options, seed=1)
+    assert engine.sample(PROMPTS[:1], 1, options, seed=1) == expected
+
+
+def test_logits_that_are_not_finite_are_an_error_that_names_token_prompt_version_and_layer():
+    model = model_of()
+    engine = engine_of(model)
+    engine.load(Weights.of(model), version=7)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = float("nan")
+    named = (
+        r"2 of 2 rows, first for token 1 of prompt 'a' \(sample 0\), with weights of version 7; layer 0 is the first"
+    )
+    with pytest.raises(TrainingError, match=named):
+        engine.sample(PROMPTS[:1], 2, SamplingOptions(max_new_tokens=2), seed=1)
+
+
+def test_a_budget_without_room_names_what_fits_and_little_room_gives_the_same_tokens():
+    options = SamplingOptions(max_new_tokens=9)
+    page = 2 * 64 * 1 * 16 * 4  # keys and values, positions, key heads, width, bytes
+    with pytest.raises(ConfigurationError, match=rf"rollout.engine.memory to {3 * page}"):
+        engine_of(memory=2 * page).sample(PROMPTS, 1, options, seed=1)
+    assert engine_of(memory=3 * page).sample(PROMPTS[1:], 2, options, seed=1) == engine_of().sample(
+        PROMPTS[1:], 2, options, seed=1
+    )
+
+
+def test_what_cannot_be_sampled_is_refused():
+    with pytest.raises(UnavailableError, match=r"the architecture gpt2.*name: transformers"):
+        GpuEngine(load_model(CONFIGS["gpt2"], random_weights=True), character_tokenizer(ALPHABET))
+    with pytest.raises(InputError, match="max_rows from 1 to 2048"):
+        engine_of(max_rows=4096)
+    with pytest.raises(InputError, match="within the model's 256 positions"):
+        engine_of().sample(PROMPTS, 1, SamplingOptions(max_new_tokens=250), seed=1)
+    adapted = add_lora(model_of(), LoraOptions(rank=2, targets=("lm_head",)))
+    with pytest.raises(UnavailableError, match="LoRA on it"):
+        engine_of(adapted).sample(PROMPTS[:1], 1, SamplingOptions(max_new_tokens=2), seed=1)
+
+
+def test_the_models_own_layers_come_back_when_the_engine_is_closed():
+    model = model_of()
+    engine = engine_of(model)
+    assert "RowInvariant" in str(model)
+    engine.close()
+    assert "RowInvariant" not in str(model)
+
+
+def test_a_model_that_was_resized_between_blocks_is_sampled_as_it_is():
+    model = model_of()
+    engine, options = engine_of(model), SamplingOptions(max_new_tokens=3, logit_bias=((2, -100.0),))
+    engine.sample(PROMPTS[:1], 1, options, seed=1)
+    model.resize_token_embeddings(14, mean_resizing=False)
+    with torch.no_grad():
+        model.lm_head.weight[11:].copy_(50 * model.lm_head.weight[3:6])
+    engine.load(Weights.of(model), 1)
+    found = flat(engine.sample(PROMPTS[:2], 3, options, seed=1))
+    anew = flat(engine_of(model).sample(PROMPTS[:2], 3, options, seed=1))
+    assert without_version(found) == without_version(anew)
+    assert any(token >= 11 for completion in found for token in completion.token_ids)
+
+
+def test_a_model_that_was_cast_between_blocks_is_sampled_as_it_is():
+    model = model_of(end_bias=0.0)
+    engine, options = engine_of(model), SamplingOptions(max_new_tokens=3)
+    engine.sample(PROMPTS[:1], 1, options, seed=1)
+    model.bfloat16()
+    engine.load(Weights.of(model), 1)
+    again = engine_of(model_of(end_bias=0.0).bfloat16()).sample(PROMPTS[:1], 1, options, seed=1)
+    found = engine.sample(PROMPTS[:1], 1, options, seed=1)
+    assert without_version(flat(found)) == without_version(flat(again))

@@ -1,0 +1,103 @@
+"""Prompts and rewards of a recipe: nothing held out is trained on, and what does not fit is refused."""
+
+import json
+
+import pytest
+
+from logitless.errors import ConfigurationError, DataError
+from logitless.rewards.instructions.suites import OverlapWarning
+from logitless.rollout.environment import Reply
+from logitless.rollout.transformers import TransformersEngine
+from logitless.train.assembly.data import data_of, rewards_of
+from logitless.train.assembly.engines import Engines
+from logitless.train.assembly.model import tokenizer_of
+from logitless.train.run import start
+from tests.train.tiny import give_chat_template, tiny_recipe
+
+
+def test_every_prompt_and_turn_is_rendered_with_the_recipes_variables_of_the_chat_template(tmp_path):
+    give_chat_template(tmp_path)
+    changes = {
+        "model__chat_template_kwargs": {"mood": "good"},
+        "warm_start": {"data": {"name": "file", "path": str(tmp_path / "train.jsonl")}, "steps": 1},
+        "evaluation__sets": {"more": {"data": {"name": "file", "path": str(tmp_path / "held_out.jsonl")}}},
+        "rollout__environment": {"name": "own", "factory": "tests.train.assembly.test_data:_Hums"},
+        "rollout__limits": {"max_turns": 2, "max_tokens": 20},
+        "rollout__sampling": {"max_new_tokens": 6},
+        "train__blocks": 1,
+    }
+    recipe = tiny_recipe(tmp_path, **changes)
+    data = data_of(recipe, tokenizer_of(recipe.model))
+    read = [*data.train, *data.held_out, *data.warm_start, *data.held_out_sets["more"]]
+    assert len(read) > 10
+    assert all(prompt.text.endswith("gd") and len(prompt.token_ids) == 4 for prompt in read)
+    asked = []
+
+    class Noting(TransformersEngine):
+        def sample(self, prompts, *arguments, **options):
+            asked.extend(prompts)
+            return super().sample(prompts, *arguments, **options)
+
+    def open_noting(recipe, model, tokenizer):
+        engine = Noting(model, tokenizer)
+        return Engines(engine, engine)
+
+    start(recipe, open_engines=open_noting)
+    assert all(prompt.text.endswith("gd") for prompt in asked if prompt.text)
+    later = [tokenizer_of(recipe.model).decode(prompt.token_ids) for prompt in asked if not prompt.text]
+    assert later  # second turns, which have no text of their own
+    assert all(text.endswith("hgd") for text in later)
+    with pytest.raises(ConfigurationError, match=r"another model.chat_template_kwargs"):
+        start(tiny_recipe(tmp_path, **changes | {"model__chat_template_kwargs": {}}), resume=True)
+
+
+class _Hums:
+    """Answers every turn."""
+
+    def start(self, prompt, *, seed):
+        return None
+
+    def reply(self, state, turn):
+        return Reply(messages=({"role": "user", "content": "h"},))
+
+
+def test_held_out_texts_are_not_trained_on(tmp_path):
+    recipe = tiny_recipe(tmp_path)
+    (tmp_path / "held_out.jsonl").write_text(json.dumps({"id": "x", "prompt": "ah", "answer": "ha"}) + "\n")
+    data = data_of(recipe, tokenizer_of(recipe.model))
+    assert {p.text for p in data.train} & {p.text for p in data.held_out} == set()
+    assert (len(data.train), data.counts["train"]["held_out"]) == (7, 1)
+
+
+def test_held_out_texts_are_not_warmed_up_on_either(tmp_path):
+    recipe = tiny_recipe(tmp_path, warm_start={"data": {"name": "file", "path": str(tmp_path / "train.jsonl")}})
+    (tmp_path / "held_out.jsonl").write_text(json.dumps({"id": "x", "prompt": "ah", "answer": "ha"}) + "\n")
+    assert "ah" not in {p.text for p in data_of(recipe, tokenizer_of(recipe.model)).warm_start}
+
+
+def test_fewer_prompts_than_a_block_needs_is_an_error_with_the_account(tmp_path):
+    recipe = tiny_recipe(tmp_path, rollout__prompts_per_block=9)
+    with pytest.raises(DataError, match=r"prompts_per_block = 9.*given 8.*'rows': 8"):
+        data_of(recipe, tokenizer_of(recipe.model))
+
+
+def test_rewards_are_checked_against_every_row(tmp_path):
+    recipe = tiny_recipe(tmp_path, rewards=[{"name": "exact", "column": "solution"}])
+    data = data_of(recipe, tokenizer_of(recipe.model))
+    with pytest.raises(ConfigurationError, match="'solution'"):
+        rewards_of(recipe, data.train)
+
+
+def test_instructions_that_are_trained_on_and_held_out_give_a_warning_that_names_them(tmp_path):
+    recipe = tiny_recipe(tmp_path, rewards=[{"name": "instructions"}])
+
+    def write(name, *ids):
+        rows = [{"prompt": pair, "instruction_id_list": list(ids), "kwargs": [{}] * len(ids)} for pair in name[1]]
+        (tmp_path / name[0]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write(("train.jsonl", ["ah", "bg", "cf", "de"]), "punctuation:no_comma", "startend:quotation")
+    write(("held_out.jsonl", ["ca"]), "format:title_case", "startend:quotation")
+    with pytest.warns(OverlapWarning, match=r"1 instruction ids .*: startend:quotation\. "):
+        data_of(recipe, tokenizer_of(recipe.model))
+    write(("held_out.jsonl", ["ca"]), "format:title_case")
+    data_of(recipe, tokenizer_of(recipe.model))

@@ -1,0 +1,188 @@
+"""An engine that keeps weights of its own samples what one in this process samples, for it gets them when it must."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from logitless.distributed.arrangement import Arrangement
+from logitless.models.char_tokenizer import character_tokenizer
+from logitless.models.loading import load_model
+from logitless.rollout.recorded import write_completions
+from logitless.rollout.transformers import TransformersEngine
+from logitless.train.assembly import resolve
+from logitless.train.assembly.engines import Engines, open_engines
+from logitless.train.assembly.model import tokenizer_of
+from logitless.train.assembly.resolve import GPU_RULES, resolved
+from logitless.train.recipe.engine import GpuEngineSection
+from logitless.train.record.metrics import repeatable
+from logitless.train.run import start
+from logitless.types import Completion
+from tests.train.engines import Copying, copying
+from tests.train.interrupting import stop_at
+from tests.train.tiny import tiny_recipe
+
+# Evaluation at temperature 1, so that a difference in the weights shows.
+SAMPLED = {"every_blocks": 1, "samples_per_prompt": 8, "sampling": {"max_new_tokens": 6}, "success_at": 5.0}
+LORA = {"rank": 4, "alpha": 64.0, "targets": "all-linear"}
+ONE_STEP = {
+    "kl": None,
+    "train__epochs_per_block": 1,
+    "train__tokens_per_step": 1000,
+    "train__optimizer": {"learning_rate": 0.2},
+}
+
+
+def _warm_start(folder) -> dict:
+    return {"data": {"name": "file", "path": str(folder / "train.jsonl")}, "steps": 2, "learning_rate": 0.05}
+
+
+def _lines(folder, **changes):
+    opening = changes.pop("open_engines", open_engines)
+    run, complete = start(
+        tiny_recipe(folder, evaluation=SAMPLED, train__blocks=3, **ONE_STEP, **changes), open_engines=opening
+    )
+    assert complete
+    return [repeatable(record) for record in run.read_metrics()], [rows for _, rows in run.read_rollouts()]
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_training_and_evaluation_with_copies_equal_those_in_this_process(tmp_path, lora):
+    warm = _warm_start(tmp_path)
+    here = _lines(tmp_path, name="here", model__lora=lora, warm_start=warm)
+    there = _lines(tmp_path, name="there", model__lora=lora, warm_start=warm, open_engines=copying)
+    if lora is None:
+        assert here == there
+    else:  # W + BA is rounded once where it is merged: the same tokens, logp_sampler a last digit apart
+        assert [[row["completion"] for row in rows] for rows in here[1]] == [
+            [row["completion"] for row in rows] for rows in there[1]
+        ]
+    assert len({line["evaluation/reward_mean"] for line in here[0]}) > 1  # the weights are seen to move
+
+
+def test_engines_get_the_weights_at_the_start_and_after_each_block_and_are_closed(tmp_path):
+    opened: list[Engines] = []
+
+    def opening(*arguments):
+        opened.append(copying(*arguments))
+        return opened[0]
+
+    lines, _ = _lines(tmp_path, open_engines=opening)
+    for engine in opened[0].distinct:
+        assert engine.loaded == [0, *(line["step"] for line in lines if "loss/total" in line)]
+        assert engine.closed
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_a_resumed_run_hands_the_restored_weights_over(tmp_path, monkeypatch, lora):
+    changes = {"model__lora": lora, "warm_start": _warm_start(tmp_path), "evaluation": SAMPLED, "train__blocks": 3}
+    whole, _ = start(tiny_recipe(tmp_path, **ONE_STEP, **changes, name="whole"), open_engines=copying)
+    stopped = tiny_recipe(tmp_path, **ONE_STEP, **changes, name="stopped")
+    with monkeypatch.context() as patched:
+        stop_at(1, patched)
+        folder, complete = start(stopped, open_engines=copying)
+    assert not complete
+    start(stopped, resume=True, open_engines=copying)
+    assert [repeatable(r) for r in whole.read_metrics()] == [repeatable(r) for r in folder.read_metrics()]
+
+
+@pytest.mark.parametrize(
+    ("left_out", "changes"),
+    [(0, {"name": "start"}), (0, {"name": "warm_start", "warm": True}), (1, {"name": "block"}), (2, {"name": "block"})],
+)
+def test_a_hand_over_that_is_left_out_shows(tmp_path, left_out, changes):
+    """The two tests above can fail: without one of the hand-overs the numbers are others."""
+
+    class Forgetful(Copying):
+        def load(self, weights, version):
+            if version != left_out or not self.loaded:
+                super().load(weights, version)
+            if version == left_out == 0:  # as it was opened: other weights than the policy's
+                for parameter in self.model.parameters():
+                    parameter.data.mul_(1.5)
+
+    warm = {"warm_start": _warm_start(tmp_path)} if changes.get("warm") else {}
+    tiny_recipe(tmp_path)
+    here = _lines(tmp_path, name="here", **warm)
+    there = _lines(tmp_path, name="there", **warm, open_engines=lambda *a: Engines(Forgetful(*a), Forgetful(*a)))
+    assert here != there
+
+
+def test_a_recorded_file_is_trained_on_while_the_policy_is_evaluated(tmp_path):
+    recipe = tiny_recipe(tmp_path)
+    write_completions(tmp_path / "recorded.jsonl", [Completion("0", (3,), "a", "stop")])
+    engine = {"name": "recorded", "path": str(tmp_path / "recorded.jsonl")}
+    import torch
+
+    from logitless.train.assembly.model import policy_model
+
+    tokenizer = tokenizer_of(recipe.model)
+    model = policy_model(recipe.model, tokenizer, seed=0, device=torch.device("cpu"))
+    one = open_engines(resolved(recipe, model, Arrangement()).recipe, model, tokenizer)
+    other = open_engines(tiny_recipe(tmp_path, rollout__engine=engine), model, tokenizer)
+    assert one.training is one.evaluation
+    assert len(one.distinct) == 1
+    assert type(other.evaluation) is type(one.evaluation)
+    assert other.distinct == (other.training, other.evaluation)
+
+
+def test_auto_samples_with_transformers_where_nothing_has_the_bits_of_training_and_says_why(tmp_path, monkeypatch):
+    recipe = tiny_recipe(tmp_path)
+    assert recipe.rollout.engine.name == "auto"
+    model = load_model(recipe.model.source, random_weights=True)
+    chosen = resolved(recipe, model, Arrangement())
+    engines = open_engines(chosen.recipe, model, character_tokenizer("abcdefgh"))
+    assert isinstance(engines.training, TransformersEngine)
+    assert chosen.engine_line == "transformers, for the model is on cpu"
+    of_a_gpu = recipe.model_copy(update={"model": recipe.model.model_copy(update={"device": "cuda"})})
+    monkeypatch.setattr(resolve, "device_of", lambda section: torch.device(section.device))
+    assert resolve.against_gpu(of_a_gpu, model).given == "its weights are to be sharded"
+
+
+def _on_a_gpu(monkeypatch):
+    """Models are taken for ones on a GPU."""
+    monkeypatch.setattr(resolve, "_device_type", lambda model: "cuda")
+    monkeypatch.setattr(resolve, "device_of", lambda section: torch.device("cuda"))
+
+
+def test_auto_takes_the_engine_with_the_bits_of_training_where_the_layers_have_them(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    from logitless.models.row_invariant.layers import install_row_invariant
+    from logitless.rollout.gpu.engine import GpuEngine
+
+    recipe = tiny_recipe(tmp_path, rollout__engine={"name": "auto", "memory": 1000, "rescore_every": 3})
+    model = load_model(recipe.model.source, random_weights=True)
+    install_row_invariant(model)
+    _on_a_gpu(monkeypatch)
+    chosen = resolved(recipe, model, Arrangement())
+    assert chosen.recipe.rollout.engine == GpuEngineSection(memory=1000, rescore_every=3)
+    assert chosen.engine_line == "gpu, with the bits of training"
+    engines = open_engines(chosen.recipe, model, character_tokenizer("abcdefgh"))
+    assert isinstance(engines.training, GpuEngine)
+    assert engines.evaluation is engines.training
+    named = tiny_recipe(tmp_path, train__scoring_backend="chunked")
+    assert "train.scoring_backend: chunked" in resolve.against_gpu(named, model).given
+
+
+def test_each_rule_of_sampling_with_the_bits_of_training_keeps_auto_from_it(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    from logitless.models.row_invariant.layers import install_row_invariant
+
+    recipe, named = tiny_recipe(tmp_path), tiny_recipe(tmp_path, train__training_backend="chunked")
+    model, plain = (load_model(recipe.model.source, random_weights=True) for _ in range(2))
+    install_row_invariant(model)
+    with_adapter = SimpleNamespace(lora_a=torch.zeros(1))
+    found = []
+    for changed, of, name, patch in (
+        (tiny_recipe(tmp_path, rollout__staleness=1), model, "_device_type", lambda _: "cuda"),
+        (recipe, model, "device_of", lambda _: torch.device("cpu")),
+        (recipe, model, "is_sharded", lambda _: True),
+        (recipe, plain, "_device_type", lambda _: "cuda"),
+        (recipe, model, "lm_head", lambda _: with_adapter),
+        (named, model, "_device_type", lambda _: "cuda"),
+    ):
+        with monkeypatch.context() as patched:
+            _on_a_gpu(patched)
+            patched.setattr(resolve, name, patch)
+            found += [resolve.against_gpu(changed, of)]
+    assert [each.needed for each in found] == [f"for rollout.engine gpu: {rule.needed}" for rule in GPU_RULES]

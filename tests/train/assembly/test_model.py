@@ -1,0 +1,77 @@
+"""The policy model is what its section says, in the dtypes and with the adapters that it says."""
+
+import logging
+
+import pytest
+import torch
+
+from logitless.errors import ConfigurationError
+from logitless.models.lora import adapters_off
+from logitless.train.assembly.model import policy_model, tokenizer_of
+from logitless.train.assembly.process import effects
+from tests.train.tiny import tiny_recipe
+
+CPU = torch.device("cpu")
+
+
+def _model(recipe, **options):
+    return policy_model(recipe.model, tokenizer_of(recipe.model), seed=recipe.seed, device=CPU, **options)
+
+
+def test_a_config_alone_has_no_tokenizer(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"Set model\.tokenizer"):
+        tokenizer_of(tiny_recipe(tmp_path, model__tokenizer=None).model)
+
+
+def test_every_weight_of_full_fine_tuning_is_trained_in_float32(tmp_path):
+    model = _model(tiny_recipe(tmp_path, model__dtype="bfloat16"))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert all(p.requires_grad for p in model.parameters())
+    assert model.training
+
+
+def test_under_lora_the_base_is_frozen_in_its_dtype_and_the_adapter_is_float32(tmp_path):
+    recipe = tiny_recipe(tmp_path, model__dtype="bfloat16", model__lora={"rank": 3, "targets": ["q_proj"]})
+    model = _model(recipe)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert [tuple(p.shape) for p in trained.values()] == [(3, 16), (16, 3)]
+    assert {p.dtype for p in trained.values()} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
+    lines = effects(recipe.model, CPU, model, layers="")
+    assert "trained: 96 weights in float32" in lines
+    assert any(line.startswith("frozen: 2,960 weights in bfloat16") for line in lines)
+
+
+def test_modules_trained_whole_have_the_dtype_of_the_base(tmp_path):
+    lora = {"rank": 2, "modules_to_save": ["lm_head"]}
+    model = _model(tiny_recipe(tmp_path, model__lora=lora, model__dtype="bfloat16", model__trained_dtype="bfloat16"))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_warm_started_adapter_is_merged_before_the_next_one_is_added(tmp_path):
+    recipe = tiny_recipe(tmp_path, model__lora={"rank": 2, "targets": ["q_proj"]})
+    warm = _model(recipe)
+    with torch.no_grad():
+        for parameter in warm.parameters():
+            if parameter.requires_grad:
+                parameter.fill_(0.1)
+    warm.save_pretrained(str(tmp_path / "warm"))
+    ids = torch.tensor([[3, 4, 5]])
+    model = _model(recipe, weights=tmp_path / "warm")
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, warm(ids).logits)
+        with adapters_off(model):  # the reference is the warm-started policy
+            torch.testing.assert_close(model(ids).logits, warm(ids).logits)
+
+
+def test_random_weights_follow_the_seed(tmp_path):
+    one, same, other = (_model(tiny_recipe(tmp_path, seed=seed)) for seed in (1, 1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_dropout_is_switched_off_and_said(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="logitless"):
+        model = _model(tiny_recipe(tmp_path, model__source__attention_dropout=0.5))
+    assert model.config.attention_dropout == 0.0
+    assert "dropout" in caplog.text

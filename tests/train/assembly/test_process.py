@@ -1,0 +1,62 @@
+"""Settings of the process are made, and read back."""
+
+import pytest
+import torch
+
+from logitless.errors import ConfigurationError
+from logitless.train.assembly.model import policy_model, tokenizer_of
+from logitless.train.assembly.process import allocator_of_environment, device_of, effects, set_process
+from tests.train.tiny import tiny_recipe
+
+CPU = torch.device("cpu")
+
+
+def _model(recipe, **options):
+    return policy_model(recipe.model, tokenizer_of(recipe.model), seed=recipe.seed, device=CPU, **options)
+
+
+def test_auto_is_a_device_that_exists_and_an_absent_one_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_of(tiny_recipe(tmp_path, model__device="auto").model) == CPU
+    with pytest.raises(ConfigurationError, match=r"CUDA.*cpu or auto"):
+        device_of(tiny_recipe(tmp_path, model__device="cuda:1").model)
+
+
+def test_effects_are_read_back(tmp_path):
+    recipe = tiny_recipe(
+        tmp_path,
+        model__gradient_checkpointing=True,
+        model__matmul_precision="high",
+        model__sdpa_backends=["math", "efficient"],
+    )
+    try:
+        set_process(recipe.model, seed=5)
+        drawn = torch.rand(1)
+        text = "\n".join(effects(recipe.model, CPU, _model(recipe), layers=""))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        everything = ["flash", "efficient", "cudnn", "math"]
+        set_process(tiny_recipe(tmp_path, model__sdpa_backends=everything).model, seed=5)
+    assert "attention logitless_packed; SDPA may use efficient, math" in text
+    assert "gradient checkpointing on, compile off" in text
+    assert "'high'" in text
+    set_process(tiny_recipe(tmp_path).model, seed=5)
+    assert torch.equal(drawn, torch.rand(1))
+
+
+@pytest.mark.parametrize("is_initialized", [False, True])
+def test_the_allocator_is_set_also_where_cuda_was_asked_for_its_devices_before(tmp_path, monkeypatch, is_initialized):
+    given = list[str]()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append)
+    with monkeypatch.context() as without:
+        for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+            without.setenv(name, "")  # restored, also after what is set below
+        set_process(tiny_recipe(tmp_path).model, seed=5)
+        assert allocator_of_environment() == "expandable_segments:True"
+        assert given == (["expandable_segments:True"] if is_initialized else [])
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    given.clear()
+    set_process(tiny_recipe(tmp_path).model, seed=5)
+    assert (allocator_of_environment(), given) == ("max_split_size_mb:64", [])

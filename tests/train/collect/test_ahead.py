@@ -1,0 +1,217 @@
+"""Blocks collected ahead: never further than the recipe says, written down, and the same run again from what was."""
+
+import json
+import shutil
+import threading
+import time
+
+import pytest
+import torch
+
+from logitless.errors import DataError
+from logitless.rewards.combine import weighted
+from logitless.rewards.text.length import Length
+from logitless.rollout.environment import SingleTurn
+from logitless.train.collect.ahead import LOG, AheadCollector, CollectedBlocks
+from logitless.train.collect.collector import Collector
+from logitless.train.run import start
+from logitless.train.store.checkpoint import checkpoints, read_checkpoint
+from logitless.types import Completion, Prompt
+from tests.train.tiny import tiny_recipe
+
+PROMPTS = [Prompt(str(i), "ab", (3, 4)) for i in range(8)]
+
+
+class Noting:
+    """An engine that says when it is asked, and how many blocks had been trained on."""
+
+    def __init__(self, seconds=0.0, fails_at=None):
+        self.trained, self.begun, self.seconds, self.fails_at = 0, [], seconds, fails_at
+
+    def sample(self, prompts, num_samples, options, *, seed):
+        self.begun.append(self.trained)
+        if len(self.begun) - 1 == self.fails_at:
+            raise RuntimeError("the engine is gone")
+        time.sleep(self.seconds)
+        return [
+            [Completion(p.id, (3,) * (1 + i), "a" * (1 + i), "stop", (-1.0 / 3,) * (1 + i)) for i in range(num_samples)]
+            for p in prompts
+        ]
+
+    def load(self, weights, version):
+        pass
+
+    def close(self):
+        pass
+
+
+def ahead(folder, engine, tmp_path, *, staleness, blocks=6):
+    options = tiny_recipe(tmp_path).rollout
+    arguments = (PROMPTS, engine, SingleTurn(), weighted([Length()]), options)
+    log = CollectedBlocks(folder, PROMPTS)
+    return AheadCollector(*arguments, seed=0, staleness=staleness, blocks=blocks, log=log)
+
+
+def until(condition):
+    """Wait until a thread has done something."""
+    end = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_block_begins_only_when_all_but_so_many_before_it_were_trained_on(tmp_path, staleness):
+    engine = Noting()
+    collector = ahead(tmp_path / LOG, engine, tmp_path, staleness=staleness)
+    for block in range(6):
+        engine.trained = block
+        collector.next(block)
+        until(lambda: len(engine.begun) == min(6, block + 1 + staleness))  # noqa: B023 - and goes on ahead by itself
+        time.sleep(0.02)
+        assert len(engine.begun) == min(6, block + 1 + staleness)
+    collector.close()
+    assert all(block - trained <= staleness for block, trained in enumerate(engine.begun))
+    assert max(block - trained for block, trained in enumerate(engine.begun)) == staleness
+
+
+def test_the_blocks_are_those_of_a_collector_that_waits(tmp_path):
+    collector = ahead(tmp_path / LOG, Noting(), tmp_path, staleness=2, blocks=4)
+    waiting = Collector(PROMPTS, Noting(), SingleTurn(), weighted([Length()]), tiny_recipe(tmp_path).rollout, seed=0)
+    for block in range(4):
+        before = waiting.state_dict()
+        assert collector.state_dict() == before
+        assert collector.next(block) == waiting.next(block)
+    collector.close()
+
+
+def test_what_is_in_the_log_is_not_drawn_again(tmp_path):
+    first = ahead(tmp_path / LOG, Noting(), tmp_path, staleness=1, blocks=3)
+    blocks = [first.next(b) for b in range(3)]
+    first.close()
+    (tmp_path / LOG / "block-000003.json").unlink()
+    engine = Noting()
+    again = ahead(tmp_path / LOG, engine, tmp_path, staleness=1, blocks=3)
+    again.load_state_dict(json.loads((tmp_path / LOG / "block-000002.json").read_text())["before"])
+    assert [again.next(b) for b in (1, 2)] == blocks[1:]
+    assert len(engine.begun) == 1
+    again.close()
+
+
+def test_an_engine_that_fails_in_the_thread_stops_the_one_who_waits(tmp_path):
+    collector = ahead(tmp_path / LOG, Noting(fails_at=1), tmp_path, staleness=2)
+    collector.next(0)
+    with pytest.raises(RuntimeError, match="gone"):
+        collector.next(1)
+    collector.close()
+
+
+def test_whoever_waits_can_be_interrupted_and_ask_again(tmp_path):
+    engine = Noting(seconds=0.2)
+    collector = ahead(tmp_path / LOG, engine, tmp_path, staleness=1)
+    before = collector.state_dict()
+    first = collector.next(0)
+    collector.load_state_dict(before)  # what the loop does after Ctrl-C: the block that is under way is not lost
+    assert len({g.prompt.id for block in (first, collector.next(1)) for g in block.drawn}) == 8
+    collector.close()
+
+
+def test_a_log_of_other_prompts_or_without_the_block_is_refused(tmp_path):
+    collector = ahead(tmp_path / LOG, Noting(), tmp_path, staleness=1, blocks=1)
+    collector.next(0)
+    collector.close()
+    with pytest.raises(DataError, match="block 2"):
+        CollectedBlocks(tmp_path / LOG, PROMPTS).read(1)
+    with pytest.raises(DataError, match="KeyError"):
+        CollectedBlocks(tmp_path / LOG, PROMPTS[:1]).read(0)
+
+
+# --- whole runs
+
+
+def weights(folder, block=None):
+    """Everything that a checkpoint holds, the last one's unless a block is named."""
+    found = {read.name: read for read in checkpoints(folder.checkpoints)}
+    names = [name for name in found if block is None or f"block-{block:06d}" in name]
+    return dict(read_checkpoint(found[names[-1]]).tensors)
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def steps(folder):
+    """The metrics that a run repeats."""
+    kept = ("reward/mean", "loss/total", "optimizer/grad_norm", "rollout/lag_max", "step", "block")
+    return [{name: record[name] for name in kept if name in record} for record in folder.read_metrics()]
+
+
+@pytest.fixture(scope="module")
+def asynchronous(tmp_path_factory):
+    """A run with two blocks ahead, where each step of training takes as long as a block."""
+    folder = tmp_path_factory.mktemp("ahead")
+    recipe = tiny_recipe(folder, train__blocks=6, rollout__staleness=2)
+    run, complete = start(recipe)
+    assert complete
+    return folder, recipe, run
+
+
+def test_adapters_are_trained_while_a_copy_of_them_samples(tmp_path):
+    lora = {"rank": 2, "targets": ["q_proj"]}
+    run, complete = start(tiny_recipe(tmp_path, train__blocks=3, rollout__staleness=1, model__lora=lora))
+    assert complete
+    drawn = [json.loads(file.read_text())["versions"] for file in sorted((run.path / LOG).iterdir())]
+    assert max(drawn[-1]) > 0  # with weights that were handed over while the run went on
+
+
+def test_every_block_is_logged_with_the_versions_that_drew_it(asynchronous):
+    _, recipe, run = asynchronous
+    rows = [json.loads(file.read_text()) for file in sorted((run.path / LOG).iterdir())]
+    assert [row["block"] for row in rows] == list(range(6))
+    for row in rows:
+        assert 0 <= row["block"] - row["begun_after"] <= recipe.rollout.staleness
+        assert len(row["versions"]) >= 1
+    first_step: dict[int, int] = {}
+    for record in run.read_metrics()[1:]:
+        first_step.setdefault(record["block"], record["step"])
+    lags = {record["block"]: record["rollout/lag_max"] for record in run.read_metrics() if "rollout/lag_max" in record}
+    assert list(lags) == list(first_step) == list(range(1, 7))
+    for block, lag in lags.items():  # never more than the steps of so many blocks, however many those take
+        assert 0 <= lag <= first_step[block] - first_step[max(1, block - recipe.rollout.staleness)]
+    assert not any(thread.name == "collector" for thread in threading.enumerate())
+
+
+def test_another_run_replays_the_log_in_every_bit(asynchronous):
+    folder, _, run = asynchronous
+    engine = {"name": "recorded", "path": str(run.path)}
+    again, _ = start(tiny_recipe(folder, train__blocks=6, rollout__engine=engine, name="again"))
+    assert_same(weights(again), weights(run))
+    assert steps(again) == steps(run)
+
+
+def test_a_run_that_was_stopped_goes_on_from_its_log_in_every_bit(asynchronous, tmp_path):
+    _, recipe, run = asynchronous
+    whole = weights(run)
+    stopped = tmp_path / "runs" / "tiny"
+    shutil.copytree(run.path, stopped)
+    for path in checkpoints(stopped / "checkpoints"):
+        if int(path.name.split("-")[1]) > 2:
+            shutil.rmtree(path)
+    again, complete = start(recipe.model_copy(update={"output": str(tmp_path / "runs")}), resume=True)
+    assert complete
+    assert_same(weights(again), whole)
+    assert steps(again) == steps(run)
+
+
+def test_on_policy_is_the_default_and_needs_no_log(tmp_path):
+    run, _ = start(tiny_recipe(tmp_path, train__blocks=1))
+    assert not (run.path / LOG).exists()
+
+
+def test_a_folder_without_a_log_is_refused(tmp_path):
+    (tmp_path / "nothing").mkdir()
+    engine = {"name": "recorded", "path": str(tmp_path / "nothing")}
+    with pytest.raises(DataError, match="staleness"):
+        start(tiny_recipe(tmp_path, rollout__engine=engine))

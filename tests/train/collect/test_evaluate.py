@@ -1,0 +1,91 @@
+"""Held-out numbers by hand."""
+
+import math
+
+import pytest
+
+from logitless.rewards.combine import weighted
+from logitless.rewards.text.exact import Exact
+from logitless.rewards.text.length import Length
+from logitless.rollout.environment import SingleTurn
+from logitless.rollout.sampling import SamplingOptions
+from logitless.train.collect.evaluate import Evaluation, HeldOut
+from logitless.types import Completion, Prompt, Verdict
+
+PROMPTS = [Prompt("a", "?", (1,), {"answer": "yes"}), Prompt("b", "?", (1,), {"answer": "no"})]
+ANSWERS = {"a": ["yes", "no"], "b": ["yes", "maybe"]}
+
+
+class _Engine:
+    def sample(self, prompts, num_samples, options, *, seed):
+        self.asked = (num_samples, options, seed)
+        ends = {"yes": "stop", "no": "stop", "maybe": "length"}
+        return [[Completion(p.id, (1,) * len(t), t, ends[t]) for t in ANSWERS[p.id]] for p in prompts]
+
+    def load(self, weights, version):
+        pass
+
+    def close(self):
+        pass
+
+
+def _evaluate(rewards, **changes):
+    engine = _Engine()
+    sampling = SamplingOptions(max_new_tokens=9, temperature=0.0)
+    unscored = changes.pop("unscored", "leave_out")
+    options = {"num_samples": 2, "sampling": sampling, "success_at": 1.0, "every_blocks": 1, "seed": 4}
+    held_out = HeldOut("evaluation", PROMPTS, **{**options, **changes})
+    found = Evaluation(engine, SingleTurn(), [held_out], rewards, unscored)([held_out])
+    assert engine.asked == (2, sampling, 4)
+    return found
+
+
+def test_accuracy_counts_completions_that_reach_the_threshold():
+    found = _evaluate(weighted([Exact()]))
+    ends = {name: found.pop(name) for name in list(found) if name.endswith(("/low", "/high"))}
+    assert ends["evaluation/accuracy/low"] < 0.25 < ends["evaluation/accuracy/high"]
+    assert ends["evaluation/pass_at/2/low"] < 0.5 < ends["evaluation/pass_at/2/high"]
+    assert found == {
+        "evaluation/accuracy": 0.25,
+        "evaluation/pass_at/2": 0.5,  # one of two prompts has a correct answer among its two
+        "evaluation/reward_mean": 0.25,
+        "evaluation/length_mean": (3 + 2 + 3 + 5) / 4,
+        "evaluation/truncated_fraction": 0.25,
+        "evaluation/prompts": 2,
+        "evaluation/exact/mean": 0.25,
+    }
+
+
+def test_the_threshold_is_of_the_weighted_sum():
+    rewards = weighted([Exact(weight=2.0), Length(weight=0.1, cap=9)])
+    found = _evaluate(rewards, success_at=0.3)
+    assert found["evaluation/accuracy"] == 0.75  # 2.3, 0.2, 0.3 and 0.5
+    assert found["evaluation/reward_mean"] == pytest.approx(3.3 / 4)
+    assert found["evaluation/length/mean"] == 13 / 4
+
+
+class _Unable(Length):
+    """Scores the first completions, and fails at the others."""
+
+    scored = 0
+
+    def verdicts(self, prompts, completions, columns, completion_ids=None):
+        said = super().verdicts(prompts, completions, columns, completion_ids)
+        return [*said[: self.scored], *[Verdict(score=None, status="error")] * (len(completions) - self.scored)]
+
+
+class _PartlyUnable(_Unable):
+    scored = 3
+
+
+def test_what_could_not_be_scored_is_no_success():
+    found = _evaluate(weighted([_PartlyUnable()]), success_at=0.0)
+    assert found["evaluation/accuracy"] == 0.75
+    assert found["evaluation/reward_mean"] == (3 + 2 + 3) / 3
+
+
+def test_where_nothing_could_be_scored_there_is_no_accuracy():
+    found = _evaluate(weighted([_Unable()]), success_at=0.0)
+    missing = ("accuracy", "accuracy/low", "pass_at/2", "reward_mean")
+    assert all(math.isnan(found[f"evaluation/{name}"]) for name in missing)
+    assert "evaluation/length/mean" not in found

@@ -1,0 +1,592 @@
+"""The laws of an optimizer step: how it is cut changes nothing, its first ratio is 1, its gradient is the formula's."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from logitless.data.packing import Packing, StepPlan, pack, plan_epoch
+from logitless.errors import InputError
+from logitless.models.loading import disable_dropout, load_model
+from logitless.models.value_head import value_head_for
+from logitless.objective.divergence import KLPenalty
+from logitless.objective.entropy import EntropyBonus
+from logitless.objective.filters import TopEntropy
+from logitless.objective.objective import Objective
+from logitless.objective.presets import algorithm
+from logitless.objective.surrogate import KlCov
+from logitless.objective.value import ValueLoss
+from logitless.objective.weighting import MicroBatchTokenMean, SequenceMean, TokenMean, TurnMean
+from logitless.train.block import micro_batches_of
+from logitless.train.learn.policy import Policy
+from logitless.train.learn.score import scores_of
+from logitless.train.learn.step import (
+    MicroBatch,
+    backward,
+    on_host,
+    step_batch,
+    step_numbers,
+    zero_advantage_output,
+)
+from logitless.types import Completion, Prompt, TokenBatch
+
+# LayerNorm and learned positions: unlike RMSNorm and rotary embeddings they stay in float64 when the weights are.
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "vocab_size": 23,
+    "n_positions": 64,
+    "initializer_range": 0.3,
+}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 23,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+PROMPT_LENGTHS = (3, 3, 3, 3, 7, 7, 7, 7)
+COMPLETION_LENGTHS = (4, 1, 9, 5, 2, 0, 11, 6)  # one of them is empty
+TEMPERATURE, BETA, BONUS = 0.7, 0.3, 0.05
+
+
+def _policy(config=GPT2, dtype=torch.float64, **options) -> Policy:
+    model = load_model(config, dtype=dtype, random_weights=True, seed=3)
+    disable_dropout(model)
+    return Policy(model.train(), **options)
+
+
+def _block(policy: Policy, dtype: torch.dtype = torch.float64) -> MicroBatch:
+    """Two groups of four completions, scored by policies near the one that is trained."""
+    generator = torch.Generator().manual_seed(5)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, 23, (count,), generator=generator).tolist())
+
+    prompts = {length: Prompt(str(length), "", ids(length)) for length in set(PROMPT_LENGTHS)}
+    pairs = []
+    for prompt_length, length in zip(PROMPT_LENGTHS, COMPLETION_LENGTHS, strict=True):
+        prompt = prompts[prompt_length]
+        pairs.append((prompt, Completion(prompt.id, ids(length), "", "stop")))
+    batch = pack(pairs)
+    scored = scores_of(policy, batch, [(s,) for s in range(8) if s != 5], temperature=TEMPERATURE, backend="chunked")
+
+    def near(scale: float) -> torch.Tensor:
+        return scored.logp.to(dtype) + scale * torch.randn(batch.num_tokens, generator=generator, dtype=dtype)
+
+    advantage = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, 0.0, -1.5, 0.75], dtype=dtype)[batch.sequence]
+    tokens = TokenBatch(
+        batch.sequence,
+        batch.num_sequences,
+        advantage=advantage,
+        token_weight=torch.ones_like(advantage),
+        logp_old=near(0.2),
+        logp_ref=near(0.5),
+        entropy_old=scored.entropy,
+        logp_sampler=batch.logp_sampler,
+    )
+    return MicroBatch(batch, tokens)
+
+
+def _with(block: MicroBatch, **changes) -> MicroBatch:
+    """The block with other numbers for its tokens."""
+    return MicroBatch(block.packed, replace(block.tokens, **changes))
+
+
+def _gradient(
+    policy, block, plan, objective, weighting, value_loss=None, *, beta=BETA, statistics=None, num_steps=1, dropped=None
+):
+    parameters = policy.named_parameters().values()
+    for parameter in parameters:
+        parameter.grad = None
+    micro_batches = step_batch(
+        block.packed,
+        block.tokens,
+        plan,
+        objective,
+        weighting,
+        dropped=dropped or [False] * block.packed.num_sequences,
+        num_steps=num_steps,
+        statistics=statistics,
+    )
+    outputs = backward(
+        policy,
+        objective,
+        micro_batches,
+        temperature=TEMPERATURE,
+        backend="chunked",
+        beta=beta,
+        entropy_coefficient=None,
+        statistics=statistics,
+        seed=0,
+        value_loss=value_loss,
+    )
+    gradient = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+    return sum(output.loss.detach() for output in outputs), gradient, outputs
+
+
+def _composition(preset, **parameters):
+    found = algorithm(preset, parameters)
+    return replace(found.objective, kl=KLPenalty("k3"), entropy_bonus=EntropyBonus(BONUS)), found.weighting
+
+
+def _assert_same(one, other, tolerance):
+    for a, b in zip(one[:2], other[:2], strict=True):
+        assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+WHOLE = StepPlan(tuple(range(8)), ((0, 1, 2, 3, 4, 6, 7),))
+CUTS = {
+    "one sequence a row": StepPlan(tuple(range(8)), tuple((s,) for s in range(8) if s != 5)),
+    "uneven rows": StepPlan(tuple(range(8)), ((0, 1, 2), (3,), (4, 6, 7))),
+    "another order": StepPlan((5, 7, 0, 6, 4, 2, 1, 3), ((7, 0, 6), (4, 2), (1, 3))),
+    "short beside long": StepPlan(tuple(range(8)), ((1, 6), (2, 4), (0, 3, 7))),  # attention pads these differently
+}
+PRESETS = [
+    ("grpo", {}),
+    ("dr_grpo", {"max_new_tokens": 12}),
+    ("dapo", {}),
+    ("gspo", {"epsilon_low": 0.2, "epsilon_high": 0.2}),
+    ("cispo", {"epsilon_max": 1.1}),
+    ("rloo", {}),
+]
+
+
+@pytest.mark.parametrize(("preset", "parameters"), PRESETS)
+def test_the_cut_and_the_order_change_loss_and_gradient_by_float64_rounding_only(preset, parameters):
+    policy = _policy()
+    block, composition = _block(policy), _composition(preset, **parameters)
+    whole = _gradient(policy, block, WHOLE, *composition)
+    assert whole[1].abs().max() > 1e-3
+    for plan in CUTS.values():
+        _assert_same(_gradient(policy, block, plan, *composition), whole, 1e-12)
+
+
+def test_the_token_mean_of_each_micro_batch_depends_on_the_cut_as_it_says():
+    policy = _policy()
+    block, composition = _block(policy), _composition("bnpo")
+    whole, cut = (_gradient(policy, block, plan, *composition) for plan in (WHOLE, CUTS["uneven rows"]))
+    assert (whole[1] - cut[1]).abs().max() > 1e-3 * whole[1].abs().max()
+
+
+def test_choices_made_once_a_block_survive_the_cut():
+    policy = _policy()
+    block = _block(policy)
+    objective = Objective(surrogate=KlCov(fraction=0.2), filters=(TopEntropy(0.4),), entropy_bonus=EntropyBonus(BONUS))
+    statistics = objective.block_statistics(block.tokens)
+    block = MicroBatch(block.packed, statistics.attach(block.tokens))
+    whole, *cuts = (
+        _gradient(policy, block, plan, objective, TokenMean(), beta=0.0, statistics=statistics)
+        for plan in (WHOLE, *CUTS.values())
+    )
+    assert 0 < statistics.selected.sum() < block.packed.num_tokens
+    for cut in cuts:
+        _assert_same(cut, whole, 1e-12)
+
+
+def test_the_steps_of_an_epoch_add_up_to_the_whole_block_under_block_totals():
+    policy = _policy()
+    block, objective = _block(policy), Objective()
+    whole = _gradient(policy, block, WHOLE, objective, TokenMean("block"), beta=0.0)[1]
+    steps = [StepPlan((0, 1, 2, 3), ((0, 1), (2, 3))), StepPlan((4, 5, 6, 7), ((4, 6, 7),))]
+    parts = [_gradient(policy, block, s, objective, TokenMean("block"), beta=0.0, num_steps=2)[1] for s in steps]
+    torch.testing.assert_close(sum(parts) / 2, whole, rtol=1e-12, atol=1e-14)
+
+
+def _by_formula(policy: Policy, block: MicroBatch, rows) -> torch.Tensor:
+    """The gradient of GRPO with k3 and entropy bonus, written out over full logits.
+
+    ``rows``: what makes the logits of one sequence, so that its prompt may be padded or not.
+    """
+    policy.model.zero_grad()
+    inputs, num_tokens, target = block.packed.inputs, block.packed.num_tokens, block.packed.target
+    block = block.tokens
+    loss, first, start = torch.zeros((), dtype=torch.float64), 0, 0
+    for s in range(block.num_sequences):
+        length, count = inputs.lengths[s], inputs.source_counts[s]
+        if count:
+            tokens = inputs.input_ids[first : first + length]
+            at = slice(start, start + count)
+            log_probabilities = (rows(tokens)[-count:] / TEMPERATURE).log_softmax(-1)
+            logp = log_probabilities.gather(1, target[at, None])[:, 0]
+            ratio = (logp - block.logp_old[at]).exp()
+            advantage = block.advantage[at]
+            policy_loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            d = logp - block.logp_ref[at]
+            penalty = (-d).exp() - 1 + d
+            loss = loss + (policy_loss + BETA * penalty).mean() / 8  # eight sequences, the empty one too
+            entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
+            loss = loss - BONUS * entropy.sum() / num_tokens
+        first, start = first + length, start + count
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+def test_the_gradient_is_that_of_full_logits_one_sequence_at_a_time_with_or_without_padded_prompts(padding):
+    policy = _policy()
+    block = _block(policy)
+    assert step_gradient_differs(policy, block)
+    oracle = load_model(GPT2, dtype=torch.float64, random_weights=True, seed=3, attention="eager")
+    disable_dropout(oracle)
+
+    def logits(tokens):
+        padded = torch.cat([torch.zeros(padding, dtype=torch.long), tokens])[None]
+        mask = (torch.arange(padded.shape[1]) >= padding).long()[None]
+        positions = (torch.arange(padded.shape[1]) - padding).clamp(min=0)[None]
+        return oracle(input_ids=padded, attention_mask=mask, position_ids=positions, use_cache=False).logits[0]
+
+    expected = _by_formula(Policy(oracle), block, logits)
+    found = _gradient(policy, block, CUTS["uneven rows"], *_composition("grpo"))[1]
+    assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+def step_gradient_differs(policy, block):
+    """The case tests something: some ratios are clipped and some are not."""
+    outputs = _gradient(policy, block, WHOLE, *_composition("grpo"))[2]
+    clipped = outputs[0].policy.clipped_low | outputs[0].policy.clipped_high
+    return 0 < clipped.sum() < block.packed.num_tokens
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("tokens_per_micro_batch", [20, 1000])
+def test_the_first_step_after_scoring_has_ratio_exactly_1(checkpointing, autocast, tokens_per_micro_batch):
+    policy = _policy(LLAMA, torch.float32, autocast=autocast)
+    if checkpointing:
+        policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    block = _block(policy, torch.float32)
+    plan = plan_epoch(
+        [range(4), range(4, 8)],
+        block.packed.inputs,
+        tokens_per_step=20,
+        tokens_per_micro_batch=tokens_per_micro_batch,
+        seed=1,
+    )
+    logp = scores_of(policy, block.packed, micro_batches_of(plan), temperature=TEMPERATURE, backend="auto").logp
+    block = _with(block, logp_old=logp, logp_ref=logp)
+    outputs = _gradient(policy, block, plan[0], *_composition("grpo"))[2]
+    assert len(outputs) > 1 or tokens_per_micro_batch == 1000
+    for output in outputs:
+        assert (output.policy.token_log_ratio == 0).all()
+        assert (output.policy.kl == 0).all()
+    numbers = on_host(step_numbers(outputs))
+    assert numbers["ratio/min"] == numbers["ratio/max"] == 1
+    assert numbers["kl_ref/k3_mean"] == numbers["kl_old/k1_mean"] == 0
+
+
+def test_tokens_of_dropped_completions_weigh_nothing_and_their_garbage_reaches_no_gradient():
+    policy = _policy()
+    block = _block(policy)
+    dropped = [s == 2 for s in range(8)]
+    plain = _gradient(policy, block, WHOLE, *_composition("dapo"), dropped=dropped)
+    garbage = torch.where(block.tokens.sequence == 2, torch.nan, 0.0)
+    spoilt = _with(block, logp_old=block.tokens.logp_old + garbage, logp_ref=block.tokens.logp_ref - garbage)
+    _assert_same(_gradient(policy, spoilt, WHOLE, *_composition("dapo"), dropped=dropped), plain, 1e-12)
+    without = StepPlan((0, 1, 3, 4, 5, 6, 7), ((0, 1, 3, 4, 6, 7),))  # the token mean does not know it was there
+    _assert_same(_gradient(policy, block, without, *_composition("dapo")), plain, 1e-12)
+
+
+def test_weights_belong_to_the_step():
+    policy = _policy()
+    block = _block(policy)
+    plan = StepPlan((4, 5, 6, 7), ((4,), (6, 7)))
+    parts = step_batch(
+        block.packed, block.tokens, plan, Objective(), SequenceMean(), dropped=[False] * 8, num_steps=3, statistics=None
+    )
+    # four sequences (one empty) of 2, 11 and 6 tokens
+    assert [p.tokens.token_weight.unique().tolist() for p in parts] == [[1 / 8], [1 / 44, 1 / 24]]
+
+
+@pytest.mark.parametrize("scope", ["step", "micro_batch"])
+def test_the_weights_of_the_entropy_bonus_sum_to_1(scope):
+    policy = _policy()
+    objective = Objective(entropy_bonus=EntropyBonus(BONUS, scope=scope))
+    block = _block(policy)
+    parts = step_batch(
+        block.packed,
+        block.tokens,
+        CUTS["uneven rows"],
+        objective,
+        MicroBatchTokenMean(),
+        dropped=[s == 6 for s in range(8)],
+        num_steps=1,
+        statistics=None,
+    )
+    sums = [float(p.tokens.entropy_weight.sum()) for p in parts]
+    expected = {"step": [14 / 27, 5 / 27, 8 / 27], "micro_batch": [1 / 3, 1 / 3, 1 / 3]}[scope]
+    assert sums == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_step_without_a_token_is_refused():
+    policy = _policy()
+    with pytest.raises(InputError, match="a step with a scored token"):
+        _gradient(policy, _block(policy), StepPlan((5,), ()), *_composition("grpo"))
+
+
+# --- what is not computed twice, or for nothing ---------------------------------------------------------------------
+
+SILENT = (0, 4)  # sequences of advantage 0, and of weight 0
+LEFT_OUT = 6
+
+
+def _with_silent(policy: Policy) -> MicroBatch:
+    block = _block(policy)
+    silent = torch.isin(block.tokens.sequence, torch.tensor(SILENT))
+    return _with(block, advantage=block.tokens.advantage.masked_fill(silent, 0.0))
+
+
+def _plan(block: MicroBatch, *, share: bool, by_cost: bool, leave_out: bool) -> StepPlan:
+    live = [s not in (*SILENT, LEFT_OUT) for s in range(8)]
+    [plan] = plan_epoch(
+        [range(4), range(4, 8)],
+        block.packed.inputs,
+        tokens_per_step=1000,
+        packing=Packing(30, share_prompts=share, hidden_size=4 if by_cost else None),
+        live=live if leave_out else None,
+        seed=0,
+    )
+    return plan
+
+
+SAVINGS = [(share, by_cost, leave_out) for share in (0, 1) for by_cost in (0, 1) for leave_out in (0, 1)]
+
+
+@pytest.mark.parametrize(("preset", "parameters"), PRESETS)
+def test_every_saving_alone_and_together_leaves_loss_and_gradient_to_1e12(preset, parameters):
+    found = algorithm(preset, parameters)
+    assert found.silent_without_advantage
+    options = {"beta": 0.0, "dropped": [s == LEFT_OUT for s in range(8)]}
+    shared, apart = _policy(), _policy(share_prompts=False)
+    block = _with_silent(shared)
+    plain = _plan(block, share=False, by_cost=False, leave_out=False)
+    whole = _gradient(apart, block, plain, found.objective, found.weighting, **options)
+    assert whole[1].abs().max() > 1e-3
+    for share, by_cost, leave_out in SAVINGS:
+        plan = _plan(block, share=bool(share), by_cost=bool(by_cost), leave_out=bool(leave_out))
+        assert sorted(plan.dead) == ([0, 4, 6] if leave_out else [])
+        policy = shared if share else apart
+        _assert_same(_gradient(policy, block, plan, found.objective, found.weighting, **options), whole, 1e-12)
+
+
+def test_the_numbers_of_a_first_step_count_dead_sequences_as_scoring_saw_them():
+    policy = _policy()
+    block, found = _with_silent(policy), algorithm("dapo")
+    logp = scores_of(
+        policy, block.packed, [tuple(s for s in range(8) if s != 5)], temperature=TEMPERATURE, backend="chunked"
+    )
+    block = _with(block, logp_old=logp.logp.double(), entropy_old=logp.entropy.double())
+    options = {"dropped": [s == LEFT_OUT for s in range(8)], "num_steps": 1, "statistics": None}
+    numbers = []
+    for leave_out in (False, True):
+        plan = _plan(block, share=True, by_cost=True, leave_out=leave_out)
+        outputs = _gradient(
+            policy, block, plan, found.objective, found.weighting, beta=0.0, dropped=options["dropped"]
+        )[2]
+        dead = zero_advantage_output(block.packed, block.tokens, plan, found.objective, found.weighting, **options)
+        assert (dead is not None) == leave_out
+        numbers.append(on_host(step_numbers(outputs if dead is None else [*outputs, dead])))
+    assert numbers[0].keys() == numbers[1].keys()
+    assert numbers[1] == pytest.approx(numbers[0], rel=1e-5, abs=1e-6)
+    assert numbers[0]["optimizer/tokens"] == sum(COMPLETION_LENGTHS) - COMPLETION_LENGTHS[LEFT_OUT]
+
+
+def test_a_step_that_scores_itself_has_ratio_1_and_the_gradient_of_its_own_log_probs():
+    policy = _policy()
+    block, found = _block(policy), algorithm("grpo")
+    plan = _plan(block, share=True, by_cost=True, leave_out=False)
+    [own, *_] = [policy.scores(block.packed.take(range(8)), temperature=TEMPERATURE, backend="chunked").logp.detach()]
+    scored = _with(block, logp_old=own)
+    expected = _gradient(policy, scored, plan, found.objective, found.weighting, beta=0.0)
+    for parameter in policy.model.parameters():
+        parameter.grad = None
+    parts = step_batch(
+        block.packed, block.tokens, plan, found.objective, found.weighting,
+        dropped=[False] * 8, num_steps=1, statistics=None, scores_itself=True,
+    )  # fmt: skip
+    assert all(part.tokens.logp_old is None for part in parts)
+    outputs = backward(
+        policy, found.objective, parts, temperature=TEMPERATURE, backend="chunked", beta=0.0,
+        entropy_coefficient=None, statistics=None, seed=0,
+    )  # fmt: skip
+    gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
+    assert all((output.policy.token_log_ratio == 0).all() for output in outputs)
+    assert (gradient - expected[1]).abs().max() <= 1e-12 * expected[1].abs().max()
+
+
+# --- PPO ------------------------------------------------------------------------------------------------------------
+
+CLIP = 0.4
+UNSCORED, DROPPED = 3, 6  # a completion without a reward, and one whose tokens weigh 0
+
+
+def _ppo_policy() -> Policy:
+    """A policy whose value head has learnt something."""
+    policy = _policy()
+    policy.value_head = value_head_for(policy.model)
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in policy.value_head.parameters():
+            parameter.normal_(generator=generator)
+    return policy
+
+
+def _ppo_block(policy: Policy) -> MicroBatch:
+    """The block with values near those of the policy, returns, and an advantage a token."""
+    block = _block(policy)
+    generator = torch.Generator().manual_seed(7)
+    values = scores_of(
+        policy, block.packed, [tuple(s for s in range(8) if s != 5)], temperature=1.0, backend="chunked"
+    ).value
+
+    def normal(scale: float) -> torch.Tensor:
+        return scale * torch.randn(block.packed.num_tokens, generator=generator, dtype=torch.float64)
+
+    returns = (values + normal(1.0)).masked_fill(block.tokens.sequence == UNSCORED, torch.nan)
+    return _with(block, advantage=normal(1.0), value_old=values + normal(0.5), value_target=returns)
+
+
+def _ppo():
+    found = algorithm("ppo")
+    return found.objective, found.weighting, ValueLoss(coefficient=0.7, clip=CLIP)
+
+
+def _ppo_by_formula(model, head, block: MicroBatch) -> torch.Tensor:
+    """The gradient of PPO over full logits and transformers' own hidden states, one sequence at a time."""
+    inputs, target, block = block.packed.inputs, block.packed.target, block.tokens
+    counts, lengths = inputs.source_counts, inputs.lengths
+    first, start, loss = 0, 0, torch.zeros((), dtype=torch.float64)
+    num_trained = sum(n for s, n in enumerate(counts) if s != DROPPED)
+    num_fitted = num_trained - counts[UNSCORED]
+    for s, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        at = slice(start, start + count)
+        if count and s != DROPPED:
+            output = model(inputs.input_ids[first : first + length][None], output_hidden_states=True)
+            logits = output.logits[0, -count:] / TEMPERATURE
+            logp = logits.log_softmax(-1)[torch.arange(count), target[at]]
+            ratio, advantage = (logp - block.logp_old[at]).exp(), block.advantage[at]
+            policy_loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            loss = loss + policy_loss.sum() / num_trained
+            if s != UNSCORED:
+                value = output.hidden_states[-1][0, -count:] @ head.weight[0] + head.bias
+                old, returns = block.value_old[at], block.value_target[at]
+                held = old + (value - old).clamp(-CLIP, CLIP)
+                loss = (
+                    loss + 0.7 / num_fitted * 0.5 * torch.maximum((value - returns) ** 2, (held - returns) ** 2).sum()
+                )
+        first, start = first + length, start + count
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in [*model.parameters(), *head.parameters()]])
+
+
+def test_the_gradient_of_ppo_is_that_of_full_logits_and_hidden_states():
+    policy = _ppo_policy()
+    block = _ppo_block(policy)
+    dropped = [s == DROPPED for s in range(8)]
+    loss, found, outputs = _gradient(policy, block, CUTS["uneven rows"], *_ppo(), beta=0.0, dropped=dropped)
+    clipped = torch.cat([o.value.clipped for o in outputs])
+    assert 2 < clipped.sum() < 20  # the case tests the clip
+    oracle = load_model(GPT2, dtype=torch.float64, random_weights=True, seed=3, attention="eager")
+    disable_dropout(oracle)
+    head = value_head_for(oracle)
+    head.load_state_dict(policy.value_head.state_dict())
+    expected = _ppo_by_formula(oracle, head, block)
+    assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
+    without = _gradient(policy, block, CUTS["uneven rows"], *_ppo()[:2], beta=0.0, dropped=dropped)[1]
+    backbone = len(without)
+    assert (found[:backbone] - without).abs().max() > 0.01 * without.abs().max()  # the value loss reaches the backbone
+    numbers = on_host(step_numbers(outputs))
+    assert numbers["loss/total"] == pytest.approx(float(loss), rel=1e-12)
+    policy_loss = sum(float(o.policy.loss.detach()) for o in outputs)
+    assert 0.7 * numbers["loss/value"] == pytest.approx(float(loss) - policy_loss, rel=1e-12)
+    fitted = sum(n for s, n in enumerate(COMPLETION_LENGTHS) if s not in (UNSCORED, DROPPED))
+    assert numbers["value/clipped_fraction"] == pytest.approx(int(clipped.sum()) / fitted)
+
+
+@pytest.mark.parametrize("weighting", [TokenMean(), SequenceMean()])
+def test_the_cut_and_the_order_change_ppo_by_float64_rounding_only(weighting):
+    policy = _ppo_policy()
+    block, (objective, _, value_loss) = _ppo_block(policy), _ppo()
+    dropped = [s == DROPPED for s in range(8)]
+    whole = _gradient(policy, block, WHOLE, objective, weighting, value_loss, beta=0.0, dropped=dropped)
+    for plan in CUTS.values():
+        cut = _gradient(policy, block, plan, objective, weighting, value_loss, beta=0.0, dropped=dropped)
+        _assert_same(cut, whole, 1e-12)
+
+
+def test_the_value_loss_is_a_mean_over_the_steps_tokens_with_a_return_whatever_the_policys_weighting():
+    policy = _ppo_policy()
+    block, plan = _ppo_block(policy), StepPlan((0, 1, 2, 3, 5, 6), ((0, 3), (1, 6), (2,)))
+    dropped = [s == DROPPED for s in range(8)]
+    for weighting in (TokenMean(), SequenceMean(), MicroBatchTokenMean()):
+        parts = step_batch(
+            block.packed, block.tokens, plan, Objective(), weighting, dropped=dropped, num_steps=1, statistics=None
+        )
+        weights = [p.tokens.value_weight.tolist() for p in parts]
+        # 4, 1 and 9 tokens of sequences 0, 1 and 2; 5 of the unscored, 11 of the dropped one
+        assert weights == [[1 / 14] * 4 + [0] * 5, [1 / 14] + [0] * 11, [1 / 14] * 9]
+    plain = _block(policy)
+    first, *_ = step_batch(
+        plain.packed, plain.tokens, plan, Objective(), TokenMean(), dropped=dropped, num_steps=1, statistics=None
+    )
+    assert first.tokens.value_weight is None
+
+
+@pytest.mark.parametrize("scope", [None, "step", "micro_batch"])
+def test_the_rows_that_a_rank_makes_alone_are_bitwise_those_among_all(scope):
+    policy = _ppo_policy()
+    block, plan = _ppo_block(policy), StepPlan((0, 1, 2, 3, 5, 6), ((0, 3), (1, 6), (), (2,)))
+    objective = Objective() if scope is None else Objective(entropy_bonus=EntropyBonus(BONUS, scope=scope))
+    parts = (block.packed, block.tokens, plan, objective, SequenceMean())
+    options = {"dropped": [s == DROPPED for s in range(8)], "num_steps": 1, "statistics": None}
+    every = step_batch(*parts, **options)
+    for places in ([0], [3, 1], [2]):
+        for place, found in zip(places, step_batch(*parts, **options, places=places), strict=True):
+            wanted = every[place]
+            assert found.packed.inputs.lengths == wanted.packed.inputs.lengths
+            assert torch.equal(found.packed.target, wanted.packed.target)
+            for name, value in vars(wanted.tokens).items():
+                torch.testing.assert_close(vars(found.tokens)[name], value, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_stands_where_there_is_no_return_reaches_no_gradient():
+    policy = _ppo_policy()
+    block = _ppo_block(policy)
+    dropped = [s == DROPPED for s in range(8)]
+    plain = _gradient(policy, block, WHOLE, *_ppo(), beta=0.0, dropped=dropped)
+    hidden = (block.tokens.sequence == UNSCORED) | (block.tokens.sequence == DROPPED)
+    spoilt = _with(block, value_old=block.tokens.value_old.masked_fill(hidden, torch.nan))
+    _assert_same(_gradient(policy, spoilt, WHOLE, *_ppo(), beta=0.0, dropped=dropped), plain, 0.0)
+
+
+def test_a_value_loss_of_a_policy_without_a_value_head_is_refused():
+    policy = _ppo_policy()
+    block = _ppo_block(policy)
+    policy.value_head = None
+    with pytest.raises(InputError, match="value head"):
+        _gradient(policy, block, WHOLE, *_ppo(), beta=0.0)
+
+
+def test_turns_weigh_the_same_however_long_they_are_and_however_the_step_is_cut():
+    prompt = Prompt("7", "", (1, 2))
+    two = Completion("7", (3, 4, 5, 6), "", "stop", trained=(True, True, False, True), turn=(0, 0, 0, 1))
+    one = Completion("7", (3,), "", "stop")
+    empty = Completion("7", (), "", "stop")
+    packed = pack([(prompt, each) for each in (two, one, empty, two)])
+    n = packed.num_tokens
+    tokens = TokenBatch(packed.sequence, 4, torch.zeros(n), torch.ones(n), logp_old=torch.zeros(n), turn=packed.turn)
+    found = []
+    for rows in [((0, 1, 3),), ((0,), (1,), (3,))]:
+        plan = StepPlan((0, 1, 2, 3), rows)
+        options = {"dropped": [False] * 3 + [True], "num_steps": 1, "statistics": None}
+        micro_batches = step_batch(packed, tokens, plan, algorithm("grpo").objective, TurnMean(), **options)
+        found.append(torch.cat([each.tokens.token_weight for each in micro_batches]))
+    # Five turns with a token, two of them dropped, which stay in the number: 1/5 each, over the tokens of the turn.
+    wanted = torch.tensor([0.1, 0.1, 0.2, 0.2, 0.0, 0.0, 0.0])
+    torch.testing.assert_close(found[0], wanted)
+    torch.testing.assert_close(found[1], wanted)

@@ -1,0 +1,155 @@
+"""What is forecast for several processes is what real ones hold and send."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from logitless.distributed.arrangement import Arrangement
+from logitless.distributed.sharding import local_part
+from logitless.errors import ConfigurationError
+from logitless.train.assembly.model import policy_model, tokenizer_of
+from logitless.train.block import pack_groups
+from logitless.train.learn.policy import Policy
+from logitless.train.plan.scaling import Speeds, forecast, traffic_of_rank
+from logitless.train.plan.training_memory import memory_of_rank
+from tests.ranks import run_on_ranks
+from tests.train.groups import group_of
+from tests.train.tiny import tiny_raw, tiny_recipe
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 12,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+class _Sent(TorchDispatchMode):
+    """Bytes that this rank sends, where every rank of a ring passes on what it has: by collective, and of hidden states
+    and their gradients in gathers and sums of lists of rows."""
+
+    def __init__(self, world):
+        super().__init__()
+        self.world, self.bytes, self.hidden = world, {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            name = function._schema.name.split("::")[1].strip("_")
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            size = max(t.numel() * t.element_size() for t in tensors)  # of the whole
+            self.bytes[name] = self.bytes.get(name, 0) + size * (self.world - 1) // self.world
+            if tensors[0].ndim == 2 and tensors[0].shape[1] == LLAMA["hidden_size"]:
+                sent = {"allgather": self.world - 1, "allreduce": 2 * (self.world - 1) / self.world}
+                self.hidden += int(size * sent.get(name, 0))
+        return function(*args, **(kwargs or {}))
+
+
+def test_what_layers_may_keep_is_counted_while_there_are_layers(tmp_path):
+    recipe = tiny_recipe(tmp_path, model__source=LLAMA, train__activation_memory=1 << 20)
+    model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("meta"))
+    moments = memory_of_rank(recipe, model, Arrangement(1, 2, 1)).moments
+    kept = {name: parts["inputs of layers"] for name, parts in moments.items() if "inputs of layers" in parts}
+    assert kept == dict.fromkeys(("head", "layers", "end"), 1 << 20)
+    assert "embedding" in moments
+
+
+def _measured(rank, folder, changes):
+    recipe = tiny_recipe(folder, model__source=LLAMA, **changes)
+    model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("cpu"))
+    policy, arrangement = Policy(model), Arrangement(1, dist.get_world_size(), 1)
+    policy.shard(arrangement.mesh("cpu"))
+    block = pack_groups([group_of("a", [1.0, 0.0], [4, 3]), group_of("b", [1.0, 0.0], [5, 2])])
+    with _Sent(dist.get_world_size()) as sent:
+        scores = policy.scores(block.packed, temperature=1.0, backend="chunked")
+        scores.logp.sum().backward()
+    shards = [local_part(p) for p in policy.named_parameters().values()]
+    gradients = [local_part(p.grad) for p in policy.named_parameters().values() if p.grad is not None]
+    return [sum(t.numel() * t.element_size() for t in part) for part in (shards, gradients)], sent.bytes
+
+
+CASES = {
+    "float32": {},
+    "bfloat16 with masters": {"model__trained_dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_shards_and_messages_are_those_of_real_processes(case, num_ranks, tmp_path):
+    changes = CASES[case]
+    tiny_raw(tmp_path)
+    recipe, arrangement = tiny_recipe(tmp_path, model__source=LLAMA, **changes), Arrangement(1, num_ranks, 1)
+    model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("meta"))
+    memory = memory_of_rank(recipe, model, arrangement)
+    traffic = traffic_of_rank(model, arrangement, rows=1, tokens_per_row=20)
+    for (shards, gradients), sent in run_on_ranks(num_ranks, _measured, tmp_path, changes):
+        assert memory.always["trained weights"] == shards
+        assert memory.moments["end"]["gradients"] == gradients
+        assert memory.always["AdamW moments"] == 2 * gradients
+        assert traffic["weights, forward and backward"] == sent["allgather_base"]
+        assert traffic["gradients of shards"] == sent["reduce_scatter_base"]
+        assert traffic["shards of the LM head"] == sent["broadcast"] + sent["reduce"]
+
+
+def _measured_all_rows(rank, folder, changes):
+    recipe = tiny_recipe(folder, model__source=LLAMA, **changes)
+    policy = Policy(policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("cpu")))
+    policy.shard(Arrangement(1, dist.get_world_size(), 1).mesh("cpu"), all_rows=True)
+    block = pack_groups([group_of("a", [1.0, 0.0], [4, 3]), group_of("b", [1.0, 0.0], [5, 2])])
+    with _Sent(dist.get_world_size()) as sent:
+        policy.scores(block.packed, temperature=1.0, backend="chunked").logp.sum().backward()
+    return block.packed.num_tokens, sent.hidden
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_hidden_states_that_travel_to_a_head_of_all_rows_are_those_of_real_processes(case, tmp_path):
+    tiny_raw(tmp_path)
+    recipe, arrangement = tiny_recipe(tmp_path, model__source=LLAMA, **CASES[case]), Arrangement(1, 2, 1)
+    model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("meta"))
+    for tokens, sent in run_on_ranks(2, _measured_all_rows, tmp_path, CASES[case]):
+        traffic = traffic_of_rank(model, arrangement, rows=1, tokens_per_row=tokens, all_rows=True)
+        assert traffic["tokens for the LM head"] == sent
+
+
+@pytest.mark.parametrize(("tokens", "travel"), [(16, "tokens for the LM head"), (16384, "shards of the LM head")])
+def test_auto_lets_travel_for_the_head_what_is_fewer_bytes(tokens, travel, tmp_path):
+    tiny_raw(tmp_path)
+    recipe = tiny_recipe(tmp_path, model__source=LLAMA | {"vocab_size": 4000}, train__tokens_per_micro_batch=tokens)
+    model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("meta"))
+    assert travel in forecast(recipe, model, Arrangement(1, 2, 1)).traffic_bytes
+    copies = forecast(recipe, model, Arrangement(2, 2, 1))
+    assert "shards of the LM head" in copies.traffic_bytes
+
+
+def test_more_processes_need_less_each_and_time_is_only_said_where_speeds_are_known(tmp_path):
+    tiny_raw(tmp_path)
+    recipe = tiny_recipe(tmp_path, model__source=LLAMA, train__tokens_per_step=4096)
+    model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("meta"))
+    found = [forecast(recipe, model, Arrangement(1, shard, 1)) for shard in (1, 2, 4)]
+    assert [each.tokens for each in found] == [4096, 2048, 1024]
+    assert found[1].memory.always["trained weights"] == 2 * found[2].memory.always["trained weights"]
+    assert found[0].traffic_bytes == {}
+    assert found[1].traffic_share is None
+    timed = forecast(recipe, model, Arrangement(2, 2, 1), speeds=Speeds(tokens_per_second=1024.0, bytes_per_second=1e6))
+    assert timed.compute_seconds == 1
+    traffic = sum(timed.traffic_bytes.values())
+    assert timed.traffic_seconds == pytest.approx(traffic / 1e6)
+    assert timed.traffic_share == pytest.approx(traffic / 1e6 / (1 + traffic / 1e6))
+
+
+def test_an_arrangement_of_another_number_of_processes_is_refused():
+    with pytest.raises(ConfigurationError, match="= 6, the number of processes; given 2 \\* 2 \\* 1"):
+        Arrangement.of(6, replicate=2, shard=2)
+    with pytest.raises(ConfigurationError, match="4 \\* auto \\* 1"):
+        Arrangement.of(6, replicate=4)
+    assert Arrangement.of(6, replicate=2) == Arrangement(2, 3, 1)
+    assert Arrangement.of(4, whole=True) == Arrangement(4, 1, 1)

@@ -1,0 +1,471 @@
+"""A recipe: what YAML means, what --set replaces, and errors that name the key and the repair."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import get_args, get_origin
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from logitless.errors import ConfigurationError
+from logitless.objective.kl_control import ProportionalKL
+from logitless.objective.surrogate import Cispo
+from logitless.rewards.math import Math
+from logitless.train.recipe.algorithm import AlgorithmSection
+from logitless.train.recipe.config import Recipe
+from logitless.train.recipe.loading import PATHS, dump_recipe, load_recipe, parse_recipe
+from logitless.train.recipe.problems import OF_TRL, _alternatives, _fields
+from tests.train.tiny import tiny_raw
+
+ROOT = Path(__file__).parents[3]
+
+MINIMAL = """
+name: small
+model: {source: some/model}
+data:
+  train: {name: file, path: train.jsonl}
+rollout:
+  sampling: {max_new_tokens: 8}
+rewards:
+  - {name: length, cap: 3}
+"""
+
+
+def loaded(tmp_path, text="", *overrides):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(MINIMAL + text, encoding="utf-8")
+    return load_recipe(path, overrides)
+
+
+def refused(tmp_path, text="", *overrides):
+    with pytest.raises(ConfigurationError) as error:
+        loaded(tmp_path, text, *overrides)
+    return str(error.value)
+
+
+# --- YAML -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "value"), [("1e-5", 1e-5), ("1E-5", 1e-5), ("2.5e-7", 2.5e-7), ("3.e-2", 0.03), ("+1e+0", 1.0)]
+)
+def test_a_number_with_an_exponent_is_a_number_in_the_file_and_in_set(tmp_path, written, value):
+    in_file = loaded(tmp_path, f"train:\n  optimizer: {{learning_rate: {written}}}\n")
+    in_set = loaded(tmp_path, "", f"train.optimizer.learning_rate={written}")
+    assert in_file.train.optimizer.learning_rate == in_set.train.optimizer.learning_rate == value
+
+
+def test_text_that_only_begins_like_a_number_stays_text(tmp_path):
+    assert loaded(tmp_path, "", "name=1e-5-run").name == "1e-5-run"
+
+
+def test_a_key_given_twice_is_an_error_with_its_line(tmp_path):
+    message = refused(tmp_path, "seed: 1\nseed: 2\n")
+    assert "'seed' is given twice" in message
+    assert "recipe.yaml" in message
+    assert re.search(r"line \d+", message)
+
+
+def test_a_nested_key_given_twice_is_an_error(tmp_path):
+    assert "'blocks' is given twice" in refused(tmp_path, "train: {blocks: 1, blocks: 2}\n")
+
+
+def test_yaml_cannot_build_python_objects(tmp_path):
+    assert "well-formed YAML" in refused(tmp_path, "output: !!python/object/apply:os.getcwd []\n")
+
+
+def test_a_file_without_sections_or_without_a_file_is_an_error(tmp_path):
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ConfigurationError, match="mapping of sections"):
+        load_recipe(tmp_path / "list.yaml")
+    with pytest.raises(ConfigurationError, match=r"absent\.yaml"):
+        load_recipe(tmp_path / "absent.yaml")
+
+
+# --- keys and values ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "old", "new"),
+    [
+        ("train.leave_out_dead=false", "train.leave_out_dead", "train.skip_zero_advantage"),
+        ("rewards.0={name: math, spoiled_score: 1}", "rewards.0.spoiled_score", "rewards.0.ungradable_score"),
+        (
+            "rollout.engine={name: gpu, recount_every: 5}",
+            "rollout.engine.recount_every",
+            "rollout.engine.rescore_every",
+        ),
+    ],
+)
+def test_a_renamed_key_is_refused_with_its_name_of_today(tmp_path, override, old, new):
+    assert f"'{old}' is called '{new}' now" in refused(tmp_path, "", override)
+
+
+@pytest.mark.parametrize(
+    ("override", "wrong", "nearest"),
+    [
+        ("trian.blocks=3", "trian", "train"),
+        ("train.block=3", "train.block", "train.blocks"),
+        ("train.optimizer.learningrate=1e-3", "train.optimizer.learningrate", "train.optimizer.learning_rate"),
+        ("model.lora.rnk=8", "model.lora.rnk", "model.lora.rank"),
+        ("rollout.sampling.temprature=1", "rollout.sampling.temprature", "rollout.sampling.temperature"),
+        ("rewards.0.capp=9", "rewards.0.capp", "rewards.0.cap"),
+        ("data.train.paht=x", "data.train.paht", "data.train.path"),
+        ("kl={placement: loss, contrl: 1, control: {name: fixed, beta: 0}}", "kl.contrl", "kl.control"),
+        ("kl={placement: reward, control: {name: fixed, bta: 0}}", "kl.control.bta", "kl.control.beta"),
+        ("train.lerning_rate=1e-3", "train.lerning_rate", "train.optimizer.learning_rate"),
+        ("max_new_tokens=9", "max_new_tokens", "rollout.sampling.max_new_tokens"),
+        ("rollout.tokens_per_step=9", "rollout.tokens_per_step", "train.tokens_per_step"),
+        ("model.rank=8", "model.rank", "model.lora.rank"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_known_one(tmp_path, override, wrong, nearest):
+    message = refused(tmp_path, "", override)
+    assert f"unknown key '{wrong}'" in message
+    assert f"nearest: '{nearest}'" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.optimizer.betas=[1.5, 2]", "train.optimizer.betas.0: needs to be less than 1, not 1.5"),
+        ("train.optimizer.learning_rate=.inf", "train.optimizer.learning_rate: needs to be a finite number, not inf"),
+        ("evaluation.success_at=.nan", "evaluation.success_at: needs to be a finite number, not nan"),
+        ("seed=9223372036854775808", "seed: needs to be less than"),
+        ("schema_number=2", "schema_number: needs to be 1, not 2"),
+        ("train.blocks=many", "train.blocks: needs to be a whole number, not 'many'"),
+        ("train.optimizer.schedule=cosin", "needs to be 'constant', 'linear' or 'cosine', not 'cosin' (nearest: 'cosi"),
+        ("rollout=3", "rollout: needs to be a section with keys of engine, parity"),
+        ("rollout.parity.stop=3", "rollout.parity.stop: needs to be a section with keys of mean, p95, max, sequence"),
+        ("rollout.parity.stop.meen=1", "unknown key 'rollout.parity.stop.meen' (nearest: 'rollout.parity.stop.mean')"),
+        ("rollout.engine={name: gpuu}", "rollout.engine: needs 'name' to be one of auto, transformers, recorded, gpu"),
+        ("rollout.engine={name: gpuu}", "not 'gpuu' (nearest: 'gpu')"),
+        ("rollout.engine=gpu", "needs to be a section with a name, as {name: gpu} (auto, "),
+        ("rollout.engine={memory: 3}", "rollout.engine: needs 'name', one of auto, transformers"),
+        ("kl={placement: los, control: {name: fixed, beta: 0}}", "one of loss, reward, not 'los' (nearest: 'loss')"),
+        ("algorithm.surrogate={name: clpi}", "algorithm.surrogate: needs 'name' to be one of clip"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_in_words_of_the_recipe(tmp_path, override, said):
+    message = refused(tmp_path, "", override)
+    assert said in message
+    assert not re.search(r"Input|dictionary|valid |tag |discriminator|\.\.", message.removeprefix("needed a valid"))
+
+
+@pytest.mark.parametrize("key", OF_TRL)
+def test_a_key_of_trl_is_answered_with_the_one_that_does_what_it_does(tmp_path, key):
+    assert f"'train.{key}' (what TRL calls {key} is '{OF_TRL[key]}' here)" in refused(tmp_path, "", f"train.{key}=1")
+    assert has_key(Recipe, OF_TRL[key].split("."))
+
+
+def has_key(kind, path):
+    inner = [_fields(each)[path[0]] for each in _alternatives(kind) if path[0] in _fields(each)]
+    return bool(inner) and (len(path) == 1 or any(has_key(each, path[1:]) for each in inner))
+
+
+@pytest.mark.parametrize("key", ["zzz", "train.zzz", "foo.bar"])
+def test_a_key_that_is_like_no_other_gets_no_proposal(tmp_path, key):
+    assert "nearest" not in refused(tmp_path, "", f"{key}=1")
+
+
+def test_the_greatest_seed_is_one(tmp_path):
+    assert loaded(tmp_path, "", "seed=9223372036854775807").seed == 2**63 - 1
+
+
+def test_a_recipe_that_is_not_utf_8_or_holds_half_a_character_is_an_error(tmp_path):
+    path = tmp_path / "latin.yaml"
+    path.write_bytes(MINIMAL.encode() + "output: caf\u00e9\n".encode("latin-1"))
+    with pytest.raises(ConfigurationError, match=r"UTF-8 at .*latin\.yaml"):
+        load_recipe(path)
+    assert "whole characters" in refused(tmp_path, 'output: "\\ud800"\n')
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "output: 2024-13-45\n",
+        "output: {[1]: 2}\n",
+        "output: &a [*a]\n",
+        "output: " + "[" * 3000,
+        "output: !!int many\n",
+        "seed: 1" + "0" * 5000 + "\n",
+        "1: 2\n",
+        "output: {1: 2}\n",
+    ],
+)
+def test_yaml_that_cannot_be_a_recipe_is_an_error_in_words(tmp_path, text):
+    assert refused(tmp_path, text)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(MINIMAL.lstrip(), encoding="utf-8-sig")
+    assert load_recipe(path).name == "small"
+
+
+def test_every_problem_is_listed_at_once(tmp_path):
+    message = refused(tmp_path, "", "sead=1", "train.blocks=many", "model.device=3")
+    assert "'sead'" in message
+    assert "train.blocks" in message
+    assert "'many'" in message
+    assert "model.device" in message
+
+
+def test_a_missing_key_is_named(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("name: small\n")
+    with pytest.raises(ConfigurationError, match=r"model: is needed.*rollout: is needed"):
+        load_recipe(path)
+
+
+def test_a_knob_of_one_variant_cannot_be_set_on_another(tmp_path):
+    assert "tau_positive" in refused(tmp_path, "algorithm: {surrogate: {name: clip, tau_positive: 1.0}}\n")
+    assert "cap" in refused(tmp_path, "", "rewards=[{name: exact, cap: 3}]")
+    assert "target" in refused(tmp_path, "kl: {placement: loss, control: {name: fixed, beta: 0.1, target: 0.05}}\n")
+    assert "penalty" in refused(
+        tmp_path, "kl: {placement: reward, penalty: {estimator: k2}, control: {name: fixed, beta: 0.1}}\n"
+    )
+
+
+def test_an_unknown_variant_lists_the_known_ones(tmp_path):
+    message = refused(tmp_path, "", "rewards=[{name: lenght}]")
+    assert "rewards.0" in message
+    assert "'length'" in message
+
+
+def test_nested_unions_become_their_types(tmp_path):
+    recipe = loaded(
+        tmp_path,
+        """
+algorithm:
+  surrogate: {name: cispo, ratio_max: 4}
+  filters: [{name: top_entropy, quantile: 0.2}, {name: off_policy, threshold: 1}]
+kl:
+  placement: loss
+  penalty: {estimator: low_var_kl}
+  control: {name: proportional, beta: 0.1, target: 0.03}
+""",
+        "rewards=[{name: math, weight: 2}, {name: format, gate: true}]",
+    )
+    assert isinstance(recipe.algorithm.surrogate, Cispo)
+    assert [each.name for each in recipe.algorithm.filters] == ["top_entropy", "off_policy"]
+    assert recipe.kl.penalty.estimator == "k3"
+    assert recipe.kl.control == ProportionalKL(beta=0.1, target=0.03)
+    assert recipe.rewards[0] == Math(weight=2.0)
+
+
+def test_an_error_of_a_part_itself_keeps_its_remedy(tmp_path):
+    message = refused(tmp_path, "kl: {placement: loss, penalty: {estimator: k1}, control: {name: fixed, beta: 0.1}}\n")
+    assert message.startswith("needed in kl.penalty: ")
+    assert "expected gradient is 0" in message
+    assert "ratio_corrected" in message
+    assert refused(tmp_path, "", "rollout.sampling.temperature=0").startswith("needed for rollout.sampling: a positive")
+
+
+# --- --set ----------------------------------------------------------------------------------------------------------
+
+
+def test_set_replaces_scalars_sections_lists_and_items(tmp_path):
+    recipe = loaded(
+        tmp_path,
+        "",
+        "seed=7",
+        "data.held_out={name: file, path: held.jsonl}",
+        "rewards.0.cap=5",
+        "writers=[]",
+        "train.optimizer.betas=[0.8, 0.9]",
+    )
+    assert recipe.seed == 7
+    assert recipe.data.held_out.path == Path("held.jsonl").absolute()
+    assert recipe.rewards[0].cap == 5
+    assert recipe.writers == ()
+    assert recipe.train.optimizer.betas == (0.8, 0.9)
+
+
+def test_a_later_set_wins_and_null_switches_a_section_off(tmp_path):
+    recipe = loaded(tmp_path, "", "seed=1", "seed=2")
+    assert recipe.seed == 2
+    assert loaded(tmp_path, "", "data.held_out={name: file, path: x}", "data.held_out=null").data.held_out is None
+
+
+def test_set_takes_everything_after_the_first_equals_sign(tmp_path):
+    assert loaded(tmp_path, "", "model.source=a=b").model.source == "a=b"
+
+
+@pytest.mark.parametrize("override", ["seed", "=3", "rewards.1.cap=5", "rewards.first.cap=5", "name.x.y=1"])
+def test_a_set_that_points_nowhere_is_an_error_that_shows_how(tmp_path, override):
+    message = refused(tmp_path, "", override)
+    assert "--set" in message
+
+
+def test_set_does_not_read_text_as_yaml_that_it_is_not(tmp_path):
+    assert "well-formed YAML in --set model.source" in refused(tmp_path, "", "model.source={a: ")
+
+
+def test_a_name_cannot_leave_the_output_folder(tmp_path):
+    assert "name" in refused(tmp_path, "", "name=../elsewhere")
+
+
+# --- round trip -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_committed_recipe_is_valid_and_survives_writing_and_reading(path, tmp_path):
+    recipe = load_recipe(path)
+    (tmp_path / "config.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+    assert load_recipe(tmp_path / "config.yaml") == recipe
+    assert parse_recipe(yaml.safe_load(dump_recipe(recipe))) == recipe
+
+
+def test_a_recipe_does_not_change_after_loading(tmp_path):
+    with pytest.raises(ValueError, match="frozen"):
+        loaded(tmp_path).seed = 3
+
+
+# --- paths ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_path_in_a_recipe_starts_at_its_file_and_one_in_set_at_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    text = "warm_start: {data: {name: file, path: ../warm.jsonl}}\nvalue_head: {source: head.safetensors}\n"
+    recipe = loaded(tmp_path, text, "data.held_out={name: file, path: held_out.jsonl}", "value_head.source=~/head")
+    assert recipe.data.train.path == tmp_path / "train.jsonl"
+    assert recipe.warm_start.data.path == tmp_path / "../warm.jsonl"
+    assert recipe.data.held_out.path == tmp_path / "elsewhere" / "held_out.jsonl"
+    assert recipe.value_head.source == str(Path.home() / "head")
+    section = loaded(tmp_path, "", "data={train: {name: file, path: other.jsonl}}").data
+    assert section.train.path == tmp_path / "elsewhere" / "other.jsonl"
+
+
+def test_code_in_a_file_starts_at_the_recipe_and_in_set_at_the_current_folder_and_a_module_stays_one(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    raw = tiny_raw(tmp_path)
+    raw["rewards"] = [
+        {"name": "function", "path": "./rewards.py:brief"},
+        {"name": "function", "path": "rewards.py:other"},
+        {"name": "function", "path": "my_package.rewards:third"},
+    ]
+    raw["rollout"]["environment"] = {"name": "own", "factory": "./riddles.py:Riddle"}
+    raw["rollout"]["limits"] = {"max_tokens": 6}
+    (tmp_path / "there" / "recipe.yaml").write_text(yaml.safe_dump(raw))
+    recipe = load_recipe(tmp_path / "there" / "recipe.yaml", ["rewards.1.path=./rewards.py:other"])
+    there, here = tmp_path / "there", tmp_path / "here"
+    assert [reward.path for reward in recipe.rewards] == [
+        f"{there}/rewards.py:brief",
+        f"{here}/rewards.py:other",
+        "my_package.rewards:third",
+    ]
+    assert recipe.rollout.environment.factory == f"{there}/riddles.py:Riddle"
+    assert raw["rewards"][0]["path"] == "./rewards.py:brief"
+    assert parse_recipe(raw).rewards[0].path == f"{here}/rewards.py:brief"
+
+
+def test_paths_of_named_sources_and_sets_start_where_others_do(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    text = "evaluation: {sets: {hard: {data: {name: file, path: hard.jsonl}}}}\n"
+    sources = "{a: {data: {name: file, path: a.jsonl}}, b: {data: {name: hub, dataset: ./b, split: train}}}"
+    recipe = loaded(tmp_path, text, f"data.train={{name: mixture, sources: {sources}}}")
+    assert recipe.evaluation.sets["hard"].data.path == tmp_path / "hard.jsonl"
+    assert recipe.data.train.sources["a"].data.path == tmp_path / "elsewhere" / "a.jsonl"
+    assert recipe.data.train.sources["b"].data.dataset == str(tmp_path / "elsewhere" / "b")
+    moved = loaded(tmp_path, text, "evaluation.sets.hard.data.path=other.jsonl")
+    assert moved.evaluation.sets["hard"].data.path == tmp_path / "elsewhere" / "other.jsonl"
+    assert parse_recipe(yaml.safe_load(dump_recipe(recipe))) == recipe
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("evaluation.sets={hard: {data: {name: file, paht: x}}}", "evaluation.sets.hard.data.paht"),
+        ("data.train={name: mixture, sources: {a: {data: {name: file, path: a}}}}", "two or more sources"),
+        ("evaluation.sets={a/b: {data: {name: file, path: x}}}", "evaluation.sets.a/b"),
+    ],
+)
+def test_names_of_data_are_of_one_thing_each(tmp_path, override, said):
+    assert said in refused(tmp_path, "", override)
+
+
+def test_a_hub_name_stays_one_unless_a_folder_has_it_or_it_begins_like_a_path(tmp_path):
+    assert loaded(tmp_path).model.source == "some/model"
+    assert loaded(tmp_path, "", "model.tokenizer=./absent").model.tokenizer == str(Path.cwd() / "absent")
+    (tmp_path / "some" / "model").mkdir(parents=True)
+    assert loaded(tmp_path).model.source == str(tmp_path / "some" / "model")
+    text = MINIMAL.replace("some/model", "some/model, tokenizer: ./tokenizer")
+    (tmp_path / "recipe.yaml").write_text(text, encoding="utf-8")
+    assert load_recipe(tmp_path / "recipe.yaml").model.tokenizer == str(tmp_path / "tokenizer")
+    hub = "data.train={name: hub, dataset: openai/gsm8k, split: train}"
+    assert loaded(tmp_path, "", hub).data.train.dataset == "openai/gsm8k"
+
+
+def test_a_recipe_in_python_starts_its_paths_at_the_current_folder_and_is_left_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    raw = yaml.safe_load(MINIMAL)
+    assert parse_recipe(raw).data.train.path == tmp_path / "train.jsonl"
+    assert raw == yaml.safe_load(MINIMAL)
+
+
+def test_every_key_that_is_a_path_by_its_type_is_known_as_one():
+    """A section's further path would otherwise start at the current folder in silence."""
+    found = {".".join(path) for path in path_keys(Recipe)}
+    assert found == {key for key in PATHS if key.endswith("path")}
+
+
+def path_keys(kind, above=()):
+    for alternative in _alternatives(kind):
+        for name, inner in _fields(alternative).items():
+            if Path in (inner, *get_args(inner)) or name in ("path", "file", "folder"):
+                yield (*above, name)
+            yield from path_keys(inner, (*above, name))
+            if get_origin(inner) in (dict, Mapping):
+                yield from path_keys(get_args(inner)[1], (*above, name, "*"))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "named"),
+    [
+        ({"surrogate": {"name": "cispo", "ratio_cap": 3}}, "surrogate.cispo.ratio_cap"),
+        ({"surrogate": {"name": "sapo", "ratio_min": 0.8}}, "surrogate.sapo.ratio_min"),
+        ({"surrogate": {"ratio_min": 0.8}}, "discriminator"),
+        ({"surrogate": {"name": "clip", "reads": "none"}}, "surrogate.clip.reads"),
+        ({"filters": [{"name": "off_policy", "threshold": 0.5, "quantile": 1}]}, "filters.0.off_policy.quantile"),
+    ],
+)
+def test_knobs_of_another_variant_are_refused_at_their_place(algorithm, named):
+    with pytest.raises(ValidationError, match=named):
+        AlgorithmSection.model_validate(algorithm)
+
+
+def test_recipes_of_the_page_on_data_are_valid(tmp_path):
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    one, several, held_out = (yaml.safe_load(text) for text in blocks)
+    minimal = yaml.safe_load(MINIMAL)
+    minimal["model"] |= one.pop("model")
+    assert list(parse_recipe({**minimal, **several, **held_out}).training_sources) == ["sums", "words"]
+    assert parse_recipe({**minimal, **one, **held_out}).evaluation.sets["hard"].samples_per_prompt == 16
+
+
+# --- rewards --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"name": "own", "factory": "./riddles.py:Riddle"},
+        {"name": "guessing"},
+        {"name": "harness", "command": ["true"]},
+        {"name": "tools", "tools": [{"name": "calculator"}], "call_reward": 0.1},
+    ],
+)
+def test_no_reward_is_needed_beside_an_environment_that_pays(tmp_path, environment):
+    raw = tiny_raw(tmp_path) | {"rewards": []}
+    raw["rollout"] |= {"environment": environment, "limits": {"max_tokens": 6}}
+    assert parse_recipe(raw).rewards == ()

@@ -1,0 +1,205 @@
+"""What ``auto`` is as a dtype, where it is resolved, what the first lines say of it, and what a resume makes of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from logitless.distributed.arrangement import Arrangement
+from logitless.errors import ConfigurationError
+from logitless.models.lm_head import backbone
+from logitless.train.assembly.costly import costly_choices
+from logitless.train.assembly.model import policy_model, tokenizer_of
+from logitless.train.assembly.resolve import resolved
+from logitless.train.plan.run_plan import dry_run
+from logitless.train.recipe.loading import dump_recipe, load_recipe, parse_recipe
+from logitless.train.recipe.precision import dtype_line
+from logitless.train.run import start
+from tests.train.tiny import tiny_raw, tiny_recipe
+
+ROOT = Path(__file__).parents[3]
+GPU = torch.device("cuda")
+LORA = {"model__lora": {"rank": 2, "targets": ["q_proj"]}}
+ON_GPU = {"model__device": "auto"}
+COVERED = {"model__source__hidden_size": 64, "model__source__intermediate_size": 64}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine with one GPU, as torch tells of it; ``gpu((7, 5))`` is an older one."""
+
+    def made(capability=(9, 0), name="NVIDIA H200"):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+
+    return made
+
+
+def dtypes(recipe):
+    return recipe.model.trained_dtype, recipe.model.dtype
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ("bfloat16", "bfloat16")),
+        ({"kl": None}, ("bfloat16", "float32")),  # nothing is frozen
+        (LORA, ("bfloat16", "bfloat16")),
+        (LORA | {"model__dtype": "float16"}, ("float32", "float16")),
+        (LORA | {"model__dtype": "float32"}, ("float32", "float32")),
+        ({"model__autocast": "bfloat16"}, ("float32", "float32")),
+        ({"model__trained_dtype": "float32"}, ("float32", "float32")),
+        ({"model__dtype": "float32"}, ("bfloat16", "float32")),
+    ],
+    ids=str,
+)
+def test_auto_is_bfloat16_on_a_gpu_that_computes_in_it_and_what_is_set_stays(tmp_path, gpu, changes, expected):
+    gpu()
+    assert dtypes(tiny_recipe(tmp_path, **ON_GPU, **changes)) == expected
+
+
+@pytest.mark.parametrize("changes", [{}, {"kl": None}, LORA, {"model__trained_dtype": "bfloat16"}], ids=str)
+def test_on_a_cpu_auto_is_float32_beside_whatever_the_recipe_sets(tmp_path, gpu, changes):
+    trained = changes.get("model__trained_dtype", "float32")
+    assert dtypes(tiny_recipe(tmp_path, **ON_GPU, **changes)) == (trained, "float32")
+    gpu()
+    assert dtypes(tiny_recipe(tmp_path, model__device="cpu", **changes)) == (trained, "float32")
+
+
+def test_a_gpu_without_bfloat16_trains_in_float32_and_says_so(tmp_path, gpu):
+    gpu((7, 5), "Tesla T4")
+    recipe = tiny_recipe(tmp_path, **ON_GPU)
+    assert dtypes(recipe) == ("float32", "float32")
+    assert dtype_line(recipe.model) == "dtype float32: auto, for Tesla T4 does not compute in bfloat16"
+
+
+def test_a_resolved_recipe_has_no_auto_and_keeps_its_dtypes_on_another_machine(tmp_path, gpu, monkeypatch):
+    gpu()
+    written = dump_recipe(tiny_recipe(tmp_path, **ON_GPU))
+    assert yaml.safe_load(written)["model"]["trained_dtype"] == "bfloat16"
+    monkeypatch.undo()  # a machine without a GPU
+    (tmp_path / "config.yaml").write_text(written)
+    assert dtypes(load_recipe(tmp_path / "config.yaml")) == ("bfloat16", "bfloat16")
+
+
+def test_a_plan_for_gpus_takes_auto_for_gpus_where_there_is_none(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tiny_raw(tmp_path)))
+    read = [load_recipe(tmp_path / "recipe.yaml", ["model.device=auto"], plans_for_gpus=p) for p in (False, True)]
+    assert [each.model.trained_dtype for each in read] == ["float32", "bfloat16"]
+
+
+def test_parts_that_contradict_each_other_do_so_by_the_dtype_that_auto_is(tmp_path, gpu):
+    host = {"train__optimizer": {"moments": "host"}}
+    with pytest.raises(ConfigurationError, match="trained_dtype: bfloat16"):
+        tiny_recipe(tmp_path, **host)
+    gpu()
+    assert tiny_recipe(tmp_path, **ON_GPU, **host).model.trained_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("name", ["trained_dtype", "dtype"])
+def test_a_resume_where_auto_is_another_dtype_is_refused_with_the_setting_that_goes_on(tmp_path, name):
+    begun = tiny_raw(tmp_path)
+    begun["model"] |= {"trained_dtype": "float32", "dtype": "float32"} | {name: "bfloat16"}  # as on a GPU
+    begun["train"]["blocks"] = 1
+    start(parse_recipe(begun))
+    elsewhere = tiny_recipe(tmp_path)
+    with pytest.raises(ConfigurationError, match=rf"auto is on this machine.*--set model\.{name}=bfloat16"):
+        start(elsewhere, resume=True)
+
+
+def test_the_first_lines_of_a_run_and_the_dry_run_say_what_was_chosen_and_why(tmp_path, capsys):
+    recipe = tiny_recipe(tmp_path, train__blocks=1)
+    start(recipe)
+    assert "dtype float32: auto, for the model is on a CPU" in capsys.readouterr().out
+    text = dry_run(recipe)
+    assert "dtype float32: auto, for the model is on a CPU" in text
+    assert "layers transformers' own, for a model on the CPU" in text
+    assert "engine transformers, for the model is on cpu" in text
+    assert "WARNING" not in text
+
+
+def warnings_of(recipe, monkeypatch):
+    monkeypatch.setattr("logitless.train.assembly.resolve.device_of", lambda _: GPU)
+    model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("meta"))
+    return costly_choices(resolved(recipe, model, Arrangement()), GPU)
+
+
+def test_the_defaults_of_a_gpu_are_not_warned_of(tmp_path, gpu, monkeypatch):
+    pytest.importorskip("triton")
+    gpu()
+    assert warnings_of(tiny_recipe(tmp_path, **ON_GPU, **COVERED), monkeypatch) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause", "remedy"),
+    [
+        ({"model__trained_dtype": "float32"}, "float32 weights", "Leave model.trained_dtype out where"),
+        (LORA | {"model__dtype": "float32"}, "float32 weights", "Leave model.dtype out where"),
+        ({"model__lora": {"rank": 2, "dropout": 0.1}}, "dropout in an adapter", "Leave model.lora.dropout out."),
+        (
+            {"model__lora": {"rank": 2, "modules_to_save": ["norm"]}},
+            "trained whole beside adapters",
+            "Leave model.lora.modules_to_save out.",
+        ),
+        ({"model__autocast": "bfloat16"}, "model.autocast: bfloat16", "Leave model.autocast out:"),
+        ({"model__attention": "sdpa"}, "model.attention: sdpa", "Leave model.attention out."),
+        ({"model__layers": "transformers"}, "model.layers: transformers", "Leave model.layers out."),
+        ({"model__source__model_type": "gpt_neox"}, "the architecture gpt_neox", "rollout.engine: vllm"),
+        ({"rollout__engine": {"name": "transformers"}}, "rollout.engine: transformers", "Leave rollout.engine out."),
+        ({"rollout__staleness": 1}, "a copy of the policy", "Leave rollout.staleness out"),
+    ],
+    ids=str,
+)
+def test_what_costs_more_than_a_factor_of_two_is_a_warning_with_its_remedy(
+    tmp_path, gpu, monkeypatch, changes, cause, remedy
+):
+    pytest.importorskip("triton")
+    gpu()
+    [warning] = warnings_of(tiny_recipe(tmp_path, **ON_GPU, **COVERED, **changes), monkeypatch)
+    assert warning.startswith("WARNING: ")
+    assert cause in warning
+    assert remedy in warning
+
+
+def test_four_bits_are_left_out_only_where_there_is_room_for_sixteen(tmp_path, gpu, monkeypatch):
+    pytest.importorskip("triton")
+    gpu()
+    plain = tiny_recipe(tmp_path, **ON_GPU, **COVERED, **LORA)
+    model = policy_model(plain.model, tokenizer_of(plain.model), seed=0, device=torch.device("meta"))
+    four_bits = tiny_recipe(tmp_path, **ON_GPU, **COVERED, **LORA, model__quantize="nf4", model__autocast="bfloat16")
+    [warning] = costly_choices(resolved(four_bits, model, Arrangement()), GPU)
+    assert "Leave model.autocast out" in warning
+    assert warning.endswith("Leave model.quantize out where the GPU holds the base in 16 bits.")
+
+
+def test_a_cpu_has_nothing_to_be_warned_of(tmp_path):
+    recipe = tiny_recipe(tmp_path)
+    model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("cpu"))
+    assert not hasattr(backbone(model), "row_invariant")
+    assert costly_choices(resolved(recipe, model, Arrangement()), torch.device("cpu")) == []
+
+
+def test_the_factors_of_the_warnings_and_the_page_are_those_of_the_committed_results():
+    def found(name, **wanted):
+        rows = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["rows"]
+        [row] = [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+        return row
+
+    steps = {
+        way: found("step-qwen2.5-0.5b.json", workload="long", contender=way, live=1.0)["seconds"]
+        for way in ("logitless", "logitless-autocast")
+    }
+    rates = {
+        engine: found("rollout-H200.json", model="qwen2.5-0.5b", workload="64x8-512-64:512", engine=engine)
+        for engine in ("gpu", "transformers")
+    }
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert f"| {1000 * steps['logitless']:.0f} ms | {1000 * steps['logitless-autocast']:.0f} ms |" in page
+    assert " | ".join(f"{rates[engine]['tokens_per_second']:,.0f} tokens/s" for engine in rates) in page
+    assert 3.5 < steps["logitless-autocast"] / steps["logitless"] < 4.5  # "about 4 times"
+    assert 9 < rates["gpu"]["tokens_per_second"] / rates["transformers"]["tokens_per_second"] < 11  # "about 10 times"

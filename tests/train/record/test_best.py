@@ -1,0 +1,225 @@
+"""Early stopping and the best checkpoint: the same run after any stop, and what is exported is said."""
+
+import json
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from logitless.cli.main import main
+from logitless.distributed import Ranks
+from logitless.errors import ConfigurationError
+from logitless.train.loop import Loop
+from logitless.train.recipe.evaluation import StopSection, WatchSection
+from logitless.train.recipe.loading import dump_recipe
+from logitless.train.record.best import Best
+from logitless.train.record.metrics import repeatable
+from logitless.train.record.run_folder import create_run_folder
+from logitless.train.run import run_recipe, start
+from logitless.train.saved_policy import chosen_source, load_policy
+from logitless.train.store import checkpoint as checkpoints
+from tests.ranks import run_on_ranks
+from tests.train.interrupting import stop_at
+from tests.train.tiny import tiny_raw, tiny_recipe
+
+ACCURACY = [0.1, 0.3, 0.7, 0.6, 0.7, 0.5, 0.9]
+"""Before the first block, after it, ...: the best is after the second block, and two evaluations are no better."""
+
+WATCHED = {
+    "train__blocks": 6,
+    "train__epochs_per_block": 1,
+    "evaluation__every_blocks": 1,
+    "evaluation__stop": {"patience": 2},
+    "checkpoint__every_blocks": 3,
+    "checkpoint__keep": 1,
+    "checkpoint__keep_best": {},
+    "kl": None,
+}
+BEST = "block-000002-step-000004"
+
+
+_EVALUATED = Loop._evaluated
+
+
+def _accurate(self, sets):
+    """An evaluation that finds the accuracy that it is told to, by the blocks done; all else of the run is as ever."""
+    return _EVALUATED(self, sets) | {f"{each.metrics}/accuracy": ACCURACY[self._done] for each in sets}
+
+
+@pytest.fixture
+def evaluated(monkeypatch):
+    monkeypatch.setattr(Loop, "_evaluated", _accurate)
+
+
+def _weights(run):
+    return load_file(run.model / "model.safetensors")
+
+
+def _assert_same(one, other):
+    ends = [checkpoints.load_checkpoint(run.checkpoints) for run in (one, other)]
+    assert [path.name for path in checkpoints.checkpoints(one.checkpoints)] == [
+        path.name for path in checkpoints.checkpoints(other.checkpoints)
+    ]
+    assert all(torch.equal(tensor, ends[1].tensors[name]) for name, tensor in ends[0].tensors.items())
+    assert ends[0].state["loop"] == ends[1].state["loop"]
+    assert [repeatable(record) for record in one.read_metrics()] == [repeatable(r) for r in other.read_metrics()]
+    assert all(torch.equal(tensor, _weights(other)[name]) for name, tensor in _weights(one).items())
+
+
+def test_a_run_stops_early_and_exports_the_best_weights_and_says_so(tmp_path, evaluated, capsys):
+    result = run_recipe(tiny_recipe(tmp_path, **WATCHED))
+    assert (result.ended_by, result.complete, result.exit_status) == ("early_stopping", True, 0)
+    assert result.metrics["block"] == 4
+    run = result.folder
+    assert [path.name for path in checkpoints.checkpoints(run.checkpoints)] == [BEST, "block-000004-step-000008"]
+    summary = json.loads(run.summary.read_text())
+    assert summary["ended_by"] == "early_stopping"
+    assert summary["exported"] == {
+        "which": "best",
+        "block": 2,
+        "step": 4,
+        "metric": "evaluation/accuracy",
+        "value": 0.7,
+    }
+    kept = checkpoints.read_checkpoint(run.checkpoints / BEST).tensors
+    last = checkpoints.load_checkpoint(run.checkpoints).tensors
+    exported = _weights(run)
+    assert all(torch.equal(tensor, kept[f"parameter/{name}"]) for name, tensor in exported.items())
+    assert not all(torch.equal(tensor, last[f"parameter/{name}"]) for name, tensor in exported.items())
+    said = capsys.readouterr().out
+    assert "early stopping: 2 evaluations without a better value than evaluation/accuracy 0.7 after block 2" in said
+    assert "model/ has the weights of the best evaluation/accuracy, 0.7, after block 2 (step 4)" in said
+    assert "best evaluation/accuracy 0.3 after block 1" in said
+    assert "best evaluation/accuracy 0.7 after block 2" in said
+    assert load_policy(run, "model").step == 4
+    assert chosen_source(run, "best").name == BEST
+    assert chosen_source(run, "latest").name == "block-000004-step-000008"
+
+
+@pytest.mark.parametrize("step", [3, 4, 6, 7, 8])
+def test_a_run_that_was_stopped_anywhere_stops_early_at_the_same_block_in_every_bit(
+    tmp_path, evaluated, monkeypatch, step
+):
+    whole, _ = start(tiny_recipe(tmp_path / "whole", **WATCHED))
+    recipe = tiny_recipe(tmp_path / "stopped", **WATCHED)
+    with monkeypatch.context() as patched:
+        stop_at(step, patched)
+        stopped, complete = start(recipe)
+    assert complete == (step == 8)
+    assert run_recipe(recipe, resume=True).ended_by == "early_stopping"
+    named = [path.name for path in checkpoints.checkpoints(stopped.checkpoints)]
+    assert named == [BEST, "block-000004-step-000008"]
+    _assert_same(whole, stopped)
+
+
+def test_the_best_checkpoint_of_a_run_that_kept_none_is_refused_in_words(tmp_path):
+    run = create_run_folder(tmp_path, "run")
+    run.write_config(dump_recipe(tiny_recipe(tmp_path)))
+    with pytest.raises(ConfigurationError, match=r"checkpoint\.keep_best in .*config\.yaml, for the checkpoint 'best'"):
+        chosen_source(run, "best")
+
+
+def test_more_patience_lets_a_run_that_stopped_early_go_on(tmp_path, evaluated):
+    run_recipe(tiny_recipe(tmp_path, **WATCHED))
+    result = run_recipe(tiny_recipe(tmp_path, **{**WATCHED, "evaluation__stop": {"patience": 4}}), resume=True)
+    assert result.ended_by == "blocks"
+    assert json.loads(result.folder.summary.read_text())["exported"]["value"] == 0.9
+    assert [path.name for path in checkpoints.checkpoints(result.folder.checkpoints)] == ["block-000006-step-000012"]
+
+
+def test_without_keep_best_the_last_weights_are_exported_and_it_is_said(tmp_path, evaluated, capsys):
+    run, _ = start(tiny_recipe(tmp_path, **{**WATCHED, "checkpoint__keep_best": None}))
+    assert json.loads(run.summary.read_text())["exported"] == {"which": "last", "block": 4, "step": 8}
+    assert "model/ has the last weights, after block 4 (step 8)" in capsys.readouterr().out
+    assert [path.name for path in checkpoints.checkpoints(run.checkpoints)] == ["block-000004-step-000008"]
+
+
+def test_the_best_of_a_set_that_is_evaluated_because_the_run_stops_early_is_exported(tmp_path, evaluated):
+    tiny_recipe(tmp_path)
+    (tmp_path / "more.jsonl").write_text('{"id": "m", "prompt": "db", "answer": "bd"}\n')
+    more = {"data": {"name": "file", "path": str(tmp_path / "more.jsonl")}, "every_blocks": 100}
+    watched = {**WATCHED, "checkpoint__keep_best": {"metric": "held_out/more/accuracy"}}
+    run, _ = start(tiny_recipe(tmp_path, **watched, evaluation__sets={"more": more}))
+    exported = json.loads(run.summary.read_text())["exported"]
+    assert (exported["which"], exported["block"], exported["value"]) == ("best", 4, ACCURACY[4])
+
+
+def test_a_best_checkpoint_that_is_gone_is_said_and_another_one_is_sought(tmp_path, evaluated, capsys):
+    recipe = tiny_recipe(tmp_path, **{**WATCHED, "train__blocks": 4, "evaluation__stop": None})
+    run, _ = start(recipe)
+    for file in (run.checkpoints / BEST).iterdir():
+        file.unlink()
+    (run.checkpoints / BEST).rmdir()
+    longer = tiny_recipe(tmp_path, **{**WATCHED, "train__blocks": 5, "evaluation__stop": None})
+    start(longer, resume=True)
+    assert "the checkpoint of evaluation/accuracy 0.7 after block 2 is gone" in capsys.readouterr().out
+    assert json.loads(run.summary.read_text())["exported"]["block"] == 5
+
+
+def test_the_best_of_a_lora_run_is_exported_by_the_command_line(tmp_path, evaluated, capsys):
+    changes = {**WATCHED, "model__lora": {"rank": 2, "targets": ["q_proj"]}}
+    run, _ = start(tiny_recipe(tmp_path, **changes))
+    kept = checkpoints.read_checkpoint(run.checkpoints / BEST).tensors
+    adapter = load_file(run.model / "adapter_model.safetensors")
+    assert adapter
+    for name, tensor in adapter.items():
+        part = name.replace(".lora_A.weight", ".lora_A.default.weight").replace(
+            ".lora_B.weight", ".lora_B.default.weight"
+        )
+        assert torch.equal(tensor, kept[f"parameter/{part}"]), name
+    assert main(["export", str(run.path), "--checkpoint", "best", "--to", str(tmp_path / "out")]) == 0
+    assert "after 2 blocks and 4 steps" in capsys.readouterr().out
+
+
+def _on_two_ranks(rank, folder):
+    with mock.patch.object(Loop, "_evaluated", _accurate), mock.patch("logitless.train.run.write_report"):
+        result = run_recipe(tiny_recipe(folder, **WATCHED), ranks=Ranks(data=dist.group.WORLD))
+    return result.ended_by, [path.name for path in checkpoints.checkpoints(result.folder.checkpoints)]
+
+
+def test_ranks_stop_early_together_and_export_the_best_shards(tmp_path):
+    tiny_raw(tmp_path)
+    assert run_on_ranks(2, _on_two_ranks, tmp_path) == [("early_stopping", [BEST, "block-000004-step-000008"])] * 2
+    run = tmp_path / "runs" / "tiny"
+    kept = checkpoints.read_checkpoint(run / "checkpoints" / BEST).tensors
+    exported = load_file(run / "model" / "model.safetensors")
+    assert all(torch.equal(tensor, kept[f"parameter/{name}"]) for name, tensor in exported.items())
+
+
+# --- the rule -------------------------------------------------------------------------------------------------------
+
+
+def test_smaller_is_better_under_min_and_only_by_more_than_min_delta():
+    best = Best(StopSection(metric="evaluation/length_mean", mode="min", patience=3, min_delta=1.0))
+    for block, value in enumerate([9.0, 8.5, 7.9, float("nan"), 7.0, 6.91]):
+        best.see({"evaluation/length_mean": value}, block=block, step=block)
+    assert (best.value, best.block, best.since, best.is_over) == (7.9, 2, 3, True)
+
+
+def test_an_evaluation_of_other_sets_is_passed_over_and_one_without_the_metric_is_an_error():
+    best = Best(WatchSection(metric="held_out/hard/reward_mean"))
+    best.see({"evaluation/reward_mean": 1.0}, block=1, step=1)
+    assert (best.value, best.since) == (None, 0)
+    with pytest.raises(ConfigurationError, match=r"'held_out/hard/reward_mean', and there are held_out/hard/accuracy"):
+        best.see({"held_out/hard/accuracy": 1.0}, block=1, step=1)
+
+
+def test_what_was_seen_of_another_metric_counts_for_nothing():
+    accuracy, reward = Best(WatchSection()), Best(WatchSection(metric="evaluation/reward_mean"))
+    accuracy.see({"evaluation/accuracy": 0.5}, block=1, step=1)
+    reward.load_state_dict(accuracy.state_dict())
+    assert reward.value is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"checkpoint__keep_best": {"metric": "reward/mean"}},
+        {"evaluation__stop": {"metric": "evaluation/accuracy"}},
+    ],
+)
+def test_a_metric_of_training_and_a_stop_without_patience_are_refused(tmp_path, changes):
+    with pytest.raises(ConfigurationError, match=r"evaluation\.stop\.patience|pattern"):
+        tiny_recipe(tmp_path, **changes)

@@ -1,0 +1,375 @@
+"""What is saved comes back bit for bit; a checkpoint is there as a whole or not at all."""
+
+import json
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from logitless.errors import CheckpointError
+from logitless.train.store import checkpoint as checkpoints
+from logitless.train.store import tensor_files
+from logitless.train.store.checkpoint import BackgroundSaver, clear_remains, load_checkpoint
+from logitless.train.store.checkpoint import checkpoints as complete
+
+
+def _save(root, step, *, block=0, keep=10, tensors=None, state=None):
+    saver = BackgroundSaver(root, keep=keep)
+    saver.save(block=block, step=step, tensors=tensors or {"a": torch.tensor([step])}, state=state or {"step": step})
+    saver.wait()
+    return complete(root)[-1]
+
+
+def _names(root):
+    return [path.name for path in complete(root)]
+
+
+# --- what comes back ------------------------------------------------------------------------------------------------
+
+
+def test_the_latest_checkpoint_is_read_back(tmp_path):
+    value = torch.tensor([[0.1, float("inf")]], dtype=torch.float64).T  # not contiguous
+    _save(tmp_path, 2)
+    _save(tmp_path, 10, tensors={"x/y.z": value}, state={"beta": 0.1, "list": [1, None]})
+    found = load_checkpoint(tmp_path)
+    assert found.folder.name == "block-000000-step-000010"
+    assert torch.equal(found.tensors["x/y.z"], value)
+    assert found.state == {"beta": 0.1, "list": [1, None]}
+
+
+@pytest.mark.parametrize("dtype", tensor_files._DTYPES.values(), ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 2)])
+def test_every_dtype_and_shape_comes_back_in_its_bits(tmp_path, dtype, shape):
+    numbers = torch.randint(0, 2 if dtype == torch.bool else 256, (*shape, dtype.itemsize), dtype=torch.uint8)
+    value = numbers.view(dtype).reshape(shape)
+    _save(tmp_path, 1, tensors={"x": value})
+    found = load_checkpoint(tmp_path).tensors["x"]
+    assert found.dtype == dtype
+    assert found.shape == torch.Size(shape)
+    assert torch.equal(found.reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8))
+
+
+def test_the_files_are_those_of_the_safetensors_library(tmp_path):
+    tensors = {"b": torch.randn(3, 5, dtype=torch.bfloat16), "a": torch.arange(7), "s": torch.tensor(2.0)}
+    folder = _save(tmp_path, 1, tensors=tensors)
+    theirs = load_file(folder / "tensors-00001.safetensors")
+    assert theirs.keys() == tensors.keys()
+    assert all(torch.equal(theirs[name], tensors[name]) for name in tensors)
+
+
+def test_large_tensors_get_files_of_their_own_and_small_ones_share_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "LARGEST_FILE", 100)
+    sizes = {"a": 10, "b": 15, "c": 5, "d": 300, "e": 1}
+    tensors = {name: torch.randn(size) for name, size in sizes.items()}
+    folder = _save(tmp_path, 1, tensors=tensors)
+    held = [sorted(load_file(path)) for path in sorted(folder.glob("*.safetensors"))]
+    assert held == [["a", "b"], ["c"], ["d"], ["e"]]
+    found = load_checkpoint(tmp_path).tensors
+    assert list(found) == list(sizes)
+    assert all(torch.equal(found[name], tensors[name]) for name in sizes)
+
+
+def test_the_host_holds_one_tensor_at_a_time(tmp_path, monkeypatch):
+    moved, plain = [], torch.Tensor.cpu
+
+    def cpu(self):
+        moved.append(self.numel())
+        return plain(self)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+    written = []
+    monkeypatch.setattr(tensor_files, "_bytes", _noting(tensor_files._bytes, lambda: written.append(len(moved))))
+    _save(tmp_path, 1, tensors={name: torch.zeros(10) for name in "abc"})
+    assert written == [1, 2, 3]  # each is written before the next is brought
+
+
+def _noting(function, note):
+    def noted(*arguments):
+        note()
+        return function(*arguments)
+
+    return noted
+
+
+def test_pieces_that_ranks_wrote_are_put_together(tmp_path):
+    whole = torch.arange(24.0).reshape(4, 6)
+    folder = _save(tmp_path, 1, tensors={"x": whole})
+    index = json.loads((folder / "index.json").read_text())
+    pieces = []
+    for rank, part in enumerate([whole[:2], whole[2:]]):
+        sums = tensor_files.write_tensors(folder / f"rank-{rank}.safetensors", {"x": part})
+        pieces.append(
+            {"file": f"rank-{rank}.safetensors", "start": [2 * rank, 0], "shape": [2, 6], "sha256": sums["x"]}
+        )
+    index["tensors"]["x"]["pieces"] = pieces
+    (folder / "index.json").write_text(json.dumps(index))
+    assert torch.equal(load_checkpoint(tmp_path).tensors["x"], whole)
+    del pieces[1]
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="not the whole of it"):
+        load_checkpoint(tmp_path)
+
+
+# --- order and number -----------------------------------------------------------------------------------------------
+
+
+def test_only_the_latest_are_kept(tmp_path):
+    for step in (1, 2, 3, 4):
+        _save(tmp_path, step, keep=2)
+    assert _names(tmp_path) == ["block-000000-step-000003", "block-000000-step-000004"]
+
+
+def test_the_millionth_step_is_later_than_the_one_before(tmp_path):
+    for step in (999_998, 999_999, 1_000_000):
+        _save(tmp_path, step, keep=2)
+    assert _names(tmp_path) == ["block-000000-step-999999", "block-000000-step-1000000"]
+    assert load_checkpoint(tmp_path).state == {"step": 1_000_000}
+
+
+def test_a_block_without_a_step_has_a_checkpoint_of_its_own(tmp_path):
+    _save(tmp_path, 5, block=1, state={"block": 1})
+    _save(tmp_path, 5, block=2, state={"block": 2})
+    assert load_checkpoint(tmp_path).state == {"block": 2}
+
+
+def test_a_moment_that_is_saved_already_is_left_as_it_is(tmp_path):
+    _save(tmp_path, 1)
+    _save(tmp_path, 1, state={"step": "another"})
+    assert load_checkpoint(tmp_path).state == {"step": 1}
+
+
+def test_other_folders_are_no_checkpoints(tmp_path):
+    for name in ("block-1", "step-x", "block-000009-step-000009.old", ".saving-block-000009-step-000009"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "block-000009-step-000009").write_text("")
+    _save(tmp_path, 1)
+    assert _names(tmp_path) == ["block-000000-step-000001"]
+
+
+# --- damage ---------------------------------------------------------------------------------------------------------
+
+
+def test_remains_of_an_interrupted_save_are_not_read_and_can_be_cleared(tmp_path):
+    _save(tmp_path, 1)
+    for prefix in checkpoints._HIDDEN:
+        (tmp_path / f"{prefix}block-000000-step-000002").mkdir()
+    assert load_checkpoint(tmp_path).state == {"step": 1}
+    clear_remains(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["block-000000-step-000001"]
+
+
+def test_a_save_that_fails_leaves_earlier_ones_and_no_remains(tmp_path, monkeypatch):
+    _save(tmp_path, 1)
+
+    def full(path, content):
+        path.write_bytes(content[:1])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "write_flushed", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        _save(tmp_path, 2, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["block-000000-step-000001"]
+
+
+def test_no_checkpoint_is_an_error_with_a_remedy(tmp_path):
+    with pytest.raises(CheckpointError, match="Start without --resume"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tensors-00001.safetensors", "state.json", "index.json"])
+@pytest.mark.parametrize("damage", ["cut", "emptied", "removed"])
+def test_a_damaged_checkpoint_is_named_and_not_half_used(tmp_path, name, damage):
+    path = _save(tmp_path, 1) / name
+    if damage == "removed":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[: -5 if damage == "cut" else 0])
+    with pytest.raises(CheckpointError, match=r"block-000000-step-000001.*Delete this checkpoint"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tensors-00001.safetensors", "state.json"])
+def test_a_single_flipped_bit_is_noticed(tmp_path, name):
+    path = _save(tmp_path, 1, state={"word": "aaaa"}, tensors={"x": torch.zeros(100), "y": torch.zeros(3)}) / name
+    content = bytearray(path.read_bytes())
+    content[content.index(b"aaaa") if name == "state.json" else -1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"checksum"):
+        load_checkpoint(tmp_path).tensors["y"]
+
+
+def test_a_checkpoint_of_the_first_schema_is_refused_and_its_weights_are_offered(tmp_path):
+    for step in (999_999, 1_000_000):
+        (tmp_path / f"step-{step:06d}" / "model").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"schema 1 .*model\.source=.*step-1000000/model"):
+        load_checkpoint(tmp_path)
+    _save(tmp_path, 1, block=1)
+    assert load_checkpoint(tmp_path).state == {"step": 1}, "what is saved now is later"
+
+
+def test_a_checkpoint_of_a_later_version_is_refused(tmp_path):
+    path = _save(tmp_path, 1) / "index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_number": 3}))
+    with pytest.raises(CheckpointError, match="schema 3"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["../../secret.safetensors", "/etc/passwd"])
+def test_an_index_cannot_name_files_outside_of_its_folder(tmp_path, file):
+    path = _save(tmp_path, 1) / "index.json"
+    index = json.loads(path.read_text())
+    index["tensors"]["a"]["pieces"][0]["file"] = file
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="not in the folder"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("lie", [2**62, 10**6, 0])
+def test_a_header_that_lies_about_its_length_is_refused(tmp_path, lie):
+    path = _save(tmp_path, 1) / "tensors-00001.safetensors"
+    path.write_bytes(lie.to_bytes(8, "little") + path.read_bytes()[8:])
+    with pytest.raises(CheckpointError, match="Delete this checkpoint"):
+        load_checkpoint(tmp_path)
+
+
+# --- in the background ----------------------------------------------------------------------------------------------
+
+
+def _held_up(monkeypatch):
+    """Saves wait for this event."""
+    go, plain = threading.Event(), checkpoints.write_tensors
+
+    def waiting(path, tensors):
+        assert go.wait(300)
+        return plain(path, tensors)
+
+    monkeypatch.setattr(checkpoints, "write_tensors", waiting)
+    return go
+
+
+def test_a_save_in_the_background_returns_at_once_and_is_complete_after_the_wait(tmp_path, monkeypatch):
+    go, saver = _held_up(monkeypatch), BackgroundSaver(tmp_path, keep=2)
+    state = {"lines": [1]}
+    saver.save(block=0, step=1, tensors={"a": torch.ones(1)}, state=state)
+    assert _names(tmp_path) == []
+    state["lines"].append(2)  # the run goes on
+    go.set()
+    saver.wait()
+    assert load_checkpoint(tmp_path).state == {"lines": [1]}
+
+
+def test_a_second_save_waits_for_the_first(tmp_path, monkeypatch):
+    go, saver = _held_up(monkeypatch), BackgroundSaver(tmp_path, keep=2)
+    saver.save(block=0, step=1, tensors={"a": torch.ones(1)}, state={})
+    threading.Timer(0.05, go.set).start()
+    saver.save(block=0, step=2, tensors={"a": torch.ones(1)}, state={})
+    assert _names(tmp_path)[0] == "block-000000-step-000001"
+    saver.wait()
+    assert len(_names(tmp_path)) == 2
+
+
+def test_a_save_that_fails_in_the_background_is_an_error_of_the_next_wait_and_of_no_later_one(tmp_path, monkeypatch):
+    def full(path, tensors):
+        raise OSError(28, "No space left on device")
+
+    saver = BackgroundSaver(tmp_path, keep=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints, "write_tensors", full)
+        saver.save(block=0, step=1, tensors={"a": torch.ones(1)}, state={})
+        with pytest.raises(CheckpointError, match="No space left"):
+            saver.wait()
+    saver.wait()
+    saver.save(block=0, step=2, tensors={"a": torch.ones(1)}, state={})
+    saver.wait()
+    assert _names(tmp_path) == ["block-000000-step-000002"]
+
+
+@pytest.mark.gpu
+def test_a_save_of_tensors_on_a_gpu_waits_for_what_was_queued_before_it_and_not_for_what_is_queued_later(tmp_path):
+    value = torch.ones(4096, 4096, device="cuda")
+    product = value
+    for _ in range(50):
+        product = product @ value / 4096  # still at work when the save begins
+    saver = BackgroundSaver(tmp_path, keep=1)
+    saver.save(block=0, step=1, tensors={"x": product, "y": value}, state={})
+    for _ in range(50):
+        value @ value  # a rollout, which changes nothing that is saved
+    saver.wait()
+    found = load_checkpoint(tmp_path).tensors
+    assert torch.equal(found["x"], product.cpu())
+    assert torch.equal(found["y"], value.cpu())
+
+
+# --- parts of a run -------------------------------------------------------------------------------------------------
+
+
+def _trained(seed: int) -> tuple[nn.Module, torch.optim.AdamW]:
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2)
+    model.unused = nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_weights_and_optimizer_go_on_as_if_they_had_not_stopped(tmp_path):
+    model, optimizer = _trained(0)
+    other, fresh = _trained(1)
+    fresh.state.clear()
+    named, others = dict(model.named_parameters()), dict(other.named_parameters())
+    tensors = checkpoints.parameter_tensors(named) | checkpoints.optimizer_tensors(named, optimizer)
+    _save(tmp_path, 1, tensors=tensors)
+    stored = load_checkpoint(tmp_path).tensors
+    places = {name: parameter.data_ptr() for name, parameter in others.items()}
+    checkpoints.restore_parameters(others, stored)
+    checkpoints.restore_optimizer(others, fresh, stored)
+    assert places == {name: parameter.data_ptr() for name, parameter in others.items()}, "no second model"
+    for each, steps in ((model, optimizer), (other, fresh)):
+        each.zero_grad()
+        each(torch.tensor([1.0, -2.0, 0.5])).square().sum().backward()
+        steps.step()
+    for name in named:
+        assert torch.equal(named[name], others[name])
+
+
+def test_frozen_weights_are_not_in_a_checkpoint():
+    model = nn.Linear(3, 2)
+    model.weight.requires_grad_(False)
+    assert list(checkpoints.parameter_tensors(dict(model.named_parameters()))) == ["parameter/bias"]
+
+
+@pytest.mark.parametrize("change", ["shape", "name", "dtype", "missing"])
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path, change):
+    named = dict(nn.Linear(3, 2).named_parameters())
+    tensors = checkpoints.parameter_tensors(named)
+    match change:
+        case "shape":
+            tensors["parameter/weight"] = torch.zeros(2, 4)
+        case "name":
+            tensors["parameter/heavy"] = tensors.pop("parameter/weight")
+        case "dtype":
+            tensors["parameter/weight"] = torch.zeros(2, 3, dtype=torch.bfloat16)
+        case "missing":
+            del tensors["parameter/weight"]
+    _save(tmp_path, 1, tensors=tensors)
+    with pytest.raises(CheckpointError, match="weight"):
+        checkpoints.restore_parameters(named, load_checkpoint(tmp_path).tensors)
+
+
+def test_every_random_generator_goes_on_where_it_was(tmp_path):
+    def draw():
+        return torch.rand(3).tolist(), random.random(), np.random.random(), np.random.standard_normal()
+
+    np.random.standard_normal()  # leaves the second value of a pair behind
+    tensors, state = checkpoints.random_tensors(), checkpoints.random_state()
+    expected = draw()
+    draw()
+    _save(tmp_path, 1, tensors=tensors, state=state)
+    found = load_checkpoint(tmp_path)
+    checkpoints.restore_random(found.tensors, found.state)
+    assert draw() == expected

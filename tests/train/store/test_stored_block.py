@@ -1,0 +1,33 @@
+"""A block in training comes back from a checkpoint as it went in."""
+
+import json
+from dataclasses import fields
+
+import pytest
+import torch
+
+from logitless.objective.advantage import Gae, GroupCentered
+from logitless.train.store.stored_block import load_block, stored_block
+from tests.train.groups import advantaged, group_of
+
+
+def _assert_equal(one, other):
+    assert type(one) is type(other)
+    for f in fields(one):
+        before, after = getattr(one, f.name), getattr(other, f.name)
+        if isinstance(before, torch.Tensor):
+            assert torch.equal(before.nan_to_num(nan=7.0), after.nan_to_num(nan=7.0)), f.name
+        elif hasattr(before, "__dataclass_fields__"):
+            _assert_equal(before, after)
+        else:
+            assert before == after, f.name
+
+
+@pytest.mark.parametrize("value_old", [None, torch.tensor([0.5, 0.25, 0.125])])
+def test_a_block_comes_back_with_every_field(value_old):
+    groups = [group_of("1", [1.0, 2.0, None], lengths=[2, 0, 1])]
+    estimator = GroupCentered() if value_old is None else Gae(1.0, 0.5)
+    block = advantaged(groups, estimator, logp_ref=torch.rand(3), value_old=value_old)
+    tensors, state = stored_block(block)
+    assert all(name.startswith("block/") for name in tensors)
+    _assert_equal(block, load_block({**tensors, "other": torch.zeros(1)}, json.loads(json.dumps(state))))

@@ -1,0 +1,102 @@
+"""Where a run begins: what is wrong with it is said before anything is loaded, and a complete run is left as it is."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from logitless.cli.main import main
+from logitless.errors import ConfigurationError
+from logitless.train.recipe.loading import dump_recipe
+from logitless.train.run import start
+from tests.train.tiny import tiny_recipe
+
+
+def _fails(*_arguments: object, **_options: object) -> None:
+    raise AssertionError("something was loaded")
+
+
+@pytest.fixture
+def loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("logitless.train.assembly.stages.tokenizer_of", _fails)
+
+
+@pytest.mark.usefixtures("loads_nothing")
+@pytest.mark.parametrize(
+    ("changes", "options", "said"),
+    [
+        ({}, {}, "Add --resume, choose another name"),
+        ({"name": "new"}, {"resume": True}, r"a run to resume at .*new; given none. Leave out --resume to start it"),
+        ({"name": "new"}, {"fork": "no/such/run"}, "the folder of a run at no/such/run; given nothing"),
+        ({"name": "new", "algorithm": {"preset": "grop"}}, {}, "Did you mean 'grpo'"),
+        ({"seed": 5}, {"resume": True}, r"another seed. Repeat the --set.*, or start a run of another name\.$"),
+    ],
+)
+def test_what_is_wrong_with_the_beginning_is_said_before_anything_is_loaded(tmp_path, changes, options, said):
+    folder = tmp_path / "runs" / "tiny"
+    (folder / "rollouts").mkdir(parents=True)
+    (folder / "config.yaml").write_text(dump_recipe(tiny_recipe(tmp_path)))
+    (folder / "notes.txt").write_text("ours")
+    with pytest.raises(ConfigurationError, match=said):
+        start(tiny_recipe(tmp_path, **changes), **options)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "notes.txt", "rollouts"]
+
+
+def test_the_remedy_of_a_refused_resume_names_a_fork_where_there_can_be_one(tmp_path):
+    short = {"train__blocks": 1, "kl": None}
+    start(tiny_recipe(tmp_path, **short))
+    for changes, can_fork in (
+        ({"train__optimizer": {"learning_rate": 0.5}}, True),
+        ({"model__source__hidden_size": 32}, False),
+    ):
+        with pytest.raises(ConfigurationError) as error:
+            start(tiny_recipe(tmp_path, **short, **changes), resume=True)
+        assert ("--fork" in error.value.remedy) == can_fork
+
+
+def test_a_complete_run_is_not_begun_again_and_says_how_it_goes_on(tmp_path, monkeypatch, caplog):
+    changes = {"train__blocks": 1, "kl": None}
+    folder, _ = start(tiny_recipe(tmp_path, **changes))
+    folder.report.write_text("the report")  # the last thing of a run, which these tests leave out
+    before = {path: path.stat().st_mtime_ns for path in folder.path.rglob("*")}
+    with monkeypatch.context() as patched, caplog.at_level(logging.INFO, "logitless"):
+        patched.setattr("logitless.train.assembly.stages.tokenizer_of", _fails)
+        again, complete = start(tiny_recipe(tmp_path, **changes), resume=True)
+    assert (again, complete) == (folder, True)
+    assert {path: path.stat().st_mtime_ns for path in folder.path.rglob("*")} == before
+    assert f"{folder.path} is complete, after block 1 of 1" in caplog.text
+    assert "to train on, set train.blocks above 1 and resume again" in caplog.text
+    folder.summary.unlink()  # killed before all of its end was written
+    assert start(tiny_recipe(tmp_path, **changes), resume=True)[1]
+    assert folder.summary.is_file()
+    start(tiny_recipe(tmp_path, **changes | {"train__blocks": 2}), resume=True)
+    assert folder.read_metrics()[-1]["block"] == 2
+
+
+def test_a_dry_run_says_that_a_start_would_be_refused(tmp_path, capsys):
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(tiny_recipe(tmp_path)))
+    arguments = ["train", str(tmp_path / "recipe.yaml"), "--dry-run"]
+    assert main(arguments) == 0
+    assert "refused" not in capsys.readouterr().out
+    assert main([*arguments, "--resume"]) == 2
+    assert "needed a run to resume" in capsys.readouterr().err
+    folder = tmp_path / "runs" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("ours")
+    assert main(arguments) == 0
+    assert "a start here is refused: needed a run folder that does not exist yet" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_no_run_is_told_with_the_runs_beside_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/one").mkdir(parents=True)
+    Path("runs/one/config.yaml").write_text("name: one")
+    for command in ("report", "show"):
+        assert main([command, "runs/two"]) == 2
+        assert (
+            "the folder of a run at runs/two; given nothing. Name one of those in runs, newest first: one."
+            in capsys.readouterr().err
+        )
+    assert main(["score", "--reward", "math:fsum", "--prompts", "x", "--responses", "runs/one"]) == 2
+    assert main(["score", "--reward", "math:fsum", "--prompts", "runs/one", "--responses", "x"]) == 2
+    assert "given a folder. Name a file; `logitless sample RUN" in capsys.readouterr().err
