@@ -176,6 +176,20 @@ def test_rows_are_recommended_where_there_is_room_and_once(tmp_path: Path, monke
     assert left_on_the_table(few, plan_of(few)) == []
 
 
+def test_recomputing_layers_is_advised_against_where_the_plan_without_it_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("logitless.doctor.machine.recommended_here", list)
+    monkeypatch.setattr("logitless.doctor.machine.device_of", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    recipe = tiny_recipe(tmp_path, model__gradient_checkpointing=True)
+    whole = plan_of(tiny_recipe(tmp_path)).total_bytes
+    for free, advised in ((whole, False), (whole + 1, True)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_, free=free: (free, 2**37))
+        found = [line for line in left_on_the_table(recipe, plan_of(recipe)) if "gradient_checkpointing" in line]
+        assert len(found) == advised
+
+
 def test_row_invariant_layers_are_taken_on_a_gpu_for_bfloat16_weights_alone(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     source = tiny_raw(tmp_path)["model"]["source"] | {"hidden_size": 64, "intermediate_size": 64}

@@ -20,7 +20,7 @@ from logitless.train.assembly.layers import against_row_invariant
 from logitless.train.assembly.model import policy_model, tokenizer_of
 from logitless.train.assembly.process import allocator_of_environment, device_of, sdpa_allowed
 from logitless.train.optim.optimizer import automatic_implementation
-from logitless.train.plan.run_plan import Plan
+from logitless.train.plan.run_plan import Plan, plan_of
 from logitless.train.recipe.config import Recipe
 from logitless.types import LMHead
 
@@ -266,7 +266,7 @@ def _left(recipe: Recipe, plan: Plan, device: torch.device) -> Iterator[str]:
         if model.allocator is None and allocator_of_environment() is None:
             yield "model.allocator: expandable_segments:True — lengths differ from block to block"
         free, total = torch.cuda.mem_get_info(device)
-        if model.gradient_checkpointing and _without_checkpointing(plan) < free:
+        if model.gradient_checkpointing and _without_checkpointing(recipe) < free:
             yield (
                 f"model.gradient_checkpointing: false — about a quarter of the backbone's work is done twice, and "
                 f"{free / 2**30:.0f} of {total / 2**30:.0f} GiB are free"
@@ -278,7 +278,7 @@ def _left(recipe: Recipe, plan: Plan, device: torch.device) -> Iterator[str]:
         yield "train.training_backend: auto — the reference backend holds all logits"
 
 
-def _without_checkpointing(plan: Plan) -> int:
-    """Bytes if every layer kept its activations; they are 18 times as many a layer as its input alone."""
-    activations = sum(size for name, size in plan.memory_bytes.items() if name.startswith("activations"))
-    return plan.total_bytes + 17 * activations
+def _without_checkpointing(recipe: Recipe) -> int:
+    """Bytes if every layer kept its activations."""
+    model = recipe.model.model_copy(update={"gradient_checkpointing": False})
+    return plan_of(recipe.model_copy(update={"model": model})).total_bytes

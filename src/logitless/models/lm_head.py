@@ -7,7 +7,7 @@ and ``verify_packing`` compare numbers with the model's own forward pass and ref
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,27 @@ _SCALING_MULTIPLIES = {"hyperclovax"}  # its `logits_scaling` is a factor, every
 def is_peft(model: nn.Module) -> bool:
     """Whether PEFT wraps the model; the model inside it has a ``peft_config`` as well."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+class AttentionHeads(NamedTuple):
+    """How many heads of queries, and of keys and values, a model's attention has, and the width of each."""
+
+    query: int
+    key: int
+    width: int
+
+    @classmethod
+    def of(cls, config: Any) -> "AttentionHeads":
+        """Those of a transformers text config.
+
+        Example:
+            >>> from transformers import LlamaConfig
+            >>> AttentionHeads.of(LlamaConfig(hidden_size=8, num_attention_heads=4, num_key_value_heads=2))
+            AttentionHeads(query=4, key=2, width=2)
+        """
+        query = config.num_attention_heads
+        key = getattr(config, "num_key_value_heads", None) or query
+        return cls(query, key, getattr(config, "head_dim", None) or config.hidden_size // query)
 
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:
@@ -167,11 +188,10 @@ def check_sequence_group(model: nn.Module, num_ranks: int) -> None:
     """
     decoder = backbone(model)
     config = decoder.config.get_text_config()
-    heads = config.num_attention_heads
-    keys = getattr(config, "num_key_value_heads", None) or heads
+    heads = AttentionHeads.of(config)
     odd = {
-        f"{heads} query heads": heads % num_ranks > 0,
-        f"{keys} key heads": keys % num_ranks > 0 and num_ranks % keys > 0,
+        f"{heads.query} query heads": heads.query % num_ranks > 0,
+        f"{heads.key} key heads": heads.key % num_ranks > 0 and num_ranks % heads.key > 0,
         f"attention {config._attn_implementation}": config._attn_implementation != PACKED,
         "row-invariant layers": hasattr(decoder, "row_invariant"),
         "longrope": any(getattr(module, "turns_each_sequence", False) for module in decoder.modules()),

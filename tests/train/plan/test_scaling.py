@@ -62,6 +62,20 @@ def test_what_layers_may_keep_is_counted_while_there_are_layers(tmp_path):
     assert "embedding" in moments
 
 
+def test_what_layers_keep_is_not_held_while_sampling_but_beside_a_copy_that_samples_meanwhile(tmp_path):
+    def moments(**changes):
+        recipe = tiny_recipe(tmp_path, model__source=LLAMA, **changes)
+        model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("meta"))
+        return memory_of_rank(recipe, model, Arrangement()).moments
+
+    short, long = (moments(train__tokens_per_micro_batch=tokens) for tokens in (100, 100_000))
+    assert long["layers"]["inputs of layers"] == 1000 * short["layers"]["inputs of layers"]
+    assert long["sampling"] == short["sampling"]
+    ahead = moments(rollout__staleness=1)
+    assert "sampling" not in ahead
+    assert {parts["cache"] for parts in ahead.values()} == {short["sampling"]["cache"]}
+
+
 def _measured(rank, folder, changes):
     recipe = tiny_recipe(folder, model__source=LLAMA, **changes)
     model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("cpu"))

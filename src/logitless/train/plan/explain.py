@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from logitless.data.packing import Packing, StepPlan, pack, plan_epoch
-from logitless.models.lm_head import causal_lm, lm_head, why_unshared
+from logitless.models.lm_head import AttentionHeads, causal_lm, lm_head, why_unshared
 from logitless.objective.algorithm import Algorithm
 from logitless.seeds import derived_seed
 from logitless.train.assembly.stages import Inputs, load, read
@@ -52,12 +52,12 @@ class Operations:
         weight = lm_head(model).weight
         embedding = inner.get_input_embeddings().weight
         products = sum(p.numel() for p in inner.parameters() if p.ndim >= 2 and p is not weight and p is not embedding)
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads = AttentionHeads.of(config)
         trains_all = all(p.requires_grad for p in inner.parameters())
         recomputes = any(getattr(module, "gradient_checkpointing", False) for module in inner.modules())
         return cls(
             per_token=2.0 * products,
-            per_pair=4.0 * config.num_hidden_layers * config.num_attention_heads * width,
+            per_pair=4.0 * config.num_hidden_layers * heads.query * heads.width,
             per_scored=2.0 * weight.numel(),
             backward=2.0 if trains_all else 1.0,  # frozen weights get no gradient
             recomputed=int(recomputes),

@@ -26,9 +26,8 @@ from logitless.models.loading import stored_dtype
 from logitless.train.assembly.model import is_cut_from_host
 from logitless.train.optim.locked_memory import locked_bytes
 from logitless.train.optim.master_weights import master_weight
-from logitless.train.plan.training_memory import TrainingMemory, layer_bytes, shard_bytes
+from logitless.train.plan.training_memory import TrainingMemory, has_reference, layer_bytes, num_bytes, shard_bytes
 from logitless.train.recipe.config import Recipe
-from logitless.train.store.tensor_files import num_bytes
 
 ROWS = 2
 """Packed rows whose inputs of layers wait on the host: a row is launched while the one before it is at work."""
@@ -59,7 +58,7 @@ def host_memory(recipe: Recipe, model: nn.Module, arrangement: Arrangement, *, p
     locked = _page_locked(recipe, model, arrangement, processes)
     copied = max((shard_bytes(master_weight(p), arrangement.weights) for p in trained), default=0)
     lora = recipe.model.lora is not None
-    written = {"the adapter" if lora else "the model": sum(map(num_bytes, trained if lora else model.parameters()))}
+    written = {"the adapter" if lora else "the model": num_bytes(trained if lora else model.parameters())}
     return TrainingMemory(
         {},
         {
@@ -78,15 +77,15 @@ def _read_bytes(recipe: Recipe, model: nn.Module, arrangement: Arrangement, proc
     stored = (
         None if section.random_weights else stored_dtype(section.source, trust_remote_code=section.trust_remote_code)
     )
-    mapped = sum(num_bytes(p) for p in read if p.dtype == stored)
+    mapped = num_bytes(p for p in read if p.dtype == stored)
     if not is_cut_from_host(recipe, arrangement):
-        return processes * (sum(map(num_bytes, read)) - mapped)
-    masters = sum(num_bytes(master_weight(p)) for p in parameters if master_weight(p) is not p)
+        return processes * (num_bytes(read) - mapped)
+    masters = num_bytes(master_weight(p) for p in parameters if master_weight(p) is not p)
     reference = 0
-    if recipe.kl is not None and full:  # a copy, whose weights get their dtype one after the other
+    if has_reference(recipe):  # a copy, whose weights get their dtype one after the other
         size = getattr(torch, section.dtype).itemsize
         reference = sum(p.numel() * max(p.element_size(), size) for p in parameters)
-    return sum(map(num_bytes, parameters)) + masters + reference - mapped
+    return num_bytes(parameters) + masters + reference - mapped
 
 
 def _page_locked(recipe: Recipe, model: nn.Module, arrangement: Arrangement, processes: int) -> dict[str, int]:
@@ -98,10 +97,10 @@ def _page_locked(recipe: Recipe, model: nn.Module, arrangement: Arrangement, pro
     if recipe.train.optimizer.moments == "host":
         # of one process: with several ``arrangement_of`` refuses them
         found["master weights and optimizer state, page-locked"] = 3 * sum(
-            locked_bytes(num_bytes(master_weight(p))) for p in trained
+            locked_bytes(master_weight(p).nbytes) for p in trained
         )
     on_host = arrangement.is_sharded and recipe.parallel.reference == "host"
-    if on_host and recipe.kl is not None and section.lora is None:
+    if on_host and has_reference(recipe):
         size = getattr(torch, section.dtype).itemsize
         shards = [shard_bytes(p, arrangement.weights) // p.element_size() * size for p in trained]
         found["reference, page-locked"] = processes * sum(map(page_locked, shards))

@@ -24,7 +24,7 @@ from logitless.train.assembly.process import device_of
 from logitless.train.assembly.stages import load, read
 from logitless.train.optim.master_weights import master_weight
 from logitless.train.plan.host_memory import host_memory
-from logitless.train.plan.training_memory import TrainingMemory, at_once_bytes, memory_of_rank
+from logitless.train.plan.training_memory import TrainingMemory, kept_bytes, memory_of_rank, num_bytes, sampling_bytes
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.precision import dtype_line
 from logitless.train.record.memory import free_host_memory, size_text
@@ -117,9 +117,9 @@ def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None
     parts = {"trained weights": alone.always["trained weights"], "gradients": end["gradients"], **alone.always}
     if "autocast copies" in end:
         parts["autocast copies"] = end["autocast copies"]
-    if recipe.rollout.samples_with_a_copy:  # while others are trained on, beside the weights that it is handed next
-        parts["copy to sample with"] = 2 * parts["trained weights"] + parts["frozen weights"]
-    parts["activations or cache (estimate)"] = at_once_bytes(recipe, model)
+    kept, sampling = kept_bytes(recipe, model), sampling_bytes(recipe, model)
+    overlap = recipe.rollout.samples_with_a_copy  # blocks are collected ahead
+    parts["activations or cache (estimate)"] = kept + sampling if overlap else max(kept, sampling)
     parts["head"] = recipe.train.head_memory_budget or default_budget(device_of(recipe.model))
     return parts
 
@@ -133,7 +133,7 @@ def disk(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None) 
     trained = [p for p in model.parameters() if p.requires_grad]
     if value_head is not None:
         trained += list(value_head.parameters())
-    size = sum(master_weight(p).numel() * master_weight(p).element_size() for p in trained)
+    size = num_bytes(map(master_weight, trained))
     rollout = recipe.rollout
     tokens = rollout.prompts_per_block * rollout.completions_per_prompt * rollout.longest_completion
     parts = {"checkpoints": _most_checkpoints(recipe) * 3 * size, "model": size}
@@ -193,12 +193,14 @@ def _replaced(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield name, str(getattr(part, "factory", None) or getattr(part, "name", "replaced"))
 
 
+def _sizes(parts: Mapping[str, int], width: int) -> list[str]:
+    return [f"    {name:{width}s} {size_text(size):>12s}" for name, size in parts.items()]
+
+
 def _host_lines(host: TrainingMemory) -> list[str]:
     """Memory of the host at its fullest moment, and whether this machine has as much."""
     parts = {**host.at_peak, "total": host.peak_bytes}
-    width = max(len(name) for name in parts)
-    lines = [f"  memory of the host beside a GPU, most while {host.fullest}"]
-    lines += [f"    {name:{width}s} {size_text(size):>12s}" for name, size in parts.items()]
+    lines = [f"  memory of the host beside a GPU, most while {host.fullest}", *_sizes(parts, max(map(len, parts)))]
     if host.peak_bytes > (free := free_host_memory()):
         lines.append(f"    more than is available here: {size_text(free)}")
     return lines
@@ -207,7 +209,7 @@ def _host_lines(host: TrainingMemory) -> list[str]:
 def dry_run(recipe: Recipe) -> str:
     """The plan as text."""
     plan = plan_of(recipe)
-    train = recipe.train
+    train, width = recipe.train, max(map(len, plan.memory_bytes))
     epochs = "1 epoch" if train.epochs_per_block == 1 else f"{train.epochs_per_block} epochs"
     lines = [
         f"recipe {recipe.name}: checked",
@@ -222,15 +224,12 @@ def dry_run(recipe: Recipe) -> str:
         "blocks",
         f"  micro-batch        {train.tokens_per_micro_batch:,} tokens",
         "  memory",
+        *_sizes({**plan.memory_bytes, "total": plan.total_bytes}, width),
     ]
-    width = max(len(name) for name in plan.memory_bytes)
-    lines += [f"    {name:{width}s} {size_text(size):>12s}" for name, size in plan.memory_bytes.items()]
-    lines.append(f"    {'total':{width}s} {size_text(plan.total_bytes):>12s}")
     is_for_gpu = device_of(recipe.model).type == "cuda" or recipe.train.optimizer.moments == "host"
     if plan.host.peak_bytes and is_for_gpu:
         lines += _host_lines(plan.host)
-    lines.append("  disk")
-    lines += [f"    {name:{width}s} {size_text(size):>12s}" for name, size in plan.disk_bytes.items()]
+    lines += ["  disk", *_sizes(plan.disk_bytes, width)]
     if (short := _short_of_disk(plan.disk_bytes, Path(recipe.output) / recipe.name)) is not None:
         lines.append(f"    a start here is refused: {size_text(short[1])} are free")
     return "\n".join(lines)

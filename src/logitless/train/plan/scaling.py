@@ -14,7 +14,7 @@ from torch import nn
 
 from logitless.distributed.arrangement import Arrangement
 from logitless.errors import DataError
-from logitless.models.lm_head import causal_lm
+from logitless.models.lm_head import AttentionHeads, causal_lm
 from logitless.models.value_head import ValueHead
 from logitless.train.assembly.policies import head_traffic, scores_all_rows
 from logitless.train.plan.host_memory import host_memory
@@ -22,10 +22,10 @@ from logitless.train.plan.run_plan import GIB
 from logitless.train.plan.training_memory import (
     TrainingMemory,
     memory_of_rank,
+    num_bytes,
     own_parameters,
     rows_of_step,
     tokens_of_step,
-    unit_bytes,
 )
 from logitless.train.recipe.config import Recipe
 
@@ -218,7 +218,7 @@ def traffic_of_rank(
     config: Any = causal_lm(model).config.get_text_config()
     head = own[-1] if len(own) > config.num_hidden_layers + 1 else own[config.num_hidden_layers]
     gathered = own[:-1] if len(own) > config.num_hidden_layers + 1 else own  # the LM head is not gathered
-    weights = sum(unit_bytes(unit) for unit in gathered)
+    weights = sum(map(num_bytes, gathered))
     reduced = 4 * sum(p.numel() for unit in gathered for p in unit if p.requires_grad)
     largest = max(head, key=lambda p: p.numel())
     number = largest.element_size()
@@ -231,10 +231,8 @@ def traffic_of_rank(
     if copies > 1:
         parts["gradients of copies"] = 2 * rows * (reduced // cut) * (copies - 1) // copies
     if split > 1:
-        heads = config.num_attention_heads
-        keys = getattr(config, "num_key_value_heads", None) or heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        numbers = (2 * heads + 2 * max(keys, split)) * width * tokens_per_row // split
+        heads = AttentionHeads.of(config)
+        numbers = 2 * (heads.query + max(heads.key, split)) * heads.width * tokens_per_row // split
         passes = 3 if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()) else 2
         layers = config.num_hidden_layers
         parts["tokens for heads"] = rows * passes * layers * numbers * number * (split - 1) // split
@@ -244,19 +242,21 @@ def traffic_of_rank(
 def forecast_text(recipe: Recipe, found: Forecast) -> str:
     """For a person."""
     world = found.arrangement.replicate * found.arrangement.weights
-    memory, host = found.memory.at_peak, found.host.at_peak
-    width = max(len(name) for name in [*memory, *host, *found.traffic_bytes, "peak"])
+    memory, host = ({**each.at_peak, "peak": each.peak_bytes} for each in (found.memory, found.host))
+    width = max(map(len, [*memory, *host, *found.traffic_bytes]))
+
+    def sizes(parts: Mapping[str, int]) -> list[str]:
+        return [f"    {name:{width}s} {size / GIB:9.3f} GiB" for name, size in parts.items()]
+
     lines = [
         f"recipe {recipe.name} on {world} processes: {found.arrangement.words}",
         f"  a step reads about {found.tokens:,} tokens a process, in {found.rows} micro-batches",
         f"  memory of each, at its fullest moment ({MOMENTS[found.memory.fullest]})",
-        *(f"    {name:{width}s} {size / GIB:9.3f} GiB" for name, size in memory.items()),
-        f"    {'peak':{width}s} {found.peak_bytes / GIB:9.3f} GiB",
+        *sizes(memory),
         f"  memory of a machine's host, for all its processes ({found.processes}), most while {found.host.fullest}",
-        *(f"    {name:{width}s} {size / GIB:9.3f} GiB" for name, size in host.items()),
-        f"    {'peak':{width}s} {found.host.peak_bytes / GIB:9.3f} GiB",
+        *sizes(host),
         "  sent by each in a step",
-        *(f"    {name:{width}s} {size / GIB:9.3f} GiB" for name, size in found.traffic_bytes.items()),
+        *sizes(found.traffic_bytes),
     ]
     if found.speeds is None:
         lines.append("  time: not forecast; give --measured, a file of `benchmarks/scale.py`, or --tokens-per-second")

@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from logitless.distributed.arrangement import Arrangement
 from logitless.models.four_bit import saved_bytes
-from logitless.models.lm_head import causal_lm
+from logitless.models.lm_head import AttentionHeads, causal_lm
 from logitless.models.units import units_of
 from logitless.models.value_head import ValueHead
 from logitless.train.optim.master_weights import master_weight
@@ -110,11 +110,11 @@ def training_memory(
     head = inner.get_output_embeddings().weight
     vocabulary, width = head.shape
 
-    held = sum(shard_bytes(master_weight(p), cut) for p in trained)
+    held = num_bytes(map(master_weight, trained), cut)
     always = {
-        "trained weights": held if arrangement.is_sharded else sum(shard_bytes(p, cut) for p in trained),
+        "trained weights": held if arrangement.is_sharded else num_bytes(trained, cut),
         "AdamW moments": {"float32": 2 * held, "8bit": 2 * held // 4 * 65 // 64, "host": 0}[optimizer_state],
-        "frozen weights": sum(shard_bytes(p, cut) for p in parameters if not p.requires_grad),
+        "frozen weights": num_bytes((p for p in parameters if not p.requires_grad), cut),
     }
     if not arrangement.is_sharded and optimizer_state != "host" and any(master_weight(p) is not p for p in trained):
         always["float32 masters"] = held  # shards are masters
@@ -173,9 +173,9 @@ def memory_of_rank(
     if section.quantize is not None:
         always["frozen weights"] -= saved_bytes(model) // arrangement.weights
     if value_head is not None:  # weights, gradients and two moments
-        always["value head"] = 4 * unit_bytes(value_head.parameters())
+        always["value head"] = 4 * num_bytes(value_head.parameters())
     on_device = parallel.reference == "device" or not arrangement.is_sharded
-    if recipe.kl is not None and section.lora is None and on_device:
+    if has_reference(recipe) and on_device:
         reference = getattr(torch, section.dtype).itemsize * sum(p.numel() for p in trained)
         always["reference"] = math.ceil(reference / arrangement.weights)
     moments = {name: dict(parts) for name, parts in found.moments.items()}
@@ -185,11 +185,20 @@ def memory_of_rank(
         if train.activation_memory is not None and "inputs of layers" in parts:
             # there are none any more when the embedding's gradient is summed
             parts["inputs of layers"] = max(parts["inputs of layers"], train.activation_memory)
-    if recipe.rollout.engine.samples_policy:
-        moments["sampling"] = {"cache": at_once_bytes(recipe, model)}
+    if recipe.rollout.samples_with_a_copy:  # while others are trained on, beside the weights that it is handed next
+        always["copy to sample with"] = 2 * always["trained weights"] + always["frozen weights"]
+        for parts in moments.values():
+            parts["cache"] = sampling_bytes(recipe, model)
+    elif recipe.rollout.engine.samples_policy:
+        moments["sampling"] = {"cache": sampling_bytes(recipe, model)}
         if arrangement.is_sharded:
-            moments["sampling"]["whole weights"] = sum(unit_bytes(unit) for unit in own_parameters(model))
+            moments["sampling"]["whole weights"] = sum(map(num_bytes, own_parameters(model)))
     return TrainingMemory(always, moments)
+
+
+def has_reference(recipe: Recipe) -> bool:
+    """Whether a reference has weights of its own: LoRA's is the policy without its adapters."""
+    return recipe.kl is not None and recipe.model.lora is None
 
 
 def tokens_of_step(recipe: Recipe, arrangement: Arrangement) -> int:
@@ -202,29 +211,28 @@ def rows_of_step(recipe: Recipe, arrangement: Arrangement) -> int:
     return max(1, math.ceil(tokens_of_step(recipe, arrangement) / recipe.train.tokens_per_micro_batch))
 
 
-def at_once_bytes(recipe: Recipe, model: nn.Module) -> int:
-    """Estimate of what layers keep for a backward pass, or sampling beside the weights: the larger, for they do not
-    overlap, unless blocks are collected ahead by a copy of the model."""
-    section, train, rollout = recipe.model, recipe.train, recipe.rollout
+def kept_bytes(recipe: Recipe, model: nn.Module) -> int:
+    """Estimate of what layers keep of a micro-batch for its backward pass, and make in it."""
+    train, checkpointing = recipe.train, recipe.model.gradient_checkpointing
+    number = recipe.model.activation_bytes
+    layers = sum(layers_bytes(model, number, tokens=train.tokens_per_micro_batch, recomputes=checkpointing))
+    return layers if train.activation_memory is None else min(layers, train.activation_memory)
+
+
+def sampling_bytes(recipe: Recipe, model: nn.Module) -> int:
+    """Estimate of what sampling holds beside the weights: keys and values of all rows, and one layer's numbers of the
+    prompts that are read together."""
+    rollout, number, longest = recipe.rollout, recipe.model.activation_bytes, recipe.data.max_prompt_tokens
     config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr]
-    number, longest = section.activation_bytes, recipe.data.max_prompt_tokens
-    layers = sum(
-        layers_bytes(model, number, tokens=train.tokens_per_micro_batch, recomputes=section.gradient_checkpointing)
-    )
-    if train.activation_memory is not None:
-        layers = min(layers, train.activation_memory)
-    # of sampling: keys and values of all rows, and one layer's numbers of the prompts that are read together
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = AttentionHeads.of(config)
     rows = min(rollout.max_rows, rollout.prompts_per_block * rollout.completions_per_prompt)
     length = longest + rollout.longest_completion
-    cache = rows * length * config.num_hidden_layers * 2 * kv_heads * head_dim * number
+    cache = rows * length * config.num_hidden_layers * 2 * heads.key * heads.width * number
     if rollout.engine.cache_bytes is not None:
         cache = min(cache, rollout.engine.cache_bytes)
     prompts = -(-rows // rollout.completions_per_prompt)
     read_at_once = max(longest, min(rollout.prefill_tokens, prompts * longest))
-    sampling = cache + read_at_once * 17 * config.hidden_size * number
-    return layers + sampling if rollout.samples_with_a_copy else max(layers, sampling)
+    return cache + read_at_once * 17 * config.hidden_size * number
 
 
 def layers_bytes(model: nn.Module, number: int, *, tokens: int, recomputes: bool) -> tuple[int, int]:
@@ -272,20 +280,18 @@ def layer_bytes(model: nn.Module, number: int) -> tuple[int, int]:
         (320, 320)
     """
     config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr]
-    width = config.hidden_size
-    heads = config.num_attention_heads
-    keys = getattr(config, "num_key_value_heads", None) or heads
-    each = getattr(config, "head_dim", None) or width // heads
+    width, heads = config.hidden_size, AttentionHeads.of(config)
     inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * width
     layer = next((module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)), None)
     parts: Any = () if layer is None else layer.modules()
     inputs = [part.in_features for part in parts if hasattr(part, "lora_A")]
-    attention = 2 * heads * each + 2 * keys * each
+    attention = 2 * (heads.query + heads.key) * heads.width
     if inputs and number < 4:
         kept = 8 * width + number * (attention + 3 * inner) + 4 * sum(inputs)
         return kept, max((4 + number) * max(inputs), 3 * number * inner)
     norms = (8 + 4 * number) * width
-    return norms + number * (attention + 4 * inner), norms + number * (attention + 2 * keys * each + 3 * inner)
+    made = attention + 2 * heads.key * heads.width + 3 * inner
+    return norms + number * (attention + 4 * inner), norms + number * made
 
 
 def _head_bytes(
@@ -340,9 +346,9 @@ def own_parameters(model: nn.Module) -> list[list[nn.Parameter]]:
     return found
 
 
-def unit_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Of parameters, whole and in the dtype that they have."""
-    return sum(p.numel() * p.element_size() for p in parameters)
+def num_bytes(parameters: Iterable[torch.Tensor], cut: int = 1) -> int:
+    """Of parameters in the dtype that they have; of one rank's shards where each is cut into several."""
+    return sum(shard_bytes(p, cut) for p in parameters)
 
 
 def shard_bytes(parameter: torch.Tensor, cut: int) -> int:
