@@ -1,23 +1,30 @@
 """An algorithm's parts state what they are, and are refused where they do not go together."""
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
+import torch
 
 from logitless.errors import ConfigurationError
 from logitless.objective import advantage as adv
-from logitless.objective.algorithm import Algorithm
+from logitless.objective.advantage import GroupCentered
+from logitless.objective.algorithm import Algorithm, is_silent_without_advantage
+from logitless.objective.correction import SamplerCorrection
 from logitless.objective.divergence import KLPenalty
+from logitless.objective.entropy import EntropyBonus
+from logitless.objective.filters import OffPolicy, TopEntropy
 from logitless.objective.kl_control import FixedKL
 from logitless.objective.objective import Objective
-from logitless.objective.presets import PRESETS
+from logitless.objective.presets import PRESETS, algorithm
 from logitless.objective.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio, TurnRatio
-from logitless.objective.surrogate import Clip, Gmpo, Nll, Reinforce
+from logitless.objective.surrogate import Cispo, Clip, ClipCov, Dppo, Dro, Gmpo, KlCov, Nll, Reinforce, Sapo, Vespo
 from logitless.objective.value import ValueLoss
-from logitless.objective.weighting import TokenMean
+from logitless.objective.weighting import MicroBatchTokenMean, TokenMean
+from logitless.types import TokenBatch
 
 
-def algorithm(advantage, ratio=None, surrogate=None, **more):
+def composed(advantage, ratio=None, surrogate=None, **more):
     parts = {"ratio": ratio or TokenRatio(), "surrogate": surrogate or Clip()}
     if "kl" in more:
         parts["kl"] = more.pop("kl")
@@ -41,7 +48,7 @@ def algorithm(advantage, ratio=None, surrogate=None, **more):
 )
 def test_parts_that_need_something_of_each_other_say_so(parts, message):
     with pytest.raises(ConfigurationError, match=message):
-        algorithm(**parts)
+        composed(**parts)
 
 
 SEQUENCE_GRAINED, TURN_GRAINED, TOKEN_GRAINED = adv.GroupCentered(), adv.Gae(action="turn"), adv.Gae()
@@ -62,41 +69,117 @@ SEQUENCE_GRAINED, TURN_GRAINED, TOKEN_GRAINED = adv.GroupCentered(), adv.Gae(act
 def test_an_advantage_must_not_be_finer_than_what_shares_it(ratio, surrogate, allowed):
     for advantage in (SEQUENCE_GRAINED, TURN_GRAINED, TOKEN_GRAINED):
         if advantage in allowed:
-            assert algorithm(advantage, ratio, surrogate).advantage is advantage
+            assert composed(advantage, ratio, surrogate).advantage is advantage
         else:
             with pytest.raises(ConfigurationError, match=f"given {advantage.name}, an advantage a t"):
-                algorithm(advantage, ratio, surrogate)
+                composed(advantage, ratio, surrogate)
 
 
 def test_a_ratio_that_only_the_kl_reads_shares_no_advantage():
     kl = KLPenalty("k3", ratio_corrected="surrogate")
-    assert algorithm(adv.Gae(), SequenceRatio(), Reinforce(), kl=kl).objective.ratio == SequenceRatio()
+    assert composed(adv.Gae(), SequenceRatio(), Reinforce(), kl=kl).objective.ratio == SequenceRatio()
 
 
 def test_token_returns_differ_inside_a_sequence_once_they_are_discounted_or_pay_a_kl():
     assert adv.ReinforcePP().level(kl_in_reward=False) == "sequence"
     assert adv.ReinforcePP().level(kl_in_reward=True) == "token"
     assert adv.ReinforcePP(gamma=0.9).level(kl_in_reward=False) == "token"
-    assert algorithm(adv.ReinforcePP(), SequenceRatio()).advantage == adv.ReinforcePP()
+    assert composed(adv.ReinforcePP(), SequenceRatio()).advantage == adv.ReinforcePP()
     with pytest.raises(ConfigurationError, match="reinforce_pp, an advantage a token"):
-        algorithm(adv.ReinforcePP(), SequenceRatio(), kl_in_reward=True)
+        composed(adv.ReinforcePP(), SequenceRatio(), kl_in_reward=True)
 
 
 def test_a_group_of_one_is_refused_where_completions_are_compared():
     alone = (adv.Raw, adv.ReinforcePP, adv.Gae)
     for kind in get_args(adv.Advantage):
-        found = algorithm(kind(50.0) if kind is adv.Percentile else kind())
+        found = composed(kind(50.0) if kind is adv.Percentile else kind())
         found.check_completions(2)
         if kind in alone:
             found.check_completions(1)
         else:
             with pytest.raises(ConfigurationError, match=r"two completions.*completions_per_prompt=1"):
                 found.check_completions(1)
-    algorithm(None, surrogate=Nll()).check_completions(1)
+    composed(None, surrogate=Nll()).check_completions(1)
 
 
 def test_a_kl_is_steered_wherever_it_is():
-    in_loss = algorithm(adv.Raw(), kl=KLPenalty("k3"), kl_control=FixedKL(0.1))
-    in_reward = algorithm(adv.Raw(), kl_in_reward=True, kl_control=FixedKL(0.1))
+    in_loss = composed(adv.Raw(), kl=KLPenalty("k3"), kl_control=FixedKL(0.1))
+    in_reward = composed(adv.Raw(), kl_in_reward=True, kl_control=FixedKL(0.1))
     assert (in_loss.kl_in_loss, in_reward.kl_in_loss) == (True, False)
     assert not any(preset().kl_in_loss or preset().kl_in_reward for preset in PRESETS.values())
+
+
+SILENT = [
+    Objective(),
+    Objective(surrogate=Clip(dual=3.0)),
+    Objective(surrogate=Cispo()),
+    Objective(surrogate=Sapo()),
+    Objective(surrogate=Vespo()),
+    Objective(surrogate=Gmpo()),
+    Objective(surrogate=Dppo()),
+    Objective(surrogate=Reinforce()),
+    Objective(surrogate=ClipCov()),
+    Objective(ratio=SequenceRatio()),
+    Objective(correction=SamplerCorrection(max=2.0)),
+    Objective(filters=(OffPolicy(0.5),)),
+    Objective(filters=(TopEntropy(0.3),)),
+]
+HEARD = [
+    Objective(kl=KLPenalty("k3")),
+    Objective(entropy_bonus=EntropyBonus(0.01)),
+    Objective(surrogate=Nll()),
+    Objective(surrogate=Dro(beta=0.1)),
+    Objective(surrogate=KlCov()),
+    Objective(surrogate=ClipCov(scope="micro_batch")),
+    Objective(filters=(TopEntropy(0.3, scope="micro_batch"),)),
+]
+
+
+@pytest.mark.parametrize("objective", SILENT, ids=str)
+def test_these_are_silent_and_the_gradient_of_the_others_is_the_same_without_a_dead_sequence(objective):
+    assert is_silent_without_advantage(objective)
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(count: int = 30) -> torch.Tensor:
+        return torch.randn(count, generator=generator, dtype=torch.float64)
+
+    advantage = torch.tensor([1.0, 0.0, -2.0], dtype=torch.float64).repeat_interleave(10)
+    logp_old = normal() - 4
+    batch = TokenBatch(
+        torch.arange(3).repeat_interleave(10), 3, advantage, torch.full_like(advantage, 1 / 30),
+        logp_old=logp_old, logp_sampler=logp_old + 0.1 * normal(), entropy_old=normal().abs(),
+        turn=torch.zeros(30).long(), lag=torch.arange(30) % 3,
+    )  # fmt: skip
+    statistics = objective.block_statistics(batch, generator=generator)
+    batch = batch if statistics is None else statistics.attach(batch)
+    logp, entropy = logp_old + 0.3 * normal(), normal().abs()
+
+    def gradient(sequences: list[int]) -> torch.Tensor:
+        rows = torch.isin(batch.sequence, torch.tensor(sequences))
+        leaf = logp[rows].clone().requires_grad_()
+        return objective(leaf, entropy[rows], batch.take(sequences), block=statistics).grad_logp
+
+    whole, live = gradient([0, 1, 2]), gradient([0, 2])
+    assert whole[10:20].count_nonzero() == 0
+    assert torch.equal(torch.cat([whole[:10], whole[20:]]), live)
+    assert live.count_nonzero()
+
+
+@pytest.mark.parametrize("objective", HEARD, ids=str)
+def test_these_speak_of_every_token_or_look_at_other_sequences(objective):
+    assert not is_silent_without_advantage(objective)
+
+
+def test_an_algorithm_is_silent_unless_its_weighting_kl_or_value_loss_is_not():
+    plain = Algorithm(Objective(), GroupCentered(), TokenMean())
+    assert plain.silent_without_advantage
+    assert not replace(plain, weighting=MicroBatchTokenMean()).silent_without_advantage
+    assert not replace(plain, kl_in_reward=True).silent_without_advantage
+    assert not algorithm("ppo").silent_without_advantage
+
+
+def test_only_choices_of_the_block_read_the_scoring_pass():
+    assert not Objective().reads_scoring_pass
+    assert Objective(surrogate=KlCov()).reads_scoring_pass
+    assert Objective(filters=(TopEntropy(0.3),)).reads_scoring_pass
+    assert not Objective(filters=(TopEntropy(0.3, scope="micro_batch"),)).reads_scoring_pass

@@ -3,16 +3,21 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+from torch import Tensor
+
 from logitless.errors import ConfigurationError
 from logitless.objective.advantage import Estimator
-from logitless.objective.dead import silent_without_advantage
 from logitless.objective.kl_control import KLControl
 from logitless.objective.objective import Objective
 from logitless.objective.ranges import Level
 from logitless.objective.value import ValueLoss
 from logitless.objective.weighting import MicroBatchTokenMean, Weighting
+from logitless.types import TokenBatch
 
 _FINENESS: tuple[Level, ...] = ("token", "turn", "sequence")
+_PROBE_TOKENS = 256
+_PROBE_DISTANCE = 3.0  # nats that the probe's policies are apart
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class Algorithm:
         """
         own_mean = isinstance(self.weighting, MicroBatchTokenMean)  # of each micro-batch, whoever is in it
         steered = self.kl_in_reward or self.kl_control is not None
-        return not (own_mean or steered) and self.value_loss is None and silent_without_advantage(self.objective)
+        return not (own_mean or steered) and self.value_loss is None and is_silent_without_advantage(self.objective)
 
     def check_completions(self, completions_per_prompt: int) -> None:
         """Refuse a single completion a prompt where the advantage compares completions.
@@ -139,6 +144,56 @@ class Algorithm:
                 given=f"{self.advantage.name}, an advantage a {_FINENESS[fine]}",
                 remedy="Use a surrogate of the ratio with algorithm.ratio: {name: token}, or another advantage.",
             )
+
+
+def is_silent_without_advantage(objective: Objective) -> bool:
+    """Whether a zero-advantage sequence adds nothing to the gradient, and changes nothing for the others.
+
+    The loss is called to find out: its gradient at advantage 0, and whether it gathers other sequences. A KL or an
+    entropy bonus always has a gradient.
+
+    Example:
+        >>> from logitless.objective.surrogate import Nll
+        >>> is_silent_without_advantage(Objective()), is_silent_without_advantage(Objective(surrogate=Nll()))
+        (True, False)
+    """
+    if objective.kl is not None or objective.entropy_bonus is not None:
+        return False
+    generator = torch.Generator().manual_seed(0)
+
+    def spread(scale: float) -> Tensor:
+        return scale * (2 * torch.rand(_PROBE_TOKENS, generator=generator, dtype=torch.float64) - 1)
+
+    logp_old = spread(_PROBE_DISTANCE) - 2 * _PROBE_DISTANCE
+    selected = torch.arange(_PROBE_TOKENS) % 2 == 0
+    batch = TokenBatch(
+        sequence=torch.arange(_PROBE_TOKENS) // 64,
+        num_sequences=_PROBE_TOKENS // 64,
+        advantage=torch.zeros(_PROBE_TOKENS, dtype=torch.float64),
+        token_weight=torch.ones(_PROBE_TOKENS, dtype=torch.float64),
+        logp_old=logp_old,
+        logp_sampler=logp_old + spread(0.5),
+        entropy_old=spread(1.0) + 1.0,
+        turn=torch.arange(_PROBE_TOKENS) // 16 % 4,
+        lag=torch.arange(_PROBE_TOKENS) // 8 % 4,
+        selected=selected,
+    )
+    looked: list[Tensor] = []
+
+    def gather(rows: Tensor) -> Tensor:
+        looked.append(rows)
+        return rows
+
+    output = objective(
+        (logp_old + spread(_PROBE_DISTANCE)).requires_grad_(),
+        spread(1.0) + 1.0,
+        batch,
+        block=objective.block_statistics(batch, generator=generator),
+        gather=gather,
+        generator=generator,
+    )
+    assert output.grad_logp is not None
+    return not looked and not bool(output.grad_logp.count_nonzero())
 
 
 def _name(advantage: Estimator | None) -> str:

@@ -1,7 +1,7 @@
-"""Advantages from rewards, a file a family; the interface is in ``contract``.
+"""Advantages from rewards, a file a family; the interface is in ``estimator``.
 
-``group_relative`` and ``batch_relative`` compare the completions of one prompt, ``token_returns`` and ``value_based``
-look along a sequence, ``turns`` does both. Groups are found by id. NaN is an unscored completion: its advantage is 0
+``group_relative`` and ``batch_relative`` compare the completions of one prompt, ``token_returns`` looks
+along a sequence, ``turns`` does both. Groups are found by id. NaN is an unscored completion: its advantage is 0
 and it enters no statistic. Standard deviations are Bessel-corrected, plus ``EPSILON``. Nothing is differentiated.
 """
 
@@ -10,10 +10,20 @@ from logitless.objective.advantage.batch_relative import (
     Gdpo,
     ReinforcePPBaseline,
     batch_standardized,
+    combine_rewards,
     gdpo,
     reinforce_pp_baseline,
+    whiten,
 )
-from logitless.objective.advantage.estimator import AdvantageInputs, AdvantageOutput, Estimator, OnePerCompletion
+from logitless.objective.advantage.estimator import (
+    EPSILON,
+    AdvantageInputs,
+    AdvantageOutput,
+    Estimator,
+    OnePerCompletion,
+    clip,
+    num_clipped,
+)
 from logitless.objective.advantage.group_relative import (
     GroupCentered,
     GroupStandardized,
@@ -24,18 +34,16 @@ from logitless.objective.advantage.group_relative import (
     Robust,
     group_centered,
     group_standardized,
+    has_signal,
     leave_one_out,
     max_rl,
     percentile,
     raw,
     robust,
 )
-from logitless.objective.advantage.rewards import combine_rewards, has_signal
-from logitless.objective.advantage.runs import discounted_returns, pay_at_last_token, turn_index
-from logitless.objective.advantage.token_returns import ReinforcePP, reinforce_pp
+from logitless.objective.advantage.token_returns import Gae, ReinforcePP, gae, reinforce_pp
 from logitless.objective.advantage.turns import GroupTurns, group_turns
-from logitless.objective.advantage.value_based import Gae, gae
-from logitless.objective.advantage.whitening import EPSILON, clip, num_clipped, whiten
+from logitless.objective.ranges import discounted_returns, pay_at_last_token, turn_index
 
 Advantage = (
     Raw

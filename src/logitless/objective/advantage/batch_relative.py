@@ -4,16 +4,51 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.advantage.estimator import AdvantageInputs, OnePerCompletion
-from logitless.objective.advantage.group_relative import group_centered, group_standardized
-from logitless.objective.advantage.groups import as_rows, assign, mean_of
-from logitless.objective.advantage.whitening import EPSILON, batch_statistics, whiten
+from logitless.objective.advantage.estimator import EPSILON, AdvantageInputs, OnePerCompletion, refuse_infinite
+from logitless.objective.advantage.group_relative import as_rows, assign, group_centered, group_standardized, mean_of
 from logitless.objective.inputs import required, shaped
 from logitless.objective.over_ranks import SumOverRanks, one_rank
+
+
+@shaped
+def whiten(
+    values: Float[Tensor, "N"], kept: Bool[Tensor, "N"], sum_over_ranks: SumOverRanks = one_rank
+) -> Float[Tensor, "N"]:
+    """Shift and scale to mean 0 and standard deviation 1 over the kept values of all ranks.
+
+    ``(x - mean) / (std + EPSILON)``, 0 where not kept
+
+    Args:
+        values: [N] or [B].
+        kept: which of them enter the statistics.
+        sum_over_ranks: called twice.
+
+    Source: REINFORCE++, arXiv:2501.03262; PPO's advantage normalization, arXiv:2006.05990 sec. 3.5.
+
+    Example:
+        >>> whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
+        tensor([-0.7071,  0.7071,  0.0000])
+    """
+    mean, std = batch_statistics(values, kept, sum_over_ranks)
+    return torch.where(kept, (values - mean) / (std + EPSILON), 0)
+
+
+def batch_statistics(
+    values: Tensor, kept: Tensor, sum_over_ranks: SumOverRanks
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    """Mean and Bessel-corrected standard deviation (0 for a single value) of the kept values of all ranks, in
+    float64.
+    """
+    exact = torch.where(kept, values, 0).double()
+    total, count = sum_over_ranks(torch.stack([exact.sum(), kept.sum().double()]))
+    mean = total / count
+    squares = sum_over_ranks(torch.where(kept, exact - mean, 0).square().sum())
+    std = (squares / (count - 1).clamp(min=1)).sqrt()
+    return mean.to(values.dtype), std.to(values.dtype)
 
 
 @shaped
@@ -99,6 +134,31 @@ class ReinforcePPBaseline(OnePerCompletion):
         rewards = inputs.completion_rewards()
         counted = inputs.sequence if self.whiten_over == "tokens" else torch.arange(len(rewards), device=rewards.device)
         return reinforce_pp_baseline(rewards, inputs.group, counted, sum_over_ranks)
+
+
+@shaped
+def combine_rewards(per_function: Float[Tensor, "B F"], weights: Float[Tensor, "F"]) -> Float[Tensor, "B"]:
+    """Weighted sum of several reward functions; missing scores are left out.
+
+    ``reward_i = sum over scored f of weights_f * per_function_if``
+
+    Args:
+        per_function: [B, F] rewards; NaN where function f could not score completion i.
+        weights: [F].
+
+    Returns:
+        [B]; NaN only where every function is missing.
+
+    Source: TRL's ``multi_objective_aggregation="sum_then_normalize"``.
+
+    Example:
+        >>> nan = float("nan")
+        >>> combine_rewards(torch.tensor([[1.0, 4.0], [1.0, nan], [nan, nan]]), torch.tensor([1.0, 0.5]))
+        tensor([3., 1., nan])
+    """
+    refuse_infinite(per_function)
+    combined = (per_function * weights).nansum(1)
+    return torch.where(per_function.isnan().all(1), torch.nan, combined)
 
 
 @shaped

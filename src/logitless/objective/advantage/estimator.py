@@ -13,11 +13,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from logitless.errors import ConfigurationError, InputError
-from logitless.objective.advantage.runs import pay_at_last_token, turn_index
-from logitless.objective.advantage.whitening import clip
 from logitless.objective.inputs import check_knobs, check_shapes, required, shapes_of
 from logitless.objective.over_ranks import SumOverRanks, one_rank
-from logitless.objective.ranges import Level, Ranges
+from logitless.objective.ranges import Level, Ranges, pay_at_last_token, turn_index
+
+EPSILON = 1e-4
+"""Added to every standard deviation and median deviation before dividing by it."""
 
 
 @dataclass(frozen=True)
@@ -200,3 +201,28 @@ def check_discount(name: str, value: float) -> None:
         raise ConfigurationError(
             needed=f"{name} from 0 to 1", given=str(value), remedy=f"Set {name} to 1 for no discount."
         )
+
+
+def refuse_infinite(rewards: Tensor) -> None:
+    """Raises InputError if a reward is infinite."""
+    if bool(rewards.isinf().any()):
+        raise InputError(
+            needed="a finite reward, or NaN where unscorable, for each completion",
+            given=f"{rewards.numel()} rewards, of which {int(rewards.isinf().sum())} infinite",
+            remedy="Bound the reward functions.",
+        )
+
+
+def clip(advantage: Float[Tensor, "*N"], limit: float) -> Float[Tensor, "*N"]:
+    """Clamp to ``[-limit, limit]``."""
+    return advantage.clamp(-limit, limit)
+
+
+def num_clipped(advantage: Float[Tensor, "*N"], limit: float) -> Int[Tensor, ""]:
+    """How many advantages are at the limit or beyond.
+
+    Example:
+        >>> num_clipped(clip(torch.tensor([-7.0, 0.5]), 5.0), 5.0)
+        tensor(1)
+    """
+    return (advantage.abs() >= limit).sum()

@@ -1,26 +1,84 @@
-"""Advantages of a completion against the others of its group; and ``raw``, without a baseline."""
+"""Advantages of a completion against the others of its group; and ``raw``, without a baseline.
+
+Groups are rows of a grid, found by id and never by position.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from logitless.errors import ConfigurationError
-from logitless.objective.advantage.estimator import AdvantageInputs, OnePerCompletion
-from logitless.objective.advantage.groups import (
-    as_rows,
-    assign,
-    mean_of,
-    num_scored,
-    quantile_of,
-    refuse_infinite,
-    std_of,
-)
-from logitless.objective.advantage.whitening import EPSILON
+from logitless.objective.advantage.estimator import EPSILON, AdvantageInputs, OnePerCompletion, refuse_infinite
 from logitless.objective.inputs import shaped
 from logitless.objective.over_ranks import SumOverRanks
+
+
+def as_rows(rewards: Tensor, group: Tensor) -> tuple[Float[Tensor, "P G"], Int[Tensor, "B"]]:
+    """The values as a grid with one row a group (ids ascending, padded with NaN), and the row of each value."""
+    refuse_infinite(rewards)
+    ids, row, size = torch.unique(group, return_inverse=True, return_counts=True)
+    order = row.argsort(stable=True)
+    column = torch.empty_like(row)
+    column[order] = torch.arange(len(row), device=row.device) - (size.cumsum(0) - size)[row[order]]
+    grid = rewards.new_full((len(ids), max(size.tolist(), default=1)), torch.nan)
+    grid[row, column] = rewards
+    return grid, row
+
+
+def lowest(grid: Tensor) -> Float[Tensor, "P"]:
+    return grid.nan_to_num(nan=torch.inf).amin(1)
+
+
+def num_scored(grid: Tensor) -> Int[Tensor, "P"]:
+    return (~grid.isnan()).sum(1)
+
+
+def compared(grid: Tensor) -> Bool[Tensor, "P"]:
+    """Whether each group has at least two scored completions."""
+    return num_scored(grid) >= 2
+
+
+def mean_of(grid: Tensor) -> Float[Tensor, "P"]:
+    """The mean of each row, taken about its minimum: equal rewards differ from their mean by exactly 0."""
+    low = lowest(grid)
+    return low + (grid - low[:, None]).nanmean(1)
+
+
+def std_of(grid: Tensor) -> Float[Tensor, "P"]:
+    squares = (grid - mean_of(grid)[:, None]).square().nansum(1)
+    return (squares / (num_scored(grid) - 1)).sqrt()
+
+
+def quantile_of(grid: Tensor, q: float) -> Float[Tensor, "P"]:
+    """The quantile of each row, linearly interpolated; unlike torch's, a grid may have no rows."""
+    return grid.nanquantile(q, dim=1) if len(grid) else grid[:, 0]
+
+
+def assign(advantage: Tensor, grid: Tensor, row: Tensor) -> Float[Tensor, "B"]:
+    """The advantages, 0 for unscored completions and for groups with fewer than two scored ones."""
+    return torch.where(compared(grid)[row], advantage, 0).nan_to_num(nan=0.0)
+
+
+@shaped
+def has_signal(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> Bool[Tensor, "P"]:
+    """Whether the scored rewards of each group differ. If not, every group-relative advantage is 0.
+
+    Args:
+        rewards: [B], NaN = unscored.
+        group: [B] ids, in any order.
+
+    Returns:
+        [P], in ascending order of the distinct ids (``group.unique()``).
+
+    Example:
+        >>> has_signal(torch.tensor([0.0, 1.0, 1.0, 1.0]), torch.tensor([9, 4, 9, 4]))
+        tensor([False,  True])
+    """
+    grid, _ = as_rows(rewards, group)
+    return lowest(grid) < grid.nan_to_num(nan=-torch.inf).amax(1)
 
 
 @shaped

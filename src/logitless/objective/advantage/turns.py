@@ -7,13 +7,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from logitless.objective.advantage.estimator import AdvantageInputs, AdvantageOutput, Estimator, check_discount
-from logitless.objective.advantage.groups import as_rows, assign, mean_of, std_of
-from logitless.objective.advantage.runs import discounted_returns, ends, turn_index
-from logitless.objective.advantage.whitening import EPSILON
+from logitless.objective.advantage.estimator import (
+    EPSILON,
+    AdvantageInputs,
+    AdvantageOutput,
+    Estimator,
+    check_discount,
+)
+from logitless.objective.advantage.group_relative import as_rows, assign, mean_of, std_of
 from logitless.objective.inputs import required, shaped
 from logitless.objective.over_ranks import SumOverRanks, one_rank
-from logitless.objective.ranges import Level
+from logitless.objective.ranges import Level, discounted_returns, ends, turn_index
 
 
 @shaped
