@@ -30,7 +30,7 @@ from logitless.train.assembly.algorithm import algorithm_of
 from logitless.train.assembly.stages import learner_of
 from logitless.train.block import pack_groups
 from logitless.train.learn.policy import Policy
-from logitless.train.learn.sampled import mismatched, sampled_scores
+from logitless.train.learn.score import mismatched, sampled_scores
 from logitless.train.optim.master_weights import lower_to
 from logitless.train.recipe.loading import parse_recipe
 from logitless.types import Completion, Group, Prompt, TokenScores, Verdict
@@ -299,7 +299,7 @@ def block(name: str, engine_name: str, work: Workload) -> dict[str, Any]:
         sampled: TokenScores | None = sampled_scores(groups, contender.engine, options, learner.version)
         scored = learner.score(packed, groups, sampled)
         marks.append(_now())
-        learner.begin(learner.with_advantages(scored, groups))
+        learner.begin(scored)
         while learner.in_training:
             learner.step()
         marks.append(_now())

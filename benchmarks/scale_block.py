@@ -26,7 +26,7 @@ from logitless.train.assembly.algorithm import algorithm_of
 from logitless.train.assembly.stages import learner_of
 from logitless.train.block import pack_groups
 from logitless.train.collect.shared_rollout import sampled_and_judged
-from logitless.train.learn.sampled import sampled_scores
+from logitless.train.learn.score import sampled_scores
 from logitless.train.optim.master_weights import lower_to
 from logitless.train.recipe.loading import parse_recipe
 from logitless.types import Prompt, Verdict
@@ -113,7 +113,7 @@ def block_over_ranks(ranks: Ranks, shape: Shape, layout: str, work: Workload, de
         sampled = sampled_scores(groups, engine, options, learner.version)
         scored = learner.score(packed, groups, sampled)
         marks.append(_now(ranks, device))
-        learner.begin(learner.with_advantages(scored, groups))
+        learner.begin(scored)
         while learner.in_training:
             learner.step()
         marks.append(_now(ranks, device))

@@ -34,7 +34,7 @@ from logitless.errors import UnavailableError
 from logitless.models.activations import set_modes
 from logitless.models.lm_head import backbone, causal_lm, lm_head
 from logitless.train.assembly.stages import learner_of
-from logitless.train.block import AdvantagedBlock
+from logitless.train.block import ScoredBlock
 from logitless.train.learn.policy import Policy
 from logitless.train.learn.score import scores_of
 from logitless.train.optim.master_weights import lower_to, round_master_weights
@@ -414,12 +414,12 @@ def _recompute(model: torch.nn.Module, *, on: bool) -> None:
         inner.gradient_checkpointing_disable()
 
 
-def _block(rollouts: Rollouts, *, skip_zero_advantage: bool) -> AdvantagedBlock:
+def _block(rollouts: Rollouts, *, skip_zero_advantage: bool) -> ScoredBlock:
     """The block as scoring would leave it."""
     packed = rollouts.packed
     live = tuple(bool(advantage) for advantage in rollouts.advantages)
     assert rollouts.logp_old is not None
-    return AdvantagedBlock(
+    return ScoredBlock(
         packed=packed,
         groups=rollouts.groups,
         truncated=(False,) * packed.num_sequences,

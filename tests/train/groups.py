@@ -2,9 +2,9 @@
 
 import torch
 
-from logitless.train.block import AdvantagedBlock, JudgedBlock, PackedBlock, ScoredBlock, pack_groups
-from logitless.train.learn.advantages import with_advantages
-from logitless.types import Completion, Group, Prompt
+from logitless.train.block import JudgedBlock, ScoredBlock, pack_groups
+from logitless.train.learn.advantages import advantages
+from logitless.types import Completion, Group, Prompt, TokenScores
 
 
 def group_of(prompt_id: str, rewards, lengths=None, **verdicts) -> Group:
@@ -16,22 +16,24 @@ def group_of(prompt_id: str, rewards, lengths=None, **verdicts) -> Group:
     return Group(prompt, completions, said, tuple(rewards))
 
 
-def scored(block: PackedBlock, *, logp_old=None, logp_ref=None, value_old=None) -> ScoredBlock:
-    """The block with these scores; 0 where the policy's are left out."""
+def advantaged(
+    groups, estimator, *, weights=None, kl_beta=0.0, logp_old=None, logp_ref=None, value_old=None
+) -> ScoredBlock:
+    """The groups packed, with these scores (0 where the policy's are left out) and the estimator's advantages."""
+    block = pack_groups(groups)
     zeros = torch.zeros(block.packed.num_tokens)
+    old = TokenScores(zeros if logp_old is None else logp_old, zeros, value_old)
+    options = {"weights": weights or {}, "kl_beta": kl_beta, "old": old, "logp_ref": logp_ref}
+    found = advantages(block, groups, estimator, **options)
     return ScoredBlock(
         **vars(block),
-        logp_old=zeros if logp_old is None else logp_old,
+        logp_old=old.logp,
         entropy_old=zeros,
         logp_ref=logp_ref,
         value_old=value_old,
+        advantage=found.advantage,
+        value_target=found.value_target,
     )
-
-
-def advantaged(groups, estimator, *, weights=None, kl_beta=0.0, **scores) -> AdvantagedBlock:
-    """The groups packed, with these scores and the estimator's advantages."""
-    block = scored(pack_groups(groups), **scores)
-    return with_advantages(block, groups, estimator, weights=weights or {}, kl_beta=kl_beta)
 
 
 def judged(groups, kept=None, rounds=1) -> JudgedBlock:

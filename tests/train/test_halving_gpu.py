@@ -41,8 +41,7 @@ def test_a_step_that_runs_out_of_memory_is_the_step_that_does_not(tmp_path):
 
     def begun():
         made = learner(tmp_path, **BIG)
-        block = made.score(pack_groups(GROUPS), GROUPS)
-        made.begin(made.with_advantages(block, GROUPS))
+        made.begin(made.score(pack_groups(GROUPS), GROUPS))
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -98,7 +98,7 @@ def _gradients(rank, folder, changes, dtype, groups, arrangement=None, device="c
     plain, learner_module.take_step = learner_module.take_step, instead_of_a_step
     losses = []
     try:
-        block = learner.with_advantages(learner.score(pack_groups(groups), groups), groups)
+        block = learner.score(pack_groups(groups), groups)
         learner.begin(block)
         while learner.in_training and learner.progress.epoch == 0:
             losses.append(learner.step()["loss/total"])

@@ -256,15 +256,15 @@ def _block(parts: Parts, journal: Journal) -> Sequence[Group]:
     learner = parts.learner
     with journal.phase("weights"):
         parts.engines.load_all(learner.weights(), learner.version)
-    prepared = prepare(parts.collector, learner, journal)
-    if prepared.block is None:
+    judged, block, _ = prepare(parts.collector, learner, journal)
+    if block is None:
         raise UnavailableError(
             needed="a sampled token to measure with",
             given="completions without one",
             remedy="Check the stop strings and token ids of rollout.sampling.",
         )
-    learner.begin(prepared.block)
+    learner.begin(block)
     while learner.in_training:
         with journal.phase("training"):
             learner.step()
-    return prepared.judged.drawn
+    return judged.drawn

@@ -1,11 +1,10 @@
 """A block, one round of generation, from what was drawn to what is trained on: a type for each stage.
 
-    collected   Episode                       rollout/environment.py  play
-    judged      Group, JudgedBlock            train/collect/episode_rewards.py          judge
-    packed      PackedBlock                   here                    pack_groups
-    scored      ScoredBlock                   train/learn/score.py          score
-    advantaged  AdvantagedBlock               train/learn/advantages.py     with_advantages
-    trained     MicroBatch, one after another train/learn/step.py           step_batch, backward
+    collected   Episode                           rollout/play.py                     play
+    judged      Group, JudgedBlock                train/collect/collector.py          Collector.next
+    packed      PackedBlock                       here                                pack_groups
+    scored      ScoredBlock, with advantages      train/learn/learner.py              Learner.score
+    trained     MicroBatch, one after another     train/learn/step.py                 step_batch, backward
 
 Each stage is frozen, and is everything that the one before it was: what takes a ``PackedBlock`` takes all later ones.
 """
@@ -59,15 +58,19 @@ class PackedBlock:
 
 @dataclass(frozen=True)
 class ScoredBlock(PackedBlock):
-    """A packed block with what a pass without gradient says of each token; nats, float32.
+    """A packed block with what is known of each token before the first step: ready to be trained on.
 
     Args:
-        logp_old: [N] under the policy as it is before the block is trained on; NaN where nobody asked for it.
+        logp_old: [N] nats, float32, under the policy as it is before the block is trained on; NaN where nobody asked
+            for it.
         entropy_old: [N] of the same pass.
         logp_ref: [N] under the reference; None where the recipe has none.
         value_old: [N] of the value head; None where there is none.
         live: one flag a sequence: those that can change a gradient, and are trained on; None: all.
         scores_itself: whether the forward pass of the only step says ``logp_old`` of the nonzero-advantage sequences.
+        advantage: [N] what each token is worth.
+        value_target: [N] return that the value head is fitted to, NaN where a completion has no reward; None without a
+            value head.
     """
 
     logp_old: Float[Tensor, "N"]
@@ -76,18 +79,6 @@ class ScoredBlock(PackedBlock):
     value_old: Float[Tensor, "N"] | None
     live: tuple[bool, ...] | None = field(default=None, kw_only=True)
     scores_itself: bool = field(default=False, kw_only=True)
-
-
-@dataclass(frozen=True)
-class AdvantagedBlock(ScoredBlock):
-    """A scored block with what each token is worth: ready to be trained on.
-
-    Args:
-        advantage: [N].
-        value_target: [N] return that the value head is fitted to, NaN where a completion has no reward; None without a
-            value head.
-    """
-
     advantage: Float[Tensor, "N"]
     value_target: Float[Tensor, "N"] | None
 

@@ -214,22 +214,21 @@ class Loop:
         try:
             at_once = self.interrupt.at_once() if self.ranks.world == 1 else nullcontext()
             with at_once, self.journal.phase("preparation"):
-                prepared = prepare(self.collector, self.learner, self.journal)
+                judged, block, metrics = prepare(self.collector, self.learner, self.journal)
         except KeyboardInterrupt:
             self.collector.load_state_dict(before)
             return False
         except EngineError:
             self.collector.load_state_dict(before)
             raise
-        self.block_metrics = prepared.metrics
-        self._tell_failures(prepared.judged.drawn)
-        drawn = prepared.judged.drawn
-        self.unscored.see(drawn)
-        if prepared.block is None:
+        self.block_metrics = metrics
+        self._tell_failures(judged.drawn)
+        self.unscored.see(judged.drawn)
+        if block is None:
             self._pass_over()
         else:
-            self.learner.begin(prepared.block)
-        self.without_signal.see(drawn, has_signal=self.learner.in_training)
+            self.learner.begin(block)
+        self.without_signal.see(judged.drawn, has_signal=self.learner.in_training)
         return self.learner.in_training
 
     def _tell_failures(self, groups: Sequence[Group]) -> None:

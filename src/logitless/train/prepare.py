@@ -1,9 +1,7 @@
 """A block on its way to its first step: collected, judged, packed, scored, given advantages, and written down."""
 
-from dataclasses import dataclass
-
 from logitless.rollout.answers import check_sampler_logp
-from logitless.train.block import AdvantagedBlock, JudgedBlock, pack_groups
+from logitless.train.block import JudgedBlock, ScoredBlock, pack_groups
 from logitless.train.collect.collector import Collector
 from logitless.train.learn.block_metrics import (
     advantage_metrics,
@@ -15,34 +13,24 @@ from logitless.train.learn.block_metrics import (
 )
 from logitless.train.learn.learner import Learner
 from logitless.train.learn.parity_gate import check_parity, parity_metrics
-from logitless.train.learn.sampled import check_same, sampled_scores
+from logitless.train.learn.score import check_same, sampled_scores
 from logitless.train.record.journal import Journal
 from logitless.train.record.metrics import Numbers
 from logitless.types import TokenScores
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What came of a round of generation.
-
-    Args:
-        judged: everything that was drawn.
-        block: what is trained on; None without a token.
-        metrics: of the block, for the line of its first step.
-    """
-
-    judged: JudgedBlock
-    block: AdvantagedBlock | None
-    metrics: Numbers
-
-
-def prepare(collector: Collector, learner: Learner, journal: Journal) -> Prepared:
+def prepare(
+    collector: Collector, learner: Learner, journal: Journal
+) -> tuple[JudgedBlock, ScoredBlock | None, Numbers]:
     """The next block; its rollouts are in the journal afterwards.
 
     Args:
         collector: draws and judges it.
         learner: scores it and gives advantages.
         journal: times the phases.
+
+    Returns:
+        Everything that was drawn; what is trained on, None without a token; and metrics for the line of its first step.
     """
     done = learner.progress.block
     with journal.phase("rollout") as seconds:
@@ -57,7 +45,7 @@ def prepare(collector: Collector, learner: Learner, journal: Journal) -> Prepare
     packed = pack_groups(judged.trained, version=learner.version)
     if not packed.packed.num_tokens:
         journal.write_rollouts(done + 1, judged)
-        return Prepared(judged, None, metrics)
+        return judged, None, metrics
     if learner.policy.value_head is not None:  # its values need the pass
         sampled = None
     rescore = sampled is not None and done % collector.options.engine.blocks_between_rescores == 0
@@ -70,9 +58,8 @@ def prepare(collector: Collector, learner: Learner, journal: Journal) -> Prepare
         found = parity_metrics(scored.packed, scored.logp_old)
         metrics |= found
         check_parity(found, collector.options.parity, journal.message)
-    block = learner.with_advantages(scored, judged.trained)
-    advantages = advantages_of(block, judged)
+    advantages = advantages_of(scored, judged)
     metrics |= scoring_metrics(scored, passed=passed, seconds=seconds[0])
-    metrics |= advantage_metrics(advantages, learner.algorithm.advantage) | value_metrics(block)
+    metrics |= advantage_metrics(advantages, learner.algorithm.advantage) | value_metrics(scored)
     journal.write_rollouts(done + 1, judged, advantages)
-    return Prepared(judged, block, metrics)
+    return judged, scored, metrics

@@ -27,7 +27,8 @@ def _trained_on_a_block(parts, folder) -> list[dict]:
     """The numbers of each step."""
     journal = Journal(create_run_folder(folder, "parts"), LiveView(1, silent=True), (), parts.learner.policy.device)
     parts.engines.load_all(parts.learner.weights(), parts.learner.version)
-    parts.learner.begin(prepare(parts.collector, parts.learner, journal).block)
+    _, block, _ = prepare(parts.collector, parts.learner, journal)
+    parts.learner.begin(block)
     steps = []
     while parts.learner.in_training:
         steps.append(parts.learner.step())

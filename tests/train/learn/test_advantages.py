@@ -8,11 +8,10 @@ import torch
 
 from logitless.errors import ConfigurationError
 from logitless.objective.advantage import Gae, Gdpo, GroupCentered, GroupStandardized, LeaveOneOut, ReinforcePP
-from logitless.train.block import ScoredBlock, pack_groups
-from logitless.train.learn.advantages import with_advantages
+from logitless.train.block import pack_groups
 from logitless.train.learn.block_metrics import advantages_of, value_metrics
 from logitless.types import Completion, Group, Prompt, Verdict
-from tests.train.groups import advantaged, group_of, judged, scored
+from tests.train.groups import advantaged, group_of, judged
 
 
 @pytest.mark.parametrize("estimator", [GroupStandardized(), GroupCentered(), LeaveOneOut()])
@@ -99,25 +98,25 @@ def test_a_completion_without_a_reward_has_advantage_0_and_nothing_to_fit_its_va
     assert found["value/explained_variance"] == pytest.approx(1 - (0.3125 / 0.1875) ** 2)
 
 
-def _two_turns() -> tuple[Group, ScoredBlock]:
+TURN_VALUES = {"value_old": torch.tensor([1.0, 50.0, 4.0, 3.0, 50.0])}
+
+
+def _two_turns() -> Group:
     """Three tokens in two turns with a tool's answer in between, and a completion of one turn."""
     prompt = Prompt("7", "p", (1, 2))
     first = Completion("7", (3, 4, 5, 6, 7), "", "stop", trained=(True, True, False, False, True), turn=(0, 0, 0, 1, 1))
     second = Completion("7", (3, 4), "", "stop")
-    group = Group(prompt, (first, second), ({}, {}), (8.0, 2.0))
-    return group, scored(pack_groups([group]), value_old=torch.tensor([1.0, 50.0, 4.0, 3.0, 50.0]))
+    return Group(prompt, (first, second), ({}, {}), (8.0, 2.0))
 
 
 def test_a_reward_of_several_turns_is_paid_once_at_the_last_token_of_the_last_turn():
-    group, batch = _two_turns()
-    assert batch.packed.turn.tolist() == [0, 0, 1, 0, 0]
-    per_token = with_advantages(batch, [group], Gae(1.0, 1.0, whiten=False), weights={})
+    per_token = advantaged([_two_turns()], Gae(1.0, 1.0, whiten=False), **TURN_VALUES)
+    assert per_token.packed.turn.tolist() == [0, 0, 1, 0, 0]
     assert per_token.value_target.tolist() == [8.0, 8.0, 8.0, 2.0, 2.0]  # undiscounted: the reward, not twice it
 
 
 def test_a_turn_has_one_advantage_from_the_value_before_its_first_token():
-    group, batch = _two_turns()
-    batch = with_advantages(batch, [group], Gae(0.5, 0.5, action="turn", whiten=False), weights={})
+    batch = advantaged([_two_turns()], Gae(0.5, 0.5, action="turn", whiten=False), **TURN_VALUES)
     # turn 0: reward 0, value 1, next value 4: delta 0 + 2 - 1 = 1; turn 1: delta 8 - 4 = 4; the other: 2 - 3 = -1
     # advantages 1 + 4 / 4 = 2, 4 and -1; returns 3, 8 and 2
     assert batch.advantage.tolist() == [2.0, 2.0, 4.0, -1.0, -1.0]
@@ -143,24 +142,23 @@ def test_gdpo_takes_the_functions_apart():
     assert batch.advantage.tolist() == pytest.approx([-0.7071, -0.7071, 0.7071, 0.7071], abs=1e-3)
 
 
-def _paid_at_turns(turn_rewards, rewards) -> tuple[Group, ScoredBlock]:
-    group, block = _two_turns()
-    return replace(group, rewards=rewards, turn_rewards=turn_rewards), block
+def _paid_at_turns(turn_rewards, rewards) -> Group:
+    return replace(_two_turns(), rewards=rewards, turn_rewards=turn_rewards)
 
 
 def test_what_an_environment_paid_stays_with_its_turn_where_returns_are_tokens():
-    group, block = _paid_at_turns(((3.0, 1.0), ()), (8.0, 2.0))  # 8 in all: 3, 1, and 4 for the answer
-    batch = with_advantages(block, [group], Gae(1.0, 1.0, whiten=False), weights={})
+    group = _paid_at_turns(((3.0, 1.0), ()), (8.0, 2.0))  # 8 in all: 3, 1, and 4 for the answer
+    batch = advantaged([group], Gae(1.0, 1.0, whiten=False), **TURN_VALUES)
     assert batch.value_target.tolist() == [8.0, 8.0, 5.0, 2.0, 2.0]  # after the first turn 5 are still to come
 
 
 def test_what_an_environment_paid_counts_in_the_group_where_a_completion_has_one_advantage():
-    group, block = _paid_at_turns(((3.0, 1.0), ()), (8.0, 2.0))
-    batch = with_advantages(block, [group], GroupCentered(), weights={})
+    group = _paid_at_turns(((3.0, 1.0), ()), (8.0, 2.0))
+    batch = advantaged([group], GroupCentered(), **TURN_VALUES)
     assert batch.advantage.tolist() == [3.0, 3.0, 3.0, -3.0, -3.0]
 
 
 def test_rewards_of_turns_are_refused_beside_an_estimator_that_would_not_see_them():
-    group, block = _paid_at_turns(((3.0, 1.0), ()), (8.0, 2.0))
+    group = _paid_at_turns(((3.0, 1.0), ()), (8.0, 2.0))
     with pytest.raises(ConfigurationError, match="gdpo"):
-        with_advantages(block, [group], Gdpo(), weights={})
+        advantaged([group], Gdpo(), **TURN_VALUES)

@@ -29,7 +29,7 @@ def learner(folder, **changes) -> Learner:
 
 
 def begin(made: Learner) -> None:
-    made.begin(made.with_advantages(made.score(pack_groups(GROUPS), GROUPS), GROUPS))
+    made.begin(made.score(pack_groups(GROUPS), GROUPS))
 
 
 def weights(made: Learner) -> list[torch.Tensor]:
@@ -101,7 +101,7 @@ def first_step(folder, **changes):
         return scores(batch, **options)
 
     made.policy.scores = counted
-    made.begin(made.with_advantages(made.score(pack_groups(HALF_SILENT), HALF_SILENT), HALF_SILENT))
+    made.begin(made.score(pack_groups(HALF_SILENT), HALF_SILENT))
     before = sum(read)
     return made.step(), weights(made), before, sum(read) - before
 

@@ -1,13 +1,31 @@
-"""Scores in the block's order, equal to full logits."""
+"""Scores in the block's order, equal to full logits.
+
+Those of an engine that is bitwise identical spare the pass, and a rescore that differs ends the run.
+"""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from logitless.data.packing import pack
+from logitless.errors import TrainingError
+from logitless.head import fused
 from logitless.models.loading import load_model
+from logitless.rollout.gpu import steps
+from logitless.rollout.gpu.engine import GpuEngine
+from logitless.rollout.sampling import SamplingOptions
+from logitless.train import prepare
 from logitless.train.learn.policy import Policy
-from logitless.train.learn.score import scores_of
-from logitless.types import Completion, Prompt
+from logitless.train.learn.score import check_same, sampled_scores, scores_of
+from logitless.train.plan.run_plan import plan_of
+from logitless.train.run import start
+from logitless.types import Completion, Group, Prompt, TokenScores
+from tests.head.interpreter import complete_interpreter, interpreted
+from tests.models.kernels.exact_products import sum_products_in_float64
+from tests.train.tiny import steps_of, tiny_raw, tiny_recipe
+
+pytest.importorskip("triton")
 
 
 def test_scores_come_back_in_the_blocks_order_however_the_rows_are_laid():
@@ -36,3 +54,142 @@ def test_scores_come_back_in_the_blocks_order_however_the_rows_are_laid():
             expected.append((float(row[token]), float(-(row.exp() * row).sum())))
     assert found.logp.tolist() == pytest.approx([e[0] for e in expected], abs=1e-5)
     assert found.entropy.tolist() == pytest.approx([e[1] for e in expected], abs=1e-5)
+
+
+SMALL = {
+    "model__layers": "row_invariant",
+    "rollout__engine": {"name": "gpu", "rescore_every": 2},
+    "rollout__prompts_per_block": 2,
+    "rollout__completions_per_prompt": 2,
+    "rollout__sampling": {"max_new_tokens": 3},
+    "train__epochs_per_block": 1,
+    "train__tokens_per_step": 1000,
+    "data__held_out": None,
+    "kl": None,
+}
+
+
+class Exact:
+    exact = True
+
+    def sample(self, prompts, num_samples, options, *, seed): ...
+    def load(self, weights, version): ...
+    def close(self): ...
+
+
+def group(version=3, logp=(-0.5, 0.0), entropy=(1.0, 0.0), trained=(True, False)):
+    completion = Completion("7", (4, 5), "ab", "stop", logp, trained, None, version, entropy)
+    return [Group(Prompt("7", "", (4,)), (completion,), ({},), (1.0,))]
+
+
+PLAIN = SamplingOptions(max_new_tokens=3)
+
+
+def test_scores_are_those_of_trained_tokens():
+    scores = sampled_scores(group(), Exact(), PLAIN, version=3)
+    assert (scores.logp.tolist(), scores.entropy.tolist()) == ([-0.5], [1.0])
+
+
+def test_with_filters_the_scores_are_those_of_the_policys_own_softmax():
+    [of] = group()
+    filtered = [replace(of, completions=(replace(of.completions[0], logp_policy=(-0.75, 0.0)),))]
+    scores = sampled_scores(filtered, Exact(), SamplingOptions(max_new_tokens=3, top_p=0.9), version=3)
+    assert scores.logp.tolist() == [-0.75]
+
+
+@pytest.mark.parametrize(
+    ("groups", "engine", "options", "version"),
+    [
+        (group(), Exact(), SamplingOptions(max_new_tokens=3, top_p=0.9), 3),
+        (group(), Exact(), SamplingOptions(max_new_tokens=3, temperature=0.0), 3),
+        (group(), Exact(), PLAIN, 4),
+        (group(logp=None), Exact(), PLAIN, 3),
+        (group(entropy=None), Exact(), PLAIN, 3),
+        (group(), object(), PLAIN, 3),
+    ],
+)
+def test_a_pass_is_made_where_the_sampler_does_not_say_what_the_policy_says(groups, engine, options, version):
+    if engine.__class__ is object:
+        engine = type("Inexact", (Exact,), {"exact": False})()
+    assert sampled_scores(groups, engine, options, version=version) is None
+
+
+def test_one_bit_ends_the_run():
+    a = TokenScores(torch.tensor([-0.5, -0.25]), torch.ones(2))
+    assert check_same(a, a) == 0
+    b = TokenScores(torch.nextafter(a.logp, torch.zeros(2)), a.entropy)
+    with pytest.raises(TrainingError, match="2 of 2 tokens that differ"):
+        check_same(a, b)
+
+
+@pytest.fixture
+def interpreted_head(monkeypatch):
+    if not interpreted():
+        pytest.skip("needs Triton's interpreter")
+    complete_interpreter()
+    sum_products_in_float64()
+    monkeypatch.setattr(fused, "why_not", fused._unsupported)
+    monkeypatch.setattr(steps, "STEPS", 3)
+
+
+def test_a_run_scores_only_where_it_is_checked_and_evaluates_with_the_same_engine(
+    tmp_path, monkeypatch, interpreted_head
+):
+    passes, calls, scores, sample = [], [], Policy.scores, GpuEngine.sample
+
+    def counted(self, batch, **options):
+        passes.append(torch.is_grad_enabled())
+        return scores(self, batch, **options)
+
+    def noted(self, prompts, num_samples, options, *, seed):
+        found = sample(self, prompts, num_samples, options, seed=seed)
+        calls.append((self, options.temperature, max(c.length for group in found for c in group)))
+        return found
+
+    monkeypatch.setattr(Policy, "scores", counted)
+    monkeypatch.setattr(GpuEngine, "sample", noted)
+    changes = {"data__held_out": tiny_raw(tmp_path)["data"]["held_out"], "train__skip_zero_advantage": False}
+    changes["evaluation"] = {"every_blocks": 9, "sampling": {"max_new_tokens": 2, "temperature": 0.0}}
+    run, complete = start(tiny_recipe(tmp_path, **SMALL | changes, train__blocks=2))
+    assert complete
+    lines = steps_of(run)
+    assert [line.get("sampler/mismatched_tokens") for line in lines] == [0, None]
+    assert [line["sampler/exact"] for line in lines] == [1, 1]
+    assert passes == [False, True, True]
+    for line in lines:
+        assert line["sampler/logp_difference_max"] == line["kl_old/k1_mean"] == 0
+    assert [temperature for _, temperature, _ in calls] == [0.0, 1.0, 1.0, 0.0]
+    assert len({engine for engine, *_ in calls}) == 1
+    assert calls[0][2] <= 2 < calls[1][2]
+
+
+@pytest.mark.slow
+def test_a_run_with_filters_leaves_the_pass_out_too(tmp_path, interpreted_head):
+    filtered = {"rollout__sampling": {"max_new_tokens": 3, "top_k": 2}, "train__blocks": 2}
+    lines = steps_of(start(tiny_recipe(tmp_path, **SMALL | filtered))[0])
+    assert [line.get("sampler/mismatched_tokens") for line in lines] == [0, None]
+    assert [line["sampler/exact"] for line in lines] == [1, 1]
+
+
+def test_a_sampler_that_is_not_bitwise_identical_ends_the_run(tmp_path, monkeypatch, interpreted_head):
+    said = prepare.sampled_scores
+
+    def otherwise(*arguments):
+        found = said(*arguments)
+        return TokenScores(torch.nextafter(found.logp, torch.zeros_like(found.logp)), found.entropy)
+
+    monkeypatch.setattr(prepare, "sampled_scores", otherwise)
+    with pytest.raises(TrainingError, match="tokens that differ"):
+        start(tiny_recipe(tmp_path, **SMALL, train__blocks=1))
+
+
+def test_a_dry_run_opens_the_engine_on_a_model_without_weights(tmp_path):
+    assert plan_of(tiny_recipe(tmp_path, **SMALL)).total_bytes > 0
+
+
+@pytest.mark.slow
+def test_a_lora_run_with_a_warm_start_samples_what_it_trains(tmp_path, interpreted_head):
+    warm = {"data": {"name": "file", "path": str(tmp_path / "train.jsonl")}, "steps": 1, "sequences_per_step": 2}
+    changes = {"model__lora": {"rank": 2, "alpha": 4.0}, "warm_start": warm, "train__blocks": 1}
+    run, _ = start(tiny_recipe(tmp_path, **SMALL, **changes))
+    assert steps_of(run)[0]["sampler/mismatched_tokens"] == 0

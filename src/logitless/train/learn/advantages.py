@@ -10,40 +10,9 @@ from logitless.errors import ConfigurationError
 from logitless.objective.advantage import AdvantageInputs, AdvantageOutput, Estimator, turn_index
 from logitless.objective.divergence import kl_in_reward
 from logitless.objective.inputs import required
-from logitless.train.block import AdvantagedBlock, PackedBlock, ScoredBlock
+from logitless.train.block import PackedBlock
 from logitless.train.collect.episode_rewards import number, rewards_of_groups
-from logitless.types import Group
-
-
-def with_advantages(
-    block: ScoredBlock,
-    groups: Sequence[Group],
-    estimator: Estimator | None,
-    *,
-    weights: Mapping[str, float],
-    kl_beta: float = 0.0,
-) -> AdvantagedBlock:
-    """The block with ``advantage`` (and ``value_target``) from the groups' rewards.
-
-    A KL in the reward, and what an environment paid at the turns, is paid token by token by estimators of token
-    returns, and summed over the completion before group statistics by the others. A completion without a reward has
-    advantage 0 and no value target (NaN).
-
-    Args:
-        block: scored; with ``logp_ref`` where ``kl_beta`` is not 0, and ``value_old`` where the estimator needs values.
-        groups: of every rank, in the order they were packed.
-        estimator: of the algorithm; None (a loss that reads no advantage) gives 0.
-        weights: of the reward functions, for estimators that take them apart.
-        kl_beta: coefficient of the KL in the reward; 0 for none.
-
-    Raises:
-        ConfigurationError: rewards of turns beside an estimator that reads the functions and not their sum.
-    """
-    kl = None
-    if kl_beta and estimator is not None:
-        kl = kl_beta * kl_in_reward(block.logp_old, required(block.logp_ref, "logp_ref"))
-    found = advantages(block, groups, estimator, weights=weights, kl=kl, values=block.value_old)
-    return AdvantagedBlock(**vars(block), advantage=found.advantage, value_target=found.value_target)
+from logitless.types import Group, TokenScores
 
 
 def advantages(
@@ -52,24 +21,34 @@ def advantages(
     estimator: Estimator | None,
     *,
     weights: Mapping[str, float],
-    kl: Float[Tensor, "N"] | None = None,
-    values: Float[Tensor, "N"] | None = None,
+    kl_beta: float = 0.0,
+    old: TokenScores | None = None,
+    logp_ref: Float[Tensor, "N"] | None = None,
 ) -> AdvantageOutput:
-    """What each token is worth; of a block that nobody has scored, where the estimator reads no scores.
+    """What each token is worth, and what a value head is fitted to, from the groups' rewards.
+
+    A KL in the reward, and what an environment paid at the turns, is paid token by token by estimators of token
+    returns, and summed over the completion before group statistics by the others. A completion without a reward has
+    advantage 0 and no value target (NaN).
 
     Args:
         block: packed.
-        groups: in the order they were packed.
-        estimator: of the algorithm; None gives 0.
-        weights: of the reward functions.
-        kl: [N] taken off the rewards, or None.
-        values: [N] of the value head, or None.
+        groups: of every rank, in the order they were packed.
+        estimator: of the algorithm; None (a loss that reads no advantage) gives 0.
+        weights: of the reward functions, for estimators that take them apart.
+        kl_beta: coefficient of the KL in the reward; 0 for none.
+        old: scores under the policy, for the KL and for estimators that need values; None where nothing reads them.
+        logp_ref: [N] for the KL.
 
     Raises:
-        ConfigurationError: as ``with_advantages``.
+        ConfigurationError: rewards of turns beside an estimator that reads the functions and not their sum.
     """
     if estimator is None:
         return AdvantageOutput(torch.zeros(block.packed.num_tokens))
+    kl = None
+    if kl_beta:
+        logp_old = required(None if old is None else old.logp, "logp_old")
+        kl = kl_beta * kl_in_reward(logp_old, required(logp_ref, "logp_ref"))
     turn_rewards = rewards_of_turns(block, groups)
     if turn_rewards is not None and estimator.reads_functions:
         raise ConfigurationError(
@@ -92,7 +71,7 @@ def advantages(
         turn=block.packed.turn,
         scores=torch.tensor(scores),
         weights=torch.tensor(list(weights.values())),
-        values=values,
+        values=None if old is None else old.value,
     )
     return estimator.checked(inputs)
 

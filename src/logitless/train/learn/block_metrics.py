@@ -10,7 +10,7 @@ import torch
 from logitless.objective.advantage import Estimator, num_clipped
 from logitless.objective.value import explained_variance
 from logitless.rewards.combine import reward_statistics
-from logitless.train.block import AdvantagedBlock, JudgedBlock, ScoredBlock
+from logitless.train.block import JudgedBlock, ScoredBlock
 from logitless.train.collect.episode_rewards import number, signal
 from logitless.train.record.metrics import Numbers
 from logitless.types import Group, VerdictStatus
@@ -162,7 +162,7 @@ def verdict_metrics(groups: Sequence[Group]) -> Numbers:
     return metrics
 
 
-def advantages_of(block: AdvantagedBlock, judged: JudgedBlock) -> list[list[float | None]]:
+def advantages_of(block: ScoredBlock, judged: JudgedBlock) -> list[list[float | None]]:
     """The advantage of each drawn completion, its first token's; None where it has no token that is trained on.
 
     Args:
@@ -194,7 +194,7 @@ def advantage_metrics(advantages: Sequence[Sequence[float | None]], estimator: E
     return metrics
 
 
-def value_metrics(block: AdvantagedBlock) -> Numbers:
+def value_metrics(block: ScoredBlock) -> Numbers:
     """What the value head said in the scoring pass, against the returns; nothing where there is no value head."""
     if block.value_old is None or block.value_target is None:
         return {}

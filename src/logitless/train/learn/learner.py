@@ -1,6 +1,6 @@
 """The learner: the policy with everything that trains it. Blocks of judged groups in, weights out.
 
-    score, with_advantages    once a block, before any step
+    score      once a block, before any step: scores and advantages
     begin      what is settled for the block before its first step
     step       one optimizer step: weights a token, micro-batches, gradients summed, clipped and applied, controllers
     weights    what engines sample with, and ``version``, by which they tell one from another
@@ -31,14 +31,14 @@ from logitless.objective.objective import BlockStatistics
 from logitless.objective.over_ranks import GatherOverRanks, one_rank
 from logitless.rollout.engine import Weights
 from logitless.seeds import derived_seed
-from logitless.train.block import AdvantagedBlock, PackedBlock, ScoredBlock, micro_batches_of
-from logitless.train.learn.advantages import advantages, with_advantages
+from logitless.train.block import PackedBlock, ScoredBlock, micro_batches_of
+from logitless.train.learn.advantages import advantages
 from logitless.train.learn.compile_ahead import compile_training_kernels
 from logitless.train.learn.control import Controllers
 from logitless.train.learn.parity_gate import parity_metrics
 from logitless.train.learn.policy import Policy, Scorer
 from logitless.train.learn.savings import saved_by_packing
-from logitless.train.learn.score import ScoringRows, score
+from logitless.train.learn.score import scores_of
 from logitless.train.learn.step import (
     MicroBatch,
     MicroBatchOutput,
@@ -97,7 +97,7 @@ class _InTraining:
         packing: of their rows.
     """
 
-    block: AdvantagedBlock
+    block: ScoredBlock
     tokens: TokenBatch
     statistics: BlockStatistics | None
     dropped: tuple[bool, ...]
@@ -172,7 +172,8 @@ class Learner:
         *,
         rescore: bool = False,
     ) -> ScoredBlock:
-        """The block under policy and reference, in the rows of the first epoch, so that its first ratio is 1.
+        """The block under policy and reference, in the rows of the first epoch, so that its first ratio is 1; and what
+        each token is worth.
 
         What the only step of a block reads itself is left to it, and what an engine said of the tokens is taken.
 
@@ -183,21 +184,45 @@ class Learner:
             rescore: make the pass over everything all the same.
         """
         live = self._live(packed, groups)
-        plan, train = self._plan(packed, 0, live), self.recipe.train
-        itself = not rescore and self._may_score_itself(plan)
+        plan = self._plan(packed, 0, live)
+        old = None if rescore else sampled
+        itself = not rescore and old is None and self._may_score_itself(plan)
         trained = micro_batches_of(plan, self.ranks)
         dead_rows = self._packing(packed).rows([s for step in plan for s in step.dead], packed.packed.inputs)
         dead = self.ranks.rows_of(dead_rows + ((),) * (-len(dead_rows) % self.ranks.data_world))
-        return score(
+        if old is None:
+            old = self._scores(self.policy, packed, [*([] if itself else trained), *dead])
+        logp_ref = None if self.reference is None else self._scores(self.reference, packed, trained).logp
+        found = advantages(
             packed,
-            self.policy,
-            self.reference,
-            ScoringRows([*([] if itself else trained), *dead], trained, left_to_training=itself),
-            temperature=self.recipe.rollout.sampling.temperature,
-            backend=train.scoring_backend,
-            ranks=self.ranks,
-            sampled=None if rescore else sampled,
+            groups,
+            self.algorithm.advantage,
+            weights=self.reward_weights,
+            kl_beta=self.controllers.beta_in_reward,
+            old=old,
+            logp_ref=logp_ref,
+        )
+        return ScoredBlock(
+            **vars(packed),
+            logp_old=old.logp,
+            entropy_old=old.entropy,
+            logp_ref=logp_ref,
+            value_old=old.value,
             live=live,
+            scores_itself=itself,
+            advantage=found.advantage,
+            value_target=found.value_target,
+        )
+
+    def _scores(self, scorer: Scorer, packed: PackedBlock, rows: Sequence[Sequence[int]]) -> TokenScores:
+        """What a scorer says of the block in these rows of this rank, without gradient."""
+        return scores_of(
+            scorer,
+            packed.packed,
+            rows,
+            temperature=self.recipe.rollout.sampling.temperature,
+            backend=self.recipe.train.scoring_backend,
+            ranks=self.ranks,
         )
 
     @property
@@ -246,22 +271,7 @@ class Learner:
             self.policy.hidden_size if train.pack_by_cost else None,
         )
 
-    def with_advantages(self, scored: ScoredBlock, groups: Sequence[Group]) -> AdvantagedBlock:
-        """The block with what each token is worth.
-
-        Args:
-            scored: under this learner's policy.
-            groups: that were packed.
-        """
-        return with_advantages(
-            scored,
-            groups,
-            self.algorithm.advantage,
-            weights=self.reward_weights,
-            kl_beta=self.controllers.beta_in_reward,
-        )
-
-    def begin(self, block: AdvantagedBlock) -> None:
+    def begin(self, block: ScoredBlock) -> None:
         """Settle what no step may change: the plan of each epoch, dropped completions, statistics of the block."""
         objective = self.algorithm.objective
         dropped = self._dropped(block)
@@ -276,7 +286,7 @@ class Learner:
             self._packing(block),
         )
 
-    def _plans(self, block: AdvantagedBlock) -> tuple[tuple[StepPlan, ...], ...]:
+    def _plans(self, block: ScoredBlock) -> tuple[tuple[StepPlan, ...], ...]:
         """The steps of each epoch."""
         epochs = range(self.recipe.train.epochs_per_block)
         return tuple(tuple(self._plan(block, epoch, block.live)) for epoch in epochs)

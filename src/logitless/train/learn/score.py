@@ -1,76 +1,24 @@
-"""Scoring: log-probabilities of a block's tokens before it is trained on, in passes without gradient."""
+"""Scores of a block's tokens before it is trained on: from passes without gradient, or as an engine gave them.
+
+An engine that is bitwise identical to the policy spares the policy's pass. Its promise is about this machine, so it is
+checked: every few blocks the pass is made all the same, and one token with another bit ends the run.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from logitless.distributed.ranks import Ranks
-from logitless.train.block import PackedBlock, ScoredBlock
+from logitless.errors import TrainingError
+from logitless.rollout.engine import Engine, ExactEngine
+from logitless.rollout.sampling import SamplingOptions
 from logitless.train.learn.policy import Scorer
 from logitless.train.recipe.training import Backend
-from logitless.types import PackedBatch, TokenScores
+from logitless.types import Completion, Group, PackedBatch, TokenScores
 
 _COLUMNS = ("logp", "entropy", "value")
-
-
-@dataclass(frozen=True)
-class ScoringRows:
-    """What is read to score a block: packed rows of this rank.
-
-    Args:
-        policy: for ``logp_old``.
-        reference: for ``logp_ref``.
-        left_to_training: whether ``policy`` leaves out what the only step of the block reads.
-    """
-
-    policy: Sequence[Sequence[int]]
-    reference: Sequence[Sequence[int]]
-    left_to_training: bool = False
-
-
-def score(
-    block: PackedBlock,
-    policy: Scorer,
-    reference: Scorer | None,
-    rows: ScoringRows,
-    *,
-    temperature: float,
-    backend: Backend,
-    ranks: Ranks = Ranks.alone(),
-    sampled: TokenScores | None = None,
-    live: Sequence[bool] | None = None,
-) -> ScoredBlock:
-    """The block with what the policy and the reference say of its tokens.
-
-    Args:
-        block: packed.
-        policy: gives ``logp_old``, ``entropy_old`` and, with a value head, ``value_old``.
-        reference: gives ``logp_ref``; or None.
-        rows: that each of them reads.
-        temperature: of sampling.
-        backend: of the head.
-        ranks: that share the rows.
-        sampled: what an engine that is bitwise identical said of the tokens; the policy makes no pass then.
-        live: one flag a sequence, those that are trained on; None: all.
-    """
-
-    def under(scorer: Scorer, micro_batches: Sequence[Sequence[int]]) -> TokenScores:
-        return scores_of(scorer, block.packed, micro_batches, temperature=temperature, backend=backend, ranks=ranks)
-
-    old = under(policy, rows.policy) if sampled is None else sampled
-    ref = None if reference is None else under(reference, rows.reference).logp
-    return ScoredBlock(
-        packed=block.packed,
-        groups=block.groups,
-        truncated=block.truncated,
-        logp_old=old.logp,
-        entropy_old=old.entropy,
-        logp_ref=ref,
-        value_old=old.value,
-        live=None if live is None else tuple(live),
-        scores_itself=rows.left_to_training and sampled is None,
-    )
 
 
 def scores_of(
@@ -114,3 +62,68 @@ def scores_of(
     values[ranks.gather(torch.cat(places))] = ranks.gather(on_host)
     logp, entropy, value = (column.contiguous() for column in values.unbind(1))
     return TokenScores(logp, entropy, value if ranks.any(has_value) else None)  # a rank without a row saw none
+
+
+def sampled_scores(
+    groups: Sequence[Group], engine: Engine, options: SamplingOptions, version: int
+) -> TokenScores | None:
+    """logp and entropy [N] of the groups' trained tokens as they were sampled; None where a pass has to say.
+
+    Args:
+        groups: that are trained on, in order.
+        engine: that sampled them.
+        options: of sampling; where they filter, ``logp_policy`` counts, and at temperature 0 there is none.
+        version: of the policy's weights. Completions of others are scored anew.
+    """
+    if not isinstance(engine, ExactEngine) or not engine.exact or options.temperature == 0:
+        return None
+    completions = [completion for group in groups for completion in group.completions]
+    logps = [c.logp_policy if options.filters_distribution else c.logp_sampler for c in completions]
+    known = all(c.weights_version == version and c.entropy_sampler is not None for c in completions)
+    if not known or any(each is None for each in logps):
+        return None
+    return TokenScores(
+        logp=_end_to_end(completions, logps), entropy=_end_to_end(completions, [c.entropy_sampler for c in completions])
+    )
+
+
+def mismatched(sampled: TokenScores, scored: TokenScores) -> int:
+    """Tokens whose log-prob or entropy has another bit.
+
+    Example:
+        >>> a = TokenScores(torch.zeros(2), torch.ones(2))
+        >>> mismatched(a, a), mismatched(a, TokenScores(torch.tensor([0.0, 1e-40]), torch.ones(2)))
+        (0, 1)
+    """
+    return int((_differ(sampled.logp, scored.logp) | _differ(sampled.entropy, scored.entropy)).sum())
+
+
+def check_same(sampled: TokenScores, scored: TokenScores) -> int:
+    """0, the tokens of a rescore that differ.
+
+    Raises:
+        TrainingError: there are some.
+    """
+    count = mismatched(sampled, scored)
+    if count:
+        largest = float((sampled.logp - scored.logp).abs().max())
+        raise TrainingError(
+            needed="log-probs of the sampler that are the trainer's in every bit",
+            given=f"{count} of {len(sampled.logp)} tokens that differ, by at most {largest:.3g} nats",
+            remedy="Run `python benchmarks/bits.py` of the repository on this machine; sample with rollout.engine: "
+            "{name: transformers}, which promises no such thing.",
+        )
+    return count
+
+
+def _differ(a: Tensor, b: Tensor) -> Tensor:
+    return a.view(torch.int32) != b.view(torch.int32)
+
+
+def _end_to_end(completions: Sequence[Completion], values: Sequence[np.ndarray | None]) -> Tensor:
+    """Of the trained tokens, float32."""
+    parts = [np.zeros(0, np.float32)]
+    for completion, of_completion in zip(completions, values, strict=True):
+        assert of_completion is not None
+        parts.append(of_completion if completion.trained is None else of_completion[completion.trained])
+    return torch.from_numpy(np.concatenate(parts))

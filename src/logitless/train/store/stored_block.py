@@ -9,20 +9,20 @@ from typing import Any, TypeVar, get_type_hints
 
 from torch import Tensor
 
-from logitless.train.block import AdvantagedBlock
+from logitless.train.block import ScoredBlock
 
 _PREFIX = "block"
 _Stage = TypeVar("_Stage")
 
 
-def stored_block(block: AdvantagedBlock) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def stored_block(block: ScoredBlock) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a block, each under ``block/<field>/...``, and what is no tensor by the same names."""
     values = _flat(block, _PREFIX)
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     return tensors, {name: value for name, value in values.items() if name not in tensors}
 
 
-def load_block(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> AdvantagedBlock:
+def load_block(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> ScoredBlock:
     """The block of ``stored_block``.
 
     Args:
@@ -30,7 +30,7 @@ def load_block(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Advan
         state: lists stand for tuples, as JSON leaves them.
     """
     of_block = {name: tensors[name] for name in tensors if name.startswith(f"{_PREFIX}/")}
-    return _built(AdvantagedBlock, _PREFIX, {**of_block, **{name: _tuples(value) for name, value in state.items()}})
+    return _built(ScoredBlock, _PREFIX, {**of_block, **{name: _tuples(value) for name, value in state.items()}})
 
 
 def _flat(stage: Any, prefix: str) -> dict[str, Any]:
