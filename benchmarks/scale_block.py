@@ -25,7 +25,7 @@ from logitless.rollout.sampling import SamplingOptions
 from logitless.train.assembly.algorithm import algorithm_of
 from logitless.train.assembly.stages import learner_of
 from logitless.train.block import pack_groups
-from logitless.train.collect.shared_rollout import sampled_and_judged
+from logitless.train.collect.collector import sampled_and_judged
 from logitless.train.learn.score import sampled_scores
 from logitless.train.optim.master_weights import lower_to
 from logitless.train.recipe.loading import parse_recipe

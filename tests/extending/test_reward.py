@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import logitless
 from logitless.errors import DataError
-from logitless.rewards.combine import score_batch, reward_statistics
+from logitless.rewards.combine import score_batch
+from logitless.rewards.statistics import reward_statistics
 from logitless.train.document import page
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.assembly.data import rewards_of

@@ -1,14 +1,9 @@
-import json
-import math
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from logitless.errors import ConfigurationError, InputError
 from logitless.rewards.combine import (
     check_names,
-    reward_statistics,
+    judge,
     score_batch,
     total_reward,
     weighted,
@@ -18,7 +13,7 @@ from logitless.rewards.reward import WeightedReward
 from logitless.rewards.text.exact import Exact
 from logitless.rewards.text.gate import MinimumLength
 from logitless.rewards.text.length import Length
-from logitless.types import Verdict
+from logitless.types import Completion, Episode, Prompt, Verdict
 
 TIMEOUT = Verdict(score=None, status="timeout", message="over 2 s")
 MISSING = Verdict(score=None, status="missing", message="no data")
@@ -97,51 +92,85 @@ def test_a_reward_that_gives_another_number_of_verdicts_is_refused():
         score_batch([WeightedReward(Short())], ["p"] * 2, ["a", "b"], {})
 
 
-def test_statistics_count_statuses_scores_and_constraints():
-    rows = [
-        {"suite": Verdict.graded(1.0, [("format:title", True), ("format:list", True), ("count:words", True)])},
-        {"suite": Verdict.graded(1 / 3, [("format:title", False), ("format:title", True), ("count:words", False)])},
-        {"suite": TIMEOUT},
-        {"suite": MISSING},
-        {"suite": ERROR},
+UNJUDGED = Verdict(score=None, status="timeout")
+
+
+def _episodes(prompts, num_samples=2, **fields) -> list[list[Episode]]:
+    """Completions ``<prompt id><number>``."""
+    return [
+        [Episode(Completion(p.id, (5,) * (i + 1), f"{p.id}{i}", "stop"), (), **fields) for i in range(num_samples)]
+        for p in prompts
     ]
-    found = reward_statistics(rows)["suite"]
-    assert {key: found[key] for key in ("count", "graded", "ungradable", "error", "timeout", "missing")} == {
-        "count": 5,
-        "graded": 2,
-        "ungradable": 0,
-        "error": 1,
-        "timeout": 1,
-        "missing": 1,
-    }
-    assert found["mean"] == pytest.approx(2 / 3)
-    assert found["std"] == pytest.approx(1 / 3)
-    assert found["histogram"]["counts"] == [0, 0, 0, 1, 0, 0, 0, 0, 0, 1]
-    assert found["constraints"]["format:title"] == {"count": 3, "passed": 2, "pass_rate": 2 / 3}
-    assert found["families"] == {
-        "count": {"count": 2, "passed": 1, "pass_rate": 0.5},
-        "format": {"count": 4, "passed": 3, "pass_rate": 0.75},
-    }
 
 
-def test_statistics_without_a_score_are_none():
-    found = reward_statistics([{"a": MISSING}])["a"]
-    assert (found["mean"], found["std"], found["histogram"], found["constraints"]) == (None, None, None, {})
-    assert reward_statistics([]) == {}
+def test_each_completion_is_judged_beside_the_columns_of_its_own_prompt():
+    prompts = [Prompt("a", "?", (1,), {"answer": "a1"}), Prompt("b", "?", (1,), {"answer": "b0"})]
+    rewards = weighted([Exact(weight=2.0), Length(weight=0.5, cap=9)])
+    groups = judge(prompts, _episodes(prompts), rewards, unscored="leave_out")
+    # exact counts 2, each token a half
+    assert [g.rewards for g in groups] == [(0.5, 3.0), (2.5, 1.0)]
+    assert groups[1].verdicts[0]["exact"].score == 1.0
 
 
-def test_scores_outside_zero_to_one_widen_the_histogram():
-    histogram = reward_statistics([{"a": Verdict.graded(-4.0)}, {"a": Verdict.graded(6.0)}])["a"]["histogram"]
-    assert histogram["edges"] == [-4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-    assert histogram["counts"] == [1, 0, 0, 0, 0, 0, 0, 0, 0, 1]
+@pytest.mark.parametrize(("unscored", "expected"), [("leave_out", (0.5, 1.0)), ("drop", (None, None))])
+def test_what_a_partly_scored_completion_is_worth_is_a_choice(unscored, expected):
+    prompts = [Prompt("a", "?", (1,), {"answer": None})]
+    rewards = weighted([Unable(), Length(weight=0.5, cap=9)])
+    (group,) = judge(prompts, _episodes(prompts), rewards, unscored=unscored)
+    assert group.rewards == expected
 
 
-@given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=30))
-@settings(max_examples=50, deadline=None)
-def test_every_score_is_in_the_histogram_and_statistics_survive_json(scores):
-    found = reward_statistics([{"a": Verdict.graded(score)} for score in scores])["a"]
-    assert sum(found["histogram"]["counts"]) == len(scores)
-    assert found["histogram"]["edges"][0] <= min(scores)
-    assert found["histogram"]["edges"][-1] >= max(scores)
-    assert math.isclose(found["mean"], sum(scores) / len(scores), rel_tol=1e-9, abs_tol=1e-3)
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
+class Unable(Length):
+    """Can judge nothing."""
+
+    @property
+    def metric_name(self):
+        return "unable"
+
+    def verdicts(self, prompts, completions, columns, completion_ids=None):
+        return [UNJUDGED] * len(completions)
+
+
+def test_what_an_environment_paid_at_the_turns_is_part_of_the_reward():
+    prompts = [Prompt("a", "?", (1,))]
+    completion = Completion("a", (5, 6, 7), "c", "stop", trained=(True, False, True), turn=(0, 0, 1))
+    episodes = [[Episode(completion, (), (0.25, 0.5)), Episode(completion, ())]]
+    (group,) = judge(prompts, episodes, weighted([Length(weight=2.0)]), unscored="leave_out")
+    assert group.rewards == (6.75, 6.0)
+    assert group.turn_rewards == ((0.25, 0.5), ())
+    (unknown,) = judge(prompts, episodes, weighted([Unable()]), unscored="leave_out")
+    assert unknown.rewards == (None, None)
+
+
+class Turns(Length):
+    """Counts assistant turns, which no text shows."""
+
+    @property
+    def metric_name(self):
+        return "turns"
+
+    def episode_verdicts(self, episodes, columns):
+        assert len(columns["answer"]) == len(episodes)
+        return [Verdict.graded(float(sum(m["role"] == "assistant" for m in e.messages))) for e in episodes]
+
+
+def test_a_reward_that_judges_episodes_is_given_them_and_the_others_their_text():
+    prompts = [Prompt("a", "?", (1,), {"answer": "a1"})]
+    episodes = [[Episode(e.completion, ({"role": "assistant"},) * n) for n, e in enumerate(_episodes(prompts)[0])]]
+    rewards = [WeightedReward(Turns(), name="turns"), WeightedReward(Exact())]
+    (group,) = judge(prompts, episodes, rewards, unscored="leave_out")
+    assert [list(v) for v in group.verdicts] == [["turns", "exact"]] * 2
+    assert [v["turns"].score for v in group.verdicts] == [0, 1]
+    assert group.rewards == (0.0, 2.0)
+
+
+def test_without_rewards_what_the_environment_paid_is_the_reward_and_its_failure_is_no_zero():
+    prompt = Prompt("7", "p", (1,))
+    completion = Completion("7", (1, 2), "ab", "stop")
+    paid = Episode(completion, (), (0.75,))
+    unpaid = Episode(completion, ())
+    failed = Episode(completion, (), (), "ValueError: broken\nTraceback")
+    [group] = judge([prompt], [[paid, unpaid, failed]], (), unscored="leave_out")
+    assert group.rewards == (0.75, 0.0, None)
+    assert [verdicts["environment"].status for verdicts in group.verdicts] == ["graded", "graded", "error"]
+    assert group.verdicts[2]["environment"].traceback == "Traceback"

@@ -4,13 +4,12 @@ import pytest
 
 from logitless.data.packing import pack
 from logitless.errors import ConfigurationError, InputError
-from logitless.rewards.combine import weighted
+from logitless.rewards.combine import judge, weighted
 from logitless.rewards.text.exact import Exact
 from logitless.rollout.environment import Limits, Reply, SingleTurn
 from logitless.rollout.play import play
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.transformers import TransformersEngine
-from logitless.train.collect.episode_rewards import judge
 from logitless.types import Completion, Prompt
 from tests.models.tiny import tiny
 from tests.rollout.test_transformers import prompts, tokenizer

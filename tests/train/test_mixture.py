@@ -6,12 +6,11 @@ import pytest
 
 from logitless.cli.main import main
 from logitless.errors import ConfigurationError, DataError
-from logitless.rewards.combine import weighted
+from logitless.rewards.combine import judge, weighted
 from logitless.rewards.text.exact import Exact
 from logitless.rewards.text.length import Length
 from logitless.train.assembly.data import data_of, order_of, rewards_of
 from logitless.train.assembly.model import tokenizer_of
-from logitless.train.collect.episode_rewards import judge
 from logitless.train.run import start
 from logitless.types import Completion, Episode, Prompt
 from tests.train.tiny import repeated, tiny_recipe

@@ -11,6 +11,7 @@ from logitless.errors import UnavailableError
 from logitless.models import loading
 from logitless.models.lm_head import causal_lm
 from logitless.models.lora import frozen_copy
+from logitless.rewards.combine import judge
 from logitless.rollout.environment import SingleTurn
 from logitless.rollout.play import play
 from logitless.rollout.transformers import TransformersEngine
@@ -20,7 +21,6 @@ from logitless.train.assembly.algorithm import algorithm_of, value_head_of
 from logitless.train.assembly.data import data_of, rewards_of
 from logitless.train.assembly.model import is_cut_from_host, policy_model, tokenizer_of
 from logitless.train.block import pack_groups
-from logitless.train.collect.episode_rewards import judge
 from logitless.train.learn import learner as learner_module
 from logitless.train.learn import policy as policy_module
 from logitless.train.learn.learner import Learner

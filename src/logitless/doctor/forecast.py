@@ -26,7 +26,7 @@ from typing import get_args
 import torch
 
 from logitless.errors import UnavailableError
-from logitless.rewards.combine import reward_statistics
+from logitless.rewards.statistics import reward_statistics
 from logitless.rollout.own_copy import OwnCopy
 from logitless.rollout.transformers import TransformersEngine
 from logitless.seeds import derived_seed

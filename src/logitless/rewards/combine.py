@@ -1,17 +1,18 @@
-"""Several rewards at once: their verdicts by name, one number a completion, and what to log about them."""
+"""What a completion is worth: the verdicts of several rewards by name, and the one number that comes of them."""
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 from logitless.errors import ConfigurationError, InputError
-from logitless.rewards.reward import Columns, Text, TextReward, WeightedReward
-from logitless.types import Verdict, VerdictStatus
+from logitless.rewards.reward import Columns, EpisodeReward, Text, TextReward, WeightedReward
+from logitless.types import Episode, Group, Prompt, Verdict
 
 Unscored: TypeAlias = Literal["leave_out", "drop"]
 
-HISTOGRAM_BINS = 10
+ENVIRONMENT = "environment"
+"""The verdict on an episode that no reward judges beside the environment that pays for it."""
 
 
 def weighted(rewards: Sequence[TextReward]) -> tuple[WeightedReward, ...]:
@@ -161,75 +162,101 @@ def total_reward(
     )
 
 
-def failed_shares(verdicts: Sequence[Mapping[str, Verdict]]) -> dict[str, float]:
-    """By reward name, the share of completions at which it failed by no fault of theirs: ``error`` or ``timeout``.
+def judge(
+    prompts: Sequence[Prompt],
+    episodes: Sequence[Sequence[Episode]],
+    rewards: Sequence[WeightedReward],
+    *,
+    unscored: Unscored,
+) -> list[Group]:
+    """A group of each prompt: its completions with what was said of them.
 
-    What is ``missing`` was left out on purpose, and what is ``ungradable`` has a score: neither counts.
-
-    Example:
-        >>> failed_shares([{"a": Verdict(None, "error")}, {"a": Verdict.graded(1.0)}])
-        {'a': 0.5}
-    """
-    counts, failed = Counter[str](), Counter[str]()
-    for row in verdicts:
-        counts.update(row.keys())
-        failed.update(name for name, verdict in row.items() if verdict.failed)
-    return {name: failed[name] / count for name, count in counts.items()}
-
-
-def reward_statistics(verdicts: Sequence[Mapping[str, Verdict]]) -> dict[str, dict[str, Any]]:
-    """What to log of many completions, for each reward: how many of each status, the scores, and each constraint.
-
-    Take them before groups without a signal are filtered.
+    A reward that reads text is given the completion's text; an ``EpisodeReward`` is given the whole episode. What the
+    environment paid at the turns is added to the weighted sum of the rewards; where there are none, it is the reward,
+    and a verdict called ``environment`` says so. An episode that its environment could not go on with is an ``error``
+    under every reward.
 
     Args:
-        verdicts: one mapping (reward name -> verdict) a completion.
-
-    Returns:
-        By reward name, values that survive JSON: ``count`` and one number a status; ``mean``, ``std`` (of the
-        population) and ``histogram`` (``edges`` of 10 equal bins over [0, 1], or over the range of the scores where
-        they leave it, and ``counts``) of the graded scores, None where there are none; ``constraints`` by id and
-        ``families`` (the part of the id before the colon), each with ``count``, ``passed`` and ``pass_rate``.
+        prompts: may repeat.
+        episodes: of each prompt, in order.
+        rewards: judge.
+        unscored: what a completion is worth that some of the functions could not judge, see ``total_reward``.
 
     Example:
-        >>> graded = Verdict.graded(0.5, [("punctuation:no_comma", True), ("startend:quotation", False)])
-        >>> found = reward_statistics([{"ifeval": graded}, {"ifeval": Verdict(score=None, status="error")}])["ifeval"]
-        >>> found["graded"], found["error"], found["mean"], found["families"]["startend"]["pass_rate"]
-        (1, 1, 0.5, 0.0)
+        >>> from logitless.rewards.text.length import Length
+        >>> from logitless.types import Completion
+        >>> episode = Episode(Completion("7", (4, 2), "4", "stop"), ())
+        >>> [group] = judge([Prompt("7", "2+2=", (4,))], [[episode]], weighted([Length()]), unscored="leave_out")
+        >>> group.rewards
+        (2.0,)
     """
-    names = dict.fromkeys(name for row in verdicts for name in row)
-    return {name: _statistics([row[name] for row in verdicts if name in row]) for name in names}
+    pairs = [(p, episode) for p, of_prompt in zip(prompts, episodes, strict=True) for episode in of_prompt]
+    verdicts = _verdicts(pairs, rewards)
+    totals = [
+        _total(said, episode, [r for r in rewards if r.applies_to(prompt.source)], unscored)
+        for said, (prompt, episode) in zip(verdicts, pairs, strict=True)
+    ]
+    groups = []
+    for prompt, of_prompt in zip(prompts, episodes, strict=True):
+        n = len(of_prompt)
+        paid = tuple(episode.turn_rewards for episode in of_prompt)
+        groups.append(
+            Group(
+                prompt,
+                tuple(episode.completion for episode in of_prompt),
+                tuple(verdicts[:n]),
+                tuple(totals[:n]),
+                paid if any(paid) else (),
+                tuple(e.messages for e in of_prompt) if any(e.num_turns > 1 for e in of_prompt) else (),
+            )
+        )
+        verdicts, totals = verdicts[n:], totals[n:]
+    return groups
 
 
-def _statistics(verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    statuses = Counter(verdict.status for verdict in verdicts)
-    scores = [verdict.score for verdict in verdicts if verdict.score is not None]
-    constraints = [pair for verdict in verdicts for pair in verdict.detail]
-    mean = math.fsum(scores) / len(scores) if scores else None
-    return {
-        "count": len(verdicts),
-        **{status: statuses[status] for status in get_args(VerdictStatus)},
-        "mean": mean,
-        "std": None if mean is None else math.sqrt(math.fsum((s - mean) ** 2 for s in scores) / len(scores)),
-        "histogram": _histogram(scores),
-        "constraints": _pass_rates(constraints),
-        "families": _pass_rates([(identifier.partition(":")[0], passed) for identifier, passed in constraints]),
-    }
+def _verdicts(pairs: Sequence[tuple[Prompt, Episode]], rewards: Sequence[WeightedReward]) -> list[dict[str, Verdict]]:
+    """By reward name, in the rewards' order, for each episode; of the rewards that judge its prompt's source."""
+    if not rewards:
+        return [{ENVIRONMENT: _failed(e) if e.failure else Verdict.graded(_paid(e))} for _, e in pairs]
+    said: list[dict[str, Verdict]] = [{} for _ in pairs]
+    for entry in rewards:
+        rows = [row for row, (prompt, _) in enumerate(pairs) if entry.applies_to(prompt.source)]
+        for row, verdict in zip(rows, _verdicts_of(entry, [pairs[row] for row in rows]) if rows else (), strict=True):
+            episode = pairs[row][1]
+            said[row][entry.name] = _failed(episode) if episode.failure else verdict
+    return said
 
 
-def _histogram(scores: Sequence[float]) -> dict[str, list[float]] | None:
-    if not scores:
-        return None
-    low, high = min(0.0, *scores), max(1.0, *scores)
-    width = (high - low) / HISTOGRAM_BINS
-    bins = Counter(min(int((score - low) / width), HISTOGRAM_BINS - 1) for score in scores)
-    return {
-        "edges": [low + i * width for i in range(HISTOGRAM_BINS)] + [high],
-        "counts": [bins[i] for i in range(HISTOGRAM_BINS)],
-    }
+def _verdicts_of(entry: WeightedReward, pairs: Sequence[tuple[Prompt, Episode]]) -> list[Verdict]:
+    """What one reward says of each episode."""
+    names = {name for prompt, _ in pairs for name in prompt.columns}
+    columns = {name: [p.columns.get(name) for p, _ in pairs] for name in names}
+    if isinstance(entry.reward, EpisodeReward):
+        return entry.reward.episode_verdicts([episode for _, episode in pairs], columns)
+    said = score_batch(
+        [entry],
+        [p.messages if p.messages is not None else p.text for p, _ in pairs],
+        [episode.completion.text for _, episode in pairs],
+        columns,
+        completion_ids=[episode.completion.token_ids.tolist() for _, episode in pairs],
+    )
+    return [row[entry.name] for row in said]
 
 
-def _pass_rates(constraints: Sequence[tuple[str, bool]]) -> dict[str, dict[str, float]]:
-    count = Counter(identifier for identifier, _ in constraints)
-    passed = Counter(identifier for identifier, satisfied in constraints if satisfied)
-    return {i: {"count": n, "passed": passed[i], "pass_rate": passed[i] / n} for i, n in sorted(count.items())}
+def _failed(episode: Episode) -> Verdict:
+    """What is said of an episode that its environment could not go on with."""
+    first, _, trace = episode.failure.partition("\n")
+    return Verdict(score=None, status="error", message=f"the environment failed: {first}", traceback=trace)
+
+
+def _total(
+    verdicts: dict[str, Verdict], episode: Episode, rewards: Sequence[WeightedReward], unscored: Unscored
+) -> float | None:
+    if ENVIRONMENT in verdicts and not rewards:
+        return verdicts[ENVIRONMENT].score
+    total = total_reward(verdicts, rewards, unscored)
+    return total + _paid(episode) if total is not None and episode.turn_rewards else total
+
+
+def _paid(episode: Episode) -> float:
+    return math.fsum(episode.turn_rewards)

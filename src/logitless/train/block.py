@@ -9,15 +9,18 @@
 Each stage is frozen, and is everything that the one before it was: what takes a ``PackedBlock`` takes all later ones.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from jaxtyping import Bool, Float
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from logitless.data.packing import StepPlan, pack
 from logitless.distributed.ranks import Ranks
+from logitless.objective.advantage import has_signal
 from logitless.types import Group, PackedBatch, TokenBatch
 
 
@@ -118,6 +121,40 @@ def pack_groups(groups: Sequence[Group], *, version: int | None = None) -> Packe
         groups=tuple(tuple(range(first, end)) for first, end in pairwise(ends)),
         truncated=tuple(c.finish_reason == "length" for group in groups for c in group.completions),
     )
+
+
+def signal(groups: Sequence[Group]) -> list[bool]:
+    """Whether the rewards inside each group differ.
+
+    Example:
+        >>> signal([])
+        []
+    """
+    if not groups:
+        return []
+    rewards, group = rewards_of_groups(groups)
+    return has_signal(rewards, group).tolist()
+
+
+def rewards_of_groups(groups: Sequence[Group]) -> tuple[Float[Tensor, "B"], Int[Tensor, "B"]]:
+    """The reward of each completion, NaN where it has none, and the number of its group.
+
+    Example:
+        >>> rewards_of_groups([])
+        (tensor([]), tensor([], dtype=torch.int64))
+    """
+    rewards = torch.tensor([number(r) for g in groups for r in g.rewards], dtype=torch.float32)
+    return rewards, torch.tensor([i for i, g in enumerate(groups) for _ in g.completions], dtype=torch.long)
+
+
+def number(reward: float | None) -> float:
+    """The reward, or NaN where there is none.
+
+    Example:
+        >>> number(None)
+        nan
+    """
+    return math.nan if reward is None else reward
 
 
 def micro_batches_of(plan: Sequence[StepPlan], ranks: Ranks = Ranks.alone()) -> list[tuple[int, ...]]:

@@ -1,12 +1,16 @@
-"""The collector alone: what it draws, refills and remembers."""
+"""The collector: what it draws, refills and remembers, alone and with several ranks."""
 
+import torch.distributed as dist
+
+from logitless.distributed import Ranks
 from logitless.rewards.combine import weighted
 from logitless.rewards.text.length import Length
 from logitless.rollout.environment import SingleTurn
 from logitless.rollout.sampling import SamplingOptions
-from logitless.train.collect.collector import Collector
+from logitless.train.collect.collector import Collector, sampled_and_judged
 from logitless.train.recipe.rollout import RolloutSection
-from logitless.types import Prompt
+from logitless.types import Completion, Prompt
+from tests.ranks import run_on_ranks
 from tests.train.engines import Scripted
 
 PROMPTS = [Prompt(letter, letter, (3 + i,)) for i, letter in enumerate("abcdefgh")]
@@ -69,3 +73,61 @@ def test_the_guardrail_shortens_completions_but_leaves_one_token():
     for factor in (1.0, 0.5, 0.01):
         made.next(0, length_factor=factor)
     assert [options.max_new_tokens for *_, options, _ in made.engine.asked] == [6, 3, 1]
+
+
+# --- with several ranks
+
+
+class Counting:
+    """An engine whose completions say what they were asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def load(self, weights, version):
+        """Nothing to keep."""
+
+    def close(self):
+        """Nothing to give back."""
+
+    def sample(self, prompts, num_samples, options, *, seed):
+        self.asked.append([prompt.id for prompt in prompts])
+        return [
+            [
+                Completion(p.id, (seed % 7, *range(g)), f"{p.id}/{g}", "stop", weights_version=2)
+                for g in range(num_samples)
+            ]
+            for p in prompts
+        ]
+
+
+def _groups(rank, num_prompts):
+    engine = Counting()
+    ranks = Ranks(data=dist.group.WORLD) if dist.is_initialized() else Ranks.alone()
+    groups = sampled_and_judged(
+        ranks,
+        engine,
+        SingleTurn(),
+        [Prompt(str(i), f"prompt {i}", (i + 1,)) for i in range(num_prompts)],
+        weighted([Length()]),
+        num_samples=2,
+        options=SamplingOptions(max_new_tokens=4),
+        unscored="leave_out",
+        seed=11,
+    )
+    return groups, engine.asked
+
+
+def test_each_rank_samples_its_share_and_all_get_all_groups():
+    alone, asked = _groups(0, 5)
+    assert asked == [["0", "1", "2", "3", "4"]]
+    (first, asked_first), (second, asked_second) = run_on_ranks(2, _groups, 5)
+    assert first == second == alone
+    assert (asked_first, asked_second) == ([["0", "2", "4"]], [["1", "3"]])
+
+
+def test_a_rank_without_a_prompt_asks_for_nothing():
+    alone, _ = _groups(0, 1)
+    (first, _), (second, asked) = run_on_ranks(2, _groups, 1)
+    assert first == second == alone
+    assert asked == []

@@ -17,8 +17,8 @@ from logitless.rewards.text.length import Length
 from logitless.rollout.engine import Weights
 from logitless.rollout.environment import SingleTurn
 from logitless.rollout.sampling import SamplingOptions
+from logitless.train.collect.collector import sampled_and_judged
 from logitless.train.collect.one_client import OneClientANode
-from logitless.train.collect.shared_rollout import sampled_and_judged
 from logitless.types import Completion, Prompt
 from tests.ranks import run_on_ranks
 

@@ -23,8 +23,8 @@ from logitless.rollout.play import play
 from logitless.seeds import derived_seed
 from logitless.train.block import JudgedBlock
 from logitless.train.collect.collector import Collector
+from logitless.train.collect.group_json import group_as_json, group_of_json
 from logitless.train.collect.refill import refilled_as_they_come
-from logitless.train.collect.shared_rollout import group_as_json, group_of_json
 from logitless.train.recipe.config import Recipe
 from logitless.train.store.atomic import write_atomically
 from logitless.types import Episode, Prompt

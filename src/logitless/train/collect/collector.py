@@ -1,4 +1,11 @@
-"""The collector: the next block of judged episodes, from whatever engine and environment it was given."""
+"""The collector: the next block of judged episodes, from whatever engine and environment it was given.
+
+With several ranks each takes its share of the prompts, and all of them get all groups. A completion is drawn from the
+seed, the prompt's id and its place among the prompt's samples, and a verdict is of one completion, so that who draws
+and who judges makes no difference. What does differ is rounding: the logits of a row depend in their last bits on
+which rows are in the batch. Where a number that decides a token lies within that of a boundary, the token is another
+one; of tokens drawn from float32 logits that is less than one in a million.
+"""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -7,15 +14,19 @@ from typing import Any
 
 from logitless.data.mixing import MixedOrder
 from logitless.data.prompts import PromptOrder
+from logitless.distributed.failing import failing_together
 from logitless.distributed.ranks import Ranks
+from logitless.distributed.shares import in_order
+from logitless.rewards.combine import Unscored, judge
 from logitless.rewards.reward import WeightedReward
 from logitless.rollout.engine import Engine
-from logitless.rollout.environment import Driver, Environment
+from logitless.rollout.environment import Driver, Environment, Limits
+from logitless.rollout.play import play
 from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
-from logitless.train.block import JudgedBlock
-from logitless.train.collect.episode_rewards import signal
-from logitless.train.collect.shared_rollout import sampled_and_judged
+from logitless.train.block import JudgedBlock, signal
+from logitless.train.collect.group_json import put_together, taken_apart
+from logitless.train.collect.one_client import OneClientANode
 from logitless.train.recipe.rollout import RolloutSection
 from logitless.types import Group, Prompt
 
@@ -107,3 +118,55 @@ class Collector:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state_dict``."""
         self.order.load_state_dict(state)
+
+
+def sampled_and_judged(
+    ranks: Ranks,
+    engine: Engine,
+    environment: Environment | Driver,
+    prompts: Sequence[Prompt],
+    rewards: Sequence[WeightedReward],
+    *,
+    num_samples: int,
+    options: SamplingOptions,
+    unscored: Unscored,
+    seed: int,
+    limits: Limits = Limits(),
+) -> list[Group]:
+    """The judged groups of all prompts, in order, on every rank.
+
+    Args:
+        ranks: that share the work; all of them call.
+        engine: samples, with the same weights on every rank.
+        environment: answers.
+        prompts: the same on every rank, with distinct ids.
+        rewards: judge.
+        num_samples: of each prompt.
+        options: of sampling.
+        unscored: what a completion is worth that some of the functions could not judge.
+        seed: of this round.
+        limits: of an episode.
+
+    Raises:
+        LogitlessError: on every rank, what one of them met: an EngineError, where an engine elsewhere failed it.
+    """
+    clients = engine.clients if isinstance(engine, OneClientANode) else None
+    mine = [prompts[i] for i in ranks.shared(len(prompts), clients)]
+    groups: list[Group] = []
+    with failing_together(ranks, "completions, sampled and judged"):
+        if mine:
+            if isinstance(environment, Driver):
+                mine, episodes = environment.episodes(
+                    engine, mine, num_samples=num_samples, options=options, seed=seed, limits=limits
+                )
+            else:
+                episodes = play(
+                    engine, mine, environment, num_samples=num_samples, options=options, seed=seed, limits=limits
+                )
+            groups = judge(mine, episodes, rewards, unscored=unscored)
+    if ranks.world == 1:
+        return groups
+    rest, numbers = taken_apart(groups)
+    of_ranks = list(zip(ranks.all_gather_object(rest), ranks.all_gather_bytes(numbers), strict=True))
+    taking = range(ranks.world) if clients is None else clients
+    return in_order([put_together(prompts[i :: len(taking)], *of_ranks[rank]) for i, rank in enumerate(taking)])

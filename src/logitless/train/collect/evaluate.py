@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from logitless.distributed.ranks import Ranks
-from logitless.rewards.combine import Unscored, reward_statistics
+from logitless.rewards.combine import Unscored
 from logitless.rewards.reward import WeightedReward
+from logitless.rewards.statistics import reward_statistics
+from logitless.rewards.wilson import wilson_interval
 from logitless.rollout.engine import Engine
 from logitless.rollout.environment import Driver, Environment, Limits
 from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
-from logitless.train.collect.pass_at import success_metrics
-from logitless.train.collect.shared_rollout import sampled_and_judged
+from logitless.train.collect.collector import sampled_and_judged
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.evaluation import EvaluationSection, HeldOutSection
 from logitless.train.record.metrics import Numbers
@@ -166,3 +167,44 @@ def evaluation_of(
         if prompts[name]
     ]
     return Evaluation(engine, environment, sets, rewards, rollout.unscored, ranks, rollout.limits)
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """The probability that one of k samples of a prompt is correct, without bias from n samples of which c are.
+
+    ``pass@k = 1 - C(n - c, k) / C(n, k)``
+
+    Args:
+        num_samples: n, at least k.
+        num_correct: c.
+        k: at least 1.
+
+    Source: Chen et al. 2021, Evaluating Large Language Models Trained on Code, arXiv:2107.03374, eq. 1.
+
+    Example:
+        >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
+        (0.25, 0.5, 1.0)
+    """
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def success_metrics(num_correct: Sequence[int], num_samples: int) -> Mapping[str, float]:
+    """Accuracy and pass@k for k = 2, 4, 8, ... and all samples, each with its interval over prompts.
+
+    Args:
+        num_correct: of the samples of each prompt; at least one prompt.
+        num_samples: of every prompt.
+
+    Example:
+        >>> found = success_metrics([1, 0], 2)
+        >>> found["accuracy"], found["pass_at/2"]
+        (0.25, 0.5)
+    """
+    ks = sorted({2**power for power in range(num_samples.bit_length())} | {num_samples})
+    found: dict[str, float] = {}
+    for k in ks:
+        name = "accuracy" if k == 1 else f"pass_at/{k}"
+        mean = math.fsum(pass_at_k(num_samples, c, k) for c in num_correct) / len(num_correct)
+        low, high = wilson_interval(mean, len(num_correct))
+        found |= {name: mean, f"{name}/low": low, f"{name}/high": high}
+    return found

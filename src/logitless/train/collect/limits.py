@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from logitless.errors import TrainingError
-from logitless.rewards.combine import failed_shares
+from logitless.rewards.statistics import failed_shares
 from logitless.train.collect.failures import shown
 from logitless.types import Group, Verdict
 

@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from logitless.rewards.combine import Unscored
+from logitless.rewards.combine import Unscored, judge
 from logitless.rewards.reward import WeightedReward
 from logitless.rollout.environment import Environment, Reply, replies_of
-from logitless.train.block import JudgedBlock
-from logitless.train.collect.episode_rewards import judge, signal
+from logitless.train.block import JudgedBlock, signal
 from logitless.types import Completion, Episode, Group, Prompt
 
 Draw = Callable[[Prompt, Environment, int], list[Episode]]

@@ -10,8 +10,7 @@ from logitless.errors import ConfigurationError
 from logitless.objective.advantage import AdvantageInputs, AdvantageOutput, Estimator, turn_index
 from logitless.objective.divergence import kl_in_reward
 from logitless.objective.inputs import required
-from logitless.train.block import PackedBlock
-from logitless.train.collect.episode_rewards import number, rewards_of_groups
+from logitless.train.block import PackedBlock, number, rewards_of_groups
 from logitless.types import Group, TokenScores
 
 

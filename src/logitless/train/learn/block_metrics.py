@@ -9,9 +9,8 @@ import torch
 
 from logitless.objective.advantage import Estimator, num_clipped
 from logitless.objective.value import explained_variance
-from logitless.rewards.combine import reward_statistics
-from logitless.train.block import JudgedBlock, ScoredBlock
-from logitless.train.collect.episode_rewards import number, signal
+from logitless.rewards.statistics import reward_statistics
+from logitless.train.block import JudgedBlock, ScoredBlock, number, signal
 from logitless.train.record.metrics import Numbers
 from logitless.types import Group, VerdictStatus
 

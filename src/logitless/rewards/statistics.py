@@ -1,0 +1,84 @@
+"""What to log of the verdicts of many completions: statuses, scores, constraints, and how often a reward failed."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from logitless.types import Verdict, VerdictStatus
+
+HISTOGRAM_BINS = 10
+
+
+def failed_shares(verdicts: Sequence[Mapping[str, Verdict]]) -> dict[str, float]:
+    """By reward name, the share of completions at which it failed by no fault of theirs: ``error`` or ``timeout``.
+
+    What is ``missing`` was left out on purpose, and what is ``ungradable`` has a score: neither counts.
+
+    Example:
+        >>> failed_shares([{"a": Verdict(None, "error")}, {"a": Verdict.graded(1.0)}])
+        {'a': 0.5}
+    """
+    counts, failed = Counter[str](), Counter[str]()
+    for row in verdicts:
+        counts.update(row.keys())
+        failed.update(name for name, verdict in row.items() if verdict.failed)
+    return {name: failed[name] / count for name, count in counts.items()}
+
+
+def reward_statistics(verdicts: Sequence[Mapping[str, Verdict]]) -> dict[str, dict[str, Any]]:
+    """What to log of many completions, for each reward: how many of each status, the scores, and each constraint.
+
+    Take them before groups without a signal are filtered.
+
+    Args:
+        verdicts: one mapping (reward name -> verdict) a completion.
+
+    Returns:
+        By reward name, values that survive JSON: ``count`` and one number a status; ``mean``, ``std`` (of the
+        population) and ``histogram`` (``edges`` of 10 equal bins over [0, 1], or over the range of the scores where
+        they leave it, and ``counts``) of the graded scores, None where there are none; ``constraints`` by id and
+        ``families`` (the part of the id before the colon), each with ``count``, ``passed`` and ``pass_rate``.
+
+    Example:
+        >>> graded = Verdict.graded(0.5, [("punctuation:no_comma", True), ("startend:quotation", False)])
+        >>> found = reward_statistics([{"ifeval": graded}, {"ifeval": Verdict(score=None, status="error")}])["ifeval"]
+        >>> found["graded"], found["error"], found["mean"], found["families"]["startend"]["pass_rate"]
+        (1, 1, 0.5, 0.0)
+    """
+    names = dict.fromkeys(name for row in verdicts for name in row)
+    return {name: _statistics([row[name] for row in verdicts if name in row]) for name in names}
+
+
+def _statistics(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    statuses = Counter(verdict.status for verdict in verdicts)
+    scores = [verdict.score for verdict in verdicts if verdict.score is not None]
+    constraints = [pair for verdict in verdicts for pair in verdict.detail]
+    mean = math.fsum(scores) / len(scores) if scores else None
+    return {
+        "count": len(verdicts),
+        **{status: statuses[status] for status in get_args(VerdictStatus)},
+        "mean": mean,
+        "std": None if mean is None else math.sqrt(math.fsum((s - mean) ** 2 for s in scores) / len(scores)),
+        "histogram": _histogram(scores),
+        "constraints": _pass_rates(constraints),
+        "families": _pass_rates([(identifier.partition(":")[0], passed) for identifier, passed in constraints]),
+    }
+
+
+def _histogram(scores: Sequence[float]) -> dict[str, list[float]] | None:
+    if not scores:
+        return None
+    low, high = min(0.0, *scores), max(1.0, *scores)
+    width = (high - low) / HISTOGRAM_BINS
+    bins = Counter(min(int((score - low) / width), HISTOGRAM_BINS - 1) for score in scores)
+    return {
+        "edges": [low + i * width for i in range(HISTOGRAM_BINS)] + [high],
+        "counts": [bins[i] for i in range(HISTOGRAM_BINS)],
+    }
+
+
+def _pass_rates(constraints: Sequence[tuple[str, bool]]) -> dict[str, dict[str, float]]:
+    count = Counter(identifier for identifier, _ in constraints)
+    passed = Counter(identifier for identifier, satisfied in constraints if satisfied)
+    return {i: {"count": n, "passed": passed[i], "pass_rate": passed[i] / n} for i, n in sorted(count.items())}
