@@ -7,20 +7,19 @@ what it pays stays with the turn that earned it.
 
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from jaxtyping import Int64
 
-from logitless.errors import InputError, LogitlessError
-from logitless.rollout.answers import checked
+from logitless.errors import EngineError, InputError, LogitlessError
 from logitless.rollout.engine import Engine
 from logitless.rollout.environment import Environment, Limits, Reply, replies_of
 from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
-from logitless.types import Completion, Episode, Prompt, read_only
+from logitless.types import Completion, Episode, FinishReason, Prompt, read_only
 
 
 def play(
@@ -139,6 +138,54 @@ def _answer(environment: Environment, playing: Sequence[_Playing], turns: Sequen
                 remedy="Put it into a ChatEnvironment, which renders messages with the tokenizer's chat template.",
             )
         each.turns.append((turn, reply))
+
+
+def checked(answer: Any, prompts: Sequence[Prompt], num_samples: int) -> list[list[Completion]]:
+    """The answer of ``Engine.sample``, if it is what was asked for: an engine of somebody else's may answer anything.
+
+    Args:
+        answer: of the engine.
+        prompts: that it was asked about.
+        num_samples: completions that it was asked for, of each prompt.
+
+    Raises:
+        EngineError: another number of completions than asked for, in another order, or something else.
+
+    Example:
+        >>> checked([[Completion("7", (4,), "4", "stop")]], [Prompt("7", "2+2=", (4,))], 1)[0][0].text
+        '4'
+        >>> checked([[]], [Prompt("7", "2+2=", (4,))], 1)
+        Traceback (most recent call last):
+        logitless.errors.EngineError: needed 1 completions of prompt '7' ...
+    """
+    groups = [list(group) if isinstance(group, Iterable) else [group] for group in _listed(answer)]
+    if len(groups) != len(prompts):
+        raise _broken(f"a list of completions for each of {len(prompts)} prompts", f"{len(groups)} lists")
+    for prompt, group in zip(prompts, groups, strict=True):
+        if len(group) != num_samples:
+            raise _broken(f"{num_samples} completions of prompt {prompt.id!r}", f"{len(group)}")
+        for each in group:
+            if not isinstance(each, Completion):
+                raise _broken(f"a logitless.types.Completion for prompt {prompt.id!r}", f"a {type(each).__name__}")
+            if each.prompt_id != prompt.id:
+                raise _broken(
+                    f"completions of prompt {prompt.id!r}, in the prompts' order", f"one of {each.prompt_id!r}"
+                )
+            if each.finish_reason not in get_args(FinishReason):
+                raise _broken(f"finish_reason {' or '.join(get_args(FinishReason))}", repr(each.finish_reason))
+    return groups
+
+
+def _listed(answer: Any) -> list[Any]:
+    if not isinstance(answer, Iterable):
+        raise _broken("a list of completions for each prompt", f"a {type(answer).__name__}")
+    return list(answer)
+
+
+def _broken(needed: str, given: str) -> EngineError:
+    return EngineError(
+        needed=f"{needed} from rollout.engine", given=given, remedy="Repair what the engine's `sample` returns."
+    )
 
 
 def tokens_so_far(prompt: Prompt, turns: Sequence[tuple[Completion, Reply]]) -> Int64[np.ndarray, "L"]:

@@ -1,6 +1,5 @@
 """A block on its way to its first step: collected, judged, packed, scored, given advantages, and written down."""
 
-from logitless.rollout.answers import check_sampler_logp
 from logitless.train.block import JudgedBlock, ScoredBlock, pack_groups
 from logitless.train.collect.collector import Collector
 from logitless.train.learn.block_metrics import (
@@ -13,7 +12,7 @@ from logitless.train.learn.block_metrics import (
 )
 from logitless.train.learn.learner import Learner
 from logitless.train.learn.parity_gate import check_parity, parity_metrics
-from logitless.train.learn.score import check_same, sampled_scores
+from logitless.train.learn.score import check_same, check_sampler_logp, sampled_scores
 from logitless.train.record.journal import Journal
 from logitless.train.record.metrics import Numbers
 from logitless.types import TokenScores

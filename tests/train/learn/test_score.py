@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from logitless.data.packing import pack
-from logitless.errors import TrainingError
+from logitless.errors import EngineError, TrainingError
 from logitless.head import fused
 from logitless.models.loading import load_model
 from logitless.rollout.gpu import steps
@@ -17,7 +17,7 @@ from logitless.rollout.gpu.engine import GpuEngine
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train import prepare
 from logitless.train.learn.policy import Policy
-from logitless.train.learn.score import check_same, sampled_scores, scores_of
+from logitless.train.learn.score import check_same, check_sampler_logp, sampled_scores, scores_of
 from logitless.train.plan.run_plan import plan_of
 from logitless.train.run import start
 from logitless.types import Completion, Group, Prompt, TokenScores
@@ -112,6 +112,13 @@ def test_a_pass_is_made_where_the_sampler_does_not_say_what_the_policy_says(grou
     if engine.__class__ is object:
         engine = type("Inexact", (Exact,), {"exact": False})()
     assert sampled_scores(groups, engine, options, version=version) is None
+
+
+def test_log_probs_that_the_algorithm_reads_must_be_there():
+    with pytest.raises(EngineError, match=r"logp_sampler.*None in all 1 completions"):
+        check_sampler_logp([Completion("a", (6,), "6", "stop"), Completion("b", (), "", "stop")])
+    check_sampler_logp([Completion("a", (6,), "6", "stop"), Completion("b", (6,), "6", "stop", logp_sampler=(-0.5,))])
+    check_sampler_logp([])
 
 
 def test_one_bit_ends_the_run():

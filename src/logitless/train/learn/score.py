@@ -4,14 +4,14 @@ An engine that is bitwise identical to the policy spares the policy's pass. Its 
 checked: every few blocks the pass is made all the same, and one token with another bit ends the run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from logitless.distributed.ranks import Ranks
-from logitless.errors import TrainingError
+from logitless.errors import EngineError, TrainingError
 from logitless.rollout.engine import Engine, ExactEngine
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.learn.policy import Scorer
@@ -85,6 +85,25 @@ def sampled_scores(
     return TokenScores(
         logp=_end_to_end(completions, logps), entropy=_end_to_end(completions, [c.entropy_sampler for c in completions])
     )
+
+
+def check_sampler_logp(completions: Iterable[Completion]) -> None:
+    """Refuse completions none of which has ``logp_sampler``, where the algorithm reads it.
+
+    Raises:
+        EngineError: the engine gave none.
+
+    Example:
+        >>> check_sampler_logp([Completion("7", (4,), "4", "stop", logp_sampler=(-0.5,))])
+    """
+    sampled = [each for each in completions if each.length]
+    if sampled and all(each.logp_sampler is None for each in sampled):
+        raise EngineError(
+            needed="logp_sampler of sampled tokens, which algorithm.correction or algorithm.filters read",
+            given=f"None in all {len(sampled)} completions of the engine",
+            remedy="Let the engine give the log-probability of each token that it sampled, or leave that part of the "
+            "algorithm out.",
+        )
 
 
 def mismatched(sampled: TokenScores, scored: TokenScores) -> int:

@@ -3,7 +3,6 @@
 import pytest
 
 from logitless.errors import EngineError
-from logitless.rollout.answers import check_sampler_logp
 from logitless.rollout.environment import SingleTurn
 from logitless.rollout.play import play
 from logitless.rollout.sampling import SamplingOptions
@@ -41,10 +40,3 @@ def test_an_answer_that_was_not_asked_for_is_refused(answer: object, needed: str
 
     with pytest.raises(EngineError, match=needed):
         play(Engine(), ASKED, SingleTurn(), num_samples=2, options=SamplingOptions(3), seed=0)
-
-
-def test_log_probs_that_the_algorithm_reads_must_be_there() -> None:
-    with pytest.raises(EngineError, match=r"logp_sampler.*None in all 1 completions"):
-        check_sampler_logp([said("a"), Completion("b", (), "", "stop")])
-    check_sampler_logp([said("a"), Completion("b", (6,), "6", "stop", logp_sampler=(-0.5,))])
-    check_sampler_logp([])
