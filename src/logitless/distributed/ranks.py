@@ -25,11 +25,10 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from logitless.distributed.arrangement import Arrangement
+from logitless.distributed.collectives import gather_over_group, sum_over_group
 from logitless.distributed.exit_reasons import ExitReasons, in_one_line
-from logitless.distributed.gather import gather_over_group
 from logitless.distributed.sharding import is_sharded
 from logitless.distributed.shares import every_nth
-from logitless.distributed.sums import sum_over_group
 from logitless.distributed.tree import TreeSum
 from logitless.errors import ConfigurationError, LostRankError, UnavailableError
 

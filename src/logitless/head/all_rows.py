@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from logitless.distributed.gather import gather_over_group
+from logitless.distributed.collectives import gather_over_group
 from logitless.distributed.sharding import is_sharded
 from logitless.errors import InputError
 from logitless.head.api import token_scores

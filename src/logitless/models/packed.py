@@ -35,7 +35,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from logitless.distributed.exchange import exchanged
+from logitless.distributed.collectives import exchanged
 from logitless.errors import InputError, UnavailableError
 from logitless.models.attention import MAX_GROUP, MAX_WIDTH, AttentionLayout, prefix_attention
 from logitless.models.repeated_rows import RepeatedRows

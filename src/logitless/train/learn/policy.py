@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from logitless.data.packing import nothing_to_score, pack
 from logitless.data.packing import share_prompts as with_shared_prompts
-from logitless.distributed.exchange import pieced_together
+from logitless.distributed.collectives import pieced_together
 from logitless.distributed.sharding import ShardedModel, is_sharded, shards_on, whole
 from logitless.errors import UnavailableError
 from logitless.head import token_scores

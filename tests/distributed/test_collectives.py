@@ -1,14 +1,64 @@
-"""Sums over ranks: their value, and the gradient of a loss that the ranks hold parts of."""
+"""Rows of all ranks: their order, unequal lengths, dtypes, and groups of some ranks.
+
+Sums over ranks: their value, and the gradient of a loss that the ranks hold parts of.
+"""
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from logitless.distributed import sum_over_group
+from logitless.distributed import gather_over_group, sum_over_group
 from tests.ranks import run_on_ranks
 
 
-def test_one_rank_alone_needs_no_process_group():
+def test_one_rank_alone_needs_no_process_group_and_gets_its_own_tensor():
+    rows = torch.tensor([1.0, -2.0])
+    assert gather_over_group(None)(rows) is rows
+
+
+def rows_of_a_rank(rank, parts):
+    return gather_over_group(dist.group.WORLD)(parts[rank])
+
+
+# Lengths by rank, the first or last one empty among them; what follows the first dimension; what a number is.
+@pytest.mark.parametrize("lengths", [(3, 1), (0, 2), (2, 0, 5, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize(
+    ("rest", "dtype"),
+    [((), torch.float64), ((), torch.bool), ((2,), torch.float32), ((3, 2), torch.bfloat16), ((0,), torch.int64)],
+    ids=str,
+)
+def test_the_rows_of_all_ranks_are_end_to_end_in_the_order_of_ranks(lengths, rest, dtype):
+    numbers = torch.randint(0, 100, (sum(lengths), *rest))
+    whole = numbers % 2 == 0 if dtype == torch.bool else numbers.to(dtype)
+    for found in run_on_ranks(len(lengths), rows_of_a_rank, whole.split(lengths)):
+        assert found.dtype == dtype
+        assert torch.equal(found, whole)
+
+
+def leave_argument_alone(rank):
+    rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).T.requires_grad_()
+    together = gather_over_group(dist.group.WORLD)(rows)
+    return rows.tolist(), together.tolist(), together.requires_grad
+
+
+def test_the_argument_is_left_as_it_is_need_not_be_contiguous_and_gets_no_gradient():
+    rows = [[1, 3], [2, 4]]
+    assert run_on_ranks(2, leave_argument_alone) == [(rows, rows + rows, False)] * 2
+
+
+def only_some_ranks(rank):
+    pair = dist.new_group([1, 3])
+    return gather_over_group(pair)(torch.full((rank,), rank)).tolist() if rank in (1, 3) else None
+
+
+def test_ranks_outside_the_group_take_no_part():
+    assert run_on_ranks(4, only_some_ranks) == [None, [1, 3, 3, 3], None, [1, 3, 3, 3]]
+
+
+# --- sums
+
+
+def test_one_rank_alone_needs_no_process_group_for_a_sum():
     part = torch.tensor([1.0, -2.0], requires_grad=True)
     total = sum_over_group(None)(part)
     total.square().sum().backward()
@@ -71,20 +121,20 @@ def test_it_can_be_differentiated_twice():
     assert run_on_ranks(2, gradient_of_gradient) == [(54.0, 72.0)] * 2
 
 
-def leave_argument_alone(rank):
+def sum_leaving_the_argument(rank):
     part = torch.tensor([[1, 2], [3, 4]]).T
     total = sum_over_group(dist.group.WORLD)(part)
     return part.tolist(), total.tolist()
 
 
 def test_the_argument_is_left_as_it_is_and_may_be_of_whole_numbers_and_not_contiguous():
-    assert run_on_ranks(2, leave_argument_alone) == [([[1, 3], [2, 4]], [[2, 6], [4, 8]])] * 2
+    assert run_on_ranks(2, sum_leaving_the_argument) == [([[1, 3], [2, 4]], [[2, 6], [4, 8]])] * 2
 
 
-def only_some_ranks(rank):
+def sum_of_some_ranks(rank):
     pair = dist.new_group([0, 1])
     return sum_over_group(pair)(torch.tensor(rank + 1)).item() if rank < 2 else None
 
 
-def test_ranks_outside_the_group_take_no_part():
-    assert run_on_ranks(4, only_some_ranks) == [3, 3, None, None]
+def test_ranks_outside_the_group_take_no_part_in_a_sum():
+    assert run_on_ranks(4, sum_of_some_ranks) == [3, 3, None, None]

@@ -1,0 +1,149 @@
+"""Collectives as functions of tensors: gathers, sums and exchanges over the ranks of a group.
+
+The loss is the sum of the ranks' parts, and gradients are summed over ranks. Ranks that share a sequence exchange
+tokens for heads (Ulysses, Jacobs et al. 2023, arXiv:2309.14509): each has some of a row's tokens and all heads, but in
+the attention all tokens and some heads. One all-to-all changes between the two, another back.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed import ProcessGroup
+
+
+def gather_over_group(group: ProcessGroup | None) -> Callable[[Tensor], Tensor]:
+    """All-gather of rows for statistics, without gradient.
+
+    ``y = cat(x_0, x_1, ...)`` on every rank; lengths may differ, 0 included
+
+    Args:
+        group: the ranks that share the data; None for one rank alone, without a process group.
+
+    Returns:
+        A collective: every rank calls it equally often, in the same order, with tensors of one dtype that differ in
+        their first dimension at most. It synchronizes with a GPU: gather columns together.
+
+    Example:
+        >>> gather_over_group(None)(torch.tensor([1.0, 2.0]))
+        tensor([1., 2.])
+    """
+    if group is None:
+        return lambda rows: rows
+    return lambda rows: _gather(rows, group)
+
+
+def _gather(rows: Shaped[Tensor, "n *rest"], group: ProcessGroup) -> Shaped[Tensor, "m *rest"]:
+    lengths = [torch.empty(1, dtype=torch.int64, device=rows.device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.full_like(lengths[0], len(rows)), group=group)
+    counts: list[int] = torch.cat(lengths).tolist()
+    # Ranks send equally many rows: the collective of unequal ones exists on NCCL only.
+    sent = rows.new_zeros((max(counts), *rows.shape[1:]))
+    sent[: len(rows)] = rows.detach()
+    received = [torch.empty_like(sent) for _ in counts]
+    dist.all_gather(received, sent, group=group)
+    return torch.cat([each[:count] for each, count in zip(received, counts, strict=True)])
+
+
+def sum_over_group(group: ProcessGroup | None) -> Callable[[Tensor], Tensor]:
+    """Differentiable all-reduce (sum) over the ranks of a process group.
+
+    ``y = sum_r x_r`` on every rank
+
+    Gradient: ``dL/dx_r = sum_s dL_s/dy`` with ``L = sum_s L_s``, L_s being the part that rank s computes.
+
+    Args:
+        group: the ranks that share the data; None for one rank alone, without a process group.
+
+    Returns:
+        A collective: every rank calls it equally often, in the same order, with the same shape, and all or none with a
+        tensor that needs a gradient; all of them then run backward through it.
+
+    Example:
+        >>> sum_over_group(None)(torch.tensor([1.0, 2.0]))
+        tensor([1., 2.])
+    """
+    if group is None:
+        return lambda part: part
+    return lambda part: _sum(part, group)
+
+
+class _SumOverGroup(Function):
+    @staticmethod
+    def forward(ctx: Any, part: Shaped[Tensor, "..."], group: ProcessGroup) -> Shaped[Tensor, "..."]:
+        ctx.group = group
+        total = part.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Shaped[Tensor, "..."]) -> tuple[Shaped[Tensor, "..."], None]:  # type: ignore[override]
+        return _sum(gradient, ctx.group), None
+
+
+def _sum(part: Tensor, group: ProcessGroup) -> Tensor:
+    return _SumOverGroup.apply(part, group)  # type: ignore[no-untyped-call]
+
+
+def exchanged(x: Shaped[Tensor, "..."], group: ProcessGroup, *, split: int, join: int) -> Shaped[Tensor, "..."]:
+    """All-to-all: cut a tensor along one dimension, and join the pieces of all ranks along another.
+
+    ``y_r = cat_s(x_s.chunk(S, split)[r], join)``. Gradient: the reverse exchange.
+
+    Args:
+        x: of the same shape on every rank; S divides ``split``.
+        group: of S ranks.
+        split: dimension that is whole here and is cut.
+        join: dimension that is cut here and becomes whole.
+    """
+    return _Exchange.apply(x, group, split, join)  # type: ignore[no-untyped-call]
+
+
+def pieced_together(
+    rows: Float[Tensor, "k C"], places: Int[Tensor, "k"], total: int, group: ProcessGroup
+) -> Float[Tensor, "N C"]:
+    """All N rows on every rank, each computed by one of them.
+
+    Gradient: of this rank's rows. All ranks compute the same loss from all rows, so no exchange is needed.
+
+    Args:
+        rows: of this rank.
+        places: their indices among the N.
+        total: N.
+        group: that shares the rows.
+    """
+    return _PiecedTogether.apply(rows, places, total, group)  # type: ignore[no-untyped-call]
+
+
+class _Exchange(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, split: int, join: int) -> Tensor:
+        ctx.options = group, join, split
+        sent = torch.stack(x.chunk(dist.get_world_size(group), split))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return torch.cat(list(received), join)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        group, split, join = ctx.options
+        return exchanged(gradient, group, split=split, join=join), None, None, None
+
+
+class _PiecedTogether(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor, total: int, group: ProcessGroup) -> Tensor:
+        ctx.save_for_backward(places)
+        whole = rows.new_zeros(total, rows.shape[1])
+        whole[places] = rows.detach()
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        (places,) = ctx.saved_tensors
+        return gradient[places], None, None, None
