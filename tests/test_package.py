@@ -51,9 +51,9 @@ def _pip(*arguments):
 
 def test_the_wheel_holds_every_module_and_every_file_that_a_recipe_reads(wheel):
     held = set(zipfile.ZipFile(wheel).namelist())
-    modules = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src" / "logitless").rglob("*.py")}
+    files = {path for path in (ROOT / "src" / "logitless").rglob("*") if path.is_file() and path.suffix != ".pyc"}
     recipes = {f"logitless/{path.relative_to(ROOT)}" for path in (ROOT / "recipes").rglob("*") if path.is_file()}
-    assert modules | {"logitless/py.typed"} <= held
+    assert {str(path.relative_to(ROOT / "src")) for path in files} <= held
     left_out = ("/make_data.py", ".pyc")  # and what the repository's user has prepared
     assert {name for name in recipes if not name.endswith(left_out) and "/prepared/" not in name} == {
         name for name in held if name.startswith("logitless/recipes/")

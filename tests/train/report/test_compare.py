@@ -14,7 +14,7 @@ from tests.train.fake_run import fake_run
 def test_each_run_is_a_line_of_every_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [fake_run(tmp_path, num_blocks=3, seed=seed).path for seed in range(3)]
     drawn = {}
-    monkeypatch.setattr(compare, "card_of", lambda title, _, lines, **__: drawn.setdefault(title, lines) and "")
+    monkeypatch.setattr(compare.Curves, "card", lambda self, lines: drawn.update({self.title: lines}) or "")
     write_comparison(folders, tmp_path / "page.html")
     assert [line.label for line in drawn["Reward"]] == [folder.name for folder in folders]
     assert {"Held-out accuracy", "KL to the reference", "Completion length"} <= set(drawn)

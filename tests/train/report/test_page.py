@@ -117,7 +117,7 @@ def test_a_run_that_stopped_early_says_so_and_marks_the_evaluation_whose_weights
     assert "model/ has the weights of the best evaluation/accuracy, 0.6, after block 8 (step 16)" in text
     (options,) = (options for lines, options in drawn["lines"] if lines[0].label == "accuracy")
     assert options["moment"] == ("best, exported", 16)
-    assert all(options["moment"] is None for lines, options in drawn["lines"] if lines[0].label != "accuracy")
+    assert all(options.get("moment") is None for lines, options in drawn["lines"] if lines[0].label != "accuracy")
 
 
 def test_a_run_that_a_signal_stopped_is_not_called_finished(tmp_path, drawn):

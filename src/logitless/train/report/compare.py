@@ -7,25 +7,19 @@ from typing import Any
 
 from logitless.errors import ConfigurationError
 from logitless.train.record.run_folder import open_run_folder
-from logitless.train.report.page import AFTER, BEFORE, Recorded, card_of, grid_of, table_of
+from logitless.train.report.page import Curves, Recorded, grid_of, table_of, write_document
 from logitless.train.report.plots import COLOURS
-from logitless.train.store.atomic import write_atomically
 
-_COMPARED: tuple[tuple[str, str, str, Mapping[str, Any]], ...] = (
-    ("Reward", "Mean over the block.", "reward/mean", {"y_label": "reward"}),
-    (
-        "Held-out accuracy",
-        "Under the evaluation's sampling settings.",
-        "evaluation/accuracy",
-        {"y_label": "fraction", "unit_interval": True, "smooth": False},
-    ),
-    ("KL to the reference", "k3, mean over tokens.", "kl_ref/k3_mean", {"y_label": "nat per token"}),
-    ("Entropy", "Mean over trained tokens.", "entropy/mean", {"y_label": "nat per token"}),
-    ("Completion length", "Mean.", "length/mean", {"y_label": "token"}),
-    ("Gradient norm", "Before clipping.", "optimizer/grad_norm", {"y_label": "norm"}),
-    ("Sampler against trainer", "|logp_old − logp_sampler|, mean.", "sampler/logp_difference_mean", {"y_label": "nat"}),
-    ("Time", "Of all phases so far.", "time/elapsed_seconds", {"y_label": "second", "smooth": False}),
-)
+_COMPARED = """
+Reward | reward | reward/mean | Mean over the block.
+Held-out accuracy | fraction, whole, exact | evaluation/accuracy | Under the evaluation's sampling settings.
+KL to the reference | nat per token | kl_ref/k3_mean | k3, mean over tokens.
+Entropy | nat per token | entropy/mean | Mean over trained tokens.
+Completion length | token | length/mean | Mean.
+Gradient norm | norm | optimizer/grad_norm | Before clipping.
+Sampler against trainer | nat | sampler/logp_difference_mean | |logp_old − logp_sampler|, mean.
+Time | second, exact | time/elapsed_seconds | Of all phases so far.
+"""
 
 
 def write_comparison(run_folders: Sequence[Path], out: Path) -> Path:
@@ -58,18 +52,18 @@ def write_comparison(run_folders: Sequence[Path], out: Path) -> Path:
     runs = {
         name: Recorded.of(open_run_folder(path)) for name, path in zip(_names(run_folders), run_folders, strict=True)
     }
-    cards = []
-    for title, caption, metric, options in _COMPARED:
-        lines = [line for name, run in runs.items() for line in run.line(metric, name)]
-        cards.append(card_of(title, caption, lines, **options) if lines else "")
-    heading = html.escape(" · ".join(runs))
-    parts = [
-        f"<header><h1>{heading}</h1><p>{len(runs)} runs</p></header>",
+    cards = [
+        curves.card([line for metric in curves.labels for name, run in runs.items() for line in run.line(metric, name)])
+        for curves in Curves.listed(_COMPARED)
+    ]
+    heading = " · ".join(runs)
+    sections = [
+        f"<header><h1>{html.escape(heading)}</h1><p>{len(runs)} runs</p></header>",
         f"<section><h2>Ends</h2>{_ends(runs)}</section>",
         grid_of("Curves", cards),
         f"<section><h2>Recipes</h2>{_differences(runs)}</section>",
     ]
-    write_atomically(out, f"{BEFORE.replace('TITLE', heading)}{''.join(parts)}{AFTER}".encode("utf-8", "replace"))
+    write_document(out, heading, sections)
     return out
 
 

@@ -35,6 +35,7 @@ _GROUP_CHARACTERS = 6000
 _GROUP_BLOCKS, _GROUPS_OF_BLOCK = 5, 4
 _TABLE_ROWS = 25
 _HISTOGRAM_BINS = 12
+_BEFORE, _AFTER = Path(__file__).with_name("page.html").read_text("utf-8").split("BODY")
 
 
 def write_report(run_folder: Path) -> Path:
@@ -60,17 +61,23 @@ def write_report(run_folder: Path) -> Path:
         'report.html'
     """
     folder = open_run_folder(run_folder)
-    write_atomically(folder.report, _page(folder).encode("utf-8", errors="replace"))
+    write_document(folder.report, folder.path.name, _sections(folder))
     return folder.report
 
 
-def _page(folder: RunFolder) -> str:
+def write_document(path: Path, title: str, sections: Iterable[str]) -> None:
+    """Write a page of sections, each of them HTML."""
+    text = f"{_BEFORE.replace('TITLE', html.escape(title))}{''.join(sections)}{_AFTER}"
+    write_atomically(path, text.encode("utf-8", errors="replace"))
+
+
+def _sections(folder: RunFolder) -> list[str]:
     run = Recorded.of(folder)
     rollouts = _Rollouts()
     for block, rows in folder.read_rollouts():
         rollouts.add(block, rows)
     config_text = folder.config.read_text(encoding="utf-8")
-    sections = [
+    return [
         _head(run),
         _tiles(run),
         _curves(run),
@@ -82,7 +89,6 @@ def _page(folder: RunFolder) -> str:
         f"<section><h2>Recipe</h2><details><summary>config.yaml</summary><pre>{html.escape(config_text)}</pre>"
         "</details></section>",
     ]
-    return f"{BEFORE.replace('TITLE', html.escape(run.name))}{''.join(sections)}{AFTER}"
 
 
 @dataclass(frozen=True)
@@ -170,6 +176,10 @@ class Recorded:
         known = any(y is not None for _, y in points)
         return [Line(label, tuple(x for x, _ in points), tuple(y for _, y in points))] if known else []
 
+    def lines(self, curves: "Curves") -> list[Line]:
+        """Those of its metrics that the run has."""
+        return [line for metric, label in curves.labels.items() for line in self.line(metric, label)]
+
 
 def _mapping(text: str) -> dict[str, Any]:
     """YAML or JSON as a mapping; anything else as an empty one: the page is about the run, not its files."""
@@ -251,104 +261,90 @@ def _head(run: Recorded) -> str:
 
 
 def _tiles(run: Recorded) -> str:
-    tiles = [_tile(label, *values) for label, values in run.results.items() if values[1]]
-    return f"<section class=tiles>{''.join(tiles)}</section>"
-
-
-def _tile(label: str, before: str, after: str) -> str:
-    start = f"<small>{before} → </small>" if before else ""
-    return f"<div class=tile><div class=value>{start}{html.escape(after)}</div><div>{html.escape(label)}</div></div>"
+    tiles = ""
+    for label, (before, after) in run.results.items():
+        start = f"<small>{before} → </small>" if before else ""
+        value = f"<div class=value>{start}{html.escape(after)}</div>"
+        tiles += f"<div class=tile>{value}<div>{html.escape(label)}</div></div>" if after else ""
+    return f"<section class=tiles>{tiles}</section>"
 
 
 @dataclass(frozen=True)
-class _Curves:
-    """One plot over the optimizer steps: which metrics, and how they are drawn."""
+class Curves:
+    """One plot over the optimizer steps.
+
+    Args:
+        title, caption, y_label: of the plot.
+        labels: what each metric is called in it.
+        kinds: ``whole``: y from 0 to 1; ``exact``: not smoothed, for it is not drawn at random; ``log``.
+    """
 
     title: str
     caption: str
+    y_label: str
     labels: Mapping[str, str]
-    options: Mapping[str, Any]
+    kinds: frozenset[str] = frozenset()
+
+    @classmethod
+    def listed(cls, table: str) -> "list[Curves]":
+        """Those of a table: title | y label, kinds | metric label, metric label | caption. An indented line continues
+        the last.
+
+        Example:
+            >>> Curves.listed("Rate | rate, exact | optimizer/learning_rate of AdamW | Of each step.")[0].labels
+            {'optimizer/learning_rate': 'of AdamW'}
+        """
+        found = []
+        for line in table.strip().replace("\n    ", " ").splitlines():
+            title, y, metrics, caption = line.split(" | ", maxsplit=3)
+            y_label, *kinds = y.split(", ")
+            labels = {metric: label for metric, _, label in (each.partition(" ") for each in metrics.split(", "))}
+            found.append(cls(title, caption, y_label, labels, frozenset(kinds)))
+        return found
+
+    def card(self, lines: Sequence[Line], **options: Any) -> str:
+        """A plot of lines with their values below it; empty without any.
+
+        Args:
+            lines: over the optimizer steps.
+            options: further ones of ``line_plot``.
+        """
+        if not lines:
+            return ""
+        options |= {"unit_interval": "whole" in self.kinds, "log": "log" in self.kinds}
+        smooth = "exact" not in self.kinds
+        plot = line_plot(lines, x_label="optimizer step", y_label=self.y_label, smooth=smooth, **options)
+        return _card(self.title, self.caption, plot, _values(lines))
 
 
-_FRACTION = {"y_label": "fraction", "unit_interval": True}
-_EXACT = {"smooth": False}
-"""Of numbers that are not drawn at random."""
-
-_CURVES = (
-    _Curves(
-        "KL to the reference",
-        "k3 of each token, mean and 95th percentile, and the controller's target where it has one.",
-        {"kl_ref/k3_mean": "mean", "kl_ref/k3_p95": "95th percentile"},
-        {"y_label": "nat per token"},
-    ),
-    _Curves(
-        "KL coefficient", "Beta, as the controller moved it.", {"kl_ref/beta": "beta"}, {"y_label": "beta"} | _EXACT
-    ),
-    _Curves(
-        "Entropy",
-        "Of the policy's next-token distribution, mean over trained tokens.",
-        {"entropy/mean": "entropy"},
-        {"y_label": "nat per token"},
-    ),
-    _Curves(
-        "Completion length",
-        "Sampled tokens, the stop token included.",
-        {"length/mean": "mean", "length/max": "longest", "length/min": "shortest"},
-        {"y_label": "token"},
-    ),
-    _Curves(
-        "Truncated and without signal",
-        "Completions cut at their limit; groups whose rewards are all equal.",
-        {"length/truncated_fraction": "truncated", "group/zero_signal_fraction": "groups without signal"},
-        _FRACTION,
-    ),
-    _Curves(
-        "Clipped tokens",
-        "Tokens whose gradient a bound of the ratio removes or caps.",
-        {"clip/low_fraction": "lower bound", "clip/high_fraction": "upper bound"},
-        {"y_label": "fraction"},
-    ),
-    _Curves(
-        "Ratio to the old policy",
-        "At the level that the objective uses.",
-        {"ratio/mean": "mean", "ratio/min": "smallest", "ratio/max": "largest"},
-        {"y_label": "ratio"},
-    ),
-    _Curves(
-        "Sampler against trainer",
-        "|logp_old − logp_sampler|: how far the two engines disagree about the same weights.",
-        {"sampler/logp_difference_mean": "mean", "sampler/logp_difference_max": "largest"},
-        {"y_label": "nat"},
-    ),
-    _Curves(
-        "Value loss",
-        "Of the value head, mean over tokens with a return, before its coefficient.",
-        {"loss/value": "value loss"},
-        {"y_label": "reward²"},
-    ),
-    _Curves(
-        "Value head",
-        "Mean prediction against mean return, and the share of the returns' variance that predictions explain.",
-        {
-            "value/mean": "value",
-            "value/return_mean": "return",
-            "value/explained_variance": "explained variance",
-        },
-        {"y_label": "reward"},
-    ),
-    _Curves(
-        "Gradient norm",
-        "Before clipping; a gap is a step that was skipped.",
-        {"optimizer/grad_norm": "norm"},
-        {"y_label": "norm"},
-    ),
-    _Curves(
-        "Learning rate",
-        "Of each step.",
-        {"optimizer/learning_rate": "learning rate"},
-        {"y_label": "learning rate"} | _EXACT,
-    ),
-)
+_CURVES = """
+KL to the reference | nat per token | kl_ref/k3_mean mean, kl_ref/k3_p95 95th percentile
+    | k3 of each token, mean and 95th percentile, and the controller's target where it has one.
+KL coefficient | beta, exact | kl_ref/beta beta | Beta, as the controller moved it.
+Entropy | nat per token | entropy/mean entropy
+    | Of the policy's next-token distribution, mean over trained tokens.
+Completion length | token | length/mean mean, length/max longest, length/min shortest
+    | Sampled tokens, the stop token included.
+Truncated and without signal | fraction, whole
+    | length/truncated_fraction truncated, group/zero_signal_fraction groups without signal
+    | Completions cut at their limit; groups whose rewards are all equal.
+Clipped tokens | fraction | clip/low_fraction lower bound, clip/high_fraction upper bound
+    | Tokens whose gradient a bound of the ratio removes or caps.
+Ratio to the old policy | ratio | ratio/mean mean, ratio/min smallest, ratio/max largest
+    | At the level that the objective uses.
+Sampler against trainer | nat | sampler/logp_difference_mean mean, sampler/logp_difference_max largest
+    | |logp_old − logp_sampler|: how far the two engines disagree about the same weights.
+Value loss | reward² | loss/value value loss
+    | Of the value head, mean over tokens with a return, before its coefficient.
+Value head | reward | value/mean value, value/return_mean return, value/explained_variance explained variance
+    | Mean prediction against mean return, and the share of the returns' variance that predictions explain.
+Gradient norm | norm | optimizer/grad_norm norm | Before clipping; a gap is a step that was skipped.
+Learning rate | learning rate, exact | optimizer/learning_rate learning rate | Of each step.
+"""
+_THROUGHPUT = """
+Throughput | token/s, log | throughput/rollout_tokens_per_second rollout,
+    throughput/scoring_tokens_per_second scoring, throughput/training_tokens_per_second training | Tokens a second.
+"""
 
 
 def _curves(run: Recorded) -> str:
@@ -356,30 +352,32 @@ def _curves(run: Recorded) -> str:
     best = ("best, exported", exported["step"]) if exported is not None and exported["which"] == "best" else None
     names = dict.fromkeys(name for record in run.records for name in record)
     functions = [name for name in names if metric_of(name).name == "reward/{function}/mean"]
-    reward = _Curves(
+    several = functions if len(functions) > 1 else []
+    reward = Curves(
         "Reward",
         "Mean over the block of the weighted sum, and of each function before its weight.",
-        {"reward/mean": "total"} | ({name: name.split("/")[1] for name in functions} if len(functions) > 1 else {}),
-        {"y_label": "reward"},
+        "reward",
+        {"reward/mean": "total"} | {name: name.split("/")[1] for name in several},
     )
     cards = []
-    for curves in (reward, *_of_sources(names), *_of_held_out(names), *_CURVES):
+    for curves in (reward, *_of_sources(names), *_of_held_out(names), *Curves.listed(_CURVES)):
         level = ("target", target) if target is not None and curves.title == "KL to the reference" else None
-        cards.append(_drawn(run, curves, level=level, moment=best if curves.title == "Held-out accuracy" else None))
+        moment = best if curves.title == "Held-out accuracy" else None
+        cards.append(curves.card(run.lines(curves), level=level, moment=moment))
     return grid_of("Training", cards)
 
 
-def _of_sources(names: Iterable[str]) -> Iterator[_Curves]:
+def _of_sources(names: Iterable[str]) -> Iterator[Curves]:
     """The reward of each source, where there are several."""
     labels = {name: name.split("/")[1] for name in names if metric_of(name).name == "source/{source}/reward_mean"}
     if labels:
-        yield _Curves("Reward by source", "Mean over the prompts of each in the block.", labels, {"y_label": "reward"})
+        yield Curves("Reward by source", "Mean over the prompts of each in the block.", "reward", labels)
 
 
-def _of_held_out(names: Iterable[str]) -> Iterator[_Curves]:
+def _of_held_out(names: Iterable[str]) -> Iterator[Curves]:
     """Accuracy of each held-out set, and its pass@k where several samples were taken."""
     told = "Held-out completions that count as correct, under the evaluation's sampling settings."
-    labels, chances = {}, {}
+    labels, chances, kinds = {}, {}, frozenset({"whole", "exact"})
     for name in names:
         held_out, _, number = name.removeprefix("evaluation/").removeprefix("held_out/").rpartition("/")
         match metric_of(name).name:
@@ -388,9 +386,10 @@ def _of_held_out(names: Iterable[str]) -> Iterator[_Curves]:
             case "evaluation/pass_at/{k}" | "held_out/{set}/pass_at/{k}":
                 chances[name] = f"{held_out.removesuffix('pass_at').strip('/')} pass@{number}".strip()
     if labels:
-        yield _Curves("Held-out accuracy", told, labels, _FRACTION | _EXACT)
+        yield Curves("Held-out accuracy", told, "fraction", labels, kinds)
     if chances:
-        yield _Curves("pass@k", "Chance that one of k samples is correct, held out.", chances, _FRACTION | _EXACT)
+        told = "Chance that one of k samples is correct, held out."
+        yield Curves("pass@k", told, "fraction", chances, kinds)
 
 
 def _over_blocks(rollouts: _Rollouts) -> str:
@@ -438,14 +437,8 @@ def _histograms(by_block: Mapping[int, Sequence[float]]) -> str | None:
 
 def _cost(run: Recorded) -> str:
     seconds = run.summary.get("seconds")
-    throughput = _Curves(
-        "Throughput",
-        "Tokens a second.",
-        {f"throughput/{kind}_tokens_per_second": kind for kind in ("rollout", "scoring", "training")},
-        {"y_label": "token/s", "log": True},
-    )
     cards = [
-        _drawn(run, throughput),
+        *(curves.card(run.lines(curves)) for curves in Curves.listed(_THROUGHPUT)),
         _card(
             "Time by phase",
             "Seconds of the whole run, from the start of its process; writing this report is not among them.",
@@ -565,30 +558,6 @@ def _conversation(row: Mapping[str, Any]) -> str:
     return "".join(said)
 
 
-def _drawn(
-    run: Recorded,
-    curves: _Curves,
-    *,
-    level: tuple[str, Number] | None = None,
-    moment: tuple[str, Number] | None = None,
-) -> str:
-    """The card of those metrics that the run has, with their values; empty without any."""
-    lines = [line for name, label in curves.labels.items() for line in run.line(name, label)]
-    return card_of(curves.title, curves.caption, lines, level=level, moment=moment, **curves.options) if lines else ""
-
-
-def card_of(title: str, caption: str, lines: Sequence[Line], **options: Any) -> str:
-    """A plot over the optimizer steps with its values below it.
-
-    Args:
-        title, caption: of the card.
-        lines: at least one.
-        options: of ``line_plot``.
-    """
-    plot = line_plot(lines, x_label="optimizer step", **options)
-    return _card(title, caption, plot, _values(lines))
-
-
 def _values(lines: Sequence[Line]) -> str:
     """Some points of each line, the first and the last among them, as a folded table."""
     by_line = [dict(zip(line.x, line.y, strict=True)) for line in lines]
@@ -633,70 +602,3 @@ def _shortened(text: str, limit: int) -> str:
         return text or "(empty)"
     head = limit // 3
     return f"{text[:head]} […{len(text) - limit} characters…] {text[head - limit :]}"
-
-
-BEFORE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>TITLE</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<style>
-:root { color-scheme: light dark; --ink: #0f172a; --soft: #64748b; --line: #e2e8f0; --paper: #f8fafc; --card: #fff;
-  --head: #f1f5f9; --link: #2563eb; }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 2rem 1.5rem 4rem; max-width: 1180px; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
-h1 { margin: 0; font-size: 1.9rem; letter-spacing: -0.02em; overflow-wrap: anywhere; }
-header p, .note, figcaption { margin: 0.1rem 0 0; color: var(--soft); }
-h2 { margin: 2.4rem 0 0.8rem; font-size: 1.15rem; }
-h3 { margin: 0; font-size: 0.98rem; }
-a { color: var(--link); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 0.9rem; margin-top: 1.4rem; }
-.tile, figure, table, details, article { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
-.tile { padding: 0.8rem 1rem; color: var(--soft); }
-.value { color: var(--ink); font-size: 1.55rem; font-weight: 650; letter-spacing: -0.01em; white-space: nowrap; }
-.value small { color: var(--soft); font-size: 1rem; font-weight: 400; }
-.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 440px), 1fr)); gap: 0.9rem; }
-figure { margin: 0; padding: 0.9rem 1rem 0.6rem; min-width: 0; }
-figcaption { font-size: 0.85rem; }
-figure img { display: block; width: 100%; margin-top: 0.5rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: separate; border-spacing: 0; width: 100%; font-size: 0.88rem; overflow: hidden; }
-th { background: var(--head); text-align: left; font-weight: 600; }
-th, td { padding: 0.45rem 0.7rem; border-bottom: 1px solid var(--line); vertical-align: top; }
-tbody tr:last-child td { border-bottom: 0; }
-td div { max-height: 10.5em; overflow-y: auto; }
-td { white-space: pre-wrap; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
-.samples td:nth-child(2), .samples td:nth-child(3) { min-width: 14rem; }
-td:not(:nth-child(2)):not(:nth-child(3)) { white-space: nowrap; }
-details { padding: 0.6rem 1rem; }
-details.values { border: 0; padding: 0.2rem 0 0; font-size: 0.85rem; color: var(--soft); }
-.values td, .values th { padding: 0.15rem 0.6rem; }
-summary { cursor: pointer; }
-pre { overflow-x: auto; font-size: 0.85rem; white-space: pre-wrap; overflow-wrap: anywhere; }
-.groups { padding-left: 1.1rem; line-height: 1.9; }
-.page { display: none; }
-.page:target { display: block; }
-.side { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr)); gap: 0.9rem; }
-article { padding: 0.7rem 1rem; min-width: 0; }
-article pre { max-height: 24em; overflow-y: auto; }
-.turn { margin: 0.6rem 0; padding-left: 0.7rem; border-left: 3px solid var(--line); }
-.turn.policy { border-color: var(--link); }
-.turn b { font-size: 0.8rem; color: var(--soft); }
-.turn pre { margin: 0.1rem 0 0; }
-.facts { margin: 0; font-weight: 600; font-size: 0.88rem; }
-@media (max-width: 600px) { body { padding: 1rem 0.6rem 3rem; } figure { padding: 0.7rem 0.5rem 0.4rem; } }
-@media screen and (prefers-color-scheme: dark) {
-  :root { --ink: #e2e8f0; --soft: #94a3b8; --line: #334155; --paper: #0f172a; --card: #1e293b; --head: #273449;
-    --link: #93c5fd; }
-  figure img { filter: invert(0.93) hue-rotate(180deg); }
-}
-@media print {
-  body { max-width: none; padding: 0; background: #fff; }
-  .grid { grid-template-columns: 1fr 1fr; }
-  figure, .tile, tr, article { break-inside: avoid; }
-  .scroll, td div, article pre { overflow: visible; max-height: none; }
-  details.values, .groups { display: none; }
-}
-</style></head><body>
-"""
-AFTER = "</body></html>\n"

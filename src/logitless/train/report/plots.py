@@ -88,29 +88,19 @@ def line_plot(
     from matplotlib import ticker
 
     with _figure(2.8) as figure:
-        axes = figure.add_subplot()
+        axes = _axes(figure, x_label, y_label)
         for number, line in enumerate(lines):
             x, y = thinned(line)
-            colour = COLOURS[number % len(COLOURS)]
+            style: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)]}
             if smooth and len(x) >= _SMOOTHED_FROM:
-                axes.plot(x, y, color=colour, linewidth=0.8, alpha=0.3)
+                axes.plot(x, y, linewidth=0.8, alpha=0.3, **style)
                 y = smoothed(y)
-            axes.plot(
-                x,
-                y,
-                label=line.label,
-                color=colour,
-                linewidth=1.6,
-                marker="o" if len(x) <= 30 else None,
-                markersize=3.0,
-            )
+            style |= {"marker": "o" if len(x) <= 30 else None, "markersize": 3.0}
+            axes.plot(x, y, label=line.label, linewidth=1.6, **style)
         if level is not None:
             axes.axhline(level[1], color="#dc2626", linewidth=1.0, linestyle=":", label=level[0])
         if moment is not None:
             axes.axvline(moment[1], color="#dc2626", linewidth=1.0, linestyle="--", label=moment[0])
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
-        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         axes.margins(x=0.02)
         if log and any(value is not None and value > 0 for line in lines for value in line.y):
             axes.set_yscale("log")
@@ -161,19 +151,14 @@ def heat_map(
     starts = [x[c.start] for c in columns]
     edges = numpy.array([*starts, x[-1] + 1], dtype=float) - 0.5
     height = 2.9 if y_names is None else max(1.6, 0.9 + 0.24 * len(rows))
-    from matplotlib import ticker
-
     with _figure(height, {"axes.grid": False}) as figure:
-        axes = figure.add_subplot()
+        axes = _axes(figure, x_label, y_label)
         row_edges = numpy.arange(len(rows) + 1, dtype=float) if y_edges is None else numpy.array(y_edges, dtype=float)
         mesh = axes.pcolormesh(edges, row_edges, numpy.ma.masked_invalid(thinned), cmap="Blues", vmin=0.0, vmax=1.0)
         mesh.set_rasterized(len(columns) * len(rows) > 2000)
         if y_names is not None:
             axes.set_yticks(numpy.arange(len(rows)) + 0.5, y_names)
             axes.invert_yaxis()
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
-        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         bar = figure.colorbar(mesh, ax=axes, label=value_label, pad=0.02)
         bar.outline.set_visible(False)
         return _svg(figure)
@@ -249,6 +234,17 @@ def _figure(height: float, style: Mapping[str, Any] | None = None) -> Iterator[A
 
     with matplotlib.rc_context({**_STYLE, **(style or {})}):
         yield Figure(figsize=(_WIDTH, height), layout="constrained")
+
+
+def _axes(figure: Any, x_label: str, y_label: str) -> Any:
+    """Of whole numbers along x."""
+    from matplotlib import ticker
+
+    axes = figure.add_subplot()
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    return axes
 
 
 def _svg(figure: Any) -> str:
