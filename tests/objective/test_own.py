@@ -81,6 +81,29 @@ def test_a_surrogate_that_does_not_give_a_loss_a_token_is_refused_by_its_path(tm
     assert "mine.py:Mine" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        ('reads = "tokens"', "`reads` to be one of any, token, none from .*mine.py:Mine; given 'tokens'"),
+        ('level = "seq"', "`level` to be one of .*sequence.* from .*mine.py:Mine; given 'seq'"),
+        ('reads = "none"', "logp_old.* from .*mine.py:Mine"),
+    ],
+)
+def test_what_a_surrogate_states_of_itself_must_be_known_and_true(tmp_path, stated, said):
+    text = SURROGATE.replace("{result}", "SurrogateTerms(loss)")
+    text = text.replace("inputs.log_ratio.exp()", 'required(inputs.log_ratio, "logp_old").exp()')
+    text = "from logitless.objective.inputs import required\n" + text.replace("scale:", f"{stated}\n    scale:")
+    with pytest.raises(ConfigurationError, match=said):
+        OwnSurrogate(factory=path_of(tmp_path, text)).made()
+
+
+def test_an_option_of_another_type_is_named_beside_the_line_that_it_breaks(tmp_path):
+    with pytest.raises(
+        ConfigurationError, match=r"mine.py, line 12. Correct that line, or its options .'scale': 'high'"
+    ):
+        surrogate(tmp_path, scale="high")
+
+
 def test_another_shape_is_refused_at_every_call(tmp_path):
     made = surrogate(tmp_path, "SurrogateTerms(loss if len(loss) == 10 else loss[:1])")
     with pytest.raises(InputError, match=r"given a tensor \[1\]"):

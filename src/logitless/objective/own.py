@@ -7,14 +7,16 @@ stated level of the advantages.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
 from logitless.errors import ConfigurationError, LogitlessError
 from logitless.objective.advantage import AdvantageInputs, Estimator
 from logitless.objective.objective import Objective
+from logitless.objective.ranges import Level
 from logitless.objective.surrogate import PolicyLoss
+from logitless.objective.surrogate.policy_loss import RatioLevel
 from logitless.own_code import described, made
 from logitless.types import TokenBatch
 
@@ -54,7 +56,7 @@ class OwnSurrogate(_Own):
         key = "algorithm.surrogate.factory"
         surrogate = made(self.factory, self.options, what="a surrogate", key=key)
         _require(isinstance(surrogate, PolicyLoss), "a PolicyLoss", type(surrogate).__name__, self.factory)
-        with _told_as_own(self.factory):
+        with _told_as_own(self.factory, self.options):
             check_surrogate(surrogate, self.factory)
         return surrogate  # type: ignore[no-any-return]
 
@@ -82,7 +84,7 @@ class OwnAdvantage(_Own):
         """
         estimator = made(self.factory, self.options, what="an advantage", key="algorithm.advantage.factory")
         _require(isinstance(estimator, Estimator), "an Estimator", type(estimator).__name__, self.factory)
-        with _told_as_own(self.factory):
+        with _told_as_own(self.factory, self.options):
             check_estimator(estimator, self.factory)
         return estimator  # type: ignore[no-any-return]
 
@@ -95,9 +97,13 @@ def check_surrogate(surrogate: PolicyLoss, factory: str) -> None:
         factory: its name in errors.
 
     Raises:
-        ConfigurationError: a loss or a gradient that is not finite, or no gradient at all.
-        InputError: a loss of another shape.
+        ConfigurationError: no such ``reads`` or ``level``, a loss or a gradient that is not finite, or no gradient
+            at all.
+        InputError: a loss of another shape, or a ratio that it reads against its ``reads``.
     """
+    for attribute, choices in (("reads", get_args(RatioLevel)), ("level", get_args(Level))):
+        given = getattr(surrogate, attribute)
+        _require(given in choices, f"`{attribute}` to be one of {', '.join(choices)}", repr(given), factory)
     sequence = torch.arange(len(_LENGTHS)).repeat_interleave(torch.tensor(_LENGTHS))
     generator = torch.Generator().manual_seed(0)
     size = len(sequence)
@@ -107,7 +113,7 @@ def check_surrogate(surrogate: PolicyLoss, factory: str) -> None:
         num_sequences=len(_LENGTHS),
         advantage=torch.tensor([1.0, -1.0, 0.5, -0.5])[sequence],
         token_weight=torch.full((size,), 1 / size),
-        logp_old=logp_old,
+        logp_old=None if surrogate.reads == "none" else logp_old,
     )
     objective, moved = Objective(surrogate=surrogate), False
     block = objective.block_statistics(batch, generator=generator)
@@ -169,8 +175,8 @@ def _require(condition: bool, needed: str, given: str, factory: str) -> None:
 
 
 @contextmanager
-def _told_as_own(factory: str) -> Iterator[None]:
-    """Turn any error inside into one that names the factory."""
+def _told_as_own(factory: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Turn any error inside into one that names the factory, and the options, whose types nobody checked."""
     try:
         yield
     except ConfigurationError:
@@ -178,7 +184,8 @@ def _told_as_own(factory: str) -> Iterator[None]:
     except LogitlessError as error:
         _require(False, error.needed, error.given, factory)
     except Exception as error:
-        given = described(error)
         raise ConfigurationError(
-            needed=f"a part that can be called, from {factory}", given=given, remedy="Correct that line."
+            needed=f"a part that can be called, from {factory}",
+            given=described(error),
+            remedy=f"Correct that line, or its options {dict(options)}." if options else "Correct that line.",
         ) from error
