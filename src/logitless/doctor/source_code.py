@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Node = TypeVar("Node", bound=ast.AST)
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,13 @@ class Module:
         """The innermost function, or the file."""
         return self.function_of(node) or self.tree
 
+    def every(self, kind: type[Node]) -> Iterator[Node]:
+        """The nodes of one kind."""
+        return (node for node in self.nodes if isinstance(node, kind))
+
     def calls(self, *names: str) -> Iterator[ast.Call]:
         """Calls of functions or methods of these names, whatever they are called on."""
-        for node in self.nodes:
-            if isinstance(node, ast.Call) and called(node) in names:
-                yield node
+        return (call for call in self.every(ast.Call) if called(call) in names)
 
     def assigned(self, name: str, before: ast.AST) -> list[ast.expr]:
         """What a name was given in the same function above a node, the latest first."""

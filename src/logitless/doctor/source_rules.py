@@ -37,8 +37,8 @@ def centred_over_batch(module: Module) -> Places:
     """
     if "mean" not in module.text:
         return
-    for node in module.nodes:
-        if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub)):
+    for node in module.every(ast.BinOp):
+        if not isinstance(node.op, ast.Sub):
             continue
         mean: ast.expr | None = node.right
         if isinstance(mean, ast.Name):
@@ -56,18 +56,14 @@ def centred_over_batch(module: Module) -> Places:
 
 def _one_group(module: Module, node: ast.AST, averaged: ast.expr) -> bool:
     """Whether names or loops around say that the values are those of one group, or they are a slice."""
-    if isinstance(averaged, ast.Subscript) or _mentions_group(averaged):
+    latest = module.assigned(averaged.id, node)[:1] if isinstance(averaged, ast.Name) else []
+    if any(isinstance(value, ast.Subscript) or _mentions_group(value) for value in (averaged, *latest)):
         return True
-    if isinstance(averaged, ast.Name):
-        latest = module.assigned(averaged.id, node)[:1]
-        if any(isinstance(value, ast.Subscript) or _mentions_group(value) for value in latest):
-            return True
-    for above in module.above(node):
-        if isinstance(above, Function) and "group" in above.name.lower():
-            return True
-        if isinstance(above, ast.For) and (_mentions_group(above.iter) or _mentions_group(above.target)):
-            return True
-    return False
+    return any(
+        (isinstance(above, Function) and "group" in above.name.lower())
+        or (isinstance(above, ast.For) and (_mentions_group(above.iter) or _mentions_group(above.target)))
+        for above in module.above(node)
+    )
 
 
 def _mentions_group(node: ast.AST) -> bool:
@@ -89,19 +85,18 @@ def groups_shuffled(module: Module) -> Places:
     Source: arXiv:2402.03300, sec. 4.1
     """
     for call in module.calls("shuffle", "randperm", "permutation"):
-        scope = module.scope_of(call)
-        if scope is module.tree:
-            continue
-        for later in ast.walk(scope):
-            if (
-                isinstance(later, ast.Call)
-                and called(later) in ("view", "reshape")
-                and later.lineno > call.lineno
-                and _GROUP_COUNTS.search(ast.unparse(later))
-                and words_of(later) & _REWARD_WORDS
-            ):
-                yield module.place(call), f"{module.line(call)}, and below {module.line(later)}"
-                break
+        scope = module.function_of(call)
+        read = [
+            later
+            for later in (() if scope is None else ast.walk(scope))
+            if isinstance(later, ast.Call)
+            and called(later) in ("view", "reshape")
+            and later.lineno > call.lineno
+            and _GROUP_COUNTS.search(ast.unparse(later))
+            and words_of(later) & _REWARD_WORDS
+        ]
+        if read:
+            yield module.place(call), f"{module.line(call)}, and below {module.line(read[0])}"
 
 
 @rule("KL estimator under another name")
@@ -238,10 +233,8 @@ def k3_reversed(module: Module) -> Places:
     """
     if "exp" not in module.text:
         return
-    for node in module.nodes:
-        if not isinstance(node, ast.BinOp) or isinstance(module.parents.get(node), ast.BinOp):
-            continue
-        d = _k3_argument(module, node)
+    for node in module.every(ast.BinOp):
+        d = None if isinstance(module.parents.get(node), ast.BinOp) else _k3_argument(module, node)
         if d is None:
             continue
         if len(d) == 1:  # a name: the difference that it was made of
@@ -265,11 +258,9 @@ def reference_left_trainable(module: Module) -> Places:
     Remedy: Freeze it and call eval() where it is made.
     Source: torch documentation, Module.requires_grad_ and Module.eval
     """
-    for node in module.nodes:
-        if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)):
-            continue
-        made = _made_by(node.value)
-        if called(made) not in ("from_pretrained", "deepcopy", "from_config"):
+    for node in module.every(ast.Assign):
+        made = _made_by(node.value) if isinstance(node.value, ast.Call) else None
+        if made is None or called(made) not in ("from_pretrained", "deepcopy", "from_config"):
             continue
         target = node.targets[0]
         name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
@@ -297,10 +288,8 @@ def _made_by(call: ast.Call) -> ast.Call:
 
 def _frozen_in_loop(module: Module, name: str) -> bool:
     """``for p in ref.parameters(): p.requires_grad = False``, or the like by ``get_parameter``."""
-    return any(
-        isinstance(node, ast.For) and name in ast.unparse(node) and "requires_grad = False" in ast.unparse(node)
-        for node in module.nodes
-    )
+    loops = map(ast.unparse, module.every(ast.For))
+    return any(name in loop and "requires_grad = False" in loop for loop in loops)
 
 
 _SET_UP = (
@@ -315,12 +304,10 @@ _NO_GRADIENT = ("no_grad", "inference_mode")
 def _only_without_gradient(module: Module, name: str) -> bool:
     """Whether every use of a model as a function, or as an argument, stands where no gradient is recorded."""
     uses = [
-        node
-        for node in module.nodes
-        if isinstance(node, ast.Call)
-        and not called(node).startswith(_SET_UP)
-        and name
-        in {ast.unparse(node.func).rpartition(".")[2], *(ast.unparse(a).rpartition(".")[2] for a in _given(node))}
+        call
+        for call in module.every(ast.Call)
+        if not called(call).startswith(_SET_UP)
+        and name in {ast.unparse(each).rpartition(".")[2] for each in (call.func, *_given(call))}
     ]
     handed_on = any(called(use).endswith("Trainer") for use in uses)  # who freezes it, or should
     return bool(uses) and (handed_on or all(_without_gradient(module, use) for use in uses))
@@ -331,12 +318,13 @@ def _given(call: ast.Call) -> list[ast.expr]:
 
 
 def _without_gradient(module: Module, node: ast.AST) -> bool:
+    around: list[ast.AST] = []
     for above in module.above(node):
-        if isinstance(above, ast.With) and any(n in ast.unparse(i) for i in above.items for n in _NO_GRADIENT):
-            return True
-        if isinstance(above, Function) and any(n in ast.unparse(d) for d in above.decorator_list for n in _NO_GRADIENT):
-            return True
-    return False
+        if isinstance(above, ast.With):
+            around += above.items
+        elif isinstance(above, Function):
+            around += above.decorator_list
+    return any(name in ast.unparse(each) for each in around for name in _NO_GRADIENT)
 
 
 @rule("prompt tokens in the loss")
@@ -370,19 +358,14 @@ def _is_whole_input(value: ast.expr) -> bool:
 
 
 def _masked_later(module: Module, node: ast.Assign, name: str) -> bool:
-    scope = module.scope_of(node)
-    for later in ast.walk(scope):
-        if isinstance(later, ast.Assign) and later is not node and later.lineno >= node.lineno:
-            target = later.targets[0]
-            if ast.unparse(target).startswith(name) and "-100" in ast.unparse(later):
-                return True
-        if (
-            isinstance(later, ast.Call)
-            and called(later) in ("masked_fill", "masked_fill_")
-            and name in ast.unparse(later)
-        ):
-            return True
-    return False
+    def masks(later: ast.AST) -> bool:
+        if isinstance(later, ast.Call):
+            return called(later) in ("masked_fill", "masked_fill_") and name in ast.unparse(later)
+        if not isinstance(later, ast.Assign) or later is node or later.lineno < node.lineno:
+            return False
+        return ast.unparse(later.targets[0]).startswith(name) and "-100" in ast.unparse(later)
+
+    return any(map(masks, ast.walk(module.scope_of(node))))
 
 
 @rule("use_reentrant unset")
@@ -405,7 +388,7 @@ def reentrant_unset(module: Module) -> Places:
             continue  # settings come from elsewhere
         if "use_reentrant" not in ast.unparse(call) and all(each.arg is not None for each in call.keywords):
             yield module.at(call)
-    for call in (node for node in module.nodes if isinstance(node, ast.Call)):
+    for call in module.every(ast.Call):
         on = keyword(call, "gradient_checkpointing")
         is_config = called(call).endswith(("Config", "Arguments"))
         if is_config and isinstance(on, ast.Constant) and on.value is True and "use_reentrant" not in module.text:
@@ -606,9 +589,8 @@ def tf32_at_default(modules: Sequence[Module]) -> Places:
     Remedy: Decide: torch.set_float32_matmul_precision('high'), or 'highest' written down.
     Source: torch documentation, CUDA semantics, TF32
     """
-    for place, text in _training(modules):
-        if not re.search(r"allow_tf32|set_float32_matmul_precision|fp32_precision|\btf32\b", text):
-            yield place, "this tree trains and never sets the precision of float32 products"
+    for place in _trains_without(modules, r"allow_tf32|set_float32_matmul_precision|fp32_precision|\btf32\b"):
+        yield place, "this tree trains and never sets the precision of float32 products"
 
 
 @rule("allocator at its default")
@@ -620,9 +602,8 @@ def allocator_at_default(modules: Sequence[Module]) -> Places:
     Remedy: Set expandable_segments:True before the first CUDA call, or say in the README who does.
     Source: torch documentation, CUDA memory management
     """
-    for place, text in _training(modules):
-        if not re.search(r"PYTORCH_(CUDA_)?ALLOC_CONF", text):
-            yield place, "this tree trains and never mentions PYTORCH_CUDA_ALLOC_CONF"
+    for place in _trains_without(modules, "PYTORCH_(CUDA_)?ALLOC_CONF"):
+        yield place, "this tree trains and never mentions PYTORCH_CUDA_ALLOC_CONF"
 
 
 @rule("NCCL on consumer cards")
@@ -634,18 +615,17 @@ def nccl_at_default(modules: Sequence[Module]) -> Places:
     Remedy: Say so in the README, or set NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 on such cards, and nowhere else.
     Source: NCCL documentation, NCCL_P2P_DISABLE; accelerate sets both on these cards
     """
-    for place, text in _training(modules):
-        over_nccl = re.search(r"""init_process_group\(.{0,40}nccl|backend=["']nccl|deepspeed\.init_distributed""", text)
-        if over_nccl and "NCCL_P2P_DISABLE" not in text:
+    over_nccl = r"""init_process_group\(.{0,40}nccl|backend=["']nccl|deepspeed\.init_distributed"""
+    if any(re.search(over_nccl, module.text) for module in modules):
+        for place in _trains_without(modules, "NCCL_P2P_DISABLE"):
             yield place, "this tree trains over NCCL and never mentions NCCL_P2P_DISABLE"
 
 
-def _training(modules: Sequence[Module]) -> Iterator[tuple[str, str]]:
-    """Where a tree calls ``backward`` first, and its whole text; nothing where it does not."""
-    for module in modules:
-        for call in module.calls("backward"):
-            yield module.place(call), "\n".join(each.text for each in modules)
-            return
+def _trains_without(modules: Sequence[Module], pattern: str) -> Sequence[str]:
+    """Where a tree that never mentions something calls ``backward`` first; nowhere if it does not."""
+    if any(re.search(pattern, module.text) for module in modules):
+        return []
+    return [module.place(call) for module in modules for call in module.calls("backward")][:1]
 
 
 @rule("peer-to-peer switched off everywhere")
@@ -656,10 +636,9 @@ def peer_to_peer_off(module: Module) -> Places:
     Remedy: Set it only where the card has none, or from outside.
     Source: NCCL documentation, NCCL_P2P_DISABLE
     """
-    for node in module.nodes:
-        if isinstance(node, ast.Assign) and any("NCCL_P2P_DISABLE" in ast.unparse(target) for target in node.targets):
-            if any(isinstance(above, ast.If) for above in module.above(node)):
-                continue
+    for node in module.every(ast.Assign):
+        sets = any("NCCL_P2P_DISABLE" in ast.unparse(target) for target in node.targets)
+        if sets and not any(isinstance(above, ast.If) for above in module.above(node)):
             yield module.at(node)
 
 
