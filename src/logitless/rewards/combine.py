@@ -86,16 +86,26 @@ def score_batch(
         2.0
     """
     check_names(rewards)
-    given: dict[str, list[Verdict]] = {}
-    for entry in rewards:
-        given[entry.name] = entry.reward.verdicts(prompts, completions, columns, completion_ids)
-        if len(given[entry.name]) != len(completions):
-            raise InputError(
-                needed=f"a verdict for each of {len(completions)} completions",
-                given=f"{len(given[entry.name])} from reward {entry.name!r}",
-                remedy="Return one Verdict a completion, in order.",
-            )
+    given = {entry.name: _said_by(entry, prompts, completions, columns, completion_ids) for entry in rewards}
     return [{name: verdicts[row] for name, verdicts in given.items()} for row in range(len(completions))]
+
+
+def _said_by(
+    entry: WeightedReward,
+    prompts: Sequence[Text],
+    completions: Sequence[Text],
+    columns: Columns,
+    completion_ids: Sequence[Sequence[int]] | None,
+) -> list[Verdict]:
+    """What one reward says of every completion, as many as there are."""
+    said = entry.reward.verdicts(prompts, completions, columns, completion_ids)
+    if len(said) != len(completions):
+        raise InputError(
+            needed=f"a verdict for each of {len(completions)} completions",
+            given=f"{len(said)} from reward {entry.name!r}",
+            remedy="Return one Verdict a completion, in order.",
+        )
+    return said
 
 
 def weighted_sum(
@@ -233,14 +243,13 @@ def _verdicts_of(entry: WeightedReward, pairs: Sequence[tuple[Prompt, Episode]])
     columns = {name: [p.columns.get(name) for p, _ in pairs] for name in names}
     if isinstance(entry.reward, EpisodeReward):
         return entry.reward.episode_verdicts([episode for _, episode in pairs], columns)
-    said = score_batch(
-        [entry],
+    return _said_by(
+        entry,
         [p.messages if p.messages is not None else p.text for p, _ in pairs],
         [episode.completion.text for _, episode in pairs],
         columns,
-        completion_ids=[episode.completion.token_ids.tolist() for _, episode in pairs],
+        [episode.completion.token_ids.tolist() for _, episode in pairs],
     )
-    return [row[entry.name] for row in said]
 
 
 def _failed(episode: Episode) -> Verdict:
