@@ -111,6 +111,14 @@ def test_a_row_that_is_not_text_is_named():
         check_text_column({"answer": ["4", 5]}, "answer")
 
 
+@pytest.mark.parametrize("answer", [[0.5, 1.0], [], None, [Verdict.graded(1.0)]], ids=str)
+def test_a_grade_that_is_not_a_verdict_for_each_text_is_refused_by_the_name_of_its_reward(answer, monkeypatch):
+    monkeypatch.setattr(Exact, "grade", lambda *_: answer)
+    with pytest.raises(InputError, match="a list of 2 Verdict from `grade` of reward 'exact'; given ") as caught:
+        Exact().verdicts(["?"] * 2, ["4", "5"], {"answer": ["4", "5"]})
+    assert repr(answer)[:80] in str(caught.value)
+
+
 def test_every_reward_satisfies_the_protocol_and_has_a_name_for_trl():
     assert isinstance(Echo(), Reward)
     assert Echo().__name__ == "echo"

@@ -249,7 +249,8 @@ class TextReward:
         """One verdict a completion, in order.
 
         Raises:
-            InputError: prompts, columns or completion_ids of another length than ``completions``.
+            InputError: prompts, columns or completion_ids of another length than ``completions``, or a ``grade`` that
+                does not return a verdict for each text.
             ConfigurationError: a column is absent.
             UnavailableError: an optional package is absent.
         """
@@ -257,7 +258,14 @@ class TextReward:
         given = [_gradable_text(completion) for completion in completions]
         readable = [row for row, text in enumerate(given) if isinstance(text, str)]
         texts = [text for text in given if isinstance(text, str)]
-        graded = dict(zip(readable, self.grade(texts, batch.take(readable)) if texts else [], strict=True))
+        answered = self.grade(texts, batch.take(readable)) if texts else []
+        if not isinstance(answered, list) or [type(each) for each in answered] != [Verdict] * len(texts):
+            raise InputError(
+                needed=f"a list of {len(texts)} Verdict from `grade` of reward {self.metric_name!r}",
+                given=f"{answered!r:.80}",
+                remedy="Return one for each text, such as Verdict.graded(1.0).",
+            )
+        graded = dict(zip(readable, answered, strict=True))
         return [graded[row] if isinstance(text, str) else text for row, text in enumerate(given)]
 
     def __call__(
