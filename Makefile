@@ -40,9 +40,7 @@ test-vllm: .venv-vllm/.installed
 	$(VLLM)/python -m pytest -m 'vllm and not gpu and not multi_gpu' tests/vllm
 
 docs: .venv/.installed
-	$(BIN)/python -m logitless.train.document
-	$(BIN)/python -m logitless.rewards.instructions.document
-	$(BIN)/python -m logitless.objective.document
+	$(BIN)/python -m docs.generate
 
 site: .venv/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs]'

@@ -1,6 +1,6 @@
 """Times objectives, forward and backward, against one product of hidden states with a head of the same tokens.
 
-python benchmarks/objective.py && python -m logitless.objective.document
+python benchmarks/objective.py && make docs
 
 Every distinct objective of the presets, and two with every part that there is, on sequences of 1, 2, 4, ... 4096
 tokens: log-probs in, gradient in ``logp`` out, without and with the step's diagnostics. ``ms`` is the device's time

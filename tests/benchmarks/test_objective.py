@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from logitless.objective.document import COST
+from docs.generate.objectives import COST
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ from tests.extending.diffs import ROOT, extended, run_in, run_tests
 RUNS = """
 from pathlib import Path
 import logitless
-from logitless.train.document import page
+from docs.generate.configuration import sections
 from logitless.train.record.metrics import repeatable
 from tests.train.tiny import start_without_report, tiny_recipe
 
@@ -32,7 +32,7 @@ behind = lines("behind", name="lagging", every=2)[1:]
 assert [line["rollout/lag_max"] for line in behind] == [0, 1, 0]  # one step a block, a copy every second block
 drift = [line["sampler/logp_difference_max"] for line in behind]
 assert drift[1] > 100 * max(drift[0], drift[2]), drift
-assert "lagging" in page()
+assert "lagging" in sections()
 """
 
 

@@ -7,7 +7,7 @@ from tests.extending.diffs import ROOT, extended, run_in, run_tests
 CHECKS = """
 from pathlib import Path
 import logitless
-from logitless.objective.document import curves, page
+from docs.generate.objectives import curves, page
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.assembly.algorithm import algorithm_of
 
@@ -38,4 +38,5 @@ def test_recipes_can_name_it_and_the_page_of_objectives_shows_it(copy):
         copy,
         "-c",
         CHECKS.format(quickstart=str(ROOT / "recipes" / "quickstart.yaml"), page=str(ROOT / "docs" / "objectives.md")),
+        also=[ROOT],
     )

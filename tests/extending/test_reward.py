@@ -8,10 +8,10 @@ CHECKS = """
 from pathlib import Path
 import pytest
 import logitless
+from docs.generate.configuration import sections
 from logitless.errors import DataError
 from logitless.rewards.combine import score_batch
 from logitless.rewards.statistics import reward_statistics
-from logitless.train.document import page
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.assembly.data import rewards_of
 from logitless.types import Prompt
@@ -26,7 +26,7 @@ verdicts = score_batch(rewards, ["?"] * 2, ["It is (C)", "It is C"], {{"answer":
 assert [row["choice"].score for row in verdicts] == [1, 0]
 assert reward_statistics(verdicts)["choice"]["constraints"]["choice:chosen"]["pass_rate"] == 0.5
 check_one_verdict_a_text(rewards[0].reward, ["", "(C)", "((C)", "\\ud800(A)", "(" * 10_000 + ")" * 10_000])
-assert "choice" in page()
+assert "choice" in sections()
 """
 
 

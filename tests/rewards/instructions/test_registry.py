@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from docs.generate.rewards import described
 from logitless.rewards.instructions import INSTRUCTIONS, Instruction
-from logitless.rewards.instructions.document import described
 from tests.rewards.instructions.cases import CASES, Case
 from tests.rewards.instructions.official import official_rows
 

@@ -11,12 +11,10 @@ import pyarrow.parquet
 import pytest
 
 from logitless.train.record import rollout_data
-from logitless.train.record.rollout_data import COLUMNS, page
+from logitless.train.record.rollout_data import COLUMNS
 from logitless.train.record.run_folder import RunFolder, create_run_folder, open_run_folder
 from logitless.train.store.atomic import write_atomically
 from tests.train.fake_run import fake_groups, fake_run
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -135,7 +133,3 @@ def test_duckdb_reads_it(run: RunFolder) -> None:
     query = f"SELECT block, count(*), avg(reward) FROM '{run.rollouts}/*.parquet' GROUP BY block ORDER BY block"
     found = duckdb.sql(query).fetchall()
     assert [(block, count) for block, count, _ in found] == [(block, 32) for block in range(1, 8)]
-
-
-def test_the_committed_page_is_current() -> None:
-    assert (ROOT / "docs/rollout_data.md").read_text() == page(), "run make docs"

@@ -1,8 +1,7 @@
 """The presets of docs/objectives.md and their pictures: words and equations are docstrings', gradients evaluated.
 
-``python -m logitless.objective.document`` writes them between the page's marks; with ``--check`` it says whether what
-is there is current. A preset's docstring has its Source, what other libraries call it (Elsewhere) and where they differ
-(Notes). Equations are the paragraphs in double backticks of its parts' docstrings.
+They stand between the page's marks. A preset's docstring has its Source, what other libraries call it (Elsewhere) and
+where they differ (Notes). Equations are the paragraphs in double backticks of its parts' docstrings.
 """
 
 import dataclasses
@@ -13,7 +12,6 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,7 +19,7 @@ import matplotlib
 import torch
 from matplotlib.figure import Figure
 
-from logitless import pages
+from docs.generate import renewed
 from logitless.errors import ConfigurationError
 from logitless.objective.advantage import Advantage
 from logitless.objective.algorithm import Algorithm
@@ -30,9 +28,7 @@ from logitless.objective.surrogate import Surrogate
 from logitless.objective.value import ValueLoss
 from logitless.types import TokenBatch
 
-DOCS = Path(__file__).parents[3] / "docs"
-COST = DOCS.parent / "benchmarks" / "results" / "objective.json"
-MODULE = "logitless.objective.document"
+COST = Path(__file__).parents[2] / "benchmarks" / "results" / "objective.json"
 TOLERANCE = 1e-6
 NUM_POINTS = 120
 POSITIVE, NEGATIVE = "A = +1", "A = -1"
@@ -121,11 +117,6 @@ def curves(name: str) -> Curves:
     return drawn
 
 
-def all_curves() -> dict[str, Curves]:
-    """``curves`` of every preset."""
-    return {name: curves(name) for name in PRESETS}
-
-
 def picture(name: str, drawn: Curves) -> str:
     """The curves of a preset as SVG; its description is ``digest(drawn)``."""
     with matplotlib.rc_context(_STYLE):
@@ -160,9 +151,8 @@ def page(text: str) -> str:
     """
     measured = json.loads(COST.read_text(encoding="utf-8")) if COST.is_file() else None
     for part, fresh in (("presets", _presets()), ("equations", _equations()), ("cost", cost(measured))):
-        begin, end = f"<!-- {part}: begin (made by `python -m {MODULE}`) -->", f"<!-- {part}: end -->"
-        before, rest = text.split(begin)
-        text = f"{before}{begin}\n\n{fresh}\n\n{end}{rest.split(end)[1]}"
+        begin, end = f"<!-- {part}: begin (made by `make docs`) -->", f"<!-- {part}: end -->"
+        text = renewed(text, begin, f"\n\n{fresh}\n\n", end)
     return text
 
 
@@ -205,32 +195,25 @@ def _range(rows: Sequence[Mapping[str, Any]]) -> str:
     return " to ".join(shares)
 
 
-def outdated(docs: Path) -> list[str]:
-    """What under ``docs`` is not as the code has it, in words; empty where all is current."""
+def outdated(folder: Path) -> list[str]:
+    """Numbers and pictures in ``folder`` that are not as the code has them, in words; empty where all is current."""
     found = []
-    text = (docs / "objectives.md").read_text(encoding="utf-8")
-    if text != page(text):
-        found.append("objectives.md")
-    numbers = docs / "objectives" / "gradients.json"
+    numbers = folder / "gradients.json"
     kept: dict[str, Curves] = json.loads(numbers.read_text(encoding="utf-8")) if numbers.is_file() else {}
     if kept.keys() != PRESETS.keys():
-        found.append("objectives/gradients.json: other presets")
+        found.append("gradients.json: other presets")
     for name in kept.keys() & PRESETS.keys():
         if not _close(kept[name], curves(name)):
-            found.append(f"objectives/gradients.json: {name}")
-        drawn = docs / "objectives" / f"{name}.svg"
+            found.append(f"gradients.json: {name}")
+        drawn = folder / f"{name}.svg"
         if not drawn.is_file() or digest(kept[name]) not in drawn.read_text(encoding="utf-8"):
-            found.append(f"objectives/{name}.svg")
+            found.append(drawn.name)
     return sorted(found)
 
 
-def write(docs: Path) -> None:
-    """Write page, numbers and pictures."""
-    folder = docs / "objectives"
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = all_curves()
-    text = docs / "objectives.md"
-    text.write_text(page(text.read_text(encoding="utf-8")), encoding="utf-8")
+def draw(folder: Path) -> None:
+    """Write the numbers and the pictures of all presets."""
+    drawn = {name: curves(name) for name in PRESETS}
     lines = (
         f'"{name}": {{\n' + ",\n".join(f"  {json.dumps(label)}: {json.dumps(y)}" for label, y in each.items()) + "\n}"
         for name, each in drawn.items()
@@ -332,12 +315,3 @@ def _spelled(part: Any) -> str:
 
 def _number(value: Any) -> str:
     return f"{value:.10g}" if isinstance(value, float) else str(value)
-
-
-def main() -> int:
-    """Write the page and its pictures, or with ``--check`` say whether they are current."""
-    return pages.main(MODULE, pages.Written(partial(write, DOCS), partial(outdated, DOCS)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

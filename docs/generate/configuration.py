@@ -1,4 +1,4 @@
-"""Write ``docs/configuration.md`` from the types of a recipe: ``python -m logitless.train.document [--check]``.
+"""The keys of ``docs/configuration.md``, from the types of a recipe.
 
 Keys, types and defaults are read from the types themselves, descriptions from pydantic's fields and from the ``Args``
 of dataclass docstrings, so that the page cannot say what the program does not do.
@@ -18,39 +18,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import yaml
 from pydantic import BaseModel
 
-from logitless import pages
 from logitless.train.assembly.checks import BUILT_RULES
 from logitless.train.assembly.layers import AUTO_LAYER_RULES, LAYER_RULES
 from logitless.train.assembly.resolve import GPU_RULES
 from logitless.train.recipe.algorithm import COMPOSED_RULES
 from logitless.train.recipe.config import MACHINE_RULES, PROCESS_RULES, RULES, Recipe
 from logitless.train.recipe.rule import Rule
-from logitless.train.record import rollout_data
-from logitless.train.record.metrics import metrics_page
-
-PAGE = Path("docs/configuration.md")
-METRICS_PAGE = Path("docs/metrics.md")
-ROLLOUTS_PAGE = Path("docs/rollout_data.md")
-
-INTRODUCTION = """# Configuration
-
-Every key of a recipe: its default, its type and what it does. Written from the types by `make docs`.
-
-`logitless train RECIPE --dry-run` checks a recipe with its data, tokenizer and model, and prints memory by part.
-An unknown key, a value of another type and settings that contradict each other are errors before anything starts.
-
-- **Replace a value:** `--set a.b=c`, with numbers from 0 for entries of lists (`--set rewards.0.weight=2`). The value
-  is YAML, so that it may be a section: `--set 'data.train={name: file, path: train.jsonl}'`.
-- **Paths** start at the folder of the recipe, in `--set` and for `output` at the current folder. Where a hub name may
-  stand too, a path begins with `.`, `/` or `~`, or names an existing folder or GGUF file.
-- **Several processes:** `torchrun --nproc-per-node N -m logitless train RECIPE`; the recipe stays as it is.
-- **Variants:** `name` chooses one, and only its keys are allowed.
-- **Combinations:** [what goes with what](#what-goes-with-what).
-
-`key: value` is a key with its default. A key without one is required, or is a section with defaults of its own. The
-type stands where the default does not show it.
-"""
-
 
 RULES_INTRODUCTION = """## What goes with what
 
@@ -82,22 +55,30 @@ class Key:
         return f"{self.name} {self.annotation} {self.description}"
 
 
-def page() -> str:
-    """The text of the page.
+def page(text: str) -> str:
+    """The page with its sections of keys, which end it."""
+    return text.partition(FIRST)[0] + sections()
+
+
+FIRST = "## The file\n"
+
+
+def sections() -> str:
+    """Every section of a recipe, and what goes with what.
 
     Example:
-        >>> page().splitlines()[0]
-        '# Configuration'
+        >>> sections().splitlines()[0]
+        '## The file'
     """
     places: dict[tuple[type, ...], str] = {(Recipe,): ""}
     _place(Recipe, "", places)
-    parts = [INTRODUCTION]
+    parts = []
     first = {path: kinds for kinds, path in reversed(places.items())}
     told: dict[str, list[Key]] = {}
     for kinds, path in places.items():
         if first[path] is not kinds:
             continue  # some of the variants that stand there
-        parts.append(f"## `{path}`\n" if path else "## The file\n")
+        parts.append(f"## `{path}`\n" if path else FIRST)
         if len(kinds) == 1:
             its = keys(kinds[0])
             parts.append(f"{_summary(kinds[0], equation=False)}\n")
@@ -416,13 +397,3 @@ def _markdown(text: str) -> str:
     """The text in Markdown, in the words of a recipe."""
     linked = re.sub(r"\bdocs/(\w+)\.md\b", r"[\1](\1.md)", text)
     return re.sub(r"\bNone\b", "null", linked.replace("``", "`"))
-
-
-def main() -> int:
-    """Write the pages on recipes, metrics and rollouts, or with ``--check`` say whether they are current."""
-    texts = ((PAGE, page), (METRICS_PAGE, metrics_page), (ROLLOUTS_PAGE, rollout_data.page))
-    return pages.main("logitless.train.document", *(pages.text_page(path, text) for path, text in texts))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
