@@ -59,81 +59,16 @@ class Case:
     note: str = ""
 
 
+def _of(loss: str, **more: Any) -> dict[str, Any]:
+    return {"loss_type": loss, **({"epsilon_high": 5.0} if loss == "cispo" else {}), **more}
+
+
 def _cases() -> Iterator[Case]:
-    losses = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
-    notes = {
-        ("luspo", "token"): "three LUSPO losses exist under padding; this TRL masks, its earlier releases and Liger "
-        "average over padded columns",
-        ("luspo", "sequence"): "three LUSPO losses exist under padding; this TRL sums the trained tokens",
-        ("vespo", "sequence"): "TRL ignores importance_sampling_level under vespo",
-        ("bnpo", "token"): "not the BNPO of arXiv:2506.02864, which normalises rewards",
-        ("cispo", "token"): "TRL's epsilon_high is the ceiling itself; its default 0.2 would scale every gradient",
-    }
-
-    def of(loss: str, **more: Any) -> dict[str, Any]:
-        return {"loss_type": loss, **({"epsilon_high": 5.0} if loss == "cispo" else {}), **more}
-
-    for loss in losses:
-        for level in ("token", "sequence"):
-            fields = of(loss, importance_sampling_level=level)
-            yield Case(f"{loss}, {level} ratio", fields, note=notes.get((loss, level), ""))
-    for level in ("token", "sequence"):
-        for corrected in (True, False):
-            fields = of("dapo", beta=0.3, use_bias_correction_kl=corrected, importance_sampling_level=level)
-            note = "TRL corrects the KL of a token by the ratio of its sequence" if corrected else ""
-            note = note if level == "sequence" else ""
-            yield Case(f"kl {'bias-corrected' if corrected else 'uncorrected'}, {level} ratio", fields, note=note)
-    yield Case(
-        "vespo, kl corrected by the sequence's ratio", of("vespo", beta=0.3, importance_sampling_level="sequence")
-    )
-    yield Case("luspo, kl", of("luspo", beta=0.3, importance_sampling_level="sequence"))
-    for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
-        sampler = {"use_vllm": True, "vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.2}
-        yield Case(f"sampler correction {mode}", of("dapo", **sampler))
-        bounded = {**sampler, "vllm_importance_sampling_clip_min": 0.9}
-        yield Case(f"sampler correction {mode} from below, grpo", of("grpo", **bounded), with_tools=True)
-    for mode in ("token_truncate", "token_mask"):
-        sampler = {"use_vllm": True, "vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.2}
-        yield Case(f"sampler correction {mode}, vespo", of("vespo", **sampler))
-    yield Case("sampler correction off", of("dapo", use_vllm=True, vllm_importance_sampling_correction=False))
-    for level in ("token", "sequence"):
-        yield Case(f"delta, {level} ratio", of("dapo", delta=1.5, importance_sampling_level=level))
-    yield Case("off-policy mask", of("dapo", off_policy_mask_threshold=-0.1))
-    yield Case(
-        "off-policy mask of the sampler",
-        of("grpo", off_policy_mask_threshold=-0.1, use_vllm=True, vllm_importance_sampling_mode="token_truncate"),
-    )
-    micro = "TRL takes it over each micro-batch: the result depends on its size"
-    for quantile in (0.5, 0.2):
-        yield Case(f"entropy quantile {quantile}", of("dapo", top_entropy_quantile=quantile), note=micro)
-    yield Case("entropy quantile, tools", of("grpo", top_entropy_quantile=0.5), with_tools=True, note=micro)
-    yield Case("entropy bonus", of("dapo", entropy_coef=0.1), note=micro)
-    yield Case("entropy bonus with quantile", of("grpo", entropy_coef=0.1, top_entropy_quantile=0.5), note=micro)
-    adaptive = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0, "entropy_coef_delta": 0.25}
-    yield Case("adaptive entropy bonus", of("dapo", **adaptive), accumulation=1, note=micro)
-    yield Case("adaptive entropy bonus above its target", of("dapo", **{**adaptive, "entropy_target": 0.1}), note=micro)
-    for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "vespo"):
-        yield Case(f"tool mask, {loss}", of(loss), with_tools=True)
-    yield Case("tool mask, sequence ratio", of("grpo", importance_sampling_level="sequence"), with_tools=True)
-    for loss in ("dapo", "grpo"):
-        yield Case(f"mask_truncated_completions, {loss}", of(loss, mask_truncated_completions=True))
-    for loss in ("dapo", "cispo", "vespo"):
-        for accumulation in (1, 4):
-            note = (
-                "TRL divides by the tokens of the generation batch, not of the optimizer step"
-                if accumulation == 1
-                else ""
-            )
-            name = f"num_items_in_batch, {loss}, {accumulation} micro-batches a step"
-            yield Case(name, of(loss), accumulation=accumulation, note=note)
-    for loss in ("dapo", "cispo"):
-        yield Case(f"without old log-probabilities, {loss}", of(loss), accumulation=4, on_policy=True)
-    for scale in ("group", "batch", "none"):
-        yield Case(f"scale_rewards={scale}", of("dapo", scale_rewards=scale))
-        note = "" if scale == "group" else f"TRL ignores scale_rewards={scale!r} here"
-        summed = of("dapo", scale_rewards=scale, multi_objective_aggregation="normalize_then_sum")
-        yield Case(f"normalize_then_sum, scale_rewards={scale}", summed, note=note)
-    everything = of(
+    yield from _losses()
+    yield from _corrections()
+    yield from _filters()
+    yield from _batches()
+    everything = _of(
         "grpo",
         importance_sampling_level="sequence",
         beta=0.2,
@@ -146,6 +81,85 @@ def _cases() -> Iterator[Case]:
         multi_objective_aggregation="normalize_then_sum",
     )
     yield Case("everything at once", everything, with_tools=True)
+
+
+def _losses() -> Iterator[Case]:
+    losses = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
+    notes = {
+        ("luspo", "token"): "three LUSPO losses exist under padding; this TRL masks, its earlier releases and Liger "
+        "average over padded columns",
+        ("luspo", "sequence"): "three LUSPO losses exist under padding; this TRL sums the trained tokens",
+        ("vespo", "sequence"): "TRL ignores importance_sampling_level under vespo",
+        ("bnpo", "token"): "not the BNPO of arXiv:2506.02864, which normalises rewards",
+        ("cispo", "token"): "TRL's epsilon_high is the ceiling itself; its default 0.2 would scale every gradient",
+    }
+    for loss in losses:
+        for level in ("token", "sequence"):
+            fields = _of(loss, importance_sampling_level=level)
+            yield Case(f"{loss}, {level} ratio", fields, note=notes.get((loss, level), ""))
+    for level in ("token", "sequence"):
+        for corrected in (True, False):
+            fields = _of("dapo", beta=0.3, use_bias_correction_kl=corrected, importance_sampling_level=level)
+            note = "TRL corrects the KL of a token by the ratio of its sequence" if corrected else ""
+            note = note if level == "sequence" else ""
+            yield Case(f"kl {'bias-corrected' if corrected else 'uncorrected'}, {level} ratio", fields, note=note)
+    yield Case(
+        "vespo, kl corrected by the sequence's ratio", _of("vespo", beta=0.3, importance_sampling_level="sequence")
+    )
+    yield Case("luspo, kl", _of("luspo", beta=0.3, importance_sampling_level="sequence"))
+
+
+def _corrections() -> Iterator[Case]:
+    for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
+        sampler = {"use_vllm": True, "vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.2}
+        yield Case(f"sampler correction {mode}", _of("dapo", **sampler))
+        bounded = {**sampler, "vllm_importance_sampling_clip_min": 0.9}
+        yield Case(f"sampler correction {mode} from below, grpo", _of("grpo", **bounded), with_tools=True)
+    for mode in ("token_truncate", "token_mask"):
+        sampler = {"use_vllm": True, "vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.2}
+        yield Case(f"sampler correction {mode}, vespo", _of("vespo", **sampler))
+    yield Case("sampler correction off", _of("dapo", use_vllm=True, vllm_importance_sampling_correction=False))
+
+
+def _filters() -> Iterator[Case]:
+    for level in ("token", "sequence"):
+        yield Case(f"delta, {level} ratio", _of("dapo", delta=1.5, importance_sampling_level=level))
+    yield Case("off-policy mask", _of("dapo", off_policy_mask_threshold=-0.1))
+    yield Case(
+        "off-policy mask of the sampler",
+        _of("grpo", off_policy_mask_threshold=-0.1, use_vllm=True, vllm_importance_sampling_mode="token_truncate"),
+    )
+    micro = "TRL takes it over each micro-batch: the result depends on its size"
+    for quantile in (0.5, 0.2):
+        yield Case(f"entropy quantile {quantile}", _of("dapo", top_entropy_quantile=quantile), note=micro)
+    yield Case("entropy quantile, tools", _of("grpo", top_entropy_quantile=0.5), with_tools=True, note=micro)
+    yield Case("entropy bonus", _of("dapo", entropy_coef=0.1), note=micro)
+    yield Case("entropy bonus with quantile", _of("grpo", entropy_coef=0.1, top_entropy_quantile=0.5), note=micro)
+    adaptive = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0, "entropy_coef_delta": 0.25}
+    yield Case("adaptive entropy bonus", _of("dapo", **adaptive), accumulation=1, note=micro)
+    yield Case(
+        "adaptive entropy bonus above its target", _of("dapo", **{**adaptive, "entropy_target": 0.1}), note=micro
+    )
+    for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "vespo"):
+        yield Case(f"tool mask, {loss}", _of(loss), with_tools=True)
+    yield Case("tool mask, sequence ratio", _of("grpo", importance_sampling_level="sequence"), with_tools=True)
+    for loss in ("dapo", "grpo"):
+        yield Case(f"mask_truncated_completions, {loss}", _of(loss, mask_truncated_completions=True))
+
+
+def _batches() -> Iterator[Case]:
+    divides = "TRL divides by the tokens of the generation batch, not of the optimizer step"
+    for loss in ("dapo", "cispo", "vespo"):
+        for accumulation, note in ((1, divides), (4, "")):
+            name = f"num_items_in_batch, {loss}, {accumulation} micro-batches a step"
+            yield Case(name, _of(loss), accumulation=accumulation, note=note)
+    for loss in ("dapo", "cispo"):
+        yield Case(f"without old log-probabilities, {loss}", _of(loss), accumulation=4, on_policy=True)
+    for scale in ("group", "batch", "none"):
+        yield Case(f"scale_rewards={scale}", _of("dapo", scale_rewards=scale))
+        note = "" if scale == "group" else f"TRL ignores scale_rewards={scale!r} here"
+        summed = _of("dapo", scale_rewards=scale, multi_objective_aggregation="normalize_then_sum")
+        yield Case(f"normalize_then_sum, scale_rewards={scale}", summed, note=note)
 
 
 CASES = tuple(_cases())
@@ -260,6 +274,16 @@ def _float64_by_default() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+_READ = (
+    *("loss_type", "importance_sampling_level", "beta", "top_entropy_quantile", "off_policy_mask_threshold"),
+    *("use_vllm", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
+    *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
+    *("max_completion_length", "mask_truncated_completions", "num_iterations", "num_generations"),
+    *("scale_rewards", "multi_objective_aggregation", "entropy_coef", "use_adaptive_entropy", "log_multimodal"),
+)
+"""Settings that the loss reads from the trainer."""
+
+
 def _trainer(case: Case, rollouts: Rollouts) -> Any:
     """A ``GRPOTrainer`` with the attributes that its loss reads, and no more."""
     from trl import GRPOConfig, GRPOTrainer
@@ -279,13 +303,7 @@ def _trainer(case: Case, rollouts: Rollouts) -> Any:
         **case.fields,
     )
     trainer = GRPOTrainer.__new__(GRPOTrainer)
-    for name in (
-        *("loss_type", "importance_sampling_level", "beta", "top_entropy_quantile", "off_policy_mask_threshold"),
-        *("use_vllm", "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
-        *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
-        *("max_completion_length", "mask_truncated_completions", "num_iterations", "num_generations"),
-        *("scale_rewards", "multi_objective_aggregation", "entropy_coef", "use_adaptive_entropy", "log_multimodal"),
-    ):
+    for name in _READ:
         setattr(trainer, name, getattr(args, name))
     trainer.args = args
     trainer.epsilon_low = args.epsilon

@@ -154,31 +154,25 @@ def prompts_of_rows(
     ]
     places = [row.place for row, _ in filled]
     token_ids = _token_ids(texts, tokenizer, [conversation is not None for conversation in messages], places)
-    prompts, num_too_long = [], 0
+    prompts = []
     for (row, row_id), conversation, text, tokens in zip(filled, messages, texts, token_ids, strict=True):
-        if len(tokens) > max_prompt_tokens:
-            if too_long == "error":
-                raise DataError(
-                    needed=f"prompts of at most {max_prompt_tokens} tokens",
-                    given=f"{len(tokens)} tokens at {row.place} (id {row_id!r})",
-                    remedy="Raise max_prompt_tokens, shorten the prompt, or set too_long to 'drop'.",
-                )
-            num_too_long += 1
-            continue
-        columns = {name: value for name, value in row.values.items() if name not in ("prompt", "id")}
-        prompts.append(Prompt(id=row_id, text=text, token_ids=tokens, columns=columns, messages=conversation))
-    counts = {
-        "rows": len(rows),
-        "prompts": len(prompts),
-        "empty": len(rows) - len(filled),
-        "too_long": num_too_long,
-    }
+        if len(tokens) <= max_prompt_tokens:
+            columns = {name: value for name, value in row.values.items() if name not in ("prompt", "id")}
+            prompts.append(Prompt(id=row_id, text=text, token_ids=tokens, columns=columns, messages=conversation))
+        elif too_long == "error":
+            raise DataError(
+                needed=f"prompts of at most {max_prompt_tokens} tokens",
+                given=f"{len(tokens)} tokens at {row.place} (id {row_id!r})",
+                remedy="Raise max_prompt_tokens, shorten the prompt, or set too_long to 'drop'.",
+            )
+    empty, dropped = len(rows) - len(filled), len(filled) - len(prompts)
     if not prompts:
         raise DataError(
             needed="at least one prompt",
-            given=f"{counts['rows']} rows: {counts['empty']} empty, {num_too_long} over {max_prompt_tokens} tokens",
+            given=f"{len(rows)} rows: {empty} empty, {dropped} over {max_prompt_tokens} tokens",
             remedy="Check columns.prompt, or raise max_prompt_tokens.",
         )
+    counts = {"rows": len(rows), "prompts": len(prompts), "empty": empty, "too_long": dropped}
     return PromptSet(prompts=tuple(prompts), counts=counts)
 
 

@@ -14,7 +14,7 @@ keep less. What torch's allocator wastes between blocks is not counted.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -110,14 +110,8 @@ def training_memory(
     head = inner.get_output_embeddings().weight
     vocabulary, width = head.shape
 
+    always = _always(parameters, arrangement, optimizer_state)
     held = num_bytes(map(master_weight, trained), cut)
-    always = {
-        "trained weights": held if arrangement.is_sharded else num_bytes(trained, cut),
-        "AdamW moments": {"float32": 2 * held, "8bit": 2 * held // 4 * 65 // 64, "host": 0}[optimizer_state],
-        "frozen weights": num_bytes((p for p in parameters if not p.requires_grad), cut),
-    }
-    if not arrangement.is_sharded and optimizer_state != "host" and any(master_weight(p) is not p for p in trained):
-        always["float32 masters"] = held  # shards are masters
     of_head = shard_bytes(master_weight(head), cut) if head.requires_grad else 0
     one = sum(layer_bytes(model, number)) * tokens
     all_layers, recomputed = layers_bytes(model, number, tokens=tokens, recomputes=recomputes)
@@ -128,9 +122,9 @@ def training_memory(
     embedding = {"gradients": held, "units in use": around, "gradient of the embedding": unsummed}
     if in_order:
         end["sums along the tree"] = held * (micro_batches - 1).bit_length()
-        if arrangement.replicate > 1:  # the largest gradient, laid flat, and that of every rank
-            flat = 4 * max((p.numel() for p in trained), default=0)
-            end["gradients of all ranks"] = max(0, flat * (1 + arrangement.replicate) - one - row)
+    if in_order and arrangement.replicate > 1:  # the largest gradient, laid flat, and that of every rank
+        flat = 4 * max((p.numel() for p in trained), default=0)
+        end["gradients of all ranks"] = max(0, flat * (1 + arrangement.replicate) - one - row)
     return TrainingMemory(
         always,
         {
@@ -140,6 +134,21 @@ def training_memory(
             **({"embedding": embedding} if unsummed else {}),
         },
     )
+
+
+def _always(parameters: Sequence[nn.Parameter], arrangement: Arrangement, optimizer_state: str) -> dict[str, int]:
+    """Weights, their masters and AdamW's moments."""
+    cut, sharded = arrangement.weights, arrangement.is_sharded
+    trained = [p for p in parameters if p.requires_grad]
+    masters = num_bytes(map(master_weight, trained), cut)
+    parts = {
+        "trained weights": masters if sharded else num_bytes(trained, cut),  # shards are masters
+        "AdamW moments": {"float32": 2 * masters, "8bit": 2 * masters // 4 * 65 // 64, "host": 0}[optimizer_state],
+        "frozen weights": num_bytes((p for p in parameters if not p.requires_grad), cut),
+    }
+    if not sharded and optimizer_state != "host" and any(master_weight(p) is not p for p in trained):
+        parts["float32 masters"] = masters
+    return parts
 
 
 def memory_of_rank(

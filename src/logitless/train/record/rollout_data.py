@@ -11,6 +11,7 @@ docs/rollout_data.md has the columns.
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pyarrow.compute
 import pyarrow.parquet
 
 from logitless.errors import DataError
+from logitless.types import Group
 
 FULL_ROWS, FULL_BYTES = 16_384, 8 * 2**20
 """A part with as many rows or bytes is full. Both bound what is written again with each block."""
@@ -41,6 +43,42 @@ COLUMNS: dict[str, tuple[pyarrow.DataType, str]] = {
     "conversation": (pyarrow.string(), "JSON: messages; null for single turns"),
 }
 """Columns of every run, with type and meaning; ``reward/<function>`` (double) follow, one a reward function."""
+
+
+def rows_of(block: int, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]) -> list[dict[str, Any]]:
+    """The rows of a block, whose completions have these advantages, by group."""
+    return [
+        {
+            "block": block,
+            "group": number,
+            "sample": sample,
+            "source": group.prompt.source or None,
+            "prompt_id": group.prompt.id,
+            "prompt": group.prompt.text,
+            "completion": completion.text,
+            "num_tokens": completion.length,
+            "finish_reason": completion.finish_reason,
+            "weights_version": completion.weights_version,
+            "reward": reward,
+            "advantage": advantage,
+            "verdicts": json.dumps({name: asdict(verdict) for name, verdict in verdicts.items()}),
+            "num_turns": completion.num_turns,
+            "conversation": None if messages is None else json.dumps(messages, default=str),
+            **{f"reward/{name}": verdict.score for name, verdict in verdicts.items()},
+        }
+        for number, (group, of_group) in enumerate(zip(groups, advantages, strict=True), start=1)
+        for sample, (completion, verdicts, reward, advantage, messages) in enumerate(
+            zip(
+                group.completions,
+                group.verdicts,
+                group.rewards,
+                of_group,
+                group.conversations or [None] * len(group.completions),
+                strict=True,
+            ),
+            start=1,
+        )
+    ]
 
 
 def append(folder: Path, block: int, rows: Sequence[Mapping[str, Any]], write: Callable[[Path, bytes], None]) -> Path:

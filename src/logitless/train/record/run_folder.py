@@ -22,7 +22,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -193,38 +193,7 @@ class RunFolder:
                 f"{[len(group.completions) for group in groups]}",
                 remedy="Give None for a completion without an advantage.",
             )
-        rows = [
-            {
-                "block": block,
-                "group": number,
-                "sample": sample,
-                "source": group.prompt.source or None,
-                "prompt_id": group.prompt.id,
-                "prompt": group.prompt.text,
-                "completion": completion.text,
-                "num_tokens": completion.length,
-                "finish_reason": completion.finish_reason,
-                "weights_version": completion.weights_version,
-                "reward": reward,
-                "advantage": advantage,
-                "verdicts": json.dumps({name: asdict(verdict) for name, verdict in verdicts.items()}),
-                "num_turns": completion.num_turns,
-                "conversation": None if messages is None else json.dumps(messages, default=str),
-                **{f"reward/{name}": verdict.score for name, verdict in verdicts.items()},
-            }
-            for number, (group, of_group) in enumerate(zip(groups, advantages, strict=True), start=1)
-            for sample, (completion, verdicts, reward, advantage, messages) in enumerate(
-                zip(
-                    group.completions,
-                    group.verdicts,
-                    group.rewards,
-                    of_group,
-                    group.conversations or [None] * len(group.completions),
-                    strict=True,
-                ),
-                start=1,
-            )
-        ]
+        rows = rollout_data.rows_of(block, groups, advantages)
         try:
             return rollout_data.append(self.rollouts, block, rows, write_atomically)
         except OSError as error:
