@@ -236,23 +236,29 @@ def costs_per_token(model: nn.Module) -> dict[Mode, Cost]:
         (32.0, 0.0, True)
     """
     layers = _layers(model)
-    before = [(layer.gradient_checkpointing, getattr(layer, "_gradient_checkpointing_func", None)) for layer in layers]
     found: dict[Mode, Cost] = {}
     few, many = PROBE[next(model.parameters()).device.type]
+    with _modes_restored(layers), _gradients_in_place(model):
+        for mode in _modes_of(layers):
+            (kept0, peak0), (kept1, peak1) = (_kept_and_peak(model, mode, tokens) for tokens in (few, many))
+            kept = (kept1 - kept0) / (many - few)
+            # in short rows a part of it may be a weight's: what is needed grows as fast as it is in the longer row
+            needed = max((peak1 - peak0) / (many - few) - kept, (peak1 - kept1) / many)
+            found[mode] = Cost(kept / len(layers), max(0.0, needed))
+    return found
+
+
+@contextmanager
+def _modes_restored(layers: Sequence[Any]) -> Iterator[list[tuple[bool, Any]]]:
+    """Afterwards layers have the modes that they had before: whether they checkpoint, and by which function."""
+    before = [(layer.gradient_checkpointing, getattr(layer, "_gradient_checkpointing_func", None)) for layer in layers]
     try:
-        with _gradients_in_place(model):
-            for mode in _modes_of(layers):
-                (kept0, peak0), (kept1, peak1) = (_kept_and_peak(model, mode, tokens) for tokens in (few, many))
-                kept = (kept1 - kept0) / (many - few)
-                # in short rows a part of it may be a weight's: what is needed grows as fast as it is in the longer row
-                needed = max((peak1 - peak0) / (many - few) - kept, (peak1 - kept1) / many)
-                found[mode] = Cost(kept / len(layers), max(0.0, needed))
+        yield before
     finally:
         for layer, (on, function) in zip(layers, before, strict=True):
             layer.gradient_checkpointing = on
             if function is not None:
                 layer._gradient_checkpointing_func = function
-    return found
 
 
 @contextmanager
@@ -399,16 +405,10 @@ def fit_activations(model: nn.Module, *, num_tokens: int, budget: int) -> Activa
 def kept_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
     """Inside, what the layers keep as they are set is counted; for tests and benchmarks."""
     layers = _layers(model)
-    before = [(layer.gradient_checkpointing, getattr(layer, "_gradient_checkpointing_func", None)) for layer in layers]
     tally = _Tally(model)
-    for layer, (on, function) in zip(layers, before, strict=True):
-        mode: Mode = function.args[0] if on and isinstance(function, partial) else "keep"
-        layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = partial(_run, mode, tally)
-    try:
-        yield lambda: sum(tally.storages.values())
-    finally:
+    with _modes_restored(layers) as before:
         for layer, (on, function) in zip(layers, before, strict=True):
-            layer.gradient_checkpointing = on
-            if function is not None:
-                layer._gradient_checkpointing_func = function
+            mode: Mode = function.args[0] if on and isinstance(function, partial) else "keep"
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = partial(_run, mode, tally)
+        yield lambda: sum(tally.storages.values())
