@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-vllm lint docs site mutation clean
+.PHONY: demo test test-slow test-vllm lint docs site mutation clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("logitless needs Python 3.11 or newer; set PYTHON=python3.11") if sys.version_info < (3, 11) else None'
@@ -23,6 +23,9 @@ lint: .venv/.installed
 
 test: lint
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 20 -m 'not slow and not gpu and not multi_gpu and not vllm'
+
+test-slow: .venv/.installed
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 20 -m 'slow and not gpu and not multi_gpu and not vllm'
 
 # vLLM's own environment: torchvision, torchaudio and torchcodec come along in CUDA builds that break its import, and its
 # command line asks for a distribution called vllm.

