@@ -20,11 +20,49 @@ from logitless.models.attention import AttentionLayout
 from logitless.models.kernels.rows import FEW_ROWS
 from logitless.models.lm_head import backbone, backbone_hidden, causal_lm, lm_head
 from logitless.models.lora import LoraOptions, add_lora
-from logitless.models.row_invariant.decoding import decode_step, empty_caches, prefill
+from logitless.models.row_invariant.decoding import PagedRows, prefill
 from logitless.models.row_invariant.layers import install_row_invariant
-from logitless.models.row_invariant.paged_attention import PAGE, Chunk, DecodeLayout, PrefillLayout, SharedPages
+from logitless.models.row_invariant.paged_attention import (
+    PAGE,
+    Chunk,
+    DecodeLayout,
+    PagedCache,
+    PrefillLayout,
+    SharedPages,
+)
 from logitless.models.row_invariant.self_check import self_check
 from logitless.types import PackedInputs, PromptGroup
+
+
+def empty_caches(model: nn.Module, num_pages: int) -> list[PagedCache]:
+    """A cache of so many pages for each layer, uninitialised."""
+    decoder: Any = backbone(model)
+    weight = decoder.norm.weight
+    caches = []
+    for layer in decoder.layers:
+        heads = layer.row_invariant_form.heads
+        caches.append(PagedCache.empty(num_pages, heads.key, heads.width, weight.dtype, weight.device))
+    return caches
+
+
+@torch.no_grad()
+def decode_step(model: nn.Module, tokens: Tensor, layout: DecodeLayout, caches: Sequence[PagedCache]) -> Tensor:
+    """Last hidden states of one token a row, whose key and value join the row's pages.
+
+    Args:
+        model: with row-invariant layers.
+        tokens: [R] each row's newest token.
+        layout: where it stands; a row without a query (position -1) writes nothing and gives anything.
+        caches: one a layer, from ``empty_caches``; written.
+
+    Returns:
+        [R, D] as the LM head reads them.
+    """
+    decoder: Any = backbone(model)
+    tables = decoder.row_invariant.reach(layout.page_table.shape[1] * PAGE)
+    slots = torch.where(layout.position >= 0, layout.slots, -1)
+    rows = PagedRows(caches, layout, slots, layout.position.clamp(min=0), tables)
+    return decoder(input_ids=tokens, rows=rows).last_hidden_state
 
 
 @dataclass(frozen=True)

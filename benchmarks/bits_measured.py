@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from bits_cases import DECODED_POSITION, DECODED_ROWS, MODELS, Results
-from bits_laws import Laws
+from bits_laws import Laws, decode_step, empty_caches
 from logitless.bench.machine import release
 from logitless.head.api import token_scores
 from logitless.models.lm_head import backbone_hidden, causal_lm, lm_head
 from logitless.models.packed import PACKED
-from logitless.models.row_invariant.decoding import decode_step, empty_caches
 from logitless.models.row_invariant.layers import install_row_invariant
 from logitless.models.row_invariant.linear import everywhere, product
 from logitless.models.row_invariant.paged_attention import PAGE, DecodeLayout

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from logitless.bench.machine import environment, short_name, write_result
-from script import RESULTS, ROOT, command_line
+from logitless.bench.machine import environment, write_result
+from script import RESULTS, ROOT, command_line, short_name
 
 PAGES = tuple(sorted((ROOT / "docs").glob("*.md")))
 

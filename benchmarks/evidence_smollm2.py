@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from evidence import device, difference, digest, in_processes, leave_row, save_plot, trl_arguments
-from logitless.bench.machine import environment, short_name, write_result
+from logitless.bench.machine import environment, write_result
 from logitless.data.prompts import PromptOrder
 from logitless.models.loading import load_model, load_tokenizer
 from logitless.rollout.environments.options import environment_of
@@ -43,6 +43,7 @@ from logitless.train.recipe.loading import load_recipe
 from logitless.train.record.provenance import environment as made_with
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import start
+from script import short_name
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

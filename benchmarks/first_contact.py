@@ -506,7 +506,8 @@ def measure(options: argparse.Namespace) -> Results:
     """Every case that is asked for and not in the file yet, as far as the time reaches."""
     import torch
 
-    from logitless.bench.machine import environment, short_name
+    from logitless.bench.machine import environment
+    from script import short_name
 
     begun = time.perf_counter()
     kind = "cuda" if torch.cuda.is_available() else "cpu"

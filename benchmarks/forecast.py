@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
-from logitless.bench.machine import environment, short_name, write_result
+from logitless.bench.machine import environment, write_result
 from logitless.doctor.forecast import Forecast, forecast_of
 from logitless.train.plan.run_plan import plan_of
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.record.memory import size_text
 from logitless.train.run import start
-from script import RESULTS, ROOT, between, command_line
+from script import RESULTS, ROOT, between, command_line, short_name
 
 PAGE = ROOT / "docs" / "doctor.md"
 BEGIN, END = "<!-- forecasts: begin (made by `python benchmarks/forecast.py --page`) -->\n\n", "<!-- forecasts: end -->"

@@ -181,6 +181,18 @@ def processor() -> str:
     )
 
 
+def short_name(device: str) -> str:
+    """What result files of a machine are called by: ``cpu``, or the last word of its GPU's name.
+
+    Example:
+        >>> short_name("cpu")
+        'cpu'
+    """
+    import torch
+
+    return "cpu" if device == "cpu" else torch.cuda.get_device_name().split()[-1]
+
+
 def record(runs: list[dict[str, Any]], out: Path, **more: Any) -> None:
     """Write runs, the machine that they were made on, and more by name."""
     import torch

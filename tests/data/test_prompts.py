@@ -1,4 +1,4 @@
-"""What becomes of rows: texts and token ids as the sampler reads them, counted drops, splits, a resumable order."""
+"""What becomes of rows: texts and token ids as the sampler reads them, counted drops, a resumable order."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from logitless.data.prompts import PromptOrder, load_prompts, split, without_overlap
+from logitless.data.prompts import PromptOrder, load_prompts, without_overlap
 from logitless.data.sources import FileData, ReasoningGymData
 from logitless.errors import CheckpointError, ConfigurationError, DataError, InputError
 from logitless.types import Prompt
@@ -172,28 +172,6 @@ def test_a_reasoning_gym_task_becomes_prompts_with_the_answer_beside_them():
 
 def make_prompts(*texts: str) -> list[Prompt]:
     return [Prompt(id=str(number), text=text, token_ids=(1,)) for number, text in enumerate(texts)]
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=20), st.integers(0, 4), st.integers(0, 3))
-def test_a_split_shares_no_text_and_loses_no_prompt_uncounted(texts, num_held_out, seed):
-    prompts = make_prompts(*texts)
-    if len(set(texts)) <= num_held_out:
-        with pytest.raises(DataError):
-            split(prompts, num_held_out, seed)
-        return
-    parts = split(prompts, num_held_out, seed)
-    held_out = {prompt.text for prompt in parts.held_out}
-    assert len(parts.held_out) == len(held_out) == num_held_out
-    assert held_out.isdisjoint(prompt.text for prompt in parts.training)
-    assert len(parts.training) + len(parts.held_out) + parts.num_removed == len(prompts)
-    assert split(prompts, num_held_out, seed) == parts
-
-
-def test_another_seed_holds_out_other_prompts():
-    prompts = make_prompts(*(str(number) for number in range(100)))
-    first, second = ({prompt.id for prompt in split(prompts, 20, seed).held_out} for seed in (0, 1))
-    assert first != second
 
 
 def test_overlap_is_removed_from_training_and_never_from_what_is_held_out():

@@ -10,11 +10,11 @@ import pytest
 import logitless
 from docs.generate.configuration import sections
 from logitless.errors import DataError
-from logitless.rewards.combine import score_batch
 from logitless.rewards.statistics import reward_statistics
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.assembly.data import rewards_of
 from logitless.types import Prompt
+from tests.rewards.scored import scored
 from tests.rewards.test_purity import check_one_verdict_a_text
 
 assert Path(logitless.__file__).is_relative_to(Path.cwd() / "src"), logitless.__file__
@@ -22,7 +22,7 @@ recipe = load_recipe(Path({quickstart!r}), ["rewards=[{{name: choice, letters: A
 rewards = rewards_of(recipe, [Prompt("7", "?", (4,), {{"answer": "C"}})])
 with pytest.raises(DataError, match="'D' in row 0"):
     rewards_of(recipe, [Prompt("7", "?", (4,), {{"answer": "D"}})])
-verdicts = score_batch(rewards, ["?"] * 2, ["It is (C)", "It is C"], {{"answer": ["C"] * 2}})
+verdicts = scored(rewards, ["It is (C)", "It is C"], {{"answer": ["C"] * 2}})
 assert [row["choice"].score for row in verdicts] == [1, 0]
 assert reward_statistics(verdicts)["choice"]["constraints"]["choice:chosen"]["pass_rate"] == 0.5
 check_one_verdict_a_text(rewards[0].reward, ["", "(C)", "((C)", "\\ud800(A)", "(" * 10_000 + ")" * 10_000])

@@ -7,14 +7,15 @@ from unittest import mock
 
 import torch
 
+import bits_laws
 from logitless.models.kernels import attention_launch
-from logitless.models.row_invariant import decoding, functions, linear, paged_attention
+from logitless.models.row_invariant import functions, linear, paged_attention
 
 
 @contextmanager
 def _while_decoding(owner: object, name: str, mutant: object) -> Iterator[None]:
     """``owner.name`` is the mutant inside ``decode_step``."""
-    step = decoding.decode_step
+    step = bits_laws.decode_step
 
     def mutated(*arguments):
         with mock.patch.object(owner, name, mutant):

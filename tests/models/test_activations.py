@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from logitless.errors import ConfigurationError, UnavailableError
+from logitless.models import activations
 from logitless.models.activations import (
     MODES,
     ActivationPlan,
     Cost,
     costs_per_token,
     fit_activations,
-    kept_bytes,
     set_modes,
 )
 from logitless.models.lm_head import backbone_hidden
@@ -91,9 +91,12 @@ def test_what_is_kept_is_predicted_within_a_tenth(fused, share):
     everything = 3 * sum(lengths) * costs_per_token(model)["keep"].kept
     plan = fit_activations(model, num_tokens=sum(lengths), budget=round(share * everything))
     assert plan.num_bytes <= share * everything
-    with kept_bytes(model) as kept:
-        hidden = backbone_hidden(model, packed(lengths))
-        assert kept() == pytest.approx(plan.kept_bytes, rel=0.1, abs=20_000)  # tables of positions
+    assert tuple(layer._gradient_checkpointing_func.args[0] for layer in activations._layers(model)) == plan.modes
+    tally = activations._Tally(model)
+    activations._set(model, plan.modes, tally)
+    hidden = backbone_hidden(model, packed(lengths))
+    kept = sum(tally.storages.values())
+    assert kept == pytest.approx(plan.kept_bytes, rel=0.1, abs=20_000)  # tables of positions
     del hidden
 
 

@@ -2,9 +2,7 @@ import pytest
 
 from logitless.errors import ConfigurationError, InputError
 from logitless.rewards.combine import (
-    check_names,
     judge,
-    score_batch,
     total_reward,
     weighted,
     weighted_sum,
@@ -14,6 +12,7 @@ from logitless.rewards.text.exact import Exact
 from logitless.rewards.text.gate import MinimumLength
 from logitless.rewards.text.length import Length
 from logitless.types import Completion, Episode, Prompt, Verdict
+from tests.rewards.scored import scored
 
 TIMEOUT = Verdict(score=None, status="timeout", message="over 2 s")
 MISSING = Verdict(score=None, status="missing", message="no data")
@@ -58,7 +57,7 @@ def test_a_weight_or_gate_without_a_verdict_is_refused():
 def test_several_rewards_and_a_gate_from_entries_of_a_recipe():
     rewards = weighted([Exact(weight=2.0), Length(unit="words", cap=9, weight=0.1), MinimumLength(minimum=2)])
     completions = ["Paris", "in Paris", "Paris it is"]
-    verdicts = score_batch(rewards, ["Capital?"] * 3, completions, {"answer": ["Paris", "in Paris", "Rome"]})
+    verdicts = scored(rewards, completions, {"answer": ["Paris", "in Paris", "Rome"]})
     assert [list(row) for row in verdicts] == [["exact", "length", "minimum_length"]] * 3
     assert [row["exact"].score for row in verdicts] == [1.0, 1.0, 0.0]
     assert [total_reward(row, rewards) for row in verdicts] == [0.0, 2.0 + 0.2, pytest.approx(0.3)]
@@ -68,8 +67,6 @@ def test_names_must_differ_and_labels_make_them():
     twice = [Exact(), Exact(column="other")]
     with pytest.raises(ConfigurationError, match="'exact' more than once"):
         weighted(twice)
-    with pytest.raises(ConfigurationError, match="'exact' more than once"):
-        check_names([WeightedReward(reward) for reward in twice])
     assert [entry.name for entry in weighted([Exact(), Exact(label="second")])] == ["exact", "second"]
 
 
@@ -89,7 +86,7 @@ def test_a_reward_that_gives_another_number_of_verdicts_is_refused():
             return [MISSING]
 
     with pytest.raises(InputError, match="1 from reward 'short'"):
-        score_batch([WeightedReward(Short())], ["p"] * 2, ["a", "b"], {})
+        scored([WeightedReward(Short())], ["a", "b"], {})
 
 
 UNJUDGED = Verdict(score=None, status="timeout")

@@ -3,9 +3,10 @@ import asyncio
 import pytest
 
 from logitless.errors import ConfigurationError
-from logitless.rewards.combine import score_batch, weighted
+from logitless.rewards.combine import weighted
 from logitless.rewards.user_function import Function, TrustedFunction
 from tests.rewards import functions
+from tests.rewards.scored import scored
 
 HERE = "tests.rewards.functions"
 ORDERS = {
@@ -81,7 +82,7 @@ def test_token_ids_and_messages_arrive():
 
 def test_two_functions_of_a_recipe_are_summed_under_their_own_names():
     rewards = weighted([Function(path=f"{HERE}:length", weight=0.5), Function(path=f"{HERE}:matches", weight=2.0)])
-    rows = score_batch(rewards, ["p"], ["four"], {"answer": ["four"]})
+    rows = scored(rewards, ["four"], {"answer": ["four"]})
     assert {name: verdict.score for name, verdict in rows[0].items()} == {"length": 4.0, "matches": 1.0}
 
 

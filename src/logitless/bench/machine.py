@@ -29,16 +29,6 @@ def environment(device: str, packages: Sequence[str]) -> dict[str, str]:
     return {"gpu": gpu, "driver": driver, "torch": torch.__version__} | {name: _version(name) for name in packages}
 
 
-def short_name(device: str) -> str:
-    """What result files of a machine are called by: ``cpu``, or the last word of its GPU's name.
-
-    Example:
-        >>> short_name("cpu")
-        'cpu'
-    """
-    return "cpu" if device == "cpu" else torch.cuda.get_device_name().split()[-1]
-
-
 def write_result(path: Path, document: Mapping[str, Any], *, indent: int = 1) -> None:
     """Write what was measured as JSON, with the number of its format.
 

@@ -1,4 +1,4 @@
-"""Rows to prompts: chat template, tokens, counted drops, splits and a resumable order.
+"""Rows to prompts: chat template, tokens, counted drops and a resumable order.
 
 Nothing is truncated: a prompt that is too long is dropped and counted, or an error.
 """
@@ -174,39 +174,6 @@ def prompts_of_rows(
         )
     counts = {"rows": len(rows), "prompts": len(prompts), "empty": empty, "too_long": dropped}
     return PromptSet(prompts=tuple(prompts), counts=counts)
-
-
-def split(prompts: Sequence[Prompt], num_held_out: int, seed: int) -> Split:
-    """Hold out ``num_held_out`` prompts of different texts; training keeps none of those texts.
-
-    Args:
-        prompts: all of them.
-        num_held_out: at least 0.
-        seed: decides which.
-
-    Raises:
-        DataError: nothing is left to train on, or there are not enough different texts.
-
-    Example:
-        >>> prompts = [Prompt(id=str(n), text=f"{n % 4}?", token_ids=(n,)) for n in range(8)]
-        >>> parts = split(prompts, 1, seed=0)
-        >>> len(parts.held_out), len(parts.training), parts.num_removed
-        (1, 6, 1)
-    """
-    chosen: dict[str, int] = {}
-    for index in numpy.random.default_rng(seed).permutation(len(prompts)).tolist():
-        if len(chosen) == num_held_out:
-            break
-        chosen.setdefault(prompts[index].text, index)
-    if len(chosen) < num_held_out:
-        raise DataError(
-            needed=f"{num_held_out} different prompts to hold out",
-            given=f"{len(chosen)}",
-            remedy="Hold out fewer, or give more data.",
-        )
-    held_out_indices = set(chosen.values())
-    rest = [prompt for index, prompt in enumerate(prompts) if index not in held_out_indices]
-    return without_overlap(rest, [prompts[index] for index in sorted(held_out_indices)])
 
 
 def without_overlap(training: Sequence[Prompt], held_out: Sequence[Prompt]) -> Split:

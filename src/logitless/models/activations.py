@@ -249,11 +249,11 @@ def costs_per_token(model: nn.Module) -> dict[Mode, Cost]:
 
 
 @contextmanager
-def _modes_restored(layers: Sequence[Any]) -> Iterator[list[tuple[bool, Any]]]:
+def _modes_restored(layers: Sequence[Any]) -> Iterator[None]:
     """Afterwards layers have the modes that they had before: whether they checkpoint, and by which function."""
     before = [(layer.gradient_checkpointing, getattr(layer, "_gradient_checkpointing_func", None)) for layer in layers]
     try:
-        yield before
+        yield
     finally:
         for layer, (on, function) in zip(layers, before, strict=True):
             layer.gradient_checkpointing = on
@@ -399,16 +399,3 @@ def fit_activations(model: nn.Module, *, num_tokens: int, budget: int) -> Activa
     plan = ActivationPlan.of(costs_per_token(model), num_layers=len(layers), num_tokens=num_tokens, budget=budget)
     set_modes(model, plan.modes)
     return plan
-
-
-@contextmanager
-def kept_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
-    """Inside, what the layers keep as they are set is counted; for tests and benchmarks."""
-    layers = _layers(model)
-    tally = _Tally(model)
-    with _modes_restored(layers) as before:
-        for layer, (on, function) in zip(layers, before, strict=True):
-            mode: Mode = function.args[0] if on and isinstance(function, partial) else "keep"
-            layer.gradient_checkpointing = True
-            layer._gradient_checkpointing_func = partial(_run, mode, tally)
-        yield lambda: sum(tally.storages.values())

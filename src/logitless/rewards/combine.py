@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from logitless.errors import ConfigurationError, InputError
-from logitless.rewards.reward import Columns, EpisodeReward, Text, TextReward, WeightedReward
+from logitless.rewards.reward import EpisodeReward, TextReward, WeightedReward
 from logitless.types import Episode, Group, Prompt, Verdict
 
 Unscored: TypeAlias = Literal["leave_out", "drop"]
@@ -28,7 +28,13 @@ def weighted(rewards: Sequence[TextReward]) -> tuple[WeightedReward, ...]:
         [('length', 0.5), ('words', 1.0)]
     """
     entries = tuple(WeightedReward(r, r.weight, r.metric_name, r.gate, r.sources) for r in rewards)
-    check_names(entries)
+    twice = [name for name, times in Counter(entry.name for entry in entries).items() if times > 1]
+    if twice:
+        raise ConfigurationError(
+            needed="a different name for every reward",
+            given=f"{', '.join(map(repr, twice))} more than once",
+            remedy="Give one of them a `label`.",
+        )
     if entries and all(entry.gate for entry in entries):
         raise ConfigurationError(
             needed="a reward that is not a gate",
@@ -36,76 +42,6 @@ def weighted(rewards: Sequence[TextReward]) -> tuple[WeightedReward, ...]:
             remedy="Add a reward, or set `gate: false` on one.",
         )
     return entries
-
-
-def check_names(rewards: Sequence[WeightedReward]) -> None:
-    """Every reward has a name of its own.
-
-    Raises:
-        ConfigurationError: two have the same name.
-
-    Example:
-        >>> from logitless.rewards.text.length import Length
-        >>> check_names([WeightedReward(Length())])
-    """
-    twice = [name for name, times in Counter(reward.name for reward in rewards).items() if times > 1]
-    if twice:
-        raise ConfigurationError(
-            needed="a different name for every reward",
-            given=f"{', '.join(map(repr, twice))} more than once",
-            remedy="Give one of them a `label`.",
-        )
-
-
-def score_batch(
-    rewards: Sequence[WeightedReward],
-    prompts: Sequence[Text],
-    completions: Sequence[Text],
-    columns: Columns,
-    completion_ids: Sequence[Sequence[int]] | None = None,
-) -> list[dict[str, Verdict]]:
-    """What every reward says of every completion.
-
-    Args:
-        rewards: rewards and gates, with names of their own.
-        prompts: one a completion.
-        completions: what is scored.
-        columns: data rows by column, one value a completion.
-        completion_ids: sampled token ids, for rewards that count tokens.
-
-    Returns:
-        One mapping (reward name -> verdict) a completion, in order.
-
-    Raises:
-        ConfigurationError: two rewards have the same name, or one of them lacks a column.
-        InputError: inputs of different lengths, or a reward that gives another number of verdicts.
-
-    Example:
-        >>> from logitless.rewards.text.length import Length
-        >>> score_batch([WeightedReward(Length(unit="words"))], ["Say hi."], ["hi there"], {})[0]["length"].score
-        2.0
-    """
-    check_names(rewards)
-    given = {entry.name: _said_by(entry, prompts, completions, columns, completion_ids) for entry in rewards}
-    return [{name: verdicts[row] for name, verdicts in given.items()} for row in range(len(completions))]
-
-
-def _said_by(
-    entry: WeightedReward,
-    prompts: Sequence[Text],
-    completions: Sequence[Text],
-    columns: Columns,
-    completion_ids: Sequence[Sequence[int]] | None,
-) -> list[Verdict]:
-    """What one reward says of every completion, as many as there are."""
-    said = entry.reward.verdicts(prompts, completions, columns, completion_ids)
-    if len(said) != len(completions):
-        raise InputError(
-            needed=f"a verdict for each of {len(completions)} completions",
-            given=f"{len(said)} from reward {entry.name!r}",
-            remedy="Return one Verdict a completion, in order.",
-        )
-    return said
 
 
 def weighted_sum(
@@ -161,7 +97,7 @@ def total_reward(
     Example:
         >>> from logitless.rewards.text.length import Length
         >>> rewards = weighted([Length(unit="words", weight=0.5)])
-        >>> total_reward(score_batch(rewards, ["Say hi."], ["hi there"], {})[0], rewards)
+        >>> total_reward({"length": Verdict.graded(2.0)}, rewards)
         1.0
     """
     return weighted_sum(
@@ -243,13 +179,19 @@ def _verdicts_of(entry: WeightedReward, pairs: Sequence[tuple[Prompt, Episode]])
     columns = {name: [p.columns.get(name) for p, _ in pairs] for name in names}
     if isinstance(entry.reward, EpisodeReward):
         return entry.reward.episode_verdicts([episode for _, episode in pairs], columns)
-    return _said_by(
-        entry,
+    said = entry.reward.verdicts(
         [p.messages if p.messages is not None else p.text for p, _ in pairs],
         [episode.completion.text for _, episode in pairs],
         columns,
         [episode.completion.token_ids.tolist() for _, episode in pairs],
     )
+    if len(said) != len(pairs):
+        raise InputError(
+            needed=f"a verdict for each of {len(pairs)} completions",
+            given=f"{len(said)} from reward {entry.name!r}",
+            remedy="Return one Verdict a completion, in order.",
+        )
+    return said
 
 
 def _failed(episode: Episode) -> Verdict:

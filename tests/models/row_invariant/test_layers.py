@@ -14,8 +14,9 @@ from logitless.models.lm_head import backbone_hidden
 from logitless.models.loading import load_model
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.row_invariant.coverage import uncovered
-from logitless.models.row_invariant.decoding import empty_caches
+from logitless.models.row_invariant.decoding import prefill
 from logitless.models.row_invariant.layers import install_row_invariant
+from logitless.models.row_invariant.paged_attention import Chunk, PrefillLayout
 from tests.models import bits_mutations
 from tests.models.tiny import CONFIGS, LLAMA, packed, tiny
 
@@ -176,7 +177,7 @@ def test_what_is_not_covered_is_named_and_the_model_left_alone(config, missing):
     assert not installation.exact
     assert "RowInvariant" not in str(model)
     with pytest.raises(UnavailableError, match="install_row_invariant"):
-        empty_caches(model, 1)
+        prefill(model, torch.zeros(1, dtype=torch.long), PrefillLayout([Chunk(0, 1, (0,))], "cpu"), [])
 
 
 def test_weights_of_several_dtypes_are_not_covered():

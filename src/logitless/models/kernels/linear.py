@@ -40,8 +40,8 @@ class Tile:
         tma: load through TMA descriptors.
 
     Example:
-        >>> Tile(rows=16, columns=64, depth=128, warps=4, stages=6, swapped=True, tma=True).shared_bytes(2)
-        122880
+        >>> Tile(rows=16, columns=64, depth=128, warps=4, stages=6, swapped=True, tma=True).depth
+        128
     """
 
     rows: int
@@ -51,10 +51,6 @@ class Tile:
     stages: int
     swapped: bool = False
     tma: bool = False
-
-    def shared_bytes(self, item: int) -> int:
-        """Shared memory of the pipeline for operands of ``item`` bytes."""
-        return (self.rows + self.columns) * self.depth * item * self.stages
 
 
 INTERPRETED = Tile(rows=32, columns=64, depth=64, warps=1, stages=1)

@@ -301,7 +301,7 @@ class Heads:
 def rotate(
     query: Tensor, key: Tensor, value: Tensor, heads: Heads, position: Tensor, cos: Tensor, sin: Tensor,
     norms: HeadNorms | None, *, key_out: Tensor | None = None, value_out: Tensor | None = None,
-    slot: Tensor | None = None, query_out: Tensor | None = None,
+    slot: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Queries, keys and values as attention reads them.
 
@@ -318,7 +318,7 @@ def rotate(
         [T, H, E] and two of [T, K, E] (or those given).
     """
     rows = query.shape[0]
-    query_out = query.new_empty(rows, heads.query, heads.width) if query_out is None else query_out
+    query_out = query.new_empty(rows, heads.query, heads.width)
     key_out = key.new_empty(rows, heads.key, heads.width) if key_out is None else key_out
     value_out = value.new_empty(rows, heads.key, heads.width) if value_out is None else value_out
     blocks = (heads.query + 2 * heads.key) // heads.together

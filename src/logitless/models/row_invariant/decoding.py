@@ -18,7 +18,6 @@ from logitless.models.kernels.rotary import HeadNorms, rotate
 from logitless.models.lm_head import backbone
 from logitless.models.row_invariant.layers import AttentionForm, Installation, RopeTables
 from logitless.models.row_invariant.paged_attention import (
-    PAGE,
     DecodeLayout,
     PagedCache,
     PrefillLayout,
@@ -62,41 +61,6 @@ class PagedRows:
         return out.flatten(1)
 
 
-def empty_caches(model: nn.Module, num_pages: int) -> list[PagedCache]:
-    """A cache of so many pages for each layer, uninitialised."""
-    decoder: Any = _installation(model)[0]
-    weight = decoder.norm.weight
-    caches = []
-    for layer in decoder.layers:
-        heads = layer.row_invariant_form.heads
-        caches.append(PagedCache.empty(num_pages, heads.key, heads.width, weight.dtype, weight.device))
-    return caches
-
-
-@torch.no_grad()
-def decode_step(
-    model: nn.Module, tokens: Int[Tensor, "R"], layout: DecodeLayout, caches: Sequence[PagedCache]
-) -> Float[Tensor, "R D"]:
-    """Last hidden states of one token a row, whose key and value join the row's pages.
-
-    Equals: those rows of the packed forward pass of whole sequences, bit for bit.
-
-    Args:
-        model: with row-invariant layers.
-        tokens: each row's newest token.
-        layout: where it stands; a row without a query (position -1) writes nothing and gives anything.
-        caches: one a layer, from ``empty_caches``; written.
-
-    Returns:
-        [R, D] as the LM head reads them.
-    """
-    decoder, installation = _installation(model)
-    tables = installation.reach(layout.page_table.shape[1] * PAGE)
-    slots = torch.where(layout.position >= 0, layout.slots, -1)
-    rows = PagedRows(caches, layout, slots, layout.position.clamp(min=0), tables)
-    return decoder(input_ids=tokens, rows=rows).last_hidden_state
-
-
 @torch.no_grad()
 def prefill(
     model: nn.Module, tokens: Int[Tensor, "T"], layout: PrefillLayout, caches: Sequence[PagedCache], *,
@@ -110,7 +74,7 @@ def prefill(
         model: with row-invariant layers.
         tokens: of the chunks, end to end.
         layout: of the chunks; what comes before a chunk lies in its pages already.
-        caches: one a layer, from ``empty_caches``; written.
+        caches: one a layer; written.
         num_layers: the first few alone; None for all.
 
     Returns:
