@@ -3,8 +3,10 @@
 import gc
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -15,8 +17,9 @@ from logitless.bench.machine import release
 from logitless.head.api import token_scores
 from logitless.models.lm_head import backbone_hidden, causal_lm, lm_head
 from logitless.models.packed import PACKED
+from logitless.models.row_invariant import linear
 from logitless.models.row_invariant.layers import install_row_invariant
-from logitless.models.row_invariant.linear import everywhere, product
+from logitless.models.row_invariant.linear import Plan, product
 from logitless.models.row_invariant.paged_attention import PAGE, DecodeLayout
 from logitless.models.row_invariant.self_check import self_check
 from logitless.models.seeded import seeded
@@ -137,7 +140,7 @@ class Measured:
                     product(decode_step(self.model, tokens, layout, caches), head, out_dtype=torch.float32)
 
                 ours = _graph(step, stream)
-                with everywhere("cublas"):
+                with plain_cublas():
                     plain = _graph(step, stream)
                 exact, reference = _replays(ours, plain)
                 yield {
@@ -152,6 +155,16 @@ class Measured:
                 release("cuda")
         finally:
             installation.remove()
+
+
+@contextmanager
+def plain_cublas() -> Iterator[None]:
+    """Every product is cuBLAS's inside, whatever its bits, and no activation is part of one."""
+    with (
+        mock.patch.object(Plan, "library", return_value="cublas"),
+        mock.patch.object(linear, "gated_product_or_none", return_value=None),
+    ):
+        yield
 
 
 def _runs(ways: dict[int, str]) -> dict[str, str]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from bits_measured import plain_cublas
 from logitless.errors import UnavailableError
 from logitless.float32_sums import end_to_end
 from logitless.models.kernels.gate import gated
@@ -158,6 +159,8 @@ def test_product_and_gate_are_one_kernel_where_a_check_planned_it_and_nobody_wan
         assert project_gated(x, parts, gelu=gelu) is None  # nobody planned it
         monkeypatch.setitem(linear._plans, shape, Plan({}, {16: Tile(16, 16, 32, 1, 1, tma=True)}))
         assert torch.equal(project_gated(x, parts, gelu=gelu), gated(*project(x, parts), gelu=gelu))
+        with plain_cublas():
+            assert project_gated(x, parts, gelu=gelu) is None
         assert project_gated(x, parts, gelu=not gelu) is None
         assert project_gated(x[:1], parts, gelu=gelu) is None  # another count
         assert project_gated(x.repeat(2, 1), parts, gelu=gelu) is None
@@ -232,3 +235,13 @@ def test_a_library_that_warns_past_python_is_not_heard_and_stderr_is_there_after
         os.write(2, b"experimental\n")
     os.write(2, b"heard\n")
     assert capfd.readouterr().err == "heard\n"
+
+
+def test_what_benchmarks_compare_with_is_the_librarys_product_whatever_the_plan_says(monkeypatch):
+    used = []
+    monkeypatch.setattr(linear, "library_product", lambda way, rows, weight, bias, out: used.append(way))
+    x, weight = torch.zeros(1024, 4), torch.zeros(3, 4)
+    with plain_cublas():
+        product(x, weight)
+    assert used == ["cublas"]
+    assert Plan({}).library(1024) is None

@@ -125,7 +125,6 @@ class Plan:
 
 
 _plans: dict[Shape, Plan] = {}
-_forced: Way | None = None
 
 
 def default_tiles(shape: Shape) -> dict[int, Tile]:
@@ -157,17 +156,6 @@ def plan_for(shape: Shape) -> Plan:
 
 def set_plan(shape: Shape, plan: Plan) -> None:
     _plans[shape] = plan
-
-
-@contextmanager
-def everywhere(way: Way) -> Iterator[None]:
-    """All products one way inside, whatever their bits: what ``benchmarks/bits.py`` compares with."""
-    global _forced
-    before, _forced = _forced, way
-    try:
-        yield
-    finally:
-        _forced = before
 
 
 @contextmanager
@@ -250,15 +238,14 @@ def product(
         if wide is None and rest > FEW_ROWS[-1]:  # no room: the largest checked part, and what is left by a tile
             count = checked_count_below(rest)
             wide = x[:count]
-        way: Way | None = _forced or plan.library(count)
-        if isinstance(way, str) and wide is not None:
+        library = plan.library(count)
+        if library is not None and wide is not None:
             wide_out = widened(y, count)
             assert wide_out is not None, "made with room above"
-            library_product(way, wide, weight, bias, wide_out)
+            library_product(library, wide, weight, bias, wide_out)
         else:
             count = min(rest, MOST_ROWS)
-            tile = way if isinstance(way, Tile) else plan.tile(checked_count(count))
-            fixed_order_product(x[:count], weight, tile, bias=bias, out=y[:count])
+            fixed_order_product(x[:count], weight, plan.tile(checked_count(count)), bias=bias, out=y[:count])
         start += count
     return out
 
@@ -326,7 +313,7 @@ def project_gated(x: Tensor, projections: Sequence[Projection], *, gelu: bool) -
         projections: gate and up, or one of both.
         gelu: the activation, else SiLU.
     """
-    if gradients_wanted() or _forced or any(p.bias is not None or p.lora_a is not None for p in projections):
+    if gradients_wanted() or any(p.bias is not None or p.lora_a is not None for p in projections):
         return None
     weight = end_to_end([projection.weight for projection in projections])
     return None if weight is None else gated_product_or_none(x, weight, gelu=gelu)
