@@ -35,8 +35,8 @@ from logitless.train.assembly.process import device_of, set_process
 from logitless.train.assembly.stages import Parts, assemble, load, read
 from logitless.train.collect.failures import Failures, first_failures
 from logitless.train.long_lived import left_alone
+from logitless.train.loop import next_block
 from logitless.train.plan.run_plan import Plan
-from logitless.train.prepare import prepare
 from logitless.train.recipe.config import Recipe
 from logitless.train.record.journal import Journal
 from logitless.train.record.live_view import LiveView, duration
@@ -256,7 +256,7 @@ def _block(parts: Parts, journal: Journal) -> Sequence[Group]:
     learner = parts.learner
     with journal.phase("weights"):
         parts.engines.load_all(learner.weights(), learner.version)
-    judged, block, _ = prepare(parts.collector, learner, journal)
+    judged, block, _ = next_block(parts.collector, learner, journal)
     if block is None:
         raise UnavailableError(
             needed="a sampled token to measure with",

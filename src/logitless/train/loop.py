@@ -22,14 +22,25 @@ from types import MappingProxyType
 
 from logitless.errors import CheckpointError, EngineError, LostRankError
 from logitless.train.assembly.stages import Parts
+from logitless.train.block import JudgedBlock, ScoredBlock, pack_groups
 from logitless.train.callbacks import Callbacks
+from logitless.train.collect.collector import Collector
 from logitless.train.collect.evaluate import HeldOut
 from logitless.train.collect.failures import Failures, first_failures
 from logitless.train.collect.limits import SignalLimit, UnscoredLimit
 from logitless.train.interrupt import Interrupt
-from logitless.train.learn.block_metrics import training_metrics
-from logitless.train.learn.parity_gate import check_parity
-from logitless.train.prepare import prepare
+from logitless.train.learn.block_metrics import (
+    advantage_metrics,
+    advantages_of,
+    block_metrics,
+    lag_metrics,
+    scoring_metrics,
+    training_metrics,
+    value_metrics,
+)
+from logitless.train.learn.learner import Learner
+from logitless.train.learn.parity_gate import check_parity, parity_metrics
+from logitless.train.learn.score import check_same, check_sampler_logp, sampled_scores
 from logitless.train.record.best import Best
 from logitless.train.record.journal import Journal
 from logitless.train.record.metrics import Numbers
@@ -37,7 +48,7 @@ from logitless.train.record.result import RunResult
 from logitless.train.saving import restore_run, save_run
 from logitless.train.store.checkpoint import BackgroundSaver, Checkpoint, checkpoints, damaged, folder_name
 from logitless.train.store.shared_checkpoint import SharedSaver
-from logitless.types import Group
+from logitless.types import Group, TokenScores
 
 
 class Loop:
@@ -214,7 +225,7 @@ class Loop:
         try:
             at_once = self.interrupt.at_once() if self.ranks.world == 1 else nullcontext()
             with at_once, self.journal.phase("preparation"):
-                judged, block, metrics = prepare(self.collector, self.learner, self.journal)
+                judged, block, metrics = next_block(self.collector, self.learner, self.journal)
         except KeyboardInterrupt:
             self.collector.load_state_dict(before)
             return False
@@ -327,3 +338,49 @@ class Loop:
                 line for line in self.journal.folder.read_metrics() if line["block"] == block and "loss/total" in line
             ]
             self._of_block = {name: value for line in steps for name, value in line.items()}
+
+
+def next_block(
+    collector: Collector, learner: Learner, journal: Journal
+) -> tuple[JudgedBlock, ScoredBlock | None, Numbers]:
+    """The next block, on its way to its first step: collected, judged, packed, scored, given advantages, written down.
+
+    Args:
+        collector: draws and judges it.
+        learner: scores it and gives advantages.
+        journal: times the phases.
+
+    Returns:
+        Everything that was drawn; what is trained on, None without a token; and metrics for the line of its first step.
+    """
+    done = learner.progress.block
+    with journal.phase("rollout") as seconds:
+        judged = collector.next(done, length_factor=learner.controllers.length_factor)
+    metrics = block_metrics(judged, seconds=seconds[0]) | lag_metrics(judged, version=learner.version)
+    if "logp_sampler" in learner.algorithm.objective.needs:
+        check_sampler_logp(completion for group in judged.trained for completion in group.completions)
+    sampled = sampled_scores(judged.trained, collector.engine, collector.options.sampling, learner.version)
+    if learner.ranks.any(sampled is None):  # all ranks make the pass, or none
+        sampled = None
+    metrics["sampler/exact"] = int(sampled is not None)
+    packed = pack_groups(judged.trained, version=learner.version)
+    if not packed.packed.num_tokens:
+        journal.write_rollouts(done + 1, judged)
+        return judged, None, metrics
+    if learner.policy.value_head is not None:  # its values need the pass
+        sampled = None
+    rescore = sampled is not None and done % collector.options.engine.blocks_between_rescores == 0
+    with journal.phase("scoring") as seconds:
+        scored = learner.score(packed, judged.trained, sampled, rescore=rescore)
+    passed = sampled is None or rescore
+    if sampled is not None and rescore:
+        metrics["sampler/mismatched_tokens"] = check_same(sampled, TokenScores(scored.logp_old, scored.entropy_old))
+    if passed and not scored.scores_itself and not collector.options.sampling.filters_distribution:
+        found = parity_metrics(scored.packed, scored.logp_old)
+        metrics |= found
+        check_parity(found, collector.options.parity, journal.message)
+    advantages = advantages_of(scored, judged)
+    metrics |= scoring_metrics(scored, passed=passed, seconds=seconds[0])
+    metrics |= advantage_metrics(advantages, learner.algorithm.advantage) | value_metrics(scored)
+    journal.write_rollouts(done + 1, judged, advantages)
+    return judged, scored, metrics

@@ -8,7 +8,7 @@ import torch
 from logitless.train.assembly.data import data_of
 from logitless.train.assembly.engines import open_engines
 from logitless.train.assembly.stages import Parts, assemble, load, read
-from logitless.train.prepare import prepare
+from logitless.train.loop import next_block
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.record.journal import Journal
 from logitless.train.record.live_view import LiveView
@@ -27,7 +27,7 @@ def _trained_on_a_block(parts, folder) -> list[dict]:
     """The numbers of each step."""
     journal = Journal(create_run_folder(folder, "parts"), LiveView(1, silent=True), (), parts.learner.policy.device)
     parts.engines.load_all(parts.learner.weights(), parts.learner.version)
-    _, block, _ = prepare(parts.collector, parts.learner, journal)
+    _, block, _ = next_block(parts.collector, parts.learner, journal)
     parts.learner.begin(block)
     steps = []
     while parts.learner.in_training:

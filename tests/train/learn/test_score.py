@@ -15,7 +15,7 @@ from logitless.models.loading import load_model
 from logitless.rollout.gpu import steps
 from logitless.rollout.gpu.engine import GpuEngine
 from logitless.rollout.sampling import SamplingOptions
-from logitless.train import prepare
+from logitless.train import loop
 from logitless.train.learn.policy import Policy
 from logitless.train.learn.score import check_same, check_sampler_logp, sampled_scores, scores_of
 from logitless.train.plan.run_plan import plan_of
@@ -179,13 +179,13 @@ def test_a_run_with_filters_leaves_the_pass_out_too(tmp_path, interpreted_head):
 
 
 def test_a_sampler_that_is_not_bitwise_identical_ends_the_run(tmp_path, monkeypatch, interpreted_head):
-    said = prepare.sampled_scores
+    said = loop.sampled_scores
 
     def otherwise(*arguments):
         found = said(*arguments)
         return TokenScores(torch.nextafter(found.logp, torch.zeros_like(found.logp)), found.entropy)
 
-    monkeypatch.setattr(prepare, "sampled_scores", otherwise)
+    monkeypatch.setattr(loop, "sampled_scores", otherwise)
     with pytest.raises(TrainingError, match="tokens that differ"):
         start(tiny_recipe(tmp_path, **SMALL, train__blocks=1))
 
