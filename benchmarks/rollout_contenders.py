@@ -20,7 +20,7 @@ from logitless.models.lm_head import backbone, causal_lm
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.modes import evaluating
 from logitless.models.row_invariant.layers import install_row_invariant
-from logitless.rewards.combine import weighted
+from logitless.rewards.reward import weighted
 from logitless.rollout.engine import Engine
 from logitless.rollout.gpu.engine import GpuEngine
 from logitless.rollout.gpu.steps import Log, Steps

@@ -27,7 +27,7 @@ import numpy as np
 
 from logitless.bench.machine import write_result
 from logitless.errors import InputError
-from logitless.rewards.combine import weighted
+from logitless.rewards.reward import weighted
 from logitless.rewards.text.length import Length
 from logitless.rollout.environment import SingleTurn
 from logitless.rollout.sampling import SamplingOptions

@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from logitless.rewards.combine import judge
-from logitless.rewards.reward import WeightedReward
+from logitless.rewards.reward import WeightedReward, judge
 from logitless.types import Completion, Episode, Prompt, Verdict
 
 

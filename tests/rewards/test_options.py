@@ -4,9 +4,8 @@ from typing import get_args
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from logitless.rewards.combine import weighted
 from logitless.rewards.options import RewardOptions
-from logitless.rewards.reward import Reward
+from logitless.rewards.reward import Reward, weighted
 
 ENTRIES = TypeAdapter(tuple[RewardOptions, ...])
 KINDS = get_args(get_args(RewardOptions)[0])

@@ -14,11 +14,21 @@ from logitless.rewards.reward import (
     check_text_column,
     column,
     completion_text,
+    judge,
     prompt_text,
+    total_reward,
+    weighted,
+    weighted_sum,
 )
 from logitless.rewards.text.exact import Exact
+from logitless.rewards.text.gate import MinimumLength
 from logitless.rewards.text.length import Length
-from logitless.types import Verdict
+from logitless.types import Completion, Episode, Prompt, Verdict
+from tests.rewards.scored import scored
+
+TIMEOUT = Verdict(score=None, status="timeout", message="over 2 s")
+MISSING = Verdict(score=None, status="missing", message="no data")
+ERROR = Verdict(score=None, status="error", message="raised")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,3 +142,160 @@ def test_weights_are_finite_and_gates_have_none():
             WeightedReward(Echo(), weight)
     with pytest.raises(ConfigurationError, match="gate"):
         WeightedReward(Echo(), 2.0, gate=True)
+
+
+# --- what a completion is worth ---------------------------------------------------------------------------------------
+
+
+def test_the_sum_takes_every_score_times_its_weight():
+    verdicts = {"a": Verdict.graded(0.5), "b": Verdict.graded(-2.0), "unused": Verdict.graded(9.0)}
+    assert weighted_sum(verdicts, {"a": 4.0, "b": 0.25}) == 4.0 * 0.5 - 0.25 * 2.0
+
+
+@pytest.mark.parametrize("unscored", [TIMEOUT, MISSING, ERROR])
+def test_a_verdict_without_a_score_is_left_out_or_drops_the_completion_but_never_counts_as_zero(unscored):
+    verdicts = {"a": Verdict.graded(1.0), "b": unscored}
+    weights = {"a": 0.5, "b": 10.0}
+    assert weighted_sum(verdicts, weights) == 0.5
+    assert weighted_sum(verdicts, weights, unscored="drop") is None
+    assert weighted_sum({"b": unscored}, {"b": 1.0}) is None
+
+
+def test_a_shut_gate_makes_the_reward_zero_even_where_the_sum_is_negative():
+    verdicts = {"a": Verdict.graded(-3.0), "gate": Verdict.graded(0.0), "other": Verdict.graded(1.0)}
+    assert weighted_sum(verdicts, {"a": 1.0}, gates=["other"]) == -3.0
+    assert weighted_sum(verdicts, {"a": 1.0}, gates=["gate", "other"]) == 0.0
+
+
+def test_a_gate_without_a_score_leaves_the_reward_unknown():
+    assert weighted_sum({"a": Verdict.graded(1.0), "gate": TIMEOUT}, {"a": 1.0}, gates=["gate"]) is None
+
+
+def test_a_shut_gate_does_not_score_what_is_unscored():
+    assert weighted_sum({"a": TIMEOUT, "gate": Verdict.graded(0.0)}, {"a": 1.0}, gates=["gate"]) is None
+
+
+def test_a_weight_or_gate_without_a_verdict_is_refused():
+    with pytest.raises(InputError, match="\\['b'\\]"):
+        weighted_sum({"a": MISSING}, {"a": 1.0, "b": 1.0})
+    with pytest.raises(InputError, match="\\['gate'\\]"):
+        weighted_sum({"a": MISSING}, {"a": 1.0}, gates=["gate"])
+
+
+def test_several_rewards_and_a_gate_from_entries_of_a_recipe():
+    rewards = weighted([Exact(weight=2.0), Length(unit="words", cap=9, weight=0.1), MinimumLength(minimum=2)])
+    completions = ["Paris", "in Paris", "Paris it is"]
+    verdicts = scored(rewards, completions, {"answer": ["Paris", "in Paris", "Rome"]})
+    assert [list(row) for row in verdicts] == [["exact", "length", "minimum_length"]] * 3
+    assert [row["exact"].score for row in verdicts] == [1.0, 1.0, 0.0]
+    assert [total_reward(row, rewards) for row in verdicts] == [0.0, 2.0 + 0.2, pytest.approx(0.3)]
+
+
+def test_names_must_differ_and_labels_make_them():
+    twice = [Exact(), Exact(column="other")]
+    with pytest.raises(ConfigurationError, match="'exact' more than once"):
+        weighted(twice)
+    assert [entry.name for entry in weighted([Exact(), Exact(label="second")])] == ["exact", "second"]
+
+
+def test_gates_alone_are_refused():
+    with pytest.raises(ConfigurationError, match="1 gates only"):
+        weighted([MinimumLength()])
+
+
+def test_a_reward_that_gives_another_number_of_verdicts_is_refused():
+    class Short:
+        name = "short"
+
+        def check(self, columns):
+            pass
+
+        def verdicts(self, prompts, completions, columns, completion_ids=None):
+            return [MISSING]
+
+    with pytest.raises(InputError, match="1 from reward 'short'"):
+        scored([WeightedReward(Short())], ["a", "b"], {})
+
+
+UNJUDGED = Verdict(score=None, status="timeout")
+
+
+def _episodes(prompts, num_samples=2, **fields) -> list[list[Episode]]:
+    """Completions ``<prompt id><number>``."""
+    return [
+        [Episode(Completion(p.id, (5,) * (i + 1), f"{p.id}{i}", "stop"), (), **fields) for i in range(num_samples)]
+        for p in prompts
+    ]
+
+
+def test_each_completion_is_judged_beside_the_columns_of_its_own_prompt():
+    prompts = [Prompt("a", "?", (1,), {"answer": "a1"}), Prompt("b", "?", (1,), {"answer": "b0"})]
+    rewards = weighted([Exact(weight=2.0), Length(weight=0.5, cap=9)])
+    groups = judge(prompts, _episodes(prompts), rewards, unscored="leave_out")
+    # exact counts 2, each token a half
+    assert [g.rewards for g in groups] == [(0.5, 3.0), (2.5, 1.0)]
+    assert groups[1].verdicts[0]["exact"].score == 1.0
+
+
+@pytest.mark.parametrize(("unscored", "expected"), [("leave_out", (0.5, 1.0)), ("drop", (None, None))])
+def test_what_a_partly_scored_completion_is_worth_is_a_choice(unscored, expected):
+    prompts = [Prompt("a", "?", (1,), {"answer": None})]
+    rewards = weighted([Unable(), Length(weight=0.5, cap=9)])
+    (group,) = judge(prompts, _episodes(prompts), rewards, unscored=unscored)
+    assert group.rewards == expected
+
+
+class Unable(Length):
+    """Can judge nothing."""
+
+    @property
+    def metric_name(self):
+        return "unable"
+
+    def verdicts(self, prompts, completions, columns, completion_ids=None):
+        return [UNJUDGED] * len(completions)
+
+
+def test_what_an_environment_paid_at_the_turns_is_part_of_the_reward():
+    prompts = [Prompt("a", "?", (1,))]
+    completion = Completion("a", (5, 6, 7), "c", "stop", trained=(True, False, True), turn=(0, 0, 1))
+    episodes = [[Episode(completion, (), (0.25, 0.5)), Episode(completion, ())]]
+    (group,) = judge(prompts, episodes, weighted([Length(weight=2.0)]), unscored="leave_out")
+    assert group.rewards == (6.75, 6.0)
+    assert group.turn_rewards == ((0.25, 0.5), ())
+    (unknown,) = judge(prompts, episodes, weighted([Unable()]), unscored="leave_out")
+    assert unknown.rewards == (None, None)
+
+
+class Turns(Length):
+    """Counts assistant turns, which no text shows."""
+
+    @property
+    def metric_name(self):
+        return "turns"
+
+    def episode_verdicts(self, episodes, columns):
+        assert len(columns["answer"]) == len(episodes)
+        return [Verdict.graded(float(sum(m["role"] == "assistant" for m in e.messages))) for e in episodes]
+
+
+def test_a_reward_that_judges_episodes_is_given_them_and_the_others_their_text():
+    prompts = [Prompt("a", "?", (1,), {"answer": "a1"})]
+    episodes = [[Episode(e.completion, ({"role": "assistant"},) * n) for n, e in enumerate(_episodes(prompts)[0])]]
+    rewards = [WeightedReward(Turns(), name="turns"), WeightedReward(Exact())]
+    (group,) = judge(prompts, episodes, rewards, unscored="leave_out")
+    assert [list(v) for v in group.verdicts] == [["turns", "exact"]] * 2
+    assert [v["turns"].score for v in group.verdicts] == [0, 1]
+    assert group.rewards == (0.0, 2.0)
+
+
+def test_without_rewards_what_the_environment_paid_is_the_reward_and_its_failure_is_no_zero():
+    prompt = Prompt("7", "p", (1,))
+    completion = Completion("7", (1, 2), "ab", "stop")
+    paid = Episode(completion, (), (0.75,))
+    unpaid = Episode(completion, ())
+    failed = Episode(completion, (), (), "ValueError: broken\nTraceback")
+    [group] = judge([prompt], [[paid, unpaid, failed]], (), unscored="leave_out")
+    assert group.rewards == (0.75, 0.0, None)
+    assert [verdicts["environment"].status for verdicts in group.verdicts] == ["graded", "graded", "error"]
+    assert group.verdicts[2]["environment"].traceback == "Traceback"

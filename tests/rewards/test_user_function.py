@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from logitless.errors import ConfigurationError
-from logitless.rewards.combine import weighted
+from logitless.rewards.reward import weighted
 from logitless.rewards.user_function import Function, TrustedFunction
 from tests.rewards import functions
 from tests.rewards.scored import scored

@@ -4,7 +4,7 @@ import pytest
 
 from logitless.data.packing import pack
 from logitless.errors import ConfigurationError, InputError
-from logitless.rewards.combine import judge, weighted
+from logitless.rewards.reward import judge, weighted
 from logitless.rewards.text.exact import Exact
 from logitless.rollout.environment import Limits, Reply, SingleTurn
 from logitless.rollout.play import play

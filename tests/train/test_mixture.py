@@ -6,7 +6,7 @@ import pytest
 
 from logitless.cli.main import main
 from logitless.errors import ConfigurationError, DataError
-from logitless.rewards.combine import judge, weighted
+from logitless.rewards.reward import judge, weighted
 from logitless.rewards.text.exact import Exact
 from logitless.rewards.text.length import Length
 from logitless.train.assembly.data import data_of, order_of, rewards_of

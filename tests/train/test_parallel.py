@@ -11,7 +11,7 @@ from logitless.errors import UnavailableError
 from logitless.models import loading
 from logitless.models.lm_head import causal_lm
 from logitless.models.lora import frozen_copy
-from logitless.rewards.combine import judge
+from logitless.rewards.reward import judge
 from logitless.rollout.environment import SingleTurn
 from logitless.rollout.play import play
 from logitless.rollout.transformers import TransformersEngine

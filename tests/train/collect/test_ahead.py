@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from logitless.errors import DataError
-from logitless.rewards.combine import weighted
+from logitless.rewards.reward import weighted
 from logitless.rewards.text.length import Length
 from logitless.rollout.environment import SingleTurn
 from logitless.train.collect.ahead import LOG, AheadCollector, CollectedBlocks

@@ -3,7 +3,7 @@
 import torch.distributed as dist
 
 from logitless.distributed import Ranks
-from logitless.rewards.combine import weighted
+from logitless.rewards.reward import weighted
 from logitless.rewards.text.length import Length
 from logitless.rollout.environment import SingleTurn
 from logitless.rollout.sampling import SamplingOptions

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitless.rewards.combine import weighted
+from logitless.rewards.reward import weighted
 from logitless.rewards.text.exact import Exact
 from logitless.rewards.text.length import Length
 from logitless.rollout.environment import SingleTurn

@@ -7,7 +7,7 @@ import pytest
 
 from logitless.cli.main import main
 from logitless.errors import ConfigurationError, TrainingError
-from logitless.rewards.combine import weighted
+from logitless.rewards.reward import weighted
 from logitless.rewards.text.length import Length
 from logitless.rewards.user_function import Function
 from logitless.rewards.workers.pooled import hit_deadline

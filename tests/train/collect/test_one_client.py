@@ -12,7 +12,7 @@ from logitless.distributed import Ranks
 from logitless.distributed.exit_reasons import ExitReasons
 from logitless.distributed.ranks import _called_by_name
 from logitless.errors import EngineError
-from logitless.rewards.combine import weighted
+from logitless.rewards.reward import weighted
 from logitless.rewards.text.length import Length
 from logitless.rollout.engine import Weights
 from logitless.rollout.environment import SingleTurn

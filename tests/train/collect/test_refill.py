@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from logitless.rewards.combine import weighted
+from logitless.rewards.reward import weighted
 from logitless.rewards.text.length import Length
 from logitless.rollout.engine import ConcurrentEngine
 from logitless.rollout.environment import Reply, SingleTurn

@@ -10,10 +10,9 @@ from logitless.data.mixing import MixedOrder
 from logitless.data.prompts import PromptOrder, load_prompts, without_overlap
 from logitless.data.sources import DataOptions, MixedData
 from logitless.errors import DataError
-from logitless.rewards.combine import weighted
 from logitless.rewards.instructions.instruction_reward import InstructionReward
 from logitless.rewards.instructions.suites import warn_of_overlap
-from logitless.rewards.reward import WeightedReward
+from logitless.rewards.reward import WeightedReward, weighted
 from logitless.seeds import derived_seed
 from logitless.train.recipe.config import Recipe
 from logitless.types import Prompt

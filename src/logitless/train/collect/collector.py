@@ -17,8 +17,7 @@ from logitless.data.prompts import PromptOrder
 from logitless.distributed.failing import failing_together
 from logitless.distributed.ranks import Ranks
 from logitless.distributed.shares import in_order
-from logitless.rewards.combine import Unscored, judge
-from logitless.rewards.reward import WeightedReward
+from logitless.rewards.reward import Unscored, WeightedReward, judge
 from logitless.rollout.engine import Engine
 from logitless.rollout.environment import Driver, Environment, Limits
 from logitless.rollout.play import play

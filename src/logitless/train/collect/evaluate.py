@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from logitless.distributed.ranks import Ranks
-from logitless.rewards.combine import Unscored
-from logitless.rewards.reward import WeightedReward
+from logitless.rewards.reward import Unscored, WeightedReward
 from logitless.rewards.statistics import reward_statistics
 from logitless.rewards.wilson import wilson_interval
 from logitless.rollout.engine import Engine

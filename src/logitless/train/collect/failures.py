@@ -21,7 +21,7 @@ class Failures:
         rewards: of the recipe, in its order.
 
     Example:
-        >>> from logitless.rewards.combine import weighted
+        >>> from logitless.rewards.reward import weighted
         >>> from logitless.rewards.text.length import Length
         >>> from logitless.types import Completion, Prompt
         >>> failed = Verdict(score=None, status="error", message="raised: KeyError: 'answer'")

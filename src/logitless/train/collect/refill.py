@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from logitless.rewards.combine import Unscored, judge
-from logitless.rewards.reward import WeightedReward
+from logitless.rewards.reward import Unscored, WeightedReward, judge
 from logitless.rollout.environment import Environment, Reply, replies_of
 from logitless.train.block import JudgedBlock, signal
 from logitless.types import Completion, Episode, Group, Prompt

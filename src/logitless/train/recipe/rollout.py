@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from logitless.rewards.combine import Unscored
+from logitless.rewards.reward import Unscored
 from logitless.rollout.environment import Limits
 from logitless.rollout.environments.options import EnvironmentOptions
 from logitless.rollout.sampling import SamplingOptions
