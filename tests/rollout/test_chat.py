@@ -5,8 +5,7 @@ import pytest
 from logitless.errors import ConfigurationError
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.rollout.chat import ChatEnvironment, ChatTurns, check_chat_template_kwargs
-from logitless.rollout.environment import Limits, Reply
-from logitless.rollout.play import play
+from logitless.rollout.environment import Limits, Reply, play
 from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
 from tests.rollout.templates import FAMILIES, chat_tokenizer

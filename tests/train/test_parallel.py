@@ -12,8 +12,7 @@ from logitless.models import loading
 from logitless.models.lm_head import causal_lm
 from logitless.models.lora import frozen_copy
 from logitless.rewards.reward import judge
-from logitless.rollout.environment import SingleTurn
-from logitless.rollout.play import play
+from logitless.rollout.environment import SingleTurn, play
 from logitless.rollout.transformers import TransformersEngine
 from logitless.rollout.vllm.probe import scored_tokens
 from logitless.train.assembly import stages

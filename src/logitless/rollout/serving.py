@@ -30,8 +30,7 @@ from transformers import PreTrainedTokenizerBase
 from logitless.errors import ConfigurationError, InputError
 from logitless.rollout.chat import ChatTurns, check_chat_template_kwargs
 from logitless.rollout.engine import Engine, Weights
-from logitless.rollout.environment import Limits, Reply
-from logitless.rollout.play import checked, joined, tokens_so_far
+from logitless.rollout.environment import Limits, Reply, checked, joined, tokens_so_far
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.tool_calls import Call, Format, tool_calls
 from logitless.types import Completion, Episode, Prompt

@@ -1,6 +1,6 @@
 """A block, one round of generation, from what was drawn to what is trained on: a type for each stage.
 
-    collected   Episode                           rollout/play.py                     play
+    collected   Episode                           rollout/environment.py              play
     judged      Group, JudgedBlock                train/collect/collector.py          Collector.next
     packed      PackedBlock                       here                                pack_groups
     scored      ScoredBlock, with advantages      train/learn/learner.py              Learner.score

@@ -7,9 +7,8 @@ import pytest
 from logitless.data.sources import GuessingData, read_rows
 from logitless.errors import ConfigurationError, DataError
 from logitless.rollout.chat import ChatEnvironment, ChatTurns
-from logitless.rollout.environment import Limits
+from logitless.rollout.environment import Limits, play
 from logitless.rollout.environments.text_game import GuessingGame
-from logitless.rollout.play import play
 from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
 from tests.rollout.templates import chat_tokenizer

@@ -21,8 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from logitless.errors import ConfigurationError, EngineError, InputError
 from logitless.own_code import FORMS, described, imported
 from logitless.rollout.engine import Engine, Weights
-from logitless.rollout.environment import Limits
-from logitless.rollout.play import end_to_end, given
+from logitless.rollout.environment import Limits, end_to_end, given
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.serving import EngineServer
 from logitless.rollout.tool_calls import Format

@@ -18,8 +18,7 @@ from typing import Any
 
 from logitless.errors import DataError
 from logitless.rollout.engine import ConcurrentEngine
-from logitless.rollout.environment import Driver, Environment
-from logitless.rollout.play import play
+from logitless.rollout.environment import Driver, Environment, play
 from logitless.seeds import derived_seed
 from logitless.train.block import JudgedBlock
 from logitless.train.collect.collector import Collector

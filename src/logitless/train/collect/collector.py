@@ -19,8 +19,7 @@ from logitless.distributed.ranks import Ranks
 from logitless.distributed.shares import in_order
 from logitless.rewards.reward import Unscored, WeightedReward, judge
 from logitless.rollout.engine import Engine
-from logitless.rollout.environment import Driver, Environment, Limits
-from logitless.rollout.play import play
+from logitless.rollout.environment import Driver, Environment, Limits, play
 from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
 from logitless.train.block import JudgedBlock, signal
