@@ -3,7 +3,7 @@
 import torch
 
 from logitless.train.block import JudgedBlock, ScoredBlock, pack_groups
-from logitless.train.learn.advantages import advantages
+from logitless.train.learn.score import advantages
 from logitless.types import Completion, Group, Prompt, TokenScores
 
 

@@ -32,13 +32,12 @@ from logitless.objective.over_ranks import GatherOverRanks, one_rank
 from logitless.rollout.engine import Weights
 from logitless.seeds import derived_seed
 from logitless.train.block import PackedBlock, ScoredBlock, micro_batches_of
-from logitless.train.learn.advantages import advantages
 from logitless.train.learn.compile_ahead import compile_training_kernels
 from logitless.train.learn.control import Controllers
 from logitless.train.learn.parity_gate import parity_metrics
 from logitless.train.learn.policy import Policy, Scorer
 from logitless.train.learn.savings import saved_by_packing
-from logitless.train.learn.score import scores_of
+from logitless.train.learn.score import advantages, scores_of
 from logitless.train.learn.step import (
     MicroBatch,
     MicroBatchOutput,
