@@ -20,7 +20,9 @@ from logitless.rollout.environment import Driver, Limits
 from logitless.rollout.environments.harness import Harness, HarnessEpisodes
 from logitless.rollout.environments.options import environment_of
 from logitless.rollout.sampling import SamplingOptions
-from logitless.rollout.serving import EngineServer
+from logitless.rollout.serving.handler import MAX_BODY_BYTES
+from logitless.rollout.serving.protocol import ChatRequest, CompletionRequest
+from logitless.rollout.serving.server import EngineServer
 from logitless.types import Completion, Prompt
 from tests.rollout.templates import chat_tokenizer
 
@@ -236,32 +238,140 @@ def test_a_seed_of_ones_own_gives_the_same_again_and_without_one_every_request_i
 
 
 @pytest.mark.parametrize(
-    ("body", "named"),
+    ("path", "asked"), [("completions", {"prompt": "ok"}), ("chat/completions", {"messages": QUESTION})]
+)
+@pytest.mark.parametrize(
+    ("more", "named"),
     [
-        ({}, "prompt"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": [10**9]}, "token ids"),
-        ({"prompt": "ok", "best_of": 3}, "best_of"),
-        ({"prompt": "ok", "n": 0}, "n:"),
-        ({"prompt": "ok", "temperature": -1.0}, "temperature"),
-        ({"prompt": "ok", "temperature": "hot"}, "temperature"),
-        ({"prompt": "ok", "max_tokens": "many"}, "max_new_tokens"),
-        ({"prompt": "ok", "top_k": 2.5}, "top_k"),
-        ({"prompt": "ok", "min_tokens": 50}, "min_new_tokens"),
-        ({"prompt": "ok", "repetition_penalty": 0}, "repetition_penalty"),
-        ({"prompt": "ok", "logit_bias": {"the": 1}}, "logit_bias"),
-        ({"prompt": "ok", "logit_bias": {"1000000": 1}}, "token ids from 0"),
-        ({"prompt": "ok", "stop_token_ids": [10**6]}, "token ids from 0"),
-        ({"prompt": "ok", "logprobs": 2}, "only the sampled token"),
-        ({"prompt": "ok", "top_logprobs": 1}, "only the sampled token"),
-        ({"prompt": "ok", "tool_choice": "required"}, "no call can be forced"),
-        ({"prompt": "ok", "stream_options": {"include_usage": True}}, "beside stream"),
+        ({"best_of": 3}, "best_of"),
+        ({"best_of": None}, "best_of"),
+        ({"n": 0}, "n:"),
+        ({"n": 1025}, "n:"),
+        ({"n": True}, "n:"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"max_tokens": 0}, "max_new_tokens of at least 1"),
+        ({"max_tokens": 9, "max_completion_tokens": 0}, "max_new_tokens of at least 1"),
+        ({"top_k": 2.5}, "top_k"),
+        ({"min_tokens": 50}, "min_new_tokens"),
+        ({"min_tokens": "few"}, "min_tokens"),
+        ({"min_new_tokens": 1}, "min_new_tokens"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"the": 1}}, "logit_bias"),
+        ({"logit_bias": {"1000000": 1}}, "token ids from 0"),
+        ({"stop_token_ids": [10**6]}, "token ids from 0"),
+        ({"stop": 5}, "stop"),
+        ({"seed": "s"}, "seed"),
+        ({"logprobs": 2}, "only the sampled token"),
+        ({"stream_options": {"include_usage": True}}, "beside stream"),
+        ({"stream_options": {}, "stream": False}, "beside stream"),
+        ({"stream_options": 1, "stream": True}, "stream_options"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_words(server, body, named):
-    status, reply = post(f"{server.url}/completions", **body)
-    assert status == 400
+def test_what_cannot_be_done_is_refused_in_words(server, path, asked, more, named):
+    status, reply = post(f"{server.url}/{path}", **asked, **more)
+    assert (status, reply["error"]["code"]) == (400, "invalid_request_error")
     assert named in reply["error"]["message"]
+    assert server._engine.calls == []
+
+
+OF_A_PROMPT = "prompt: a text, a list of token ids or a list of these"
+ONE_AT_LEAST = "prompt: one token at least"
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({}, OF_A_PROMPT),
+        ({"prompt": None}, OF_A_PROMPT),
+        ({"prompt": [True]}, OF_A_PROMPT),
+        ({"prompt": ["ok", {}]}, OF_A_PROMPT),
+        ({"prompt": ""}, ONE_AT_LEAST),
+        ({"prompt": []}, ONE_AT_LEAST),
+        ({"prompt": ["ok", ""]}, ONE_AT_LEAST),
+        ({"prompt": [10**9]}, "token ids from 0"),
+        ({"prompt": [[5], [-1]]}, "token ids from 0"),
+        ({"prompt": "ok", "messages": QUESTION}, "messages"),
+        ({"prompt": "ok", "tools": []}, "tools"),
+        ({"prompt": "ok", "best_of": 3, "n": 0}, "n: "),
+        ({"prompt": "ok", "best_of": 3, "n": 0}, "best_of: "),
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": "ok?"}, "messages"),
+        ({"messages": ["ok?"]}, "messages"),
+        ({"messages": [{"content": "ok?"}]}, "messages: each needs a role and a text"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages: each needs a role and a text"),
+        ({"messages": QUESTION, "prompt": "ok"}, "prompt"),
+        ({"messages": QUESTION, "top_logprobs": 1}, "only the sampled token"),
+        ({"messages": QUESTION, "tool_choice": "required"}, "no call can be forced"),
+        ({"messages": QUESTION, "tool_choice": {"type": "function"}}, "no call can be forced"),
+        ({"messages": QUESTION, "tools": [{"type": "function"}]}, "tools: each needs a function with a name"),
+        ({"messages": QUESTION, "tools": [{"function": {"name": 5}}]}, "tools: each needs a function with a name"),
+        ({"messages": QUESTION, "chat_template_kwargs": 5}, "chat_template_kwargs"),
+    ],
+)
+def test_what_one_endpoint_cannot_do_is_refused_in_words(server, body, named):
+    path = "chat/completions" if next(iter(body), "") == "messages" else "completions"
+    test_what_cannot_be_done_is_refused_in_words(server, path, {}, body, named)
+
+
+def test_null_is_as_good_as_left_out_and_what_asks_for_nothing_more_is_taken(server):
+    for path, kind, asked in (
+        ("completions", CompletionRequest, {"prompt": "ok"}),
+        ("chat/completions", ChatRequest, {"messages": QUESTION}),
+    ):
+        names = {field.alias or name for name, field in kind.model_fields.items()} - {*asked}
+        assert post(f"{server.url}/{path}", **asked, **dict.fromkeys(names))[0] == 200
+        usual = {"model": "x", "user": "me", "stream": False, "return_token_ids": True, "n": 1}
+        for logprobs in (False, True, 0, 1):
+            assert post(f"{server.url}/{path}", **asked, **usual, logprobs=logprobs)[0] == 200
+    usual = {"tool_choice": "auto", "top_logprobs": 0, "parallel_tool_calls": True, "tools": []}
+    assert post(f"{server.url}/chat/completions", messages=QUESTION, **usual)[0] == 200
+
+
+def test_a_message_of_several_parts_is_their_texts(server):
+    parts = [{"type": "text", "text": text} for text in ("ok", "?")]
+    replies = [
+        post(f"{server.url}/chat/completions", messages=[{"role": "user", "content": content}])[1]
+        for content in ("ok?", parts)
+    ]
+    assert replies[0]["prompt_token_ids"] == replies[1]["prompt_token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "status", "named"),
+    [
+        ("/v1/completions", b"{", {}, 400, "JSON"),
+        ("/v1/completions", b"\xff", {}, 400, "JSON"),
+        ("/v1/completions", b"[" * 10**5, {}, 400, "JSON"),
+        ("/v1/completions", b"[]", {}, 400, "object"),
+        ("/v1/completions", b"{}", {"Content-Length": str(MAX_BODY_BYTES + 1)}, 413, str(MAX_BODY_BYTES)),
+        ("/v1/completions", b"{}", {"Host": "attacker.example:80"}, 403, "loopback"),
+        ("/v1/embeddings", b"{}", {}, 404, "/v1/embeddings"),
+        ("/session/s/v1/completions", b'{"prompt": "ok"}', {}, 404, "/session/s/v1/completions"),
+        ("/session/t/v1/chat/completions", json.dumps({"messages": QUESTION}).encode(), {}, 404, "no session 't'"),
+    ],
+)
+def test_what_is_no_request_of_ours_has_its_status_and_the_server_goes_on(server, path, body, headers, status, named):
+    server.open_session("s")
+    request = urllib.request.Request(f"{server.root}{path}", body, headers)
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        urllib.request.urlopen(request, timeout=300)
+    with refusal.value as error:
+        assert (error.code, named in json.load(error)["error"]["message"]) == (status, True)
+    assert post(f"{server.url}/completions", prompt="ok")[0] == 200
+
+
+def test_a_session_has_one_completion_a_turn_and_one_request_at_a_time(server):
+    url, session = server.open_session("s"), server._sessions["s"]
+    status, reply = post(f"{url}/chat/completions", messages=QUESTION, n=2)
+    assert (status, reply["error"]["message"].startswith("n:")) == (400, True)
+    with session.lock:
+        status, reply = post(f"{url}/chat/completions", messages=QUESTION)
+    assert (status, reply["error"]["code"]) == (409, "conflict")
+    assert post(f"{url}/chat/completions", messages=QUESTION)[0] == 200
+    assert "two requests at a time" in server.close_session("s").episode().failure
 
 
 def events(url, **body):
@@ -491,13 +601,6 @@ def test_a_request_on_a_connection_that_outlives_the_server_is_refused_and_not_k
             connection.close()
     assert statuses == [200, 503]
     assert "closed" in said["error"]["message"]
-
-
-def test_another_host_name_is_refused(server):
-    request = urllib.request.Request(f"{server.url}/completions", b"{}", {"Host": "attacker.example:80"})
-    with pytest.raises(urllib.error.HTTPError, match="403") as refusal:
-        urllib.request.urlopen(request, timeout=300)
-    refusal.value.close()
 
 
 def test_what_is_served_can_be_asked(server):

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError
 from logitless.rollout.engine import Engine
-from logitless.rollout.serving import EngineServer
+from logitless.rollout.serving.server import EngineServer
 from logitless.train.assembly.engines import open_engines
 from logitless.train.assembly.model import policy_model, tokenizer_of
 from logitless.train.assembly.process import device_of, set_process

@@ -23,7 +23,7 @@ from logitless.own_code import FORMS, described, imported
 from logitless.rollout.engine import Engine, Weights
 from logitless.rollout.environment import Limits, end_to_end, given
 from logitless.rollout.sampling import SamplingOptions
-from logitless.rollout.serving import EngineServer
+from logitless.rollout.serving.server import EngineServer
 from logitless.rollout.tool_calls import Format
 from logitless.seeds import derived_seed
 from logitless.types import Completion, Episode, Prompt

@@ -1,0 +1,237 @@
+"""What clients and the server say to each other: OpenAI's requests and replies, with the tokens beside the text.
+
+A request is a model that takes what a reply can have and refuses everything else, so that nothing that a client asks
+for is left out in silence. Null is as good as left out.
+"""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, StrictInt, ValidationError, ValidationInfo
+
+from logitless.rollout.sampling import SamplingOptions
+from logitless.rollout.tool_calls import Call
+from logitless.types import Completion
+
+
+class RefusedError(Exception):
+    """A request that is answered with a status other than 200."""
+
+    def __init__(self, status: int, message: str, code: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+def _beside_stream(options: Any, request: ValidationInfo) -> Any:
+    if options is not None and not request.data.get("stream"):
+        raise ValueError("only beside stream")
+    return options
+
+
+def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its text as one string."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    if not isinstance(message.get("role"), str) or not isinstance(content, str | None):
+        raise ValueError("each needs a role and a text as content")
+    return {**message, "content": content}
+
+
+def _with_name(tool: dict[str, Any]) -> dict[str, Any]:
+    about = tool.get("function")
+    if not isinstance(about, dict) or not isinstance(about.get("name"), str):
+        raise ValueError("each needs a function with a name")
+    return tool
+
+
+_Pairs = Annotated[dict[int, float], AfterValidator(lambda bias: tuple(bias.items()))]
+_Texts = Annotated[tuple[str, ...], BeforeValidator(lambda text: (text,) if isinstance(text, str) else text)]
+
+
+class Request(BaseModel, extra="forbid"):
+    """What both endpoints take. A field's description says what is needed where pydantic's words do not say why."""
+
+    model: str | None = None
+    user: str | None = None
+    return_token_ids: bool | None = None
+    n: StrictInt | None = Field(None, ge=1, le=1024)
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: Annotated[dict[str, Any] | None, AfterValidator(_beside_stream)] = None
+    # an engine says the log-prob of the token that it sampled, and of no other
+    logprobs: Literal[0, 1] | None = Field(None, description="0 or 1 is needed; only the sampled token's can be had")
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+
+    # OpenAI's names of sampling options, and vLLM's beside them
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: _Pairs | None = None
+    stop: _Texts | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    min_new_tokens: int | None = Field(None, alias="min_tokens")
+
+    @classmethod
+    def of(cls, body: bytes) -> Self:
+        """The request that a body is.
+
+        Raises:
+            RefusedError: it is none; names each field that is wrong, and what is needed.
+        """
+        try:
+            return cls.model_validate_json(body)
+        except ValidationError as error:
+            said: dict[str, str] = {}
+            for each in error.errors():
+                name = str((*each["loc"], "body")[0])
+                described = name in cls.model_fields and cls.model_fields[name].description
+                said[name] = described or each["msg"].removeprefix("Value error, ")
+            raise RefusedError(400, "; ".join(f"{name}: {what}" for name, what in said.items())) from error
+
+    def options(self, own: SamplingOptions, *, num_tokens: int, may_differ: bool) -> SamplingOptions:
+        """How to sample: as asked for, and for the rest as the server does; never more tokens than the server gives.
+
+        Args:
+            own: the server's.
+            num_tokens: of the tokenizer.
+            may_differ: whether a request may ask for anything else than ``own``, the number of tokens excepted.
+
+        Raises:
+            RefusedError: it may not, or there is no such token.
+            ConfigurationError: no such options.
+        """
+        names = [field.name for field in fields(SamplingOptions) if field.name != "max_new_tokens"]
+        wanted = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.top_k in (0, -1):  # as vLLM writes that all are kept
+            wanted["top_k"] = None
+        asked = (self.max_completion_tokens, self.max_tokens, own.max_new_tokens)
+        most = next(number for number in asked if number is not None)
+        options = replace(own, **wanted, max_new_tokens=min(most, own.max_new_tokens))
+        named = [*options.stop_token_ids, *(token for token, _ in options.logit_bias)]
+        if not all(0 <= token < num_tokens for token in named):
+            raise RefusedError(400, f"logit_bias, stop_token_ids: token ids from 0 to {num_tokens - 1}")
+        changed = [name for name in wanted if getattr(options, name) != getattr(own, name)]
+        if changed and not may_differ:
+            raise RefusedError(400, f"{', '.join(changed)}: sampling is settled by the recipe; leave it out")
+        return options
+
+
+class CompletionRequest(Request):
+    """The body of a POST to ``completions``.
+
+    Example:
+        >>> CompletionRequest.of(b'{"prompt": [[3, 4], "ab"], "max_tokens": 9, "seed": null}').prompt
+        [[3, 4], 'ab']
+        >>> CompletionRequest.of(b'{"prompt": "ab", "n": 0, "best_of": 2}')
+        Traceback (most recent call last):
+        logitless.rollout.serving.protocol.RefusedError: n: Input should be greater than or equal to 1; best_of: ...
+    """
+
+    prompt: str | list[StrictInt] | list[str | list[StrictInt]] = Field(
+        description="a text, a list of token ids or a list of these is needed"
+    )
+
+
+class ChatRequest(Request):
+    """The body of a POST to ``chat/completions``; its messages have their text as one string."""
+
+    messages: list[Annotated[dict[str, Any], AfterValidator(_with_one_text)]] = Field(min_length=1)
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Annotated[dict[str, Any], AfterValidator(_with_name)]] | None = None
+    tool_choice: Literal["auto", "none"] | None = Field(None, description="auto or none; no call can be forced")
+    parallel_tool_calls: bool | None = None
+    top_logprobs: Literal[0] | None = Field(None, description="0 is needed; only the sampled token's can be had")
+
+
+def reply(kind: str, choices: Sequence[Mapping[str, Any]], read: Any, *, model: str, version: int) -> dict[str, Any]:
+    """A reply of these choices.
+
+    Args:
+        kind: ``text_completion`` or ``chat.completion``.
+        choices: of ``text_choice`` or ``chat_choice``.
+        read: tokens of the prompt; a list of them where the request had a list of prompts.
+        model: its name.
+        version: of its weights.
+    """
+    prompts = read.tolist() if isinstance(read, np.ndarray) else [ids.tolist() for ids in read]
+    num_read = len(read) if isinstance(read, np.ndarray) else sum(map(len, read))
+    num_said = sum(len(choice["token_ids"]) for choice in choices)
+    return {
+        "id": f"{kind}-{time.monotonic_ns()}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "choices": choices,
+        "prompt_token_ids": prompts,
+        "usage": {"prompt_tokens": num_read, "completion_tokens": num_said, "total_tokens": num_read + num_said},
+        "weights_version": version,
+    }
+
+
+def text_choice(index: int, completion: Completion) -> dict[str, Any]:
+    """What a completion is in the reply of ``completions``."""
+    logp = completion.logp_sampler
+    logprobs = None if logp is None else {"token_logprobs": logp.tolist()}
+    return {**_choice(index, completion), "text": completion.text, "logprobs": logprobs}
+
+
+def chat_choice(index: int, completion: Completion, calls: Sequence[Call], pieces: Sequence[str]) -> dict[str, Any]:
+    """What a completion is in the reply of ``chat/completions``.
+
+    Args:
+        index: in the reply.
+        completion: to show.
+        calls: of tools, read out of its text.
+        pieces: its tokens as text.
+    """
+    choice = _choice(index, completion)
+    message: dict[str, Any] = {"role": "assistant", "content": completion.text}
+    if calls:
+        called = [{"name": call.name, "arguments": json.dumps(dict(call.arguments))} for call in calls]
+        numbered = [{"id": f"{i:09d}", "type": "function", "function": each} for i, each in enumerate(called)]
+        choice["finish_reason"], message["tool_calls"] = "tool_calls", numbered
+    logp = completion.logp_sampler
+    shown = [] if logp is None else zip(pieces, logp.tolist(), strict=True)
+    content = [{"token": token, "logprob": value, "bytes": None, "top_logprobs": []} for token, value in shown]
+    return {**choice, "message": message, "logprobs": {"content": content}}
+
+
+def _choice(index: int, completion: Completion) -> dict[str, Any]:
+    tokens, version = completion.token_ids.tolist(), completion.weights_version
+    return {"index": index, "finish_reason": completion.finish_reason, "token_ids": tokens, "weights_version": version}
+
+
+def events(whole: Mapping[str, Any], options: Mapping[str, Any]) -> bytes:
+    """A whole reply as a client that asked for a stream reads it: all at once, then what it took if that was asked for,
+    then the end."""
+    kind = "chat.completion.chunk" if whole["object"] == "chat.completion" else whole["object"]
+    piece = {**whole, "object": kind, "choices": [*map(_streamed, whole["choices"])]}
+    pieces: list[dict[str, Any]] = [{**piece, "usage": None}, {**piece, "choices": []}]
+    if not options.get("include_usage"):
+        del piece["usage"]
+        pieces = [piece]
+    return "".join(f"data: {said}\n\n" for said in (*map(json.dumps, pieces), "[DONE]")).encode()
+
+
+def _streamed(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """A choice whose message, if it is one of a chat, is the one piece that comes."""
+    streamed = dict(choice)
+    if message := streamed.pop("message", None):
+        calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", ()))]
+        streamed["delta"] = {**message, "tool_calls": calls} if calls else message
+    return streamed
+
+
+def error(message: str, code: str) -> dict[str, Any]:
+    """The body of a reply whose status is not 200."""
+    return {"error": {"message": message, "type": code, "code": code}}
