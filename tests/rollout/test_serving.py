@@ -229,6 +229,16 @@ def test_requests_that_wait_for_the_engine_are_sampled_together_however_late_the
     assert len(others) == (len(first) < 4)
 
 
+def test_an_engine_is_asked_about_a_prompt_once_at_a_time_though_equal_requests_come_together(tokenizer):
+    with (
+        EngineServer(Letters(tokenizer), tokenizer, OPTIONS, seed=0, gather_seconds=1.0) as server,
+        ThreadPoolExecutor(3) as threads,
+    ):
+        asked = [threads.submit(post, f"{server.url}/completions", prompt="ok", seed=5) for _ in range(3)]
+        assert [each.result()[0] for each in asked] == [200] * 3
+    assert [len(call) for call in server._engine.calls] == [1] * 3
+
+
 def test_a_seed_of_ones_own_gives_the_same_again_and_without_one_every_request_is_another(server):
     for body in ({"seed": 5}, {"seed": 5}, {}, {}):
         post(f"{server.url}/completions", prompt="ok", **body)
