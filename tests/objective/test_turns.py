@@ -42,9 +42,15 @@ def test_a_turn_is_worth_what_comes_from_it_on_against_the_same_turn_of_the_othe
 
 
 def test_groups_are_found_by_id_and_turns_are_not_compared_across_them():
-    given = inputs([(1, 1)] * 4, rewards=(1.0, 10.0, 3.0, 30.0), group=[7, 2, 7, 2])
+    given = inputs([(1, 1)] * 6, rewards=(1.0, 10.0, 3.0, 30.0, 100.0, 300.0), group=[7, 2, 7, 2, 9, 9])
     found = adv.GroupTurns(standardize=False)(given).advantage
-    torch.testing.assert_close(found, f64(-1, -1, -10, -10, 1, 1, 10, 10))
+    torch.testing.assert_close(found, f64(-1, -1, -10, -10, 1, 1, 10, 10, -100, -100, 100, 100))
+
+
+def test_what_a_kl_costs_inside_a_turn_counts_for_the_turn():
+    given = replace(inputs([(2,), (2,)], rewards=(3.0, 1.0)), kl=f64(2, 1, 0, 0))
+    found = adv.GroupTurns(standardize=False)(given).advantage  # returns 3 - 3 and 1
+    torch.testing.assert_close(found, f64(-0.5, -0.5, 0.5, 0.5))
 
 
 def test_a_completion_without_a_reward_has_no_advantage_and_enters_no_mean():

@@ -16,8 +16,6 @@ from logitless.objective.weighting import MicroBatchTokenMean, Weighting
 from logitless.types import TokenBatch
 
 _FINENESS: tuple[Level, ...] = ("token", "turn", "sequence")
-_PROBE_TOKENS = 256
-_PROBE_DISTANCE = 3.0  # nats that the probe's policies are apart
 
 
 @dataclass(frozen=True)
@@ -159,25 +157,7 @@ def is_silent_without_advantage(objective: Objective) -> bool:
     """
     if objective.kl is not None or objective.entropy_bonus is not None:
         return False
-    generator = torch.Generator().manual_seed(0)
-
-    def spread(scale: float) -> Tensor:
-        return scale * (2 * torch.rand(_PROBE_TOKENS, generator=generator, dtype=torch.float64) - 1)
-
-    logp_old = spread(_PROBE_DISTANCE) - 2 * _PROBE_DISTANCE
-    selected = torch.arange(_PROBE_TOKENS) % 2 == 0
-    batch = TokenBatch(
-        sequence=torch.arange(_PROBE_TOKENS) // 64,
-        num_sequences=_PROBE_TOKENS // 64,
-        advantage=torch.zeros(_PROBE_TOKENS, dtype=torch.float64),
-        token_weight=torch.ones(_PROBE_TOKENS, dtype=torch.float64),
-        logp_old=logp_old,
-        logp_sampler=logp_old + spread(0.5),
-        entropy_old=spread(1.0) + 1.0,
-        turn=torch.arange(_PROBE_TOKENS) // 16 % 4,
-        lag=torch.arange(_PROBE_TOKENS) // 8 % 4,
-        selected=selected,
-    )
+    logp, entropy, batch, generator = _probe()
     looked: list[Tensor] = []
 
     def gather(rows: Tensor) -> Tensor:
@@ -185,8 +165,8 @@ def is_silent_without_advantage(objective: Objective) -> bool:
         return rows
 
     output = objective(
-        (logp_old + spread(_PROBE_DISTANCE)).requires_grad_(),
-        spread(1.0) + 1.0,
+        logp.requires_grad_(),
+        entropy,
         batch,
         block=objective.block_statistics(batch, generator=generator),
         gather=gather,
@@ -194,6 +174,31 @@ def is_silent_without_advantage(objective: Objective) -> bool:
     )
     assert output.grad_logp is not None
     return not looked and not bool(output.grad_logp.count_nonzero())
+
+
+def _probe() -> tuple[Tensor, Tensor, TokenBatch, torch.Generator]:
+    """Log-probs, entropies and a batch of any numbers, of policies 3 nats apart, whose advantages are all 0."""
+    num_tokens, nats = 256, 3.0
+    generator = torch.Generator().manual_seed(0)
+
+    def spread(scale: float) -> Tensor:
+        return scale * (2 * torch.rand(num_tokens, generator=generator, dtype=torch.float64) - 1)
+
+    logp_old = spread(nats) - 2 * nats
+    token = torch.arange(num_tokens)
+    batch = TokenBatch(
+        sequence=token // 64,
+        num_sequences=num_tokens // 64,
+        advantage=torch.zeros(num_tokens, dtype=torch.float64),
+        token_weight=torch.ones(num_tokens, dtype=torch.float64),
+        logp_old=logp_old,
+        logp_sampler=logp_old + spread(0.5),
+        entropy_old=spread(1.0) + 1.0,
+        turn=token // 16 % 4,
+        lag=token // 8 % 4,
+        selected=token % 2 == 0,
+    )
+    return logp_old + spread(nats), spread(1.0) + 1.0, batch, generator
 
 
 def _name(advantage: Estimator | None) -> str:

@@ -26,8 +26,8 @@ def group_turns(
     group: Int[Tensor, "B"],
     sequence: Int[Tensor, "N"],
     turn: Int[Tensor, "N"],
-    gamma: float = 1.0,
-    standardize: bool = True,
+    gamma: float,
+    standardize: bool,
 ) -> Float[Tensor, "N"]:
     """The return from a turn on, against the same turn of the group.
 
@@ -52,7 +52,7 @@ def group_turns(
     Example:
         >>> # two completions of two turns, a token each: the first earns 1 at its first turn, both 2 at the end
         >>> paid, owner = torch.tensor([1.0, 2.0, 0.0, 2.0]), torch.tensor([0, 0, 1, 1])
-        >>> group_turns(paid, torch.tensor([7, 7]), owner, torch.tensor([0, 1, 0, 1]), standardize=False)
+        >>> group_turns(paid, torch.tensor([7, 7]), owner, torch.tensor([0, 1, 0, 1]), 1.0, False)
         tensor([ 0.5000,  0.0000, -0.5000,  0.0000])
     """
     action = turn_index(sequence, turn)
