@@ -10,14 +10,18 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from logitless.errors import ConfigurationError
+from logitless.errors import ConfigurationError, LogitlessError
 
 FORMS = "'package.module:name' or './file.py:name'"
+
+_LAST_CALLS = 4
+"""Calls of a traceback that an error shows, the innermost ones."""
 
 
 def with_whole_path(path: str, folder: Path) -> str:
@@ -110,6 +114,35 @@ def described(error: BaseException) -> str:
         'ValueError: no'
     """
     return f"{type(error).__name__}: {error}{_line_of(error)}"
+
+
+@contextmanager
+def blamed(what: str, kind: type[LogitlessError], *, passing: type[Exception] = MemoryError) -> Iterator[None]:
+    """An exception inside becomes an error that ends with the last calls on its way.
+
+    Errors of logitless pass, and so does a ``MemoryError``.
+
+    Args:
+        what: the code inside is to give, and what that code is called.
+        kind: of the error.
+        passing: an exception that passes, too.
+
+    Example:
+        >>> from logitless.errors import TrainingError
+        >>> with blamed("verdicts from reward 'mine'", TrainingError):
+        ...     {}["answer"]
+        Traceback (most recent call last):
+        logitless.errors.TrainingError: needed verdicts from reward 'mine'; given KeyError: 'answer'. Correct it:
+        ...
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, LogitlessError | MemoryError | passing):
+            raise
+        calls = error.__traceback__ and error.__traceback__.tb_next  # the first is this function's
+        ends = "".join(traceback.format_tb(calls, -_LAST_CALLS)).rstrip()
+        raise kind(needed=what, given=f"{type(error).__name__}: {error}", remedy=f"Correct it:\n{ends}") from error
 
 
 def _line_of(error: BaseException) -> str:

@@ -29,7 +29,8 @@ class Scripted:
             texts = [self.answers(p.text, i) for i in range(num_samples)]
             ids = [tuple(3 + ALPHABET.index(c) for c in t) for t in texts]
             ends = ["length" if len(t) == 6 else "stop" for t in texts]
-            out.append([Completion(p.id, i, t, e) for i, t, e in zip(ids, texts, ends, strict=True)])
+            said = zip(ids, texts, ends, strict=True)
+            out.append([Completion(p.id, i, t, e, weights_version=self.version) for i, t, e in said])
         return out
 
     def load(self, weights: Weights, version: int) -> None:

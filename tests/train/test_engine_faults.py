@@ -1,11 +1,12 @@
 """A run whose engine is gone ends with a checkpoint of all that was done, and goes on from it bit for bit."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from logitless.errors import EngineError, LostRankError
+from logitless.errors import EngineError, LostRankError, TrainingError
 from logitless.train.assembly.engines import Engines, open_engines
 from logitless.train.record.journal import Journal
 from logitless.train.record.run_folder import RunFolder
@@ -76,6 +77,62 @@ def test_an_engine_that_was_never_there_leaves_no_checkpoint(tmp_path):
     assert not list((tmp_path / "runs").glob("*/checkpoints/*")) or not checkpoints(
         next((tmp_path / "runs").glob("*/checkpoints"))
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("sample", EngineError), ("load", TrainingError)], ids=["sampling", "loading"]
+)
+def test_an_exception_of_an_engine_names_it_and_shows_where_it_was_raised(name, error, tmp_path, monkeypatch):
+    def broken(*arguments, **options):
+        raise KeyError("no such weights")
+
+    monkeypatch.setattr(Unreliable, name, broken)
+    with pytest.raises(error) as caught:
+        start(tiny_recipe(tmp_path), open_engines=_unreliable(100))
+    said = str(caught.value)
+    assert f"Unreliable.{name} (rollout.engine); given KeyError: 'no such weights'. Correct it:" in said
+    assert said.splitlines()[-1].strip() == 'raise KeyError("no such weights")'
+    assert f"{__file__}" in said.splitlines()[-2]
+    assert "own_code.py" not in said
+
+
+def test_a_batch_that_is_too_large_is_not_the_engines_fault(tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise torch.OutOfMemoryError("of the GPU")
+
+    monkeypatch.setattr(Unreliable, "sample", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        start(tiny_recipe(tmp_path), open_engines=_unreliable(100))
+
+
+@pytest.mark.parametrize("said", [None, 1, "mixed"])
+def test_completions_of_weights_that_the_engine_was_not_given_end_the_run(said, tmp_path, monkeypatch):
+    plain = Unreliable.sample
+
+    def sample(self, *arguments, **options):
+        groups = plain(self, *arguments, **options)
+        return [[_of_version(c, said) for c in group] for group in groups]
+
+    monkeypatch.setattr(Unreliable, "sample", sample)
+    given = "None" if said is None else "1"
+    with pytest.raises(EngineError, match=f"given with `load`, at most 0; given {given} of a completion of prompt"):
+        start(tiny_recipe(tmp_path), open_engines=_unreliable(100))
+
+
+def _of_version(completion, said):
+    if said != "mixed":
+        return replace(completion, weights_version=said)
+    return replace(completion, weights_version=0, token_versions=[0] * (completion.length - 1) + [1])
+
+
+def test_completions_of_older_weights_are_trained_on(tmp_path, monkeypatch):
+    plain = Unreliable.sample
+
+    def sample(self, *arguments, **options):
+        return [[_of_version(c, 0) for c in group] for group in plain(self, *arguments, **options)]
+
+    monkeypatch.setattr(Unreliable, "sample", sample)
+    assert start(tiny_recipe(tmp_path), open_engines=_unreliable(100))[1]
 
 
 FULL = no_room(Path("checkpoints"), "No space left on device")

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, get_args, runtime_checkable
 
 import numpy as np
+import torch
 from jaxtyping import Int64
 
 from logitless.errors import ConfigurationError, EngineError, InputError, LogitlessError
+from logitless.own_code import blamed
 from logitless.rollout.engine import Engine
 from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
@@ -204,7 +206,7 @@ def play(
 
     Raises:
         InputError: an answer without tokens.
-        EngineError: the engine did not give the completions that it was asked for.
+        EngineError: the engine raised, or did not give the completions that it was asked for.
 
     Example:
         >>> class Parrot:
@@ -223,15 +225,15 @@ def play(
         for p in prompts
     ]
     playing = [each for group in groups for each in group]
-    sampled = checked(engine.sample(prompts, num_samples, options, seed=seed), prompts, num_samples)
-    _answer(environment, playing, [completion for of_prompt in sampled for completion in of_prompt])
+    first = sampled(engine, prompts, num_samples, options, seed=seed)
+    _answer(environment, playing, [completion for of_prompt in first for completion in of_prompt])
     for number in range(1, limits.max_turns):
         late = limits.max_seconds is not None and clock() - began >= limits.max_seconds
         going_on = [each for each in playing if not (each.over or late or each.is_full(options, limits))]
         if not going_on:
             break
         asked = [each.next_prompt() for each in going_on]
-        turns = checked(engine.sample(asked, 1, options, seed=derived_seed(seed, "turn", number)), asked, 1)
+        turns = sampled(engine, asked, 1, options, seed=derived_seed(seed, "turn", number))
         _answer(environment, going_on, [completion for [completion] in turns])
     return [[each.episode() for each in group] for group in groups]
 
@@ -289,6 +291,21 @@ def _answer(environment: Environment, playing: Sequence[_Playing], turns: Sequen
                 remedy="Put it into a ChatEnvironment, which renders messages with the tokenizer's chat template.",
             )
         each.turns.append((turn, reply))
+
+
+def sampled(
+    engine: Engine, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
+) -> list[list[Completion]]:
+    """What the engine samples, checked.
+
+    Raises:
+        EngineError: it raised, or its answer is not what was asked for.
+    """
+    # A batch that is too large is not the engine's fault, and whoever chose its size waits for this exception.
+    passing = torch.OutOfMemoryError
+    with blamed(f"completions from {type(engine).__name__}.sample (rollout.engine)", EngineError, passing=passing):
+        answer = engine.sample(prompts, num_samples, options, seed=seed)
+    return checked(answer, prompts, num_samples)
 
 
 def checked(answer: Any, prompts: Sequence[Prompt], num_samples: int) -> list[list[Completion]]:

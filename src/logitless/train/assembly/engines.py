@@ -9,8 +9,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from logitless.distributed.ranks import Ranks
-from logitless.errors import InputError, UnavailableError
+from logitless.errors import InputError, TrainingError, UnavailableError
 from logitless.http_client import HttpClient, Patience, api_key
+from logitless.own_code import blamed
 from logitless.rollout.engine import Engine, PushingEngine, Weights
 from logitless.rollout.own_copy import OwnCopy, TurnTaking
 from logitless.rollout.recorded import RecordedEngine
@@ -64,7 +65,10 @@ class Engines:
         """Every engine samples with these weights from now on; what those that push them somewhere say of it."""
         numbers: Numbers = {}
         for engine in self.distinct:
-            engine.load(weights, version)
+            # No EngineError, for which ranks save a checkpoint together: here one may fail alone.
+            what = f"an engine that takes weights in {type(engine).__name__}.load (rollout.engine)"
+            with blamed(what, TrainingError, passing=torch.OutOfMemoryError):
+                engine.load(weights, version)
             if isinstance(engine, PushingEngine):
                 numbers |= engine.transfer_numbers
         return numbers

@@ -237,7 +237,7 @@ class AheadCollector(Collector):
             )
             return episodes
 
-        return refilled_as_they_come(
+        drawn = refilled_as_they_come(
             [self.prompts[i] for i in self.order.next(options.prompts_per_block)],
             lambda: self.prompts[self.order.next(1)[0]],
             draw,
@@ -247,6 +247,7 @@ class AheadCollector(Collector):
             max_refills=options.max_refills,
             at_once=at_once,
         )
+        return self.checked(drawn)
 
 
 class ReplayingCollector(Collector):

@@ -17,6 +17,7 @@ from logitless.data.prompts import PromptOrder
 from logitless.distributed.failing import failing_together
 from logitless.distributed.ranks import Ranks
 from logitless.distributed.shares import in_order
+from logitless.errors import EngineError
 from logitless.rewards.reward import Unscored, WeightedReward, judge
 from logitless.rollout.engine import Engine
 from logitless.rollout.environment import Driver, Environment, Limits, play
@@ -41,7 +42,12 @@ class Collector:
         seed: of the run.
         ranks: that share the prompts of a round; every rank gets the same block.
         order: in which prompts are drawn; None for one source's, from the seed.
+
+    Attributes:
+        newest: version of the weights that the engine was given last; None: nobody says, and no version is checked.
     """
+
+    newest: int | None = None
 
     def __init__(
         self,
@@ -97,7 +103,26 @@ class Collector:
             drawn += groups
             kept += [True] * len(groups) if options.zero_signal == "keep" else signal(groups)
             rounds += 1
-        return JudgedBlock(tuple(drawn), tuple(kept), rounds)
+        return self.checked(JudgedBlock(tuple(drawn), tuple(kept), rounds))
+
+    def checked(self, block: JudgedBlock) -> JudgedBlock:
+        """The block, if weights that the engine was given sampled it; recorded completions may be of other weights.
+
+        Raises:
+            EngineError: a completion has no version, or a newer one.
+        """
+        if self.newest is None or self.options.engine.recorded_file is not None:
+            return block
+        for completion in (each for group in block.drawn for each in group.completions if each.length):
+            versions, last = completion.token_versions, completion.weights_version
+            last = last if versions is None else int(versions.max())
+            if last is None or last > self.newest:
+                raise EngineError(
+                    needed=f"the weights_version that rollout.engine was given with `load`, at most {self.newest}",
+                    given=f"{last} of a completion of prompt {completion.prompt_id!r}",
+                    remedy="Keep the version with the weights in `load`, and put it into each Completion in `sample`.",
+                )
+        return block
 
     def sampling(self, length_factor: float) -> SamplingOptions:
         """How a block is sampled whose limit is multiplied."""
