@@ -3,7 +3,7 @@ from typing import Literal
 
 import pytest
 
-from logitless.errors import ConfigurationError, DataError, InputError
+from logitless.errors import ConfigurationError, DataError, InputError, TrainingError
 from logitless.rewards.reward import (
     MAX_CHARACTERS,
     Batch,
@@ -127,6 +127,40 @@ def test_a_grade_that_is_not_a_verdict_for_each_text_is_refused_by_the_name_of_i
     with pytest.raises(InputError, match="a list of 2 Verdict from `grade` of reward 'exact'; given ") as caught:
         Exact().verdicts(["?"] * 2, ["4", "5"], {"answer": ["4", "5"]})
     assert repr(answer)[:80] in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["grade", "episode_verdicts"])
+def test_an_exception_of_a_reward_names_it_and_shows_where_it_was_raised(kind, monkeypatch):
+    def broken(*_):
+        return {}["answer"]
+
+    monkeypatch.setattr(Exact, kind, broken, raising=False)
+    episode = Episode(Completion("7", (4,), "4", "stop"), ())
+    with pytest.raises(TrainingError) as caught:
+        judge([Prompt("7", "?", (4,), {"answer": "4"})], [[episode]], weighted([Exact()]), unscored="drop")
+    said = str(caught.value)
+    assert f"verdicts from `{kind}` of reward 'exact'; given KeyError: 'answer'. Correct it:" in said
+    assert 'return {}["answer"]' in said
+    assert __file__ in said
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OfColumns(TextReward):
+    """Checks nothing itself."""
+
+    name: str = "of_columns"
+    column: str = "answer"
+    hint_column: str | None = None
+    columns: str = "no column"
+
+
+@pytest.mark.parametrize(
+    ("knobs", "absent"), [({}, "answer"), ({"column": "here", "hint_column": "hint"}, "hint")], ids=str
+)
+def test_a_reward_without_a_check_is_refused_where_a_column_that_its_fields_name_is_absent(knobs, absent):
+    with pytest.raises(ConfigurationError, match=f"a column '{absent}' in the data"):
+        _OfColumns(**knobs).check({"here": ["4"]})
+    _OfColumns(column="here").check({"here": ["4"]})
 
 
 def test_every_reward_satisfies_the_protocol_and_has_a_name_for_trl():

@@ -14,10 +14,11 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
-from logitless.errors import ConfigurationError, DataError, InputError
+from logitless.errors import ConfigurationError, DataError, InputError, TrainingError
+from logitless.own_code import blamed
 from logitless.types import Episode, Group, Prompt, Verdict
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
@@ -244,7 +245,11 @@ class TextReward:
         return self.metric_name
 
     def check(self, columns: Columns) -> None:
-        """Nothing in the data can be wrong for this reward."""
+        """Columns named by fields called ``column`` or ``..._column`` are there; no row is looked at."""
+        for name in (each.name for each in fields(self)):
+            named = getattr(self, name)
+            if (name == "column" or name.endswith("_column")) and isinstance(named, str):
+                column(columns, named)
 
     def grade(self, texts: Sequence[str], batch: "Batch") -> list[Verdict]:
         """One verdict a text; the fields of ``batch`` are aligned with the texts."""
@@ -264,12 +269,14 @@ class TextReward:
                 does not return a verdict for each text.
             ConfigurationError: a column is absent.
             UnavailableError: an optional package is absent.
+            TrainingError: ``grade`` raised.
         """
         batch = Batch(prompts, completions, columns, completion_ids)
         given = [_gradable_text(completion) for completion in completions]
         readable = [row for row, text in enumerate(given) if isinstance(text, str)]
         texts = [text for text in given if isinstance(text, str)]
-        answered = self.grade(texts, batch.take(readable)) if texts else []
+        with blamed(f"verdicts from `grade` of reward {self.metric_name!r}", TrainingError):
+            answered = self.grade(texts, batch.take(readable)) if texts else []
         if not isinstance(answered, list) or [type(each) for each in answered] != [Verdict] * len(texts):
             raise InputError(
                 needed=f"a list of {len(texts)} Verdict from `grade` of reward {self.metric_name!r}",
@@ -547,7 +554,8 @@ def _verdicts_of(entry: WeightedReward, pairs: Sequence[tuple[Prompt, Episode]])
     names = {name for prompt, _ in pairs for name in prompt.columns}
     columns = {name: [p.columns.get(name) for p, _ in pairs] for name in names}
     if isinstance(entry.reward, EpisodeReward):
-        return entry.reward.episode_verdicts([episode for _, episode in pairs], columns)
+        with blamed(f"verdicts from `episode_verdicts` of reward {entry.name!r}", TrainingError):
+            return entry.reward.episode_verdicts([episode for _, episode in pairs], columns)
     said = entry.reward.verdicts(
         [p.messages if p.messages is not None else p.text for p, _ in pairs],
         [episode.completion.text for _, episode in pairs],
