@@ -139,6 +139,14 @@ def test_an_unknown_key_names_the_nearest_known_one(tmp_path, override, wrong, n
         ("train.optimizer.schedule=cosin", "needs to be 'constant', 'linear' or 'cosine', not 'cosin' (nearest: 'cosi"),
         ("rollout=3", "rollout: needs to be a section with keys of engine, parity"),
         ("rollout.parity.stop=3", "rollout.parity.stop: needs to be a section with keys of mean, p95, max, sequence"),
+        (
+            "rewards=[{name: function, path: 'a:b', options: {}}]",
+            "'rewards.0.options' (a function has no options; a class does, see the end of docs/own_reward.md)",
+        ),
+        (
+            "rewards=[{name: function, path: 'a:b', deadline: 1}]",
+            "unknown key 'rewards.0.deadline' (nearest: 'rewards.0.deadline_seconds')",
+        ),
         ("rollout.parity.stop.meen=1", "unknown key 'rollout.parity.stop.meen' (nearest: 'rollout.parity.stop.mean')"),
         ("rollout.engine={name: gpuu}", "rollout.engine: needs 'name' to be one of auto, transformers, recorded, gpu"),
         ("rollout.engine={name: gpuu}", "not 'gpuu' (nearest: 'gpu')"),

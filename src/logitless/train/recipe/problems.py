@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from logitless.errors import ConfigurationError, LogitlessError
+from logitless.rewards.user_function import Function
 from logitless.train.recipe.config import Recipe
 
 RENAMED = {
@@ -102,7 +103,7 @@ def _problem(details: ErrorDetails) -> str:
     if kind == "union_tag_invalid":
         given = details["ctx"]["tag"]
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        return _unknown(path, {name for each in beside for name in _fields(each)})
+        return _unknown(path, {name for each in beside for name in _fields(each)}, of_function=Function in beside)
     if kind == "missing":
         return f"{where}: is needed and not there"
     if (own := _own(details)) is not None:
@@ -134,12 +135,14 @@ def _needed(details: ErrorDetails, at: Sequence[Any]) -> tuple[str, Sequence[str
     return re.sub(r"^[A-Z][a-z]+ should ", "needs to ", message), names
 
 
-def _unknown(path: Sequence[str], known: set[str]) -> str:
+def _unknown(path: Sequence[str], known: set[str], *, of_function: bool) -> str:
     where, name = ".".join(path), path[-1]
     if (now := RENAMED.get(name)) in known:
         return f"{where!r} is called {'.'.join([*path[:-1], now])!r} now"
     if name in OF_TRL:
         return f"unknown key {where!r} (what TRL calls {name} is {OF_TRL[name]!r} here)"
+    if of_function and not difflib.get_close_matches(name, known, n=1, cutoff=_LIKE):
+        return f"unknown key {where!r} (a function has no options; a class does, see the end of docs/own_reward.md)"
     near = _nearest(path, known)
     return f"unknown key {where!r}" if near is None else f"unknown key {where!r} (nearest: {near!r})"
 
