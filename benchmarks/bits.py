@@ -1,4 +1,4 @@
-"""``benchmarks/bits.py``: laws and price of one set of bits, and the table of docs/bits.md.
+"""``benchmarks/bits.py``: laws and price of bitwise identical sampling and training, and the table of docs/bits.md.
 
 Laws: log-probs, entropies and hidden states of the same tokens, computed in every way that training and sampling
 compute them, compared in every bit. Price: the same model with row-invariant layers and with transformers' own, in the

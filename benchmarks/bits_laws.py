@@ -1,4 +1,4 @@
-"""The laws of one set of bits: the same tokens, computed in every way that training and sampling compute them.
+"""The laws of bitwise identical sampling and training: the same tokens in every way that the two compute them.
 
 Random prompts with several completions each; one packed pass is the reference, and every other way must give each
 token's hidden state, log-prob and entropy with the same bits. Two comparisons of transformers' own layers stand beside

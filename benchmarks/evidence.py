@@ -202,7 +202,7 @@ def digest(model: nn.Module) -> str:
 
 
 def in_products_of_bfloat16() -> dict[str, Any]:
-    """Of a model section on a GPU: bfloat16 weights with float32 masters, and the layers with one set of bits."""
+    """Of a model section on a GPU: bfloat16 weights with float32 masters, and row-invariant layers."""
     return (
         {"trained_dtype": "bfloat16", "layers": "row_invariant"} if device() == "cuda" else {"trained_dtype": "float32"}
     )

@@ -1,4 +1,4 @@
-"""The benchmark of one set of bits: what the file has is kept, tables come from it, and the record keeps the laws."""
+"""The benchmark of bitwise identity: what the file has is kept, tables come from it, and the record keeps the laws."""
 
 import json
 from pathlib import Path

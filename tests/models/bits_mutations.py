@@ -1,4 +1,4 @@
-"""Ways to break one set of bits, each on the decoding side alone: a law must notice every one of them."""
+"""Ways to break bitwise identical decoding, each on the decoding side alone: a law must notice every one of them."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Attention over packed rows: one set of bits in every packing, and gradients as good as a dense one's.
+"""Attention over packed rows: bitwise identical in every packing, and gradients as good as a dense one's.
 
 On a CPU kernels run under Triton's interpreter, with splits of 128 positions so that small rows have several.
 """

@@ -210,7 +210,7 @@ def _has_room_for_rows(recipe: Recipe, plan: Plan, device: torch.device) -> bool
 
 
 def takes_row_invariant_layers(recipe: Recipe, device: torch.device) -> bool:
-    """Whether a run would have the layers with one set of bits, unless this GPU's self-check finds against them.
+    """Whether a run would have row-invariant layers, unless this GPU's self-check finds against them.
 
     Args:
         recipe: runs here.

@@ -1,4 +1,4 @@
-"""Causal attention over packed rows in which sequences share what they begin with, with one set of bits.
+"""Causal attention over packed rows in which sequences share what they begin with, bitwise identical in any row.
 
 Equal to running every sequence alone, prompt and completion together. A prompt lies once in the row, its completions
 end to end behind it:
@@ -387,7 +387,7 @@ def launches() -> Any:
         from logitless.models.kernels import attention_launch
     except ImportError as error:
         raise UnavailableError(
-            needed="Triton, for attention in one set of bits",
+            needed="Triton, for row-invariant attention",
             given=str(error),
             remedy="Install logitless[triton], or choose another attention.",
         ) from error

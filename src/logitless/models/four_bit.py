@@ -3,7 +3,7 @@
     weight ~ absmax of its 64 neighbours * one of 16 levels
 
 Equal to LoRA on the weights that four bits can say, which are not the model's own: they are off by about a tenth of
-their spread. Embedding, norms and LM head keep their dtype. Gives up: one set of bits in sampling and training (the
+their spread. Embedding, norms and LM head keep their dtype. Gives up: bitwise identical sampling and training (the
 products are a library's, and differ with the number of rows), and merging: an adapter belongs to the rounded base.
 """
 

@@ -1,4 +1,4 @@
-"""Row-invariant layers on small models: transformers' numbers, one set of bits, and the report."""
+"""Row-invariant layers on small models: transformers' numbers, bitwise identical rows, and the report."""
 
 import copy
 

@@ -93,7 +93,7 @@ class Report:
         machine: device, driver and versions.
         linear: by shape, in words.
         attention: numbers that differ from the packed row's, by form and kernel, in words; 0 everywhere, or attention
-            here has not one set of bits.
+            here is not row-invariant.
         seconds: that it took; 0 where all was known.
     """
 

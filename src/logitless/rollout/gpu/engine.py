@@ -100,7 +100,7 @@ class GpuEngine:
         if not hasattr(backbone(model), "row_invariant"):
             if missing := uncovered(model):
                 raise UnavailableError(
-                    needed="a model whose layers have one set of bits",
+                    needed="a model that row-invariant layers cover (docs/bits.md)",
                     given=", ".join(missing),
                     remedy="Sample with rollout.engine: {name: transformers}.",
                 )
@@ -210,7 +210,7 @@ class GpuEngine:
             finally:
                 steps.close()
             if not self._kept_bits:
-                logger.warning("attention here has not one set of bits: what is sampled will be scored again")
+                logger.warning("attention here is not row-invariant: what is sampled will be scored again")
         self._checked = facts
 
 

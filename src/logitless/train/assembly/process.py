@@ -129,7 +129,7 @@ def effects(section: ModelSection, device: torch.device, model: nn.Module, *, la
     if section.quantize is not None:
         lines.append(
             f"base in four bits a weight ({section.quantize}, uint8 above), by bitsandbytes: log-probs of sampling and "
-            "training have no one set of bits"
+            "training are not bitwise identical"
         )
     if device.type == "cuda":
         lines.append(f"allocator {allocator_of_environment() or 'default'}")
