@@ -121,14 +121,14 @@ def test_an_answer_that_breaks_off_leaves_no_socket_open(monkeypatch):
     assert [each.fileno() for each in sockets] == [-1]
 
 
-def endless(head, pause):
-    """An answer of one byte after the other, until the client ends it."""
+def endless(head, pause, count=1):
+    """An answer of so many bytes after the other, until the client ends it."""
 
     def answers(accepted):
         with suppress(OSError):
             accepted.sendall(b"HTTP/1.0 " + head + b"\r\n\r\n")
             while True:
-                accepted.sendall(b"a")
+                accepted.sendall(b"a" * count)
                 time.sleep(pause)
 
     return answers
@@ -149,7 +149,7 @@ def test_an_answer_that_never_ends_is_given_up_after_the_seconds_of_a_request():
     ],
 )
 def test_no_more_of_an_answer_is_read_than_its_bound(head, fault, says):
-    with client_of_a_server(endless(head, 0), max_bytes=100) as client, pytest.raises(fault, match=says):
+    with client_of_a_server(endless(head, 0, 4096), max_bytes=100) as client, pytest.raises(fault, match=says):
         client.get("/")
 
 

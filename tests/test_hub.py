@@ -23,6 +23,7 @@ def closed_port():
         yield taken.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_a_hub_name_without_a_network_costs_one_line_and_no_wait(tmp_path, closed_port):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(

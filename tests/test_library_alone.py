@@ -57,6 +57,7 @@ def test_the_three_packages_bring_none_of_the_trainers(allowed):
     assert not {"transformers", "pydantic", "yaml", "pyarrow", "rich", "safetensors", "matplotlib"} & set(allowed)
 
 
+@pytest.mark.slow
 def test_head_objectives_and_packing_run_with_torch_jaxtyping_and_numpy_alone(allowed):
     done = run_with(allowed, CORE)
     assert done.stdout == "ran\n", done.stderr
@@ -67,6 +68,7 @@ def test_the_package_is_imported_where_nothing_else_is_installed():
     assert done.stdout == "ran\n", done.stderr
 
 
+@pytest.mark.slow
 def test_what_is_kept_out_is_really_absent(allowed):
     done = run_with(allowed, TRAINER)
     assert "ModuleNotFoundError" in done.stderr

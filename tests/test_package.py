@@ -60,6 +60,7 @@ def test_the_wheel_holds_every_module_and_every_file_that_a_recipe_reads(wheel):
     }
 
 
+@pytest.mark.slow
 def test_an_installed_copy_with_what_it_requires_alone_runs_the_quickstart_outside_the_repository(wheel, tmp_path):
     installed = tmp_path / "installed"
     _pip("install", "--no-deps", "--target", str(installed), str(wheel))

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 RACED = """
 def add(values):
@@ -42,6 +44,7 @@ def test_values(monkeypatch):
 """
 
 
+@pytest.mark.slow
 def test_a_race_is_found_at_its_line(tmp_path):
     (tmp_path / "raced.py").write_text(RACED)
     (tmp_path / "test_raced.py").write_text(TEST)

@@ -51,6 +51,7 @@ def fail(rank):
     dist.all_reduce(torch.zeros(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "error"),
     [(wait_for_the_other, TimeoutError), (end_without_a_word, BrokenProcessPool), (fail, ValueError)],

@@ -27,7 +27,13 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "QUICK", TINY)
 
 
-@pytest.mark.parametrize("name", ["attention", "precision", "optimizer", "layers", "sampling"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sampling",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("attention", "precision", "optimizer", "layers")),
+    ],
+)
 def test_a_quick_look_prints_and_keeps_every_contender(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,6 +40,7 @@ def _run(folder, tests):
     return done, json.loads((folder / "found.json").read_text())
 
 
+@pytest.mark.slow
 def test_what_passed_failed_and_was_skipped_is_counted_with_reasons_and_names(tmp_path):
     done, found = _run(tmp_path, TESTS)
     assert done.returncode == 1

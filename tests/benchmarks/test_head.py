@@ -20,6 +20,7 @@ def options(folder, *more):
     return parser.parse_args([*arguments, "--contenders", "logitless-chunked", "--output", str(folder), *more])
 
 
+@pytest.mark.slow
 def test_a_run_leaves_complete_rows_and_a_second_measures_nothing_again(tmp_path, capsys):
     assert head.run(options(tmp_path)) == 0
     document = json.loads((tmp_path / "head-D8-V19.json").read_text())

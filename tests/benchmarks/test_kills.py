@@ -34,6 +34,7 @@ def test_the_committed_result_has_a_hundred_kills_of_each_kind_and_no_run_that_d
     assert found["machine"]["cpu"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_bitwise(tmp_path):
     _check(_measured(2, tmp_path / "kills.json", seed=1), 2)
 

@@ -18,6 +18,7 @@ def repository_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
+@pytest.mark.slow
 def test_a_block_and_its_resume_are_measured_beside_the_plan_at_the_longest_prompts(tmp_path):
     small = ["rollout.prompts_per_block=2", "model.device=cpu", "checkpoint.every_blocks=1"]
     toy, limit = Path("recipes/length-toy.yaml"), 24 * GIB

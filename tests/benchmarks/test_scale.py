@@ -32,6 +32,7 @@ def _row(rank, layout):
     return measured(Ranks(data=dist.group.WORLD), TINY, layout, WORK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["shard", "all_rows", "sequence", "in_order"])
 def test_two_processes_are_measured_together(layout):
     rows = run_on_ranks(2, _row, layout)
@@ -81,6 +82,7 @@ def test_a_whole_block_of_two_processes_has_twice_the_prompts_of_one(layout):
         assert row["tokens_per_second"] == pytest.approx(row["drawn_tokens"] / sum(row["seconds"].values()))
 
 
+@pytest.mark.slow
 def test_rows_are_kept_as_they_come_and_compared_with_one_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     options = ["--models", "tiny", "--device", "cpu", "--output", str(tmp_path), "--steps", "1", "--head"]

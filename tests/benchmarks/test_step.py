@@ -52,6 +52,7 @@ def document_in(folder):
     return json.loads((folder / "step-tiny.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_run_leaves_complete_rows_of_every_contender(folder):
     document = document_in(folder)
     found = [(row["contender"], row["live"]) for row in document["rows"]]

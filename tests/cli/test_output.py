@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 WORK = """
 import sys
 from pathlib import Path
@@ -36,6 +38,7 @@ def test_what_is_read_is_all_there(tmp_path):
     assert len(found.stderr.splitlines()) == 3000
 
 
+@pytest.mark.slow
 def test_a_run_whose_output_is_piped_into_head_trains_to_its_end(tmp_path):
     settings = [
         *("rollout.prompts_per_block=2", "rollout.completions_per_prompt=2", "rollout.sampling.max_new_tokens=4"),

@@ -22,6 +22,7 @@ def recipe(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_a_client_in_another_process_gets_tokens_log_probs_and_the_version(recipe):
     command = [sys.executable, "-m", "logitless.cli.main", "serve-engine", str(recipe), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:

@@ -165,6 +165,7 @@ except TrainingError as error:
 """
 
 
+@pytest.mark.slow
 def test_what_one_rank_raises_ends_all_of_them_with_exit_status_1(tmp_path):
     (tmp_path / "script.py").write_text(FAILS)
     started = time.monotonic()

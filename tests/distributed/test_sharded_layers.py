@@ -27,6 +27,7 @@ def _gradients(rank, mode):
     return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not interpreted(), reason="for Triton's interpreter")
 def test_shards_of_layers_that_run_again_have_the_gradients_of_those_that_keep_all():
     kept, again = (run_on_ranks(2, _gradients, mode)[0] for mode in ("keep", "recompute"))

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import matplotlib
+import pytest
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "first_look.ipynb"
 SHORT = "BLOCKS, WARM_STEPS, OUTPUT = 1, 1, {!r}"
@@ -16,6 +17,7 @@ def cells(output):
             yield SHORT.format(output) if "parameters" in cell["metadata"].get("tags", []) else "".join(cell["source"])
 
 
+@pytest.mark.slow
 def test_every_cell_runs_in_order(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(NOTEBOOK.parent)
     matplotlib.use("agg")

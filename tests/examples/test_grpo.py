@@ -3,6 +3,7 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
 import torch
 
 FILE = Path(__file__).parents[2] / "examples" / "grpo.py"
@@ -22,6 +23,7 @@ def test_the_example_runs_from_warm_start_to_evaluation(capsys):
     assert "after 2 blocks: held-out accuracy" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_weights(monkeypatch):
     module = example()
     trained = []

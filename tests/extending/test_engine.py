@@ -4,6 +4,8 @@ import pytest
 
 from tests.extending.diffs import ROOT, extended, run_in, run_tests
 
+pytestmark = pytest.mark.slow
+
 RUNS = """
 from pathlib import Path
 import logitless

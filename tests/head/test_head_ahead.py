@@ -20,6 +20,7 @@ def compiled(capability, *arguments):
     return {kernel.name for kernel in found}
 
 
+@pytest.mark.slow
 def test_one_pass_over_a_tile_compiles_for_gpus_that_the_fused_head_does_not_take():
     assert compiled(75) == ONE_PASS
 

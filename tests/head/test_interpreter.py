@@ -54,6 +54,7 @@ for shape in ([3], [2, -1], [1 << 21], []):
 """
 
 
+@pytest.mark.slow
 def test_values_types_and_errors_are_those_of_the_interpreter_as_it_is():
     plain, ours = (
         warm.run("-c", PROGRAM.format(complete=complete), environment=os.environ | {"TRITON_INTERPRET": "1"})

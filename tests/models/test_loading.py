@@ -145,6 +145,7 @@ def test_without_dropout_training_and_evaluation_agree(name):
     assert not torch.equal(with_dropout, training)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_layers_give_the_same_hidden_states_and_compile_once_for_any_lengths():
     torch._dynamo.reset()

@@ -72,7 +72,10 @@ def on_a_rank(rank, borders):
 
 
 # 24 tokens; borders cut through sequences, one rank holds a piece of one sequence, another nothing at all.
-@pytest.mark.parametrize("borders", [(0, 8, 24), (0, 3, 11, 11, 24)], ids=["2 ranks", "4 ranks"])
+@pytest.mark.parametrize(
+    "borders",
+    [pytest.param((0, 8, 24), id="2 ranks"), pytest.param((0, 3, 11, 11, 24), id="4 ranks", marks=pytest.mark.slow)],
+)
 def test_sequences_split_over_ranks_have_the_loss_and_gradients_of_one_rank(borders):
     logp, entropy, batch = random_batch(LENGTHS, SEED)
     found = run_on_ranks(len(borders) - 1, on_a_rank, borders)

@@ -45,6 +45,7 @@ def test_what_somebody_has_frozen_before_stays_frozen() -> None:
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whose", ["run", "forecast"])
 def test_steps_are_made_inside(whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frozen, step = [], Learner.step

@@ -129,17 +129,17 @@ def _check(
 
 
 FLOAT64 = {
-    "four shards of an untied head": ({"model__source": LLAMA}, Arrangement(1, 4, 1)),
     "shards, a value head": ({"algorithm": {"preset": "ppo"}}, Arrangement(1, 2, 1)),
     "three copies, many rows": ({"train__tokens_per_micro_batch": 13}, Arrangement(3, 1, 1)),
-    "copies of shards": ({}, Arrangement(2, 2, 1)),
-    "sequences over four, more than key heads": ({"model__source": LLAMA}, Arrangement(1, 1, 4)),
     "shared sequences, GSPO": ({"algorithm": {"preset": "gspo"}}, Arrangement(1, 1, 2)),
-    "shards and shared sequences": ({"train__tokens_per_micro_batch": 17}, Arrangement(1, 2, 2)),
-    "a shared vocabulary, sequences and shards": ({"parallel__vocabulary": "all_rows"}, Arrangement(1, 2, 2)),
     "a reference on the host": ({"parallel__reference": "host"}, Arrangement(1, 2, 1)),
 }
 SLOW = {
+    "four shards of an untied head": ({"model__source": LLAMA}, Arrangement(1, 4, 1)),
+    "copies of shards": ({}, Arrangement(2, 2, 1)),
+    "sequences over four, more than key heads": ({"model__source": LLAMA}, Arrangement(1, 1, 4)),
+    "shards and shared sequences": ({"train__tokens_per_micro_batch": 17}, Arrangement(1, 2, 2)),
+    "a shared vocabulary, sequences and shards": ({"parallel__vocabulary": "all_rows"}, Arrangement(1, 2, 2)),
     "shards, many rows": ({"train__tokens_per_micro_batch": 13}, Arrangement(1, 4, 1)),
     "copies, a value head": ({"algorithm": {"preset": "ppo"}}, Arrangement(2, 1, 1)),
     "shared sequences, a value head": ({"algorithm": {"preset": "ppo"}}, Arrangement(1, 1, 2)),

@@ -95,6 +95,7 @@ def disturbed(request, tmp_path_factory):
     return folder, subprocess.run(launcher, env=ENVIRONMENT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_torchrun_starts_a_run_again_whose_rank_was_killed_and_it_goes_on_bit_for_bit(disturbed, undisturbed):
     folder, done = disturbed
     assert len(json.loads(RunFolder(folder / "runs" / "tiny").provenance.read_text())["starts"]) == 2, done.stderr
@@ -103,6 +104,7 @@ def test_torchrun_starts_a_run_again_whose_rank_was_killed_and_it_goes_on_bit_fo
     assert found == undisturbed[: len(found)]
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_past_the_deadline_and_ends_all(disturbed):
     _, done = disturbed
     assert done.returncode == 1
@@ -151,6 +153,7 @@ def _state(place):
         return "Z"
 
 
+@pytest.mark.slow
 def test_ranks_end_with_what_started_them_also_one_that_is_stopped(tmp_path):
     (tmp_path / "program.py").write_text(WAITING)
     done = warm.run("-m", "tests.torchrun", "0", str(tmp_path / "program.py"), str(tmp_path), environment=os.environ)

@@ -90,6 +90,7 @@ start(tiny_recipe(Path(sys.argv[1])))
 """
 
 
+@pytest.mark.slow
 def test_kill_9_during_a_save_loses_nothing_that_was_saved(uninterrupted, tmp_path):
     killed = warm.run("-c", _KILLED_WHILE_SAVING, str(tmp_path), environment=os.environ)
     assert killed.returncode == -signal.SIGKILL, killed.stderr

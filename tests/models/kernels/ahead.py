@@ -23,9 +23,9 @@ SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 """KiB that a program may have, by compute capability."""
 
 CAPABILITIES = [
-    pytest.param(capability, marks=[pytest.mark.slow] if capability in (86, 89) else []) for capability in SHARED_MEMORY
+    pytest.param(capability, marks=[] if capability == 90 else [pytest.mark.slow]) for capability in SHARED_MEMORY
 ]
-"""80, 90 and 120 in every run: 86 and 89 have the instructions of the first and the shared memory of the last."""
+"""The others among the slow tests."""
 
 
 class Kernel(NamedTuple):

@@ -40,7 +40,10 @@ def hidden_and_gradients(decoder, layout, position, hidden, grad):
     return out.detach(), hidden.grad, {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(("name", "rows_of"), [("qwen3", (GROUPS, OTHERS)), ("gemma3", (TREE, OTHER_TREE))])
+@pytest.mark.parametrize(
+    ("name", "rows_of"),
+    [("qwen3", (GROUPS, OTHERS)), pytest.param("gemma3", (TREE, OTHER_TREE), marks=pytest.mark.slow)],
+)
 def test_a_padded_row_has_the_bits_of_the_row_and_its_gradients(name, rows_of):
     decoder = installed(name)
     padded = PaddedLayout(tables_of(decoder, rows_of[0]), "cpu")

@@ -199,6 +199,7 @@ def test_greedy_completions_are_the_same_and_certain():
     assert one.logp_sampler.tolist() == [0.0] * one.length
 
 
+@pytest.mark.slow
 def test_out_of_memory_puts_rows_back_and_gives_the_same_tokens(monkeypatch, caplog):
     options = SamplingOptions(max_new_tokens=9)
     expected = engine_of().sample(PROMPTS[:2], 2, options, seed=1)
@@ -239,6 +240,7 @@ def test_what_ran_out_of_memory_is_gone_before_sampling_goes_on(monkeypatch, cap
     assert left == [[], []]
 
 
+@pytest.mark.slow
 def test_where_the_pages_do_not_fit_into_the_device_half_are_taken_and_tokens_are_the_same(monkeypatch):
     options = SamplingOptions(max_new_tokens=9)
     expected = engine_of().sample(PROMPTS, 2, options, seed=1)

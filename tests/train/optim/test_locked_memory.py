@@ -215,6 +215,7 @@ locked_memory.kept = kept[1:]
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_in_silence_with_memory_that_is_still_locked():
     ended = warm.run("-c", ENDING, environment=os.environ)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

@@ -96,7 +96,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
 def test_shards_and_messages_are_those_of_real_processes(case, num_ranks, tmp_path):
     changes = CASES[case]

@@ -69,6 +69,7 @@ def write_for_ever(folder: Path) -> None:
         run.write_rollouts(block, fake_groups(1, 12))
 
 
+@pytest.mark.slow
 def test_the_data_set_of_a_killed_run_is_whole_up_to_some_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ assert clock.seconds()["compilation"] == told
 """
 
 
+@pytest.mark.slow
 def test_torch_compile_says_what_it_compiles_and_nobody_listens_afterwards():
     done = warm.run("-c", COMPILES, environment=os.environ)  # other tests leave Dynamo in states in which it is silent
     assert done.returncode == 0, done.stderr
@@ -128,6 +129,7 @@ def test_the_phases_of_a_run_add_up_to_its_wall_clock_and_leave_little_unnamed(t
     assert all(value >= 0 for value in seconds.values())
 
 
+@pytest.mark.slow
 def test_a_command_accounts_for_its_process_from_the_start_imports_included(tmp_path):
     raw = tiny_raw(tmp_path) | {"writers": []}
     raw["train"]["blocks"] = 1
