@@ -90,10 +90,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("same")
 
 
-def reset_torch(*, deterministic):
-    """Uninitialised memory is NaN, and neither seeds nor threads are what tests before have left."""
+def reset_torch():
+    """Uninitialised memory is NaN, nondeterministic kernels are errors, and no seed or number of threads is left over."""
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(deterministic)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.manual_seed(0)
 
@@ -110,14 +110,14 @@ def pytest_collection_modifyitems(items):
 def pytest_fixture_setup(fixturedef):
     """What several tests share is made as each of them would make it, whichever comes first."""
     if fixturedef.scope != "function":
-        reset_torch(deterministic=False)
+        reset_torch()
     return (yield)
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     """Uninitialised memory is NaN, nondeterministic kernels are errors."""
-    reset_torch(deterministic=True)
+    reset_torch()
     yield
     torch.use_deterministic_algorithms(False)
 

@@ -71,6 +71,27 @@ def _names(found: Any) -> list[str]:
     return own or dir(found)
 
 
+def named(path: str, *, what: str, key: str) -> Any:
+    """What a path names.
+
+    Args:
+        path: see ``imported``.
+        what: about it, in the error.
+        key: of the recipe, that names it.
+
+    Raises:
+        ConfigurationError: it cannot be imported.
+    """
+    try:
+        return imported(path)
+    except Exception as error:
+        raise ConfigurationError(
+            needed=f"an import path like {FORMS} {what}".rstrip(),
+            given=f"{path!r} ({described(error)})",
+            remedy="Correct that line." if _line_of(error) else f"Correct {key}.",
+        ) from error
+
+
 def made(factory: str, options: Mapping[str, Any], *, what: str, key: str) -> Any:
     """What the object that a path names returns when it is called with options.
 
@@ -87,14 +108,7 @@ def made(factory: str, options: Mapping[str, Any], *, what: str, key: str) -> An
         >>> made("fractions:Fraction", {"numerator": 3}, what="a number", key="number.factory")
         Fraction(3, 1)
     """
-    try:
-        making = imported(factory)
-    except Exception as error:
-        raise ConfigurationError(
-            needed=f"an import path like {FORMS} that makes {what}",
-            given=f"{factory!r} ({described(error)})",
-            remedy="Correct that line." if _line_of(error) else f"Correct {key}.",
-        ) from error
+    making = named(factory, what=f"that makes {what}", key=key)
     try:
         return making(**options)
     except Exception as error:

@@ -323,6 +323,17 @@ def test_a_reward_that_judges_episodes_is_given_them_and_the_others_their_text()
     assert group.rewards == (0.0, 2.0)
 
 
+def test_a_reward_of_episodes_that_says_too_little_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(Turns, "episode_verdicts", lambda *_: [])
+    with pytest.raises(InputError, match="a verdict for each of 1 completions; given 0 from reward 'turns'"):
+        judge(
+            [Prompt("7", "?", (4,))],
+            [[Episode(Completion("7", (4,), "4", "stop"), ())]],
+            [WeightedReward(Turns(), name="turns")],
+            unscored="drop",
+        )
+
+
 def test_without_rewards_what_the_environment_paid_is_the_reward_and_its_failure_is_no_zero():
     prompt = Prompt("7", "p", (1,))
     completion = Completion("7", (1, 2), "ab", "stop")

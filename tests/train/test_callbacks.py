@@ -5,7 +5,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 import yaml
 
@@ -76,7 +75,6 @@ def test_a_path_a_mapping_and_a_recipe_are_the_same_run(tmp_path):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """What the callbacks of a run of two blocks were told."""
-    torch.use_deterministic_algorithms(True)  # as every test has it
     told = Noting()
     logitless.train(tiny_recipe(tmp_path_factory.mktemp("whole"), **TWO_BLOCKS), callbacks=[told])
     return told

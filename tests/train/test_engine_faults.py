@@ -55,7 +55,6 @@ def _unreliable(calls):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> RunFolder:
-    torch.use_deterministic_algorithms(True)  # as every test has it
     return start(tiny_recipe(tmp_path_factory.mktemp("whole"), **OFTEN))[0]
 
 

@@ -28,7 +28,6 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def parent(home) -> RunFolder:
-    torch.use_deterministic_algorithms(True)  # as every test has it
     return start(tiny_recipe(home))[0]
 
 

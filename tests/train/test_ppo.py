@@ -29,7 +29,6 @@ def _run(folder, **changes) -> RunFolder:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> RunFolder:
-    torch.use_deterministic_algorithms(True)  # as every test has it
     return _run(tmp_path_factory.mktemp("finished"), kl=IN_REWARD)
 
 

@@ -19,7 +19,6 @@ from tests.train.tiny import assert_same_run, tiny_recipe
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> RunFolder:
-    torch.use_deterministic_algorithms(True)  # as every test has it
     folder, complete = start(tiny_recipe(tmp_path_factory.mktemp("whole")))
     assert complete
     return folder

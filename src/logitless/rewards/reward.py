@@ -555,13 +555,14 @@ def _verdicts_of(entry: WeightedReward, pairs: Sequence[tuple[Prompt, Episode]])
     columns = {name: [p.columns.get(name) for p, _ in pairs] for name in names}
     if isinstance(entry.reward, EpisodeReward):
         with blamed(f"verdicts from `episode_verdicts` of reward {entry.name!r}", TrainingError):
-            return entry.reward.episode_verdicts([episode for _, episode in pairs], columns)
-    said = entry.reward.verdicts(
-        [p.messages if p.messages is not None else p.text for p, _ in pairs],
-        [episode.completion.text for _, episode in pairs],
-        columns,
-        [episode.completion.token_ids.tolist() for _, episode in pairs],
-    )
+            said = entry.reward.episode_verdicts([episode for _, episode in pairs], columns)
+    else:
+        said = entry.reward.verdicts(
+            [p.messages if p.messages is not None else p.text for p, _ in pairs],
+            [episode.completion.text for _, episode in pairs],
+            columns,
+            [episode.completion.token_ids.tolist() for _, episode in pairs],
+        )
     if len(said) != len(pairs):
         raise InputError(
             needed=f"a verdict for each of {len(pairs)} completions",

@@ -262,7 +262,7 @@ class Loop:
         with self.journal.phase("weights"):
             if self.engines.in_this_process:
                 self.learner.policy.gather()  # until the next step
-            self.collector.newest = self.learner.version  # before the engines have it: another thread may be sampling
+            self.collector.expect(self.learner.version)  # before the engines have it: another thread may be sampling
             return self.engines.load_all(self.learner.weights(), self.learner.version)
 
     def _evaluated(self, sets: Sequence[HeldOut]) -> Numbers:

@@ -380,7 +380,6 @@ BFLOAT16 = {"model__trained_dtype": "bfloat16", "model__dtype": "bfloat16", "tra
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> RunFolder:
-    torch.use_deterministic_algorithms(True)  # as every test has it
     return start(tiny_recipe(tmp_path_factory.mktemp("whole"), **BFLOAT16))[0]
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from logitless.errors import ConfigurationError, EngineError, InputError
-from logitless.own_code import FORMS, described, imported
+from logitless.own_code import named
 from logitless.rollout.engine import Engine, Weights
 from logitless.rollout.environment import Limits, end_to_end, given
 from logitless.rollout.sampling import SamplingOptions
@@ -88,14 +88,7 @@ class Harness:
         """
         if self.function is None:
             return self._run_command
-        try:
-            found: Drive = imported(self.function)
-        except Exception as error:
-            raise ConfigurationError(
-                needed=f"an import path like {FORMS}",
-                given=f"{self.function!r} ({described(error)})",
-                remedy="Correct rollout.environment.function.",
-            ) from error
+        found: Drive = named(self.function, what="of a function", key="rollout.environment.function")
         return partial(found, **self.options) if self.options else found
 
     def _run_command(self, base_url: str, row: Mapping[str, Any], seed: int) -> float | None:

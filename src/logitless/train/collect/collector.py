@@ -42,12 +42,9 @@ class Collector:
         seed: of the run.
         ranks: that share the prompts of a round; every rank gets the same block.
         order: in which prompts are drawn; None for one source's, from the seed.
-
-    Attributes:
-        newest: version of the weights that the engine was given last; None: nobody says, and no version is checked.
     """
 
-    newest: int | None = None
+    _newest: int | None = None
 
     def __init__(
         self,
@@ -75,6 +72,13 @@ class Collector:
         other = copy(self)
         other.options = options
         return other
+
+    def expect(self, version: int) -> None:
+        """Completions may be of weights of this version from now on, which the engine is given next.
+
+        Until the first call no version is checked.
+        """
+        self._newest = version
 
     def next(self, block: int, *, length_factor: float = 1.0) -> JudgedBlock:
         """Sample and judge until there are enough groups to train on or the refills are used up.
@@ -111,14 +115,14 @@ class Collector:
         Raises:
             EngineError: a completion has no version, or a newer one.
         """
-        if self.newest is None or self.options.engine.recorded_file is not None:
+        if self._newest is None or self.options.engine.recorded_file is not None:
             return block
         for completion in (each for group in block.drawn for each in group.completions if each.length):
             versions, last = completion.token_versions, completion.weights_version
             last = last if versions is None else int(versions.max())
-            if last is None or last > self.newest:
+            if last is None or last > self._newest:
                 raise EngineError(
-                    needed=f"the weights_version that rollout.engine was given with `load`, at most {self.newest}",
+                    needed=f"the weights_version that rollout.engine was given with `load`, at most {self._newest}",
                     given=f"{last} of a completion of prompt {completion.prompt_id!r}",
                     remedy="Keep the version with the weights in `load`, and put it into each Completion in `sample`.",
                 )
