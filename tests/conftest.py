@@ -91,7 +91,7 @@ hypothesis.settings.load_profile("same")
 
 
 def reset_torch():
-    """Uninitialised memory is NaN, nondeterministic kernels are errors, and no seed or number of threads is left over."""
+    """Uninitialised memory is NaN, nondeterministic kernels are errors, seed and threads are those of every test."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
